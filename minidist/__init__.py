@@ -1,0 +1,35 @@
+"""minidist: distributed training that you run, measure and read.
+
+    import minidist as md
+
+    with md.ranks(4) as r:        # four processes
+        print(r(function))        # one result a rank
+
+Each lesson of the course teaches one module of this package.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from minidist.rank import launch, ranks
+from minidist.runtime import RankError
+
+if TYPE_CHECKING:
+    from minidist import collectives, measure, plot, rank, zoo
+
+__version__ = "0.1.0"
+__all__ = ["RankError", "collectives", "launch", "measure", "plot", "rank", "ranks", "zoo"]
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: a rank that draws nothing should not wait for matplotlib.
+    if name in __all__:
+        return importlib.import_module(f"minidist.{name}")
+    raise AttributeError(f"module 'minidist' has no attribute {name!r}")
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """`%load_ext minidist`: the magic `%%ranks`."""
+    from minidist.notebook import load
+
+    load(shell)

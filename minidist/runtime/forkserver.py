@@ -1,0 +1,65 @@
+"""Start a process with torch already imported, in milliseconds.
+
+`import torch` takes seconds; a fork takes milliseconds. So one helper process, the forkserver of
+Python's own `multiprocessing`, imports torch once and is forked for every rank. The notebook's
+kernel itself is never forked: it has threads, and a fork of those can hang.
+"""
+
+import multiprocessing
+import sys
+import types
+from collections.abc import Callable
+from contextlib import contextmanager
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+# Everything slow that ranks need. `torch._dynamo` is imported by the first optimizer that a
+# process makes: 1.6 s. Not minidist itself: a rank must see the file as it is now.
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.distributed.fsdp", "cloudpickle"]
+
+
+def context() -> ForkServerContext:
+    """Python's forkserver context, told to import torch. Raises OSError where there is none."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        raise OSError(
+            "minidist starts its ranks with Python's forkserver, which Windows does not have. "
+            "Use the Windows Subsystem for Linux (WSL), where everything here works."
+        )
+    ctx = multiprocessing.get_context("forkserver")
+    ctx.set_forkserver_preload(PRELOAD)
+    return ctx
+
+
+def warm_up() -> None:
+    """Start the forkserver now, and return at once: it imports torch while the reader reads."""
+    from multiprocessing import forkserver
+
+    context()
+    forkserver.ensure_running()
+
+
+def start(target: Callable[..., None], *args: Any) -> BaseProcess:
+    """Start one process that runs `target(*args)`.
+
+    It is not a daemon, since a daemon may not have children, and a DataLoader's workers are.
+    """
+    process = context().Process(target=target, args=args, daemon=False)
+    with _no_main_module():
+        process.start()
+    return process
+
+
+@contextmanager
+def _no_main_module():  # type: ignore[no-untyped-def]
+    """Keep the new process from importing the program that starts it.
+
+    multiprocessing would run the user's script again in each child. Ours receive functions by
+    value, and need no `if __name__ == "__main__"`.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main

@@ -1,0 +1,104 @@
+"""The ranks' output: live, prefixed, and in the same order at every run.
+
+Ranks run at the same time, so their lines would mix differently at each run. Here rank 0's lines
+appear as they come; those of rank 1 are held back until rank 0 is done with the call, and so on.
+What is shown at the end is always the same text, which is what lets nbval compare it.
+"""
+
+import codecs
+import os
+import re
+import sys
+from multiprocessing.connection import Connection
+
+# The start of each line that has text: after a newline, or after the carriage return of a
+# progress bar that is drawn over.
+_LINE_START = re.compile(r"(?<=[\r\n])(?=[^\r\n])")
+
+
+class Stream:
+    """One pipe of one rank: its stdout, or its stderr."""
+
+    def __init__(self, pipe: Connection, name: str, prefix: str) -> None:
+        self.pipe, self.name, self.prefix = pipe, name, prefix
+        self.held: list[str] = []
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._last = "\n"  # the last character shown
+        os.set_blocking(pipe.fileno(), False)
+
+    def drain(self) -> bool:
+        """Take what lies in the pipe; False once its writer is gone."""
+        while True:
+            try:
+                data = os.read(self.pipe.fileno(), 1 << 16)
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            self.held.append(self._decoder.decode(data))
+
+    def show(self, *, ended: bool) -> None:
+        """Write what was held; at the end of a call, end the last line too."""
+        text = "".join(self.held)
+        self.held.clear()
+        if text:
+            shown = _LINE_START.sub(self.prefix, self._last + text)[1:]
+            self._write(shown)
+            self._last = text[-1]
+        if ended and self._last != "\n":
+            self._write("\n")
+            self._last = "\n"
+
+    def _write(self, text: str) -> None:
+        stream = getattr(sys, self.name)
+        stream.write(text)
+        stream.flush()
+
+
+class OrderedOutput:
+    """The streams of all ranks, of which one rank at a time is live."""
+
+    def __init__(self, stdout: list[Connection], stderr: list[Connection]) -> None:
+        self._streams = [
+            [Stream(out, "stdout", f"[rank {rank}] "), Stream(err, "stderr", f"[rank {rank}] ")]
+            for rank, (out, err) in enumerate(zip(stdout, stderr, strict=True))
+        ]
+        self._open = {stream.pipe: stream for streams in self._streams for stream in streams}
+        self._live = 0
+
+    def pipes(self) -> list[Connection]:
+        """The pipes to wait on."""
+        return list(self._open)
+
+    def begin(self) -> None:
+        """A call starts: rank 0 is live again."""
+        self._live = 0
+
+    def drain(self, pipe: Connection) -> None:
+        """Take what one pipe holds, and show it if its rank is live."""
+        if pipe in self._open and not self._open[pipe].drain():
+            del self._open[pipe]
+        self._show_live()
+
+    def done(self, running: set[int]) -> None:
+        """Show, in order, the ranks that have nothing more to say in this call."""
+        while self._live < len(self._streams) and self._live not in running:
+            for stream in self._streams[self._live]:
+                if stream.pipe in self._open:
+                    self.drain(stream.pipe)
+                stream.show(ended=True)
+            self._live += 1
+        self._show_live()
+
+    def _show_live(self) -> None:
+        if self._live < len(self._streams):
+            for stream in self._streams[self._live]:
+                stream.show(ended=False)
+
+    def finish(self) -> None:
+        """Show what is left, and close the pipes."""
+        self.done(set())
+        for streams in self._streams:
+            for stream in streams:
+                stream.pipe.close()
+        self._open.clear()

@@ -1,0 +1,159 @@
+"""The notebook's side of the ranks: call them, and say what went wrong."""
+
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import cloudpickle
+
+from minidist.runtime.processes import Processes
+from minidist.runtime.report import Outcome, interruption, rank_error
+
+
+class Pool:
+    """Processes that keep their state between calls.
+
+    Call the pool to run a function on every rank; the results come in rank order. If a call
+    fails, `RankError` says which rank failed first, and where the others were. Taught by Lesson 1.
+
+    `environs` has one environment a rank. `stage` takes the pool's scratch folder and returns the
+    context manager in which a rank serves its calls; that yields a function which counts what the
+    rank has done together with others. `timeout` (seconds) is only told in errors: whatever ranks
+    wait on must end by itself.
+    """
+
+    def __init__(
+        self,
+        environs: Sequence[dict[str, str]],
+        stage: Callable[[str], Any],
+        timeout: float,
+    ) -> None:
+        self.world_size = len(environs)
+        self._environs, self._timeout = list(environs), timeout
+        self._stage = cloudpickle.dumps(stage)
+        self._lock = threading.Lock()
+        self._closed = False
+        self._processes: Processes | None = None
+        self._started()
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Run `function(*args, **kwargs)` on every rank: the results, in rank order.
+
+        Raises TypeError, before any rank has begun, if the function or an argument cannot be
+        pickled; RankError if a rank fails.
+        """
+        return self.on(range(self.world_size), function, *args, **kwargs)
+
+    def on(
+        self, ranks: Sequence[int], function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> list[Any]:
+        """The same on some ranks only: the results, in the order of `ranks`."""
+        for rank in ranks:
+            if rank not in range(self.world_size):
+                raise ValueError(f"there is no rank {rank} among {self.world_size} ranks")
+        call = _pickle(function, args, kwargs)
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("these ranks were closed")
+            processes = self._started()
+            outcomes = self._attempt(lambda: processes.call(call, ranks))
+        return [outcomes[rank].value for rank in ranks]
+
+    def get(self, name: str, rank: int = 0) -> Any:
+        """Bring back the value that `name` has on `rank`, where `%%ranks` cells keep theirs."""
+        return self.on([rank], _read, name)[0]
+
+    def close(self) -> None:
+        """End the ranks. Closing twice is no error."""
+        with self._lock:
+            self._closed = True
+            if self._processes is not None:
+                self._processes.dismiss()
+                self._processes = None
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<{self.world_size} ranks{', closed' if self._closed else ''}>"
+
+    def _started(self) -> Processes:
+        if self._processes is None:
+            self._processes = processes = Processes(self._environs, self._stage)
+            self._attempt(processes.first_outcomes, may_last=False)
+        return self._processes
+
+    def _attempt(
+        self, action: Callable[[], dict[int, Outcome]], may_last: bool = True
+    ) -> dict[int, Outcome]:
+        """Let the processes do something; if it does not end well, they seldom outlive it."""
+        assert self._processes is not None
+        try:
+            outcomes = action()
+        except KeyboardInterrupt:
+            message = interruption(self._processes.whereabouts())
+            self._end()
+            raise KeyboardInterrupt(message) from None
+        except BaseException:
+            self._end()
+            raise
+        if all(outcome.returned for outcome in outcomes.values()):
+            return outcomes
+        lasts = may_last and _in_step(outcomes)
+        if not lasts:
+            self._end()
+        error = rank_error(list(outcomes.values()), self._timeout, lasts)
+        failure = outcomes[error.rank].failure
+        raise error from (cloudpickle.loads(failure.pickled) if failure and failure.pickled else None)
+
+    def _end(self) -> None:
+        assert self._processes is not None
+        self._processes.end()
+        self._processes = None
+
+
+def _in_step(outcomes: dict[int, Outcome]) -> bool:
+    """Whether the ranks can go on after a failed call, as after a typo in a cell.
+
+    They can where each one ended the call by itself, without trouble with a peer, and all have
+    communicated equally often: then nobody owes anybody a message.
+    """
+    by_themselves = all(
+        o.returned or (o.failure and not o.failure.is_communication and not o.failure.is_exit)
+        for o in outcomes.values()
+    )
+    return by_themselves and len({o.progress for o in outcomes.values()}) == 1
+
+
+def _pickle(function: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
+    try:
+        return cloudpickle.dumps((function, args, kwargs))
+    except Exception as error:
+        parts = {"the function": function}
+        parts |= {f"argument {i}": arg for i, arg in enumerate(args)}
+        parts |= {f"argument {name!r}": arg for name, arg in kwargs.items()}
+        for what, part in parts.items():
+            try:
+                cloudpickle.dumps(part)
+            except Exception as why:
+                kind = type(part).__name__
+                raise TypeError(f"{what} (a {kind}) cannot be sent to the ranks: {why}") from error
+        raise
+
+
+def _read(name: str) -> Any:
+    import __main__
+
+    try:
+        return vars(__main__)[name]
+    except KeyError:
+        raise NameError(f"name {name!r} is not defined on this rank") from None

@@ -1,0 +1,284 @@
+"""Who failed first, and where the others were.
+
+When one rank fails, the others fail too, or wait for ever: their errors are the noise that hides
+the cause. Each rank's end of a call is an `Outcome`; `first_failure` picks the one to blame, and
+`RankError` tells it, in words that are the same at every run (no pids, ports or times).
+"""
+
+import linecache
+import os
+import re
+import signal
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+# Code that is not the reader's own: the standard library, installed packages, and minidist.
+_LIBRARIES = tuple(
+    os.path.realpath(path) + os.sep
+    for path in (
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("purelib"),
+        sysconfig.get_path("platlib"),
+        os.path.dirname(os.path.dirname(__file__)),
+    )
+)
+
+# What a rank's backend says when the fault is another rank's.
+_COMMUNICATION = re.compile(r"gloo|NCCL|Connection (closed|reset)|Timed out waiting|Broken pipe")
+_TIMEOUT = re.compile(r"[Tt]imed ?out|[Tt]imeout")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a call stack."""
+
+    filename: str
+    lineno: int
+    function: str
+
+    @property
+    def is_library(self) -> bool:
+        return self.filename.startswith("<frozen") or (
+            os.path.realpath(self.filename).startswith(_LIBRARIES)
+        )
+
+    def __str__(self) -> str:
+        function = "" if self.function == "<module>" else f", in {self.function}"
+        source = linecache.getline(self.filename, self.lineno).strip()
+        return f"{_label(self.filename)}, line {self.lineno}{function}" + (
+            f"\n    {source}" if source else ""
+        )
+
+
+def _label(filename: str) -> str:
+    """The name a reader knows a file by: `Cell In[3]`, or a path from where they stand."""
+    if "IPython" in sys.modules:
+        from IPython.core.getipython import get_ipython
+
+        shell = get_ipython()
+        if shell is not None:
+            label = shell.compile.format_code_name(filename)
+            if label is not None:
+                return " ".join(label)
+    below = os.path.relpath(filename) if os.path.isabs(filename) else filename
+    return filename if below.startswith("..") else below
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A call stack, outermost frame first."""
+
+    frames: tuple[Frame, ...]
+
+    @classmethod
+    def of(cls, source: FrameType | TracebackType | None) -> "Stack":
+        """The stack of a running frame, or of an exception's traceback."""
+        if isinstance(source, FrameType):
+            lines: Iterable[tuple[FrameType, int]] = reversed(list(traceback.walk_stack(source)))
+        else:
+            lines = traceback.walk_tb(source)
+        return cls(
+            tuple(Frame(f.f_code.co_filename, lineno, f.f_code.co_name) for f, lineno in lines)
+        )
+
+    @property
+    def own(self) -> tuple[Frame, ...]:
+        """The reader's own lines; if there are none, the innermost line of all."""
+        return tuple(f for f in self.frames if not f.is_library) or self.frames[-1:]
+
+    @property
+    def operation(self) -> str | None:
+        """What the reader's innermost line called: `all_reduce`, say."""
+        if not self.own:
+            return None
+        inner = self.frames[self.frames.index(self.own[-1]) + 1 :]
+        names = [f.function for f in inner if f.function != "wrapper" and f.function[0] not in "_<"]
+        return names[0] if names else None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception, taken apart so that it can leave its process."""
+
+    type: str
+    message: str
+    stack: Stack
+    text: str  # the whole traceback, as Python prints it
+    when: float  # time.monotonic(), in the rank, where it was raised
+    is_communication: bool
+    is_exit: bool
+    pickled: bytes | None
+
+    @property
+    def is_timeout(self) -> bool:
+        return self.is_communication and bool(_TIMEOUT.search(self.message))
+
+    @classmethod
+    def of(cls, error: BaseException, when: float, pickled: bytes | None) -> "Failure":
+        chain, link = [], error  # type: list[BaseException], BaseException | None
+        while link is not None and link not in chain:
+            chain.append(link)
+            link = link.__cause__ or link.__context__
+        return cls(
+            type=type(error).__name__,
+            message=str(error),
+            stack=Stack.of(error.__traceback__),
+            text="".join(traceback.format_exception(error)),
+            when=when,
+            is_communication=any(
+                isinstance(e, RuntimeError | OSError) and bool(_COMMUNICATION.search(str(e)))
+                for e in chain
+            ),
+            is_exit=isinstance(error, SystemExit),
+            pickled=pickled,
+        )
+
+
+@dataclass
+class Outcome:
+    """How a call ended on one rank."""
+
+    rank: int
+    returned: bool = False
+    value: Any = None
+    failure: Failure | None = None
+    exitcode: int | None = None  # its process ended
+    when: float = 0.0  # time.monotonic()
+    stack: Stack | None = None  # it was still running: here (None: no answer)
+    progress: int = 0  # how often it communicated in this call
+
+    @property
+    def told(self) -> str:
+        """How it failed, in one line and its place: the same text means the same failure."""
+        return f"{self.failure.type}: {self.failure.message}, {self.place}" if self.failure else ""
+
+    @property
+    def place(self) -> str:
+        """Where this rank was when another one failed."""
+        if self.returned:
+            return "had finished"
+        if self.exitcode is not None:
+            return _ending(self.exitcode)
+        if self.failure is not None and not self.failure.is_communication:
+            return f"raised {self.failure.type} too, " + str(self.failure.stack.own[-1])
+        stack = self.failure.stack if self.failure is not None else self.stack
+        if stack is None:
+            return "gave no answer (in native code, or stopped)"
+        if not stack.own:
+            return "had not begun"
+        return f"in {stack.operation or 'its own code'}, {stack.own[-1]}"
+
+
+def _ending(exitcode: int) -> str:
+    if exitcode >= 0:
+        return f"exited early, with code {exitcode}"
+    name = signal.Signals(-exitcode).name
+    return f"was killed by {name}" + (
+        " (kill -9, or the system had no memory left)" if name == "SIGKILL" else ""
+    )
+
+
+class RankError(RuntimeError):
+    """A call failed on the ranks.
+
+    Attributes: `rank`, the first rank that failed; `tracebacks`, the whole text of each exception
+    by rank. `__cause__` is that rank's own exception, where it could be brought back.
+    """
+
+    def __init__(self, message: str, rank: int, tracebacks: dict[int, str] | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.tracebacks = tracebacks or {}
+
+    def __reduce__(self) -> tuple[type, tuple[str, int, dict[int, str]]]:
+        return type(self), (str(self), self.rank, self.tracebacks)
+
+    def _render_traceback_(self) -> list[str]:
+        # What IPython shows: the reader's own lines are in the message; ours would only hide them.
+        return [f"RankError: {self}"]
+
+
+def first_failure(outcomes: list[Outcome]) -> Outcome:
+    """The rank to blame.
+
+    A rank that died, left, or raised an error of its own comes before one whose backend complains
+    about a peer. Where there are only timeouts, the rank that others waited for in vain.
+    """
+    causes = [
+        o
+        for o in outcomes
+        if o.exitcode is not None or (o.failure and not o.failure.is_communication)
+    ]
+    complaints = [o for o in outcomes if o.failure and o.failure.is_communication]
+    if not causes and any(o.failure and o.failure.is_timeout for o in complaints):
+        causes = [o for o in outcomes if o.failure is None]
+    candidates = causes or complaints
+    if len({o.told for o in candidates}) == 1:  # a typo, say: all at once, so time tells nothing
+        return candidates[0]
+    return min(candidates, key=lambda o: o.when)
+
+
+def rank_error(outcomes: list[Outcome], timeout: float, lasts: bool) -> RankError:
+    """The one error that tells how a call failed, and whether the ranks are still there."""
+    first = first_failure(outcomes)
+    others = [o for o in outcomes if o is not first]
+    who = f"rank {first.rank}"
+    if others and first.failure and all(o.told == first.told for o in others):
+        who, others = "every rank", []
+    parts = [f"{who} {_blame(first, others, timeout)}"]
+    if others:
+        parts.append("Where the other ranks were:\n" + _places(others))
+    parts.append(
+        "The ranks are still there, with all that they hold."
+        if lasts
+        else "The ranks were ended, and what they held is lost; the next call starts new ones."
+    )
+    tracebacks = {o.rank: o.failure.text for o in outcomes if o.failure}
+    return RankError("\n\n".join(parts), first.rank, tracebacks)
+
+
+def interruption(outcomes: list[Outcome]) -> str:
+    """What a reader who interrupts a cell is told."""
+    return "The ranks were ended. Where they were:\n" + _places(outcomes)
+
+
+def _places(outcomes: list[Outcome]) -> str:
+    places = [o.place for o in outcomes]
+    lines = []
+    for place in dict.fromkeys(places):
+        same = [o.rank for o in outcomes if o.place == place]
+        lines.append(f"  {_ranks(same)}: " + place.replace("\n", "\n  "))
+    return "\n".join(lines)
+
+
+def _blame(first: Outcome, others: list[Outcome], timeout: float) -> str:
+    if first.exitcode is not None:
+        return _ending(first.exitcode)
+    if first.failure is None:  # absent, while others waited in vain
+        waited = [o.failure.stack.operation for o in others if o.failure]
+        where = "" if first.returned else f" It was {first.place}"
+        finished = " It had finished." if first.returned else ""
+        return f"did not join {waited[0] or 'the others'} within {timeout:g} s.{finished}{where}"
+    if first.failure.is_exit:
+        code = f"sys.exit({first.failure.message})"
+        return f"exited early: {code}\n" + _lines(first.failure.stack)
+    message = first.failure.message
+    said = f"raised {first.failure.type}" + (f": {message}" if message else "")
+    if first.failure.is_timeout:
+        said = f"waited {timeout:g} s in {first.failure.stack.operation}, in vain"
+    elif first.failure.is_communication:
+        said = f"lost the connection to another rank in {first.failure.stack.operation}"
+    return said + "\n" + _lines(first.failure.stack)
+
+
+def _lines(stack: Stack) -> str:
+    return "\n" + "\n".join("  " + str(f).replace("\n", "\n  ") for f in stack.own)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

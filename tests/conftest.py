@@ -1,0 +1,31 @@
+"""What every test file shares: pools of ranks that are kept from one test to the next."""
+
+import sys
+from collections.abc import Callable, Iterator
+
+import cloudpickle
+import pytest
+
+import minidist as md
+from minidist.runtime import Pool
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Callable[[int], Pool]]:
+    """`pools(4)` is a pool of four ranks, the same one at every call."""
+    kept: dict[int, Pool] = {}
+
+    def pool(world_size: int) -> Pool:
+        if world_size not in kept:
+            kept[world_size] = md.ranks(world_size)
+        return kept[world_size]
+
+    yield pool
+    for opened in kept.values():
+        opened.close()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def by_value(request: pytest.FixtureRequest) -> None:
+    """Send a test's functions to the ranks by value, so that no rank imports pytest."""
+    cloudpickle.register_pickle_by_value(sys.modules[request.module.__name__])
