@@ -1,0 +1,63 @@
+# make lab    opens the course in JupyterLab
+# make test   lints, runs the tests, and runs every notebook against its stored outputs
+# Both make the environment first when it is missing or out of date.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# Extra arguments for JupyterLab and pytest: make lab LAB_ARGS="--port 9000"
+LAB_ARGS ?=
+TEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup lab test lint notebooks img
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^# \{0,1\}//p; /^$$/q' Makefile
+	@echo "make setup | lint | notebooks (run them again, in place) | img (draw the pictures again)"
+
+# ---- the environment ----------------------------------------------------------------------
+
+setup: $(READY)
+
+# Torch goes first: it is the one large download, and a build of it that is there already
+# (CPU or CUDA) is kept.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "minidist needs Python 3.11 or later; try: make $(or $(MAKECMDGOALS),setup) PYTHON=python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt torch
+	$(BIN)/python -m pip install -c constraints.txt -e '.[course,test]'
+	@touch $@
+
+# ---- the course ---------------------------------------------------------------------------
+
+# Jupyter prints the address. It also opens a browser, unless there is no screen to show one.
+HAS_SCREEN := $(or $(DISPLAY),$(WAYLAND_DISPLAY),$(filter Darwin,$(shell uname -s)))
+
+lab: $(READY)
+	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks \
+	    $(if $(HAS_SCREEN),,--no-browser) $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_ARGS)
+
+notebooks: $(READY)
+	$(BIN)/python notebooks/execute.py
+
+img: $(READY)
+	for script in $(sort $(wildcard img/*.py)); do $(BIN)/python $$script || exit 1; done
+
+# ---- the checks ---------------------------------------------------------------------------
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+# One run of pytest over the tests and the notebooks, so that one summary at the end names
+# what failed, and what was skipped and why.
+test: lint
+	$(BIN)/python -m pytest tests notebooks --nbval --nbval-current-env --nbval-cell-timeout=120 \
+	    --nbval-sanitize-with=notebooks/sanitize.cfg --color=no -p no:cacheprovider $(TEST_ARGS)

@@ -1,0 +1,99 @@
+"""Run the notebooks in place, so that their stored outputs are what `make test` will see.
+
+    python notebooks/execute.py [NOTEBOOK ...]        (all of them by default; or: make notebooks)
+
+This is the only way in which outputs are made: every notebook runs from top to bottom in a fresh
+kernel, in its own folder, under the same conditions as nbval's. A notebook with a failing cell is
+left as it was.
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from nbformat import NotebookNode
+
+HERE = Path(__file__).resolve().parent
+CELL_TIMEOUT = 120  # seconds, as in `make test`
+
+# What a notebook's metadata holds, whatever editor saved it.
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python", "pygments_lexer": "ipython3"},
+}
+
+
+def execute(path: Path) -> None:
+    """Run one notebook and write it back, clean; an error leaves the file alone."""
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(
+        notebook,
+        timeout=CELL_TIMEOUT,
+        kernel_name="python3",
+        coalesce_streams=True,
+        resources={"metadata": {"path": str(path.parent)}},
+    ).execute(env=kernel_environment())
+    clean(notebook)
+    nbformat.write(notebook, path)
+
+
+def kernel_environment() -> dict[str, str]:
+    """Pytest sets this variable, and under it ipykernel leaves file descriptors 1 and 2 alone:
+    text that bypasses sys.stdout shows here neither more nor less than under nbval."""
+    return {**os.environ, "PYTEST_CURRENT_TEST": "notebooks/execute.py"}
+
+
+def clean(notebook: NotebookNode) -> None:
+    """Drop what differs between machines and runs, and keep what the reader needs."""
+    notebook.metadata = nbformat.from_dict(METADATA)
+    for cell in notebook.cells:
+        kept = {key: cell.metadata[key] for key in ("tags", "jupyter") if key in cell.metadata}
+        cell.metadata = nbformat.from_dict(kept)
+        for output in cell.get("outputs", []):
+            if "metadata" in output:
+                output.metadata = NotebookNode()
+            if output.output_type == "error":
+                output.traceback = [shorten_paths(line) for line in output.traceback]
+
+
+def shorten_paths(text: str) -> str:
+    """Show a file of a traceback from the repository or the environment on, not from `/`.
+
+    Only tracebacks are treated so: nbval does not compare them. A path in any other output
+    belongs to one machine, and tests/test_notebooks.py refuses it.
+    """
+    for place in (str(HERE.parent), sys.prefix, sys.base_prefix):
+        text = text.replace(f"{place}/", "")
+        home = str(Path.home())
+        if place.startswith(f"{home}/"):  # IPython writes ~ for the home folder
+            text = text.replace(f"~{place.removeprefix(home)}/", "")
+    return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run notebooks in place.")
+    parser.add_argument("notebooks", nargs="*", type=Path, help="all notebooks by default")
+    everything = sorted(HERE.glob("*.ipynb")) + sorted(HERE.glob("solutions/*.ipynb"))
+    paths = [path.resolve() for path in parser.parse_args().notebooks] or everything
+    failed = 0
+    for path in paths:
+        name = os.path.relpath(path)
+        start = time.perf_counter()
+        try:
+            execute(path)
+        except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+            failed += 1
+            print(f"{name}: FAILED, left as it was\n{error}", file=sys.stderr, flush=True)
+        else:
+            print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
+    print(f"{len(paths) - failed} of {len(paths)} notebooks executed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

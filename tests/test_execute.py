@@ -1,0 +1,73 @@
+"""`make notebooks` writes what `make test` then finds."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+from nbformat import NotebookNode
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def write(path: Path, *cells: NotebookNode, **metadata: object) -> None:
+    nbformat.write(nbformat.v4.new_notebook(cells=list(cells), metadata=metadata), path)
+
+
+def code(source: str, **metadata: object) -> NotebookNode:
+    return nbformat.v4.new_code_cell(source, metadata=metadata)
+
+
+def python(*command: object) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, *map(str, command)]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=200)
+
+
+def test_an_executed_notebook_passes_nbval_and_carries_no_noise(tmp_path: Path) -> None:
+    path = tmp_path / "lesson.ipynb"
+    cells = [
+        nbformat.v4.new_markdown_cell("# A lesson"),
+        code("import os, pathlib\npathlib.Path.cwd().name == '" + tmp_path.name + "'"),
+        code("print('seen')\nos.system('echo hidden, as under nbval')"),
+        code("import matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.show()", collapsed=True),
+        code("import json\njson.loads('{')", tags=["raises-exception"]),
+    ]
+    write(path, *cells, widgets={"state": {}}, language_info={"name": "python", "version": "9.9"})
+
+    result = python("notebooks/execute.py", path)
+    assert result.returncode == 0, result.stderr
+    assert "lesson.ipynb: " in result.stdout and "1 of 1" in result.stdout
+
+    done = nbformat.read(path, as_version=4)
+    assert [cell.id for cell in done.cells] == [cell.id for cell in cells]
+    assert [cell.execution_count for cell in done.cells[1:]] == [1, 2, 3, 4]
+    assert set(done.metadata) == {"kernelspec", "language_info"}
+    assert "version" not in done.metadata.language_info
+    assert [dict(cell.metadata) for cell in done.cells] == [{}] * 4 + [
+        {"tags": ["raises-exception"]}
+    ]
+
+    where, hidden, figure, error = (cell.outputs for cell in done.cells[1:])
+    assert where[0].data["text/plain"] == "True"
+    assert [output.get("text") for output in hidden] == ["seen\n", None]
+    assert "image/png" in figure[0].data and not figure[0].metadata
+    traceback = "\n".join(error[0].traceback)
+    assert "json/decoder.py" in traceback and sys.base_prefix not in traceback
+
+    flags = ["--nbval", "--nbval-current-env", "--color=no", "-p", "no:cacheprovider"]
+    nbval = python("-m", "pytest", *flags, path)
+    assert nbval.returncode == 0 and "4 passed" in nbval.stdout, nbval.stdout
+
+
+def test_a_failing_notebook_is_named_and_left_as_it_was(tmp_path: Path) -> None:
+    bad, good = tmp_path / "bad.ipynb", tmp_path / "good.ipynb"
+    write(bad, code("print(1)"), code("raise ValueError('not meant')"))
+    write(good, code("print(2)"))
+    before = bad.read_text()
+
+    result = python("notebooks/execute.py", bad, good)
+    assert result.returncode == 1
+    assert "bad.ipynb: FAILED" in result.stderr and "not meant" in result.stderr
+    assert "good.ipynb: " in result.stdout and "1 of 2" in result.stdout
+    assert bad.read_text() == before
+    assert nbformat.read(good, as_version=4).cells[0].outputs[0].text == "2\n"

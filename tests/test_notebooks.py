@@ -1,0 +1,175 @@
+"""What must hold for every notebook before nbval even runs it.
+
+nbval compares a notebook with its stored outputs, and can be made to compare nothing: by a cell
+that was never run, by a tag, by a picture. These checks keep the comparison meaningful.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat import NotebookNode
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb")) + sorted(
+    ROOT.glob("notebooks/solutions/*.ipynb")
+)
+
+MACHINE_PATHS = ["/tmp/ipykernel_", "/home/", "/root/", "/Users/"]
+THIS_MACHINE = [str(ROOT), sys.prefix, sys.base_prefix, str(Path.home())]
+
+Check = Callable[[NotebookNode], Iterator[str]]
+
+
+def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def tags(cell: NotebookNode) -> set[str]:
+    return set(cell.metadata.get("tags", []))
+
+
+def texts(cell: NotebookNode) -> Iterator[str]:
+    """A cell's source and everything that its outputs say."""
+    yield cell.source
+    for output in cell.get("outputs", []):
+        if output.output_type == "stream":
+            yield output.text
+        elif output.output_type == "error":
+            yield "\n".join([output.ename, output.evalue, *output.traceback])
+        else:
+            yield from (data for data in output.data.values() if isinstance(data, str))
+
+
+def ran_in_order(notebook: NotebookNode) -> Iterator[str]:
+    """nbval silently compares nothing in a cell without an execution count."""
+    counts = [cell.execution_count for cell in code_cells(notebook)]
+    if counts != list(range(1, len(counts) + 1)):
+        yield f"execution counts {counts} are not 1..{len(counts)}: run `make notebooks`"
+
+
+def errors_are_meant(notebook: NotebookNode) -> Iterator[str]:
+    """A cell that breaks something on purpose says so, and does break it."""
+    for cell in code_cells(notebook):
+        raised = any(output.output_type == "error" for output in cell.outputs)
+        if raised != ("raises-exception" in tags(cell)):
+            said = "has" if raised else "is tagged raises-exception and lacks"
+            yield f"cell {cell.execution_count} {said} an error"
+
+
+def outputs_are_compared(notebook: NotebookNode) -> Iterator[str]:
+    """Timings differ from run to run, so their cells are tagged; but each such cell asserts what
+    must hold of them, and a tenth of the cells at most is tagged. (One always may be: a notebook
+    of nine cells may also hold a timing.)
+    """
+    ignored = [cell for cell in code_cells(notebook) if "nbval-ignore-output" in tags(cell)]
+    allowed = max(1, len(code_cells(notebook)) // 10)
+    if len(ignored) > allowed:
+        yield f"{len(ignored)} cells are tagged nbval-ignore-output, of {allowed} allowed"
+    for cell in ignored:
+        if not re.search(r"^\s*assert\b", cell.source, re.MULTILINE):
+            yield f"cell {cell.execution_count} ignores its output and asserts nothing"
+
+
+def nothing_is_skipped(notebook: NotebookNode) -> Iterator[str]:
+    """The two tags above are the only ones; nbval's others, and its comments, hide more."""
+    for cell in code_cells(notebook):
+        others = {tag for tag in tags(cell) if tag.startswith("nbval-")} - {"nbval-ignore-output"}
+        if others or re.search(r"^\s*#\s*(NBVAL_|PYTEST_VALIDATE_)", cell.source, re.MULTILINE):
+            yield f"cell {cell.execution_count} hides from nbval"
+
+
+def pictures_are_png(notebook: NotebookNode) -> Iterator[str]:
+    """SVG carries a date, widgets carry random names, and neither is drawn everywhere."""
+    for cell in code_cells(notebook):
+        for output in cell.outputs:
+            kinds = set(output.get("data", {}))
+            if refused := kinds & {"image/svg+xml", "application/vnd.jupyter.widget-view+json"}:
+                yield f"cell {cell.execution_count} stores {sorted(refused)}"
+            if "<Figure size" in output.get("data", {}).get("text/plain", ""):
+                if "image/png" not in kinds:
+                    yield f"cell {cell.execution_count} shows a figure without its PNG"
+
+
+def no_machine_paths(notebook: NotebookNode) -> Iterator[str]:
+    """A lesson reads the same everywhere."""
+    places = [*MACHINE_PATHS, *(place for place in THIS_MACHINE if len(place) > 1)]
+    for number, cell in enumerate(notebook.cells):
+        for text in texts(cell):
+            yield from (f"cell at {number} holds {place}" for place in places if place in text)
+
+
+CHECKS: list[Check] = [
+    ran_in_order,
+    errors_are_meant,
+    outputs_are_compared,
+    nothing_is_skipped,
+    pictures_are_png,
+    no_machine_paths,
+]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_notebook(path: Path, check: Check) -> None:
+    assert list(check(nbformat.read(path, as_version=4))) == []
+
+
+# ---- each check finds what it is for ------------------------------------------------------
+
+
+def cell(source: str = "1", count: int | None = 1, tag: str = "", output: object = None):
+    return nbformat.v4.new_code_cell(
+        source,
+        execution_count=count,
+        metadata={"tags": [tag]} if tag else {},
+        outputs=[output] if output else [],
+    )
+
+
+def notebook(*cells: NotebookNode) -> NotebookNode:
+    return nbformat.v4.new_notebook(cells=list(cells))
+
+
+def timings(tagged: int, plain: int) -> list[NotebookNode]:
+    return [cell("assert 1", tag="nbval-ignore-output") for _ in range(tagged)] + [
+        cell() for _ in range(plain)
+    ]
+
+
+ERROR = nbformat.v4.new_output("error", ename="ValueError", evalue="no", traceback=["at /home/me"])
+WARNING = nbformat.v4.new_output("stream", name="stderr", text="/tmp/ipykernel_12/3.py:1: Warning")
+SVG = nbformat.v4.new_output("display_data", {"image/svg+xml": "<svg/>"})
+FIGURE = nbformat.v4.new_output("display_data", {"text/plain": "<Figure size 640x480 with 1 Axes>"})
+
+FAULTS = [
+    (ran_in_order, [cell(count=None)]),
+    (ran_in_order, [cell(count=2), cell(count=1)]),
+    (errors_are_meant, [cell(output=ERROR)]),
+    (errors_are_meant, [cell(tag="raises-exception")]),
+    (outputs_are_compared, [cell("# assert", tag="nbval-ignore-output")]),
+    (outputs_are_compared, timings(2, 17)),
+    (nothing_is_skipped, [cell(tag="nbval-skip")]),
+    (nothing_is_skipped, [cell("#NBVAL_IGNORE_OUTPUT\n1")]),
+    (pictures_are_png, [cell(output=SVG)]),
+    (pictures_are_png, [cell(output=FIGURE)]),
+    (no_machine_paths, [cell(output=ERROR)]),
+    (no_machine_paths, [cell(output=WARNING)]),
+    (no_machine_paths, [nbformat.v4.new_markdown_cell(f"see {ROOT}")]),
+]
+
+
+@pytest.mark.parametrize(("check", "cells"), FAULTS)
+def test_a_check_finds_its_fault(check: Check, cells: list[NotebookNode]) -> None:
+    assert list(check(notebook(*cells)))
+
+
+def test_a_good_notebook_passes_every_check() -> None:
+    meant = nbformat.v4.new_output("error", ename="ZeroDivisionError", evalue="division by zero")
+    good = notebook(*timings(2, 17), cell("1/0", tag="raises-exception", output=meant))
+    for count, each in enumerate(good.cells, start=1):
+        each.execution_count = count
+    assert [complaint for check in CHECKS for complaint in check(good)] == []
