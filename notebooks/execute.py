@@ -36,6 +36,7 @@ def execute(path: Path) -> None:
         timeout=CELL_TIMEOUT,
         kernel_name="python3",
         coalesce_streams=True,
+        extra_arguments=["--IPKernelApp.log_level=ERROR"],  # no warnings about its own sockets
         resources={"metadata": {"path": str(path.parent)}},
     ).execute(env=kernel_environment())
     clean(notebook)

@@ -1,5 +1,6 @@
 """`make notebooks` writes what `make test` then finds."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,8 +20,10 @@ def code(source: str, **metadata: object) -> NotebookNode:
 
 
 def python(*command: object) -> subprocess.CompletedProcess[str]:
+    """Run as from a shell: without the variable that pytest has set around this test."""
+    env = {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
     words = [sys.executable, *map(str, command)]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    return subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
 
 
 def test_an_executed_notebook_passes_nbval_and_carries_no_noise(tmp_path: Path) -> None:
