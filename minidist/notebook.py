@@ -67,6 +67,7 @@ class RanksMagic(Magics):
 
     def _cell_name(self) -> str:
         """`Cell In[3]`, as IPython's own tracebacks say."""
+        assert self.shell is not None
         frame = inspect.currentframe()
         while frame is not None:
             if label := self.shell.compile.format_code_name(frame.f_code.co_filename):

@@ -60,8 +60,13 @@ class Pool:
             outcomes = self._attempt(lambda: processes.call(call, ranks))
         return [outcomes[rank].value for rank in ranks]
 
-    def get(self, name: str, rank: int = 0) -> Any:
-        """Bring back the value that `name` has on `rank`, where `%%ranks` cells keep theirs."""
+    def get(self, name: str, rank: int | None = None) -> Any:
+        """Bring back what `name` is on `rank`, or on every rank: a list.
+
+        It is looked up where `%%ranks` cells keep their names. A missing one is a RankError.
+        """
+        if rank is None:
+            return self(_read, name)
         return self.on([rank], _read, name)[0]
 
     def close(self) -> None:
@@ -112,8 +117,7 @@ class Pool:
         if not lasts:
             self._end()
         error = rank_error(list(outcomes.values()), self._timeout, lasts)
-        failure = outcomes[error.rank].failure
-        raise error from (cloudpickle.loads(failure.pickled) if failure and failure.pickled else None)
+        raise error from outcomes[error.rank].exception
 
     def _end(self) -> None:
         assert self._processes is not None

@@ -86,14 +86,14 @@ class Processes:
                 calls.send_bytes(b"")
             except OSError:
                 pass
-        waiting: list = [rank.sentinel for rank in self._ranks]
+        leaving = [rank.sentinel for rank in self._ranks]
         deadline = time.monotonic() + FAREWELL
-        while waiting and (left := deadline - time.monotonic()) > 0:
-            for ready in wait([*waiting, *self._output.pipes()], left):
-                if ready in waiting:
-                    waiting.remove(ready)
-                else:
+        while leaving and (left := deadline - time.monotonic()) > 0:
+            for ready in wait([*leaving, *self._output.pipes()], left):
+                if isinstance(ready, Connection):
                     self._output.drain(ready)
+                elif isinstance(ready, int):
+                    leaving.remove(ready)
         self.end()
 
     def end(self) -> None:
@@ -113,18 +113,18 @@ class Processes:
         deadline: float | None = None
         while self._running:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready = wait(
-                [end for end, rank in [*calls.items(), *sentinels.items()] if rank in self._running]
-                + self._output.pipes(),
-                left,
-            )
+            news = [end for end, rank in calls.items() if rank in self._running]
+            ends = [end for end, rank in sentinels.items() if rank in self._running]
+            ready = wait([*news, *ends, *self._output.pipes()], left)
             for end in ready:
-                if end in calls:
-                    self._receive(calls[end])
-                elif end in sentinels and sentinels[end] in self._running:
-                    self._bury(sentinels[end])
+                if isinstance(end, int):
+                    if sentinels[end] in self._running:
+                        self._bury(sentinels[end])
                 elif isinstance(end, Connection):
-                    self._output.drain(end)
+                    if end in calls:
+                        self._receive(calls[end])
+                    else:
+                        self._output.drain(end)
             self._output.done(self._running)
             if deadline is None and any(not o.returned for o in self._outcomes.values()):
                 deadline = time.monotonic() + GRACE

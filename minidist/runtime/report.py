@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
+import cloudpickle
+
 # Code that is not the reader's own: the standard library, installed packages, and minidist.
 _LIBRARIES = tuple(
     os.path.realpath(path) + os.sep
@@ -151,6 +153,12 @@ class Outcome:
     when: float = 0.0  # time.monotonic()
     stack: Stack | None = None  # it was still running: here (None: no answer)
     progress: int = 0  # how often it communicated in this call
+
+    @property
+    def exception(self) -> BaseException | None:
+        """The rank's own exception, where it could be brought back."""
+        pickled = self.failure.pickled if self.failure else None
+        return cloudpickle.loads(pickled) if pickled else None
 
     @property
     def told(self) -> str:

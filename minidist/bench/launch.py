@@ -1,0 +1,65 @@
+"""How long until ranks are ready: `md.ranks` against `torch.multiprocessing.spawn`. Lesson 1."""
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import minidist as md
+from minidist.bench import Row, in_turns, show
+
+WORLD_SIZE = 4
+
+
+def run(rounds: int, picture: Path) -> None:
+    """Time 4 ranks to their first all_reduce, and a call of ranks that are kept."""
+    _by_ranks()  # the forkserver is warm from here on, as in a notebook after its first cell
+    taken = in_turns({"md.ranks": _by_ranks, "spawn": _by_spawn}, rounds)
+    with md.ranks(WORLD_SIZE) as pool:
+        _call(pool)
+        trips = [_call(pool) for _ in range(20 * rounds)]
+    rows = [
+        Row("4 warm ranks, first all_reduce", taken["md.ranks"], "mp.spawn", tuple(taken["spawn"])),
+        Row("a call of ranks that are kept", trips),
+    ]
+    show("launch: 4 ranks over gloo", rows)
+    from minidist import plot
+
+    plot.bench({row.what: (row.seconds, row.theirs) for row in rows}, picture)
+
+
+def _first_all_reduce() -> float:
+    dist.all_reduce(torch.ones(1))
+    return time.monotonic()
+
+
+def _by_ranks() -> float:
+    start = time.monotonic()
+    with md.ranks(WORLD_SIZE) as pool:
+        return max(pool(_first_all_reduce)) - start
+
+
+def _by_spawn() -> float:
+    ends = torch.zeros(WORLD_SIZE, dtype=torch.float64).share_memory_()
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.monotonic()
+        mp.spawn(_spawned, (os.path.join(folder, "rendezvous"), ends), nprocs=WORLD_SIZE)
+    return ends.max().item() - start
+
+
+def _spawned(rank: int, rendezvous: str, ends: torch.Tensor) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(rendezvous, WORLD_SIZE)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
+    ends[rank] = _first_all_reduce()
+    dist.destroy_process_group()
+
+
+def _call(pool: md.runtime.Pool) -> float:
+    start = time.monotonic()
+    pool(os.getpid)
+    return time.monotonic() - start
