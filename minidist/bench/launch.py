@@ -17,8 +17,8 @@ WORLD_SIZE = 4
 
 def run(rounds: int, picture: Path) -> None:
     """Time 4 ranks to their first all_reduce, and a call of ranks that are kept."""
-    _by_ranks()  # the forkserver is warm from here on, as in a notebook after its first cell
-    taken = in_turns({"md.ranks": _by_ranks, "spawn": _by_spawn}, rounds)
+    by_ranks()  # the forkserver is warm from here on, as in a notebook after its first cell
+    taken = in_turns({"md.ranks": by_ranks, "spawn": by_spawn}, rounds)
     with md.ranks(WORLD_SIZE) as pool:
         _call(pool)
         trips = [_call(pool) for _ in range(20 * rounds)]
@@ -37,13 +37,15 @@ def _first_all_reduce() -> float:
     return time.monotonic()
 
 
-def _by_ranks() -> float:
+def by_ranks() -> float:
+    """Seconds from `md.ranks` to the end of the last rank's first all_reduce."""
     start = time.monotonic()
     with md.ranks(WORLD_SIZE) as pool:
         return max(pool(_first_all_reduce)) - start
 
 
-def _by_spawn() -> float:
+def by_spawn() -> float:
+    """The same with `torch.multiprocessing.spawn`, whose processes import torch anew."""
     ends = torch.zeros(WORLD_SIZE, dtype=torch.float64).share_memory_()
     with tempfile.TemporaryDirectory() as folder:
         start = time.monotonic()

@@ -179,7 +179,8 @@ class Outcome:
             return "gave no answer (in native code, or stopped)"
         if not stack.own:
             return "had not begun"
-        return f"in {stack.operation or 'its own code'}, {stack.own[-1]}"
+        operation = stack.operation
+        return (f"in {operation}, " if operation else "at ") + str(stack.own[-1])
 
 
 def _ending(exitcode: int) -> str:
