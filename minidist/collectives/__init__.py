@@ -1,0 +1,330 @@
+"""Lesson 2: the nine collectives, made of nothing but send and receive.
+
+    md.collectives.all_reduce(tensor, op=dist.ReduceOp.SUM, algorithm="ring")
+
+They take what the functions of the same name in torch.distributed take, except `async_op`, and
+leave the same results in the same places. To read: `algorithms` (the loops), then `cost` (what
+they cost), `peers` (messages), `agreement` (why a wrong call raises instead of hanging).
+
+All of them accept, as torch's:
+- tensors of any dtype and shape, of no elements too, contiguous or strided, but dense; a tensor
+  that is written to must not be expanded;
+- `group`, None for all ranks. Roots (`src`, `dst`) count in the whole world, `group_src` and
+  `group_dst` within the group;
+- reductions SUM, PRODUCT, MIN and MAX; AVG of floating and complex numbers; BAND, BOR and BXOR of
+  integers and bool. On complex numbers SUM, PRODUCT and AVG only.
+
+All of them raise ValueError, on every rank of the group and with the same text, if any rank's call
+is wrong or differs from the others': nobody waits for ever. A rank outside the group gets a
+ValueError of its own, without the others noticing. After a reduction with one result for all,
+all ranks hold the same bits.
+
+In the costs, p is the number of ranks, n the bytes of the whole vector, α the latency of a message
+and β the seconds a byte; see `cost`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from minidist.measure import record
+
+from . import algorithms
+from .agreement import Call
+from .cost import ALGORITHMS, Cost, Sent, cost, sent
+from .peers import Peers
+
+__all__ = [
+    "ALGORITHMS",
+    "Cost",
+    "Sent",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "cost",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "sent",
+]
+
+Group = dist.ProcessGroup | None
+Op = dist.ReduceOp | dist.ReduceOp.RedOpType
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: Group = None,
+    group_src: int | None = None,
+    *,
+    algorithm: str = "tree",
+) -> None:
+    """Copy `tensor` of rank `src` into `tensor` of every rank, in place. Lesson 2.
+
+    The shape and dtype are the same on every rank. Give either `src` or `group_src`.
+
+    algorithm: "flat", the root sends to one after another: (p-1)(α + nβ); "tree", binomial, who
+    has it passes it on: ⌈lg p⌉(α + nβ) (Thakur et al. 2005).
+    """
+    call = _call("broadcast", group, algorithm)
+    call.tensor("tensor", tensor, written=True)
+    root = call.root("src", src, group_src, default=False)
+    call.agree()
+    run = {"flat": algorithms.broadcast_flat, "tree": algorithms.broadcast_tree}[algorithm]
+    whole = _flat(tensor)
+    with record.scope("broadcast", _nbytes(tensor)):
+        run(call.peers, whole, root)
+        _put_back(whole, tensor)
+
+
+def reduce(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    op: Op = dist.ReduceOp.SUM,
+    group: Group = None,
+    group_dst: int | None = None,
+    *,
+    algorithm: str = "tree",
+) -> None:
+    """Combine the ranks' `tensor` by `op` into `tensor` of rank `dst`, in place. Lesson 2.
+
+    The shape and dtype are the same on every rank. On ranks other than `dst`, `tensor` keeps its
+    values (torch leaves them open). Give either `dst` or `group_dst`.
+
+    algorithm: "flat", the root takes from one after another: (p-1)(α + nβ); "tree", binomial:
+    ⌈lg p⌉(α + nβ) (Thakur et al. 2005).
+    """
+    call = _call("reduce", group, algorithm)
+    call.tensor("tensor", tensor, written=True)
+    root = call.root("dst", dst, group_dst, default=False)
+    reduction = call.reduction(op, tensor)
+    call.agree()
+    assert reduction is not None  # or else `agree` has raised
+    run = {"flat": algorithms.reduce_flat, "tree": algorithms.reduce_tree}[algorithm]
+    whole = _flat(tensor)
+    with record.scope("reduce", _nbytes(tensor)):
+        run(call.peers, whole, root, reduction)
+        _put_back(whole, tensor)
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    op: Op = dist.ReduceOp.SUM,
+    group: Group = None,
+    *,
+    algorithm: str = "ring",
+) -> None:
+    """Combine the ranks' `tensor` by `op` into `tensor` of every rank, in place. Lesson 2.
+
+    The shape and dtype are the same on every rank, and so are the bits of the result.
+
+    algorithm:
+    - "ring": 2(p-1)α + 2(p-1)/p nβ, the fewest bytes that are possible (Patarasuk and Yuan 2009);
+    - "naive": rank 0 gathers, then sends to one after another: 2(p-1)(α + nβ);
+    - "tree": reduce to rank 0, then broadcast: 2⌈lg p⌉(α + nβ) (Thakur et al. 2005);
+    - "recursive_doubling": lg p (α + nβ), the fewest messages (Thakur et al. 2005);
+    - "halving_doubling": 2 lg p α + 2(p-1)/p nβ (Rabenseifner 2004).
+    The last two cost 2(α + nβ) more where p is not a power of two.
+    """
+    call = _call("all_reduce", group, algorithm)
+    call.tensor("tensor", tensor, written=True)
+    reduction = call.reduction(op, tensor)
+    call.agree()
+    assert reduction is not None  # or else `agree` has raised
+    run = {
+        "ring": algorithms.all_reduce_ring,
+        "naive": algorithms.all_reduce_naive,
+        "tree": algorithms.all_reduce_tree,
+        "recursive_doubling": algorithms.all_reduce_recursive_doubling,
+        "halving_doubling": algorithms.all_reduce_halving_doubling,
+    }[algorithm]
+    whole = _flat(tensor)
+    with record.scope("all_reduce", _nbytes(tensor)):
+        run(call.peers, whole, reduction)
+        _put_back(whole, tensor)
+
+
+def scatter(
+    tensor: torch.Tensor,
+    scatter_list: Sequence[torch.Tensor] | None = None,
+    src: int | None = None,
+    group: Group = None,
+    group_src: int | None = None,
+    *,
+    algorithm: str = "flat",
+) -> None:
+    """Copy `scatter_list[i]` of rank `src` into `tensor` of the group's rank i. Lesson 2.
+
+    All tensors have one shape and dtype. `scatter_list` is for the root only, one tensor a rank.
+    The root is rank 0 of the world unless `src` or `group_src` says otherwise.
+
+    algorithm: "flat", the root sends to one after another: (p-1)α + (p-1)/p nβ.
+    """
+    call = _call("scatter", group, algorithm)
+    call.tensor("tensor", tensor, written=True)
+    root = call.root("src", src, group_src, default=True)
+    if call.peers.rank == root:
+        call.tensors("scatter_list", scatter_list, tensor, written=False, shapes="equal")
+    else:
+        call.no_tensors("scatter_list", scatter_list, "source")
+    call.agree()
+    own, block = _flat(tensor), [_flat(t) for t in scatter_list or ()]
+    with record.scope("scatter", _nbytes(tensor) * call.peers.size):
+        algorithms.scatter_flat(call.peers, own, block, root)
+        _put_back(own, tensor)
+
+
+def gather(
+    tensor: torch.Tensor,
+    gather_list: Sequence[torch.Tensor] | None = None,
+    dst: int | None = None,
+    group: Group = None,
+    group_dst: int | None = None,
+    *,
+    algorithm: str = "flat",
+) -> None:
+    """Copy `tensor` of the group's rank i into `gather_list[i]` of rank `dst`. Lesson 2.
+
+    All tensors have one shape and dtype. `gather_list` is for the root only, one tensor a rank.
+    The root is rank 0 of the world unless `dst` or `group_dst` says otherwise.
+
+    algorithm: "flat", the root takes from one after another: (p-1)α + (p-1)/p nβ.
+    """
+    call = _call("gather", group, algorithm)
+    call.tensor("tensor", tensor, written=False)
+    root = call.root("dst", dst, group_dst, default=True)
+    if call.peers.rank == root:
+        call.tensors("gather_list", gather_list, tensor, written=True, shapes="equal")
+    else:
+        call.no_tensors("gather_list", gather_list, "destination")
+    call.agree()
+    own, block = _flat(tensor), [_flat(t) for t in gather_list or ()]
+    with record.scope("gather", _nbytes(tensor) * call.peers.size):
+        algorithms.gather_flat(call.peers, own, block, root)
+        _put_back_all(block, gather_list or ())
+
+
+def all_gather(
+    tensor_list: Sequence[torch.Tensor],
+    tensor: torch.Tensor,
+    group: Group = None,
+    *,
+    algorithm: str = "ring",
+) -> None:
+    """Copy `tensor` of the group's rank i into `tensor_list[i]` of every rank. Lesson 2.
+
+    The tensors of the ranks may differ in shape, as `tensor_list` says, alike on every rank; their
+    dtype is one.
+
+    algorithm: "ring": (p-1)α + (p-1)/p nβ; "recursive_doubling": ⌈lg p⌉α + (p-1)/p nβ, in the form
+    that needs no power of two (Bruck et al. 1997; both in Thakur et al. 2005).
+    """
+    call = _call("all_gather", group, algorithm)
+    call.tensor("tensor", tensor, written=False, shared=False)
+    call.tensors("tensor_list", tensor_list, tensor, written=True, shared=True, shapes="own")
+    call.agree()
+    run = {
+        "ring": algorithms.all_gather_ring,
+        "recursive_doubling": algorithms.all_gather_recursive_doubling,
+    }[algorithm]
+    own, block = _flat(tensor), [_flat(t) for t in tensor_list]
+    with record.scope("all_gather", _nbytes(*tensor_list)):
+        run(call.peers, own, block)
+        _put_back_all(block, tensor_list)
+
+
+def reduce_scatter(
+    output: torch.Tensor,
+    input_list: Sequence[torch.Tensor],
+    op: Op = dist.ReduceOp.SUM,
+    group: Group = None,
+    *,
+    algorithm: str = "ring",
+) -> None:
+    """Combine the ranks' `input_list[i]` by `op` into `output` of the group's rank i. Lesson 2.
+
+    The tensors of a list may differ in shape, but the lists of all ranks are alike, and `output`
+    of rank i is like `input_list[i]`. Their dtype is one. The inputs keep their values.
+
+    algorithm: "ring": (p-1)α + (p-1)/p nβ (Patarasuk and Yuan 2009).
+    """
+    call = _call("reduce_scatter", group, algorithm)
+    call.tensor("output", output, written=True, shared=False)
+    call.tensors("input_list", input_list, output, written=False, shared=True, shapes="own")
+    reduction = call.reduction(op, output)
+    call.agree()
+    assert reduction is not None  # or else `agree` has raised
+    own, block = _flat(output), [_flat(t) for t in input_list]
+    with record.scope("reduce_scatter", _nbytes(*input_list)):
+        algorithms.reduce_scatter_ring(call.peers, own, block, reduction)
+        _put_back(own, output)
+
+
+def all_to_all(
+    output_tensor_list: Sequence[torch.Tensor],
+    input_tensor_list: Sequence[torch.Tensor],
+    group: Group = None,
+    *,
+    algorithm: str = "pairwise",
+) -> None:
+    """Copy `input_tensor_list[j]` of rank i into `output_tensor_list[i]` of rank j, for all ranks i
+    and j of the group: a transposition. Lesson 2.
+
+    Every pair may have a shape of its own, the same at both ends; the dtype is one.
+
+    algorithm: "pairwise", p-1 steps, at each of which every rank sends one message and receives
+    one: (p-1)α + (p-1)/p nβ (Thakur et al. 2005).
+    """
+    call = _call("all_to_all", group, algorithm)
+    call.tensors("output_tensor_list", output_tensor_list, None, written=True)
+    like = output_tensor_list[0] if output_tensor_list else None
+    call.tensors("input_tensor_list", input_tensor_list, like, written=False)
+    call.agree()
+    call.agree_on_pairs(output_tensor_list, input_tensor_list)
+    outputs = [_flat(t) for t in output_tensor_list]
+    inputs = [_flat(t) for t in input_tensor_list]
+    with record.scope("all_to_all", _nbytes(*input_tensor_list)):
+        algorithms.all_to_all_pairwise(call.peers, outputs, inputs)
+        _put_back_all(outputs, output_tensor_list)
+
+
+def barrier(group: Group = None, *, algorithm: str = "dissemination") -> None:
+    """Return only when every rank of the group has called it. Lesson 2.
+
+    algorithm: "dissemination": ⌈lg p⌉ messages of one byte, α each (Hensgen, Finkel and Manber
+    1988).
+    """
+    call = _call("barrier", group, algorithm)
+    call.agree()
+    token = torch.zeros(1, dtype=torch.uint8, device=call.peers.device)
+    with record.scope("barrier"):
+        algorithms.barrier_dissemination(call.peers, token)
+
+
+def _call(operation: str, group: Group, algorithm: str) -> Call:
+    return Call(operation, Peers(group), algorithm, ALGORITHMS[operation])
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in a row, contiguous: (*,) -> (n,). A view where possible, else a copy."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+def _put_back(flat: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Write `flat`, which was made of `tensor` by `_flat`, back to it if it was a copy."""
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(flat.view(tensor.shape))
+
+
+def _put_back_all(flats: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    for flat, tensor in zip(flats, tensors, strict=True):
+        _put_back(flat, tensor)
+
+
+def _nbytes(*tensors: torch.Tensor) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,285 @@
+"""The algorithms of lesson 2, each a few lines on top of send and receive.
+
+All of them work on flat tensors. `p` is the number of ranks, `r` our own rank, both within the
+group; `whole` is the vector of n elements, `block` a list of p pieces of it, one for each rank.
+Neighbours wrap round: `r + 1` is the right-hand and `r - 1` the left-hand neighbour on the ring.
+
+Wherever a rank sends and receives at the same time, its receives are announced first (`expect`),
+so that no block that arrives has to wait for a place to go.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .peers import Peers
+from .reduction import Reduction
+
+Tensors = Sequence[torch.Tensor]
+
+
+def powers_of_two(limit: int) -> list[int]:
+    """1, 2, 4, ... below `limit`."""
+    return [1 << k for k in range((limit - 1).bit_length())]
+
+
+# ---- one to all, all to one --------------------------------------------------------------------
+
+
+def broadcast_flat(peers: Peers, whole: torch.Tensor, root: int) -> None:
+    if peers.rank == root:
+        for other in range(1, peers.size):
+            peers.send(whole, root + other)
+    else:
+        peers.recv(whole, root)
+
+
+def broadcast_tree(peers: Peers, whole: torch.Tensor, root: int) -> None:
+    #        0              round 1: 0 -> 4
+    #      / | \            round 2: 0 -> 2, 4 -> 6
+    #     4  2  1           round 3: 0 -> 1, 2 -> 3, 4 -> 5, 6 -> 7
+    #    / \  \             whoever has the vector passes it on: 2^k ranks have it after k rounds
+    #   6   5  3
+    #   7
+    if peers.rank != root:
+        peers.recv(whole, peers.parent(root))
+    for child in peers.children(root):
+        peers.send(whole, child)
+
+
+def reduce_flat(peers: Peers, whole: torch.Tensor, root: int, op: Reduction) -> torch.Tensor:
+    """Returns the result at the root. `whole` is left alone on every other rank."""
+    if peers.rank != root:
+        peers.send(whole, root)
+        return whole
+    arrived = torch.empty_like(whole)  # (n,)
+    for other in range(1, peers.size):
+        peers.recv(arrived, root + other)
+        op(whole, arrived, out=whole)
+    op.finish(whole, peers.size)
+    return whole
+
+
+def reduce_tree(peers: Peers, whole: torch.Tensor, root: int, op: Reduction) -> torch.Tensor:
+    """Returns the result at the root. `whole` is left alone on every other rank."""
+    # The tree of the broadcast, from the leaves to the root: the smallest subtree is ready first.
+    total = whole
+    for child in reversed(peers.children(root)):
+        arrived = peers.recv(torch.empty_like(whole), child)  # (n,) sum over the child's subtree
+        total = op(total, arrived, out=whole if peers.rank == root else arrived)
+    if peers.rank == root:
+        op.finish(whole, peers.size)
+    else:
+        peers.send(total, peers.parent(root))
+    return total
+
+
+def scatter_flat(peers: Peers, own: torch.Tensor, block: Tensors, root: int) -> None:
+    if peers.rank == root:
+        for other in range(1, peers.size):
+            to = (root + other) % peers.size
+            peers.send(block[to], to)
+        own.copy_(block[root])
+    else:
+        peers.recv(own, root)
+
+
+def gather_flat(peers: Peers, own: torch.Tensor, block: Tensors, root: int) -> None:
+    if peers.rank == root:
+        for other in range(1, peers.size):
+            source = (root + other) % peers.size
+            peers.recv(block[source], source)
+        block[root].copy_(own)
+    else:
+        peers.send(own, root)
+
+
+# ---- all_reduce --------------------------------------------------------------------------------
+
+
+def all_reduce_naive(peers: Peers, whole: torch.Tensor, op: Reduction) -> None:
+    # What one writes first: rank 0 gathers, one rank after another, and sends the sum to each.
+    if peers.rank == 0:
+        arrived = torch.empty_like(whole)  # (n,)
+        for other in range(1, peers.size):
+            peers.recv(arrived, other)
+            op(whole, arrived, out=whole)
+        op.finish(whole, peers.size)
+        for other in range(1, peers.size):
+            peers.send(whole, other)
+    else:
+        peers.send(whole, 0)
+        peers.recv(whole, 0)
+
+
+def all_reduce_tree(peers: Peers, whole: torch.Tensor, op: Reduction) -> None:
+    total = reduce_tree(peers, whole, 0, op)
+    whole = whole if peers.rank == 0 else whole.copy_(total)
+    broadcast_tree(peers, whole, 0)
+
+
+def all_reduce_ring(peers: Peers, whole: torch.Tensor, op: Reduction) -> None:
+    # p = 3, blocks A B C. Each block travels round the ring once to be summed, once to be shared:
+    #   step   rank 0 sends    rank 1 sends    rank 2 sends
+    #    0     C               A               B               add what arrives
+    #    1     B + B2          C + C0          A + A1          add what arrives: rank r owns block r
+    #    2     A (complete)    B (complete)    C (complete)    keep what arrives
+    #    3     C (complete)    A (complete)    B (complete)    keep what arrives
+    p, r = peers.size, peers.rank
+    block = whole.tensor_split(p)  # p views of n/p elements; the first n % p have one more
+
+    # A complete block arrives only after it has passed through us in the first round, so its place
+    # may be announced now, although we still read and write there.
+    partial = [peers.expect(torch.empty_like(block[(r - 2 - s) % p]), r - 1) for s in range(p - 1)]
+    complete = [peers.expect(block[(r - 1 - s) % p], r - 1) for s in range(p - 1)]
+
+    for s in range(p - 1):  # reduce-scatter
+        arrived = peers.exchange(block[(r - 1 - s) % p], r + 1, partial[s])
+        mine = block[(r - 2 - s) % p]
+        op(arrived, mine, out=mine)
+    op.finish(block[r], p)
+    for s in range(p - 1):  # all-gather
+        peers.exchange(block[(r - s) % p], r + 1, complete[s])
+
+
+def all_reduce_recursive_doubling(peers: Peers, whole: torch.Tensor, op: Reduction) -> None:
+    _fold(peers, whole, op, _recursive_doubling)
+
+
+def all_reduce_halving_doubling(peers: Peers, whole: torch.Tensor, op: Reduction) -> None:
+    _fold(peers, whole, op, _halving_doubling)
+
+
+def _fold(
+    peers: Peers,
+    whole: torch.Tensor,
+    op: Reduction,
+    core_algorithm: Callable[[Peers, int, torch.Tensor, Reduction], None],
+) -> None:
+    # The two algorithms below want a power of two. The ranks beyond the largest one, the surplus,
+    # hand their vector to a twin in the core, and get the result back at the end.
+    #   p = 6:  core 0 1 2 3, surplus 4 5;  4 -> 0, 5 -> 1;  core;  0 -> 4, 1 -> 5
+    p, r = peers.size, peers.rank
+    core = 1 << (p.bit_length() - 1)
+    if r >= core:
+        peers.send(whole, r - core)
+        peers.recv(whole, r - core)
+        return
+    has_twin = r + core < p
+    if has_twin:
+        arrived = peers.recv(torch.empty_like(whole), r + core)
+        op(whole, arrived, out=whole)
+    core_algorithm(peers, core, whole, op)
+    op.finish(whole, p)
+    if has_twin:
+        peers.send(whole, r + core)
+
+
+def _recursive_doubling(peers: Peers, core: int, whole: torch.Tensor, op: Reduction) -> None:
+    #   distance 1:  0 <-> 1   2 <-> 3      each has the sum over 2 ranks
+    #   distance 2:  0 <-> 2   1 <-> 3      each has the sum over 4 ranks
+    r = peers.rank
+    distances = powers_of_two(core)
+    arrivals = [peers.expect(torch.empty_like(whole), r ^ distance) for distance in distances]
+    for distance, arrival in zip(distances, arrivals, strict=True):
+        partner = r ^ distance
+        arrived = peers.exchange(whole, partner, arrival)  # (n,)
+        # Both partners compute low + high, in this order, and so get the same bits.
+        low, high = (whole, arrived) if r < partner else (arrived, whole)
+        op(low, high, out=whole)
+
+
+def _halving_doubling(peers: Peers, core: int, whole: torch.Tensor, op: Reduction) -> None:
+    # core = 4, blocks A B C D, seen from rank 0:
+    #   distance 2:  gives CD to rank 2, adds rank 2's AB     halving: n/2, n/4, ... elements
+    #   distance 1:  gives B to rank 1,  adds rank 1's A      A is complete here
+    #   distance 1:  sends A to rank 1,  keeps rank 1's B     doubling: n/4, n/2, ... elements
+    #   distance 2:  sends AB to rank 2, keeps rank 2's CD
+    r = peers.rank
+    sizes = [b.numel() for b in whole.tensor_split(core)]
+
+    def half(rank: int, distance: int) -> torch.Tensor:
+        """The `distance` blocks among which `rank`'s own one lies."""
+        first = rank & ~(distance - 1)
+        start = sum(sizes[:first])
+        return whole[start : start + sum(sizes[first : first + distance])]
+
+    up = powers_of_two(core)
+    down = up[::-1]
+    partial = [peers.expect(torch.empty_like(half(r, d)), r ^ d) for d in down]
+    complete = [peers.expect(half(r ^ d, d), r ^ d) for d in up]
+
+    for d, arrival in zip(down, partial, strict=True):
+        arrived = peers.exchange(half(r ^ d, d), r ^ d, arrival)
+        op(half(r, d), arrived, out=half(r, d))
+    for d, arrival in zip(up, complete, strict=True):
+        peers.exchange(half(r, d), r ^ d, arrival)
+
+
+# ---- the two halves of all_reduce, and all to all -----------------------------------------------
+
+
+def all_gather_ring(peers: Peers, own: torch.Tensor, block: Tensors) -> None:
+    # p = 3: each block walks round the ring; rank r passes on what arrived in the step before.
+    #   rank 0 sends A, then C;  rank 1 sends B, then A;  rank 2 sends C, then B
+    p, r = peers.size, peers.rank
+    arrivals = [peers.expect(block[(r - 1 - s) % p], r - 1) for s in range(p - 1)]
+    block[r].copy_(own)
+    for s in range(p - 1):
+        peers.exchange(block[(r - s) % p], r + 1, arrivals[s])
+
+
+def all_gather_recursive_doubling(peers: Peers, own: torch.Tensor, block: Tensors) -> None:
+    # In Bruck's form, which needs no power of two. A rank that has the `have` blocks r, r+1, ...
+    # gets the next `have` ones from rank r + have, and gives its own to rank r - have.
+    #   p = 5, rank 0 has:  A | AB | ABCD | ABCDE        the last step sends only what is missing
+    # (Bruck stores the blocks rotated and turns them at the end; ours lie in a list, in place.)
+    p, r = peers.size, peers.rank
+    steps = [(have, min(have, p - have)) for have in powers_of_two(p)]
+
+    def run(first: int, count: int) -> list[torch.Tensor]:
+        return [block[(first + i) % p] for i in range(count)]
+
+    arrivals = [
+        peers.expect(own.new_empty(sum(b.numel() for b in run(r + have, count))), r + have)
+        for have, count in steps
+    ]
+    block[r].copy_(own)
+    for (have, count), arrival in zip(steps, arrivals, strict=True):
+        arrived = peers.exchange(torch.cat(run(r, count)), r - have, arrival)
+        missing = run(r + have, count)
+        for into, piece in zip(missing, arrived.split([b.numel() for b in missing]), strict=True):
+            into.copy_(piece)
+
+
+def reduce_scatter_ring(peers: Peers, own: torch.Tensor, block: Tensors, op: Reduction) -> None:
+    # The first half of the ring all_reduce, which leaves the input blocks as they are: what
+    # travels is a partial sum, and every rank adds its own block to it as it comes by.
+    #   p = 3, block A:  rank 1 sends A1;  rank 2 sends A1 + A2;  rank 0 adds A0 and keeps it
+    p, r = peers.size, peers.rank
+    arrivals = [peers.expect(torch.empty_like(block[(r - 2 - s) % p]), r - 1) for s in range(p - 1)]
+    outgoing = block[(r - 1) % p]
+    for s in range(p - 1):
+        arrived = peers.exchange(outgoing, r + 1, arrivals[s])
+        outgoing = op(arrived, block[(r - 2 - s) % p], out=arrived)
+    own.copy_(outgoing)
+    op.finish(own, p)
+
+
+def all_to_all_pairwise(peers: Peers, outputs: Tensors, inputs: Tensors) -> None:
+    # Step s: everyone sends to the rank s to its right and hears from the rank s to its left, so
+    # that at every step each rank is the target of exactly one message.
+    p, r = peers.size, peers.rank
+    arrivals = [peers.expect(outputs[(r - s) % p], r - s) for s in range(1, p)]
+    for s in range(1, p):
+        peers.exchange(inputs[(r + s) % p], r + s, arrivals[s - 1])
+    outputs[r].copy_(inputs[r])
+
+
+def barrier_dissemination(peers: Peers, token: torch.Tensor) -> None:
+    # After the step of distance d, a rank has heard, directly or through others, of the 2d ranks
+    # r, r-1, ..., r-2d+1: after ⌈lg p⌉ steps of all. Any p will do. The token is one byte.
+    distances = powers_of_two(peers.size)
+    arrivals = [peers.expect(torch.empty_like(token), peers.rank - d) for d in distances]
+    for d, arrival in zip(distances, arrivals, strict=True):
+        peers.exchange(token, peers.rank + d, arrival)

@@ -1,0 +1,10 @@
+"""Measuring what ranks do, while they do it: bytes and time (lesson 2)."""
+
+from . import record
+from .timeline import Span, Timeline, save_chrome_trace
+from .torch_calls import TorchCalls
+from .traffic import TrafficCounter, traffic_matrix
+
+__all__ = ["Span", "Timeline", "TrafficCounter", "save_chrome_trace", "traffic_matrix"]
+
+record.SOURCES.append(TorchCalls())

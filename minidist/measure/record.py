@@ -1,0 +1,130 @@
+"""The record of what a rank communicates (lesson 2): the one place that every meter reads.
+
+Sources write events: `torch_calls` for calls of `torch.distributed`, `scope` for the collectives of
+minidist. Observers (TrafficCounter, Timeline) read them. While nobody observes, nothing is
+recorded and no source is attached.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+Kind = Literal["sent", "received", "collective", "scope"]
+
+
+@dataclass
+class Event:
+    """One communication of this rank.
+
+    kind: a message "sent" or "received"; a "collective" handed to torch's backend as a whole; or a
+    "scope", the time that a collective of minidist took, with its messages as events of their own.
+    peer: the other rank of a message, counted in the whole world (None: not known, or none).
+    nbytes: bytes of the message; of a collective, those of the whole vector (see `torch_calls`).
+    start, end: seconds of `time.perf_counter`, on Linux one clock for all processes of a machine.
+    The end of an asynchronous call is when its `wait` returned; None until then.
+    control: not the user's data, but minidist's own agreement on the call.
+    scope: the collective of minidist that the event is part of.
+    """
+
+    operation: str
+    kind: Kind
+    peer: int | None
+    nbytes: int
+    start: float
+    end: float | None = None
+    control: bool = False
+    scope: str | None = None
+
+
+class Source(Protocol):
+    """What feeds the record. Attached while there is at least one observer."""
+
+    def attach(self) -> None: ...
+    def detach(self) -> None: ...
+
+
+SOURCES: list[Source] = []
+
+_lock = threading.Lock()
+_observers: list[list[Event]] = []
+_here = threading.local()  # .scopes: what this thread is in the middle of, outermost first
+
+
+def active() -> bool:
+    """Whether anybody observes."""
+    return bool(_observers)
+
+
+@contextlib.contextmanager
+def observed() -> Iterator[list[Event]]:
+    """Within the block, events of all threads are appended to the list that it yields."""
+    events: list[Event] = []
+    with _lock:
+        if not _observers:
+            for source in SOURCES:
+                source.attach()
+        _observers.append(events)
+    try:
+        yield events
+    finally:
+        with _lock:
+            # By identity: two lists of events may be equal.
+            _observers[:] = [other for other in _observers if other is not events]
+            if not _observers:
+                for source in SOURCES:
+                    source.detach()
+
+
+def begin(operation: str, kind: Kind, peer: int | None = None, nbytes: int = 0) -> Event:
+    """Record that a communication starts now, within the scope of the calling thread."""
+    name, control = _scopes()[-1] if _scopes() else (None, False)
+    event = Event(operation, kind, peer, nbytes, time.perf_counter(), None, control, name)
+    with _lock:
+        for events in _observers:
+            events.append(event)
+    return event
+
+
+def finish(events: Iterable[Event]) -> None:
+    """Record that these end now, unless they have ended before."""
+    now = time.perf_counter()
+    for event in events:
+        if event.end is None:
+            event.end = now
+
+
+def forget(events: Iterable[Event]) -> None:
+    """Take back events whose call raised before it communicated."""
+    gone = {id(event) for event in events}
+    with _lock:
+        for seen in _observers:
+            seen[:] = [event for event in seen if id(event) not in gone]
+
+
+@contextlib.contextmanager
+def scope(operation: str, nbytes: int = 0, control: bool = False) -> Iterator[None]:
+    """What is sent and received within the block belongs to `operation`.
+
+    `control` marks messages that carry no data of the user's.
+    """
+    if not active():
+        yield
+        return
+    event = begin(operation, "scope", None, nbytes)
+    event.control = control
+    _scopes().append((operation, control))
+    try:
+        yield
+    finally:
+        _scopes().pop()
+        finish([event])
+
+
+def _scopes() -> list[tuple[str, bool]]:
+    if not hasattr(_here, "scopes"):
+        _here.scopes = []
+    scopes: list[tuple[str, bool]] = _here.scopes
+    return scopes

@@ -1,0 +1,120 @@
+"""Who sent how much to whom, to the byte (lesson 2)."""
+
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch.distributed as dist
+
+from . import record
+from .record import Event
+
+
+def current_rank() -> tuple[int, int]:
+    """Our rank and the world size: of the default group, else of the environment, else (0, 1)."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+class TrafficCounter:
+    """Counts what one rank sends and receives within a `with` block. Lesson 2.
+
+        with md.measure.TrafficCounter() as traffic:
+            md.collectives.all_reduce(tensor)
+        return traffic          # plain data: a rank can return it, pickled
+
+    After the block (before that, all counts are 0):
+
+    - `rank`, `world_size`;
+    - `sent_bytes`, `received_bytes`, `sent_messages`, `received_messages`: the payload of
+      point-to-point messages, from `dist.send`, `isend`, `recv`, `irecv` and `batch_isend_irecv`,
+      and so of every collective of `md.collectives`, which consists of them. A message counts
+      when it is posted. Bytes are those of the tensors, without headers of the network;
+    - `sent_to`, `received_from`: the same bytes by the other rank, a list of `world_size`;
+    - `control_bytes`, `control_messages`: what this rank *sent* for the agreement that precedes
+      each collective of `md.collectives`. No other count includes it;
+    - `calls`: collectives handed to torch's backend as a whole, whose messages cannot be seen:
+      {operation: (calls, bytes)}. The bytes are those of the whole vector, n in
+      `md.collectives.cost`.
+
+    Not seen: calls that torch makes in C++ (its own DistributedDataParallel), and functions that
+    were imported by name (`from torch.distributed import send`).
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = current_rank()
+        self._count([])
+        self._observation: AbstractContextManager[list[Event]] | None = None
+        self._events: list[Event] = []
+
+    def __enter__(self) -> "TrafficCounter":
+        if self._observation is not None:
+            raise RuntimeError("this TrafficCounter is counting already")
+        self.rank, self.world_size = current_rank()
+        self._observation = record.observed()
+        self._events = self._observation.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        assert self._observation is not None
+        self._observation.__exit__(None, None, None)
+        self._count(self._events)
+        self._observation, self._events = None, []
+
+    def _count(self, events: list[Event]) -> None:
+        data = [event for event in events if not event.control]
+        sent = [event for event in data if event.kind == "sent"]
+        received = [event for event in data if event.kind == "received"]
+        control = [event for event in events if event.control and event.kind == "sent"]
+        self.sent_bytes = sum(event.nbytes for event in sent)
+        self.received_bytes = sum(event.nbytes for event in received)
+        self.sent_messages = len(sent)
+        self.received_messages = len(received)
+        self.sent_to = self._by_peer(sent)
+        self.received_from = self._by_peer(received)
+        self.control_bytes = sum(event.nbytes for event in control)
+        self.control_messages = len(control)
+        self.calls: dict[str, tuple[int, int]] = {}
+        for event in events:
+            if event.kind == "collective":
+                calls, nbytes = self.calls.get(event.operation, (0, 0))
+                self.calls[event.operation] = (calls + 1, nbytes + event.nbytes)
+
+    def _by_peer(self, messages: list[Event]) -> list[int]:
+        nbytes = [0] * self.world_size
+        for event in messages:
+            if event.peer is not None:
+                nbytes[event.peer] += event.nbytes
+        return nbytes
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if not k.startswith("_")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+        vars(self).update(state)
+
+    def __repr__(self) -> str:
+        return (
+            f"TrafficCounter(rank {self.rank} of {self.world_size}: "
+            f"sent {self.sent_bytes} bytes in {self.sent_messages} messages, "
+            f"received {self.received_bytes} in {self.received_messages})"
+        )
+
+
+def traffic_matrix(counters: Sequence[TrafficCounter]) -> list[list[int]]:
+    """Bytes from every rank to every rank: row = sender, column = receiver. Lesson 2.
+
+    Takes the counters of all ranks, in any order. Raises ValueError if one is missing, or there
+    twice.
+    """
+    by_rank = {counter.rank: counter for counter in counters}
+    world_size = counters[0].world_size if counters else 0
+    if sorted(counter.rank for counter in counters) != list(range(world_size)) or not counters:
+        raise ValueError(
+            f"traffic_matrix needs one counter of each rank, not of ranks "
+            f"{[counter.rank for counter in counters]} of {world_size}"
+        )
+    return [list(by_rank[rank].sent_to) for rank in range(world_size)]
