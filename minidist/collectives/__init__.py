@@ -281,8 +281,7 @@ def all_to_all(
     one: (p-1)α + (p-1)/p nβ (Thakur et al. 2005).
     """
     call = _call("all_to_all", group, algorithm)
-    call.tensors("output_tensor_list", output_tensor_list, None, written=True)
-    like = output_tensor_list[0] if output_tensor_list else None
+    like = call.tensors("output_tensor_list", output_tensor_list, None, written=True)
     call.tensors("input_tensor_list", input_tensor_list, like, written=False)
     call.agree()
     call.agree_on_pairs(output_tensor_list, input_tensor_list)

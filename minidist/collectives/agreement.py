@@ -41,7 +41,7 @@ class Call:
         self._shared: list[str] = []  # arguments that all ranks must have alike
         self._own: list[str] = []  # arguments that only some ranks have
         self._algorithm = f"algorithm={algorithm}"
-        if algorithm not in known:
+        if not isinstance(algorithm, str) or algorithm not in known:
             self.refuse(f"algorithm must be one of {', '.join(known)}")
 
     def refuse(self, problem: str) -> None:
@@ -64,20 +64,22 @@ class Call:
         written: bool,
         shared: bool = False,
         shapes: str = "any",
-    ) -> None:
-        """`tensors` must be a list of one tensor a rank, of dtype and device as `like`.
+    ) -> torch.Tensor | None:
+        """`tensors` must be a list of one tensor a rank, of dtype and device as `like`, or as its
+        first one if `like` is no tensor. Returns the tensor that the others were compared with.
 
         shapes: "any"; "equal", all as `like`; or "own", the one at our own rank as `like`."""
         p = self.peers.size
         if not _is_tensors(tensors):
             found = type(tensors).__name__ if tensors is not None else "None"
-            return self.refuse(f"{name} must be a list of {p} tensors, not {found}")
+            self.refuse(f"{name} must be a list of {p} tensors, not {found}")
+            return None
+        if not isinstance(like, torch.Tensor):
+            like = tensors[0] if tensors else torch.empty(0)
+            self._dtype(like)
         (self._shared if shared else self._own).append(f"{name}={_shapes(tensors)}")
         if len(tensors) != p:
-            return self.refuse(f"{name} must have {p} tensors, one a rank, not {len(tensors)}")
-        if not isinstance(like, torch.Tensor):
-            like = tensors[self.peers.rank]
-            self._dtype(like)
+            self.refuse(f"{name} must have {p} tensors, one a rank, not {len(tensors)}")
         for i, tensor in enumerate(tensors):
             each = f"{name}[{i}]"
             self._check(each, tensor, written)
@@ -88,10 +90,11 @@ class Call:
             if shapes == "equal" or (shapes == "own" and i == self.peers.rank):
                 if tensor.shape != like.shape:
                     self.refuse(f"{each} has shape {_shape(tensor)}, not {_shape(like)}")
+        return like
 
     def no_tensors(self, name: str, tensors: object, role: str) -> None:
-        """A list must not be given here, since this rank is not the `role`."""
-        if tensors:
+        """A list must not be given here, since this rank is not the `role`. An empty one may."""
+        if tensors is not None and not (_is_tensors(tensors) and not tensors):
             self.refuse(f"{name} is for the {role} rank only")
 
     def root(self, name: str, rank: int | None, group_rank: int | None, default: bool) -> int:
