@@ -1,0 +1,369 @@
+"""The meters: what is counted, when, and that nothing of them stays behind."""
+
+import json
+import pickle
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+import minidist as md
+from minidist.measure import Span, Timeline, TrafficCounter, save_chrome_trace, traffic_matrix
+
+KINDS = ["send", "recv", "isend", "irecv", "batch_isend_irecv", "all_reduce", "barrier", "P2POp"]
+
+
+def _round_trip(way: str) -> TrafficCounter:
+    """Every rank sends 3 float32 to the right, and one more for its rank."""
+    r, p = dist.get_rank(), dist.get_world_size()
+    right, left = (r + 1) % p, (r - 1) % p
+    outgoing, incoming = torch.full((3 + r,), float(r)), torch.zeros(3 + left)
+    with TrafficCounter() as counter:
+        if way == "isend, recv":
+            work = dist.isend(outgoing, right)
+            dist.recv(incoming, left)
+            work.wait()
+        elif way == "send, irecv":
+            work = dist.irecv(tensor=incoming, src=left)
+            dist.send(outgoing, dst=right, tag=0)
+            assert isinstance(work, dist.Work) and work.wait()
+            assert work.is_completed()
+        elif way == "group ranks":
+            work = dist.isend(outgoing, group_dst=right)
+            dist.recv(incoming, group_src=left)
+            work.wait()
+        elif way == "batch":
+            operations = [dist.P2POp(dist.irecv, incoming, left)]
+            operations.append(dist.P2POp(op=dist.isend, tensor=outgoing, peer=right))
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+        elif way == "from any source":
+            work = dist.isend(outgoing, right)
+            assert dist.recv(incoming) == left
+            work.wait()
+        elif way == "from any source, later":
+            work = dist.isend(outgoing, right)
+            receive = dist.irecv(incoming)
+            receive.wait()
+            work.wait()
+        elif way == "another thread":
+            work = dist.isend(outgoing, right)
+            thread = threading.Thread(target=dist.recv, args=(incoming, left))
+            thread.start()
+            thread.join()
+            work.wait()
+    assert incoming.tolist() == [float(left)] * (3 + left)
+    dist.barrier()
+    return counter
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "isend, recv",
+        "send, irecv",
+        "group ranks",
+        "batch",
+        "from any source",
+        "from any source, later",
+        "another thread",
+    ],
+)
+def test_messages_are_counted(pools, way):
+    counters = pools(3)(_round_trip, way)
+    for r, counter in enumerate(counters):
+        left, right = (r - 1) % 3, (r + 1) % 3
+        assert (counter.rank, counter.world_size) == (r, 3)
+        assert (counter.sent_messages, counter.sent_bytes) == (1, 4 * (3 + r))
+        assert (counter.received_messages, counter.received_bytes) == (1, 4 * (3 + left))
+        assert counter.sent_to == [4 * (3 + r) * (other == right) for other in range(3)]
+        assert counter.received_from == [4 * (3 + left) * (other == left) for other in range(3)]
+        assert (counter.control_bytes, counter.control_messages) == (0, 0)
+        assert counter.calls == {}
+    assert traffic_matrix(counters[::-1]) == [[0, 12, 0], [0, 0, 16], [20, 0, 0]]
+
+
+def test_peers_are_counted_by_global_rank(pools):
+    def within_a_group() -> list[int]:
+        group, r = dist.new_group([1, 2]), dist.get_rank()
+        with TrafficCounter() as counter:
+            if r == 1:
+                dist.send(torch.ones(5), group=group, group_dst=1)
+            elif r == 2:
+                dist.recv(torch.ones(5), group=group, group_src=0)
+        if r:
+            dist.destroy_process_group(group)
+        dist.barrier()
+        return [*counter.sent_to, *counter.received_from]
+
+    assert pools(3)(within_a_group) == [[0] * 6, [0, 0, 20, 0, 0, 0], [0, 0, 0, 0, 20, 0]]
+
+
+def _collectives_of_torch() -> dict[str, tuple[int, int]]:
+    r, p = dist.get_rank(), dist.get_world_size()
+    x = torch.ones(6)  # 24 bytes
+    with TrafficCounter() as counter:
+        dist.all_reduce(x)
+        dist.all_reduce(x, async_op=True).wait()
+        dist.broadcast(x, 0)
+        dist.reduce(x, dst=1)
+        dist.all_gather([torch.ones(6) for _ in range(p)], x)
+        dist.all_gather_into_tensor(torch.ones(6 * p), x)
+        dist.reduce_scatter_tensor(torch.ones(6 // p), x)
+        dist.gather(x, [torch.ones(6) for _ in range(p)] if r == 0 else None)
+        dist.scatter(x, [torch.ones(6) for _ in range(p)] if r == 0 else None)
+        dist.all_to_all([torch.ones(3) for _ in range(p)], [torch.ones(3) for _ in range(p)])
+        dist.barrier()
+    assert counter.sent_bytes == counter.received_bytes == counter.control_bytes == 0
+    assert repr(counter).startswith(f"TrafficCounter(rank {r} of {p}: sent 0 bytes")
+    return counter.calls
+
+
+def test_collectives_of_torch_are_counted_whole(pools):
+    for calls in pools(2)(_collectives_of_torch):
+        assert calls == {
+            "all_reduce": (2, 48),
+            "broadcast": (1, 24),
+            "reduce": (1, 24),
+            "all_gather": (1, 48),
+            "all_gather_into_tensor": (1, 48),
+            "reduce_scatter_tensor": (1, 24),
+            "gather": (1, 48),
+            "scatter": (1, 48),
+            "all_to_all": (1, 24),
+            "barrier": (1, 0),
+        }
+
+
+def test_what_torch_calls_by_itself_is_counted_once(pools):
+    def objects() -> list:
+        r = dist.get_rank()
+        with TrafficCounter() as gathered:
+            found: list = [None, None]
+            dist.all_gather_object(found, {"rank": r})
+        with TrafficCounter() as passed:
+            box = ["hello"] if r == 0 else [None]
+            dist.send_object_list(box, 1) if r == 0 else dist.recv_object_list(box, 0)
+        assert found == [{"rank": 0}, {"rank": 1}] and box == ["hello"]
+        messages = passed.sent_messages, passed.received_messages
+        return [{name: calls for name, (calls, _) in gathered.calls.items()}, messages]
+
+    # The sizes and the pickles: two messages.
+    assert pools(2)(objects) == [[{"all_gather": 2}, (2, 0)], [{"all_gather": 2}, (0, 2)]]
+
+
+def _left_behind() -> list[str]:
+    r, wrong = dist.get_rank(), []
+    places = [(module, name) for module in (dist, c10d) for name in KINDS]
+    places.append((dist.P2POp, "__init__"))
+    before = [getattr(*place) for place in places]
+
+    def check(when: str) -> None:
+        wrong.extend(
+            f"{name} {when}"
+            for (module, name), function in zip(places, before, strict=True)
+            if getattr(module, name) is not function
+        )
+
+    with TrafficCounter() as outer:
+        if dist.send is before[0]:
+            wrong.append("send is not watched")
+        with Timeline() as inner:
+            dist.barrier()
+        with TrafficCounter():
+            pass
+        dist.barrier()
+    check("after two that were nested")
+    if (outer.calls, len(inner.spans)) != ({"barrier": (2, 0)}, 1):
+        wrong.append("nested meters")
+    try:
+        with TrafficCounter() as counter:
+            dist.barrier()
+            raise KeyError
+    except KeyError:
+        check("after an exception")
+    if counter.calls != {"barrier": (1, 0)}:
+        wrong.append("no count after an exception")
+
+    # Operations of a batch that were made on one side of the line and run on the other.
+    def operations() -> list[dist.P2POp]:
+        return [
+            dist.P2POp(dist.isend, torch.ones(2), 1 - r),
+            dist.P2POp(dist.irecv, torch.ones(2), 1 - r),
+        ]
+
+    batch = operations()
+    with TrafficCounter() as counter:
+        for work in dist.batch_isend_irecv(batch):
+            work.wait()
+        batch = operations()
+        for name in ("isend", "irecv"):
+            dist.P2POp(getattr(c10d, name), torch.ones(2), 1 - r)  # torch's own will do as well
+    for work in dist.batch_isend_irecv(batch):
+        work.wait()
+    if (counter.sent_bytes, counter.received_bytes) != (8, 8):
+        wrong.append("a batch made before")
+    check("after batches")
+    return wrong
+
+
+def test_torch_is_left_as_it_was(pools):
+    assert pools(2)(_left_behind) == [[], []]
+
+
+def test_a_call_that_raises_is_not_counted(pools):
+    def wrong_calls() -> TrafficCounter:
+        with TrafficCounter() as counter:
+            for call in (
+                lambda: dist.send(torch.ones(2), dist.get_rank()),  # to itself
+                lambda: dist.isend([1, 2], 0),
+                lambda: dist.all_reduce("text"),
+                lambda: dist.send(),
+                lambda: dist.batch_isend_irecv([]),
+                lambda: dist.batch_isend_irecv(None),
+            ):
+                with pytest.raises((ValueError, TypeError, RuntimeError, IndexError)):
+                    call()
+        return counter
+
+    for counter in pools(2)(wrong_calls):
+        assert (counter.sent_messages, counter.sent_bytes, counter.calls) == (0, 0, {})
+
+
+def test_the_agreement_is_counted_apart(pools):
+    def one_call() -> TrafficCounter:
+        with TrafficCounter() as counter:
+            md.collectives.all_reduce(torch.ones(8), algorithm="naive")
+        return counter
+
+    root, *others = pools(4)(one_call)
+    assert (root.sent_bytes, root.sent_messages) == (3 * 32, 3)
+    assert all((one.sent_bytes, one.sent_messages) == (32, 1) for one in others)
+    # Headers of 16 bytes. The tree: 0 -> 2 -> 3 and 0 -> 1.
+    assert [c.control_messages for c in (root, *others)] == [2, 1, 2, 1]
+    assert [c.control_bytes for c in (root, *others)] == [32, 16, 32, 16]
+    assert traffic_matrix([root, *others]) == [[0, 32, 32, 32], *[[32, 0, 0, 0]] * 3]
+
+
+def test_the_matrix_wants_one_counter_of_each_rank(pools):
+    counters = pools(2)(_round_trip, "batch")
+    for some in ([], counters[:1], [counters[1]], [*counters, counters[0]]):
+        with pytest.raises(ValueError, match="one counter of each rank"):
+            traffic_matrix(some)
+
+
+def test_meters_are_plain_data(pools):
+    meters = pools(1)(lambda: [TrafficCounter(), Timeline()])[0]
+    for meter in meters:
+        copy = pickle.loads(pickle.dumps(meter))
+        assert vars(copy) == vars(meter)
+        with meter, pytest.raises(RuntimeError, match="already"):
+            meter.__enter__()
+
+
+# ---- timelines ----------------------------------------------------------------------------------
+
+
+def _a_step() -> Timeline:
+    r = dist.get_rank()
+    with Timeline() as timeline:
+        with timeline.span("forward"):
+            time.sleep(0.02 + 0.1 * r)  # rank 1 is late
+        md.collectives.all_reduce(torch.ones(1000))
+        with timeline.span("step", category="optimizer"):
+            pass
+        dist.barrier()
+    return timeline
+
+
+def test_a_timeline_shows_a_collective_as_one_span(pools):
+    timelines = pools(2)(_a_step)
+    for r, timeline in enumerate(timelines):
+        assert timeline.rank == r
+        assert [(span.name, span.category) for span in timeline.spans] == [
+            ("forward", "compute"),
+            ("agreement", "agreement"),
+            ("all_reduce", "communication"),
+            ("step", "optimizer"),
+            ("barrier", "communication"),
+        ]
+        for span, following in zip(timeline.spans, timeline.spans[1:], strict=False):
+            assert span.start <= span.end <= following.start
+    early, late = timelines
+    # The early rank waits in the agreement; the clock is one for both.
+    assert early.spans[1].end - early.spans[1].start > 0.05
+    assert early.spans[1].end > late.spans[0].end > early.spans[0].end + 0.05
+
+
+def test_an_asynchronous_call_lasts_until_it_has_been_waited_for(pools):
+    def overlap() -> list[Span]:
+        r = dist.get_rank()
+        with Timeline() as timeline:
+            message = dist.irecv(torch.ones(1), 1) if r == 0 else dist.isend(torch.ones(1), 0)
+            whole = dist.all_reduce(torch.ones(1), async_op=True)
+            with timeline.span("backward"):
+                time.sleep(0.05)
+            message.wait()
+            whole.wait()
+            time.sleep(0.05)
+            whole.wait()  # once more changes nothing
+            future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+            assert future.wait()[0].item() == 2
+            time.sleep(0.05)
+            forgotten = dist.all_reduce(torch.ones(1), async_op=True)
+        forgotten.wait()
+        return timeline.spans
+
+    for spans, name in zip(pools(2)(overlap), ("irecv", "isend"), strict=True):
+        names = [span.name for span in spans]
+        assert names == [name, "all_reduce", "backward", "all_reduce", "all_reduce"]
+        message, whole, backward, by_future, forgotten = spans
+        assert message.start < backward.start and whole.start < backward.start
+        assert 0 < message.end - backward.end < 0.04
+        assert 0 < whole.end - backward.end < 0.04
+        assert by_future.end - by_future.start < 0.04
+        assert forgotten.end >= forgotten.start
+
+
+def test_a_span_is_kept_when_its_block_raises():
+    with pytest.raises(KeyError), Timeline() as timeline, timeline.span("forward"):
+        raise KeyError
+    assert [span.name for span in timeline.spans] == ["forward"]
+    assert repr(timeline) == "Timeline(rank 0: 1 spans)"
+
+
+def test_chrome_trace(pools, tmp_path):
+    timelines = pools(2)(_a_step)
+    save_chrome_trace(timelines, tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    spans = [(timeline.rank, span) for timeline in timelines for span in timeline.spans]
+    first = min(span.start for _, span in spans)
+    assert first == timelines[0].spans[0].start or first == timelines[1].spans[0].start
+    for event, (rank, span) in zip(events, spans, strict=True):
+        assert (event["pid"], event["name"], event["cat"]) == (rank, span.name, span.category)
+        assert event["ts"] == pytest.approx((span.start - first) * 1e6)
+        assert event["dur"] == pytest.approx((span.end - span.start) * 1e6)
+    labels = [event for event in trace["traceEvents"] if event["ph"] == "M"]
+    assert {e["args"]["name"] for e in labels if e["name"] == "process_name"} == {
+        "rank 0",
+        "rank 1",
+    }
+    rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in labels if e["name"] == "thread_name"}
+    assert all(rows[event["pid"], event["tid"]] == event["cat"] for event in events)
+    save_chrome_trace([], tmp_path / "empty.json")
+    assert json.loads((tmp_path / "empty.json").read_text())["traceEvents"] == []
+
+
+def test_importing_the_meters_is_light():
+    program = """
+import sys, minidist.collectives, minidist.measure
+heavy = {"matplotlib", "sklearn", "IPython", "pandas"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
