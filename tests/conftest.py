@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 import cloudpickle
 import pytest
+import torch
 
 import minidist as md
 from minidist.runtime import Pool
@@ -29,3 +30,13 @@ def pools() -> Iterator[Callable[[int], Pool]]:
 def by_value(request: pytest.FixtureRequest) -> None:
     """Send a test's functions to the ranks by value, so that no rank imports pytest."""
     cloudpickle.register_pickle_by_value(sys.modules[request.module.__name__])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked `gpu(n)` where there are fewer than n GPUs (one if it says nothing)."""
+    there = torch.cuda.device_count()
+    for item in items:
+        marker = item.get_closest_marker("gpu")
+        needed = (marker.args or (1,))[0] if marker else 0
+        if needed > there:
+            item.add_marker(pytest.mark.skip(f"needs {needed} GPU(s); here: {there}"))

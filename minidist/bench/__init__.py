@@ -53,8 +53,36 @@ def show(title: str, rows: list[Row]) -> None:
 
 
 def _spread(values: Sequence[float], scale: float = 1, unit: str = "") -> str:
-    low, middle, high = (f"{scale * v:.3g}" for v in (min(values), median(values), max(values)))
+    ordered = (scale * value for value in (min(values), median(values), max(values)))
+    low, middle, high = (f"{v:,.0f}" if v >= 100 else f"{v:.3g}" for v in ordered)
     return f"{middle}{unit} ({low}–{high})"
+
+
+def draw(title: str, rows: list[Row], picture: Path) -> None:
+    """The same as a picture: dots are medians, lines reach from the smallest to the largest."""
+    from minidist.plot import human_time, palette
+
+    with palette.style() as plt:
+        figure, axes = plt.subplots(figsize=(8, 1.2 + 0.5 * len(rows)), layout="constrained")
+        for y, row in enumerate(rows):
+            sides = [("minidist", row.seconds, -0.12, palette.RANKS[0])]
+            if row.theirs:
+                sides.append((row.against, list(row.theirs), 0.12, palette.INK))
+            for name, seconds, shift, shade in sides:
+                middle = median(seconds)
+                axes.plot([min(seconds), max(seconds)], [y + shift] * 2, color=shade, linewidth=2)
+                axes.plot(middle, y + shift, "o", color=shade)
+                text = f"  {name} {human_time(middle)}"
+                axes.annotate(text, (max(seconds), y + shift), va="center", color=shade)
+        axes.set_xscale("log")
+        axes.set_xlim(right=10 * axes.get_xlim()[1])  # room for the names
+        axes.set_yticks(range(len(rows)), [row.what for row in rows])
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.set_xlabel("seconds")
+        axes.set_title(title, loc="left", fontweight="bold")
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.savefig(picture)
+        plt.close(figure)
 
 
 def run(names: list[str], rounds: int, folder: Path) -> None:

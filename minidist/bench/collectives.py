@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import minidist as md
 from minidist.bench import Row, show
+from minidist.runtime import Pool
 
 WORLD_SIZE = 4
 SIZES = [1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24]  # bytes of float32
@@ -31,11 +32,12 @@ def run(rounds: int, picture: Path) -> None:
     show("collectives: all_reduce of float32, 4 ranks", rows)
     from minidist import plot
 
-    axes = plot.time_against_size(samples)
-    axes.figure.savefig(picture)
+    figure = plot.time_against_size(samples).get_figure(root=True)
+    assert figure is not None
+    figure.savefig(picture)
 
 
-def measure(pool: md.runtime.Pool, sizes: list[int], names: list[str], rounds: int) -> Samples:
+def measure(pool: Pool, sizes: list[int], names: list[str], rounds: int) -> Samples:
     """Time all_reduce by size on a pool's ranks: a call takes as long as its slowest rank."""
     by_rank = pool(_measure_here, sizes, names, rounds)
     return {

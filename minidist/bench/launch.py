@@ -1,6 +1,6 @@
 """How long until ranks are ready: `md.ranks` against `torch.multiprocessing.spawn`. Lesson 1."""
 
-import os
+import os.path
 import tempfile
 import time
 from pathlib import Path
@@ -10,7 +10,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import minidist as md
-from minidist.bench import Row, in_turns, show
+from minidist.bench import Row, draw, in_turns, show
+from minidist.notebook import run_cell
+from minidist.runtime import Pool
 
 WORLD_SIZE = 4
 
@@ -20,16 +22,15 @@ def run(rounds: int, picture: Path) -> None:
     by_ranks()  # the forkserver is warm from here on, as in a notebook after its first cell
     taken = in_turns({"md.ranks": by_ranks, "spawn": by_spawn}, rounds)
     with md.ranks(WORLD_SIZE) as pool:
-        _call(pool)
-        trips = [_call(pool) for _ in range(20 * rounds)]
+        _cell(pool)
+        trips = [_cell(pool) for _ in range(20 * rounds)]
     rows = [
         Row("4 warm ranks, first all_reduce", taken["md.ranks"], "mp.spawn", tuple(taken["spawn"])),
-        Row("a call of ranks that are kept", trips),
+        Row("a %%ranks cell, there and back", trips),
     ]
-    show("launch: 4 ranks over gloo", rows)
-    from minidist import plot
-
-    plot.bench({row.what: (row.seconds, row.theirs) for row in rows}, picture)
+    title = "launch: 4 ranks over gloo"
+    show(title, rows)
+    draw(title, rows, picture)
 
 
 def _first_all_reduce() -> float:
@@ -61,7 +62,7 @@ def _spawned(rank: int, rendezvous: str, ends: torch.Tensor) -> None:
     dist.destroy_process_group()
 
 
-def _call(pool: md.runtime.Pool) -> float:
+def _cell(pool: Pool) -> float:
     start = time.monotonic()
-    pool(os.getpid)
+    pool(run_cell, "x = 1", "a cell")
     return time.monotonic() - start
