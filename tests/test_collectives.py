@@ -539,6 +539,14 @@ def _another_operation(r, p):
     collectives.broadcast(ONES(3), 0) if r == 1 else collectives.all_reduce(ONES(3))
 
 
+@bad("rank 1: broadcast(shape=(3,), dtype=float32, src=0, algorithm=flat)")
+def _another_operation_of_the_same_arguments(r, p):
+    if r == 1:
+        collectives.broadcast(ONES(3), 0, algorithm="flat")
+    else:
+        collectives.scatter(ONES(3), [ONES(3)] * p if r == 0 else None, src=0)
+
+
 @bad("rank 2: broadcast(shape=(3,), dtype=float32, src=2, algorithm=tree)")
 def _another_root(r, p):
     collectives.broadcast(ONES(3), 2 if r == 2 else 0)

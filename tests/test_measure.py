@@ -330,6 +330,20 @@ def test_an_asynchronous_call_lasts_until_it_has_been_waited_for(pools):
         assert forgotten.end >= forgotten.start
 
 
+def test_the_time_spent_waiting_belongs_to_the_message(pools):
+    def late() -> Span:
+        with Timeline() as timeline:
+            if dist.get_rank() == 0:
+                dist.irecv(torch.ones(1), 1).wait()
+            else:
+                time.sleep(0.1)
+                dist.isend(torch.ones(1), 0).wait()
+        return timeline.spans[0]
+
+    receive, send = pools(2)(late)
+    assert receive.end > send.start > receive.start
+
+
 def test_a_span_is_kept_when_its_block_raises():
     with pytest.raises(KeyError), Timeline() as timeline, timeline.span("forward"):
         raise KeyError
