@@ -1,0 +1,289 @@
+"""The charts of lessons 1 and 2. Bytes and seconds go in; kB, MB, µs and ms are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from statistics import median
+from typing import TYPE_CHECKING, Any, Protocol
+
+from minidist.plot.palette import (
+    ACTIVITIES,
+    COLORS,
+    FAINT,
+    INK,
+    MARKERS,
+    PALE,
+    color,
+    colors,
+    human_bytes,
+    human_time,
+    ink,
+    style,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+class Counter(Protocol):
+    """What `traffic` reads of a `minidist.measure.TrafficCounter`."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def sent_to(self) -> Sequence[int]: ...  # bytes, by the receiver's global rank
+
+
+class Span(Protocol):
+    """A stretch of one rank's time, in seconds."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def category(self) -> str: ...
+    @property
+    def start(self) -> float: ...
+    @property
+    def end(self) -> float: ...
+
+
+class RankSpans(Protocol):
+    """What `timeline` reads of a `minidist.measure.Timeline`."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def spans(self) -> Iterable[Span]: ...
+
+
+@contextmanager
+def _chart(ax: Axes | None, title: str, width: float, height: float) -> Iterator[Axes]:
+    """The axes to draw in: `ax`, or those of a new figure of `width` × `height` inches."""
+    with style() as plt:
+        if ax is None:
+            ax = plt.subplots(figsize=(width, height), layout="constrained")[1]
+        ax.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=10)
+        ax.tick_params(which="both", labelsize=9.5, length=3, color=PALE, labelcolor=INK)
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.spines[["left", "bottom"]].set_color(PALE)
+        ax.set_axisbelow(True)
+        yield ax
+
+
+def _legend(ax: Axes, handles: Sequence[Any]) -> None:
+    """At the right of the axes, where it hides nothing."""
+    ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1.02))
+
+
+def _ticks(axis: Any, show: Any, grid: str | None = FAINT) -> None:
+    """Ticks at few round values, written by `show`, on a linear or a logarithmic axis."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    if axis.get_scale() == "log":
+        low, high = axis.get_view_interval()
+        axis.set_major_locator(LogLocator(10, subs=(1.0,) if high > 300 * low else (1, 2, 5)))
+        axis.set_minor_locator(NullLocator())
+    else:
+        axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: show(value)))
+    if grid:
+        axis.grid(True, color=grid, linewidth=0.8)
+
+
+def traffic(counters: Iterable[Counter], ax: Axes | None = None) -> Axes:
+    """Lesson 2: a heat map of bytes sent, a row a sender and a column a receiver.
+
+    `counters` are those of all ranks, in any order. Behind each row stands what that rank sent
+    in all, under each column what that rank received.
+    """
+    counters = list(counters)
+    sent = {counter.rank: list(counter.sent_to) for counter in counters}
+    if not sent:
+        raise ValueError("traffic: no counters to draw")
+    world = max(counter.world_size for counter in counters)
+    if absent := [str(rank) for rank in range(world) if rank not in sent]:
+        raise ValueError(f"traffic: the counter of rank {', '.join(absent)} is missing")
+    if len(sent) != len(counters) or any(len(row) != world for row in sent.values()):
+        raise ValueError(f"traffic: draw {world} counters, each of {world} receivers, at a time")
+    rows = [sent[rank] for rank in range(world)]
+    side = min(0.8 * world, 6.5)  # inches
+    font, gap = (9.5, " ") if world <= 8 else (6.5, "\n")
+
+    def words(nbytes: int) -> str:
+        return human_bytes(nbytes).replace(" ", gap)
+
+    with _chart(ax, "Bytes sent", max(side + 2.2, 4), max(side + 1.2, 2.6)) as ax:
+        from matplotlib.colors import LinearSegmentedColormap, to_hex
+
+        shades = LinearSegmentedColormap.from_list("bytes", ["white", color("communication")])
+        most = max(1, *map(max, rows))
+        ax.imshow(rows, cmap=shades, vmin=0, vmax=most)
+        for i, row in enumerate(rows):
+            for j, nbytes in enumerate(row):
+                said = words(nbytes) if nbytes or i != j else "–"
+                tone = ink(to_hex(shades(nbytes / most))) if nbytes else "#AAAAAA"
+                ax.text(j, i, said, ha="center", va="center", size=font, color=tone, gid="cell")
+            received = sum(other[i] for other in rows)
+            ax.text(world - 0.35, i, words(sum(row)), va="center", size=font, gid="sent")
+            ax.text(i, world - 0.35, words(received), ha="center", va="top", size=font)
+        ax.text(world - 0.35, -0.65, "sent in all", va="bottom", size=9.5, color=PALE)
+        ax.text(-0.65, world - 0.35, "received\nin all", ha="right", va="top", size=9.5, color=PALE)
+        ax.set_xticks([edge - 0.5 for edge in range(world + 1)], minor=True)
+        ax.set_yticks([edge - 0.5 for edge in range(world + 1)], minor=True)
+        ax.grid(which="minor", color=FAINT)
+        ax.set_xticks(range(world))
+        ax.set_yticks(range(world))
+        ax.set_xlabel("receiver (rank)")
+        ax.set_ylabel("sender (rank)")
+        ax.xaxis.tick_top()
+        ax.xaxis.set_label_position("top")
+        ax.tick_params(which="both", length=0)
+        ax.spines[:].set_visible(False)
+        return ax
+
+
+def timeline(timelines: Iterable[RankSpans], ax: Axes | None = None) -> Axes:
+    """Lessons 1 and 2: a Gantt chart, a rank a row, in ms since the first span of any rank.
+
+    All spans are in seconds on one clock. A span has the colour of its name if that is an
+    activity of the palette (forward, backward, step), else of its category. A span that begins
+    within another is drawn thinner, upon it.
+    """
+    lines = sorted(timelines, key=lambda line: line.rank)
+    spans = [span for line in lines for span in line.spans]
+    if not spans:
+        raise ValueError("timeline: no spans to draw")
+
+    def kind(span: Span) -> str:
+        return span.name if span.name in ACTIVITIES else span.category
+
+    first = min(span.start for span in spans)
+    order = [*COLORS, *sorted({kind(span) for span in spans} - set(COLORS))]
+    shades = colors(name for name in order if name in map(kind, spans))
+    with _chart(ax, "Timeline", 8, 1.2 + 0.45 * max(len(lines), 2)) as ax:
+        from matplotlib.patches import Patch
+
+        for row, line in enumerate(lines):
+            around: list[float] = []  # the ends of the spans that the next may begin within
+            for span in sorted(line.spans, key=lambda span: (span.start, -span.end)):
+                around = [end for end in around if end > span.start]
+                depth, shade = len(around), shades[kind(span)]
+                left, width = (span.start - first) * 1e3, (span.end - span.start) * 1e3
+                thick = 0.78 * 0.66**depth
+                # The edge, in the same colour, keeps spans shorter than a pixel in sight.
+                ax.barh(row, width, thick, left, color=shade, ec=shade, lw=0.5, zorder=2 + depth)
+                around.append(span.end)
+        ax.set_yticks(range(len(lines)), [f"rank {line.rank}" for line in lines])
+        ax.set_ylim(len(lines) - 0.45, -0.55)
+        ax.set_xlim(left=0)
+        ax.set_xlabel("time (ms)")
+        ax.tick_params(axis="y", length=0)
+        ax.spines["left"].set_visible(False)
+        _ticks(ax.xaxis, lambda ms: f"{ms:g}")
+        _legend(ax, [Patch(color=shade, label=name) for name, shade in shades.items()])
+        return ax
+
+
+def time_against_size(
+    measured: Mapping[str, Sequence[tuple[float, float]]],
+    predicted: Mapping[str, Sequence[tuple[float, float]]] | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Lesson 2: time against message size, both logarithmic, a line an algorithm.
+
+    Both mappings go from an algorithm to (bytes, seconds) pairs. A size measured several times
+    shows its median in a band from the fastest to the slowest; a prediction is dashed.
+    """
+    predicted = predicted or {}
+    points = [pair for line in (*measured.values(), *predicted.values()) for pair in line]
+    if not points or not all(map(len, measured.values())):
+        raise ValueError("time_against_size: nothing measured to draw")
+    if any(nbytes <= 0 or seconds <= 0 for nbytes, seconds in points):
+        raise ValueError("time_against_size: bytes and seconds must be above 0 on log axes")
+    shades = colors([*measured, *predicted])
+    with _chart(ax, "Time against message size", 8, 4) as ax:
+        handles: list[Any] = []
+        for name, pairs in measured.items():
+            samples: dict[float, list[float]] = {}
+            for nbytes, seconds in sorted(pairs):
+                samples.setdefault(nbytes, []).append(seconds)
+            x, y, shade = list(samples), list(map(median, samples.values())), shades[name]
+            mark = MARKERS.get(name, "p")
+            low, high = list(map(min, samples.values())), list(map(max, samples.values()))
+            ax.fill_between(x, low, high, color=shade, alpha=0.18, lw=0)
+            handles += ax.plot(x, y, color=shade, lw=1.8, marker=mark, ms=5.5, label=name)
+        for name, pairs in predicted.items():
+            ends = zip(*sorted(pairs), strict=True)
+            ax.plot(*ends, color=shades[name], lw=1.5, ls=(0, (4, 2)), label=f"{name}, predicted")
+        if predicted:
+            handles += ax.plot([], [], color=PALE, lw=1.5, ls=(0, (4, 2)), label="predicted")
+        ax.set_xscale("log")
+        ax.set_yscale("log")
+        ax.set_xlabel("message size")
+        ax.set_ylabel("time")
+        _ticks(ax.xaxis, human_bytes)
+        _ticks(ax.yaxis, human_time)
+        _legend(ax, handles)
+        return ax
+
+
+def bytes_per_rank(
+    measured: Mapping[str, Sequence[float]],
+    predicted: Mapping[str, Sequence[float]] | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Lesson 2: bars of the bytes counted on each rank; a black line marks the prediction.
+
+    Both mappings go from an algorithm to the bytes of rank 0, 1, …
+    """
+    predicted = predicted or {}
+    if not measured or not all(map(len, measured.values())):
+        raise ValueError("bytes_per_rank: nothing measured to draw")
+    for name, marks in predicted.items():
+        if len(marks) != len(measured.get(name, ())):
+            raise ValueError(f"bytes_per_rank: {name!r} is predicted and measured on other ranks")
+    shades, wide = colors(measured), 0.8 / len(measured)
+    with _chart(ax, "Bytes by rank", 8, 3.4) as ax:
+        handles: list[Any] = []
+        for i, (name, counts) in enumerate(measured.items()):
+            middle = [rank + (i + 0.5) * wide - 0.4 for rank in range(len(counts))]
+            handles.append(ax.bar(middle, counts, 0.86 * wide, color=shades[name], label=name))
+            for x, mark in zip(middle, predicted.get(name, ()), strict=False):
+                ax.plot([x - wide / 2, x + wide / 2], [mark, mark], color="black", lw=1.8)
+        if predicted:
+            handles += ax.plot([], [], color="black", lw=1.8, label="predicted")
+        ax.set_xticks(range(max(map(len, measured.values()))))
+        ax.set_xlabel("rank")
+        ax.set_ylabel("bytes")
+        ax.set_ylim(bottom=0)
+        _ticks(ax.yaxis, human_bytes)
+        _legend(ax, handles)
+        return ax
+
+
+def loss(curves: Mapping[str, Sequence[float]], ax: Axes | None = None) -> Axes:
+    """Lesson 2: loss against step, from step 1 on, a line a name.
+
+    The first curve is wide and pale, those after it narrow and dashed: where two are equal
+    both are seen.
+    """
+    if not curves or not all(map(len, curves.values())):
+        raise ValueError("loss: no curve to draw, or one with no step")
+    dashes = ((0, (3, 2)), (0, (1, 1.5)), (0, (6, 1.5, 1, 1.5)))
+    with _chart(ax, "Loss", 8, 3.4) as ax:
+        handles: list[Any] = []
+        for i, (name, shade) in enumerate(colors(curves).items()):
+            look: dict[str, Any] = {"lw": 6, "alpha": 0.45, "solid_capstyle": "round"}
+            if i:
+                look = {"lw": 2, "ls": dashes[(i - 1) % len(dashes)]}
+            steps = range(1, len(curves[name]) + 1)
+            handles += ax.plot(steps, curves[name], color=shade, label=name, **look)
+        ax.set_xlabel("step")
+        ax.set_ylabel("loss")
+        _ticks(ax.xaxis, lambda step: f"{step:g}", grid=None)
+        _ticks(ax.yaxis, lambda value: f"{value:g}")
+        _legend(ax, handles)
+        return ax

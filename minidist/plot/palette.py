@@ -1,0 +1,136 @@
+"""The palette, the units and the paper of every chart and picture of the course.
+
+A colour means the same thing in every lesson. Look it up by name: `color("ring")`,
+`color("backward")`, `color("rank 2")`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+# After Okabe and Ito: any two stay apart for readers with any of the common colour blindnesses.
+RANKS = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#D55E00",
+    "#F0E442",
+    "#4B3F72",
+)
+ACTIVITIES = {  # what a rank does with its time
+    "compute": "#C9DCE8",
+    "forward": "#56B4E9",
+    "backward": "#0072B2",
+    "step": "#009E73",
+    "communication": "#D55E00",
+    "agreement": "#CC79A7",
+    "waiting": "#D6D6D6",
+    "idle": "#D6D6D6",
+}
+MEMORY = {  # what a rank's memory holds
+    "parameters": "#0072B2",
+    "gradients": "#E69F00",
+    "optimizer states": "#009E73",
+    "buffers": "#56B4E9",
+    "activations": "#CC79A7",
+    "communication buffers": "#D55E00",
+    "other": "#999999",
+}
+ALGORITHMS = {  # how bytes travel, and what carries them
+    "naive": "#D55E00",
+    "ring": "#0072B2",
+    "tree": "#009E73",
+    "recursive_doubling": "#CC79A7",
+    "halving_doubling": "#E69F00",
+    "flat": "#56B4E9",
+    "gloo": "#333333",
+    "nccl": "#7A5195",
+    "shm": "#8C6D31",
+}
+COLORS = {
+    **ACTIVITIES,
+    **MEMORY,
+    **ALGORITHMS,
+    **{f"rank {rank}": shade for rank, shade in enumerate(RANKS)},
+}
+SPARE = ("#999999", "#332288", "#AA4499", "#999933", "#44AA99", "#882255")  # for other names
+MARKERS = dict(zip(ALGORITHMS, "Xo^DsPv<>", strict=True))  # lines differ by more than colour
+
+INK = "#222222"  # writing, and what has to be seen
+PALE = "#777777"  # writing that may be overlooked
+FAINT = "#E4E4E4"  # grid lines and empty cells
+STYLE: Any = {
+    "figure.dpi": 110,
+    "figure.facecolor": "white",
+    "axes.facecolor": "white",
+    "axes.labelcolor": INK,
+    "font.family": ["sans-serif"],
+    "font.sans-serif": ["DejaVu Sans"],  # it comes with matplotlib: the same on every machine
+    "font.size": 10,
+    "legend.fontsize": 9.5,
+    "legend.frameon": False,
+    "text.color": INK,
+}
+
+
+def color(name: str) -> str:
+    """The colour that `name` has everywhere in the course; for an unknown name a KeyError."""
+    if name not in COLORS:
+        raise KeyError(f"no colour for {name!r}; the palette has {', '.join(COLORS)}")
+    return COLORS[name]
+
+
+def colors(names: Iterable[str]) -> dict[str, str]:
+    """A colour for each name: the palette's own, or for other names the spare ones in order."""
+    shades: dict[str, str] = {}
+    others = 0
+    for name in names:
+        if name in COLORS:
+            shades[name] = COLORS[name]
+        elif name not in shades:
+            shades[name] = SPARE[others % len(SPARE)]
+            others += 1
+    return shades
+
+
+def ink(background: str) -> str:
+    """The writing, dark or white, that is easier to read upon `background` ("#RRGGBB")."""
+    red, green, blue = (int(background[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 0.55 else "#FFFFFF"
+
+
+def _human(value: float, units: Sequence[tuple[float, str]]) -> str:
+    for scale, unit in units:
+        if abs(value) < 999.5 * scale:  # from 999.5 on, three digits round up to the next unit
+            return f"{value / scale:.3g} {unit}"
+    return f"{value / scale:.0f} {unit}"
+
+
+def human_bytes(nbytes: float) -> str:
+    """Three digits and a decimal unit (1 kB is 1000 B): `human_bytes(1536)` is "1.54 kB"."""
+    return _human(nbytes, ((1, "B"), (1e3, "kB"), (1e6, "MB"), (1e9, "GB"), (1e12, "TB")))
+
+
+def human_time(seconds: float) -> str:
+    """Three digits and a unit: `human_time(0.00123)` is "1.23 ms"."""
+    if seconds == 0:
+        return "0 s"
+    return _human(seconds, ((1e-9, "ns"), (1e-6, "µs"), (1e-3, "ms"), (1, "s")))
+
+
+@contextmanager
+def style() -> Iterator[Any]:
+    """Yields `matplotlib.pyplot`; what is drawn within the block looks as the course does."""
+    try:
+        import matplotlib.pyplot as plt
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        message = "minidist.plot draws with matplotlib: pip install 'minidist[course]'"
+        raise ModuleNotFoundError(message, name="matplotlib") from error
+    with plt.rc_context(STYLE):
+        yield plt
