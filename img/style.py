@@ -1,0 +1,96 @@
+"""What the pictures share: paper, boxes, arrows, and the palette of the course's charts."""
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
+
+from minidist.plot import RANKS
+from minidist.plot.palette import INK, PALE, STYLE, ink
+
+__all__ = ["INK", "PALE", "RANKS", "Axes", "arrow", "box", "ink", "paper", "save", "stripes"]
+
+HERE = Path(__file__).parent
+plt.rcParams.update(STYLE)
+
+
+def paper(width: float, height: float) -> tuple[Figure, Axes]:
+    """An empty sheet of so many inches; its coordinates are inches, from the lower left corner."""
+    figure = plt.figure(figsize=(width, height))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_xlim(0, width)
+    axes.set_ylim(0, height)
+    axes.axis("off")
+    return figure, axes
+
+
+def save(figure: Figure, name: str) -> None:
+    """Write `img/NAME.png`, the same bytes whenever it is drawn."""
+    figure.savefig(HERE / f"{name}.png", dpi=150, metadata={"Software": None})
+    plt.close(figure)
+    print(f"img/{name}.png")
+
+
+def box(axes: Axes, x: float, y: float, width: float, height: float, **looks: object) -> None:
+    """A box with round corners, from its lower left corner."""
+    looks = {"facecolor": "white", "edgecolor": PALE, "linewidth": 1.2} | looks
+    shape = "round,pad=0,rounding_size=0.08"
+    axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=shape, **looks))
+
+
+def arrow(
+    axes: Axes,
+    start: tuple[float, float],
+    end: tuple[float, float],
+    bend: float = 0,
+    **looks: object,
+) -> None:
+    """An arrow; `bend` is how far it swings out, as a part of its length."""
+    looks = {"color": INK, "linewidth": 1.4, "arrowstyle": "-|>", "mutation_scale": 11} | looks
+    curve = f"arc3,rad={bend}"
+    axes.add_patch(
+        FancyArrowPatch(start, end, connectionstyle=curve, shrinkA=0, shrinkB=0, **looks)
+    )
+
+
+def stripes(
+    axes: Axes, x: float, y: float, size: float, ranks: list[int], text: str = "", new: bool = False
+) -> None:
+    """A piece of a vector: one stripe for each rank whose values are in it (none: an empty place).
+
+    `new`, for what has just arrived, draws a heavy frame.
+    """
+    for place, rank in enumerate(ranks):
+        width = size / len(ranks)
+        axes.add_patch(
+            Rectangle(
+                (x + place * width, y),
+                width,
+                size,
+                facecolor=RANKS[rank],
+                edgecolor=RANKS[rank],
+                linewidth=0.3,
+            )
+        )
+    edge = {"edgecolor": INK, "linewidth": 2.2} if new else {"edgecolor": "white", "linewidth": 1}
+    if not ranks:
+        edge = {"edgecolor": "#D0D0D0", "linewidth": 0.8}
+    axes.add_patch(Rectangle((x, y), size, size, facecolor="none", zorder=3 if new else 2, **edge))
+    if text and len(ranks) == 1:
+        shade = ink(RANKS[ranks[0]])
+        axes.text(
+            x + size / 2,
+            y + size / 2,
+            text,
+            color=shade,
+            ha="center",
+            va="center",
+            fontsize=9,
+            zorder=4,
+        )
