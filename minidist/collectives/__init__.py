@@ -23,17 +23,19 @@ In the costs, p is the number of ranks, n the bytes of the whole vector, α the 
 and β the seconds a byte; see `cost`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from minidist.collectives import algorithms
+from minidist.collectives.agreement import Call
+from minidist.collectives.cost import ALGORITHMS, Cost, Sent, cost, sent
+from minidist.collectives.flat import flat, nbytes, put_back, put_back_all
+from minidist.collectives.peers import Peers
+from minidist.collectives.reduction import Reduction
 from minidist.measure import record
-
-from . import algorithms
-from .agreement import Call
-from .cost import ALGORITHMS, Cost, Sent, cost, sent
-from .peers import Peers
 
 __all__ = [
     "ALGORITHMS",
@@ -75,11 +77,11 @@ def broadcast(
     call.tensor("tensor", tensor, written=True)
     root = call.root("src", src, group_src, default=False)
     call.agree()
-    run = {"flat": algorithms.broadcast_flat, "tree": algorithms.broadcast_tree}[algorithm]
-    whole = _flat(tensor)
-    with record.scope("broadcast", _nbytes(tensor)):
+    run = _loop("broadcast", algorithm)
+    whole = flat(tensor)
+    with record.scope("broadcast", nbytes(tensor)):
         run(call.peers, whole, root)
-        _put_back(whole, tensor)
+        put_back(whole, tensor)
 
 
 def reduce(
@@ -102,14 +104,13 @@ def reduce(
     call = _call("reduce", group, algorithm)
     call.tensor("tensor", tensor, written=True)
     root = call.root("dst", dst, group_dst, default=False)
-    reduction = call.reduction(op, tensor)
+    call.reduction(op, tensor)
     call.agree()
-    assert reduction is not None  # or else `agree` has raised
-    run = {"flat": algorithms.reduce_flat, "tree": algorithms.reduce_tree}[algorithm]
-    whole = _flat(tensor)
-    with record.scope("reduce", _nbytes(tensor)):
-        run(call.peers, whole, root, reduction)
-        _put_back(whole, tensor)
+    run = _loop("reduce", algorithm)
+    whole = flat(tensor)
+    with record.scope("reduce", nbytes(tensor)):
+        run(call.peers, whole, root, Reduction(op, tensor.dtype))
+        put_back(whole, tensor)
 
 
 def all_reduce(
@@ -133,20 +134,13 @@ def all_reduce(
     """
     call = _call("all_reduce", group, algorithm)
     call.tensor("tensor", tensor, written=True)
-    reduction = call.reduction(op, tensor)
+    call.reduction(op, tensor)
     call.agree()
-    assert reduction is not None  # or else `agree` has raised
-    run = {
-        "ring": algorithms.all_reduce_ring,
-        "naive": algorithms.all_reduce_naive,
-        "tree": algorithms.all_reduce_tree,
-        "recursive_doubling": algorithms.all_reduce_recursive_doubling,
-        "halving_doubling": algorithms.all_reduce_halving_doubling,
-    }[algorithm]
-    whole = _flat(tensor)
-    with record.scope("all_reduce", _nbytes(tensor)):
-        run(call.peers, whole, reduction)
-        _put_back(whole, tensor)
+    run = _loop("all_reduce", algorithm)
+    whole = flat(tensor)
+    with record.scope("all_reduce", nbytes(tensor)):
+        run(call.peers, whole, Reduction(op, tensor.dtype))
+        put_back(whole, tensor)
 
 
 def scatter(
@@ -173,10 +167,10 @@ def scatter(
     else:
         call.no_tensors("scatter_list", scatter_list, "source")
     call.agree()
-    own, block = _flat(tensor), [_flat(t) for t in scatter_list or ()]
-    with record.scope("scatter", _nbytes(tensor) * call.peers.size):
+    own, block = flat(tensor), [flat(t) for t in scatter_list or ()]
+    with record.scope("scatter", nbytes(tensor) * call.peers.size):
         algorithms.scatter_flat(call.peers, own, block, root)
-        _put_back(own, tensor)
+        put_back(own, tensor)
 
 
 def gather(
@@ -203,10 +197,10 @@ def gather(
     else:
         call.no_tensors("gather_list", gather_list, "destination")
     call.agree()
-    own, block = _flat(tensor), [_flat(t) for t in gather_list or ()]
-    with record.scope("gather", _nbytes(tensor) * call.peers.size):
+    own, block = flat(tensor), [flat(t) for t in gather_list or ()]
+    with record.scope("gather", nbytes(tensor) * call.peers.size):
         algorithms.gather_flat(call.peers, own, block, root)
-        _put_back_all(block, gather_list or ())
+        put_back_all(block, gather_list or ())
 
 
 def all_gather(
@@ -228,14 +222,11 @@ def all_gather(
     call.tensor("tensor", tensor, written=False, shared=False)
     call.tensors("tensor_list", tensor_list, tensor, written=True, shared=True, shapes="own")
     call.agree()
-    run = {
-        "ring": algorithms.all_gather_ring,
-        "recursive_doubling": algorithms.all_gather_recursive_doubling,
-    }[algorithm]
-    own, block = _flat(tensor), [_flat(t) for t in tensor_list]
-    with record.scope("all_gather", _nbytes(*tensor_list)):
+    run = _loop("all_gather", algorithm)
+    own, block = flat(tensor), [flat(t) for t in tensor_list]
+    with record.scope("all_gather", nbytes(*tensor_list)):
         run(call.peers, own, block)
-        _put_back_all(block, tensor_list)
+        put_back_all(block, tensor_list)
 
 
 def reduce_scatter(
@@ -256,13 +247,12 @@ def reduce_scatter(
     call = _call("reduce_scatter", group, algorithm)
     call.tensor("output", output, written=True, shared=False)
     call.tensors("input_list", input_list, output, written=False, shared=True, shapes="own")
-    reduction = call.reduction(op, output)
+    call.reduction(op, output)
     call.agree()
-    assert reduction is not None  # or else `agree` has raised
-    own, block = _flat(output), [_flat(t) for t in input_list]
-    with record.scope("reduce_scatter", _nbytes(*input_list)):
-        algorithms.reduce_scatter_ring(call.peers, own, block, reduction)
-        _put_back(own, output)
+    own, block = flat(output), [flat(t) for t in input_list]
+    with record.scope("reduce_scatter", nbytes(*input_list)):
+        algorithms.reduce_scatter_ring(call.peers, own, block, Reduction(op, output.dtype))
+        put_back(own, output)
 
 
 def all_to_all(
@@ -285,11 +275,11 @@ def all_to_all(
     call.tensors("input_tensor_list", input_tensor_list, like, written=False)
     call.agree()
     call.agree_on_pairs(output_tensor_list, input_tensor_list)
-    outputs = [_flat(t) for t in output_tensor_list]
-    inputs = [_flat(t) for t in input_tensor_list]
-    with record.scope("all_to_all", _nbytes(*input_tensor_list)):
+    outputs = [flat(t) for t in output_tensor_list]
+    inputs = [flat(t) for t in input_tensor_list]
+    with record.scope("all_to_all", nbytes(*input_tensor_list)):
         algorithms.all_to_all_pairwise(call.peers, outputs, inputs)
-        _put_back_all(outputs, output_tensor_list)
+        put_back_all(outputs, output_tensor_list)
 
 
 def barrier(group: Group = None, *, algorithm: str = "dissemination") -> None:
@@ -309,21 +299,6 @@ def _call(operation: str, group: Group, algorithm: str) -> Call:
     return Call(operation, Peers(group), algorithm, ALGORITHMS[operation])
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in a row, contiguous: (*,) -> (n,). A view where possible, else a copy."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-
-
-def _put_back(flat: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Write `flat`, which was made of `tensor` by `_flat`, back to it if it was a copy."""
-    if flat.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(flat.view(tensor.shape))
-
-
-def _put_back_all(flats: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    for flat, tensor in zip(flats, tensors, strict=True):
-        _put_back(flat, tensor)
-
-
-def _nbytes(*tensors: torch.Tensor) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def _loop(operation: str, algorithm: str) -> Callable[..., Any]:
+    """`all_reduce` by "ring" is `algorithms.all_reduce_ring`."""
+    return getattr(algorithms, f"{operation}_{algorithm}")

@@ -16,12 +16,11 @@ from typing import Any, TypeGuard
 
 import torch
 
+from minidist.collectives import reduction
+from minidist.collectives.algorithms import all_to_all_pairwise
+from minidist.collectives.peers import Peers
+from minidist.collectives.reduction import Reduction
 from minidist.measure import record
-
-from . import reduction
-from .algorithms import all_to_all_pairwise
-from .peers import Peers
-from .reduction import Reduction
 
 HEADER_BYTES = 16
 _REFUSED = bytes(HEADER_BYTES)
@@ -117,14 +116,14 @@ class Call:
             self.refuse(f"group_{name}={group_rank} is not in 0..{len(ranks) - 1}")
         return 0
 
-    def reduction(self, op: Any, tensor: object) -> Reduction | None:
+    def reduction(self, op: Any, tensor: object) -> None:
         """The operation of a reduction; it must be defined for the dtype of `tensor`."""
         self._shared.append(f"op={reduction.name(op)}")
         try:
-            return Reduction(op, tensor.dtype) if isinstance(tensor, torch.Tensor) else None
+            if isinstance(tensor, torch.Tensor):
+                Reduction(op, tensor.dtype)
         except ValueError as error:
             self.refuse(str(error))
-            return None
 
     def _dtype(self, tensor: torch.Tensor) -> None:
         self._shared.append(f"dtype={_name(tensor.dtype)}")

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .peers import Peers
-from .reduction import Reduction
+from minidist.collectives.peers import Peers
+from minidist.collectives.reduction import Reduction
 
 Tensors = Sequence[torch.Tensor]
 

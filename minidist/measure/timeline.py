@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from . import record
-from .record import Event
-from .traffic import current_rank
+from minidist.measure import record
+from minidist.measure.record import Event
+from minidist.measure.traffic import current_rank
 
 
 @dataclass(frozen=True)

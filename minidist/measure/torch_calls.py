@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from . import record
-from .record import Event, Kind
+from minidist.measure import record
+from minidist.measure.record import Event, Kind
 
 # function: (kind, argument that names the other rank, the same as a rank within the group)
 _MESSAGES: dict[str, tuple[Kind, str, str]] = {

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from . import record
-from .record import Event
+from minidist.measure import record
+from minidist.measure.record import Event
 
 
 def current_rank() -> tuple[int, int]:
