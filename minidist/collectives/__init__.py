@@ -73,7 +73,7 @@ def broadcast(
     algorithm: "flat", the root sends to one after another: (p-1)(α + nβ); "tree", binomial, who
     has it passes it on: ⌈lg p⌉(α + nβ) (Thakur et al. 2005).
     """
-    call = _call("broadcast", group, algorithm)
+    call = Call("broadcast", Peers(group), algorithm)
     call.tensor("tensor", tensor, written=True)
     root = call.root("src", src, group_src, default=False)
     call.agree()
@@ -101,7 +101,7 @@ def reduce(
     algorithm: "flat", the root takes from one after another: (p-1)(α + nβ); "tree", binomial:
     ⌈lg p⌉(α + nβ) (Thakur et al. 2005).
     """
-    call = _call("reduce", group, algorithm)
+    call = Call("reduce", Peers(group), algorithm)
     call.tensor("tensor", tensor, written=True)
     root = call.root("dst", dst, group_dst, default=False)
     call.reduction(op, tensor)
@@ -132,7 +132,7 @@ def all_reduce(
     - "halving_doubling": 2 lg p α + 2(p-1)/p nβ (Rabenseifner 2004).
     The last two cost 2(α + nβ) more where p is not a power of two.
     """
-    call = _call("all_reduce", group, algorithm)
+    call = Call("all_reduce", Peers(group), algorithm)
     call.tensor("tensor", tensor, written=True)
     call.reduction(op, tensor)
     call.agree()
@@ -159,7 +159,7 @@ def scatter(
 
     algorithm: "flat", the root sends to one after another: (p-1)α + (p-1)/p nβ.
     """
-    call = _call("scatter", group, algorithm)
+    call = Call("scatter", Peers(group), algorithm)
     call.tensor("tensor", tensor, written=True)
     root = call.root("src", src, group_src, default=True)
     if call.peers.rank == root:
@@ -189,7 +189,7 @@ def gather(
 
     algorithm: "flat", the root takes from one after another: (p-1)α + (p-1)/p nβ.
     """
-    call = _call("gather", group, algorithm)
+    call = Call("gather", Peers(group), algorithm)
     call.tensor("tensor", tensor, written=False)
     root = call.root("dst", dst, group_dst, default=True)
     if call.peers.rank == root:
@@ -218,7 +218,7 @@ def all_gather(
     algorithm: "ring": (p-1)α + (p-1)/p nβ; "recursive_doubling": ⌈lg p⌉α + (p-1)/p nβ, in the form
     that needs no power of two (Bruck et al. 1997; both in Thakur et al. 2005).
     """
-    call = _call("all_gather", group, algorithm)
+    call = Call("all_gather", Peers(group), algorithm)
     call.tensor("tensor", tensor, written=False, shared=False)
     call.tensors("tensor_list", tensor_list, tensor, written=True, shared=True, shapes="own")
     call.agree()
@@ -244,7 +244,7 @@ def reduce_scatter(
 
     algorithm: "ring": (p-1)α + (p-1)/p nβ (Patarasuk and Yuan 2009).
     """
-    call = _call("reduce_scatter", group, algorithm)
+    call = Call("reduce_scatter", Peers(group), algorithm)
     call.tensor("output", output, written=True, shared=False)
     call.tensors("input_list", input_list, output, written=False, shared=True, shapes="own")
     call.reduction(op, output)
@@ -270,7 +270,7 @@ def all_to_all(
     algorithm: "pairwise", p-1 steps, at each of which every rank sends one message and receives
     one: (p-1)α + (p-1)/p nβ (Thakur et al. 2005).
     """
-    call = _call("all_to_all", group, algorithm)
+    call = Call("all_to_all", Peers(group), algorithm)
     like = call.tensors("output_tensor_list", output_tensor_list, None, written=True)
     call.tensors("input_tensor_list", input_tensor_list, like, written=False)
     call.agree()
@@ -288,15 +288,11 @@ def barrier(group: Group = None, *, algorithm: str = "dissemination") -> None:
     algorithm: "dissemination": ⌈lg p⌉ messages of one byte, α each (Hensgen, Finkel and Manber
     1988).
     """
-    call = _call("barrier", group, algorithm)
+    call = Call("barrier", Peers(group), algorithm)
     call.agree()
     token = torch.zeros(1, dtype=torch.uint8, device=call.peers.device)
     with record.scope("barrier"):
         algorithms.barrier_dissemination(call.peers, token)
-
-
-def _call(operation: str, group: Group, algorithm: str) -> Call:
-    return Call(operation, Peers(group), algorithm, ALGORITHMS[operation])
 
 
 def _loop(operation: str, algorithm: str) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ import torch
 
 from minidist.collectives import reduction
 from minidist.collectives.algorithms import all_to_all_pairwise
+from minidist.collectives.cost import ALGORITHMS
 from minidist.collectives.peers import Peers
 from minidist.collectives.reduction import Reduction
 from minidist.measure import record
@@ -33,14 +34,15 @@ class Call:
     then raises ValueError on every rank, or on none.
     """
 
-    def __init__(self, operation: str, peers: Peers, algorithm: str, known: Iterable[str]) -> None:
+    def __init__(self, operation: str, peers: Peers, algorithm: str) -> None:
         self.operation = operation
         self.peers = peers
         self.problem = ""  # the first one found
         self._shared: list[str] = []  # arguments that all ranks must have alike
         self._own: list[str] = []  # arguments that only some ranks have
         self._algorithm = f"algorithm={algorithm}"
-        if not isinstance(algorithm, str) or algorithm not in known:
+        known = ALGORITHMS[operation]
+        if algorithm not in known:
             self.refuse(f"algorithm must be one of {', '.join(known)}")
 
     def refuse(self, problem: str) -> None:
