@@ -78,7 +78,7 @@ def _legend(ax: Axes, handles: Sequence[Any]) -> None:
     ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1.02))
 
 
-def _ticks(axis: Any, show: Any, grid: str | None = FAINT) -> None:
+def _ticks(axis: Any, show: Any, grid: str | None = FAINT, whole: bool = False) -> None:
     """Ticks at few round values, written by `show`, on a linear or a logarithmic axis."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
@@ -87,7 +87,7 @@ def _ticks(axis: Any, show: Any, grid: str | None = FAINT) -> None:
         axis.set_major_locator(LogLocator(10, subs=(1.0,) if high > 300 * low else (1, 2, 5)))
         axis.set_minor_locator(NullLocator())
     else:
-        axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+        axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10], integer=whole))
     axis.set_major_formatter(FuncFormatter(lambda value, _: show(value)))
     if grid:
         axis.grid(True, color=grid, linewidth=0.8)
@@ -106,7 +106,7 @@ def traffic(counters: Iterable[Counter], ax: Axes | None = None) -> Axes:
     world = max(counter.world_size for counter in counters)
     if absent := [str(rank) for rank in range(world) if rank not in sent]:
         raise ValueError(f"traffic: the counter of rank {', '.join(absent)} is missing")
-    if len(sent) != len(counters) or any(len(row) != world for row in sent.values()):
+    if len(counters) != world or any(len(row) != world for row in sent.values()):
         raise ValueError(f"traffic: draw {world} counters, each of {world} receivers, at a time")
     rows = [sent[rank] for rank in range(world)]
     side = min(0.8 * world, 6.5)  # inches
@@ -217,7 +217,9 @@ def time_against_size(
             handles += ax.plot(x, y, color=shade, lw=1.8, marker=mark, ms=5.5, label=name)
         for name, pairs in predicted.items():
             ends = zip(*sorted(pairs), strict=True)
-            ax.plot(*ends, color=shades[name], lw=1.5, ls=(0, (4, 2)), label=f"{name}, predicted")
+            label, shade = f"{name}, predicted", shades[name]
+            line = ax.plot(*ends, color=shade, lw=1.5, ls=(0, (4, 2)), label=label)
+            handles += [] if name in measured else line
         if predicted:
             handles += ax.plot([], [], color=PALE, lw=1.5, ls=(0, (4, 2)), label="predicted")
         ax.set_xscale("log")
@@ -283,7 +285,7 @@ def loss(curves: Mapping[str, Sequence[float]], ax: Axes | None = None) -> Axes:
             handles += ax.plot(steps, curves[name], color=shade, label=name, **look)
         ax.set_xlabel("step")
         ax.set_ylabel("loss")
-        _ticks(ax.xaxis, lambda step: f"{step:g}", grid=None)
+        _ticks(ax.xaxis, lambda step: f"{step:g}", grid=None, whole=True)
         _ticks(ax.yaxis, lambda value: f"{value:g}")
         _legend(ax, handles)
         return ax

@@ -104,9 +104,10 @@ def ink(background: str) -> str:
 
 
 def _human(value: float, units: Sequence[tuple[float, str]]) -> str:
+    rounded = float(f"{value:.3g}")  # first: 999.5 B round up to 1 kB
     for scale, unit in units:
-        if abs(value) < 999.5 * scale:  # from 999.5 on, three digits round up to the next unit
-            return f"{value / scale:.3g} {unit}"
+        if abs(rounded) < 999.5 * scale:
+            return f"{rounded / scale:.3g} {unit}"
     return f"{value / scale:.0f} {unit}"
 
 
