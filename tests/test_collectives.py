@@ -753,3 +753,41 @@ def test_the_table_names_global_ranks(pools):
     assert outside == ""
     assert first == other
     assert "rank 0: all_reduce(shape=(1,)" in first and "rank 2: all_reduce(shape=(3,)" in first
+
+
+# ---- GPUs ---------------------------------------------------------------------------------------
+
+
+def _on_gpus() -> list[str]:
+    r, p, device, wrong = dist.get_rank(), dist.get_world_size(), md.rank.device(), []
+    everyone = [data(rank, 1001, torch.float32).to(device) for rank in range(p)]
+    expected = everyone[r].clone()
+    dist.all_reduce(expected)
+    for algorithm in ALGORITHMS["all_reduce"]:
+        tensor = everyone[r].clone()
+        collectives.all_reduce(tensor, algorithm=algorithm)
+        if not same(tensor, expected):
+            wrong.append(f"all_reduce {algorithm}")
+    for algorithm in ALGORITHMS["broadcast"]:
+        tensor = everyone[r].clone()
+        collectives.broadcast(tensor, p - 1, algorithm=algorithm)
+        if not same(tensor, everyone[p - 1]):
+            wrong.append(f"broadcast {algorithm}")
+    for algorithm in ALGORITHMS["all_gather"]:
+        found = [torch.zeros_like(tensor) for tensor in everyone]
+        collectives.all_gather(found, everyone[r], algorithm=algorithm)
+        if not all(same(*pair) for pair in zip(found, everyone, strict=True)):
+            wrong.append(f"all_gather {algorithm}")
+    piece = torch.empty(1, device=device)
+    collectives.reduce_scatter(piece, list(everyone[r][:p].split(1)))
+    if not same(piece, expected[r : r + 1]):
+        wrong.append("reduce_scatter")
+    collectives.barrier()
+    return wrong
+
+
+@pytest.mark.gpu(2)
+def test_gpu_tensors_over_nccl():
+    with md.ranks(min(8, torch.cuda.device_count())) as pool:
+        for rank, wrong in enumerate(pool(_on_gpus)):
+            assert wrong == [], f"rank {rank}"
