@@ -7,19 +7,25 @@ kernel itself is never forked: it has threads, and a fork of those can hang.
 
 import multiprocessing
 import sys
+import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext  # Windows has none
 
 # Everything slow that ranks need. `torch._dynamo` is imported by the first optimizer that a
 # process makes: 1.6 s. Not minidist itself: a rank must see the file as it is now.
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.distributed.fsdp", "cloudpickle"]
 
 
-def context() -> ForkServerContext:
+_main_module = threading.Lock()
+
+
+def context() -> "ForkServerContext":
     """Python's forkserver context, told to import torch. Raises OSError where there is none."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         raise OSError(
@@ -51,15 +57,16 @@ def start(target: Callable[..., None], *args: Any) -> BaseProcess:
 
 
 @contextmanager
-def _no_main_module():  # type: ignore[no-untyped-def]
+def _no_main_module() -> Iterator[None]:
     """Keep the new process from importing the program that starts it.
 
     multiprocessing would run the user's script again in each child. Ours receive functions by
     value, and need no `if __name__ == "__main__"`.
     """
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
+    with _main_module:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main

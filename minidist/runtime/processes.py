@@ -5,11 +5,14 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
-import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
+from typing import Any
 
 import cloudpickle
 
@@ -34,8 +37,9 @@ class Processes:
         errs: list[Connection] = []
         self._running: set[int] = set()
         self._outcomes: dict[int, Outcome] = {}
-        # Should nobody end them: when this object goes, or the interpreter.
-        self._finalizer = weakref.finalize(self, _kill, self._ranks, self._folder)
+        # Should nobody end them: when this object goes, or the interpreter. multiprocessing's own
+        # finalizers run before it waits for children that live on, weakref's perhaps after.
+        self._finalizer = Finalize(self, _kill, args=(self._ranks, self._folder), exitpriority=0)
         try:
             for environ in environs:
                 calls, far_calls = Pipe()
@@ -48,7 +52,8 @@ class Processes:
                 errs.append(err)
                 pipes = worker.Pipes(far_calls, far_control, far_out, far_err)
                 setting = worker.Setting(environ, self._folder, os.getcwd(), sys.path)
-                self._ranks.append(forkserver.start(worker.main, pipes, setting, stage))
+                with _uninterrupted():  # or a process could be there that nobody knows of
+                    self._ranks.append(forkserver.start(worker.main, pipes, setting, stage))
                 for end in (far_calls, far_control, far_out, far_err):
                     end.close()  # or the pipe would not end with the rank
         except BaseException:
@@ -136,9 +141,13 @@ class Processes:
 
     def _receive(self, rank: int) -> None:
         try:
-            value, failure, progress = cloudpickle.loads(self._calls[rank].recv_bytes())
+            outcome = self._calls[rank].recv_bytes()
         except (EOFError, OSError):
             return self._bury(rank)
+        try:
+            value, failure, progress = cloudpickle.loads(outcome)
+        except Exception as error:
+            raise TypeError(f"a result cannot be rebuilt here: {error}") from error
         self._running.discard(rank)
         when = failure.when if failure else time.monotonic()
         self._outcomes[rank] = Outcome(
@@ -167,6 +176,22 @@ class Processes:
         except (EOFError, OSError):
             pass
         return None
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Put off a KeyboardInterrupt until the block is done."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread is interrupted
+        return
+    late: list[Any] = []
+    handler = signal.signal(signal.SIGINT, lambda *args: late.append(args))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if late and callable(handler):
+            handler(*late[0])
 
 
 def _kill(ranks: list[BaseProcess], folder: str) -> None:

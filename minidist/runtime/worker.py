@@ -14,13 +14,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
+from multiprocessing.util import get_temp_dir
 from typing import Any
 
 import cloudpickle
 
 from minidist.runtime.report import Failure, Stack
-
-_LIBC = ctypes.CDLL(None)
 
 
 @dataclass
@@ -49,8 +48,9 @@ def main(pipes: Pipes, setting: Setting, stage: bytes) -> None:
     `stage` is a pickled function that takes the scratch folder and returns a context manager.
     """
     _settle(pipes, setting)
-    watch = (pipes.control, setting.folder, threading.get_ident())
-    threading.Thread(target=_watch, args=watch, daemon=True).start()
+    watched = (pipes.control, setting.folder, threading.get_ident())
+    watch = threading.Thread(target=_watch, args=watched, daemon=True)
+    watch.start()
     with ExitStack() as stack:
         progress: Callable[[], int] = int  # int() == 0: nothing yet
 
@@ -58,9 +58,12 @@ def main(pipes: Pipes, setting: Setting, stage: bytes) -> None:
             nonlocal progress
             progress = stack.enter_context(cloudpickle.loads(stage)(setting.folder))
 
-        _answer(pipes.calls, enter, progress)
-        while call := pipes.calls.recv_bytes():
-            _answer(pipes.calls, partial(_perform, call), progress)
+        try:
+            _answer(pipes.calls, enter, progress)
+            while call := pipes.calls.recv_bytes():
+                _answer(pipes.calls, partial(_perform, call), progress)
+        except (EOFError, OSError):
+            watch.join()  # the pool is gone, without a farewell: the watch ends this process
 
 
 def _settle(pipes: Pipes, setting: Setting) -> None:
@@ -96,7 +99,12 @@ def _watch(control: Connection, folder: str, main_thread: int) -> None:
             control.send_bytes(cloudpickle.dumps(_from_call(stack)))
     except (EOFError, OSError):
         pass  # the pool is gone
-    shutil.rmtree(folder, ignore_errors=True)
+    if wait([parent.sentinel], timeout=0):
+        # The program is gone, without a farewell. Wait a moment before the folder goes too: a
+        # rank that has just started and finds no rendezvous there would keep the GIL, and live.
+        time.sleep(0.3)
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(get_temp_dir(), ignore_errors=True)  # the parent's: its forkserver's socket
     os.killpg(0, signal.SIGKILL)
 
 
@@ -115,7 +123,7 @@ def _answer(calls: Connection, action: Callable[[], Any], progress: Callable[[],
         outcome = cloudpickle.dumps((None, _take_apart(error), progress() - before))
     sys.stdout.flush()
     sys.stderr.flush()
-    _LIBC.fflush(None)  # what C++ has printed
+    ctypes.CDLL(None).fflush(None)  # what C++ has printed
     calls.send_bytes(outcome)
 
 
