@@ -105,8 +105,10 @@ class Pool:
         try:
             outcomes = action()
         except KeyboardInterrupt:
-            message = interruption(self._processes.whereabouts())
-            self._end()
+            try:
+                message = interruption(self._processes.whereabouts())
+            finally:  # who interrupts again does not want to wait
+                self._end()
             raise KeyboardInterrupt(message) from None
         except BaseException:
             self._end()

@@ -20,15 +20,12 @@ from typing import Any
 import cloudpickle
 
 # Code that is not the reader's own: the standard library, installed packages, and minidist.
-_LIBRARIES = tuple(
-    os.path.realpath(path) + os.sep
-    for path in (
-        sysconfig.get_path("stdlib"),
-        sysconfig.get_path("purelib"),
-        sysconfig.get_path("platlib"),
-        os.path.dirname(os.path.dirname(__file__)),
-    )
-)
+_RUNTIME = os.path.dirname(__file__)
+_MINIDIST = os.path.dirname(os.path.realpath(_RUNTIME))
+_INSTALLED = [
+    os.path.realpath(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")
+]
+_LIBRARIES = tuple(path + os.sep for path in (_MINIDIST, *_INSTALLED))
 
 # What a rank's backend says when the fault is another rank's.
 _COMMUNICATION = re.compile(r"gloo|NCCL|Connection (closed|reset)|Timed out waiting|Broken pipe")
@@ -67,7 +64,13 @@ def _label(filename: str) -> str:
             label = shell.compile.format_code_name(filename)
             if label is not None:
                 return " ".join(label)
-    below = os.path.relpath(filename) if os.path.isabs(filename) else filename
+    if not os.path.isabs(filename):
+        return filename
+    real = os.path.realpath(filename)
+    if real.startswith(_LIBRARIES):  # the same text wherever they are installed
+        roots = [*_INSTALLED, os.path.dirname(_MINIDIST)]
+        return next(real[len(root) + 1 :] for root in roots if real.startswith(root + os.sep))
+    below = os.path.relpath(filename)
     return filename if below.startswith("..") else below
 
 
@@ -90,8 +93,9 @@ class Stack:
 
     @property
     def own(self) -> tuple[Frame, ...]:
-        """The reader's own lines; if there are none, the innermost line of all."""
-        return tuple(f for f in self.frames if not f.is_library) or self.frames[-1:]
+        """The reader's own lines; if there are none, the innermost line that is not ours."""
+        frames = tuple(f for f in self.frames if not f.filename.startswith(_RUNTIME + os.sep))
+        return tuple(f for f in frames if not f.is_library) or frames[-1:]
 
     @property
     def operation(self) -> str | None:
@@ -122,23 +126,30 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, when: float, pickled: bytes | None) -> "Failure":
-        chain, link = [], error  # type: list[BaseException], BaseException | None
-        while link is not None and link not in chain:
-            chain.append(link)
-            link = link.__cause__ or link.__context__
+        chain, link = {}, error  # type: dict[int, BaseException], BaseException | None
+        while link is not None and id(link) not in chain:
+            chain[id(link)] = link
+            link = link.__context__ if link.__cause__ is None else link.__cause__
         return cls(
             type=type(error).__name__,
-            message=str(error),
+            message=_said(error),
             stack=Stack.of(error.__traceback__),
             text="".join(traceback.format_exception(error)),
             when=when,
             is_communication=any(
-                isinstance(e, RuntimeError | OSError) and bool(_COMMUNICATION.search(str(e)))
-                for e in chain
+                isinstance(e, RuntimeError | OSError) and bool(_COMMUNICATION.search(_said(e)))
+                for e in chain.values()
             ),
             is_exit=isinstance(error, SystemExit),
             pickled=pickled,
         )
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"  # Python's own words for it
 
 
 @dataclass
@@ -157,8 +168,11 @@ class Outcome:
     @property
     def exception(self) -> BaseException | None:
         """The rank's own exception, where it could be brought back."""
-        pickled = self.failure.pickled if self.failure else None
-        return cloudpickle.loads(pickled) if pickled else None
+        try:
+            error = cloudpickle.loads(self.failure.pickled or b"") if self.failure else None
+        except Exception:  # what could be rebuilt in the rank, perhaps not here
+            return None
+        return error if isinstance(error, BaseException) else None
 
     @property
     def told(self) -> str:
@@ -173,7 +187,9 @@ class Outcome:
         if self.exitcode is not None:
             return _ending(self.exitcode)
         if self.failure is not None and not self.failure.is_communication:
-            return f"raised {self.failure.type} too, " + str(self.failure.stack.own[-1])
+            return ", ".join(
+                [f"raised {self.failure.type} too", *map(str, self.failure.stack.own[-1:])]
+            )
         stack = self.failure.stack if self.failure is not None else self.stack
         if stack is None:
             return "gave no answer (in native code, or stopped)"
@@ -185,7 +201,9 @@ class Outcome:
 
 def _ending(exitcode: int) -> str:
     if exitcode >= 0:
-        return f"exited early, with code {exitcode}"
+        # multiprocessing's word for a process whose forkserver cannot tell any more.
+        perhaps = ", or else the forkserver was killed" if exitcode == 255 else ""
+        return f"exited early, with code {exitcode}{perhaps}"
     name = signal.Signals(-exitcode).name
     return f"was killed by {name}" + (
         " (kill -9, or the system had no memory left)" if name == "SIGKILL" else ""
@@ -270,23 +288,26 @@ def _blame(first: Outcome, others: list[Outcome], timeout: float) -> str:
         return _ending(first.exitcode)
     if first.failure is None:  # absent, while others waited in vain
         waited = [o.failure.stack.operation for o in others if o.failure]
-        where = "" if first.returned else f" It was {first.place}"
-        finished = " It had finished." if first.returned else ""
-        return f"did not join {waited[0] or 'the others'} within {timeout:g} s.{finished}{where}"
+        where = f"{first.place}." if first.returned else first.place
+        where = f"was {where}" if where.startswith(("in ", "at ")) else where
+        return f"did not join {waited[0] or 'the others'} within {timeout:g} s. It {where}"
     if first.failure.is_exit:
         code = f"sys.exit({first.failure.message})"
-        return f"exited early: {code}\n" + _lines(first.failure.stack)
+        return f"exited early: {code}" + _lines(first.failure.stack)
     message = first.failure.message
     said = f"raised {first.failure.type}" + (f": {message}" if message else "")
     if first.failure.is_timeout:
         said = f"waited {timeout:g} s in {first.failure.stack.operation}, in vain"
     elif first.failure.is_communication:
         said = f"lost the connection to another rank in {first.failure.stack.operation}"
-    return said + "\n" + _lines(first.failure.stack)
+    return said + _lines(first.failure.stack)
 
 
 def _lines(stack: Stack) -> str:
-    return "\n" + "\n".join("  " + str(f).replace("\n", "\n  ") for f in stack.own)
+    lines = ["\n  " + str(frame).replace("\n", "\n  ") for frame in stack.own]
+    if len(lines) > 20:  # a recursion without end
+        lines[10:-10] = [f"\n  ... {len(lines) - 20} more ..."]
+    return "".join(["\n", *lines]) if lines else ""
 
 
 def _ranks(ranks: list[int]) -> str:
