@@ -39,6 +39,8 @@ class Stream:
 
     def show(self, *, ended: bool) -> None:
         """Write what was held; at the end of a call, end the last line too."""
+        if ended:
+            self.held.append(self._decoder.decode(b"", final=True))
         text = "".join(self.held)
         self.held.clear()
         if text:
