@@ -85,7 +85,7 @@ def join(
     Who am I comes from the environment; where the others are comes from `store`, or else from
     MASTER_ADDR and MASTER_PORT. `backend` "auto" is NCCL (and gloo for CPU tensors) where every
     rank of a node has a GPU of its own, else gloo. No collective waits longer than `timeout`
-    seconds. Yields a function that counts the group's operations so far. Lesson 1.
+    seconds. Yields a function that counts this rank's operations so far, in any group. Lesson 1.
     """
     place = Place.here()
     if backend == "auto":
@@ -100,8 +100,11 @@ def join(
         rank=place.rank,
         world_size=place.world_size,
     )
-    group: Any = dist.group.WORLD
-    yield group._get_sequence_number_for_group
+    # The groups that are made later, by new_group or a mesh, would wait for half an hour.
+    c10d = dist.distributed_c10d
+    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timedelta(seconds=timeout)
+    groups: Any = c10d._world.pg_map
+    yield lambda: sum(group._get_sequence_number_for_group() for group in groups)
     # Not after an exception: a group with a call half done can block here for ever.
     dist.destroy_process_group()
 
