@@ -1,0 +1,108 @@
+"""Programs of their own for tests that end one: by a signal, by an interrupt, by os._exit.
+
+Each carries a mark in its environment, which every process that descends from it inherits. So a
+test finds exactly its own processes, whatever else runs on the machine, and knows that none is
+left even after their parents are gone.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import minidist as md
+
+HERE = Path(md.__file__).parents[1]  # the minidist under test, installed or not
+
+# A program that a shell starts in the background ignores SIGINT, and so do its children.
+LISTEN_TO_SIGINT = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+
+
+class Family:
+    """All processes that carry one mark, and the folder that holds their temporary files."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.mark = f"MINIDIST_TEST={uuid.uuid4()}"
+        self.tmp = tmp_path / "tmp"
+        self.tmp.mkdir()
+
+    def environ(self) -> dict[str, str]:
+        name, value = self.mark.split("=")
+        path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+        return {**os.environ, name: value, "TMPDIR": str(self.tmp), "PYTHONPATH": path}
+
+    def alive(self) -> list[int]:
+        """The processes that are still there. (One that has ended has no environment.)"""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if self.mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append(int(folder.name))
+            except OSError:
+                pass  # it is gone, or another user's
+        return found
+
+    def gone_within(self, seconds: float) -> bool:
+        return eventually(lambda: not self.alive(), seconds)
+
+    def temporary(self) -> list[str]:
+        """The temporary files and folders that ranks and multiprocessing make."""
+        kept = ("torchinductor_",)  # torch's own cache, for the next program as well
+        return [path.name for path in self.tmp.iterdir() if not path.name.startswith(kept)]
+
+    def end(self) -> None:
+        for pid in self.alive():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+
+class Program(Family):
+    """A Python program in a session of its own. Its warnings are errors."""
+
+    def __init__(self, source: str, tmp_path: Path, *, file: Path | None = None) -> None:
+        super().__init__(tmp_path)
+        self.file = file or tmp_path / "program.py"
+        self.file.write_text(LISTEN_TO_SIGINT + source)
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "error", str(self.file)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=self.environ(),
+            cwd=tmp_path,
+            start_new_session=True,
+        )
+
+    def line(self) -> str:
+        """The next line that it prints."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().rstrip("\n")
+
+    def finish(self, timeout: float) -> tuple[int, str, str]:
+        """Wait for its end: its exit code, and what it printed since, to stdout and stderr."""
+        out, err = self.process.communicate(timeout=timeout)
+        return self.process.returncode, out, err
+
+    def __enter__(self) -> "Program":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+        self.process.kill()
+        self.process.communicate()
+
+
+def eventually(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True

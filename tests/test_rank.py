@@ -1,0 +1,386 @@
+"""Lesson 1: who a rank is, where it stands, and how it gets there."""
+
+import json
+import os
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from programs import Family
+from torch.distributed.device_mesh import init_device_mesh
+
+import minidist as md
+from minidist import rank as lesson
+from minidist.rank import Place
+
+TORCHRUNS_VARIABLES = [
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+]
+
+# ---- a place in the world -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "nodes", "node_rank", "local_rank"),
+    [(0, 1, 1, 0, 0), (3, 4, 1, 0, 3), (1, 4, 2, 0, 1), (2, 4, 2, 1, 0), (5, 6, 3, 2, 1)],
+)
+def test_a_rank_is_its_node_times_the_nodes_size_plus_its_local_rank(
+    rank, world_size, nodes, node_rank, local_rank
+):
+    place = Place.of(rank, world_size, nodes)
+    assert place == Place(rank, world_size, local_rank, world_size // nodes, node_rank)
+    assert place.rank == place.node_rank * place.local_world_size + place.local_rank
+
+
+def test_a_place_survives_the_environment():
+    place = Place.of(5, 6, 3)
+    assert Place.here(place.environ()) == place
+    assert list(place.environ()) == TORCHRUNS_VARIABLES
+    assert place.environ()["GROUP_WORLD_SIZE"] == "3"
+
+
+def test_a_process_that_is_no_rank_is_told_how_to_become_one():
+    with pytest.raises(RuntimeError) as raised:
+        Place.here({"RANK": "0"})
+    assert str(raised.value) == (
+        "this process is not a rank: 'WORLD_SIZE' is not in its environment. "
+        "Start it by md.launch, md.ranks or torchrun."
+    )
+
+
+# ---- ranks ----------------------------------------------------------------------------------
+
+
+def test_results_come_in_rank_order_from_a_process_each(pools):
+    numbers = pools(4)(lambda: (dist.get_rank(), dist.get_world_size(), os.getpid()))
+    assert [n[:2] for n in numbers] == [(0, 4), (1, 4), (2, 4), (3, 4)]
+    assert len({pid for _, _, pid in numbers} | {os.getpid()}) == 5
+
+
+def test_arguments_by_position_and_by_name_reach_every_rank(pools):
+    def power(base, *, exponent):
+        return base ** (exponent + dist.get_rank())
+
+    assert pools(4)(power, 3, exponent=1) == [3, 9, 27, 81]
+
+
+def test_a_message_goes_round_the_ring(pools):
+    def pass_on():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        mine, others = torch.full((3,), float(rank)), torch.empty(3)
+        sending = dist.isend(mine, (rank + 1) % size)
+        dist.recv(others, (rank - 1) % size)
+        sending.wait()
+        return others.tolist()
+
+    assert pools(4)(pass_on) == [[3.0] * 3, [0.0] * 3, [1.0] * 3, [2.0] * 3]
+
+
+def test_ranks_have_torchruns_variables(pools):
+    def variables(names):
+        return [os.environ[name] for name in names]
+
+    assert pools(4)(variables, TORCHRUNS_VARIABLES) == [
+        [str(rank), "4", str(rank), "4", "0", "1"] for rank in range(4)
+    ]
+
+
+def test_nodes_give_node_rank_and_local_rank():
+    def place():
+        return Place.here(), os.environ["GROUP_RANK"], os.environ["GROUP_WORLD_SIZE"]
+
+    out = md.launch(place, world_size=6, nodes=3)
+    assert out == [
+        (Place(0, 6, 0, 2, 0), "0", "3"),
+        (Place(1, 6, 1, 2, 0), "0", "3"),
+        (Place(2, 6, 0, 2, 1), "1", "3"),
+        (Place(3, 6, 1, 2, 1), "1", "3"),
+        (Place(4, 6, 0, 2, 2), "2", "3"),
+        (Place(5, 6, 1, 2, 2), "2", "3"),
+    ]
+
+
+def test_groups_sum_among_themselves(pools):
+    def sums():
+        rank = dist.get_rank()
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        x = torch.tensor([10.0**rank])
+        dist.all_reduce(x, group=groups[rank // 2])
+        return x.item()
+
+    assert pools(4)(sums) == [11.0, 11.0, 1100.0, 1100.0]
+
+
+def test_a_mesh_has_a_group_for_each_row_and_each_column(pools):
+    def sums():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        row, column = torch.tensor([10.0 ** dist.get_rank()]), torch.tensor([0.0])
+        column.copy_(row)
+        dist.all_reduce(row, group=mesh.get_group("tensor"))
+        dist.all_reduce(column, group=mesh.get_group("data"))
+        return row.item(), column.item()
+
+    assert pools(4)(sums) == [(11.0, 101.0), (11.0, 1010.0), (1100.0, 101.0), (1100.0, 1010.0)]
+
+
+def test_ranks_without_a_gpu_each_speak_gloo(pools):
+    if torch.cuda.device_count() >= 4:
+        pytest.skip("here four ranks have a GPU each")
+    assert pools(4)(lambda: (dist.get_backend(), str(lesson.device()))) == [("gloo", "cpu")] * 4
+
+
+@pytest.mark.gpu
+def test_a_rank_with_a_gpu_of_its_own_speaks_nccl_and_for_cpu_tensors_gloo():
+    def sums():
+        here, there = torch.ones(2), torch.ones(2, device=lesson.device())
+        dist.all_reduce(here)
+        dist.all_reduce(there)
+        return str(there.device), here.tolist(), there.tolist()
+
+    assert md.launch(sums, world_size=1) == [("cuda:0", [1.0, 1.0], [1.0, 1.0])]
+
+
+def test_a_rank_computes_with_one_thread_unless_told_otherwise(pools):
+    def threads():
+        return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+
+    assert pools(4)(threads) == [(1, "1")] * 4
+    assert md.launch(threads, world_size=2, threads=3) == [(3, "3")] * 2
+
+
+def test_launch_passes_its_arguments_and_returns_every_result():
+    def total(first, second):
+        x = torch.tensor([float(first + second * dist.get_rank())])
+        dist.all_reduce(x)
+        return dist.get_rank(), x.item()
+
+    assert md.launch(total, 5, 100, world_size=3) == [(0, 315.0), (1, 315.0), (2, 315.0)]
+
+
+def test_launch_starts_four_ranks_unless_told_otherwise():
+    assert md.launch(dist.get_rank) == [0, 1, 2, 3]
+
+
+def test_launches_do_not_see_each_other():
+    def remember(value):
+        import __main__
+
+        before = getattr(__main__, "kept", None)
+        __main__.kept = value
+        return before
+
+    assert md.launch(remember, 1, world_size=2) == [None, None]
+    assert md.launch(remember, 2, world_size=2) == [None, None]
+
+
+# ---- the timeout ----------------------------------------------------------------------------
+
+
+def absent(make_group):
+    """Rank 1 does something else while rank 0 waits for it."""
+    group = make_group()
+    if dist.get_rank() == 0:
+        dist.barrier(group)
+    else:
+        while True:
+            pass
+
+
+def default_group():
+    return None
+
+
+def new_group():
+    return dist.new_group([0, 1])
+
+
+def mesh_group():
+    return init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor")).get_group("tensor")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("make_group", [default_group, new_group, mesh_group])
+def test_nobody_waits_longer_than_the_timeout(make_group):
+    with pytest.raises(md.RankError) as raised:
+        md.launch(absent, make_group, world_size=2, timeout=0.5)
+    told = str(raised.value)
+    assert told.startswith("rank 1 did not join barrier within 0.5 s. It was at ")
+    assert "\n  rank 0: in barrier, " in told
+    assert raised.value.rank == 1
+
+
+# ---- numbers that make no sense -------------------------------------------------------------
+
+BAD = [
+    ({"world_size": 0}, "world_size must be 1 or more, not 0"),
+    ({"world_size": -2}, "world_size must be 1 or more, not -2"),
+    ({"world_size": 4, "nodes": 3}, "4 ranks cannot be spread evenly over 3 nodes"),
+    ({"world_size": 4, "nodes": 0}, "4 ranks cannot be spread evenly over 0 nodes"),
+    ({"world_size": 4, "nodes": -2}, "4 ranks cannot be spread evenly over -2 nodes"),
+    ({"world_size": 2, "nodes": 4}, "2 ranks cannot be spread evenly over 4 nodes"),
+    ({"world_size": 2, "timeout": 0}, "timeout must be more than 0 seconds, not 0"),
+    ({"world_size": 2, "timeout": -1.5}, "timeout must be more than 0 seconds, not -1.5"),
+    ({"world_size": 2, "threads": 0}, "threads must be 1 or more, not 0"),
+]
+
+
+@pytest.mark.parametrize(("options", "told"), BAD, ids=[told for _, told in BAD])
+def test_numbers_that_make_no_sense_are_refused_at_once(options, told):
+    for start in (md.ranks, lambda **options: md.launch(print, **options)):
+        with pytest.raises(ValueError) as raised:
+            start(**options)
+        assert str(raised.value) == told
+
+
+def test_an_unknown_backend_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="there is no backend 'glue'; there are auto, .*gloo.*"):
+        md.ranks(2, backend="glue")
+
+
+def test_an_unknown_option_is_refused():
+    with pytest.raises(TypeError, match="colour"):
+        md.launch(print, world_size=2, colour="red")
+
+
+# ---- which backend, which GPUs: without a GPU -----------------------------------------------
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """Join with so many GPUs as a rank of two: what init_process_group and CUDA were told."""
+
+    def join(gpus, backend="auto"):
+        told = {}
+        for name, value in Place.of(1, 2).environ().items():
+            monkeypatch.setenv(name, value)
+        c10d = dist.distributed_c10d
+        for name in ("default_pg_timeout", "default_pg_nccl_timeout"):  # join sets them
+            monkeypatch.setattr(c10d, name, getattr(c10d, name))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda number: told.update(gpu=number))
+        monkeypatch.setattr(
+            dist, "init_process_group", lambda backend, **rest: told.update(rest, backend=backend)
+        )
+        monkeypatch.setattr(dist, "destroy_process_group", lambda: told.update(left=True))
+        with lesson.join(backend, timeout=7) as progress:
+            assert progress() == 0
+            assert "left" not in told
+        return told
+
+    return join
+
+
+def test_auto_is_nccl_where_every_rank_has_a_gpu_of_its_own(joined):
+    told = joined(gpus=2)
+    assert (told["backend"], told["gpu"]) == ("cpu:gloo,cuda:nccl", 1)
+    assert (told["rank"], told["world_size"], told["left"]) == (1, 2, True)
+    assert told["timeout"] == timedelta(seconds=7)
+
+
+def test_auto_is_gloo_where_a_gpu_would_be_shared(joined):
+    told = joined(gpus=1)
+    assert told["backend"] == "gloo"
+    assert "gpu" not in told
+
+
+def test_a_group_that_failed_is_not_destroyed(joined, monkeypatch):
+    joined(gpus=0)  # sets the scene
+    left = []
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: left.append(True))
+    with pytest.raises(KeyError), lesson.join():
+        raise KeyError
+    assert left == []
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus", "expected"),
+    [
+        (None, 4, ["0,1", "0,1", "2,3", "2,3"]),
+        ("4,5,6,7", 4, ["4,5", "4,5", "6,7", "6,7"]),
+        (None, 3, [None] * 4),  # too few: all see all, and share
+        (None, 0, [None] * 4),
+    ],
+)
+def test_each_node_sees_gpus_of_its_own(monkeypatch, visible, gpus, expected):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    environs = [lesson._environ(Place.of(rank, 4, nodes=2), threads=1) for rank in range(4)]
+    assert [environ.get("CUDA_VISIBLE_DEVICES") for environ in environs] == expected
+
+
+# ---- the same script under torchrun ---------------------------------------------------------
+
+SCRIPT = """
+import json, os, sys
+import torch, torch.distributed as dist
+import minidist as md
+
+def main(scale):
+    place = md.rank.Place.here()
+    everywhere = torch.full((3,), scale * (place.rank + 1))
+    dist.all_reduce(everywhere)
+    nodes = range(0, place.world_size, place.local_world_size)
+    groups = [dist.new_group([n + i for i in range(place.local_world_size)]) for n in nodes]
+    on_node = torch.tensor([10.0**place.rank])
+    dist.all_reduce(on_node, group=groups[place.node_rank])
+    torch.manual_seed(place.rank)
+    noise = torch.randn(4, dtype=torch.float64)
+    dist.all_reduce(noise)
+    return [vars(place), everywhere.tolist(), on_node.item(), noise.tolist(), str(md.rank.device())]
+
+out = md.launch(main, 2.0, world_size=int(sys.argv[2]), nodes=int(sys.argv[3]))
+if os.environ.get("RANK", "0") == "0":
+    json.dump(out, open(sys.argv[1], "w"))
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_script_gives_the_same_results_under_python_and_torchrun(tmp_path):
+    """One node of two, and two nodes of two: two torchruns that meet at a port."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    family = Family(tmp_path)
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
+    meet = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{store.port}"]
+    meet += ["--rdzv-id=lesson1", "--local-addr=localhost"]
+    del store  # the port is free again
+    two, one = ["4", "2"], ["2", "1"]
+    commands = [
+        [script, "python-two.json", *two],
+        [script, "python-one.json", *one],
+        [*torchrun, *meet, script, "two.json", *two],
+        [*torchrun, *meet, script, "two.json", *two],
+        [*torchrun, "--standalone", script, "one.json", *one],
+    ]
+    environ = {**family.environ(), "OMP_NUM_THREADS": "1"}
+    try:
+        runs = [subprocess.Popen([sys.executable, *c], env=environ, cwd=tmp_path) for c in commands]
+        assert [run.wait(100) for run in runs] == [0] * 5
+        assert family.gone_within(5)
+    finally:
+        family.end()
+
+    def results(name):
+        return json.loads((tmp_path / name).read_text())
+
+    assert results("two.json") == results("python-two.json")
+    assert results("one.json") == results("python-one.json")
+    places = [result[0] for result in results("two.json")]
+    assert places == [vars(Place.of(rank, 4, 2)) for rank in range(4)]
+    assert [result[1:3] for result in results("two.json")] == [
+        [[20.0] * 3, 11.0],
+        [[20.0] * 3, 11.0],
+        [[20.0] * 3, 1100.0],
+        [[20.0] * 3, 1100.0],
+    ]
