@@ -100,13 +100,23 @@ def join(
         rank=place.rank,
         world_size=place.world_size,
     )
-    # The groups that are made later, by new_group or a mesh, would wait for half an hour.
-    c10d = dist.distributed_c10d
-    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timedelta(seconds=timeout)
-    groups: Any = c10d._world.pg_map
-    yield lambda: sum(group._get_sequence_number_for_group() for group in groups)
+    groups: Any = dist.distributed_c10d._world.pg_map
+    with _default_timeout(timedelta(seconds=timeout)):
+        yield lambda: sum(group._get_sequence_number_for_group() for group in groups)
     # Not after an exception: a group with a call half done can block here for ever.
     dist.destroy_process_group()
+
+
+@contextmanager
+def _default_timeout(timeout: timedelta) -> Iterator[None]:
+    """For groups made later, by new_group or a mesh: torch would let them wait for half an hour."""
+    c10d: Any = dist.distributed_c10d
+    before = c10d.default_pg_timeout, c10d.default_pg_nccl_timeout
+    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
+    try:
+        yield
+    finally:
+        c10d.default_pg_timeout, c10d.default_pg_nccl_timeout = before
 
 
 def ranks(

@@ -133,7 +133,7 @@ class Processes:
             self._output.done(self._running)
             if deadline is None and any(not o.returned for o in self._outcomes.values()):
                 deadline = time.monotonic() + GRACE
-            if not ready:
+            if deadline is not None and time.monotonic() >= deadline:
                 self.whereabouts()
                 self._running.clear()
                 self._output.done(self._running)
