@@ -28,7 +28,8 @@ _INSTALLED = [
 _LIBRARIES = tuple(path + os.sep for path in (_MINIDIST, *_INSTALLED))
 
 # What a rank's backend says when the fault is another rank's.
-_COMMUNICATION = re.compile(r"gloo|NCCL|Connection (closed|reset)|Timed out waiting|Broken pipe")
+_LOST = re.compile(r"Connection (closed|reset)|Broken pipe")
+_COMMUNICATION = re.compile(rf"gloo|NCCL|Timed out waiting|{_LOST.pattern}")
 _TIMEOUT = re.compile(r"[Tt]imed ?out|[Tt]imeout")
 
 
@@ -298,7 +299,7 @@ def _blame(first: Outcome, others: list[Outcome], timeout: float) -> str:
     said = f"raised {first.failure.type}" + (f": {message}" if message else "")
     if first.failure.is_timeout:
         said = f"waited {timeout:g} s in {first.failure.stack.operation}, in vain"
-    elif first.failure.is_communication:
+    elif first.failure.is_communication and _LOST.search(message):
         said = f"lost the connection to another rank in {first.failure.stack.operation}"
     return said + _lines(first.failure.stack)
 
