@@ -8,6 +8,7 @@ process a *rank* (its number, its rendezvous, its process group) is Lesson 1: `m
     worker.py      what runs inside it
     pool.py        the side of the notebook: start, call, watch, end
     output.py      the ranks' lines, in the same order at every run
+    stack.py       the reader's own lines in a rank's call stack
     report.py      who failed first, and where the others were
 """
 

@@ -18,7 +18,8 @@ import cloudpickle
 
 from minidist.runtime import forkserver, worker
 from minidist.runtime.output import OrderedOutput
-from minidist.runtime.report import Outcome, Stack
+from minidist.runtime.report import Outcome
+from minidist.runtime.stack import Stack
 
 GRACE = 0.7  # seconds to end by oneself after the first failure; who has not, waits for the failed
 ANSWER = 1.0  # seconds for a rank to say where it is

@@ -19,7 +19,8 @@ from typing import Any
 
 import cloudpickle
 
-from minidist.runtime.report import Failure, Stack
+from minidist.runtime.report import Failure
+from minidist.runtime.stack import Stack
 
 
 @dataclass
