@@ -1,0 +1,289 @@
+"""The charts show the numbers they were given, and the pictures are what their scripts draw."""
+
+import importlib
+import itertools
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import matplotlib
+import nbformat
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from PIL import Image
+
+from minidist import plot
+from minidist.measure import Span, Timeline, TrafficCounter
+from minidist.plot import color, human_bytes, human_time, palette
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+ROOT = Path(__file__).resolve().parents[1]
+PAIRS = {"ring": [(8, 1e-5), (800, 2e-5)]}
+CHARTS = {  # name: what it draws, and inputs that have nothing to draw
+    "traffic": ([SimpleNamespace(rank=0, world_size=1, sent_to=[5])], [[]]),
+    "timeline": (
+        [SimpleNamespace(rank=0, spans=[Span("forward", "compute", 1.0, 1.5)])],
+        [[], [SimpleNamespace(rank=0, spans=[])]],
+    ),
+    "time_against_size": (PAIRS, [{}, {"ring": []}, PAIRS | {"tree": []}]),
+    "bytes_per_rank": ({"ring": [8, 9]}, [{}, {"ring": []}, {"ring": [8], "tree": []}]),
+    "loss": ({"ring": [2.0, 1.0]}, [{}, {"ring": []}, {"ring": [2.0], "tree": []}]),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_figure_stays() -> Iterator[None]:
+    yield
+    plt.close("all")
+
+
+def shown(artist) -> str:
+    """The colour of a line or of a bar, as the palette writes it."""
+    seen = artist.get_color() if hasattr(artist, "get_color") else artist.get_facecolor()
+    return to_hex(seen).upper()
+
+
+def legend(ax: Axes) -> list[str]:
+    return [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+def ticks(axis) -> list[str]:
+    axis.figure.canvas.draw()
+    return [label.get_text() for label in axis.get_ticklabels()]
+
+
+# ---- what holds for every chart -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(set(plot.__all__) - set(vars(palette))))
+def test_a_chart_draws_where_it_is_told_and_changes_no_setting(name: str) -> None:
+    chart, (given, nothings) = getattr(plot, name), CHARTS[name]
+    settings = dict(matplotlib.rcParams)
+    for nothing in nothings:
+        with pytest.raises(ValueError, match=rf"^{name}: (no|nothing) .*(draw|step)"):
+            chart(nothing)
+    assert plt.get_fignums() == []
+    own = chart(given)
+    assert len(plt.get_fignums()) == 1 and own.xaxis.label.get_color() == palette.INK
+    left, right = plt.subplots(1, 2)[1]
+    assert chart(given, ax=right) is right
+    assert len(plt.get_fignums()) == 2 and right.has_data() and not left.has_data()
+    own.figure.canvas.draw()
+    right.figure.canvas.draw()
+    assert dict(matplotlib.rcParams) == settings
+
+
+WITHOUT_MATPLOTLIB = """
+import sys
+import minidist
+from minidist import plot
+print({"matplotlib", "sklearn", "IPython"} & sys.modules.keys())
+sys.modules["matplotlib"] = None  # its import now fails
+from types import SimpleNamespace as namespace
+from minidist.measure import Span
+for name, (given, _) in CHARTS.items():
+    try:
+        getattr(plot, name)(given)
+    except ImportError as error:
+        print(name, type(error).__name__, error.name, error)
+"""
+
+
+def test_only_a_chart_needs_matplotlib_and_says_how_to_get_it() -> None:
+    code = WITHOUT_MATPLOTLIB.replace("CHARTS", repr(CHARTS))
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    says = "minidist.plot draws with matplotlib: pip install 'minidist[course]'"
+    told = [f"{name} ModuleNotFoundError matplotlib {says}" for name in CHARTS]
+    assert ran.stdout.splitlines() == ["set()", *told], ran.stderr
+
+
+# ---- each chart ---------------------------------------------------------------------------
+
+
+def test_traffic_shows_what_was_counted() -> None:
+    def counter(rank: int, *sent_to: int) -> TrafficCounter:
+        made = TrafficCounter()
+        assert {"rank", "world_size", "sent_to"} <= vars(made).keys()
+        vars(made).update(rank=rank, world_size=3, sent_to=list(sent_to))
+        return made
+
+    sent = [(0, 8, 0), (0, 0, 808), (1608, 0, 0)]
+    counters = [counter(rank, *row) for rank, row in enumerate(sent)]
+    ax = plot.traffic(counters[::-1])  # in any order
+    rows = [["–", "8 B", "0 B"], ["0 B", "–", "808 B"], ["1.61 kB", "0 B", "–"]]
+    cells = {text.get_position(): text.get_text() for text in ax.texts if text.get_gid() == "cell"}
+    assert cells == {(j, i): rows[i][j] for i in range(3) for j in range(3)}
+    (image,) = ax.images
+    assert image.get_array().tolist() == [list(row) for row in sent]
+    assert [to_hex(image.cmap(image.norm(n))) for n in (0, 1608)] == ["#ffffff", "#d55e00"]
+    totals = {text.get_position(): text.get_text() for text in ax.texts}
+    assert [totals[2.65, i] for i in range(3)] == ["8 B", "808 B", "1.61 kB"]  # sent
+    assert [totals[i, 2.65] for i in range(3)] == ["1.61 kB", "8 B", "808 B"]  # received
+    assert (ax.get_ylabel(), ax.get_xlabel()) == ("sender (rank)", "receiver (rank)")
+
+    with pytest.raises(ValueError, match="rank 0, 2 is missing"):
+        plot.traffic(counters[1:2])
+    two, last = counters[:2], counters[2]
+    for rest in [last, last], [last, counter(7, 0, 0, 0)], [counter(2, 8)]:
+        with pytest.raises(ValueError, match="draw 3 counters, each of 3 receivers"):
+            plot.traffic([*two, *rest])
+
+
+def test_timeline_bars_are_the_spans() -> None:
+    early, late = Timeline(), Timeline()
+    early.rank, late.rank = 0, 3
+    early.spans = [
+        Span("forward", "compute", 5.001, 5.003),  # its own colour
+        Span("all_reduce", "communication", 5.003, 5.010),
+        Span("send", "agreement", 5.004, 5.005),  # within the one before
+    ]
+    late.spans = [Span("mine", "compute", 5.0, 5.5), Span("mine", "my kind", 5.5, 5.6)]
+    ax = plot.timeline([late, early])
+    assert [shown(bar) for bar in ax.patches] == [
+        *map(color, ("forward", "communication", "agreement", "compute")),
+        palette.SPARE[0],
+    ]
+    assert [bar.get_center()[1] for bar in ax.patches] == pytest.approx([0, 0, 0, 1, 1])
+    assert [bar.get_x() for bar in ax.patches] == pytest.approx([1, 3, 4, 0, 500])  # ms
+    assert [bar.get_width() for bar in ax.patches] == pytest.approx([2, 7, 1, 500, 100])
+    before, around, within, *_ = ax.patches
+    assert within.get_height() < 0.7 * around.get_height() == 0.7 * before.get_height()
+    assert within.get_zorder() > around.get_zorder()
+    assert ticks(ax.yaxis) == ["rank 0", "rank 3"] and ax.yaxis_inverted()
+    assert ax.get_xlim()[0] == 0 and ax.get_xlabel() == "time (ms)"
+    assert legend(ax) == ["compute", "forward", "communication", "agreement", "my kind"]
+    patches = ax.get_legend().get_patches()
+    assert [shown(patch) for patch in patches[:2]] == [color("compute"), color("forward")]
+
+
+def test_time_against_size_shows_median_range_and_prediction() -> None:
+    times = [(10, 4e-3), (1000, 9e-3), (10, 1e-3), (10, 3e-3), (1000, 8e-3)]
+    model = [(1000, 5e-3), (10, 2e-3)]
+    ax = plot.time_against_size({"ring": times, "mine": times}, {"ring": model, "tree": model})
+    drawn = {line.get_label(): line for line in ax.lines}
+    ring, predicted = drawn["ring"], drawn["ring, predicted"]
+    assert ax.get_xscale() == ax.get_yscale() == "log"
+    assert ring.get_xydata().tolist() == [[10, 3e-3], [1000, 8.5e-3]]
+    assert predicted.get_xydata().tolist() == [[10, 2e-3], [1000, 5e-3]]
+    assert shown(ring) == shown(predicted) == color("ring")
+    assert predicted.is_dashed() and not ring.is_dashed()
+    assert ring.get_marker() != drawn["mine"].get_marker()
+    band, _ = ax.collections
+    corners = {tuple(corner) for corner in band.get_paths()[0].vertices}
+    assert corners == {(10, 1e-3), (10, 4e-3), (1000, 8e-3), (1000, 9e-3)}
+    assert shown(band) == color("ring") and 0 < band.get_alpha() < 0.5
+    assert legend(ax) == ["ring", "mine", "tree, predicted", "predicted"]  # every colour once
+    assert "10 B" in ticks(ax.xaxis) and "1 ms" in ticks(ax.yaxis)
+    for wrong in (0, 1.0), (8, 0.0), (8, -1.0):
+        for given in ({"ring": [wrong]},), (PAIRS, {"ring": [wrong]}):
+            with pytest.raises(ValueError, match="must be above 0"):
+                plot.time_against_size(*given)
+
+
+def test_bytes_per_rank_shows_counts_and_marks() -> None:
+    counts, marks = {"ring": [3000, 6000], "tree": [1000, 0]}, {"tree": [500, 250]}
+    ax = plot.bytes_per_rank(counts, marks)
+    assert legend(ax) == ["ring", "tree", "predicted"]
+    for bars in ax.containers:
+        assert [bar.get_height() for bar in bars] == counts[bars.get_label()]
+        assert {shown(bar) for bar in bars} == {color(bars.get_label())}
+        assert [round(bar.get_center()[0]) for bar in bars] == [0, 1]  # above its rank
+    *over, _ = ax.lines  # the last is for the legend
+    for bar, mark, nbytes in zip(ax.containers[1], over, marks["tree"], strict=True):
+        (left, low), (right, high) = mark.get_xydata()
+        assert low == high == nbytes and shown(mark) == "#000000"
+        assert left < bar.get_x() and bar.get_x() + bar.get_width() < right
+    assert "2 kB" in ticks(ax.yaxis) and ax.get_ylim()[0] == 0
+    for wrong in {"tree": [500]}, {"naive": [500, 500]}:
+        with pytest.raises(ValueError, match="on other ranks"):
+            plot.bytes_per_rank(counts, wrong)
+
+
+def test_loss_shows_equal_curves_both() -> None:
+    ax = plot.loss({"alone": [3, 2, 1.5], "ring": [3, 2, 1.5]})
+    below, above = ax.lines
+    assert below.get_xydata().tolist() == [[1, 3], [2, 2], [3, 1.5]] == above.get_xydata().tolist()
+    assert below.get_linewidth() > 2 * above.get_linewidth()
+    assert above.is_dashed() and not below.is_dashed()
+    assert (shown(below), shown(above)) == (palette.SPARE[0], color("ring"))
+    assert legend(ax) == ["alone", "ring"]
+    assert all(step.isdigit() for step in ticks(ax.xaxis))  # no half steps
+
+
+# ---- palette and units --------------------------------------------------------------------
+
+
+def test_a_name_has_one_colour_in_every_chart() -> None:
+    groups = palette.ACTIVITIES, palette.MEMORY, palette.ALGORITHMS, palette.RANKS
+    assert len(palette.COLORS) == sum(map(len, groups))  # no name stands in two groups
+    for name in "ring", "tree", "gloo":
+        line, pairs = SimpleNamespace(rank=0, spans=[Span("", name, 0, 1)]), PAIRS["ring"]
+        assert color(name) == shown(plot.timeline([line]).patches[0])
+        assert color(name) == shown(plot.bytes_per_rank({"flat": [1], name: [1]}).patches[1])
+        assert color(name) == shown(plot.time_against_size({"flat": pairs, name: pairs}).lines[1])
+        assert color(name) == shown(plot.loss({"flat": [1], name: [1]}).lines[1])
+    with pytest.raises(KeyError, match="no colour for 'rings'; the palette has .*ring"):
+        color("rings")
+
+
+def test_colours_that_meet_in_one_picture_differ() -> None:
+    for group in palette.RANKS, palette.ALGORITHMS.values(), palette.MEMORY.values(), palette.SPARE:
+        for one, other in itertools.combinations(group, 2):
+            apart = [int(one[i : i + 2], 16) - int(other[i : i + 2], 16) for i in (1, 3, 5)]
+            assert np.linalg.norm(apart) > 50, (one, other)
+    assert [color(f"rank {rank}") for rank in range(len(plot.RANKS))] == list(plot.RANKS)
+    assert palette.colors("abcabd") == dict(zip("abcd", palette.SPARE, strict=False))
+
+
+# As a float, 999.5e-6 is a little less; to say 0.999 ms would be wrong.
+BYTES = "0 B=0; 999 B=999.4; 1 kB=999.5; 1 kB=1000; 1.54 kB=1536; 999 kB=999499; 1 MB=999500; "
+BYTES += "1 GB=999.5e6; 1 TB=999.5e9; 999 TB=999.4e12; 1234 TB=1234.1e12; -1 kB=-999.5"
+TIMES = "0 s=0; 1 ns=1e-9; 0.5 ns=5e-10; 1 µs=999.6e-9; 1.23 ms=1.23e-3; 999 µs=999.5e-6; "
+TIMES += "1 ms=999.6e-6; 999 ms=0.9994; 1 s=0.9995; 1000 s=999.5; 12345 s=12345"
+
+
+@pytest.mark.parametrize("line", f"{BYTES}; {TIMES}".split("; "))
+def test_three_digits_and_a_unit(line: str) -> None:
+    said, number = line.split("=")
+    assert (human_time if said.endswith("s") else human_bytes)(float(number)) == said
+
+
+# ---- the pictures -------------------------------------------------------------------------
+
+
+def test_the_pictures_are_what_their_scripts_draw(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "img")
+    with matplotlib.rc_context():  # img/style.py changes the settings
+        monkeypatch.setattr(importlib.import_module("style"), "HERE", tmp_path)
+        for script in sorted(set((ROOT / "img").glob("*.py")) - {ROOT / "img" / "style.py"}):
+            runpy.run_path(str(script), run_name="__main__")
+    del sys.modules["style"]
+    drawn = {path.name: pixels(path) for path in tmp_path.iterdir()}
+    stored = {path.name: pixels(path) for path in (ROOT / "img").glob("*.png")}
+    assert stored and drawn.keys() == stored.keys()
+    apart = {name: abs(image - stored[name]).max() for name, image in drawn.items()}
+    assert max(apart.values()) <= 8, f"{apart}: `make img` draws them again"
+
+
+def pixels(path: Path) -> np.ndarray:
+    with Image.open(path) as image:
+        return np.asarray(image.convert("RGB"), dtype=np.int16)
+
+
+def test_every_picture_that_a_text_shows_exists() -> None:
+    texts = [(path, path.read_text()) for path in ROOT.glob("*.md")]
+    for path in (ROOT / "notebooks").glob("**/[!.]*.ipynb"):
+        cells = nbformat.read(path, as_version=4).cells
+        texts += [(path, cell.source) for cell in cells if cell.cell_type == "markdown"]
+    pattern = r"!\[[^\]]*\]\(([^)\s]+)|<img[^>]*\bsrc=[\"']([^\"']+)"
+    links = [(path, a or b) for path, text in texts for a, b in re.findall(pattern, text)]
+    assert len(links) >= 7
+    assert [(p.name, link) for p, link in links if not (p.parent / link).is_file()] == []
