@@ -1,0 +1,755 @@
+"""The processes under the ranks: what goes in, what comes out, and that nothing stays behind."""
+
+import ctypes
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from programs import Program, eventually
+from torch.utils.data import DataLoader, TensorDataset
+from tqdm import tqdm
+
+import minidist as md
+from minidist.runtime import forkserver
+
+needs_proc = pytest.mark.skipif(
+    not os.path.exists("/proc/self/environ"), reason="finds processes by /proc"
+)
+
+LASTS = "The ranks are still there, with all that they hold."
+ENDED = "The ranks were ended, and what they held is lost; the next call starts new ones."
+
+
+@pytest.fixture
+def ranks(pools):
+    return pools(3)
+
+
+def told(ranks, function, *args):
+    """What a failing call says."""
+    with pytest.raises(md.RankError) as raised:
+        ranks(function, *args)
+    return str(raised.value)
+
+
+def line_of(function, offset):
+    return function.__code__.co_firstlineno + offset
+
+
+# ---- what goes in and what comes out ------------------------------------------------------
+
+
+@dataclass
+class Point:
+    x: int
+
+    def moved(self):
+        return Point(self.x + dist.get_rank())
+
+
+def test_objects_keep_their_type_there_and_back(ranks):
+    """cloudpickle sends the class by value, and must recognise it when it comes home."""
+
+    def move(point):
+        assert isinstance(point, Point)
+        return point.moved()
+
+    assert ranks(move, Point(5)) == [Point(5), Point(6), Point(7)]
+
+
+def test_closures_carry_their_values_and_lambdas_work(ranks):
+    table = {rank: torch.full((2,), 10.0 + rank) for rank in range(3)}
+    assert ranks(lambda: table[dist.get_rank()].sum().item()) == [20.0, 22.0, 24.0]
+
+
+def test_tensors_models_and_none_come_back(ranks):
+    def make():
+        torch.manual_seed(dist.get_rank())
+        model = torch.nn.Linear(3, 2)
+        return model, model.weight.detach().clone(), None
+
+    for rank, (model, weight, nothing) in enumerate(ranks(make)):
+        torch.manual_seed(rank)
+        assert torch.equal(weight, torch.nn.Linear(3, 2).weight)
+        assert torch.equal(model.weight, weight)
+        assert nothing is None
+
+
+def test_large_arguments_and_results_pass_at_once(ranks):
+    """More than any pipe holds, in both directions."""
+    x = torch.arange(10_000_000)
+    out = ranks(lambda x: x + dist.get_rank(), x)
+    assert all(torch.equal(y, x + rank) for rank, y in enumerate(out))
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "what"),
+    [
+        ((1, (i for i in range(3))), {}, "argument 1 (a generator)"),
+        ((), {"lock": threading.Lock()}, "argument 'lock' (a lock)"),
+    ],
+)
+def test_what_cannot_be_sent_is_named_before_any_rank_begins(ranks, args, kwargs, what):
+    kind = "generator" if args else "_thread.lock"
+    with pytest.raises(TypeError) as raised:
+        ranks(print, *args, **kwargs)
+    assert str(raised.value) == (
+        f"{what} cannot be sent to the ranks: cannot pickle '{kind}' object"
+    )
+    assert ranks(dist.get_rank) == [0, 1, 2]
+
+
+def test_a_function_that_holds_what_cannot_be_sent_is_named(ranks):
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match="the function .* cannot be sent to the ranks"):
+        ranks(lambda: lock)
+    with pytest.raises(TypeError, match="the function .* cannot be sent to the ranks"):
+        ranks(lambda: ranks)
+
+
+def test_a_result_that_cannot_be_sent_is_named(ranks):
+    assert told(ranks, lambda: (i for i in range(3))) == (
+        "every rank raised TypeError: the result, a generator, cannot be sent back: "
+        f"cannot pickle 'generator' object\n\n{LASTS}"
+    )
+
+
+class Rebuilt:
+    """Comes back as what `expression` says."""
+
+    def __init__(self, expression):
+        self.expression = expression
+
+    def __reduce__(self):
+        return eval, (self.expression,)
+
+
+def test_what_cannot_be_rebuilt_is_an_error_on_the_side_that_tries(ranks):
+    assert told(ranks, print, Rebuilt("int('x')")).startswith(
+        "every rank raised ValueError: invalid literal for int()"
+    )
+    with pytest.raises(TypeError, match=r"a result cannot be rebuilt here: invalid literal"):
+        ranks(lambda: Rebuilt("int('x')"))
+    assert ranks(dist.get_rank) == [0, 1, 2]
+
+
+def test_some_ranks_are_called_in_the_order_asked_for(ranks):
+    assert ranks.on([2, 0], dist.get_rank) == [2, 0]
+    with pytest.raises(ValueError, match="there is no rank 3 among 3 ranks"):
+        ranks.on([0, 3], dist.get_rank)
+
+
+def test_state_is_kept_between_calls_and_brought_back_by_name(ranks):
+    def keep(value):
+        import __main__
+
+        __main__.kept = [value, dist.get_rank()]
+
+    ranks(keep, "a")
+    assert ranks.get("kept", rank=1) == ["a", 1]
+    assert ranks.get("kept") == [["a", 0], ["a", 1], ["a", 2]]
+    with pytest.raises(md.RankError) as raised:
+        ranks.get("lost", rank=2)
+    assert str(raised.value) == (
+        f"rank 2 raised NameError: name 'lost' is not defined on this rank\n\n{LASTS}"
+    )
+
+
+def test_ranks_see_the_environment_the_folder_and_the_path_of_the_moment(tmp_path, monkeypatch):
+    forkserver.warm_up()  # it is older than what follows
+    monkeypatch.setenv("MINIDIST_NEW", "yes")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "fresh_module.py").write_text("value = 42\n")
+
+    def see():
+        import fresh_module
+
+        return os.environ.get("MINIDIST_NEW"), "HOME" in os.environ, fresh_module.value, os.getcwd()
+
+    assert md.launch(see, world_size=2) == [("yes", False, 42, str(tmp_path))] * 2
+
+
+def test_a_data_loader_has_workers_within_a_rank(ranks):
+    def load():
+        data = TensorDataset(torch.arange(8) + 100 * dist.get_rank())
+        loader = DataLoader(data, batch_size=4, num_workers=2)
+        return [batch.tolist() for (batch,) in loader]
+
+    assert ranks(load) == [
+        [[100 * r + i for i in range(4)], [100 * r + i for i in range(4, 8)]] for r in range(3)
+    ]
+
+
+def test_a_rank_may_start_ranks_of_its_own():
+    def outer():
+        return md.launch(lambda: (dist.get_rank(), os.environ["WORLD_SIZE"]), world_size=3)
+
+    assert md.launch(outer, world_size=1) == [[(0, "3"), (1, "3"), (2, "3")]]
+
+
+def test_sixty_four_ranks_sum():
+    def total():
+        x = torch.tensor([dist.get_rank()])
+        dist.all_reduce(x)
+        return x.item()
+
+    assert md.launch(total, world_size=64) == [2016] * 64
+
+
+# ---- output -------------------------------------------------------------------------------
+
+
+def test_lines_come_in_rank_order_whatever_the_ranks_do(ranks, capsys):
+    def speak():
+        time.sleep(0.05 * (2 - dist.get_rank()))  # the last rank is the first to speak
+        print("one\n\nthree")
+        print("no end", end="")
+        print("to stderr", file=sys.stderr)
+
+    shown = set()
+    for _ in range(3):
+        ranks(speak)
+        shown.add(tuple(capsys.readouterr()))
+    out = "".join(f"[rank {r}] one\n\n[rank {r}] three\n[rank {r}] no end\n" for r in range(3))
+    err = "".join(f"[rank {r}] to stderr\n" for r in range(3))
+    assert shown == {(out, err)}
+
+
+def test_rank_0_is_heard_while_it_speaks(ranks, capsys):
+    heard = []
+
+    def speak():
+        for i in range(10):
+            print(i)
+            time.sleep(0.05)
+
+    caller = threading.Thread(target=ranks, args=(speak,))
+    caller.start()
+    while caller.is_alive():
+        heard.append(capsys.readouterr().out)
+        time.sleep(0.01)
+    caller.join()
+    heard.append(capsys.readouterr().out)
+    assert sum("[rank 0]" in piece for piece in heard) > 3
+    assert "".join(heard) == "".join(f"[rank {r}] {i}\n" for r in range(3) for i in range(10))
+
+
+def test_output_that_python_never_sees_is_caught(ranks, capsys):
+    def speak():
+        libc = ctypes.CDLL(None)
+        libc.puts(b"from C")  # buffered in C's own stdout
+        os.write(2, b"from the system\n")
+        subprocess.run(["echo", "from a child"], check=True)
+        sys.stdout.buffer.write(b"from a buffer")
+
+    ranks(speak)
+    out, err = capsys.readouterr()
+    for rank in range(3):
+        mine = {line for line in out.splitlines() if line.startswith(f"[rank {rank}] ")}
+        said = {line.removeprefix(f"[rank {rank}] ") for line in mine}
+        assert said == {"from C", "from a child", "from a buffer"}
+    assert err == "".join(f"[rank {r}] from the system\n" for r in range(3))
+
+
+def write_bytes(pieces):
+    for piece in pieces:
+        os.write(1, piece)
+        time.sleep(0.03)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "shown"),
+    [
+        ([b"caf\xc3", b"\xa9 \xe2\x82", b"\xac"], "[rank 0] café €\n"),
+        ([b"a\xff\xfeb\n"], "[rank 0] a\ufffd\ufffdb\n"),
+        ([b"cut \xe2\x82"], "[rank 0] cut \ufffd\n"),
+        ([b"10%\r", b"20%\r", b"done\n"], "[rank 0] 10%\r[rank 0] 20%\r[rank 0] done\n"),
+        ([b"dos\r\n", b"two\r\n"], "[rank 0] dos\r\n[rank 0] two\r\n"),
+        ([b"\n\n", b"x"], "\n\n[rank 0] x\n"),
+        ([b"", b"a\0b"], "[rank 0] a\0b\n"),
+    ],
+    ids=["split characters", "not utf-8", "cut", "drawn over", "dos", "empty lines", "nul"],
+)
+def test_any_bytes_are_shown(ranks, capsys, pieces, shown):
+    ranks.on([0], write_bytes, pieces)
+    assert capsys.readouterr().out == shown
+    ranks.on([0], write_bytes, [b"next"])  # untouched by what came before
+    assert capsys.readouterr().out == "[rank 0] next\n"
+
+
+def test_a_progress_bar_on_rank_0_is_drawn_over_one_line(ranks, capsys):
+    def train():
+        for _ in tqdm(range(3), bar_format="{n}/{total}", mininterval=0, disable=dist.get_rank()):
+            pass
+
+    ranks(train)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "".join(f"\r[rank 0] {n}/3" for n in (0, 1, 2, 3, 3)) + "\n"
+
+
+def test_a_megabyte_from_each_rank_to_each_stream_comes_through(ranks, capsys):
+    def flood():
+        line = str(dist.get_rank()) * 99 + "\n"
+        for _ in range(10_500):
+            sys.stderr.write(line)
+            sys.stdout.write(line)
+        return dist.get_rank()
+
+    assert ranks(flood) == [0, 1, 2]
+    for text in capsys.readouterr():
+        assert text == "".join(f"[rank {r}] {str(r) * 99}\n" * 10_500 for r in range(3))
+
+
+def test_a_child_that_outlives_the_call_delays_nobody(ranks, capsys):
+    def leave():
+        if dist.get_rank() == 0:
+            subprocess.Popen(["sh", "-c", "sleep 60; echo late"]).returncode = 0
+            threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        return os.getpid()
+
+    start = time.monotonic()
+    with md.ranks(2) as pool:
+        pool(leave)
+        assert pool(dist.get_rank) == [0, 1]
+    assert time.monotonic() - start < 5
+    assert capsys.readouterr() == ("", "")
+
+
+# ---- errors -------------------------------------------------------------------------------
+
+
+def test_one_ranks_error_is_told_with_its_line_and_where_the_others_were(ranks):
+    def fail():
+        if dist.get_rank() == 1:
+            raise KeyError("lost")
+        dist.barrier()
+
+    here = os.path.relpath(__file__)
+    assert told(ranks, fail) == (
+        "rank 1 raised KeyError: 'lost'\n\n"
+        f"  {here}, line {line_of(fail, 2)}, in fail\n"
+        '      raise KeyError("lost")\n\n'
+        "Where the other ranks were:\n"
+        f"  ranks 0, 2: in barrier, {here}, line {line_of(fail, 3)}, in fail\n"
+        f"      dist.barrier()\n\n{ENDED}"
+    )
+    assert ranks(dist.get_rank) == [0, 1, 2]
+
+
+def test_the_readers_lines_are_shown_and_the_libraries_are_not(ranks):
+    def outer():
+        inner(torch.nn.Linear(2, 3))
+
+    def inner(model):
+        model(torch.ones(3))
+
+    here = os.path.relpath(__file__)
+    assert told(ranks, outer) == (
+        "every rank raised RuntimeError: "
+        "mat1 and mat2 shapes cannot be multiplied (1x3 and 2x3)\n\n"
+        f"  {here}, line {line_of(outer, 1)}, in outer\n"
+        "      inner(torch.nn.Linear(2, 3))\n"
+        f"  {here}, line {line_of(inner, 1)}, in inner\n"
+        f"      model(torch.ones(3))\n\n{LASTS}"
+    )
+
+
+def test_where_no_line_is_the_readers_the_innermost_is_shown_the_same_everywhere(ranks):
+    message = told(ranks, json.loads, "{")
+    assert "\n  json/decoder.py, line " in message
+    assert os.path.dirname(json.__file__) not in message
+    assert told(ranks, int, "x") == (
+        f"every rank raised ValueError: invalid literal for int() with base 10: 'x'\n\n{LASTS}"
+    )
+
+
+def test_the_error_has_the_rank_its_exception_and_all_tracebacks(ranks):
+    def fail():
+        if dist.get_rank() > 0:
+            time.sleep(0.1 * (2 - dist.get_rank()))
+            raise ValueError(dist.get_rank(), "was wrong")
+
+    with pytest.raises(md.RankError) as raised:
+        ranks(fail)
+    error = raised.value
+    assert error.rank == 2
+    assert type(error.__cause__) is ValueError
+    assert error.__cause__.args == (2, "was wrong")
+    assert list(error.tracebacks) == [1, 2]
+    for rank, text in error.tracebacks.items():
+        assert text.startswith("Traceback (most recent call last):\n")
+        assert text.endswith(f"ValueError: ({rank}, 'was wrong')\n")
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.rank, again.tracebacks) == (str(error), 2, error.tracebacks)
+
+
+def test_the_same_error_on_all_ranks_is_told_once(ranks):
+    def fail():
+        time.sleep(0.05 * (2 - dist.get_rank()))
+        raise ValueError("the same")
+
+    for _ in range(3):
+        message = told(ranks, fail)
+        assert message.startswith("every rank raised ValueError: the same\n\n  ")
+        assert message.count("the same") == 2  # the second time in the line of code
+
+
+def test_ranks_outlive_a_typo(ranks):
+    before = ranks(os.getpid)
+    told(ranks, lambda: undefined)  # noqa: F821
+    assert ranks(os.getpid) == before
+
+
+def test_ranks_outlive_a_typo_after_they_communicated_equally(ranks):
+    def train():
+        dist.all_reduce(torch.ones(1))
+        raise ValueError("a typo")
+
+    before = ranks(os.getpid)
+    assert told(ranks, train).endswith(LASTS)
+    assert ranks(os.getpid) == before
+
+
+@pytest.mark.parametrize("subgroup", [False, True], ids=["default group", "new group"])
+def test_ranks_do_not_outlive_a_message_that_nobody_took(ranks, subgroup):
+    def owe(subgroup):
+        group = dist.new_group([0, 1, 2]) if subgroup else None
+        if dist.get_rank() == 0:
+            dist.isend(torch.ones(1), 1, group=group)
+        raise ValueError("a typo")
+
+    assert told(ranks, owe, subgroup).endswith(ENDED)
+
+
+class OddError(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+class OwnInitError(Exception):
+    def __init__(self, first, second):
+        super().__init__(f"{first} and {second}")
+
+
+class LockError(Exception):
+    def __init__(self):
+        super().__init__("locked")
+        self.lock = threading.Lock()
+
+
+class OnlyThereError(Exception):
+    """Can be rebuilt in the rank, and not here."""
+
+    def __reduce__(self):
+        return eval, (f"__import__('os').getpid() != {self.args[1]} or 1 / 0",)
+
+    def __str__(self):
+        return self.args[0]
+
+
+class UnequalError(Exception):
+    def __eq__(self, other):
+        raise RuntimeError("cannot be compared")
+
+    __hash__ = None
+
+    def __bool__(self):
+        return False
+
+
+ODDITIES = [
+    (OddError, (), "OddError: <exception str() failed>", True),
+    (OwnInitError, (1, 2), "OwnInitError: 1 and 2", False),
+    (LockError, (), "LockError: locked", False),
+    (OnlyThereError, ("far", os.getpid()), "OnlyThereError: far", False),
+    (UnequalError, (), "UnequalError", True),
+    (ExceptionGroup, ("two", [ValueError(1), KeyError(2)]), "ExceptionGroup: two", True),
+    (KeyboardInterrupt, (), "KeyboardInterrupt", True),
+    (GeneratorExit, (), "GeneratorExit", True),
+    (BaseException, ("base",), "BaseException: base", True),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "args", "text", "comes_back"), ODDITIES, ids=[kind.__name__ for kind, *_ in ODDITIES]
+)
+def test_any_exception_is_told(ranks, kind, args, text, comes_back):
+    def fail():
+        raise kind(*args)
+
+    with pytest.raises(md.RankError) as raised:
+        ranks(fail)
+    assert str(raised.value).startswith(f"every rank raised {text}")
+    assert str(raised.value).endswith(LASTS)
+    assert (type(raised.value.__cause__) is kind) == comes_back
+
+
+def test_an_endless_recursion_is_told_in_few_lines(ranks):
+    def deeper():
+        return deeper()
+
+    message = told(ranks, deeper)
+    assert message.startswith("every rank raised RecursionError: maximum recursion depth exceeded")
+    assert len(message.splitlines()) < 50
+    assert " more ...\n" in message
+
+
+def test_a_deep_chain_of_exceptions_is_told_by_its_last(ranks):
+    def chain():
+        error = None
+        for level in range(3000):
+            try:
+                raise ValueError(level) from error
+            except ValueError as e:
+                error = e
+        raise RuntimeError("the last") from error
+
+    assert told(ranks, chain).startswith("every rank raised RuntimeError: the last\n")
+
+
+# ---- the life of a pool -------------------------------------------------------------------
+
+
+def test_a_pool_closes_twice_and_then_refuses_calls():
+    pool = md.ranks(2)
+    pids = pool(os.getpid)
+    assert repr(pool) == "<2 ranks>"
+    pool.close()
+    pool.close()
+    assert repr(pool) == "<2 ranks, closed>"
+    with pytest.raises(RuntimeError, match="these ranks were closed"):
+        pool(dist.get_rank)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_pool_that_is_forgotten_ends():
+    pids = md.ranks(2)(os.getpid)
+    assert eventually(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), 5)
+
+
+def test_a_rank_that_left_its_group_closes_in_peace(capsys):
+    with md.ranks(2) as pool:
+        pool(dist.destroy_process_group)
+        assert pool(os.getcwd) == [os.getcwd()] * 2
+    assert capsys.readouterr() == ("", "")
+
+
+def test_two_pools_live_side_by_side():
+    with md.ranks(2) as first, md.ranks(3) as second:
+        assert first(dist.get_world_size) == [2, 2]
+        assert second(dist.get_world_size) == [3, 3, 3]
+        told(second, lambda: os._exit(1))
+        assert first(dist.get_rank) == [0, 1]
+
+
+def test_a_pool_may_be_called_from_any_thread(ranks):
+    results = {}
+
+    def call(number):
+        results[number] = ranks(lambda: (number, dist.get_rank()))
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {n: [(n, 0), (n, 1), (n, 2)] for n in range(8)}
+
+
+def test_threads_that_start_pools_at_once_leave_main_alone():
+    main, results = sys.modules["__main__"], []
+
+    def launch(number):
+        results.append(md.launch(lambda: number + dist.get_rank(), world_size=2))
+
+    for _ in range(3):
+        threads = [threading.Thread(target=launch, args=(10 * n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sys.modules["__main__"] is main
+    assert sorted(results) == sorted([[0, 1], [10, 11], [20, 21], [30, 31]] * 3)
+
+
+def test_an_interrupt_while_a_rank_starts_is_put_off_until_it_is_known(monkeypatch):
+    """Between the fork and the note of it, an interrupt would leave a process behind."""
+    start, started = forkserver.start, []
+
+    def interrupted(*args):
+        started.append(start(*args))
+        signal.raise_signal(signal.SIGINT)
+        return started[-1]
+
+    monkeypatch.setattr(forkserver, "start", interrupted)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            md.ranks(2)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert len(started) == 1
+    with pytest.raises(ValueError, match="process object is closed"):  # it was ended, and joined
+        started[0].is_alive()
+
+
+@needs_proc
+@pytest.mark.timeout(120)
+def test_two_hundred_launches_leave_nothing(tmp_path):
+    source = """
+import gc, os, threading, time
+import minidist as md, torch, torch.distributed as dist
+
+def sum_up():
+    x = torch.ones(1); dist.all_reduce(x)
+    return x.item()
+
+def count():
+    gc.collect()
+    print(len(os.listdir("/proc/self/fd")), threading.active_count(), flush=True)
+    time.sleep(0.5)  # to be looked at
+
+assert md.launch(sum_up, world_size=2) == [2.0, 2.0]
+count()
+for _ in range(200):
+    assert md.launch(sum_up, world_size=2) == [2.0, 2.0]
+count()
+"""
+    with Program(source, tmp_path) as program:
+        before = program.line()
+        family, files = len(program.alive()), program.temporary()
+        assert program.line() == before  # file descriptors, threads
+        assert len(program.alive()) == family == 3  # itself, forkserver, resource tracker
+        assert program.temporary() == files
+        assert program.finish(30) == (0, "", "")
+        assert program.gone_within(5)
+        assert program.temporary() == []
+
+
+# ---- programs -----------------------------------------------------------------------------
+
+ENDINGS = {
+    "falls off its end": ("", 0),
+    "sys.exit": ("sys.exit(3)", 3),
+    "SIGTERM": ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
+    "SIGKILL in a call": (
+        "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start(); r(time.sleep, 60)",
+        -signal.SIGKILL,
+    ),
+}
+
+
+@needs_proc
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_program_with_an_open_pool_ends_at_once_and_leaves_nothing(ending, tmp_path):
+    """It has no `if __name__ == "__main__"`, and has used weakref.finalize before anything else."""
+    source = f"""
+import tempfile
+folder = tempfile.TemporaryDirectory(dir={str(tmp_path)!r}, ignore_cleanup_errors=True)
+folder.cleanup()
+import os, signal, sys, threading, time
+import minidist as md
+r = md.ranks(2)
+print(len(set(r(os.getpid))), flush=True)
+{ENDINGS[ending][0]}
+"""
+    with Program(source, tmp_path) as program:
+        assert program.line() == "2"
+        assert program.finish(10) == (ENDINGS[ending][1], "", "")
+        assert program.gone_within(5)
+        assert program.temporary() == []
+
+
+def test_a_program_runs_without_stdin_and_in_a_folder_that_is_gone(tmp_path):
+    source = """
+import os
+os.close(0)
+import minidist as md
+r = md.ranks(2)
+r(print, "heard")
+r.close()
+os.mkdir("gone"); os.chdir("gone"); os.rmdir("../gone")
+try:
+    md.ranks(2)
+except FileNotFoundError as error:
+    print("refused")
+"""
+    with Program(source, tmp_path) as program:
+        out = "[rank 0] heard\n[rank 1] heard\nrefused\n"
+        assert program.finish(30) == (0, out, "")
+        assert program.temporary() == []
+
+
+def test_functions_and_classes_of_a_program_travel(tmp_path):
+    source = """
+import minidist as md, torch.distributed as dist
+print("once")
+
+class Counter:
+    def __init__(self, n): self.n = n
+    def __add__(self, k): return Counter(self.n + k)
+
+def add(counter): return counter + dist.get_rank()
+
+out = md.launch(add, Counter(10), world_size=3)
+print([type(c) is Counter for c in out], [c.n for c in out])
+"""
+    with Program(source, tmp_path) as program:
+        assert program.finish(30) == (0, "once\n[True, True, True] [10, 11, 12]\n", "")
+
+
+WINDOWS = "minidist starts its ranks with Python's forkserver, which Windows does not have. "
+
+
+def test_where_there_is_no_forkserver_the_error_names_wsl(monkeypatch):
+    monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: ["spawn"])
+    with pytest.raises(OSError) as raised:
+        md.ranks(2)
+    assert str(raised.value) == (
+        f"{WINDOWS}Use the Windows Subsystem for Linux (WSL), where everything here works."
+    )
+
+
+def test_a_python_without_windows_missing_parts_comes_as_far_as_that_error(tmp_path):
+    """Take away what Windows has not, before minidist is imported."""
+    source = """
+import ctypes, multiprocessing, multiprocessing.context, os, signal
+import torch, torch.distributed
+
+class CDLL(ctypes.CDLL):
+    def __init__(self, name, *args, **kwargs):
+        if name is None:
+            raise TypeError("argument of type 'NoneType' is not iterable")
+        super().__init__(name, *args, **kwargs)
+
+ctypes.CDLL = CDLL
+multiprocessing.get_all_start_methods = lambda: ["spawn"]
+del multiprocessing.context.ForkServerContext
+del os.setsid, os.killpg, os.fork, signal.SIGKILL
+import minidist as md
+try:
+    md.ranks(2)
+except OSError as error:
+    print(error)
+"""
+    with Program(source, tmp_path) as program:
+        code, out, err = program.finish(30)
+        assert (code, err) == (0, "")
+        assert out.startswith(WINDOWS)
