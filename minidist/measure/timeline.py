@@ -5,13 +5,11 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from minidist.measure import record
+from minidist.measure.meter import Meter
 from minidist.measure.record import Event
-from minidist.measure.traffic import current_rank
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class Span:
     end: float
 
 
-class Timeline:
+class Timeline(Meter):
     """Records what one rank does within a `with` block, as spans of time. Lesson 2.
 
         with md.measure.Timeline() as timeline:
@@ -44,30 +42,17 @@ class Timeline:
     """
 
     def __init__(self) -> None:
-        self.rank = current_rank()[0]
+        super().__init__()
         self.spans: list[Span] = []
-        self._observation: AbstractContextManager[list[Event]] | None = None
-        self._events: list[Event] = []
 
-    def __enter__(self) -> "Timeline":
-        if self._observation is not None:
-            raise RuntimeError("this Timeline is recording already")
-        self.rank, self.spans = current_rank()[0], []
-        self._observation = record.observed()
-        self._events = self._observation.__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        assert self._observation is not None
-        self._observation.__exit__(None, None, None)
+    def _read(self, events: list[Event]) -> None:
         now = time.perf_counter()
-        for event in self._events:
+        for event in events:
             if event.scope is None:  # else it is within a span of its own
                 category = "agreement" if event.control else "communication"
                 end = now if event.end is None else event.end
                 self.spans.append(Span(event.operation, category, event.start, end))
         self.spans.sort(key=lambda span: (span.start, -span.end))
-        self._observation, self._events = None, []
 
     @contextlib.contextmanager
     def span(self, name: str, category: str = "compute") -> Iterator[None]:
@@ -77,13 +62,6 @@ class Timeline:
             yield
         finally:
             self.spans.append(Span(name, category, start, time.perf_counter()))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"rank": self.rank, "spans": self.spans}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]
-        vars(self).update(state)
 
     def __repr__(self) -> str:
         return f"Timeline(rank {self.rank}: {len(self.spans)} spans)"

@@ -1,24 +1,12 @@
 """Who sent how much to whom, to the byte (lesson 2)."""
 
-import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any
 
-import torch.distributed as dist
-
-from minidist.measure import record
+from minidist.measure.meter import Meter
 from minidist.measure.record import Event
 
 
-def current_rank() -> tuple[int, int]:
-    """Our rank and the world size: of the default group, else of the environment, else (0, 1)."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-
-
-class TrafficCounter:
+class TrafficCounter(Meter):
     """Counts what one rank sends and receives within a `with` block. Lesson 2.
 
         with md.measure.TrafficCounter() as traffic:
@@ -44,26 +32,10 @@ class TrafficCounter:
     """
 
     def __init__(self) -> None:
-        self.rank, self.world_size = current_rank()
-        self._count([])
-        self._observation: AbstractContextManager[list[Event]] | None = None
-        self._events: list[Event] = []
+        super().__init__()
+        self._read([])
 
-    def __enter__(self) -> "TrafficCounter":
-        if self._observation is not None:
-            raise RuntimeError("this TrafficCounter is counting already")
-        self.rank, self.world_size = current_rank()
-        self._observation = record.observed()
-        self._events = self._observation.__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        assert self._observation is not None
-        self._observation.__exit__(None, None, None)
-        self._count(self._events)
-        self._observation, self._events = None, []
-
-    def _count(self, events: list[Event]) -> None:
+    def _read(self, events: list[Event]) -> None:
         data = [event for event in events if not event.control]
         sent = [event for event in data if event.kind == "sent"]
         received = [event for event in data if event.kind == "received"]
@@ -88,13 +60,6 @@ class TrafficCounter:
             if event.peer is not None:
                 nbytes[event.peer] += event.nbytes
         return nbytes
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if not k.startswith("_")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]
-        vars(self).update(state)
 
     def __repr__(self) -> str:
         return (
