@@ -2,7 +2,7 @@
 
 from math import cos, pi, sin
 
-from style import INK, PALE, RANKS, arrow, box, ink, paper, save
+from style import INK, PALE, RANKS, arrow, box, ink, name, paper, save
 
 
 def rank() -> None:
@@ -20,16 +20,7 @@ def rank() -> None:
             shade = RANKS[number]
             box(axes, x, 0.5, 1.66, 1.7, edgecolor=shade, linewidth=2)
             box(axes, x, 1.72, 1.66, 0.48, facecolor=shade, edgecolor=shade)
-            axes.text(
-                x + 0.83,
-                1.96,
-                f"rank {number}",
-                color=ink(shade),
-                fontsize=12,
-                fontweight="bold",
-                ha="center",
-                va="center",
-            )
+            name(axes, x + 0.83, 1.96, number, 12)
             told = f"RANK={number}\nWORLD_SIZE=4\nGROUP_RANK={node}\nLOCAL_RANK={local}"
             axes.text(
                 x + 0.14, 1.1, told, family="monospace", fontsize=9, va="center", linespacing=1.5
@@ -53,16 +44,7 @@ def send_recv() -> None:
     for number, x in enumerate(xs):
         shade = RANKS[number]
         box(axes, x - 0.62, 1.3, 1.24, 0.8, facecolor=shade, edgecolor=shade)
-        axes.text(
-            x,
-            1.8,
-            f"rank {number}",
-            color=ink(shade),
-            fontsize=12,
-            fontweight="bold",
-            ha="center",
-            va="center",
-        )
+        name(axes, x, 1.8, number, 12)
         adds = "starts with 0" if number == 0 else f"adds {number}"
         axes.text(x, 1.5, adds, color=ink(shade), fontsize=9, ha="center", va="center")
     for number in range(3):
@@ -119,16 +101,7 @@ def rendezvous() -> None:
         for number, (x, y) in enumerate(places):
             shade = RANKS[number]
             box(axes, x - 0.3, y - 0.19, 0.6, 0.38, facecolor=shade, edgecolor="white")
-            axes.text(
-                x,
-                y,
-                f"rank {number}",
-                color=ink(shade),
-                fontsize=9.5,
-                fontweight="bold",
-                ha="center",
-                va="center",
-            )
+            name(axes, x, y, number, 9.5)
     axes.text(
         4.2,
         0.14,

@@ -14,7 +14,19 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 from minidist.plot import RANKS
 from minidist.plot.palette import INK, PALE, STYLE, ink
 
-__all__ = ["INK", "PALE", "RANKS", "Axes", "arrow", "box", "ink", "paper", "save", "stripes"]
+__all__ = [
+    "INK",
+    "PALE",
+    "RANKS",
+    "Axes",
+    "arrow",
+    "box",
+    "ink",
+    "name",
+    "paper",
+    "save",
+    "stripes",
+]
 
 HERE = Path(__file__).parent
 plt.rcParams.update(STYLE)
@@ -42,6 +54,12 @@ def box(axes: Axes, x: float, y: float, width: float, height: float, **looks: ob
     looks = {"facecolor": "white", "edgecolor": PALE, "linewidth": 1.2} | looks
     shape = "round,pad=0,rounding_size=0.08"
     axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=shape, **looks))
+
+
+def name(axes: Axes, x: float, y: float, rank: int, size: float) -> None:
+    """The name of a rank, centred upon its colour."""
+    looks = {"color": ink(RANKS[rank]), "fontsize": size, "fontweight": "bold"}
+    axes.text(x, y, f"rank {rank}", ha="center", va="center", **looks)
 
 
 def arrow(
