@@ -16,33 +16,49 @@ from multiprocessing.connection import Connection
 _LINE_START = re.compile(r"(?<=[\r\n])(?=[^\r\n])")
 
 
+# How many characters of a stream are held back at most: a rank that prints without end, while
+# another one is live, must not fill the memory.
+LIMIT = 1 << 23
+
+
 class Stream:
     """One pipe of one rank: its stdout, or its stderr."""
 
     def __init__(self, pipe: Connection, name: str, prefix: str) -> None:
         self.pipe, self.name, self.prefix = pipe, name, prefix
         self.held: list[str] = []
+        self._size = 0  # characters in it
+        self._dropped = 0  # and what came when it was full
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._last = "\n"  # the last character shown
         os.set_blocking(pipe.fileno(), False)
 
     def drain(self) -> bool:
         """Take what lies in the pipe; False once its writer is gone."""
-        while True:
+        for _ in range(16):  # 1 MB, more than a pipe holds; a writer without end must not keep us
             try:
                 data = os.read(self.pipe.fileno(), 1 << 16)
             except BlockingIOError:
                 return True
             if not data:
                 return False
-            self.held.append(self._decoder.decode(data))
+            text = self._decoder.decode(data)
+            if self._size + len(text) > LIMIT:
+                self._dropped += len(text)
+            else:
+                self.held.append(text)
+                self._size += len(text)
+        return True
 
     def show(self, *, ended: bool) -> None:
         """Write what was held; at the end of a call, end the last line too."""
         if ended:
             self.held.append(self._decoder.decode(b"", final=True))
+        if self._dropped:
+            self.held.append(f"\n... {self._dropped} more characters, too many to hold back ...\n")
         text = "".join(self.held)
         self.held.clear()
+        self._size = self._dropped = 0
         if text:
             shown = _LINE_START.sub(self.prefix, self._last + text)[1:]
             self._write(shown)

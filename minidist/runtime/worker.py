@@ -104,8 +104,10 @@ def _watch(control: Connection, folder: str, main_thread: int) -> None:
         # The program is gone, without a farewell. Wait a moment before the folder goes too: a
         # rank that has just started and finds no rendezvous there would keep the GIL, and live.
         time.sleep(0.3)
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.rmtree(get_temp_dir(), ignore_errors=True)  # the parent's: its forkserver's socket
+        for path in (folder, get_temp_dir()):  # the parent's: its forkserver's socket
+            for _ in range(100):  # while others still make files in it
+                if os.path.exists(path):
+                    shutil.rmtree(path, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 
