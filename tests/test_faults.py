@@ -1,0 +1,523 @@
+"""Real faults: ranks are killed, leave, hang and raise; programs are interrupted and killed.
+
+After each one the bar is the same: an error within 5 seconds that names the rank to blame and
+where the others were, no process left behind, and a next call that works.
+"""
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing import forkserver as pythons_forkserver
+
+import pytest
+import torch
+import torch.distributed as dist
+from programs import Program, eventually
+
+import minidist as md
+
+SOON = 5  # seconds
+TIMEOUT = 3  # the ranks' own
+SIZE = 4
+
+KILLED = "was killed by SIGKILL (kill -9, or the system had no memory left)"
+ENDED = "The ranks were ended, and what they held is lost; the next call starts new ones."
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.skipif(not os.path.exists("/proc/self/environ"), reason="finds processes by /proc"),
+]
+
+
+@pytest.fixture(scope="module")
+def kept():
+    with md.ranks(SIZE, timeout=TIMEOUT) as pool:
+        yield pool
+
+
+@pytest.fixture
+def ranks(kept):
+    """Four ranks; whatever a test does to them, they or their successors work afterwards, and
+    nothing of those before is left."""
+    pids = kept(os.getpid)
+    yield kept
+    assert kept(work) == [10.0] * SIZE
+    left = set(pids) - set(kept(os.getpid))
+    assert left in (set(), set(pids))  # all of them, or none
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in left)
+
+
+def work():
+    x = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(x)
+    return x.item()
+
+
+def failing(ranks, function, *args, within=SOON):
+    """The error of a call, which comes soon."""
+    start = time.monotonic()
+    with pytest.raises(md.RankError) as raised:
+        ranks(function, *args)
+    assert time.monotonic() - start < within
+    return raised.value
+
+
+def places(error):
+    """Where the error says that the other ranks were: by rank."""
+    listed = str(error).split("\n\nWhere the other ranks were:\n")[1].split("\n\n")[0]
+    told = {}
+    for numbers, place in re.findall(r"^  ranks? ([\d, ]+): (.*)", listed, re.MULTILINE):
+        told |= {int(number): place for number in numbers.split(", ")}
+    return told
+
+
+# ---- kill -9 before and inside every collective -------------------------------------------
+
+
+def call(api, operation):
+    """One collective of torch.distributed or of minidist.collectives, other data on each rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.full((1000,), float(rank))
+    several = [torch.full((1000,), float(rank * size + i)) for i in range(size)]
+    empty = [torch.empty(1000) for _ in range(size)]
+    if operation == "broadcast":
+        api.broadcast(x, 1)
+    elif operation == "all_reduce":
+        api.all_reduce(x)
+    elif operation == "reduce":
+        api.reduce(x, 1)
+    elif operation == "all_gather":
+        api.all_gather(empty, x)
+    elif operation == "gather":
+        api.gather(x, empty if rank == 1 else None, 1)
+    elif operation == "scatter":
+        api.scatter(x, several if rank == 1 else None, 1)
+    elif operation == "reduce_scatter":
+        api.reduce_scatter(x, several)
+    elif operation == "all_to_all":
+        api.all_to_all(empty, several)
+    elif operation == "all_to_all_single":
+        api.all_to_all_single(torch.empty(1000), x)
+    elif operation == "barrier":
+        api.barrier()
+    elif operation == "recv":  # round the ring
+        sending = api.isend(x, (rank + 1) % size)
+        api.recv(empty[0], (rank - 1) % size)
+        sending.wait()
+    elif operation == "send":
+        large = torch.zeros(10_000_000)  # more than a socket holds
+        if rank % 2:
+            api.recv(large, rank - 1)
+        api.send(large, (rank + 1) % size)
+        if rank % 2 == 0:
+            api.recv(large, (rank - 1) % size)
+    else:
+        raise AssertionError(operation)
+
+
+def killed_before(library, operation, victim):
+    if dist.get_rank() == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    call(md.collectives if library == "minidist" else dist, operation)
+
+
+def killed_inside(library, operation, victim):
+    """The one before the victim comes late, so that the victim is still in it when it dies."""
+    rank = dist.get_rank()
+    if rank == victim:
+        threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    if rank == (victim - 1) % SIZE:
+        time.sleep(0.3)
+    call(md.collectives if library == "minidist" else dist, operation)
+    if rank == victim:  # a victim that waits for nobody: a root that sends
+        time.sleep(10)
+
+
+NINE = [
+    "broadcast",
+    "all_reduce",
+    "reduce",
+    "all_gather",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "all_to_all",
+    "barrier",
+]
+TORCHS = [*(name for name in NINE if name != "all_to_all"), "all_to_all_single", "recv", "send"]
+COLLECTIVES = [("torch", name) for name in TORCHS] + [("minidist", name) for name in NINE]
+# Each rank has its turn; for an all_reduce, every rank.
+VICTIMS = [(*which, turn % SIZE) for turn, which in enumerate(COLLECTIVES)]
+VICTIMS += [("torch", "all_reduce", rank) for rank in range(SIZE) if rank != 1]
+VICTIMS += [("minidist", "all_reduce", rank) for rank in range(SIZE)]
+
+
+@pytest.mark.parametrize("how", [killed_before, killed_inside], ids=["before", "inside"])
+@pytest.mark.parametrize(
+    ("library", "operation", "victim"), list(dict.fromkeys(VICTIMS)), ids=lambda value: str(value)
+)
+def test_a_killed_rank_is_named_and_where_the_others_were(ranks, library, operation, victim, how):
+    error = failing(ranks, how, library, operation, victim)
+    assert str(error).startswith(f"rank {victim} {KILLED}\n\nWhere the other ranks were:\n")
+    assert str(error).endswith(f"\n\n{ENDED}")
+    assert error.rank == victim
+    told = places(error)
+    assert sorted(told) == [rank for rank in range(SIZE) if rank != victim]
+    # (A wait() for what was sent is a call into C++, of which Python knows only the line.)
+    name = {"recv": "(in isend,|in recv,|at)", "send": "in (send|recv),"}
+    inside = name.get(operation, f"in {operation},") + r" .*test_faults.py, line \d+, in call"
+    for place in told.values():
+        assert re.fullmatch(f"{inside}|had finished", place)
+    if operation in ("all_reduce", "all_gather", "reduce_scatter", "barrier"):  # all need all
+        assert "had finished" not in told.values()
+
+
+# ---- other ends ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("victim", range(SIZE))
+def test_of_errors_at_different_times_the_first_is_named(ranks, victim):
+    def fail():
+        rank = dist.get_rank()
+        time.sleep(0.15 * ((rank - victim) % SIZE))
+        raise ValueError(f"of rank {rank}")
+
+    error = failing(ranks, fail)
+    assert str(error).startswith(f"rank {victim} raised ValueError: of rank {victim}\n")
+    assert str(error.__cause__) == f"of rank {victim}"
+    assert all(place.startswith("raised ValueError too, ") for place in places(error).values())
+    assert sorted(error.tracebacks) == list(range(SIZE))
+
+
+def test_an_own_error_comes_before_what_it_does_to_others(ranks):
+    """The others' lost connections come later, and are no cause."""
+
+    def fail():
+        if dist.get_rank() == 2:
+            time.sleep(0.2)
+            raise ValueError("the cause")
+        dist.all_reduce(torch.ones(3))
+
+    error = failing(ranks, fail)
+    assert (error.rank, str(error.__cause__)) == (2, "the cause")
+    assert all(place.startswith("in all_reduce, ") for place in places(error).values())
+
+
+EXITS = {
+    "sys.exit(0)": (lambda: sys.exit(0), "exited early: sys.exit(0)"),
+    "sys.exit()": (lambda: sys.exit(), "exited early: sys.exit()"),
+    "os._exit(0)": (lambda: os._exit(0), "exited early, with code 0"),
+    "os._exit(7)": (lambda: os._exit(7), "exited early, with code 7"),
+    "a crash": (lambda: ctypes.string_at(0), "was killed by SIGSEGV"),
+    "abort": (lambda: os.abort(), "was killed by SIGABRT"),
+    "SIGTERM": (lambda: os.kill(os.getpid(), signal.SIGTERM), "was killed by SIGTERM"),
+}
+
+
+@pytest.mark.parametrize("way", EXITS)
+def test_a_rank_that_leaves_early_is_named(ranks, way):
+    def leave(exits):
+        if dist.get_rank() == 2:
+            exits()
+        dist.barrier()
+
+    exits, text = EXITS[way]
+    error = failing(ranks, leave, exits)
+    assert str(error).startswith(f"rank 2 {text}\n")
+    assert set(places(error)) == {0, 1, 3}
+    assert all(place.startswith("in barrier, ") for place in places(error).values())
+
+
+@pytest.mark.parametrize("way", ["sys.exit(0)", "os._exit(0)"])
+def test_a_rank_that_leaves_after_the_others_are_done_is_named(ranks, way):
+    def leave(exits):
+        if dist.get_rank() == 1:
+            time.sleep(0.2)
+            exits()
+
+    exits, text = EXITS[way]
+    error = failing(ranks, leave, exits)
+    assert str(error).startswith(f"rank 1 {text}")
+    assert places(error) == {0: "had finished", 2: "had finished", 3: "had finished"}
+
+
+def test_all_ranks_killed_at_once_are_told_the_same_each_time(ranks):
+    def leave():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    for _ in range(2):
+        error = failing(ranks, leave)
+        assert str(error) == (
+            f"rank 0 {KILLED}\n\nWhere the other ranks were:\n  ranks 1, 2, 3: {KILLED}\n\n{ENDED}"
+        )
+
+
+def sleep():
+    time.sleep(60)
+
+
+def compute():
+    while True:
+        pass
+
+
+def hold_the_gil():
+    ctypes.PyDLL(None).sleep(60)
+
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+AWAY = {
+    sleep: r"It was at .*test_faults.py, line \d+, in absent\n",
+    compute: r"It was at .*test_faults.py, line \d+, in compute\n",
+    hold_the_gil: r"It gave no answer \(in native code, or stopped\)\n",
+    stop: r"It gave no answer \(in native code, or stopped\)\n",
+    os.getpid: r"It had finished\.\n",
+}
+
+
+@pytest.mark.parametrize("away", AWAY, ids=lambda away: away.__name__)
+def test_a_rank_that_does_not_join_is_named_after_the_timeout(ranks, away):
+    def absent():
+        if dist.get_rank() == 1:
+            if away is sleep:
+                return time.sleep(60)
+            return away()
+        dist.all_reduce(torch.ones(2))
+
+    error = failing(ranks, absent, within=TIMEOUT + SOON)
+    assert re.match(
+        rf"rank 1 did not join all_reduce within {TIMEOUT} s\. {AWAY[away]}", str(error)
+    )
+    assert set(places(error)) == {0, 2, 3}
+    assert all(place.startswith("in all_reduce, ") for place in places(error).values())
+
+
+def test_a_rank_that_prints_without_end_ends_with_the_others(ranks, capsys):
+    def fail():
+        if dist.get_rank() == 0:
+            subprocess.Popen(["yes"]).wait()
+        time.sleep(0.2)
+        raise ValueError("enough")
+
+    assert failing(ranks, fail).rank == 1
+    assert capsys.readouterr().out.startswith("[rank 0] y\n[rank 0] y\n")
+
+
+@pytest.mark.parametrize("victim", range(SIZE))
+def test_a_rank_killed_between_two_calls_is_named_by_the_next(ranks, victim):
+    os.kill(ranks(os.getpid)[victim], signal.SIGKILL)
+    time.sleep(0.1)
+    error = failing(ranks, work)
+    assert str(error).startswith(f"rank {victim} {KILLED}\n")
+    assert set(places(error)) == set(range(SIZE)) - {victim}
+
+
+def test_a_killed_ranks_children_go_with_it(ranks):
+    def leave():
+        child = subprocess.Popen(["sleep", "60"])
+        child.returncode = 0  # it shall outlive the call, without a warning
+        return child.pid
+
+    children = ranks(leave)
+    assert all(os.path.exists(f"/proc/{child}") for child in children)
+    os.kill(ranks(os.getpid)[1], signal.SIGKILL)
+    failing(ranks, work)
+
+    def gone(pid):
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                return not file.read()  # a zombie, whose parent is gone as well
+        except OSError:
+            return True
+
+    assert eventually(lambda: all(map(gone, children)), SOON)
+
+
+def kill_the_forkserver():
+    pid = pythons_forkserver._forkserver._forkserver_pid
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
+@pytest.mark.parametrize("when", ["between two calls", "in a call"])
+def test_a_killed_forkserver_ends_the_call_and_a_new_one_is_started(ranks, when):
+    if when == "in a call":
+        killer = threading.Timer(0.3, kill_the_forkserver)
+        killer.start()
+        error = failing(ranks, sleep)
+        killer.join()
+    else:
+        kill_the_forkserver()
+        error = failing(ranks, sleep)
+    assert str(error).startswith(
+        "rank 0 exited early, with code 255, or else the forkserver was killed\n"
+    )
+    assert ranks(work) == [10.0] * SIZE
+
+
+def test_a_rank_that_fails_to_start_is_an_error_at_once(monkeypatch):
+    def no_such_card(*_):
+        raise RuntimeError("no such card")
+
+    monkeypatch.setattr(md.rank, "_stage", no_such_card)
+    with pytest.raises(
+        md.RankError, match="every rank raised RuntimeError: no such card"
+    ) as raised:
+        md.ranks(2)
+    assert str(raised.value).endswith(ENDED)
+
+
+# ---- the program is interrupted -----------------------------------------------------------
+
+INTERRUPTED = """
+import ctypes, os, subprocess, sys, time
+import minidist as md, torch, torch.distributed as dist
+
+def hang(way):
+    if dist.get_rank() == 1:
+        if way == "waits":
+            while True: time.sleep(0.1)
+        if way == "gil":
+            ctypes.PyDLL(None).sleep(60)
+        if way == "prints":
+            subprocess.Popen(["yes"], stdout=sys.stderr).wait()
+        if way == "ignores":
+            import signal
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            subprocess.Popen(["sleep", "60"]).wait()
+    dist.barrier()
+
+with md.ranks(3, timeout=50) as r:
+    for way in ["waits", "gil", "prints", "ignores"]:
+        try:
+            print(r(os.getcwd) and way, flush=True)
+            r(hang, way)
+        except KeyboardInterrupt as told:
+            print(repr(str(told)), flush=True)
+    def total():
+        x = torch.ones(1); dist.all_reduce(x)
+        return x.item()
+    print(r(total), flush=True)
+"""
+
+WHERE = {
+    "waits": "at program.py, line 9, in hang\n      while True: time.sleep(0.1)",
+    "gil": "gave no answer (in native code, or stopped)",
+    "prints": 'in wait, program.py, line 13, in hang\n      subprocess.Popen(["yes"], stdout=sys.stderr)'
+    ".wait()",
+    "ignores": 'in wait, program.py, line 17, in hang\n      subprocess.Popen(["sleep", "60"]).wait()',
+}
+
+
+@pytest.mark.parametrize("to", ["the program", "its whole process group"])
+def test_an_interrupted_call_ends_soon_and_tells_each_ranks_line(to, tmp_path):
+    with Program(INTERRUPTED, tmp_path) as program:
+        drained = threading.Thread(target=program.process.stderr.read)
+        drained.start()
+        for way, where in WHERE.items():
+            assert program.line() == way
+            time.sleep(0.5)
+            start = time.monotonic()
+            if to == "the program":
+                os.kill(program.process.pid, signal.SIGINT)
+            else:
+                os.killpg(program.process.pid, signal.SIGINT)
+            text = eval(program.line())
+            assert time.monotonic() - start < SOON
+            assert text == (
+                "The ranks were ended. Where they were:\n"
+                "  ranks 0, 2: in barrier, program.py, line 18, in hang\n      dist.barrier()\n"
+                f"  rank 1: {where}"
+            )
+        assert program.line() == "[3.0, 3.0, 3.0]"
+        assert program.process.wait(SOON) == 0
+        assert program.gone_within(SOON)
+        assert program.temporary() == []
+        drained.join()
+
+
+def test_interrupts_at_any_moment_leave_nothing(tmp_path):
+    """While ranks start, while they work, while they are closed."""
+    source = """
+import gc, os, random, sys, time
+import minidist as md, torch.distributed as dist
+
+def work():
+    dist.barrier()
+
+with md.ranks(2) as r:
+    r(work)
+main, generator = sys.modules["__main__"], random.Random(0)
+signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+interrupted = 0
+for _ in range(60):
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, generator.uniform(0.001, 0.15))
+            with md.ranks(2) as r:
+                r(work)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:
+        interrupted += 1
+    r = None
+    assert sys.modules["__main__"] is main
+assert interrupted > 15, interrupted
+gc.collect()
+print("done", flush=True)
+time.sleep(2)
+with md.ranks(2) as r:
+    print(r(dist.get_rank), flush=True)
+"""
+    with Program(source, tmp_path) as program:
+        assert program.line() == "done"
+        assert eventually(lambda: len(program.alive()) == 3, 1.5)  # with forkserver and tracker
+        assert not [name for name in program.temporary() if name.startswith("minidist-")]
+        assert program.line() == "[0, 1]"
+        assert program.process.wait(SOON) == 0
+        assert program.gone_within(SOON)
+        assert program.temporary() == []
+
+
+# ---- the program is killed ----------------------------------------------------------------
+
+KILLED_WHEN = {
+    "idle": "r(leave_children); print('now', flush=True); time.sleep(60)",
+    "in a call": "r(leave_children); print('now', flush=True); r(time.sleep, 60)",
+    "in a barrier": "print('now', flush=True); r(stay_away)",
+    "while ranks start": "print('now', flush=True)\nwhile True: md.launch(len, [], world_size=8)",
+}
+
+
+@pytest.mark.parametrize("when", KILLED_WHEN)
+def test_a_killed_program_takes_all_with_it(when, tmp_path):
+    source = f"""
+import os, subprocess, sys, time
+import minidist as md, torch.distributed as dist
+
+def leave_children():
+    subprocess.Popen(["sleep", "60"]).returncode = 0
+
+def stay_away():
+    time.sleep(60) if dist.get_rank() == 2 else dist.barrier()
+
+r = md.ranks(3)
+{KILLED_WHEN[when]}
+"""
+    with Program(source, tmp_path) as program:
+        assert program.line() == "now"
+        if when == "while ranks start":
+            assert eventually(lambda: len(program.alive()) in (9, 10, 11, 12), SOON)
+        else:
+            time.sleep(0.5)
+        os.kill(program.process.pid, signal.SIGKILL)
+        assert program.gone_within(SOON)
+        assert program.temporary() == []
