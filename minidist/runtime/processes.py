@@ -30,7 +30,6 @@ class Processes:
     """One process a rank, from the first breath to the last. Used by one thread at a time."""
 
     def __init__(self, environs: Sequence[dict[str, str]], stage: bytes) -> None:
-        self._folder = tempfile.mkdtemp(prefix="minidist-")
         self._ranks: list[BaseProcess] = []
         self._calls: list[Connection] = []
         self._controls: list[Connection] = []
@@ -38,9 +37,13 @@ class Processes:
         errs: list[Connection] = []
         self._running: set[int] = set()
         self._outcomes: dict[int, Outcome] = {}
-        # Should nobody end them: when this object goes, or the interpreter. multiprocessing's own
-        # finalizers run before it waits for children that live on, weakref's perhaps after.
-        self._finalizer = Finalize(self, _kill, args=(self._ranks, self._folder), exitpriority=0)
+        with _uninterrupted():
+            self._folder = tempfile.mkdtemp(prefix="minidist-")
+            # Should nobody end them: when this object goes, or the interpreter. multiprocessing's
+            # finalizers run before it waits for children that live on, weakref's perhaps after.
+            self._finalizer = Finalize(
+                self, _kill, args=(self._ranks, self._folder), exitpriority=0
+            )
         try:
             for environ in environs:
                 calls, far_calls = Pipe()
@@ -87,20 +90,22 @@ class Processes:
 
     def dismiss(self) -> None:
         """Let the ranks leave in order; then end them."""
-        for calls in self._calls:
-            try:
-                calls.send_bytes(b"")
-            except OSError:
-                pass
-        leaving = [rank.sentinel for rank in self._ranks]
-        deadline = time.monotonic() + FAREWELL
-        while leaving and (left := deadline - time.monotonic()) > 0:
-            for ready in wait([*leaving, *self._output.pipes()], left):
-                if isinstance(ready, Connection):
-                    self._output.drain(ready)
-                elif isinstance(ready, int):
-                    leaving.remove(ready)
-        self.end()
+        try:
+            for calls in self._calls:
+                try:
+                    calls.send_bytes(b"")
+                except OSError:
+                    pass
+            leaving = [rank.sentinel for rank in self._ranks]
+            deadline = time.monotonic() + FAREWELL
+            while leaving and (left := deadline - time.monotonic()) > 0:
+                for ready in wait([*leaving, *self._output.pipes()], left):
+                    if isinstance(ready, Connection):
+                        self._output.drain(ready)
+                    elif isinstance(ready, int):
+                        leaving.remove(ready)
+        finally:
+            self.end()
 
     def end(self) -> None:
         """End every rank, and all that it started, now."""
@@ -191,10 +196,11 @@ def _uninterrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        if late and callable(handler):
-            handler(*late[0])
+        if late:
+            signal.raise_signal(signal.SIGINT)
 
 
+@_uninterrupted()
 def _kill(ranks: list[BaseProcess], folder: str) -> None:
     """End the ranks, and all that they started, in a session of each rank's own."""
     for rank in ranks:
