@@ -381,6 +381,8 @@ INTERRUPTED = """
 import ctypes, os, subprocess, sys, time
 import minidist as md, torch, torch.distributed as dist
 
+err = 2
+
 def hang(way):
     if dist.get_rank() == 1:
         if way == "waits":
@@ -388,7 +390,7 @@ def hang(way):
         if way == "gil":
             ctypes.PyDLL(None).sleep(60)
         if way == "prints":
-            subprocess.Popen(["yes"], stdout=sys.stderr).wait()
+            subprocess.Popen(["yes"], stdout=err).wait()
         if way == "ignores":
             import signal
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -408,12 +410,12 @@ with md.ranks(3, timeout=50) as r:
     print(r(total), flush=True)
 """
 
+AT = "program.py, line"
 WHERE = {
-    "waits": "at program.py, line 9, in hang\n      while True: time.sleep(0.1)",
+    "waits": f"at {AT} 11, in hang\n      while True: time.sleep(0.1)",
     "gil": "gave no answer (in native code, or stopped)",
-    "prints": 'in wait, program.py, line 13, in hang\n      subprocess.Popen(["yes"], stdout=sys.stderr)'
-    ".wait()",
-    "ignores": 'in wait, program.py, line 17, in hang\n      subprocess.Popen(["sleep", "60"]).wait()',
+    "prints": f'in wait, {AT} 15, in hang\n      subprocess.Popen(["yes"], stdout=err).wait()',
+    "ignores": f'in wait, {AT} 19, in hang\n      subprocess.Popen(["sleep", "60"]).wait()',
 }
 
 
@@ -434,7 +436,7 @@ def test_an_interrupted_call_ends_soon_and_tells_each_ranks_line(to, tmp_path):
             assert time.monotonic() - start < SOON
             assert text == (
                 "The ranks were ended. Where they were:\n"
-                "  ranks 0, 2: in barrier, program.py, line 18, in hang\n      dist.barrier()\n"
+                "  ranks 0, 2: in barrier, program.py, line 20, in hang\n      dist.barrier()\n"
                 f"  rank 1: {where}"
             )
         assert program.line() == "[3.0, 3.0, 3.0]"
