@@ -145,6 +145,9 @@ def test_what_cannot_be_rebuilt_is_an_error_on_the_side_that_tries(ranks):
 
 def test_some_ranks_are_called_in_the_order_asked_for(ranks):
     assert ranks.on([2, 0], dist.get_rank) == [2, 0]
+    assert ranks.on([], dist.get_rank) == []
+    assert ranks.on([1, 1], lambda: "once") == ["once", "once"]
+    assert ranks(dist.get_rank) == [0, 1, 2]  # and not what is left of the call before
     with pytest.raises(ValueError, match="there is no rank 3 among 3 ranks"):
         ranks.on([0, 3], dist.get_rank)
 

@@ -57,7 +57,7 @@ class Pool:
             if self._closed:
                 raise RuntimeError("these ranks were closed")
             processes = self._started()
-            outcomes = self._attempt(lambda: processes.call(call, ranks))
+            outcomes = self._attempt(lambda: processes.call(call, sorted(set(ranks))))
         return [outcomes[rank].value for rank in ranks]
 
     def get(self, name: str, rank: int | None = None) -> Any:
