@@ -6,6 +6,7 @@ kernel itself is never forked: it has threads, and a fork of those can hang.
 """
 
 import multiprocessing
+import signal
 import sys
 import threading
 import types
@@ -39,10 +40,16 @@ def context() -> "ForkServerContext":
 
 def warm_up() -> None:
     """Start the forkserver now, and return at once: it imports torch while the reader reads."""
-    from multiprocessing import forkserver
-
     context()
-    forkserver.ensure_running()
+    from multiprocessing import forkserver, resource_tracker
+
+    resource_tracker.ensure_running()  # its start would unblock the signal again
+    # A kernel's interrupt goes to the forkserver too, which only ignores it after its imports.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def start(target: Callable[..., None], *args: Any) -> BaseProcess:
@@ -50,6 +57,7 @@ def start(target: Callable[..., None], *args: Any) -> BaseProcess:
 
     It is not a daemon, since a daemon may not have children, and a DataLoader's workers are.
     """
+    warm_up()
     process = context().Process(target=target, args=args, daemon=False)
     with _no_main_module():
         process.start()
