@@ -1,0 +1,372 @@
+"""`%%ranks` in real kernels: what a reader types, sees, interrupts and restarts."""
+
+import os
+import re
+import shutil
+import signal
+import time
+from dataclasses import dataclass, field
+from queue import Empty
+
+import pytest
+from jupyter_client import BlockingKernelClient, KernelManager
+from programs import Family, eventually
+
+SOON = 5  # seconds
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(not os.path.exists("/proc/self/environ"), reason="finds processes by /proc"),
+]
+
+
+@dataclass
+class Shown:
+    """What a cell shows."""
+
+    stdout: str = ""
+    stderr: str = ""
+    results: list[str] = field(default_factory=list)
+    error: str = ""  # as nbval compares it: ename and evalue
+    traceback: str = ""  # as the reader sees it
+
+
+class Kernel(Family):
+    """A notebook's kernel, which pytest does not know of unless `environ` says so."""
+
+    def __init__(self, tmp_path, **environ: str) -> None:
+        super().__init__(tmp_path)
+        self.manager = KernelManager(kernel_name="python3", transport="ipc")
+        self.manager.connection_file = str(tmp_path / "kernel.json")
+        there = {k: v for k, v in self.environ().items() if k != "PYTEST_CURRENT_TEST"}
+        there["PYTHONWARNINGS"] = "error::UserWarning"
+        self.manager.start_kernel(env={**there, **environ}, cwd=str(tmp_path))
+        self.client = self._connect()
+
+    def _connect(self) -> BlockingKernelClient:
+        client = self.manager.client()
+        client.start_channels()
+        client.wait_for_ready(timeout=60)
+        return client
+
+    def restart(self, *, now: bool) -> None:
+        self.client.stop_channels()
+        self.manager.restart_kernel(now=now)
+        self.client = self._connect()
+
+    def begin(self, source: str) -> str:
+        return self.client.execute(source)
+
+    def end_of(self, cell: str, timeout: float = 60) -> Shown:
+        """Collect what a cell shows until it is done."""
+        shown = Shown()
+        while True:
+            message = self.client.get_iopub_msg(timeout=timeout)
+            if message["parent_header"].get("msg_id") != cell:
+                continue
+            kind, content = message["msg_type"], message["content"]
+            if kind == "stream":
+                setattr(shown, content["name"], getattr(shown, content["name"]) + content["text"])
+            elif kind == "execute_result":
+                shown.results.append(content["data"]["text/plain"])
+            elif kind == "error":
+                shown.error = f"{content['ename']}: {content['evalue']}"
+                shown.traceback = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(content["traceback"]))
+            elif kind == "status" and content["execution_state"] == "idle":
+                return shown
+
+    def run(self, source: str) -> Shown:
+        return self.end_of(self.begin(source))
+
+    def wait_for(self, text: str) -> None:
+        """Until a cell prints this."""
+        while True:
+            message = self.client.get_iopub_msg(timeout=30)
+            if message["msg_type"] == "stream" and text in message["content"]["text"]:
+                return
+
+    def pid(self) -> int:
+        return self.manager.provisioner.process.pid
+
+    def close(self) -> None:
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+        self.manager.cleanup_resources()
+        self.end()
+
+
+@pytest.fixture(scope="module")
+def one_kernel(tmp_path_factory):
+    kernel = Kernel(tmp_path_factory.mktemp("kernel"))
+    yield kernel
+    kernel.close()
+
+
+@pytest.fixture
+def kernel(one_kernel):
+    """The kernel, with three new ranks in which nothing is defined but `dist`."""
+    one_kernel.run("%load_ext minidist")
+    shown = one_kernel.run("%%ranks -n 3 --fresh --nodes 1 --timeout 20\n" + IMPORTS)
+    assert shown == Shown()
+    return one_kernel
+
+
+IMPORTS = "import torch, torch.distributed as dist, os, sys, time"
+
+
+def by_rank(text, ranks=(0, 1, 2)):
+    """The same line from each rank; `{r}` is its number."""
+    return "".join(f"[rank {r}] {text.format(r=r)}\n" for r in ranks)
+
+
+# ---- what a cell does ---------------------------------------------------------------------
+
+
+def test_a_cell_runs_on_every_rank_and_shows_its_last_expression(kernel):
+    shown = kernel.run("%%ranks\nprint('hello')\ndist.get_rank() * 10 + 7")
+    assert shown == Shown("".join(f"[rank {r}] hello\n[rank {r}] {r}7\n" for r in range(3)).replace(
+        "[rank 0] 07", "[rank 0] 7"
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize("source", ["x = 5", "5;", "5;  ", "None", "# nothing", "'text';\n\n"])
+def test_what_is_no_value_is_not_shown(kernel, source):
+    assert kernel.run(f"%%ranks\n{source}") == Shown()
+
+
+def test_names_are_kept_from_cell_to_cell_on_each_rank_and_not_in_the_kernel(kernel):
+    kernel.run("%%ranks\nx = [dist.get_rank()]")
+    kernel.run("%%ranks\nx.append('more')\ndef double(): return x + x")
+    assert kernel.run("%%ranks\ndouble()").stdout == by_rank("[{r}, 'more', {r}, 'more']")
+    assert kernel.run("x").error == "NameError: name 'x' is not defined"
+
+
+def test_only_some_ranks_run_the_cell(kernel):
+    kernel.run("%%ranks\nx = 'all'")
+    assert kernel.run("%%ranks --only 2,0\nx = 'some'; print('ran')").stdout == by_rank(
+        "ran", (0, 2)
+    )
+    assert kernel.run("%%ranks --only 1\nx").stdout == by_rank("'all'", (1,))
+    assert kernel.run("%%ranks\nx").stdout == ("[rank 0] 'some'\n[rank 1] 'all'\n[rank 2] 'some'\n")
+
+
+@pytest.mark.parametrize(
+    ("only", "told"),
+    [
+        ("3", "--only 3: there is no rank 3 among 3 ranks"),
+        ("0,9", "--only 0,9: there is no rank 9 among 3 ranks"),
+        ("a", "--only takes ranks such as 0,2, not 'a'"),
+    ],
+)
+def test_only_ranks_that_are_there(kernel, only, told):
+    shown = kernel.run(f"%%ranks --only {only}\nprint('ran')")
+    assert (shown.stdout, shown.error, shown.traceback) == ("", "", "")
+    assert shown.stderr == f"UsageError: {told}\n"
+
+
+def test_numbers_that_make_no_sense_are_told_and_the_ranks_stay(kernel):
+    kernel.run("%%ranks\nx = 1")
+    shown = kernel.run("%%ranks -n 0\nx")
+    assert shown == Shown(stderr="UsageError: world_size must be 1 or more, not 0\n")
+    shown = kernel.run("%%ranks --nodes 2\nx")
+    assert shown == Shown(stderr="UsageError: 3 ranks cannot be spread evenly over 2 nodes\n")
+    assert kernel.run("%%ranks\nx").stdout == by_rank("1")
+
+
+def test_fresh_ranks_know_nothing_and_another_number_makes_fresh_ones(kernel):
+    kernel.run("%%ranks\nx = 1")
+    assert kernel.run("%%ranks -n 3\n'x' in globals()").stdout == by_rank("True")
+    assert kernel.run("%%ranks --fresh\n'x' in globals()").stdout == by_rank("False")
+    assert kernel.run("%%ranks -n 2\nimport os; os.environ['WORLD_SIZE']").stdout == by_rank(
+        "'2'", (0, 1)
+    )
+    assert kernel.run("%%ranks\n1 + 1").stdout == by_rank("2", (0, 1))
+    assert eventually(lambda: len(kernel.alive()) == 5, SOON)  # kernel, forkserver, tracker, two
+
+
+def test_nodes_are_told_to_the_ranks(kernel):
+    cell = "%%ranks -n 4 --nodes 2\nimport os\nos.environ['GROUP_RANK'] + os.environ['LOCAL_RANK']"
+    assert kernel.run(cell).stdout == (
+        "[rank 0] '00'\n[rank 1] '01'\n[rank 2] '10'\n[rank 3] '11'\n"
+    )
+
+
+def test_the_kernel_calls_the_ranks_and_fetches_values(kernel):
+    kernel.run("%%ranks\nx = torch.full((2,), float(dist.get_rank()))")
+    kernel.run("%%ranks\nclass Point:\n    def __init__(self, x): self.x = x\np = Point(x)")
+    kernel.run("r = %ranks")
+    assert kernel.run("r.get('x', rank=2)").results == ["tensor([2., 2.])"]
+    assert kernel.run("[x.tolist() for x in r.get('x')]").results == [
+        "[[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]"
+    ]
+    assert kernel.run("r.get('p', rank=1).x").results == ["tensor([1., 1.])"]
+    assert kernel.run("import torch.distributed as dist\nr(dist.get_rank)").results == ["[0, 1, 2]"]
+    kernel.run("scale = 100\ndef scaled(k):\n    return (dist.get_rank() + k) * scale")
+    assert kernel.run("r(scaled, 1)").results == ["[100, 200, 300]"]
+    assert kernel.run("r.get('y', 1)").error == (
+        "RankError: rank 1 raised NameError: name 'y' is not defined on this rank\n\n"
+        "The ranks are still there, with all that they hold."
+    )
+
+
+# ---- errors name the reader's line --------------------------------------------------------
+
+LASTS = "\n\nThe ranks are still there, with all that they hold."
+ENDED = "\n\nThe ranks were ended, and what they held is lost; the next call starts new ones."
+
+
+def number(kernel):
+    """The number that the next cell will have."""
+    return int(kernel.run("len(In)").results[0])
+
+
+def test_an_error_names_the_line_of_the_cell(kernel):
+    n = number(kernel)
+    shown = kernel.run(
+        "%%ranks\n\nx = 1\nif dist.get_rank() == 1:\n    x / 0  # here\ndist.barrier()"
+    )
+    told = (
+        f"RankError: rank 1 raised ZeroDivisionError: division by zero\n\n"
+        f"  Cell In[{n}], line 5\n      x / 0  # here\n\n"
+        f"Where the other ranks were:\n"
+        f"  ranks 0, 2: in barrier, Cell In[{n}], line 6\n      dist.barrier(){ENDED}"
+    )
+    assert shown.error == told
+    assert shown.traceback == told
+    assert (shown.stdout, shown.stderr) == ("", "")
+    assert kernel.run("%%ranks\n2 + 2").stdout == by_rank("4")  # new ranks
+
+
+def test_an_error_names_the_lines_of_functions_from_other_cells(kernel):
+    n = number(kernel)
+    kernel.run("%%ranks\ndef inner():\n    return undefined")
+    kernel.run("def outer():\n    import __main__\n    return __main__.inner()\n\nr = %ranks")
+    assert kernel.run("r(outer)").error == (
+        "RankError: every rank raised NameError: name 'undefined' is not defined\n\n"
+        f"  Cell In[{n + 1}], line 3, in outer\n      return __main__.inner()\n"
+        f"  Cell In[{n}], line 3, in inner\n      return undefined{LASTS}"
+    )
+    assert kernel.run("%%ranks\ninner.__name__").stdout == by_rank("'inner'")
+
+
+def test_a_syntax_error_is_told_once_with_its_line(kernel):
+    n = number(kernel)
+    shown = kernel.run("%%ranks\nx = 1\ny = = 2")
+    assert shown.error == f"SyntaxError: invalid syntax (Cell In[{n}], line 3)"
+    assert f"Cell In[{n}]:3\n    y = = 2\n" in shown.traceback
+    assert shown.stdout == shown.stderr == ""
+    assert kernel.run("%%ranks\n'x' in globals()").stdout == by_rank("False")
+
+
+def test_output_before_an_error_is_shown(kernel):
+    shown = kernel.run("%%ranks\nprint('so far')\nprint('oops', file=sys.stderr)\n1 / 0")
+    assert shown.stdout == by_rank("so far")
+    assert shown.stderr == by_rank("oops")
+    assert shown.error.startswith("RankError: every rank raised ZeroDivisionError")
+
+
+# ---- interrupts ---------------------------------------------------------------------------
+
+
+def test_an_interrupted_cell_is_free_soon_and_tells_each_ranks_line(kernel):
+    n = number(kernel)
+    cell = kernel.begin(
+        "%%ranks\nprint('begun')\nif dist.get_rank() == 1:\n    time.sleep(100)\ndist.barrier()"
+    )
+    kernel.wait_for("[rank 0] begun")
+    time.sleep(0.3)
+    start = time.monotonic()
+    kernel.manager.interrupt_kernel()
+    shown = kernel.end_of(cell, timeout=30)
+    assert time.monotonic() - start < SOON
+    assert shown.error == (
+        "KeyboardInterrupt: The ranks were ended. Where they were:\n"
+        f"  ranks 0, 2: in barrier, Cell In[{n}], line 5\n      dist.barrier()\n"
+        f"  rank 1: at Cell In[{n}], line 4\n      time.sleep(100)"
+    )
+    assert shown.stdout == by_rank("begun", (1, 2))  # rank 0's was seen above
+    assert kernel.run("%%ranks\n3 + 3").stdout == by_rank("6")
+    assert eventually(lambda: len(kernel.alive()) == 6, SOON)  # kernel, forkserver, tracker, three
+
+
+def test_an_interrupt_while_the_forkserver_imports_torch_does_no_harm(own_kernel):
+    kernel = own_kernel()
+    kernel.run("%load_ext minidist")
+    cell = kernel.begin("import time; time.sleep(30)")
+    time.sleep(0.3)
+    kernel.manager.interrupt_kernel()
+    assert kernel.end_of(cell).error.startswith("KeyboardInterrupt")
+    assert kernel.run("%%ranks -n 2\n'there'") == Shown(by_rank("'there'", (0, 1)))
+
+
+# ---- kernels that end ---------------------------------------------------------------------
+
+CELLS = {
+    "%load_ext minidist": Shown(),
+    f"%%ranks -n 3\n{IMPORTS}\nrank = dist.get_rank()": Shown(),
+    "%%ranks\ntime.sleep(0.05 * (2 - rank))\nprint('one')\nos.system('echo two')\nrank": Shown(
+        "".join(f"[rank {r}] one\n[rank {r}] two\n[rank {r}] {r}\n" for r in range(3))
+    ),
+    "%%ranks\nfor i in range(50): print(i); print(i, file=sys.stderr)": Shown(
+        "".join(f"[rank {r}] {i}\n" for r in range(3) for i in range(50)),
+        "".join(f"[rank {r}] {i}\n" for r in range(3) for i in range(50)),
+    ),
+    "r = %ranks\nr.get('rank')": Shown(results=["[0, 1, 2]"]),
+    "%%ranks\nif rank == 2: os._exit(0)\ndist.barrier()": Shown(
+        error="RankError: rank 2 exited early, with code 0\n\nWhere the other ranks were:\n"
+        f"  ranks 0, 1: in barrier, Cell In[6], line 3\n      dist.barrier(){ENDED}"
+    ),
+    "%%ranks\n'alive'": Shown(by_rank("'alive'")),
+}
+
+
+def check_cells(kernel):
+    for source, expected in CELLS.items():
+        shown = kernel.run(source)
+        shown.traceback = ""
+        assert shown == expected
+
+
+@pytest.fixture
+def own_kernel(tmp_path):
+    opened = []
+
+    def start(**environ):
+        opened.append(Kernel(tmp_path, **environ))
+        return opened[-1]
+
+    yield start
+    for kernel in opened:
+        kernel.close()
+
+
+@pytest.mark.timeout(240)
+def test_ten_restarts_show_the_same_each_time_and_leave_nothing(own_kernel):
+    kernel = own_kernel()
+    for turn in range(10):
+        if turn % 3 == 0:
+            check_cells(kernel)
+            assert len(kernel.alive()) == 6  # kernel, forkserver, tracker, three ranks
+        else:  # restarted while the forkserver still imports torch
+            assert kernel.run("%load_ext minidist") == Shown()
+        before = set(kernel.alive())
+        kernel.restart(now=turn % 2 == 1)
+        assert eventually(lambda before=before: not before & set(kernel.alive()), SOON)
+        if turn % 3 != 0:  # the forkserver's socket: a killed kernel without ranks leaves it behind
+            for folder in kernel.tmp.glob("pymp-*"):
+                shutil.rmtree(folder)
+        assert kernel.temporary() == []
+
+
+def test_under_pytest_the_same_is_shown_and_a_killed_kernel_takes_all_with_it(own_kernel):
+    """nbval's kernels have this variable, and under it ipykernel captures less."""
+    kernel = own_kernel(PYTEST_CURRENT_TEST="a test")
+    check_cells(kernel)
+    kernel.begin("%%ranks\nprint('begun')\nif dist.get_rank(): dist.barrier()\ntime.sleep(100)")
+    try:
+        kernel.wait_for("begun")
+    except Empty:
+        pytest.fail("the cell did not begin")
+    os.kill(kernel.pid(), signal.SIGKILL)
+    assert kernel.gone_within(SOON)
+    assert kernel.temporary() == []
