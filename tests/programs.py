@@ -33,7 +33,8 @@ class Family:
     def environ(self) -> dict[str, str]:
         name, value = self.mark.split("=")
         path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
-        return {**os.environ, name: value, "TMPDIR": str(self.tmp), "PYTHONPATH": path}
+        inherited = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+        return {**inherited, name: value, "TMPDIR": str(self.tmp), "PYTHONPATH": path}
 
     def alive(self) -> list[int]:
         """The processes that are still there. (One that has ended has no environment.)"""

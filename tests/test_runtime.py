@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 import minidist as md
-from minidist.runtime import forkserver
+from minidist.runtime import forkserver, output
 
 needs_proc = pytest.mark.skipif(
     not os.path.exists("/proc/self/environ"), reason="finds processes by /proc"
@@ -314,6 +314,17 @@ def test_a_megabyte_from_each_rank_to_each_stream_comes_through(ranks, capsys):
     assert ranks(flood) == [0, 1, 2]
     for text in capsys.readouterr():
         assert text == "".join(f"[rank {r}] {str(r) * 99}\n" * 10_500 for r in range(3))
+
+
+def test_a_pipe_that_is_always_full_does_not_keep_its_reader(monkeypatch):
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    stream = output.Stream(ours, "stdout", "")
+    monkeypatch.setattr(output.os, "read", lambda fd, size: b"y\n" * (size // 2))
+    for _ in range(20):
+        assert stream.drain()
+    assert sum(map(len, stream.held)) <= output.LIMIT
+    theirs.close()
+    ours.close()
 
 
 def test_a_child_that_outlives_the_call_delays_nobody(ranks, capsys):
@@ -716,6 +727,22 @@ print([type(c) is Counter for c in out], [c.n for c in out])
 """
     with Program(source, tmp_path) as program:
         assert program.finish(30) == (0, "once\n[True, True, True] [10, 11, 12]\n", "")
+
+
+def test_what_c_holds_back_is_shown_with_the_call_that_said_it(tmp_path):
+    """To a pipe, C's stdout is sent when its buffer is full."""
+    source = """
+import ctypes
+import minidist as md
+
+r = md.ranks(2)
+r(lambda: ctypes.CDLL(None).puts(b"first") and None)
+print("between")
+r(print, "last")
+"""
+    with Program(source, tmp_path) as program:
+        out = "[rank 0] first\n[rank 1] first\nbetween\n[rank 0] last\n[rank 1] last\n"
+        assert program.finish(30) == (0, out, "")
 
 
 WINDOWS = "minidist starts its ranks with Python's forkserver, which Windows does not have. "
