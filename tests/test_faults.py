@@ -22,7 +22,7 @@ from programs import Program, eventually
 import minidist as md
 
 SOON = 5  # seconds
-TIMEOUT = 3  # the ranks' own
+TIMEOUT = 1.5  # the ranks' own, where it is what ends a call; elsewhere it must not be
 SIZE = 4
 
 KILLED = "was killed by SIGKILL (kill -9, or the system had no memory left)"
@@ -36,7 +36,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def kept():
-    with md.ranks(SIZE, timeout=TIMEOUT) as pool:
+    with md.ranks(SIZE, timeout=30) as pool:
         yield pool
 
 
@@ -151,9 +151,8 @@ NINE = [
 ]
 TORCHS = [*(name for name in NINE if name != "all_to_all"), "all_to_all_single", "recv", "send"]
 COLLECTIVES = [("torch", name) for name in TORCHS] + [("minidist", name) for name in NINE]
-# Each rank has its turn; for an all_reduce, every rank.
+# Each rank has its turn; in an all_reduce, every rank.
 VICTIMS = [(*which, turn % SIZE) for turn, which in enumerate(COLLECTIVES)]
-VICTIMS += [("torch", "all_reduce", rank) for rank in range(SIZE) if rank != 1]
 VICTIMS += [("minidist", "all_reduce", rank) for rank in range(SIZE)]
 
 
@@ -275,7 +274,7 @@ def stop():
 
 
 AWAY = {
-    sleep: r"It was at .*test_faults.py, line \d+, in absent\n",
+    sleep: r"It was at .*test_faults.py, line \d+, in sleep\n",
     compute: r"It was at .*test_faults.py, line \d+, in compute\n",
     hold_the_gil: r"It gave no answer \(in native code, or stopped\)\n",
     stop: r"It gave no answer \(in native code, or stopped\)\n",
@@ -284,15 +283,15 @@ AWAY = {
 
 
 @pytest.mark.parametrize("away", AWAY, ids=lambda away: away.__name__)
-def test_a_rank_that_does_not_join_is_named_after_the_timeout(ranks, away):
+def test_a_rank_that_does_not_join_is_named_after_the_timeout(away):
     def absent():
         if dist.get_rank() == 1:
-            if away is sleep:
-                return time.sleep(60)
             return away()
         dist.all_reduce(torch.ones(2))
 
-    error = failing(ranks, absent, within=TIMEOUT + SOON)
+    with md.ranks(SIZE, timeout=TIMEOUT) as ranks:
+        error = failing(ranks, absent, within=TIMEOUT + SOON)
+        assert ranks(work) == [10.0] * SIZE
     assert re.match(
         rf"rank 1 did not join all_reduce within {TIMEOUT} s\. {AWAY[away]}", str(error)
     )
