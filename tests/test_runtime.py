@@ -427,14 +427,23 @@ def test_ranks_outlive_a_typo(ranks):
     assert ranks(os.getpid) == before
 
 
-def test_ranks_outlive_a_typo_after_they_communicated_equally(ranks):
-    def train():
-        dist.all_reduce(torch.ones(1))
+def test_ranks_do_not_outlive_messages_round_a_ring_that_nobody_took(ranks):
+    """All have sent equally much, and the next ring would receive what was left of this one."""
+
+    def owe():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        dist.isend(torch.ones(1), (rank + 1) % world_size)
         raise ValueError("a typo")
 
-    before = ranks(os.getpid)
-    assert told(ranks, train).endswith(LASTS)
-    assert ranks(os.getpid) == before
+    assert told(ranks, owe).endswith(ENDED)
+
+
+def test_of_errors_on_one_line_at_one_time_the_lowest_rank_is_named(ranks):
+    def fail():
+        time.sleep(0.01 * (dist.get_world_size() - dist.get_rank()))
+        raise ValueError(f"on rank {dist.get_rank()}")
+
+    assert told(ranks, fail).startswith("rank 0 raised ValueError: on rank 0\n")
 
 
 @pytest.mark.parametrize("subgroup", [False, True], ids=["default group", "new group"])

@@ -115,7 +115,7 @@ class Pool:
             raise
         if all(outcome.returned for outcome in outcomes.values()):
             return outcomes
-        lasts = may_last and _in_step(outcomes)
+        lasts = may_last and all(map(_owes_nothing, outcomes.values()))
         if not lasts:
             self._end()
         error = rank_error(list(outcomes.values()), self._timeout, lasts)
@@ -127,17 +127,17 @@ class Pool:
         self._processes = None
 
 
-def _in_step(outcomes: dict[int, Outcome]) -> bool:
-    """Whether the ranks can go on after a failed call, as after a typo in a cell.
+def _owes_nothing(outcome: Outcome) -> bool:
+    """Whether a rank can go on after a failed call, as after a typo in a cell.
 
-    They can where each one ended the call by itself, without trouble with a peer, and all have
-    communicated equally often: then nobody owes anybody a message.
+    It can if it ended the call by itself and sent and received nothing in it. Otherwise a message
+    may be on its way that nobody waits for, and the next `recv` would take it for its own.
     """
-    by_themselves = all(
-        o.returned or (o.failure and not o.failure.is_communication and not o.failure.is_exit)
-        for o in outcomes.values()
+    failure = outcome.failure
+    by_itself = outcome.returned or (
+        failure is not None and not failure.is_communication and not failure.is_exit
     )
-    return by_themselves and len({o.progress for o in outcomes.values()}) == 1
+    return by_itself and outcome.progress == 0
 
 
 def _pickle(function: Callable[..., Any], args: Any, kwargs: Any) -> bytes:

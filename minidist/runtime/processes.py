@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -55,9 +54,10 @@ class Processes:
                 outs.append(out)
                 errs.append(err)
                 pipes = worker.Pipes(far_calls, far_control, far_out, far_err)
-                setting = worker.Setting(environ, self._folder, os.getcwd(), sys.path)
                 with _uninterrupted():  # or a process could be there that nobody knows of
-                    self._ranks.append(forkserver.start(worker.main, pipes, setting, stage))
+                    self._ranks.append(
+                        forkserver.start(worker.main, pipes, environ, self._folder, stage)
+                    )
                 for end in (far_calls, far_control, far_out, far_err):
                     end.close()  # or the pipe would not end with the rank
         except BaseException:

@@ -20,6 +20,8 @@ _LOST = re.compile(r"Connection (closed|reset)|Broken pipe")
 _COMMUNICATION = re.compile(rf"gloo|NCCL|Timed out waiting|{_LOST.pattern}")
 _TIMEOUT = re.compile(r"[Tt]imed ?out|[Tt]imeout")
 
+TOGETHER = 0.05  # seconds: within them, which rank was first is chance
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -159,9 +161,12 @@ def first_failure(outcomes: list[Outcome]) -> Outcome:
     if not causes and any(o.failure and o.failure.is_timeout for o in complaints):
         causes = [o for o in outcomes if o.failure is None]
     candidates = causes or complaints
-    if len({o.told for o in candidates}) == 1:  # a typo, say: all at once, so time tells nothing
+    if len({o.told for o in candidates}) == 1:  # a typo, say: it has no first
         return candidates[0]
-    return min(candidates, key=lambda o: o.when)
+    first = min(candidates, key=lambda o: o.when)
+    # Nor has an error on the same line at almost the same time, whatever its text.
+    same = [o for o in candidates if o.place == first.place and o.when - first.when < TOGETHER]
+    return same[0]
 
 
 def rank_error(outcomes: list[Outcome], timeout: float, lasts: bool) -> RankError:

@@ -33,23 +33,13 @@ class Pipes:
     stderr: Connection
 
 
-@dataclass
-class Setting:
-    """Where a rank wakes up."""
-
-    environ: dict[str, str]
-    folder: str  # a scratch folder of the pool, removed with it
-    cwd: str
-    path: list[str]
-
-
-def main(pipes: Pipes, setting: Setting, stage: bytes) -> None:
+def main(pipes: Pipes, environ: dict[str, str], folder: str, stage: bytes) -> None:
     """Set the stage, serve calls until an empty one says that it is over, and clear the stage.
 
     `stage` is a pickled function that takes the scratch folder and returns a context manager.
     """
-    _settle(pipes, setting)
-    watched = (pipes.control, setting.folder, threading.get_ident())
+    _settle(pipes, environ)
+    watched = (pipes.control, folder, threading.get_ident())
     watch = threading.Thread(target=_watch, args=watched, daemon=True)
     watch.start()
     with ExitStack() as stack:
@@ -57,7 +47,7 @@ def main(pipes: Pipes, setting: Setting, stage: bytes) -> None:
 
         def enter() -> None:
             nonlocal progress
-            progress = stack.enter_context(cloudpickle.loads(stage)(setting.folder))
+            progress = stack.enter_context(cloudpickle.loads(stage)(folder))
 
         try:
             _answer(pipes.calls, enter, progress)
@@ -67,7 +57,7 @@ def main(pipes: Pipes, setting: Setting, stage: bytes) -> None:
             watch.join()  # the pool is gone, without a farewell: the watch ends this process
 
 
-def _settle(pipes: Pipes, setting: Setting) -> None:
+def _settle(pipes: Pipes, environ: dict[str, str]) -> None:
     # A session of its own: a kernel's interrupt (a SIGINT to its whole process group) does not
     # reach it, and one signal ends it with all its children, a DataLoader's workers too.
     os.setsid()
@@ -83,9 +73,7 @@ def _settle(pipes: Pipes, setting: Setting) -> None:
         setattr(sys, f"__{name}__", stream)
     # The forkserver's own environment dates from when it started.
     os.environ.clear()
-    os.environ.update(setting.environ)
-    os.chdir(setting.cwd)
-    sys.path[:] = setting.path
+    os.environ.update(environ)
     sys.modules["__main__"] = types.ModuleType("__main__")
 
 
