@@ -1,4 +1,4 @@
-"""What every test file shares: pools of ranks that are kept from one test to the next."""
+"""What every test file uses: pools of ranks that are kept from one test to the next."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -11,9 +11,12 @@ import minidist as md
 from minidist.runtime import Pool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pools() -> Iterator[Callable[[int], Pool]]:
-    """`pools(4)` is a pool of four ranks, the same one at every call."""
+    """`pools(4)` is a pool of four ranks, the same one at every call within a file.
+
+    Not beyond: a fault that one file makes, such as a killed forkserver, ends all pools there are.
+    """
     kept: dict[int, Pool] = {}
 
     def pool(world_size: int) -> Pool:
