@@ -9,9 +9,7 @@ The ranks are kept from cell to cell, each with a namespace of its own. `r = %ra
 pool itself: `r(fn)` calls a function on every rank, `r.get("x", rank=1)` brings a value back.
 """
 
-import ast
 import inspect
-import linecache
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -21,6 +19,7 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 
 from minidist.rank import ranks as start_ranks
 from minidist.runtime import Pool, forkserver
+from minidist.runtime.cell import remember, run_cell
 
 
 def load(shell: InteractiveShell) -> None:
@@ -53,7 +52,7 @@ class RanksMagic(Magics):
         if cell is not None:
             # The magic is the cell's first line: errors shall name the line that the reader sees.
             source, name = "\n" + cell, self._cell_name()
-            _remember(source, name)
+            remember(source, name)
             compile(source, name, "exec")  # a SyntaxError is told here, once
         try:
             pool = self._pool_with(arguments, fresh)
@@ -84,27 +83,6 @@ class RanksMagic(Magics):
                 self._pool.close()
             self._pool, self._options = pool, wanted
         return self._pool
-
-
-def run_cell(source: str, name: str) -> None:
-    """Run a cell in this rank's namespace, and show its last expression as Jupyter would."""
-    import __main__
-
-    _remember(source, name)
-    tree = ast.parse(source, name)
-    last = None
-    if tree.body and isinstance(tree.body[-1], ast.Expr) and not source.rstrip().endswith(";"):
-        last = tree.body.pop()
-    exec(compile(tree, name, "exec"), vars(__main__))
-    if isinstance(last, ast.Expr):
-        value = eval(compile(ast.Expression(last.value), name, "eval"), vars(__main__))
-        if value is not None:
-            print(repr(value))
-
-
-def _remember(source: str, name: str) -> None:
-    """Let tracebacks find the cell's lines."""
-    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
 
 
 def _numbers(text: str | None, world_size: int) -> list[int]:

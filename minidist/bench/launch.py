@@ -11,8 +11,8 @@ import torch.multiprocessing as mp
 
 import minidist as md
 from minidist.bench import Row, draw, in_turns, show
-from minidist.notebook import run_cell
 from minidist.runtime import Pool
+from minidist.runtime.cell import run_cell
 
 WORLD_SIZE = 4
 

@@ -6,6 +6,7 @@ process a *rank* (its number, its rendezvous, its process group) is Lesson 1: `m
 
     forkserver.py  how a process is started in milliseconds
     worker.py      what runs inside it
+    cell.py        a notebook cell, as a rank runs it
     pool.py        the side of the notebook: start, call, watch, end
     output.py      the ranks' lines, in the same order at every run
     stack.py       the reader's own lines in a rank's call stack
