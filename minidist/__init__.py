@@ -15,14 +15,29 @@ from minidist.rank import launch, ranks
 from minidist.runtime import RankError
 
 if TYPE_CHECKING:
-    from minidist import collectives, measure, plot, rank, zoo
+    from minidist import collectives, data_parallel, measure, plot, rank, zoo
+    from minidist.data_parallel import DataParallel
 
 __version__ = "0.1.0"
-__all__ = ["RankError", "collectives", "launch", "measure", "plot", "rank", "ranks", "zoo"]
+__all__ = [
+    "DataParallel",
+    "RankError",
+    "collectives",
+    "data_parallel",
+    "launch",
+    "measure",
+    "plot",
+    "rank",
+    "ranks",
+    "zoo",
+]
+STRATEGIES = {"DataParallel": "data_parallel"}  # a class, and the module that it is in
 
 
 def __getattr__(name: str) -> Any:
     # On first use: a rank that draws nothing should not wait for matplotlib.
+    if name in STRATEGIES:
+        return getattr(importlib.import_module(f"minidist.{STRATEGIES[name]}"), name)
     if name in __all__:
         return importlib.import_module(f"minidist.{name}")
     raise AttributeError(f"module 'minidist' has no attribute {name!r}")
