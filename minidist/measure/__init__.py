@@ -1,10 +1,19 @@
-"""Measuring what ranks do, while they do it: bytes and time (lesson 2)."""
+"""Measuring what ranks do, while they do it: bytes sent, time (lesson 2) and memory (lesson 4)."""
 
 from minidist.measure import record
+from minidist.measure.memory import MemoryTracker, Phase
 from minidist.measure.timeline import Span, Timeline, save_chrome_trace
 from minidist.measure.torch_calls import TorchCalls
 from minidist.measure.traffic import TrafficCounter, traffic_matrix
 
-__all__ = ["Span", "Timeline", "TrafficCounter", "save_chrome_trace", "traffic_matrix"]
+__all__ = [
+    "MemoryTracker",
+    "Phase",
+    "Span",
+    "Timeline",
+    "TrafficCounter",
+    "save_chrome_trace",
+    "traffic_matrix",
+]
 
 record.SOURCES.append(TorchCalls())

@@ -1,8 +1,8 @@
-"""What the meters share: they listen to the record within a `with` block (lesson 2)."""
+"""What the measuring blocks share: entered and left, they become plain data (lesson 2)."""
 
+import contextlib
 import os
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import torch.distributed as dist
@@ -11,42 +11,61 @@ from minidist.measure import record
 from minidist.measure.record import Event
 
 
-class Meter(ABC):
-    """Listens to what one rank communicates within a `with` block. `rank` is ours.
+class Measurement(ABC):
+    """Measures what one rank does within a `with` block. `rank` is ours.
 
-    After the block a meter is plain data, which a rank can return: only public attributes are
+    After the block it is plain data, which a rank can return: only public attributes are
     pickled. Raises RuntimeError when entered twice at the same time.
     """
 
+    _running: contextlib.ExitStack | None = None
+
     def __init__(self) -> None:
         self.rank, self.world_size = _place()
-        self._observation: AbstractContextManager[list[Event]] | None = None
-        self._events: list[Event] = []
+
+    @abstractmethod
+    def _begin(self, block: contextlib.ExitStack) -> None:
+        """Forget what was measured before and watch. `block` undoes what is put upon it."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """Make of what was seen what is shown."""
+
+    def __enter__(self) -> Self:
+        if self._running is not None:
+            raise RuntimeError(f"this {type(self).__name__} is in use already")
+        self.rank, self.world_size = _place()
+        with contextlib.ExitStack() as block:
+            self._begin(block)
+            self._running = block.pop_all()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        assert self._running is not None
+        block, self._running = self._running, None
+        block.close()
+        self._end()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+
+class Meter(Measurement):
+    """Listens to what one rank communicates within a `with` block."""
+
+    _events: list[Event]
 
     @abstractmethod
     def _read(self, events: list[Event]) -> None:
         """Make of the events what is shown."""
 
-    def __enter__(self) -> Self:
-        if self._observation is not None:
-            raise RuntimeError(f"this {type(self).__name__} is in use already")
+    def _begin(self, block: contextlib.ExitStack) -> None:
         self.__init__()  # type: ignore[misc]
-        self._observation = record.observed()
-        self._events = self._observation.__enter__()
-        return self
+        self._events = block.enter_context(record.observed())
 
-    def __exit__(self, *exception: Any) -> None:
-        assert self._observation is not None
-        self._observation.__exit__(None, None, None)
+    def _end(self) -> None:
         self._read(self._events)
-        self._observation, self._events = None, []
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]
-        vars(self).update(state)
+        del self._events
 
 
 def _place() -> tuple[int, int]:

@@ -1,0 +1,130 @@
+"""The storages that hold tensors, followed from the op that makes them to their end (lesson 4)."""
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# What a storage can be, the strongest evidence first: a gradient that is handed to a collective
+# is a gradient.
+CATEGORIES = (
+    "parameters",
+    "buffers",
+    "optimizer states",
+    "gradients",
+    "communication buffers",
+    "activations",
+    "other",
+)
+
+
+class Record:
+    """One storage: the strongest evidence so far of what it is, and its size in bytes."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.rank = len(CATEGORIES) - 1  # of its category; 0 is the strongest
+        self.nbytes = nbytes
+        self.life: weakref.ref[torch.UntypedStorage]
+
+
+class Ledger(TorchDispatchMode):
+    """While active, notes every change of the bytes that live on `device`, in order.
+
+    `before` are the storages, with their bytes, that were there when it became active, as far as
+    `mark` has been told of them; `changes` are (storage, bytes more or less).
+
+    A storage is known by its address. Torch keeps the Python object of a storage for as long as
+    the storage lives, so a weak reference to it ends exactly when the memory is freed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.before: list[tuple[Record, int]] = []
+        self.changes: list[tuple[Record, int]] = []
+        self._live: dict[int, Record] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(map(_is_wrapper, types)):
+            return NotImplemented  # a DTensor: its own ops, on what it holds, come here next
+        given = list(storages((args, kwargs)))
+        result = func(*args, **(kwargs or {}))
+        old = {storage._cdata for storage in given}
+        for storage in storages(result):
+            if storage._cdata in self._live:
+                self.measure(storage)
+            elif storage._cdata not in old and (made := self._admit(storage)):
+                self.changes.append((made, made.nbytes))
+        if "c10d" in func.namespace:
+            self.mark((args, kwargs, result), "communication buffers")
+        return result
+
+    def mark(self, tensors: Any, category: str, admit: bool = True) -> None:
+        """The tensors, in any nesting, are `category`, and were so since they were made.
+
+        A storage that no op has made within the block was there before; it counts from the
+        start if `admit`, else not at all.
+        """
+        rank = CATEGORIES.index(category)
+        for storage in storages(tensors):
+            found = self._live.get(storage._cdata)
+            if found is None and admit and (found := self._admit(storage)):
+                self.before.append((found, found.nbytes))
+            if found:
+                found.rank = min(found.rank, rank)
+
+    def measure(self, storage: torch.UntypedStorage) -> None:
+        """It may have been resized."""
+        record = self._live.get(storage._cdata)
+        if record and (change := storage.nbytes() - record.nbytes):
+            record.nbytes += change
+            self.changes.append((record, change))
+
+    def history(self) -> dict[str, list[int]]:
+        """Live bytes by category: at the start, then after each change."""
+        live = [0] * len(CATEGORIES)
+        for record, nbytes in self.before:
+            live[record.rank] += nbytes
+        rows = [tuple(live)]
+        for record, nbytes in self.changes:
+            live[record.rank] += nbytes
+            rows.append(tuple(live))
+        return dict(zip(CATEGORIES, map(list, zip(*rows, strict=True)), strict=True))
+
+    def _admit(self, storage: torch.UntypedStorage) -> Record | None:
+        if storage.device != self.device:  # also what is on "meta"
+            return None
+        key, record = storage._cdata, Record(storage.nbytes())
+        record.life = weakref.ref(storage, lambda _: self._free(key))
+        self._live[key] = record
+        return record
+
+    def _free(self, key: int) -> None:
+        record = self._live.pop(key)
+        if record.nbytes:
+            self.changes.append((record, -record.nbytes))
+
+
+def storages(tensors: Any) -> Iterator[torch.UntypedStorage]:
+    """The storages of tensors in any nesting, one for each tensor. A sparse tensor has none: its
+    indices and values have. The storages of a DTensor are those of what this rank holds."""
+    for leaf in tree_leaves(tensors):
+        if isinstance(leaf, torch.UntypedStorage):
+            yield leaf
+        elif not isinstance(leaf, torch.Tensor):
+            continue
+        elif _is_wrapper(type(leaf)):
+            names, _ = leaf.__tensor_flatten__()  # type: ignore[attr-defined]
+            yield from storages([getattr(leaf, name) for name in names])
+        elif leaf.layout is torch.strided:
+            yield leaf.untyped_storage()
+
+
+def _is_wrapper(kind: type) -> bool:
+    """Whether tensors of this kind hold other tensors, and no memory of their own."""
+    return hasattr(kind, "__tensor_flatten__")
