@@ -164,6 +164,18 @@ def test_timeline_bars_are_the_spans() -> None:
     assert [shown(patch) for patch in patches[:2]] == [color("compute"), color("forward")]
 
 
+def test_a_timeline_may_name_its_rows() -> None:
+    first, second = Timeline(), Timeline()
+    first.spans = [Span("forward", "compute", 2.0, 3.0)]
+    second.spans = [Span("backward", "compute", 1.0, 2.0)]
+    ax = plot.timeline({"replica 1": first, "replica 0": second, "nothing": Timeline()})
+    assert ticks(ax.yaxis) == ["replica 1", "replica 0", "nothing"] and ax.yaxis_inverted()
+    assert [(bar.get_x(), bar.get_center()[1]) for bar in ax.patches] == [(1000, 0), (0, 1)]
+    for nothing in {}, {"replica 0": Timeline()}:
+        with pytest.raises(ValueError, match="^timeline: no spans to draw"):
+            plot.timeline(nothing)
+
+
 def test_time_against_size_shows_median_range_and_prediction() -> None:
     times = [(10, 4e-3), (1000, 9e-3), (10, 1e-3), (10, 3e-3), (1000, 8e-3)]
     model = [(1000, 5e-3), (10, 2e-3)]

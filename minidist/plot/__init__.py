@@ -2,7 +2,7 @@
 
 | chart | lesson | shows |
 |---|---|---|
-| `timeline` | 1, 2 | when each rank computed, communicated and waited |
+| `timeline` | 1 to 4 | when each rank, or thread, computed, communicated and waited |
 | `traffic` | 2 | who sent how many bytes to whom |
 | `bytes_per_rank` | 2 | bytes counted on each rank beside the bytes predicted |
 | `time_against_size` | 2 | how the time of a collective grows with its message |

@@ -50,13 +50,18 @@ class Span(Protocol):
     def end(self) -> float: ...
 
 
-class RankSpans(Protocol):
-    """What `timeline` reads of a `minidist.measure.Timeline`."""
+class Spans(Protocol):
+    """What `timeline` reads of a `minidist.measure.Timeline`, if its row has a name."""
+
+    @property
+    def spans(self) -> Iterable[Span]: ...
+
+
+class RankSpans(Spans, Protocol):
+    """What `timeline` reads of a `minidist.measure.Timeline`, if its row is its rank."""
 
     @property
     def rank(self) -> int: ...
-    @property
-    def spans(self) -> Iterable[Span]: ...
 
 
 @contextmanager
@@ -145,15 +150,20 @@ def traffic(counters: Iterable[Counter], ax: Axes | None = None) -> Axes:
         return ax
 
 
-def timeline(timelines: Iterable[RankSpans], ax: Axes | None = None) -> Axes:
-    """Lessons 1 and 2: a Gantt chart, a rank a row, in ms since the first span of any rank.
+def timeline(timelines: Iterable[RankSpans] | Mapping[str, Spans], ax: Axes | None = None) -> Axes:
+    """Lessons 1 to 4: a Gantt chart, a rank a row, in ms since the first span of any row.
 
+    A mapping names its rows itself, from top to bottom: {"replica 0": timeline, …}.
     All spans are in seconds on one clock. A span has the colour of its name if that is an
     activity of the palette (forward, backward, step), else of its category. A span that begins
     within another is drawn thinner, upon it.
     """
-    lines = sorted(timelines, key=lambda line: line.rank)
-    spans = [span for line in lines for span in line.spans]
+    if isinstance(timelines, Mapping):
+        lines = [(name, line.spans) for name, line in timelines.items()]
+    else:
+        in_order = sorted(timelines, key=lambda line: line.rank)
+        lines = [(f"rank {line.rank}", line.spans) for line in in_order]
+    spans = [span for _, line in lines for span in line]
     if not spans:
         raise ValueError("timeline: no spans to draw")
 
@@ -166,9 +176,9 @@ def timeline(timelines: Iterable[RankSpans], ax: Axes | None = None) -> Axes:
     with _chart(ax, "Timeline", 8, 1.2 + 0.45 * max(len(lines), 2)) as ax:
         from matplotlib.patches import Patch
 
-        for row, line in enumerate(lines):
+        for row, (_, line) in enumerate(lines):
             around: list[float] = []  # the ends of the spans that the next may begin within
-            for span in sorted(line.spans, key=lambda span: (span.start, -span.end)):
+            for span in sorted(line, key=lambda span: (span.start, -span.end)):
                 around = [end for end in around if end > span.start]
                 depth, shade = len(around), shades[kind(span)]
                 left, width = (span.start - first) * 1e3, (span.end - span.start) * 1e3
@@ -176,7 +186,7 @@ def timeline(timelines: Iterable[RankSpans], ax: Axes | None = None) -> Axes:
                 # The edge, in the same colour, keeps spans shorter than a pixel in sight.
                 ax.barh(row, width, thick, left, color=shade, ec=shade, lw=0.5, zorder=2 + depth)
                 around.append(span.end)
-        ax.set_yticks(range(len(lines)), [f"rank {line.rank}" for line in lines])
+        ax.set_yticks(range(len(lines)), [name for name, _ in lines])
         ax.set_ylim(len(lines) - 0.45, -0.55)
         ax.set_xlim(left=0)
         ax.set_xlabel("time (ms)")
