@@ -15,23 +15,39 @@ from minidist.rank import launch, ranks
 from minidist.runtime import RankError
 
 if TYPE_CHECKING:
-    from minidist import collectives, data_parallel, measure, plot, rank, zoo
+    from minidist import (
+        collectives,
+        data_parallel,
+        distributed_data_parallel,
+        measure,
+        parity,
+        plot,
+        rank,
+        zoo,
+    )
     from minidist.data_parallel import DataParallel
+    from minidist.distributed_data_parallel import DistributedDataParallel
 
 __version__ = "0.1.0"
 __all__ = [
     "DataParallel",
+    "DistributedDataParallel",
     "RankError",
     "collectives",
     "data_parallel",
+    "distributed_data_parallel",
     "launch",
     "measure",
+    "parity",
     "plot",
     "rank",
     "ranks",
     "zoo",
 ]
-STRATEGIES = {"DataParallel": "data_parallel"}  # a class, and the module that it is in
+STRATEGIES = {  # a class, and the module that it is in
+    "DataParallel": "data_parallel",
+    "DistributedDataParallel": "distributed_data_parallel",
+}
 
 
 def __getattr__(name: str) -> Any:

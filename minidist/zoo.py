@@ -1,6 +1,7 @@
 """The course's small models and its real data, none of which is downloaded."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 
@@ -33,3 +34,94 @@ def mlp(*sizes: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Se
         for inputs, outputs in zip(sizes, sizes[1:], strict=False):
             layers += [nn.Linear(inputs, outputs, dtype=dtype), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
+
+
+def text(length: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Python's own help pages as bytes, in pieces of `length`, in a fixed shuffled order.
+
+    Returns inputs and targets, both (N, length), of values from 0 to 255: each target is the byte
+    after its input. N depends on the version of Python (0.5 MB in all). Raises ValueError for a
+    length below 1. Source: `pydoc_data.topics`, of Python's standard library.
+    """
+    if length < 1:
+        raise ValueError(f"pieces of text have a length of 1 or more, not {length}")
+    from pydoc_data.topics import topics
+
+    data = "".join(topics[name] for name in sorted(topics)).encode()
+    count = (len(data) - 1) // length
+    written = torch.tensor(list(data[: count * length + 1]))
+    inputs, targets = written[:-1].view(count, length), written[1:].view(count, length)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    return inputs[order], targets[order]
+
+
+def convnet(channels: int = 8, seed: int = 0) -> nn.Sequential:
+    """A convolution with batch norm for the digits: (B, 64) to (B, 10)."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            nn.Unflatten(1, (1, 8, 8)),  # (B, 1, 8, 8)
+            nn.Conv2d(1, channels, 3, bias=False),  # (B, C, 6, 6)
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+            nn.MaxPool2d(2),  # (B, C, 3, 3)
+            nn.Flatten(),
+            nn.Linear(channels * 9, 10),
+        )
+
+
+class Block(nn.Module):
+    """A layer of `Transformer`: attention, then an MLP, each added to what came in."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, T, C) to (B, T, C)."""
+        q, k, v = (
+            each.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, T, C / H)
+            for each in self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        )
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
+class Transformer(nn.Module):
+    """A small language model of bytes, its output weights tied to its embedding.
+
+    (B, T) of values below `vocabulary` to logits (B, T, vocabulary); T is at most `length`.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int = 256,
+        length: int = 32,
+        width: int = 32,
+        heads: int = 2,
+        layers: int = 2,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.tokens = nn.Embedding(vocabulary, width)
+            self.positions = nn.Embedding(length, width)
+            self.blocks = nn.Sequential(*[Block(width, heads) for _ in range(layers)])
+            self.norm = nn.LayerNorm(width)
+            self.head = nn.Linear(width, vocabulary, bias=False)
+            nn.init.normal_(self.tokens.weight, std=0.02)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(B, T) to (B, T, V)."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.tokens(tokens) + self.positions(places)  # (B, T, C)
+        return self.head(self.norm(self.blocks(x)))

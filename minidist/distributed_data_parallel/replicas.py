@@ -1,0 +1,103 @@
+"""Replicas begin equal (lesson 4): every rank has the same parameters, and rank 0's values.
+
+Averaged gradients keep equal replicas equal. They cannot make them so.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+CHUNK = 25 * 2**20  # bytes of one message, as torch has it: large, and soon given back
+
+Description = tuple[str, str, tuple[int, ...], str, bool]
+
+
+def require_group(group: dist.ProcessGroup | None, who: str) -> dist.ProcessGroup:
+    """The group that was given, or the default one. Raises RuntimeError where there is none, and
+    ValueError where this rank is not a member."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            f"{who} works within a process group, and there is none. Start ranks by a %%ranks "
+            "cell, md.ranks or md.launch; or call torch.distributed.init_process_group first."
+        )
+    found: Any = dist.group.WORLD if group is None else group
+    if found is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"{who}: rank {dist.get_rank()} is not in the process group it was given")
+    return found
+
+
+def require_same_model(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Raises ValueError, on every rank of the group, that names the first parameter or buffer
+    that is not the same as rank 0's: its name, shape, dtype, or whether it is trained."""
+    mine = list(_describe(module))
+    models: list[list[Description]] = [[]] * dist.get_world_size(group)
+    dist.all_gather_object(models, mine, group=group)
+    for rank, model in enumerate(models):
+        for first, other in zip_longest(models[0], model):
+            if first != other:
+                raise ValueError(
+                    "the ranks have different models. The first difference:\n"
+                    f"  rank {dist.get_global_rank(group, 0)}: {_tell(first)}\n"
+                    f"  rank {dist.get_global_rank(group, rank)}: {_tell(other)}"
+                )
+
+
+def _describe(module: nn.Module) -> Iterator[Description]:
+    for kind, entries in (
+        ("parameter", module.named_parameters()),
+        ("buffer", module.named_buffers()),
+    ):
+        for name, tensor in entries:
+            yield kind, name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad
+
+
+def _tell(description: Description | None) -> str:
+    if description is None:
+        return "has no more parameters or buffers"
+    kind, name, shape, dtype, trained = description
+    frozen = ", frozen" if kind == "parameter" and not trained else ""
+    return f"{kind} {name}, shape {shape}, {dtype.removeprefix('torch.')}{frozen}"
+
+
+def broadcast_state(
+    tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, source: int = 0
+) -> None:
+    """Give every rank of the group the values that `source` (its rank in the group) has.
+
+    Tensors of any dtypes travel together, as bytes: one message for each 25 MiB of a device. Small
+    messages cost their latency, not their size (lesson 2).
+    """
+    for chunk in _chunks(tensors):
+        if len(chunk) == 1 and chunk[0].is_contiguous():
+            dist.broadcast(chunk[0], group=group, group_src=source)
+            continue
+        flat = torch.cat([_as_bytes(tensor) for tensor in chunk])
+        dist.broadcast(flat, group=group, group_src=source)
+        pieces = flat.split([tensor.nbytes for tensor in chunk])
+        for tensor, piece in zip(chunk, pieces, strict=True):
+            tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))
+
+
+def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Tensors of one device, of up to 25 MiB together. Wide elements come first: so that each
+    tensor's bytes begin where its dtype may begin."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_device.setdefault(tensor.device, []).append(tensor.detach())
+    for together in by_device.values():
+        chunk: list[torch.Tensor] = []
+        for tensor in sorted(together, key=torch.Tensor.element_size, reverse=True):
+            if chunk and sum(t.nbytes for t in chunk) + tensor.nbytes > CHUNK:
+                yield chunk
+                chunk = []
+            chunk.append(tensor)
+        yield chunk
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
