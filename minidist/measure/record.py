@@ -24,7 +24,8 @@ class Event:
     peer: the other rank of a message, counted in the whole world (None: not known, or none).
     nbytes: bytes of the message; of a collective, those of the whole vector (see `torch_calls`).
     start, end: seconds of `time.perf_counter`, on Linux one clock for all processes of a machine.
-    The end of an asynchronous call is when its `wait` returned; None until then.
+    The end of an asynchronous collective is when it was done; that of an asynchronous message, when
+    its `wait` returned. None until then. (On a GPU, work counts as done when it is queued.)
     control: not the user's data, but minidist's own agreement on the call.
     scope: the collective of minidist that the event is part of.
     """

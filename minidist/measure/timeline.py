@@ -35,7 +35,8 @@ class Timeline(Meter):
     After the block, `spans` is a list of `Span`, by start; `rank` is ours. Categories:
 
     - "communication": a call of torch.distributed, or one of md.collectives as one span, named
-      after it. An asynchronous call lasts until its `wait` has returned;
+      after it. An asynchronous collective lasts until it is done, a message until its `wait` has
+      returned;
     - "agreement": before each collective of md.collectives, the ranks agree on the call. A rank
       that comes early waits here for the others;
     - "compute", or what `span` was given.

@@ -135,6 +135,8 @@ def _follow(name: str, result: Any, events: list[Event]) -> Any:
         each += [[]] * (len(result) - len(each))
         return [_WatchedWork(work, own) for work, own in zip(result, each, strict=True)]
     if isinstance(result, dist.Work):
+        if events and events[0].kind == "collective":  # the works of messages have no future
+            result.get_future().add_done_callback(lambda _: record.finish(events))
         return _WatchedWork(result, events)
     if name == "recv":
         if events and events[0].peer is None:  # from any source: now we know which
@@ -144,7 +146,7 @@ def _follow(name: str, result: Any, events: list[Event]) -> Any:
 
 
 class _WatchedWork(dist.Work):
-    """Torch's handle of an asynchronous call; its events end when `wait` has returned."""
+    """Torch's handle of an asynchronous call; its events end at the latest when `wait` returns."""
 
     def __init__(self, work: dist.Work, events: list[Event]) -> None:
         super().__init__()
@@ -164,11 +166,6 @@ class _WatchedWork(dist.Work):
         if done:
             record.finish(self._events)
         return done
-
-    def get_future(self) -> Any:
-        future = self._work.get_future()
-        future.add_done_callback(lambda _: record.finish(self._events))
-        return future
 
 
 def _pass_on(name: str) -> Callable[..., Any]:
