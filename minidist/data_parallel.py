@@ -229,8 +229,9 @@ class _Broadcast(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, devices: list[torch.device]) -> Any:
         ctx.home = tensor.device
         ctx.set_materialize_grads(False)  # a copy that took no part has no gradient
-        shared = devices[0] == ctx.home
-        first = tensor.view_as(tensor) if shared else tensor.to(devices[0])
+        # The first shares our memory if it is on our device. Detached, it is no view to autograd,
+        # which would forbid to write into it: one of many views of one tensor.
+        first = tensor.detach().to(devices[0])
         return first, *(tensor.to(device, copy=True) for device in devices[1:])
 
     @staticmethod

@@ -287,6 +287,22 @@ def test_buffers_of_the_first_replica_stay_and_others_are_lost() -> None:
     assert module.num_batches_tracked == 3 and module.running_mean.abs().sum() > 0
 
 
+def test_what_the_first_replica_writes_into_parameters_stays() -> None:
+    class Doubles(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.mul_(2)
+                self.bias.add_(1)
+            return super().forward(x)
+
+    module = Doubles(2, 2)
+    module.bias.requires_grad_(False)
+    wanted, bias = module.weight.detach() * 2, module.bias + 1
+    DataParallel(module, CPUS)(torch.ones(3, 2)).sum().backward()
+    assert torch.equal(module.weight, wanted) and torch.equal(module.bias, bias)
+    assert module.weight.grad.eq(3).all()
+
+
 def test_what_forward_stores_is_lost_with_its_replica() -> None:
     class Counts(nn.Module):
         calls, last = 0, None
