@@ -124,7 +124,7 @@ def check(
         tolerance = TOLERANCES[dtype]
     if isinstance(model, nn.Module):
         raise TypeError("model must be a function that makes a module, not a module")
-    if steps < 1 or batch_size < 1 or batch_size % world_size:
+    if min(steps, batch_size, world_size) < 1 or batch_size % world_size:
         raise ValueError(
             f"parity.check trains 1 step or more, with a batch that {world_size} ranks can share "
             f"evenly, not {steps} steps of {batch_size} examples"
@@ -264,7 +264,8 @@ def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     """max|a - b| / max|b|: 0 if all elements are equal, nan if one is not a number. Lesson 4."""
     if a.numel() == 0 or torch.equal(a, b):
         return 0.0
-    a, b = a.to(torch.float64), b.to(torch.float64)
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    a, b = a.to(wide), b.to(wide)
     return ((a - b).abs().max() / b.abs().max()).item()
 
 

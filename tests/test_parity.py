@@ -1,0 +1,219 @@
+"""The oracle itself: what is right passes, and each wrong way to train is found and named."""
+
+import math
+import re
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import minidist as md
+from minidist import parity
+from minidist.parity import ParityError, relative_difference
+
+MODELS = {
+    "mlp": (parity.digits_mlp, None),
+    "convnet": (md.zoo.convnet, None),
+    "transformer": (md.zoo.Transformer, md.zoo.text()),
+}
+OPTIMIZERS = {
+    "momentum": parity.momentum,
+    "adam": partial(torch.optim.Adam, lr=0.01),
+    "adamw": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+}
+SGD = partial(torch.optim.SGD, lr=0.1)
+OURS, TORCHS = md.DistributedDataParallel, TorchDDP
+
+
+def average(tensors, world_size=None):
+    for tensor in tensors:
+        dist.all_reduce(tensor)
+        tensor /= world_size or dist.get_world_size()
+
+
+def bare(module):
+    return module
+
+
+class Loop:
+    """A loop of its own around a bare module: it averages by hand, with a fault at will."""
+
+    def __init__(self, fault=None, at=(None, None)):
+        self.fault, self.at, self.steps = fault, at, 0
+
+    def __call__(self, model, optimizer, inputs, targets, loss_fn):
+        self.steps += 1
+        here = self.fault if self.at in ((None, None), (dist.get_rank(), self.steps)) else None
+        if here == "share":
+            dist.broadcast(inputs, 0)
+            dist.broadcast(targets, 0)
+        optimizer.zero_grad()
+        loss = loss_fn(model(inputs), targets)
+        loss.backward()
+        grads = [p.grad for p in model.parameters()]
+        if here != "weights":
+            average(grads, 1 if here == "sum" else None)
+        if here == "grad":
+            grads[-1][0] += 1e-9
+        optimizer.step()
+        if here == "weights":
+            average([p.data for p in model.parameters()])
+        if here == "nan":
+            next(model.parameters()).data[0, 0] = math.nan
+        return loss * 2 if here == "loss" else loss
+
+
+# ---- what is right passes -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("strategy", "dtype"),
+    [(OURS, torch.float64), (OURS, torch.float32), (TORCHS, torch.float64)],
+    ids=["ours-float64", "ours-float32", "torchs-float64"],
+)
+def test_the_tolerances_leave_room_for_sums_in_another_order(
+    pools, strategy, name, optimizer, dtype
+):
+    """Torch's own strategy passes as ours does."""
+    model, data = MODELS[name]
+    found = parity.check(
+        strategy,
+        model=model,
+        data=data,
+        optimizer=OPTIMIZERS[optimizer],
+        dtype=dtype,
+        ranks=pools(3),
+    )
+    assert found.largest < found.tolerance / 5
+    assert (found.world_size, found.steps, found.tolerance) == (3, 4, parity.TOLERANCES[dtype])
+
+
+def test_a_parity_tells_what_was_compared(pools):
+    found = parity.check(OURS, ranks=pools(3), steps=2, batch_size=9, tolerance=1e-9)
+    assert repr(found) == (
+        "equal to one process, to 1e-09: 8 tensors and the loss, after each of 2 steps, on 3 ranks"
+    )
+    found = parity.check(OURS, ranks=pools(3), model=md.zoo.convnet, optimizer=OPTIMIZERS["adam"])
+    assert found.tensors == 5 + 3 + 5 * 3  # weights, buffers, step and two means of each weight
+
+
+def test_a_strategy_may_bring_its_loop_and_its_optimizer(pools):
+    parity.check(bare, step=Loop(), ranks=pools(3))
+    parity.check(
+        lambda module: (module, OPTIMIZERS["adam"](module.parameters())),
+        optimizer=OPTIMIZERS["adam"],
+        step=Loop(),
+        ranks=pools(3),
+    )
+
+
+def test_ranks_are_started_where_there_are_none():
+    assert parity.check(OURS, world_size=2, steps=1).world_size == 2
+
+
+# ---- what is wrong is found ---------------------------------------------------------------------
+
+
+WEIGHT, MEAN = "0.weight differs", "the mean loss differs"
+FAULTS = {
+    "no averaging": (dict(step=parity.train_step), f"step 1, rank 0: {WEIGHT}"),
+    "sum": (dict(step=Loop("sum")), f"step 1, rank 0: {WEIGHT}"),
+    "share of another": (dict(step=Loop("share")), f"step 1, rank 0: {WEIGHT}"),
+    "rank 2, from step 3": (dict(step=Loop("grad", (2, 3))), "step 3, rank 2: 2.bias differs"),
+    "rank 1's loss, at step 2": (dict(step=Loop("loss", (1, 2))), f"step 2, {MEAN}"),
+    "not a number": (dict(step=Loop("nan", (1, 2))), f"step 2, rank 1: {WEIGHT}"),
+    "weights, with momentum": (
+        dict(step=Loop("weights")),
+        "step 1, rank 0: momentum_buffer of 0.weight differs",
+    ),
+    "weights, with Adam": (
+        dict(step=Loop("weights"), optimizer=OPTIMIZERS["adam"]),
+        f"step 1, rank 0: {WEIGHT}",
+    ),
+    "optimizer without state": (
+        dict(step=Loop(), strategy=lambda m: (m, SGD(m.parameters()))),
+        "step 1, rank 0: momentum_buffer of 0.weight is missing",
+    ),
+    "optimizer with a state more": (
+        dict(step=Loop(), strategy=lambda m: (m, parity.momentum(m.parameters())), optimizer=SGD),
+        "step 1, rank 0: momentum_buffer of 0.weight is there, and one process has none",
+    ),
+    "another shape": (
+        dict(step=Loop(), strategy=lambda m: md.zoo.mlp(64, 16, 10).double()),
+        "step 1, rank 0: 0.weight has shape (16, 64), not (32, 64)",
+    ),
+    "a weight less": (
+        dict(step=Loop(), strategy=lambda m: md.zoo.mlp(64, 10).double()),
+        "step 1, rank 0: 0.weight has shape (10, 64), not (32, 64)",
+    ),
+    "half the precision": (
+        dict(strategy=lambda m: hooked(OURS(m))),
+        f"step 1, rank 0: {WEIGHT}",
+    ),
+    "buffers that are never made equal": (
+        dict(strategy=partial(OURS, broadcast_buffers=False), model=md.zoo.convnet),
+        "step 2, rank 1: 2.running_mean differs",
+    ),
+}
+
+
+def hooked(ddp):
+    ddp.register_comm_hook(None, md.distributed_data_parallel.bf16_compress_hook)
+    return ddp
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found_and_named(pools, fault):
+    options, words = FAULTS[fault]
+    with pytest.raises(ParityError, match=f"^{re.escape(words)}") as raised:
+        parity.check(**{"strategy": bare, "ranks": pools(3), **options})
+    if "differs" in words:
+        end = r", relatively by \d\.\de[+-]\d\d \(1e-12 is allowed\)"
+        end = r", relatively by nan \(1e-12 is allowed\)" if "number" in fault else end
+        assert re.fullmatch(r".* differs from one process" + end, str(raised.value))
+    else:
+        assert str(raised.value) == f"{words} (1e-12 is allowed)"
+
+
+def test_means_of_weights_equal_means_of_gradients_only_for_plain_sgd(pools):
+    """Then a step is linear in the gradient: nothing tells the two apart, and nothing needs to."""
+    parity.check(bare, step=Loop("weights"), optimizer=SGD, ranks=pools(3))
+
+
+def test_a_fault_smaller_than_the_tolerance_is_none(pools):
+    found = parity.check(bare, step=Loop("grad", (2, 3)), tolerance=1e-6, ranks=pools(3))
+    assert 1e-12 < found.largest < 1e-6
+
+
+def test_arguments_that_make_no_sense(pools):
+    check = partial(parity.check, OURS, ranks=pools(3))
+    with pytest.raises(TypeError, match="a function that makes a module, not a module"):
+        check(model=parity.digits_mlp())
+    with pytest.raises(ValueError, match="3 ranks can share evenly, not 4 steps of 16 examples"):
+        check(batch_size=16)
+    with pytest.raises(ValueError, match="1 step or more, .* not 0 steps of 48 examples"):
+        check(steps=0)
+    with pytest.raises(ValueError, match="of 0 examples"):
+        check(batch_size=0)
+    with pytest.raises(ValueError, match="needs a tolerance for torch.bfloat16"):
+        check(dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="that 0 ranks can share evenly"):
+        parity.check(OURS, world_size=0, batch_size=16)
+
+
+def test_relative_difference():
+    t = partial(torch.tensor, dtype=torch.float64)
+    assert relative_difference(t([1.0, 4.0]), t([1.0, 5.0])) == 0.2
+    assert relative_difference(t([1.0, 0.5]), t([0.0, 0.0])) == math.inf
+    assert relative_difference(t([0.0]), t([0.0])) == relative_difference(t([]), t([])) == 0
+    assert math.isnan(relative_difference(t([1.0, math.nan]), t([1.0, math.nan])))
+    assert relative_difference(torch.tensor([True]), torch.tensor([False])) == math.inf
+    assert relative_difference(torch.tensor([2**40 + 1]), torch.tensor([2**40])) == 2**-40
+    assert relative_difference(t([3.0]), torch.tensor([4.0])) == 0.25
+    assert relative_difference(torch.tensor([4 + 3j]), torch.tensor([4 + 0j])) == 0.75
+    assert relative_difference(torch.tensor([4 + 0j]), torch.tensor([4 + 3j])) == 0.6

@@ -1,0 +1,94 @@
+"""The models and the data: the same everywhere, real, and of the shapes that they promise."""
+
+import sys
+
+import pytest
+import torch
+
+import minidist as md
+
+MODELS = {
+    "mlp": lambda seed: md.zoo.mlp(64, 32, 10, seed=seed),
+    "convnet": lambda seed: md.zoo.convnet(seed=seed),
+    "Transformer": lambda seed: md.zoo.Transformer(seed=seed),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_seed_gives_one_model_whatever_was_drawn_before_and_changes_no_later_draw(name):
+    make = MODELS[name]
+    first = make(0).state_dict()
+    torch.manual_seed(5)
+    torch.rand(3)
+    state = torch.get_rng_state()
+    again, other = make(0).state_dict(), make(1).state_dict()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert list(first) == list(again) == list(other)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_models_map_what_they_say_to_what_they_say():
+    images, pieces = torch.rand(5, 64), torch.randint(256, (3, 20))
+    assert md.zoo.mlp(64, 32, 10)(images).shape == (5, 10)
+    assert md.zoo.mlp(64, 10)(images).shape == (5, 10)
+    assert md.zoo.convnet(channels=3)(images).shape == (5, 10)
+    assert md.zoo.Transformer()(pieces).shape == (3, 20, 256)
+    with pytest.raises(ValueError, match=r"at least an input and an output size, not \(64,\)"):
+        md.zoo.mlp(64)
+
+
+def test_the_transformer_is_tied_and_sees_no_later_byte():
+    model = md.zoo.Transformer(vocabulary=50, length=12, width=16, heads=4, layers=3).double()
+    assert model.head.weight is model.tokens.weight
+    assert sum(name.endswith("qkv.weight") for name, _ in model.named_parameters()) == 3
+    pieces = torch.randint(50, (2, 12), generator=torch.Generator().manual_seed(0))
+    other = pieces.clone()
+    other[:, 7] = (other[:, 7] + 1) % 50
+    before, after = model(pieces), model(other)
+    torch.testing.assert_close(before[:, :7], after[:, :7], rtol=1e-12, atol=1e-12)
+    assert (before[:, 7:] - after[:, 7:]).abs().amax(-1).gt(1e-6).all()
+
+
+def test_the_digits_are_scikit_learns_in_one_order():
+    images, labels = md.zoo.digits(torch.float64)
+    assert images.shape == (1797, 64) and labels.shape == (1797,)
+    assert (images.min(), images.max()) == (0, 1) and images.dtype == torch.float64
+    assert labels.bincount().tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+    again, same = md.zoo.digits(torch.float64)
+    assert torch.equal(images, again) and torch.equal(labels, same)
+    assert md.zoo.digits()[0].dtype == torch.float32
+    from sklearn.datasets import load_digits
+
+    pairs = zip(*load_digits(return_X_y=True), strict=True)
+    expected = sorted((*(image / 16).tolist(), label) for image, label in pairs)
+    found = zip(images.tolist(), labels.tolist(), strict=True)
+    assert sorted((*image, label) for image, label in found) == expected
+
+
+def test_the_digits_say_what_they_need(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(ImportError, match=r'pip install "minidist\[course\]"'):
+        md.zoo.digits()
+
+
+@pytest.mark.parametrize("length", [1, 20, 32])
+def test_each_target_is_the_byte_after_its_input(length):
+    inputs, targets = md.zoo.text(length)
+    assert inputs.shape == targets.shape == (len(inputs), length)
+    assert len(inputs) * length > 100_000
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert 0 <= inputs.min() and inputs.max() <= 255
+    assert torch.equal(md.zoo.text(length)[0], inputs)
+    if length == 32:
+        from pydoc_data.topics import topics
+
+        whole = "".join(topics[name] for name in sorted(topics)).encode()
+        for piece, last in zip(inputs[:50], targets[:50, -1], strict=True):
+            assert bytes([*piece.tolist(), last]) in whole
+    assert not torch.equal(inputs[1], targets[0])  # shuffled
+
+
+def test_text_has_a_length():
+    with pytest.raises(ValueError, match="a length of 1 or more, not 0"):
+        md.zoo.text(0)
