@@ -228,16 +228,14 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, devices: list[torch.device]) -> Any:
         ctx.home = tensor.device
-        ctx.set_materialize_grads(False)  # a copy that took no part has no gradient
         # The first shares our memory if it is on our device. Detached, it is no view to autograd,
         # which would forbid to write into it: one of many views of one tensor.
         first = tensor.detach().to(devices[0])
         return first, *(tensor.to(device, copy=True) for device in devices[1:])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        arrived = [gradient.to(ctx.home) for gradient in gradients if gradient is not None]
-        return sum(arrived[1:], arrived[0]) if arrived else None, None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return sum(gradient.to(ctx.home) for gradient in gradients), None
 
 
 def _modes(device: torch.device) -> list[Any]:
@@ -246,12 +244,7 @@ def _modes(device: torch.device) -> list[Any]:
     modes: list[Any] = [
         torch.inference_mode(torch.is_inference_mode_enabled()),
         torch.set_grad_enabled(torch.is_grad_enabled()),
-        torch.autocast(
-            kind,
-            dtype=torch.get_autocast_dtype(kind),
-            enabled=torch.is_autocast_enabled(kind),
-            cache_enabled=torch.is_autocast_cache_enabled(),
-        ),
+        torch.autocast(kind, enabled=torch.is_autocast_enabled(kind)),  # in our dtype
     ]
     if kind != "cpu":  # a GPU has streams: ours, and the device is then the current one
         modes.append(torch.accelerator.current_stream(device))

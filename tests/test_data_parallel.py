@@ -178,7 +178,9 @@ def test_scatter_has_fewer_shares_for_a_small_batch() -> None:
 
 def test_scatter_cuts_the_dimension_that_it_is_told() -> None:
     x = torch.arange(12).view(3, 4)
+    assert [share.tolist() for share in scatter(x[0], ["cpu"] * 2, -1)] == [[0, 1], [2, 3]]
     for dim in (1, -1):
+        assert torch.equal(DataParallel(nn.ReLU(), ["cpu"] * 2, dim=dim)(x), x)
         assert torch.equal(gather(scatter(x, ["cpu"] * 2, dim), "cpu", dim), x)
         assert [share.shape for share in scatter(x, ["cpu"] * 2, dim)] == [(3, 2)] * 2
 
@@ -207,8 +209,9 @@ def test_gather_joins_nested_outputs() -> None:
 def test_gather_refuses_what_it_cannot_join() -> None:
     with pytest.raises(TypeError, match="must return tensors, .* not float"):
         gather([(torch.ones(1), 0.5)] * 2, "cpu")
-    with pytest.raises(TypeError, match="not NoneType"):
-        gather([torch.ones(1), None], "cpu")
+    for outputs in [torch.ones(1), None], [None, torch.ones(1)]:
+        with pytest.raises(TypeError, match="not NoneType"):
+            gather(outputs, "cpu")
     with pytest.raises(ValueError, match="a"):
         gather([{"a": torch.ones(1)}, {"b": torch.ones(1)}], "cpu")
 
@@ -274,6 +277,12 @@ def test_a_replica_is_a_copy_whose_gradients_go_home() -> None:
     (weight[0].sum() + 5 * weight[2].sum()).backward()
     assert module.inward.weight.grad.eq(6).all()
     assert all(p.grad is None for n, p in module.named_parameters() if n != "inward.weight")
+
+
+def test_a_replica_of_an_rnn_runs_with_its_own_weights() -> None:
+    for replica in replicate(nn.LSTM(2, 3, num_layers=2), CPUS):
+        pairs = zip(replica._flat_weights, replica.parameters(), strict=True)
+        assert all(flat is own for flat, own in pairs)
 
 
 def test_buffers_of_the_first_replica_stay_and_others_are_lost() -> None:
@@ -381,6 +390,8 @@ def test_parallel_apply_takes_single_inputs_and_no_devices() -> None:
     twice = Calls(lambda i, scale=2: torch.tensor(i * scale))
     apply = parallel_apply([twice, twice], [torch.tensor([3]), (torch.tensor([4]), 5)])
     assert [int(output) for output in apply] == [6, 20]
+    apply = parallel_apply([twice, twice], [[torch.tensor([3]), 5], [torch.tensor([4])]])
+    assert [int(output) for output in apply] == [15, 8]
     options = [{"scale": 7}, {}]
     apply = parallel_apply([twice, twice], [torch.tensor([3])] * 2, options, ["cpu", "cpu"])
     assert [int(output) for output in apply] == [21, 6]
