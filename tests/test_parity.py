@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minidist as md

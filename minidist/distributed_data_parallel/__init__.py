@@ -80,7 +80,7 @@ class DistributedDataParallel(Wrapper, Joinable):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's own, between what the ranks do together before and after."""
-        if torch._C._current_graph_task_id() != -1:  # recomputed within a backward pass
+        if self._reducer.begun:  # computed again within its backward pass, by a checkpoint
             return self.module(*inputs, **kwargs)
         self._require_unchanged()
         Join.notify_join_context(self)

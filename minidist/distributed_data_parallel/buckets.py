@@ -81,7 +81,7 @@ class Bucket:
         elif parameter.grad is None:
             view.zero_()
         else:
-            torch.mul(parameter.grad, scale, out=view)  # copied and scaled in one pass
+            torch.mul(parameter.grad.detach(), scale, out=view)  # copied and scaled in one go
             parameter.grad = view
 
     def add(self, slot: int, scale: float) -> None:

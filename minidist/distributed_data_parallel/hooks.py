@@ -2,16 +2,15 @@
 
 They have torch's form, hook(state, bucket) -> Future of a tensor, so they serve torch's own
 DistributedDataParallel too, and torch's hooks serve ours. `state` is the process group, or None.
+(Torch looks at the annotation of `bucket`, and takes bfloat16 hooks only with NCCL.)
 """
-
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 
 def bf16_compress_hook(
-    state: dist.ProcessGroup | None, bucket: Any
+    state: dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     """Average the gradients as bfloat16: half the bytes of float32, and 8 bits of its 24."""
     full = bucket.buffer()  # (n,)

@@ -6,8 +6,10 @@ layers before. Buckets leave in the same order on every rank, or rank 0's third 
 rank 1's second. After Li et al., "PyTorch Distributed" (arXiv 2006.15704), sections 3.2 and 4.2.
 """
 
+import dataclasses
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +40,9 @@ class Reducer:
         self._group, self._cap, self._find_unused = group, cap, find_unused_parameters
         self._order: list[int] | None = None  # in which gradients arrived, until it is made use of
         self._ordered = find_unused_parameters  # else every pass may have an order of its own
+        self._lock = threading.RLock()  # autograd has a thread for each device
         self._buckets: list[Bucket] = []
+        self._travelling: list[tuple[Bucket, Any]] = []
         self._fill(self._parameters[::-1])  # backward comes to the last layer first
         self.expect(sync=False, contributors=1)
         self._watch()
@@ -52,11 +56,18 @@ class Reducer:
 
     def _reset(self) -> None:
         """Forget a backward pass: it has ended, or failed on its way."""
-        self._begun = False
+        self._pass: weakref.ref[Callable[[], None]] | None = None
         self._arrived: dict[nn.Parameter, None] = {}  # in this order
-        self._travelling: list[tuple[Bucket, Any]] = []
+        if self._travelling:  # it failed. What still travels will write into these buckets.
+            self._travelling = []
+            self._make([bucket.parameters() for bucket in self._buckets])
         for bucket in self._buckets:
             bucket.empty()
+
+    @property
+    def begun(self) -> bool:
+        """Whether a backward pass has come to what `watch` was given, and has not ended."""
+        return self._pass is not None
 
     @property
     def may_rebuild(self) -> bool:
@@ -73,8 +84,10 @@ class Reducer:
 
     def _fill(self, order: list[nn.Parameter]) -> None:
         plan = assign(order, self._cap)
-        if _ids(plan) == _ids(bucket.parameters() for bucket in self._buckets):
-            return
+        if _ids(plan) != _ids(bucket.parameters() for bucket in self._buckets):
+            self._make(plan)
+
+    def _make(self, plan: Sequence[Sequence[Any]]) -> None:
         self._buckets, self._places = [], {}  # first, so that no memory is needed for both
         for index, parameters in enumerate(plan):
             bucket = Bucket(index, parameters, last=index == len(plan) - 1)
@@ -104,21 +117,32 @@ class Reducer:
             if (reducer := me()) is not None:
                 reducer._begin()
 
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+        for tensor in _tensors(output):
+            if tensor.grad_fn is not None:
                 tensor.register_hook(begin)
 
     def _begin(self) -> None:
         # Not later: a hook may run in a backward pass within this one, which ends before it.
-        if self._sync and not self._begun:
-            self._begun = True
-            Variable._execution_engine.queue_callback(self._finish)
+        with self._lock:
+            if self._pass is None:
+
+                def finish() -> None:
+                    self._finish()
+
+                # If the pass fails, autograd drops `finish` instead of calling it.
+                self._pass = weakref.ref(finish, lambda _: self._reset())
+                Variable._execution_engine.queue_callback(finish)
 
     def _arrive(self, parameter: Any) -> None:
         """`parameter.grad` is complete on this rank: send what has become full."""
-        bucket, slot = self._places[parameter]
-        if not self._sync:
-            return bucket.hold(slot)
+        if self._sync:
+            with self._lock:
+                self._average(parameter)
+        elif not torch.is_grad_enabled():  # else it has a graph of its own: create_graph=True
+            bucket, slot = self._places[parameter]
+            bucket.hold(slot)
+
+    def _average(self, parameter: nn.Parameter) -> None:
         name = self._names[self._positions[parameter]]
         if torch.is_grad_enabled():
             raise RuntimeError("gradients of gradients are not averaged: create_graph=True")
@@ -152,18 +176,29 @@ class Reducer:
     # ---- at its end, before `backward()` returns -------------------------------------------
 
     def _finish(self) -> None:
-        if not self._arrived and not self._find_unused:
-            return self._reset()  # torch.autograd.grad came by, and wants none of our gradients
+        try:
+            # Without an arrival it is torch.autograd.grad, which wants none of our gradients.
+            if self._sync and (self._arrived or self._find_unused):
+                self._average_the_rest()
+        finally:
+            self._reset()
+
+    def _average_the_rest(self) -> None:
         lacking = [p for p in self._parameters if p not in self._arrived]
         if lacking and not self._find_unused:
             raise RuntimeError(self._complaint(lacking))
         if not self._ordered:
             self._order = [self._positions[parameter] for parameter in self._arrived]
+        # In this pass, or in those before it that were not averaged.
+        used = [parameter.grad is not None for parameter in self._parameters]
         for parameter in lacking:
             self._add(parameter)
         self._send_full_buckets()
-        self._wait()
-        self._reset()
+        anywhere = self._wait(used)
+        for parameter in lacking:
+            if anywhere[self._positions[parameter]]:  # then this rank takes the step too
+                bucket, slot = self._places[parameter]
+                parameter.grad = bucket.gradients()[slot]
 
     def _complaint(self, lacking: list[nn.Parameter]) -> str:
         names = [self._names[self._positions[parameter]] for parameter in lacking]
@@ -174,29 +209,35 @@ class Reducer:
             "since it was wrapped? With find_unused_parameters=True a parameter may be left out."
         )
 
-    def _wait(self) -> None:
-        used = None
+    def _wait(self, used: list[bool]) -> list[bool]:
+        """Until all buckets have come back. Returns which parameters any rank has `used`."""
         if self._find_unused:
-            used = torch.tensor([p in self._arrived for p in self._parameters], dtype=torch.uint8)
-            used = used.to(self._parameters[0].device)
-            dist.all_reduce(used, dist.ReduceOp.MAX, self._group)
+            flags = torch.tensor(used, dtype=torch.uint8).to(self._parameters[0].device)
+            dist.all_reduce(flags, dist.ReduceOp.MAX, self._group)
+            used = flags.bool().tolist()
         for bucket, handle in self._travelling:
             average = handle.wait()
             if self.comm_hook:
                 bucket.set_buffer(average)
-        if used is not None:
-            for parameter, anywhere in zip(self._parameters, used.tolist(), strict=True):
-                if anywhere:  # on some other rank: then this one takes the step too
-                    bucket, slot = self._places[parameter]
-                    parameter.grad = bucket.gradients()[slot]
+        self._travelling = []
+        return used
 
     def answer(self) -> None:
         """Take part in the others' averaging without a backward pass, adding zeros."""
         for bucket in self._buckets:
             bucket.buffer().zero_()
             self._travelling.append((bucket, self._send(bucket)))
-        self._wait()
+        self._wait([False] * len(self._parameters))
         self._reset()
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    """All tensors in it, nested in lists, dicts and dataclasses."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
 
 
 def _ids(plan: Iterable[Sequence[torch.Tensor]]) -> list[list[int]]:

@@ -13,8 +13,6 @@ from torch import nn
 
 CHUNK = 25 * 2**20  # bytes of one message, as torch has it: large, and soon given back
 
-Description = tuple[str, str, tuple[int, ...], str, bool]
-
 
 def require_group(group: dist.ProcessGroup | None, who: str) -> dist.ProcessGroup:
     """The group that was given, or the default one. Raises RuntimeError where there is none, and
@@ -32,9 +30,10 @@ def require_group(group: dist.ProcessGroup | None, who: str) -> dist.ProcessGrou
 
 def require_same_model(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Raises ValueError, on every rank of the group, that names the first parameter or buffer
-    that is not the same as rank 0's: its name, shape, dtype, or whether it is trained."""
+    that is not the same as rank 0's: its name, shape, dtype, layout, kind of device, or whether it
+    is trained."""
     mine = list(_describe(module))
-    models: list[list[Description]] = [[]] * dist.get_world_size(group)
+    models: list[list[str]] = [[]] * dist.get_world_size(group)
     dist.all_gather_object(models, mine, group=group)
     for rank, model in enumerate(models):
         for first, other in zip_longest(models[0], model):
@@ -46,21 +45,24 @@ def require_same_model(module: nn.Module, group: dist.ProcessGroup) -> None:
                 )
 
 
-def _describe(module: nn.Module) -> Iterator[Description]:
-    for kind, entries in (
-        ("parameter", module.named_parameters()),
-        ("buffer", module.named_buffers()),
-    ):
-        for name, tensor in entries:
-            yield kind, name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad
+def _describe(module: nn.Module) -> Iterator[str]:
+    for name, parameter in module.named_parameters():
+        words = _words("parameter", name, parameter)
+        if not parameter.is_contiguous():  # its gradient lies in a bucket as it does itself
+            words += f", strides {parameter.stride()}"
+        yield words + ("" if parameter.requires_grad else ", frozen")
+    for name, buffer in module.named_buffers():
+        yield _words("buffer", name, buffer)
 
 
-def _tell(description: Description | None) -> str:
-    if description is None:
-        return "has no more parameters or buffers"
-    kind, name, shape, dtype, trained = description
-    frozen = ", frozen" if kind == "parameter" and not trained else ""
-    return f"{kind} {name}, shape {shape}, {dtype.removeprefix('torch.')}{frozen}"
+def _words(kind: str, name: str, tensor: torch.Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    where = "" if tensor.device.type == "cpu" else f", on {tensor.device.type}"
+    return f"{kind} {name}, shape {tuple(tensor.shape)}, {dtype}{where}"
+
+
+def _tell(description: str | None) -> str:
+    return description or "has no more parameters or buffers"
 
 
 def broadcast_state(
@@ -73,7 +75,7 @@ def broadcast_state(
     """
     for chunk in _chunks(tensors):
         if len(chunk) == 1 and chunk[0].is_contiguous():
-            dist.broadcast(chunk[0], group=group, group_src=source)
+            dist.broadcast(_as_bytes(chunk[0]), group=group, group_src=source)
             continue
         flat = torch.cat([_as_bytes(tensor) for tensor in chunk])
         dist.broadcast(flat, group=group, group_src=source)
@@ -88,7 +90,9 @@ def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
-            by_device.setdefault(tensor.device, []).append(tensor.detach())
+            # Not detach(): autograd would take it for an error of the user's that a forward pass
+            # overwrites buffers which the one before it has saved for backward.
+            by_device.setdefault(tensor.device, []).append(tensor.data)
     for together in by_device.values():
         chunk: list[torch.Tensor] = []
         for tensor in sorted(together, key=torch.Tensor.element_size, reverse=True):
@@ -100,4 +104,5 @@ def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor, or a copy."""
     return tensor.contiguous().view(-1).view(torch.uint8)
