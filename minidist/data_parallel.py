@@ -88,7 +88,8 @@ def scatter(inputs: Any, devices: Sequence[Device], dim: int = 0) -> list[Any]:
     `inputs` is a tensor, or tuples, lists and dicts, nested in any way; each share has the same
     form, and in the place of whatever is no tensor the same object. Tensors are cut as
     `torch.chunk` does: the last share can be smaller, and there can be fewer shares than devices.
-    Without any tensor there is one share. Raises ValueError if the tensors' sizes differ.
+    Without any tensor there is one share (torch: one for each device). Raises ValueError if the
+    tensors' sizes differ.
     """
     devices = _devices(devices)
     leaves, form = tree_flatten(inputs)
@@ -113,9 +114,9 @@ def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
 
     A replica's parameters are not leaves: they are results of an operation upon the module's own,
     and its backward sums the gradients of all replicas. The first replica shares the memory of
-    the module's parameters and buffers if it is on their device. Everything that is no
-    tensor, parameter or module, hooks too, is the same object in all. A parameter that stands in
-    several places does so in each replica.
+    the module's parameters and buffers if it is on their device. A parameter that stands in several
+    places does so in each replica. Everything else, hooks too, is the same object in all. Unlike
+    torch's, a replica has its copies in `parameters()`.
     """
     devices = _devices(devices)
     tensors = chain(module.parameters(), module.buffers())
