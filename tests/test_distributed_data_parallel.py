@@ -136,6 +136,13 @@ def no_sync_is_read_at_the_forward_pass(model, rank, step, backward, no_sync):
         backward(loss_of(output))  # this, which is averaged
 
 
+def no_sync_ends_at_the_last_forward_pass(model, rank, step, backward, no_sync):
+    output = model(share(rank, step))
+    with no_sync():
+        other = model(share(rank, step + 10))
+    backward(loss_of(output, step) + loss_of(other))
+
+
 def several_backward_passes(model, rank, step, backward, no_sync):
     for i in range(3):
         plainly(model, rank, step + 10 * i, backward, no_sync)
@@ -206,6 +213,7 @@ LOOPS = [
     accumulate,
     nested_no_sync,
     no_sync_is_read_at_the_forward_pass,
+    no_sync_ends_at_the_last_forward_pass,
     several_backward_passes,
     forward_passes_first,
     one_backward_pass_for_several,
@@ -578,10 +586,11 @@ def test_the_checkpoint_is_the_bare_modules_and_no_wrapper_stays_behind(pools):
             plain = net()
             one_process(plain, plainly, 0)
             module.zero_grad()
-            loss_of(ddp(share(rank))).backward()
+            gone, loss = weakref.ref(ddp._reducer), loss_of(ddp(share(rank)))
+            del ddp  # not before it has averaged
+            loss.backward()
             assert apart(module, plain) == []
-            gone = weakref.ref(ddp._reducer)
-            del ddp
+            del loss
             gc.collect()
             assert gone() is None
             assert not any(p._post_accumulate_grad_hooks for p in module.parameters())
@@ -592,6 +601,19 @@ def test_the_checkpoint_is_the_bare_modules_and_no_wrapper_stays_behind(pools):
         return apart(module, plain)
 
     assert pools(2)(wrap_twice) == [[], []]
+
+
+def test_of_two_wrappers_the_one_in_use_averages(pools):
+    def train():
+        rank, _ = here()
+        module, plain = net(), net()
+        several = [OURS(module, bucket_cap_mb=cap) for cap in (TINY, 25, 25)]
+        for step in range(6):
+            loss_of(several[step % 2](share(rank, step)), step).backward()
+            one_process(plain, plainly, step)
+        return apart(module, plain)
+
+    assert pools(2)(train) == [[], []]
 
 
 def test_a_wrapper_within_a_module(pools):
@@ -1126,6 +1148,14 @@ def test_a_pass_that_cannot_be_averaged_names_the_rank_and_why(impatient, which)
     assert str(error).startswith(f"every rank raised RuntimeError: {WRONG[which]}")
 
 
+def test_a_sparse_gradient_is_refused(impatient):
+    def train():
+        OURS(nn.Embedding(3, 2, sparse=True))(torch.tensor([dist.get_rank()])).sum().backward()
+
+    error = blamed(impatient, train)
+    assert "RuntimeError: a sparse gradient has no place in a bucket" in str(error)
+
+
 def test_a_rank_without_a_backward_pass_is_named(impatient):
     error = blamed(impatient, unfinished, "none", 1)
     assert str(error).startswith("rank 1 did not join backward within 1 s. It had finished.")
@@ -1271,45 +1301,11 @@ def test_torchs_join_takes_several_and_ends_all_early_if_asked(pools):
     assert told[1] == told[2] and told[1].startswith("Detected at least one rank that exhausted")
 
 
-# ---- the same as one process, with real optimizers --------------------------------------------
-
-
-PARITY = {
-    "mlp": (md.parity.digits_mlp, None),
-    "convnet": (md.zoo.convnet, None),
-    "transformer": (md.zoo.Transformer, md.zoo.text()),
-}
-OPTIMIZERS = {
-    "momentum": md.parity.momentum,
-    "adam": torch.optim.Adam,
-    "adamw": partial(torch.optim.AdamW, lr=0.01),
-}
-
-
-class Partial(nn.Module):
-    """Some of it frozen, some never used."""
-
-    def __init__(self):
-        super().__init__()
-        self.never, self.net = net(64, 3), net(64, 32, 32, 10)
-        self.net[2].requires_grad_(False)
-
-    def forward(self, x):
-        return self.net(x)
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
-@pytest.mark.parametrize("name", [*PARITY, "partial"])
-def test_it_trains_as_one_process_does(pools, name, world_size):
-    model, data = PARITY.get(name, (Partial, None))
-    strategy = partial(OURS, bucket_cap_mb=0.002, find_unused_parameters=name == "partial")
-    for optimizer in OPTIMIZERS.values():
-        md.parity.check(
-            strategy, model=model, data=data, optimizer=optimizer, ranks=pools(world_size)
-        )
+# ---- under torchrun, and on GPUs --------------------------------------------------------------
 
 
 SCRIPT = """
+import os
 import torch
 import minidist as md
 
@@ -1328,7 +1324,8 @@ def main():
 if __name__ == "__main__":
     first, second = md.launch(main, world_size=2)
     assert first == second, (first, second)
-    print(first[:3])
+    if os.environ.get("RANK", "0") == "0":
+        print(first[:3])
 """
 
 
@@ -1351,13 +1348,10 @@ def test_a_script_trains_under_python_and_under_torchrun(tmp_path):
         ]
         (alone, _), (under, _) = (run.communicate(timeout=100) for run in runs)
         assert [run.returncode for run in runs] == [0, 0]
-        assert alone.count("\n") == 1 and under == alone * 2
+        assert alone.count("\n") == 1 and under == alone
         assert family.gone_within(5)
     finally:
         family.end()
-
-
-# ---- GPUs -------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu(2)
@@ -1370,11 +1364,10 @@ def test_ranks_with_a_gpu_each_train_as_one_process_does(hook):
         return ddp
 
     with md.ranks(2, backend="cpu:gloo,cuda:nccl", timeout=120) as ranks:
-        for model, data in PARITY.values():
+        for model in (md.parity.digits_mlp, md.zoo.convnet):
             md.parity.check(
                 strategy,
                 model=model,
-                data=data,
                 ranks=ranks,
                 tolerance=0.05 if hook == "bfloat16" else None,
             )

@@ -80,6 +80,8 @@ class Bucket:
                 view.mul_(scale)
         elif parameter.grad is None:
             view.zero_()
+        elif parameter.grad.layout is not torch.strided:
+            raise RuntimeError("a sparse gradient has no place in a bucket: sparse=True")
         else:
             torch.mul(parameter.grad.detach(), scale, out=view)  # copied and scaled in one go
             parameter.grad = view

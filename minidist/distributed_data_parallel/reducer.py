@@ -41,6 +41,7 @@ class Reducer:
         self._order: list[int] | None = None  # in which gradients arrived, until it is made use of
         self._ordered = find_unused_parameters  # else every pass may have an order of its own
         self._lock = threading.RLock()  # autograd has a thread for each device
+        self._awaited = False  # whether a backward pass that is to be averaged has yet to come
         self._buckets: list[Bucket] = []
         self._travelling: list[tuple[Bucket, Any]] = []
         self._fill(self._parameters[::-1])  # backward comes to the last layer first
@@ -51,7 +52,9 @@ class Reducer:
 
     def expect(self, sync: bool, contributors: int) -> None:
         """Prepare for backward passes, averaged over so many ranks if `sync`."""
-        self._sync, self._scale = sync, 1 / contributors
+        # Not less than before: the backward pass may be for several forward passes.
+        self._sync = self._awaited = sync or self._awaited
+        self._scale = 1 / contributors
         self._reset()
 
     def _reset(self) -> None:
@@ -110,16 +113,11 @@ class Reducer:
         weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
 
     def watch(self, output: Any) -> None:
-        """Have it announced that a backward pass comes to these tensors (nested as they may be)."""
-        me = weakref.ref(self)
-
-        def begin(_: torch.Tensor) -> None:
-            if (reducer := me()) is not None:
-                reducer._begin()
-
+        """Have it announced that a backward pass comes to these tensors (nested as they may be).
+        These hooks hold us: who drops the wrapper before `backward()` gets averages still."""
         for tensor in _tensors(output):
             if tensor.grad_fn is not None:
-                tensor.register_hook(begin)
+                tensor.register_hook(lambda _: self._begin())
 
     def _begin(self) -> None:
         # Not later: a hook may run in a backward pass within this one, which ends before it.
@@ -135,12 +133,13 @@ class Reducer:
 
     def _arrive(self, parameter: Any) -> None:
         """`parameter.grad` is complete on this rank: send what has become full."""
-        if self._sync:
-            with self._lock:
+        with self._lock:
+            if self._awaited or (self.begun and self._sync):
                 self._average(parameter)
-        elif not torch.is_grad_enabled():  # else it has a graph of its own: create_graph=True
-            bucket, slot = self._places[parameter]
-            bucket.hold(slot)
+            elif self.begun and not torch.is_grad_enabled():
+                bucket, slot = self._places[parameter]
+                bucket.hold(slot)
+            # Else nobody has asked us: another wrapper of the module has, or nobody.
 
     def _average(self, parameter: nn.Parameter) -> None:
         name = self._names[self._positions[parameter]]
@@ -184,6 +183,7 @@ class Reducer:
             self._reset()
 
     def _average_the_rest(self) -> None:
+        self._awaited = False
         lacking = [p for p in self._parameters if p not in self._arrived]
         if lacking and not self._find_unused:
             raise RuntimeError(self._complaint(lacking))
