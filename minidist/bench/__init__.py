@@ -87,9 +87,9 @@ def draw(title: str, rows: list[Row], picture: Path) -> None:
 
 def run(names: list[str], rounds: int, folder: Path) -> None:
     """Run benchmarks by name, and leave a PNG of each in `folder`."""
-    from minidist.bench import collectives, launch
+    from minidist.bench import collectives, ddp, launch
 
-    benchmarks = {"launch": launch.run, "collectives": collectives.run}
+    benchmarks = {"launch": launch.run, "collectives": collectives.run, "ddp": ddp.run}
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads in this process")
     for name in names:
         picture = folder / f"bench_{name}.png"
@@ -97,4 +97,4 @@ def run(names: list[str], rounds: int, folder: Path) -> None:
         print(f"drawn: {picture}")
 
 
-NAMES = ["launch", "collectives"]
+NAMES = ["launch", "collectives", "ddp"]
