@@ -17,9 +17,10 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from PIL import Image
+from torch import nn
 
 from minidist import plot
-from minidist.measure import Span, Timeline, TrafficCounter
+from minidist.measure import MemoryTracker, Phase, Span, Timeline, TrafficCounter
 from minidist.plot import color, human_bytes, human_time, palette
 
 matplotlib.use("Agg")
@@ -27,6 +28,11 @@ from matplotlib import pyplot as plt
 
 ROOT = Path(__file__).resolve().parents[1]
 PAIRS = {"ring": [(8, 1e-5), (800, 2e-5)]}
+HELD = SimpleNamespace(
+    history={"parameters": [8, 8, 8], "other": [0, 4, 0]},
+    phases=[SimpleNamespace(name="forward", start=0, end=2)],
+)
+NOTHING_HELD = SimpleNamespace(history={"parameters": [0], "other": [0]}, phases=[])
 CHARTS = {  # name: what it draws, and inputs that have nothing to draw
     "traffic": ([SimpleNamespace(rank=0, world_size=1, sent_to=[5])], [[]]),
     "timeline": (
@@ -36,6 +42,8 @@ CHARTS = {  # name: what it draws, and inputs that have nothing to draw
     "time_against_size": (PAIRS, [{}, {"ring": []}, PAIRS | {"tree": []}]),
     "bytes_per_rank": ({"ring": [8, 9]}, [{}, {"ring": []}, {"ring": [8], "tree": []}]),
     "loss": ({"ring": [2.0, 1.0]}, [{}, {"ring": []}, {"ring": [2.0], "tree": []}]),
+    "memory": (HELD, [SimpleNamespace(history={}, phases=[]), NOTHING_HELD]),
+    "memory_by_rank": ({"rank 0": {"other": 8}}, [{}, {"rank 0": {}}, {"rank 0": {"other": 0}}]),
 }
 
 
@@ -228,6 +236,78 @@ def test_loss_shows_equal_curves_both() -> None:
     assert (shown(below), shown(above)) == (palette.SPARE[0], color("ring"))
     assert legend(ax) == ["alone", "ring"]
     assert all(step.isdigit() for step in ticks(ax.xaxis))  # no half steps
+
+
+def test_memory_stacks_what_lives_and_marks_the_peak() -> None:
+    held = MemoryTracker(nn.Linear(1, 1))
+    assert {"history", "phases"} <= vars(held).keys()
+    held.history = {  # in another order than the palette's
+        "activations": [0, 0, 600, 600, 200, 0],
+        "parameters": [1000] * 6,
+        "buffers": [0] * 6,
+        "my kind": [0, 0, 0, 10, 0, 0],
+        "gradients": [0, 0, 0, 0, 500, 500],
+    }
+    names = "too long a name", "forward", "backward", "step"
+    held.phases = list(map(Phase, names, (0, 1, 3, 5), (1, 3, 5, 5)))
+    ax = plot.memory(held)
+    kinds, total = ["parameters", "gradients", "activations", "my kind"], [0] * 6
+    assert legend(ax) == kinds[::-1]
+    for name, area in zip(kinds, ax.collections, strict=True):
+        shade = palette.MEMORY.get(name, palette.SPARE[0])
+        assert to_hex(area.get_facecolor()[0]).upper() == shade
+        (path,) = area.get_paths()
+        for change, nbytes in enumerate(held.history[name]):  # its floor and its top
+            foot, total[change] = total[change], total[change] + nbytes
+            for y, inside in (foot - 1, False), (total[change] + 1, False), (foot + 1, nbytes > 2):
+                for x in change + 0.1, change + 0.9:
+                    assert path.contains_point((x, y)) == inside, (name, x, y)
+    reach, dot, *edges = ax.lines
+    assert dot.get_xydata().tolist() == [[4.5, 1700]] and max(total) == 1700
+    assert reach.get_xydata().tolist() == [[0, 1700], [4.5, 1700]]
+    said = {text.get_text(): text.get_position()[0] for text in ax.texts}
+    assert said == {"peak 1.7 kB": 4.5, "forward": 3, "backward": 5}  # where there is room
+    assert [shown(strip) for strip in ax.patches] == list(palette.colors(names).values())
+    spans = [[1, 2], [2, 4], [4, 6], [6, 6]]  # what lives after a phase's first change, to its last
+    assert [[s.get_x(), s.get_x() + s.get_width()] for s in ax.patches] == spans
+    assert [edge.get_xdata()[0] for edge in edges] == sum(spans, [])
+    assert ax.get_xlim() == (0, 6) and ax.get_ylim()[0] == 0 and ax.get_ylim()[1] > 1700
+    assert "1 kB" in ticks(ax.yaxis) and all(n.isdigit() for n in ticks(ax.xaxis))
+
+
+def test_memory_by_rank_shows_bytes_and_formula() -> None:
+    held = {
+        "rank 0": {"activations": 3000, "parameters": 1000, "buffers": 10, "other": 0},
+        "rank 1": {"parameters": 2000, "my kind": 500},
+    }
+    ax = plot.memory_by_rank(held, {"rank 1": {"parameters": 1500, "gradients": 4500}})
+    kinds = ["parameters", "gradients", "buffers", "activations", "my kind"]
+    assert legend(ax) == [*kinds[::-1], "formula"]
+    bars = {
+        (bars.get_label(), round(bar.get_x() + 0.31)): bar for bars in ax.containers for bar in bars
+    }
+    for x, parts in enumerate(held.values()):
+        foot = 0
+        for kind in kinds:
+            bar, nbytes = bars[kind, x], parts.get(kind, 0)
+            assert (bar.get_y(), bar.get_height()) == (foot, nbytes)
+            assert shown(bar) == palette.MEMORY.get(kind, palette.SPARE[0])
+            foot += nbytes
+    assert len(bars) == 10
+    (formula,) = ax.collections
+    assert to_hex(formula.get_color()[0]) == "#000000"
+    for segment, nbytes in zip(formula.get_segments(), [1500, 6000], strict=True):
+        (left, low), (right, high) = segment
+        assert low == high == nbytes and left < 1 - 0.31 and right > 1 + 0.31
+    said = {text.get_text(): text.get_position() for text in ax.texts}
+    assert said.pop("4.01 kB") > (0, 4010)  # its sum
+    assert said.pop("2.5 kB\nformula: 6 kB") > (1, 6000)
+    assert said == {"1 kB": (0, 500), "3 kB": (0, 2510), "2 kB": (1, 1000), "500 B": (1, 2250)}
+    assert ticks(ax.xaxis) == ["rank 0", "rank 1"] and ax.get_ylim()[1] > 6000
+    assert "2 kB" in ticks(ax.yaxis)
+    assert "formula" not in legend(plot.memory_by_rank(held))
+    with pytest.raises(ValueError, match="rank 2 is predicted and not measured"):
+        plot.memory_by_rank(held, {"rank 2": {"parameters": 1}})
 
 
 # ---- palette and units --------------------------------------------------------------------

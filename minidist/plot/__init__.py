@@ -7,6 +7,8 @@
 | `bytes_per_rank` | 2 | bytes counted on each rank beside the bytes predicted |
 | `time_against_size` | 2 | how the time of a collective grows with its message |
 | `loss` | 2 | training curves, also where one lies upon another |
+| `memory` | 4 | what a rank's memory holds, after each allocation and free |
+| `memory_by_rank` | 4 | what the memory of each rank holds beside what a formula says |
 
 Every chart draws into the axes that it is given, or into a new figure as wide as a notebook,
 returns the axes, and leaves matplotlib's settings as they were. Input with nothing to draw is
@@ -14,6 +16,7 @@ a ValueError. matplotlib is imported by the first chart, not by `import minidist
 """
 
 from minidist.plot.charts import bytes_per_rank, loss, time_against_size, timeline, traffic
+from minidist.plot.memory_charts import memory, memory_by_rank
 from minidist.plot.palette import RANKS, color, human_bytes, human_time, style
 
 __all__ = [
@@ -23,6 +26,8 @@ __all__ = [
     "human_bytes",
     "human_time",
     "loss",
+    "memory",
+    "memory_by_rank",
     "style",
     "time_against_size",
     "timeline",

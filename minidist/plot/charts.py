@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
+from minidist.plot.frame import chart, legend, ticks
 from minidist.plot.palette import (
     ACTIVITIES,
     COLORS,
     FAINT,
-    INK,
     MARKERS,
     PALE,
     color,
@@ -19,7 +18,6 @@ from minidist.plot.palette import (
     human_bytes,
     human_time,
     ink,
-    style,
 )
 
 if TYPE_CHECKING:
@@ -64,40 +62,6 @@ class RankSpans(Spans, Protocol):
     def rank(self) -> int: ...
 
 
-@contextmanager
-def _chart(ax: Axes | None, title: str, width: float, height: float) -> Iterator[Axes]:
-    """The axes to draw in: `ax`, or those of a new figure of `width` × `height` inches."""
-    with style() as plt:
-        if ax is None:
-            ax = plt.subplots(figsize=(width, height), layout="constrained")[1]
-        ax.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=10)
-        ax.tick_params(which="both", labelsize=9.5, length=3, color=PALE, labelcolor=INK)
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.spines[["left", "bottom"]].set_color(PALE)
-        ax.set_axisbelow(True)
-        yield ax
-
-
-def _legend(ax: Axes, handles: Sequence[Any]) -> None:
-    """At the right of the axes, where it hides nothing."""
-    ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1.02))
-
-
-def _ticks(axis: Any, show: Any, grid: str | None = FAINT, whole: bool = False) -> None:
-    """Ticks at few round values, written by `show`, on a linear or a logarithmic axis."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
-
-    if axis.get_scale() == "log":
-        low, high = axis.get_view_interval()
-        axis.set_major_locator(LogLocator(10, subs=(1.0,) if high > 300 * low else (1, 2, 5)))
-        axis.set_minor_locator(NullLocator())
-    else:
-        axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10], integer=whole))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: show(value)))
-    if grid:
-        axis.grid(True, color=grid, linewidth=0.8)
-
-
 def traffic(counters: Iterable[Counter], ax: Axes | None = None) -> Axes:
     """Lesson 2: a heat map of bytes sent, a row a sender and a column a receiver.
 
@@ -120,7 +84,7 @@ def traffic(counters: Iterable[Counter], ax: Axes | None = None) -> Axes:
     def words(nbytes: int) -> str:
         return human_bytes(nbytes).replace(" ", gap)
 
-    with _chart(ax, "Bytes sent", max(side + 2.2, 4), max(side + 1.2, 2.6)) as ax:
+    with chart(ax, "Bytes sent", max(side + 2.2, 4), max(side + 1.2, 2.6)) as ax:
         from matplotlib.colors import LinearSegmentedColormap, to_hex
 
         shades = LinearSegmentedColormap.from_list("bytes", ["white", color("communication")])
@@ -173,7 +137,7 @@ def timeline(timelines: Iterable[RankSpans] | Mapping[str, Spans], ax: Axes | No
     first = min(span.start for span in spans)
     order = [*COLORS, *sorted({kind(span) for span in spans} - set(COLORS))]
     shades = colors(name for name in order if name in map(kind, spans))
-    with _chart(ax, "Timeline", 8, 1.2 + 0.45 * max(len(lines), 2)) as ax:
+    with chart(ax, "Timeline", 8, 1.2 + 0.45 * max(len(lines), 2)) as ax:
         from matplotlib.patches import Patch
 
         for row, (_, line) in enumerate(lines):
@@ -192,8 +156,8 @@ def timeline(timelines: Iterable[RankSpans] | Mapping[str, Spans], ax: Axes | No
         ax.set_xlabel("time (ms)")
         ax.tick_params(axis="y", length=0)
         ax.spines["left"].set_visible(False)
-        _ticks(ax.xaxis, lambda ms: f"{ms:g}")
-        _legend(ax, [Patch(color=shade, label=name) for name, shade in shades.items()])
+        ticks(ax.xaxis, lambda ms: f"{ms:g}")
+        legend(ax, [Patch(color=shade, label=name) for name, shade in shades.items()])
         return ax
 
 
@@ -214,7 +178,7 @@ def time_against_size(
     if any(nbytes <= 0 or seconds <= 0 for nbytes, seconds in points):
         raise ValueError("time_against_size: bytes and seconds must be above 0 on log axes")
     shades = colors([*measured, *predicted])
-    with _chart(ax, "Time against message size", 8, 4) as ax:
+    with chart(ax, "Time against message size", 8, 4) as ax:
         handles: list[Any] = []
         for name, pairs in measured.items():
             samples: dict[float, list[float]] = {}
@@ -236,9 +200,9 @@ def time_against_size(
         ax.set_yscale("log")
         ax.set_xlabel("message size")
         ax.set_ylabel("time")
-        _ticks(ax.xaxis, human_bytes)
-        _ticks(ax.yaxis, human_time)
-        _legend(ax, handles)
+        ticks(ax.xaxis, human_bytes)
+        ticks(ax.yaxis, human_time)
+        legend(ax, handles)
         return ax
 
 
@@ -258,7 +222,7 @@ def bytes_per_rank(
         if len(marks) != len(measured.get(name, ())):
             raise ValueError(f"bytes_per_rank: {name!r} is predicted and measured on other ranks")
     shades, wide = colors(measured), 0.8 / len(measured)
-    with _chart(ax, "Bytes by rank", 8, 3.4) as ax:
+    with chart(ax, "Bytes by rank", 8, 3.4) as ax:
         handles: list[Any] = []
         for i, (name, counts) in enumerate(measured.items()):
             middle = [rank + (i + 0.5) * wide - 0.4 for rank in range(len(counts))]
@@ -271,8 +235,8 @@ def bytes_per_rank(
         ax.set_xlabel("rank")
         ax.set_ylabel("bytes")
         ax.set_ylim(bottom=0)
-        _ticks(ax.yaxis, human_bytes)
-        _legend(ax, handles)
+        ticks(ax.yaxis, human_bytes)
+        legend(ax, handles)
         return ax
 
 
@@ -285,7 +249,7 @@ def loss(curves: Mapping[str, Sequence[float]], ax: Axes | None = None) -> Axes:
     if not curves or not all(map(len, curves.values())):
         raise ValueError("loss: no curve to draw, or one with no step")
     dashes = ((0, (3, 2)), (0, (1, 1.5)), (0, (6, 1.5, 1, 1.5)))
-    with _chart(ax, "Loss", 8, 3.4) as ax:
+    with chart(ax, "Loss", 8, 3.4) as ax:
         handles: list[Any] = []
         for i, (name, shade) in enumerate(colors(curves).items()):
             look: dict[str, Any] = {"lw": 6, "alpha": 0.45, "solid_capstyle": "round"}
@@ -295,7 +259,7 @@ def loss(curves: Mapping[str, Sequence[float]], ax: Axes | None = None) -> Axes:
             handles += ax.plot(steps, curves[name], color=shade, label=name, **look)
         ax.set_xlabel("step")
         ax.set_ylabel("loss")
-        _ticks(ax.xaxis, lambda step: f"{step:g}", grid=None, whole=True)
-        _ticks(ax.yaxis, lambda value: f"{value:g}")
-        _legend(ax, handles)
+        ticks(ax.xaxis, lambda step: f"{step:g}", grid=None, whole=True)
+        ticks(ax.yaxis, lambda value: f"{value:g}")
+        legend(ax, handles)
         return ax
