@@ -1383,12 +1383,13 @@ def test_a_script_trains_under_python_and_under_torchrun(tmp_path):
                 env=environ,
                 cwd=tmp_path,
                 stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 text=True,
             )
             for command in ([], torchrun)
         ]
-        (alone, _), (under, _) = (run.communicate(timeout=100) for run in runs)
-        assert [run.returncode for run in runs] == [0, 0]
+        (alone, told), (under, more) = (run.communicate(timeout=100) for run in runs)
+        assert [run.returncode for run in runs] == [0, 0], told + more
         assert alone.count("\n") == 1 and under == alone
         assert family.gone_within(5)
     finally:
