@@ -11,11 +11,13 @@ Each lesson of the course teaches one module of this package.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from minidist.backend import Link
 from minidist.rank import launch, ranks
 from minidist.runtime import RankError
 
 if TYPE_CHECKING:
     from minidist import (
+        backend,
         collectives,
         data_parallel,
         distributed_data_parallel,
@@ -32,7 +34,9 @@ __version__ = "0.1.0"
 __all__ = [
     "DataParallel",
     "DistributedDataParallel",
+    "Link",
     "RankError",
+    "backend",
     "collectives",
     "data_parallel",
     "distributed_data_parallel",

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from minidist.backend import Link  # and with it the backend "shm"
 from minidist.runtime import Pool
 
 
@@ -125,14 +126,16 @@ def ranks(
     nodes: int = 1,
     timeout: float = 30,
     threads: int = 1,
+    link: Link | None = None,
 ) -> Pool:
     """Start `world_size` ranks on this machine, each a process; use them in a `with`.
 
     `with md.ranks(4) as r: r(fn, *args)` runs `fn(*args)` on every rank and returns the list of
     results in rank order. What a rank holds stays between calls. `nodes` spreads the ranks over
     so many nodes, in name only: it sets (node_rank, local_rank). `timeout` (seconds) bounds every
-    wait for another rank; `threads` is each rank's number of CPU threads for torch. Raises
-    ValueError on numbers that make no sense, RankError if a rank fails. Lesson 1.
+    wait for another rank; `threads` is each rank's number of CPU threads for torch. `link` is a
+    network that backend "shm" emulates. Raises ValueError on numbers that make no sense, RankError
+    if a rank fails. Lesson 1.
     """
     if world_size < 1:
         raise ValueError(f"world_size must be 1 or more, not {world_size}")
@@ -145,8 +148,10 @@ def ranks(
     if ":" not in backend and backend not in ("auto", *dist.Backend.backend_list):
         known = ", ".join(["auto", *sorted(set(dist.Backend.backend_list) - {"undefined"})])
         raise ValueError(f"there is no backend {backend!r}; there are {known}")
+    if link is not None and backend != "shm":
+        raise ValueError(f'only backend "shm" emulates a link, not {backend!r}')
     places = [Place.of(rank, world_size, nodes) for rank in range(world_size)]
-    environs = [_environ(place, threads) for place in places]
+    environs = [_environ(place, threads) | Link.environ(link) for place in places]
     return Pool(environs, partial(_stage, backend, timeout, threads), timeout)
 
 
@@ -158,6 +163,7 @@ def launch(fn: Callable[..., Any], *args: Any, world_size: int = 4, **options: A
     say. So a script that ends in `md.launch(main)` runs by `python` and by `torchrun`. Lesson 1.
     """
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        os.environ |= Link.environ(options.get("link"))
         with join(options.get("backend", "auto"), options.get("timeout", 30)):
             results: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(results, fn(*args))

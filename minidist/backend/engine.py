@@ -1,0 +1,221 @@
+"""One thread a rank that communicates while the others compute.
+
+An operation is a generator. Where it has to wait it yields a `Wait`. The engine asks that whether
+it is over, goes on with what can go on, and naps when nothing can. So many operations are under
+way at a time, on one thread, and none blocks another.
+"""
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Hashable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Wait:
+    """What an operation waits for."""
+
+    def over(self) -> bool:
+        """Whether it may go on."""
+        raise TypeError(f"{type(self).__name__} does not say when it is over")
+
+    def missing(self) -> list[int]:
+        """The ranks that it waits for."""
+        return []
+
+    def due(self) -> float:
+        """Not before this time (of time.monotonic) it is over; 0 if that is not known."""
+        return 0.0
+
+
+class Until(Wait):
+    """A time that has to come."""
+
+    def __init__(self, due: float) -> None:
+        self._due = due
+
+    def over(self) -> bool:
+        return time.monotonic() >= self._due
+
+    def due(self) -> float:
+        return self._due
+
+
+Operation = Generator[Wait, None, None]
+
+SPINS = 200  # questions in a row, each giving way to other threads, before the first nap
+NAPS = (5e-5, 1e-3)  # seconds, the first and the longest
+WAKE = 1e-4  # seconds that a sleep may last longer than it was asked to
+WATCH = 0.1  # seconds between two looks at whether the others are still there
+
+
+class Handle(dist.Work):
+    """What a call gives back: `wait` for its end, or take its future."""
+
+    def __init__(self, result: list[Any]) -> None:
+        super().__init__()
+        self._result = result
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        self._future: torch.futures.Future[Any] = torch.futures.Future()
+        self.source = -1  # of a message
+
+    def end(self, error: BaseException | None = None) -> None:
+        """The operation has ended, well or not."""
+        self._error = error
+        self._ended.set()
+        # An error travels as a value: set_exception, called from Python, would end the process.
+        self._future.set_result(self._result if error is None else error)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the end. Raises what went wrong."""
+        if not self._ended.wait(timeout.total_seconds() or None):
+            raise RuntimeError(f"Timed out waiting {timeout.total_seconds():g} s")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._ended.is_set()
+
+    def is_success(self) -> bool:
+        return self._ended.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def result(self) -> list[Any]:
+        return self._result
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._future.then(_value)
+
+    def _source_rank(self) -> int:
+        return self.source
+
+
+def _value(future: torch.futures.Future[Any]) -> Any:
+    value = future.value()
+    if isinstance(value, BaseException):
+        raise value
+    return value
+
+
+class _Task:
+    """An operation that has been submitted."""
+
+    def __init__(self, operation: Operation, handle: Handle, deadline: float) -> None:
+        self.operation, self.handle, self.deadline = operation, handle, deadline
+        self.wait: Wait | None = None
+
+
+class Engine:
+    """Runs operations. Those of one lane go one after the other, those of others side by side.
+
+    The first that fails is the last: the others end with its error, and so do all that follow.
+    `explain(ranks, late)` is asked, while an operation waits for these ranks, whether there is a
+    reason to give up; `late` when its time is over.
+    """
+
+    def __init__(self, explain: Callable[[list[int], bool], BaseException | None]) -> None:
+        self._explain = explain
+        self._lanes: dict[Hashable, deque[_Task]] = {}
+        self._changed = threading.Condition()
+        self._failure: BaseException | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="minidist shm")
+        self._thread.start()
+
+    def submit(
+        self, lane: Hashable, operation: Operation, handle: Handle, timeout: float
+    ) -> Handle:
+        """Begin an operation as soon as those before it in its lane have ended."""
+        with self._changed:
+            if self._failure is None and not self._closing:
+                task = _Task(operation, handle, time.monotonic() + timeout)
+                self._lanes.setdefault(lane, deque()).append(task)
+                self._changed.notify()
+                return handle
+        handle.end(self._failure or RuntimeError("the process group has been closed"))
+        return handle
+
+    def close(self, failure: BaseException | None = None) -> None:
+        """End the thread: now, with this error, or when all operations have ended."""
+        with self._changed:
+            self._failure, self._closing = self._failure or failure, True
+            self._changed.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while lanes := self._next():
+            if not any([self._step(lane, tasks) for lane, tasks in lanes]):
+                self._rest()
+            else:
+                self._idle, self._nap, self._looked = 0, NAPS[0], time.monotonic()
+        with self._changed:
+            self._failure = self._failure or RuntimeError("the process group has been closed")
+            left = [task for tasks in self._lanes.values() for task in tasks]
+            self._lanes.clear()
+        for task in left:
+            task.handle.end(self._failure)
+
+    def _next(self) -> list[tuple[Hashable, deque[_Task]]]:
+        """What is under way; nothing when all is over."""
+        with self._changed:
+            while not self._lanes and not self._closing and self._failure is None:
+                self._changed.wait()
+                self._idle, self._nap, self._looked = 0, NAPS[0], time.monotonic()
+            return list(self._lanes.items()) if self._failure is None else []
+
+    def _step(self, lane: Hashable, tasks: deque[_Task]) -> bool:
+        """Go on with the first task of a lane. False if it has to wait."""
+        task, failure = tasks[0], None
+        try:
+            if task.wait is not None and not task.wait.over():
+                return False
+            task.wait = next(task.operation)
+            return True
+        except StopIteration:
+            pass
+        except BaseException as error:
+            failure = error
+        with self._changed:
+            tasks.popleft()
+            if not tasks:
+                del self._lanes[lane]
+            self._failure = self._failure or failure
+        task.handle.end(failure)
+        return True
+
+    def _rest(self) -> None:
+        """Nothing can go on: give way; later, nap; now and then, look if there is still hope."""
+        now, waits = time.monotonic(), [tasks[0].wait for tasks in list(self._lanes.values())]
+        dues = [wait.due() for wait in waits if wait is not None]
+        soon = min(dues, default=0.0) - now
+        self._idle += 1
+        if soon > WAKE:  # all know their time
+            time.sleep(min(soon - WAKE, WATCH))
+        elif soon > 0 or self._idle < SPINS:
+            os.sched_yield()
+        else:
+            next_due = min((due - now for due in dues if due > now), default=self._nap)
+            time.sleep(min(self._nap, max(next_due - WAKE, 0)))
+            self._nap = min(1.2 * self._nap, NAPS[1])
+        if now - self._looked > WATCH:
+            self._looked = now
+            self._look(now)
+
+    def _look(self, now: float) -> None:
+        for tasks in list(self._lanes.values()):
+            task = tasks[0]
+            missing = task.wait.missing() if task.wait is not None else []
+            if error := self._explain(missing, now > task.deadline):
+                with self._changed:
+                    self._failure = self._failure or error
+                return

@@ -1,0 +1,165 @@
+# torch's stubs declare overloads, of which it calls one.
+# mypy: disable-error-code="override,assignment"
+"""A process group of the backend "shm": how calls become operations. What the calls are is said in
+`process_group`."""
+
+import os
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from minidist.backend.engine import Engine, Handle, Operation
+from minidist.backend.link import Egress, Link
+from minidist.backend.members import Members
+from minidist.backend.messages import Post
+
+Tensors = Sequence[torch.Tensor]
+
+EGRESS = Egress()  # of this rank: all its groups share it, as they would share a cable
+
+
+class Group(dist.ProcessGroup):
+    """The ranks of a group on one machine, and the thread of this rank that communicates."""
+
+    def __init__(self, options: Any) -> None:
+        rank, size = options.group_rank, options.group_size
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        link, nodes = Link.here(), _nodes(options.global_ranks_in_group, size)
+        self._members = Members(options.store, rank, size, options.timeout, link, nodes, EGRESS)
+        self._engine = Engine(self._members.explain)
+        self._post = Post(self._members)
+        self._number = 0  # of calls
+        self._name = self._description = ""
+
+    def _collective(
+        self,
+        what: str,
+        operation: Operation,
+        result: list[Any],
+        opts: Any,
+        messages: int,
+        nbytes: float = 0,
+    ) -> Handle:
+        """Begin a collective. On an emulated link it takes as long as so many messages, one after
+        the other, of so many bytes together."""
+        self._number += 1
+        where = _caller()
+
+        def run() -> Operation:
+            self._members.call(what, where)
+            yield from operation
+            yield from self._members.travel(messages, nbytes)
+
+        return self._engine.submit("collectives", run(), Handle(result), self._seconds(opts))
+
+    def _ring(self, nbytes: float, rounds: int = 1) -> tuple[int, float]:
+        """Messages one after another, and their bytes, of a ring for a vector of so many bytes."""
+        steps = rounds * (self.size() - 1)
+        return steps, steps / self.size() * nbytes
+
+    def _tree(self, nbytes: float) -> tuple[int, float]:
+        """The same of a binomial tree."""
+        steps = (self.size() - 1).bit_length()
+        return steps, steps * nbytes
+
+    # ---- messages --------------------------------------------------------------------------
+
+    def send(self, tensors: Tensors, to: int, tag: int) -> Handle:
+        operation = self._post.send(flatten(tensors[0]), to, tag)
+        self._number += 1
+        return self._engine.submit(("to", to), operation, Handle([]), self._members.timeout)
+
+    def recv(self, tensors: Tensors, source: int, tag: int) -> Handle:
+        return self._receive(tensors[0], [source], tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> Handle:
+        others = [rank for rank in range(self.size()) if rank != self.rank()]
+        return self._receive(tensors[0], others, tag)
+
+    def _receive(self, x: torch.Tensor, sources: list[int], tag: int) -> Handle:
+        handle = Handle([x])
+        self._number += 1
+
+        def run() -> Operation:
+            flat = flatten(x)
+            handle.source = yield from self._post.receive(flat, sources, tag)
+            put_back(x, flat)
+
+        return self._engine.submit(handle, run(), handle, self._members.timeout)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """(numel,), uninitialized, in memory that the group shares."""
+        return self._members.arena.empty(numel, dtype)
+
+    # ---- the group itself ------------------------------------------------------------------
+
+    def _seconds(self, opts: Any) -> float:
+        timeout = getattr(opts, "timeout", None)
+        given = timeout.total_seconds() if timeout is not None else 0
+        return given if given > 0 else self._members.timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._members.timeout = timeout.total_seconds()
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "shm"
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self._description
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._number
+
+    def shutdown(self) -> None:
+        self._engine.close()
+        self._members.leave()
+
+    def abort(self) -> None:
+        self._engine.close(RuntimeError("the process group has been aborted"))
+        self._members.leave()
+
+
+def _nodes(ranks: Sequence[int], size: int) -> list[int]:
+    """The node of each rank of the group, as torchrun's variables tell it."""
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or max(size, 1)
+    return [rank // per_node for rank in (ranks or range(size))]
+
+
+def flatten(x: torch.Tensor) -> torch.Tensor:
+    """(*,) to (n,): a view where possible."""
+    return x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+def put_back(x: torch.Tensor, flat: torch.Tensor) -> None:
+    """Write (n,) back where it came from, if it is a copy."""
+    if x.data_ptr() != flat.data_ptr():
+        x.detach().copy_(flat.view(x.shape))
+
+
+def _caller() -> str:
+    """The line of the user's that made this call: the innermost outside torch and minidist."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] not in ("torch", "minidist"):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,198 @@
+"""The ranks of a group, as one of them sees them: their memory, how far they are, what they call.
+
+Each word of shared memory has one writer: a rank writes into its own segment only, and reads those
+of the others. The head of a segment holds
+
+- `TICK`, the number of barriers that the rank has come to; `LEFT`, 1 when it has left the group;
+- `PLACE`, where the tensors of its last two calls lie in its segment, or -1;
+- `BEGUN`, when it could begin to send in its last two calls, in ns, for an emulated link;
+- `POSTED + q`, the number of messages to rank q that have been put into slots; `TAKEN + q`, that of
+  the messages from rank q that have been taken out; `HEADERS`, what is in the slots (`messages`);
+- at `TEXT`, the descriptions of the rank's last two calls.
+
+Behind the head come two staging areas, two slots for each rank, and the arena.
+"""
+
+import os
+import select
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from minidist.backend.arena import Arena
+from minidist.backend.engine import Operation, Until, Wait
+from minidist.backend.link import Egress, Link
+from minidist.backend.segment import HEAD, Segment
+
+LIMIT = 256  # ranks of a group
+TICK, LEFT, PLACE, BEGUN, POSTED, TAKEN, HEADERS = 0, 1, 2, 4, 8, 8 + LIMIT, 8 + 2 * LIMIT
+LENGTH = 2048  # bytes of a description
+TEXT = HEAD - 2 * LENGTH
+
+STAGE = 1 << 21  # bytes of a staging area
+SLOT = 1 << 19  # bytes of a slot
+
+
+class Members:
+    """The ranks of a group, `rank` among them. Raises ValueError for too many, OSError if a rank is
+    gone or lives on another machine."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        link: Link | None = None,
+        nodes: Sequence[int] = (),
+        egress: Egress | None = None,
+    ) -> None:
+        if size > LIMIT:
+            raise ValueError(f'backend "shm" takes up to {LIMIT} ranks in a group, not {size}')
+        self.rank, self.size, self.timeout = rank, size, timeout.total_seconds()
+        self._link, self._nodes, self.egress = link, nodes, egress or Egress()
+        self.mine, address, file = Segment.create()
+        try:
+            store.set(f"segment {rank}", f"{os.getpid()} {address}")
+            found = [store.get(f"segment {r}").decode().split(" ", 1) for r in range(size)]
+            others = {r: Segment.attach(where) for r, (_, where) in enumerate(found) if r != rank}
+            store.add("attached", 1)
+            while store.add("attached", 0) < size:
+                time.sleep(1e-4)
+        finally:
+            Segment.forget(address, file)
+        self.segments = [others.get(r, self.mine) for r in range(size)]
+        self.heads = [segment.words for segment in self.segments]
+        self.arena = Arena(self.mine.map, HEAD + 2 * STAGE + 2 * size * SLOT)
+        self._calls = self._pieces = 0
+        self._lives = {}
+        if hasattr(os, "pidfd_open"):  # readable when the process has ended
+            self._lives = {r: os.pidfd_open(int(found[r][0])) for r in others}
+
+    def rooms(self, parts: int, length: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """A staging area of each rank, for the next piece: (parts, length) of this dtype."""
+        self._pieces += 1
+        place, nbytes = HEAD + self._pieces % 2 * STAGE, parts * length * dtype.itemsize
+        return [
+            s.bytes[place : place + nbytes].view(dtype).view(parts, length) for s in self.segments
+        ]
+
+    def slot(self, sender: int, receiver: int, number: int) -> torch.Tensor:
+        """Where the sender puts its message of this number for the receiver: (SLOT,) bytes."""
+        place = HEAD + 2 * STAGE + (2 * receiver + number % 2) * SLOT
+        return self.segments[sender].bytes[place : place + SLOT]
+
+    # ---- what ranks call -------------------------------------------------------------------
+
+    def call(self, description: str, where: str) -> None:
+        """Write down the call that begins. All ranks must give the same description."""
+        self._calls += 1
+        text = f"{description}\n{where}".encode()[: LENGTH - 8]
+        place = TEXT + self._calls % 2 * LENGTH
+        self.mine.text[place + 8 : place + 8 + len(text)] = text
+        self.mine.words[place // 8] = len(text)
+        self.mine.words[BEGUN + self._calls % 2] = int(self.egress.begin() * 1e9)
+
+    def barrier(self) -> Operation:
+        """Wait until all have come here."""
+        ticks = self.mine.words[TICK] + 1
+        self.mine.words[TICK] = ticks
+        yield _Barrier(self.heads, ticks)
+
+    def agree(self) -> Operation:
+        """A barrier, and a check that all make the same call. Raises RuntimeError that shows each
+        rank's, on all of them."""
+        yield from self.barrier()
+        calls = [self._latest(r, self._calls) for r in range(self.size)]
+        if any(what != calls[0][0] for what, _ in calls):
+            lines = [f"\n  rank {r}: {what}{_at(where)}" for r, (what, where) in enumerate(calls)]
+            raise RuntimeError("every rank of a group must make the same call" + "".join(lines))
+
+    def _latest(self, rank: int, number: int) -> tuple[str, str]:
+        place, segment = TEXT + number % 2 * LENGTH, self.segments[rank]
+        text = bytes(segment.text[place + 8 : place + 8 + segment.words[place // 8]])
+        what, _, where = text.decode(errors="replace").partition("\n")
+        return what, where
+
+    def place(self, x: torch.Tensor) -> bool:
+        """Write down where the tensor lies, before a barrier. Whether it lies in our segment."""
+        place = self.mine.place(x)
+        self.mine.words[PLACE + self._calls % 2] = place
+        return place >= 0
+
+    def placed(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """After it: the tensors of all ranks, like x, that lie in their segments."""
+        places = [head[PLACE + self._calls % 2] for head in self.heads]
+        return [
+            s.bytes[place : place + x.nbytes].view(x.dtype).view(x.shape)
+            for s, place in zip(self.segments, places, strict=True)
+            if place >= 0
+        ]
+
+    # ---- the emulated link -----------------------------------------------------------------
+
+    def link_to(self, rank: int) -> Link | None:
+        """The link to another rank of the group, if one is emulated."""
+        link = self._link
+        if link is not None and link.inter and self._nodes[rank] != self._nodes[self.rank]:
+            return link.inter
+        return link
+
+    def travel(self, messages: int, nbytes: float) -> Operation:
+        """Let so much time pass as messages one after another take, of so many bytes together, on
+        the slowest link of the group, from when the last rank could begin."""
+        if self._link is None:
+            return
+        between = self._link.inter if len(set(self._nodes)) > 1 else None
+        seconds = (between or self._link).seconds(nbytes, messages)
+        begun = max(head[BEGUN + self._calls % 2] for head in self.heads) / 1e9
+        self.egress.free = max(self.egress.free, begun + seconds)
+        yield Until(begun + seconds)
+
+    # ---- when somebody does not come -------------------------------------------------------
+
+    def explain(self, missing: list[int], late: bool) -> BaseException | None:
+        """Why it is in vain to wait for these ranks, if it is."""
+        if missing:
+            what, where = self._latest(self.rank, self._calls)
+            for rank in missing:
+                life = self._lives.get(rank)
+                died = life is not None and select.select([life], [], [], 0)[0]
+                if died or self.heads[rank][LEFT]:
+                    how = "died" if died else "left"
+                    return RuntimeError(
+                        f"Connection closed by peer: rank {rank} has {how}, and rank {self.rank} "
+                        f"waits for it in {what}{_at(where)}"
+                    )
+        if not late:
+            return None
+        ranks = ", ".join(map(str, missing))
+        return RuntimeError(
+            f"Timed out waiting {self.timeout:g} s for rank {ranks} in {what}{_at(where)}"
+        )
+
+    def leave(self) -> None:
+        """Tell the others that this rank will come no more."""
+        self.mine.words[LEFT] = 1
+        for life in self._lives.values():
+            os.close(life)
+        self._lives.clear()
+
+
+class _Barrier(Wait):
+    def __init__(self, heads: list[memoryview], ticks: int) -> None:
+        self._heads, self._ticks = heads, ticks
+
+    def over(self) -> bool:
+        ticks = self._ticks
+        return all([head[TICK] >= ticks for head in self._heads])
+
+    def missing(self) -> list[int]:
+        return [r for r, head in enumerate(self._heads) if head[TICK] < self._ticks]
+
+
+def _at(where: str) -> str:
+    return f", {where}" if where else ""

@@ -1,0 +1,159 @@
+"""Messages from one rank to another.
+
+For each rank that it may send to, a rank has two slots in its segment. A message goes through them
+in pieces: the sender fills one slot while the receiver empties the other, and waits when both are
+full. A message that fits into the slots is gone at once, received or not.
+
+Messages of one tag arrive in the order in which they were sent. A receiver that waits for another
+tag sets those that come before aside.
+"""
+
+import math
+import time
+from collections import defaultdict, deque
+from collections.abc import Generator, Sequence
+
+import torch
+
+from minidist.backend.engine import Operation, Until, Wait
+from minidist.backend.members import HEADERS, POSTED, SLOT, TAKEN, Members
+
+_DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+
+
+class Receive(Wait):
+    """A message that is waited for: (n,) of `x`, from one of `sources`."""
+
+    def __init__(self, post: "Post", sources: Sequence[int], tag: int, x: torch.Tensor) -> None:
+        self._post, self.sources, self.tag, self.x = post, sources, tag, x
+        self.source: int | None = None  # once it is whole
+        self._due = 0.0
+
+    def over(self) -> bool:
+        self._due = self._post.look(self.sources)
+        return self.source is not None
+
+    def due(self) -> float:
+        return self._due
+
+    def missing(self) -> list[int]:
+        return list(self.sources)
+
+
+class _Room(Wait):
+    """A slot is free."""
+
+    def __init__(self, members: Members, to: int, number: int) -> None:
+        self._members, self._to, self._number = members, to, number
+
+    def over(self) -> bool:
+        return self._number - self._members.heads[self._to][TAKEN + self._members.rank] < 2
+
+    def missing(self) -> list[int]:
+        return [self._to]
+
+
+class _Message:
+    """A message that is arriving: so many bytes of it into `x`, (n,)."""
+
+    def __init__(self, x: torch.Tensor, receive: Receive | None) -> None:
+        self.x, self.receive, self.arrived = x, receive, 0
+
+
+class Post:
+    """The messages of one rank, both ways."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._waiting: list[Receive] = []  # in the order in which they were called
+        self._arriving: dict[int, _Message] = {}  # by source
+        self._aside: defaultdict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
+
+    def send(self, x: torch.Tensor, to: int, tag: int) -> Operation:
+        """x: (n,), to another rank."""
+        members, data, due = self._members, x.view(torch.uint8), 0.0
+        words, link = members.mine.words, members.link_to(to)
+        for start in range(0, max(len(data), 1), SLOT):
+            number = words[POSTED + to]
+            yield _Room(members, to, number)
+            piece = data[start : start + SLOT]
+            members.slot(members.rank, to, number)[: len(piece)].copy_(piece)
+            if link is not None:
+                due = members.egress.leave(link.seconds(len(piece), messages=int(start == 0)))
+            header = HEADERS + 5 * (2 * to + number % 2)
+            words[header], words[header + 1], words[header + 2] = tag, len(data), len(piece)
+            words[header + 3], words[header + 4] = _DTYPES.index(x.dtype), int(due * 1e9)
+            words[POSTED + to] = number + 1
+        yield Until(due)
+
+    def receive(
+        self, x: torch.Tensor, sources: Sequence[int], tag: int
+    ) -> Generator[Wait, None, int]:
+        """x: (n,), from one of the sources: which, is returned."""
+        wanted = Receive(self, sources, tag, x)
+        aside = [source for source in sources if self._aside[source, tag]]
+        if aside:
+            self._give(self._aside[aside[0], tag].popleft(), wanted, aside[0])
+        else:
+            self._waiting.append(wanted)
+            yield wanted
+        assert wanted.source is not None
+        return wanted.source
+
+    def look(self, sources: Sequence[int]) -> float:
+        """Take what has come from these ranks. Returns when the next will come, or 0."""
+        members, soonest = self._members, math.inf
+        for source in sources:
+            head = members.heads[source]
+            while head[POSTED + members.rank] > (number := members.mine.words[TAKEN + source]):
+                header = HEADERS + 5 * (2 * members.rank + number % 2)
+                tag, total, length, dtype, due = head[header : header + 5]
+                if due > time.monotonic_ns():
+                    soonest = min(soonest, due / 1e9)
+                    break
+                message = self._arriving.get(source) or self._open(source, tag, total, dtype)
+                end = message.arrived + length
+                piece = members.slot(source, members.rank, number)[:length]
+                message.x.view(torch.uint8)[message.arrived : end].copy_(piece)
+                members.mine.words[TAKEN + source] = number + 1
+                message.arrived = end
+                if end == total:
+                    del self._arriving[source]
+                    self._close(message, source, tag)
+        return 0.0 if soonest == math.inf else soonest
+
+    def _open(self, source: int, tag: int, total: int, dtype: int) -> _Message:
+        for receive in self._waiting:
+            if source in receive.sources and receive.tag == tag:
+                self._waiting.remove(receive)
+                self._fits(receive.x, source, total, _DTYPES[dtype])
+                message = _Message(receive.x, receive)
+                break
+        else:
+            element = _DTYPES[dtype].itemsize
+            message = _Message(torch.empty(total // element, dtype=_DTYPES[dtype]), None)
+        self._arriving[source] = message
+        return message
+
+    def _close(self, message: _Message, source: int, tag: int) -> None:
+        if message.receive is not None:
+            message.receive.source = source
+            return
+        for receive in self._waiting:
+            if source in receive.sources and receive.tag == tag:
+                self._waiting.remove(receive)
+                return self._give(message.x, receive, source)
+        self._aside[source, tag].append(message.x)
+
+    def _give(self, x: torch.Tensor, receive: Receive, source: int) -> None:
+        self._fits(receive.x, source, x.nbytes, x.dtype)
+        receive.x.copy_(x)
+        receive.source = source
+
+    def _fits(self, x: torch.Tensor, source: int, nbytes: int, dtype: torch.dtype) -> None:
+        if x.nbytes != nbytes or x.dtype != dtype:
+            sent, wanted = nbytes // dtype.itemsize, x.numel()
+            raise RuntimeError(
+                f"rank {source} sends {sent} elements of {dtype}, rank {self._members.rank} "
+                f"waits for {wanted} of {x.dtype}"
+            )

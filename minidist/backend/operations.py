@@ -1,0 +1,161 @@
+"""The collectives, on memory that all ranks share.
+
+A tensor goes through a rank's staging areas piece by piece, so that a piece is still in the
+processor's cache when the others read it. There are two areas: while the others read one piece, the
+next goes into the other area. So a piece costs one barrier, and two where ranks reduce: the others
+wait for what each has added up.
+
+Tensors here are flat: (n,), contiguous. Read each operation as the story of one rank.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from minidist.backend.engine import Operation
+from minidist.backend.members import STAGE, Members
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How two tensors become one: `add` the second to the first, in place; `finish` the total."""
+
+    add: Callable[[torch.Tensor, torch.Tensor], object]
+    finish: Callable[[torch.Tensor], object] = lambda total: None
+
+    def into(self, total: torch.Tensor, others: Iterable[torch.Tensor]) -> None:
+        """Add all others to the total, in place."""
+        for other in others:
+            self.add(total, other)
+        self.finish(total)
+
+
+LARGEST = Reduction(lambda total, other: torch.maximum(total, other, out=total))
+CACHED = 1 << 18  # bytes
+
+
+def barrier(members: Members) -> Operation:
+    """Wait for all."""
+    yield from members.agree()
+
+
+def all_reduce(
+    members: Members, x: torch.Tensor, reduction: Reduction, receivers: Sequence[int]
+) -> Operation:
+    """x: (n,), in the end the total on the receivers. Rank r adds up the r-th part of each piece.
+
+    Where x lies in the arena on every rank, nothing is staged: see `_all_reduce_in_place`.
+    """
+    rank, size, shared = members.rank, members.size, members.place(x)
+    for number, (piece, rooms) in enumerate(_pieces(members, len(x), x.dtype)):
+        part, staged = x[piece], [room[0] for room in rooms]
+        if not shared or number:
+            staged[rank].copy_(part)
+        yield from members.agree()
+        if number == 0 and (there := members.placed(x)):
+            if len(there) == size:
+                yield from _all_reduce_in_place(members, there, reduction)
+                return
+            if shared:
+                staged[rank].copy_(part)
+            yield from members.barrier()
+        mine = _share(len(part), rank, size)
+        others = [staged[other][mine] for other in range(size) if other != rank]
+        reduction.into(staged[rank][mine], others)
+        yield from members.barrier()
+        if rank in receivers:
+            for other in range(size):
+                theirs = _share(len(part), other, size)
+                part[theirs].copy_(staged[other][theirs])
+
+
+def _all_reduce_in_place(
+    members: Members, xs: Sequence[torch.Tensor], reduction: Reduction
+) -> Operation:
+    """Rank r adds up the r-th part of all ranks' tensors, and writes it into all of them, in pieces
+    that stay in its cache."""
+    rank = members.rank
+    others = [x for other, x in enumerate(xs) if other != rank]
+    mine = _share(len(xs[0]), rank, members.size)
+    for start in range(mine.start, mine.stop, CACHED // xs[0].element_size()):
+        piece = slice(start, min(start + CACHED // xs[0].element_size(), mine.stop))
+        total = xs[rank][piece]
+        reduction.into(total, [other[piece] for other in others])
+        for other in others:
+            other[piece].copy_(total)
+    yield from members.barrier()
+
+
+def broadcast(members: Members, x: torch.Tensor, root: int) -> Operation:
+    """x: (n,), in the end the root's."""
+    for piece, rooms in _pieces(members, len(x), x.dtype):
+        if members.rank == root:
+            rooms[root][0].copy_(x[piece])
+        yield from members.agree()
+        if members.rank != root:
+            x[piece].copy_(rooms[root][0])
+
+
+def all_gather(members: Members, outs: Sequence[torch.Tensor], x: torch.Tensor) -> Operation:
+    """outs: (n,) for each rank's x; none on a rank that does not want them."""
+    for piece, rooms in _pieces(members, len(x), x.dtype):
+        rooms[members.rank][0].copy_(x[piece])
+        yield from members.agree()
+        for out, room in zip(outs, rooms, strict=False):
+            out[piece].copy_(room[0])
+
+
+def scatter(
+    members: Members, x: torch.Tensor, parts: Sequence[torch.Tensor], root: int
+) -> Operation:
+    """x: (n,), in the end the root's part for this rank. parts: (n,) for each, on the root only."""
+    for piece, rooms in _pieces(members, len(x), x.dtype, members.size):
+        for room, part in zip(rooms[root], parts, strict=False):
+            room.copy_(part[piece])
+        yield from members.agree()
+        x[piece].copy_(rooms[root][members.rank])
+
+
+def reduce_scatter(
+    members: Members, x: torch.Tensor, parts: Sequence[torch.Tensor], reduction: Reduction
+) -> Operation:
+    """x: (n,), in the end the sum of all ranks' parts for this one. parts: (n,) for each rank."""
+    rank = members.rank
+    for piece, rooms in _pieces(members, len(x), x.dtype, members.size):
+        for room, part in zip(rooms[rank], parts, strict=True):
+            room.copy_(part[piece])
+        yield from members.agree()
+        total = x[piece].copy_(rooms[0][rank])
+        reduction.into(total, [room[rank] for room in rooms[1:]])
+
+
+def all_to_all(
+    members: Members, outs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]
+) -> Operation:
+    """outs: what each rank has for this one. parts: what this one has for each. Of any lengths."""
+    rank, size = members.rank, members.size
+    longest = torch.tensor([max(map(len, [*outs, *parts]))])
+    yield from all_reduce(members, longest, LARGEST, range(size))
+    for piece, rooms in _pieces(members, int(longest), parts[0].dtype, size):
+        for room, part in zip(rooms[rank], parts, strict=True):
+            room[: len(part[piece])].copy_(part[piece])
+        yield from members.agree()
+        for room, out in zip(rooms, outs, strict=True):
+            out[piece].copy_(room[rank][: len(out[piece])])
+
+
+def _pieces(
+    members: Members, n: int, dtype: torch.dtype, parts: int = 1
+) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+    """Cut n elements into pieces of which `parts` fit into a staging area, at least one. With each
+    comes every rank's room for it: (parts, length)."""
+    most = STAGE // parts // dtype.itemsize
+    for start in range(0, max(n, 1), most):
+        length = min(most, n - start)
+        yield slice(start, start + length), members.rooms(parts, length, dtype)
+
+
+def _share(n: int, rank: int, size: int) -> slice:
+    """The part of n elements that this rank adds up."""
+    return slice(n * rank // size, n * (rank + 1) // size)

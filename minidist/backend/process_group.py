@@ -1,0 +1,233 @@
+# torch's stubs declare overloads, of which it calls one.
+# mypy: disable-error-code="override,assignment"
+"""The backend "shm": the calls of `torch.distributed`, for tensors on the CPU.
+
+torch calls these methods, with a list of tensors and an object of options; what they do with memory
+is in `operations`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from minidist.backend import operations
+from minidist.backend.engine import Handle, Operation
+from minidist.backend.group import Group, Tensors, flatten, put_back
+
+Op: Any = dist.ReduceOp.RedOpType
+
+REDUCTIONS: dict[Any, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    Op.SUM: lambda total, other: total.add_(other),
+    Op.AVG: lambda total, other: total.add_(other),
+    Op.PRODUCT: lambda total, other: total.mul_(other),
+    Op.MIN: lambda total, other: torch.minimum(total, other, out=total),
+    Op.MAX: lambda total, other: torch.maximum(total, other, out=total),
+    Op.BAND: lambda total, other: total.bitwise_and_(other),
+    Op.BOR: lambda total, other: total.bitwise_or_(other),
+    Op.BXOR: lambda total, other: total.bitwise_xor_(other),
+}
+
+
+class ShmProcessGroup(Group):
+    """Ranks that share memory. Made by `dist.init_process_group("shm")`, by
+    `dist.new_group(backend="shm")`, and for meshes of such groups."""
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> Handle:
+        opts = opts or dist.AllreduceOptions()
+        return self._all_reduce("all_reduce", tensors, opts, range(self.size()))
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Handle:
+        opts = opts or dist.AllreduceCoalescedOptions()
+        return self._all_reduce("all_reduce_coalesced", tensors, opts, range(self.size()))
+
+    def reduce(self, tensors: Tensors, opts: Any = None) -> Handle:
+        opts = opts or dist.ReduceOptions()
+        return self._all_reduce(f"reduce to rank {opts.rootRank}", tensors, opts, [opts.rootRank])
+
+    def _all_reduce(
+        self, name: str, tensors: Tensors, opts: Any, receivers: Sequence[int]
+    ) -> Handle:
+        op, reduction = self._reduction(opts.reduceOp)
+
+        def run() -> Operation:
+            for x in tensors:
+                flat = flatten(x)
+                yield from operations.all_reduce(self._members, flat, reduction, receivers)
+                if self.rank() in receivers:
+                    put_back(x, flat)
+
+        what, nbytes = f"{name}({_tell(*tensors)}, op={op})", _nbytes(tensors)
+        toll = self._ring(nbytes, 2) if len(receivers) == self.size() else self._tree(nbytes)
+        return self._collective(what, run(), list(tensors), opts, *toll)
+
+    def _reduction(self, op: Any) -> tuple[str, operations.Reduction]:
+        kind = getattr(op, "op", op)
+        if kind not in REDUCTIONS:
+            raise ValueError(f'backend "shm" has no {op}')
+        if kind == Op.AVG:
+            size = self.size()
+            return "AVG", operations.Reduction(REDUCTIONS[kind], lambda total: total.div_(size))
+        return kind.name, operations.Reduction(REDUCTIONS[kind])
+
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> Handle:
+        opts = opts or dist.BroadcastOptions()
+
+        def run() -> Operation:
+            for x in tensors:
+                flat = flatten(x)
+                yield from operations.broadcast(self._members, flat, opts.rootRank)
+                put_back(x, flat)
+
+        what = f"broadcast({_tell(*tensors)}, src={opts.rootRank})"
+        toll = self._tree(_nbytes(tensors))
+        return self._collective(what, run(), list(tensors), opts, *toll)
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Handle:
+        def run() -> Operation:
+            for outs, x in zip(outputs, inputs, strict=True):
+                yield from self._gather(outs, x)
+
+        toll = self._ring(self.size() * _nbytes(inputs))
+        return self._collective(f"all_gather({_tell(*inputs)})", run(), list(outputs), opts, *toll)
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
+    ) -> Handle:
+        # outputs[rank][tensor], the other way round than in allgather
+        by_tensor = [list(outs) for outs in zip(*outputs, strict=True)]
+        return self.allgather(by_tensor, inputs, opts)
+
+    def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Handle:
+        return self.all_gather_single_coalesced([output], [x], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Handle:
+        def run() -> Operation:
+            for output, x in zip(outputs, inputs, strict=True):
+                flat = flatten(output)
+                yield from self._gather(flat.view(self.size(), -1), x)
+                put_back(output, flat)
+
+        what, toll = f"all_gather_single({_tell(*inputs)})", self._ring(_nbytes(outputs))
+        return self._collective(what, run(), list(outputs), opts, *toll)
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Handle:
+        opts = opts or dist.GatherOptions()
+
+        def run() -> Operation:
+            yield from self._gather(outputs[0] if outputs else [], inputs[0])
+
+        what = f"gather({_tell(*inputs)}, dst={opts.rootRank})"
+        toll = self._ring(self.size() * _nbytes(inputs))
+        return self._collective(what, run(), list(outputs), opts, *toll)
+
+    def _gather(self, outs: Any, x: torch.Tensor) -> Operation:
+        flats = [flatten(out) for out in outs]
+        yield from operations.all_gather(self._members, flats, flatten(x))
+        for out, flat in zip(outs, flats, strict=True):
+            put_back(out, flat)
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Handle:
+        opts = opts or dist.ScatterOptions()
+
+        def run() -> Operation:
+            parts = [flatten(part) for part in (inputs[0] if inputs else [])]
+            flat = flatten(outputs[0])
+            yield from operations.scatter(self._members, flat, parts, opts.rootRank)
+            put_back(outputs[0], flat)
+
+        what = f"scatter({_tell(*outputs)}, src={opts.rootRank})"
+        toll = self._ring(self.size() * _nbytes(outputs))
+        return self._collective(what, run(), list(outputs), opts, *toll)
+
+    def reduce_scatter(
+        self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None
+    ) -> Handle:
+        opts = opts or dist.ReduceScatterOptions()
+        return self._reduce_scatter("reduce_scatter", outputs, inputs, opts)
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, x: torch.Tensor, opts: Any = None
+    ) -> Handle:
+        return self.reduce_scatter_single_coalesced([output], [x], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Handle:
+        opts = opts or dist.ReduceScatterOptions()
+        parts = [list(flatten(x).view(self.size(), -1)) for x in inputs]
+        return self._reduce_scatter("reduce_scatter_single", outputs, parts, opts)
+
+    def _reduce_scatter(
+        self, name: str, outputs: Tensors, inputs: Sequence[Tensors], opts: Any
+    ) -> Handle:
+        op, reduction = self._reduction(opts.reduceOp)
+
+        def run() -> Operation:
+            for x, parts in zip(outputs, inputs, strict=True):
+                flat, flats = flatten(x), [flatten(part) for part in parts]
+                yield from operations.reduce_scatter(self._members, flat, flats, reduction)
+                put_back(x, flat)
+
+        what = f"{name}({_tell(*outputs)}, op={op})"
+        toll = self._ring(self.size() * _nbytes(outputs))
+        return self._collective(what, run(), list(outputs), opts, *toll)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Handle:
+        def run() -> Operation:
+            outs, parts = [flatten(out) for out in outputs], [flatten(part) for part in inputs]
+            yield from operations.all_to_all(self._members, outs, parts)
+            for out, flat in zip(outputs, outs, strict=True):
+                put_back(out, flat)
+
+        what = f"all_to_all(dtype={_name(inputs[0].dtype)})"  # shapes may differ
+        toll = self._ring(_nbytes(inputs))
+        return self._collective(what, run(), list(outputs), opts, *toll)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        x: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
+    ) -> Handle:
+        def cut(flat: torch.Tensor, rows: int, splits: Sequence[int]) -> Tensors:
+            row = len(flat) // rows if rows else 0
+            return flat.split([row * n for n in splits]) if splits else flat.chunk(self.size())
+
+        def run() -> Operation:
+            flat, given = flatten(output), flatten(x)
+            outs = cut(flat, len(output), output_splits)
+            parts = cut(given, len(x), input_splits)
+            yield from operations.all_to_all(self._members, outs, parts)
+            put_back(output, flat)
+
+        what, toll = f"all_to_all_single(dtype={_name(x.dtype)})", self._ring(x.nbytes)
+        return self._collective(what, run(), [output], opts, *toll)
+
+    def barrier(self, opts: Any = None) -> Handle:
+        operation = operations.barrier(self._members)
+        return self._collective("barrier()", operation, [], opts, *self._tree(0))
+
+    # torch 2.11 has these names.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _tell(*tensors: torch.Tensor) -> str:
+    return ", ".join(f"{_name(x.dtype)}{tuple(x.shape)}" for x in tensors)
+
+
+def _nbytes(tensors: Tensors) -> int:
+    return sum(x.nbytes for x in tensors)
