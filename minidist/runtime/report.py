@@ -16,7 +16,7 @@ import cloudpickle
 from minidist.runtime.stack import Stack
 
 # What a rank's backend says when the fault is another rank's.
-_LOST = re.compile(r"Connection (closed|reset)|Broken pipe")
+_LOST = re.compile(r"Connection (closed|reset)|Broken pipe|caused pair closure")
 _COMMUNICATION = re.compile(rf"gloo|NCCL|Timed out waiting|{_LOST.pattern}")
 _TIMEOUT = re.compile(r"[Tt]imed ?out|[Tt]imeout")
 
