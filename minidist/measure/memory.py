@@ -55,10 +55,12 @@ class MemoryTracker(Measurement):
     Counted is the memory of tensors on the device of the module's first parameter. Views, and
     parameters that are tied, count once. What was there before the block counts if it is one of
     the first five; a data set does not, even if autograd saves it. Bytes are those that torch
-    asks for, on a CPU the same at every run; the allocator of a GPU rounds them up to 512 a
-    block. Not seen: memory that a kernel uses and frees within one op, that of libraries, and
-    what other threads of the program make. What `torch.utils.checkpoint` computes again in
-    backward is "other".
+    asks for, on a CPU the same at every run, but for when the thread of a collective gives back
+    what it has sent; the allocator of a GPU rounds them up to 512 a block. Not seen: memory that
+    a kernel uses and frees within one op, that of libraries, and what other threads of the
+    program make. What no op made, such as a deep copy or the bytes of an object that is gathered,
+    is taken for what was there before. What `torch.utils.checkpoint` computes again in backward
+    is "other".
 
     Raises TypeError if `module` is no nn.Module, or `optimizer` has no state or no hooks, and
     RuntimeError when entered twice at the same time.

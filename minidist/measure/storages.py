@@ -52,7 +52,8 @@ class Ledger(TorchDispatchMode):
     ) -> Any:
         if any(map(_is_wrapper, types)):
             return NotImplemented  # a DTensor: its own ops, on what it holds, come here next
-        given = list(storages((args, kwargs)))
+        # `torch.tensor` fills the tensor that it makes before any mode can see it.
+        given = [] if func is torch.ops.aten.lift_fresh.default else list(storages((args, kwargs)))
         result = func(*args, **(kwargs or {}))
         old = {storage._cdata for storage in given}
         for storage in storages(result):
