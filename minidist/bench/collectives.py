@@ -1,6 +1,8 @@
-"""all_reduce by message size: the algorithms of Lesson 2 against gloo's own. Lesson 2."""
+"""all_reduce by message size: the algorithms of Lesson 2 and the backend "shm", against gloo.
+Lesson 2."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,6 +15,13 @@ from minidist.runtime import Pool
 WORLD_SIZE = 4
 SIZES = [1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24]  # bytes of float32
 ALGORITHMS = ["naive", "ring", "tree", "recursive_doubling", "halving_doubling"]
+
+SHARED = {  # collective: bytes of the whole vector, a multiple of 16
+    "all_reduce": [1000, 10**6, 16 * 10**6, 100 * 10**6],
+    "all_gather": [16 * 10**6],
+    "reduce_scatter": [16 * 10**6],
+    "broadcast": [16 * 10**6],
+}
 
 Samples = dict[str, list[tuple[int, float]]]  # algorithm -> (bytes, seconds)
 
@@ -31,6 +40,8 @@ def run(rounds: int, picture: Path) -> None:
         what = f"ring, {_human(size)}"
         rows.append(Row(what, seconds["ring"], "naive", tuple(seconds["naive"])))
     show("collectives: all_reduce of float32, 4 ranks", rows)
+    shared = [row for world_size in (2, 4) for row in by_shared_memory(world_size, rounds)]
+    show("collectives of float32, gloo and shared memory", shared)
     from minidist import plot
 
     figure = plot.time_against_size(samples).get_figure(root=True)
@@ -68,5 +79,50 @@ def _measure_here(sizes: list[int], names: list[str], rounds: int) -> Samples:
     return samples
 
 
+def by_shared_memory(world_size: int, rounds: int) -> list[Row]:
+    """The backend "shm" against gloo on the same ranks, in turns."""
+    rows = []
+    with md.ranks(world_size, backend="gloo") as pool:
+        for name, sizes in SHARED.items():
+            for size in sizes:
+                taken = [
+                    [max(times) for times in zip(*each, strict=True)]
+                    for each in zip(*pool(_shared_here, name, size, 2 * rounds), strict=True)
+                ]
+                gloo, *ours = taken
+                for how, seconds in zip(["shm", "shm, in its arena"], ours, strict=False):
+                    what = f"{name}, {world_size} ranks, {_human(size)}: {how}"
+                    rows.append(Row(what, seconds, "gloo", tuple(gloo)))
+    return rows
+
+
+def _shared_here(name: str, size: int, rounds: int) -> list[list[float]]:
+    group, n, p = dist.new_group(backend="shm"), size // 4, dist.get_world_size()
+    whole, part = torch.zeros(n), torch.zeros(n // p)
+    calls: dict[str, Callable[[torch.Tensor, dist.ProcessGroup | None], object]] = {
+        "all_reduce": lambda x, where: dist.all_reduce(x, group=where),
+        "broadcast": lambda x, where: dist.broadcast(x, 0, group=where),
+        "all_gather": lambda x, where: dist.all_gather(list(x.chunk(p)), part, group=where),
+        "reduce_scatter": lambda x, where: dist.reduce_scatter(part, list(x.chunk(p)), group=where),
+    }
+    subjects = [(whole, None), (whole, group)]
+    if name == "all_reduce":
+        subjects.append((md.backend.empty(n, group=group).zero_(), group))
+    taken: list[list[float]] = [[] for _ in subjects]
+    for turn in range(rounds + 1):
+        for times, (x, where) in zip(taken, subjects, strict=True):
+            dist.barrier()
+            start = time.perf_counter()
+            calls[name](x, where)
+            if turn > 0:
+                times.append(time.perf_counter() - start)
+    dist.destroy_process_group(group)
+    return taken
+
+
 def _human(size: int) -> str:
+    from minidist.plot import human_bytes
+
+    if size % 1000 == 0:
+        return human_bytes(size)
     return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minidist as md
-from minidist.bench import Row, draw, show
+from minidist.bench import Row, show
 from minidist.runtime import Pool
 
 SIZES = 1024, 2048, 2048, 1024  # of the layers: 8,393,728 parameters
@@ -32,31 +32,79 @@ def torch_views(module: nn.Module) -> nn.Module:
     return TorchDDP(module, gradient_as_bucket_view=True)
 
 
+def ours_shared(module: nn.Module) -> nn.Module:
+    """Ours, by shared memory."""
+    return md.DistributedDataParallel(module, process_group=dist.new_group(backend="shm"))
+
+
+def torch_shared(module: nn.Module) -> nn.Module:
+    """torch's, by shared memory."""
+    return TorchDDP(module, process_group=dist.new_group(backend="shm"))
+
+
 WRAPPERS: Wrappers = {
     "minidist": md.DistributedDataParallel,
     "torch": TorchDDP,
     "torch, views": torch_views,
+    "minidist, shm": ours_shared,
+    "torch, shm": torch_shared,
     "no communication": plain,
 }
+PAIRS = [
+    ("minidist", "torch"),
+    ("minidist", "torch, views"),
+    ("minidist", "no communication"),
+    ("minidist, shm", "torch"),
+    ("minidist, shm", "no communication"),
+    ("torch, shm", "torch"),
+]
 
 
 def run(rounds: int, picture: Path) -> None:
-    """Time forward and backward in turns, by world size and batch, over gloo."""
-    rows = []
+    """Time forward and backward in turns, by world size and batch; over gloo, if not said."""
+    rows, steps = [], {}
     for world_size in WORLD_SIZES:
-        with md.ranks(world_size) as pool:
+        with md.ranks(world_size, backend="gloo") as pool:
             for batch in BATCHES:
                 # A step is short beside the scheduler's slices: one says less than many.
                 taken = measure(pool, WRAPPERS, batch, 5 * rounds)
                 what = f"{world_size} ranks, batch {batch}"
-                ours = taken.pop("minidist")
-                rows += [Row(what, ours, other, tuple(times)) for other, times in taken.items()]
-    title = "ddp: forward and backward, 8.4 million parameters, over gloo"
+                steps[what] = taken
+                for ours, theirs in PAIRS:
+                    row = Row(f"{what}: {ours}", taken[ours], theirs, tuple(taken[theirs]))
+                    rows.append(row)
+    title = "ddp: forward and backward, 8.4 million parameters"
     show(title, rows)
     for row in rows:
         ratio = median(row.seconds) / median(row.theirs)
         print(f"{row.what}: {ratio:.2f} × the median time of {row.against}")
-    draw(title, rows, picture)
+    _draw(title, steps, picture)
+
+
+def _draw(title: str, steps: dict[str, dict[str, list[float]]], picture: Path) -> None:
+    """A group of lines for each case: dots are medians, lines reach from fastest to slowest."""
+    from minidist.plot import frame, palette
+
+    shades = dict(zip(WRAPPERS, palette.RANKS, strict=False)) | {"no communication": palette.INK}
+    with palette.style() as plt:
+        figure, axes = plt.subplots(figsize=(8, 6), layout="constrained")
+        for y, taken in enumerate(steps.values()):
+            for place, (name, seconds) in enumerate(taken.items()):
+                at = y + 0.13 * (place - (len(taken) - 1) / 2)
+                ends, shade = [1e3 * min(seconds), 1e3 * max(seconds)], shades[name]
+                axes.plot(ends, [at, at], color=shade, linewidth=1.5)
+                label = name if y == 0 else None
+                axes.plot(1e3 * median(seconds), at, "o", color=shade, markersize=5, label=label)
+        axes.set_xscale("log")
+        frame.ticks(axes.xaxis, lambda ms: f"{ms:g}")
+        axes.set_yticks(range(len(steps)), list(steps))
+        axes.invert_yaxis()
+        axes.set_xlabel("time of a step (ms)")
+        axes.set_title(title, loc="left", fontweight="bold")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02))
+        figure.savefig(picture)
+        plt.close(figure)
 
 
 def measure(

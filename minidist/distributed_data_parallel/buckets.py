@@ -6,9 +6,13 @@ Experiences on Accelerating Data Parallel Training" (arXiv 2006.15704), section 
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
+import torch.distributed as dist
 from torch import nn
+
+from minidist import backend
 
 FIRST_BUCKET = 2**20  # bytes: small, so that the first message leaves early
 
@@ -19,13 +23,21 @@ class Bucket:
     It has the methods of `torch.distributed.GradBucket`, so torch's communication hooks take it.
     """
 
-    def __init__(self, index: int, parameters: Sequence[nn.Parameter], last: bool) -> None:
+    def __init__(
+        self,
+        index: int,
+        parameters: Sequence[nn.Parameter],
+        last: bool,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self._index, self._last = index, last
         self._parameters = list(parameters)
         first = parameters[0]
-        sizes = [parameter.numel() for parameter in parameters]
-        self._flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)  # (n,)
-        offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+        *offsets, size = accumulate((p.numel() for p in parameters), initial=0)
+        # Where ranks share memory, in that memory: all_reduce then has nothing to copy.
+        self._flat = backend.empty(  # (n,)
+            size, dtype=first.dtype, device=first.device, group=group
+        )
         self._views = [
             # With the strides of the parameter, or each step would pay for the difference.
             self._flat.as_strided(parameter.shape, _dense_strides(parameter), offset)

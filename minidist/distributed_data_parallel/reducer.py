@@ -93,7 +93,7 @@ class Reducer:
     def _make(self, plan: Sequence[Sequence[Any]]) -> None:
         self._buckets, self._places = [], {}  # first, so that no memory is needed for both
         for index, parameters in enumerate(plan):
-            bucket = Bucket(index, parameters, last=index == len(plan) - 1)
+            bucket = Bucket(index, parameters, index == len(plan) - 1, self._group)
             self._buckets.append(bucket)
             for slot, parameter in enumerate(parameters):
                 self._places[parameter] = bucket, slot
