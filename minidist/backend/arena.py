@@ -3,7 +3,9 @@
 import bisect
 import mmap
 import os
+import threading
 import weakref
+from collections import deque
 
 import torch
 
@@ -17,10 +19,20 @@ class Arena:
     def __init__(self, memory: mmap.mmap, start: int) -> None:
         self._memory = memory
         self._free = [(start, len(memory))]  # (from, to), by place, none next to another
+        # A tensor's end comes at any moment, in any thread, even amid `empty`: so it only leaves a
+        # note here.
+        self._given_back: deque[tuple[int, int]] = deque()
+        self._lock = threading.Lock()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """(numel,), uninitialized. Raises MemoryError, which tells how much there is, if that is
         too much."""
+        with self._lock:
+            return self._empty(numel, dtype)
+
+    def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        while self._given_back:
+            self._merge(*self._given_back.popleft())
         nbytes = numel * dtype.itemsize
         size = -(-max(nbytes, 1) // PAGE) * PAGE
         there = available()
@@ -38,6 +50,9 @@ class Arena:
     def _take_back(self, start: int, end: int) -> None:
         if hasattr(mmap, "MADV_REMOVE"):
             self._memory.madvise(mmap.MADV_REMOVE, start, end - start)
+        self._given_back.append((start, end))
+
+    def _merge(self, start: int, end: int) -> None:
         at = bisect.bisect(self._free, (start, end))
         if at < len(self._free) and self._free[at][0] == end:
             end = self._free.pop(at)[1]

@@ -5,6 +5,8 @@ it is over, goes on with what can go on, and naps when nothing can. So many oper
 way at a time, on one thread, and none blocks another.
 """
 
+import atexit
+import math
 import os
 import threading
 import time
@@ -27,6 +29,10 @@ class Wait:
     def missing(self) -> list[int]:
         """The ranks that it waits for."""
         return []
+
+    def any_will_do(self) -> bool:
+        """Whether one of them is enough."""
+        return False
 
     def due(self) -> float:
         """Not before this time (of time.monotonic) it is over; 0 if that is not known."""
@@ -55,11 +61,11 @@ WATCH = 0.1  # seconds between two looks at whether the others are still there
 
 
 class Handle(dist.Work):
-    """What a call gives back: `wait` for its end, or take its future."""
+    """What a call gives back: `wait` for its end, or take its future. `what` tells the call."""
 
-    def __init__(self, result: list[Any]) -> None:
+    def __init__(self, result: list[Any], what: str) -> None:
         super().__init__()
-        self._result = result
+        self._result, self.what = result, what
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] = torch.futures.Future()
@@ -68,23 +74,24 @@ class Handle(dist.Work):
     def end(self, error: BaseException | None = None) -> None:
         """The operation has ended, well or not."""
         self._error = error
-        self._ended.set()
         # An error travels as a value: set_exception, called from Python, would end the process.
+        # First the future: who has waited may take its value.
         self._future.set_result(self._result if error is None else error)
+        self._ended.set()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the end. Raises what went wrong."""
-        if not self._ended.wait(timeout.total_seconds() or None):
+        if not self.is_completed() and not self._ended.wait(timeout.total_seconds() or None):
             raise RuntimeError(f"Timed out waiting {timeout.total_seconds():g} s")
         if self._error is not None:
             raise self._error
         return True
 
     def is_completed(self) -> bool:
-        return self._ended.is_set()
+        return self._future.done()
 
     def is_success(self) -> bool:
-        return self._ended.is_set() and self._error is None
+        return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
         return self._error
@@ -109,27 +116,39 @@ def _value(future: torch.futures.Future[Any]) -> Any:
 class _Task:
     """An operation that has been submitted."""
 
-    def __init__(self, operation: Operation, handle: Handle, deadline: float) -> None:
-        self.operation, self.handle, self.deadline = operation, handle, deadline
+    def __init__(self, operation: Operation, handle: Handle, timeout: float) -> None:
+        self.operation, self.handle, self.timeout = operation, handle, timeout
         self.wait: Wait | None = None
+        self.begun = math.inf  # not while it waits for others of its lane
+
+
+Lanes = list[tuple[Hashable, deque[_Task]]]
 
 
 class Engine:
     """Runs operations. Those of one lane go one after the other, those of others side by side.
 
     The first that fails is the last: the others end with its error, and so do all that follow.
-    `explain(ranks, late)` is asked, while an operation waits for these ranks, whether there is a
-    reason to give up; `late` when its time is over.
+    `explain(wait, what, seconds)` is asked, while an operation waits, whether there is a reason to
+    give up; `seconds` are those that it was given, if they are over, else 0. `farewell` is called
+    when the thread ends, for whatever reason.
     """
 
-    def __init__(self, explain: Callable[[list[int], bool], BaseException | None]) -> None:
-        self._explain = explain
+    def __init__(
+        self,
+        explain: Callable[[Wait, str, float], BaseException | None],
+        farewell: Callable[[], None],
+    ) -> None:
+        self._explain, self._farewell = explain, farewell
         self._lanes: dict[Hashable, deque[_Task]] = {}
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="minidist shm")
+        self._awake()
+        # A daemon, for Python waits at its exit for all other threads before it calls atexit.
+        self._thread = threading.Thread(target=self._run, name="minidist shm", daemon=True)
         self._thread.start()
+        atexit.register(self.close, RuntimeError("the program has ended"))
 
     def submit(
         self, lane: Hashable, operation: Operation, handle: Handle, timeout: float
@@ -137,7 +156,7 @@ class Engine:
         """Begin an operation as soon as those before it in its lane have ended."""
         with self._changed:
             if self._failure is None and not self._closing:
-                task = _Task(operation, handle, time.monotonic() + timeout)
+                task = _Task(operation, handle, timeout)
                 self._lanes.setdefault(lane, deque()).append(task)
                 self._changed.notify()
                 return handle
@@ -151,13 +170,18 @@ class Engine:
             self._changed.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+            atexit.unregister(self.close)
 
     def _run(self) -> None:
-        while lanes := self._next():
-            if not any([self._step(lane, tasks) for lane, tasks in lanes]):
-                self._rest()
-            else:
-                self._idle, self._nap, self._looked = 0, NAPS[0], time.monotonic()
+        try:
+            while lanes := self._next():
+                if any([self._step(lane, tasks) for lane, tasks in lanes]):
+                    self._awake()
+                else:
+                    self._rest(lanes)
+        except BaseException as error:  # a mistake of ours: nobody shall wait for ever
+            self._failure = self._failure or error
+        self._farewell()
         with self._changed:
             self._failure = self._failure or RuntimeError("the process group has been closed")
             left = [task for tasks in self._lanes.values() for task in tasks]
@@ -165,17 +189,21 @@ class Engine:
         for task in left:
             task.handle.end(self._failure)
 
-    def _next(self) -> list[tuple[Hashable, deque[_Task]]]:
+    def _next(self) -> Lanes:
         """What is under way; nothing when all is over."""
         with self._changed:
             while not self._lanes and not self._closing and self._failure is None:
                 self._changed.wait()
-                self._idle, self._nap, self._looked = 0, NAPS[0], time.monotonic()
+                self._awake()
             return list(self._lanes.items()) if self._failure is None else []
+
+    def _awake(self) -> None:
+        self._idle, self._nap, self._looked = 0, NAPS[0], time.monotonic()
 
     def _step(self, lane: Hashable, tasks: deque[_Task]) -> bool:
         """Go on with the first task of a lane. False if it has to wait."""
         task, failure = tasks[0], None
+        task.begun = min(task.begun, time.monotonic())
         try:
             if task.wait is not None and not task.wait.over():
                 return False
@@ -193,14 +221,15 @@ class Engine:
         task.handle.end(failure)
         return True
 
-    def _rest(self) -> None:
-        """Nothing can go on: give way; later, nap; now and then, look if there is still hope."""
-        now, waits = time.monotonic(), [tasks[0].wait for tasks in list(self._lanes.values())]
+    def _rest(self, lanes: Lanes) -> None:
+        """None of them can go on: give way; later, nap; now and then, look if there is still
+        hope."""
+        now, waits = time.monotonic(), [tasks[0].wait for _, tasks in lanes]
         dues = [wait.due() for wait in waits if wait is not None]
         soon = min(dues, default=0.0) - now
         self._idle += 1
         if soon > WAKE:  # all know their time
-            time.sleep(min(soon - WAKE, WATCH))
+            self._sleep(min(soon - WAKE, WATCH), lanes)
         elif soon > 0 or self._idle < SPINS:
             os.sched_yield()
         else:
@@ -209,13 +238,21 @@ class Engine:
             self._nap = min(1.2 * self._nap, NAPS[1])
         if now - self._looked > WATCH:
             self._looked = now
-            self._look(now)
+            self._look(lanes, now)
 
-    def _look(self, now: float) -> None:
-        for tasks in list(self._lanes.values()):
-            task = tasks[0]
-            missing = task.wait.missing() if task.wait is not None else []
-            if error := self._explain(missing, now > task.deadline):
+    def _sleep(self, seconds: float, lanes: Lanes) -> None:
+        """Sleep, but not through the beginning of another operation, or the end of all."""
+        with self._changed:
+            if len(lanes) == len(self._lanes) and self._failure is None:
+                self._changed.wait(seconds)
+
+    def _look(self, lanes: Lanes, now: float) -> None:
+        for _, tasks in lanes:
+            task, wait = tasks[0], tasks[0].wait
+            late = task.timeout if now > task.begun + task.timeout else 0.0
+            if wait is not None and (error := self._explain(wait, task.handle.what, late)):
+                if wait.over():  # what it waits for came before the other left
+                    continue
                 with self._changed:
                     self._failure = self._failure or error
                 return

@@ -5,13 +5,14 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from minidist.backend.checks import dense, tell
 from minidist.backend.engine import Engine, Handle, Operation
 from minidist.backend.link import Egress, Link
 from minidist.backend.members import Members
@@ -30,7 +31,7 @@ class Group(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]
         link, nodes = Link.here(), _nodes(options.global_ranks_in_group, size)
         self._members = Members(options.store, rank, size, options.timeout, link, nodes, EGRESS)
-        self._engine = Engine(self._members.explain)
+        self._engine = Engine(self._members.explain, self._members.leave)
         self._post = Post(self._members)
         self._number = 0  # of calls
         self._name = self._description = ""
@@ -50,11 +51,12 @@ class Group(dist.ProcessGroup):
         where = _caller()
 
         def run() -> Operation:
-            self._members.call(what, where)
+            self._members.call(what, where, messages, nbytes)
             yield from operation
-            yield from self._members.travel(messages, nbytes)
+            yield from self._members.travel()
 
-        return self._engine.submit("collectives", run(), Handle(result), self._seconds(opts))
+        handle = Handle(result, f"{what}, {where}" if where else what)
+        return self._engine.submit("collectives", run(), handle, self._seconds(opts))
 
     def _ring(self, nbytes: float, rounds: int = 1) -> tuple[int, float]:
         """Messages one after another, and their bytes, of a ring for a vector of so many bytes."""
@@ -69,27 +71,37 @@ class Group(dist.ProcessGroup):
     # ---- messages --------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, to: int, tag: int) -> Handle:
-        operation = self._post.send(flatten(tensors[0]), to, tag)
-        self._number += 1
-        return self._engine.submit(("to", to), operation, Handle([]), self._members.timeout)
+        (x,) = tensors
+        what = f"send({tell(x)}, dst={to}, tag={tag})"
+        dense(what, tensors)
+        operation = self._post.send(flatten(x), to, tag)
+        return self._message(("to", to), operation, Handle([], what))
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Handle:
-        return self._receive(tensors[0], [source], tag)
+        (x,) = tensors
+        return self._receive(x, [source], tag, f"recv({tell(x)}, src={source}, tag={tag})")
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Handle:
         others = [rank for rank in range(self.size()) if rank != self.rank()]
-        return self._receive(tensors[0], others, tag)
+        (x,) = tensors
+        return self._receive(x, others, tag, f"recv({tell(x)}, src=None, tag={tag})")
 
-    def _receive(self, x: torch.Tensor, sources: list[int], tag: int) -> Handle:
-        handle = Handle([x])
-        self._number += 1
+    def _receive(self, x: torch.Tensor, sources: list[int], tag: int, what: str) -> Handle:
+        dense(what, [x])
+        handle = Handle([x], what)
 
         def run() -> Operation:
             flat = flatten(x)
             handle.source = yield from self._post.receive(flat, sources, tag)
             put_back(x, flat)
 
-        return self._engine.submit(handle, run(), handle, self._members.timeout)
+        return self._message(handle, run(), handle)
+
+    def _message(self, lane: Hashable, operation: Operation, handle: Handle) -> Handle:
+        self._number += 1
+        if where := _caller():
+            handle.what += f", {where}"
+        return self._engine.submit(lane, operation, handle, self._members.timeout)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """(numel,), uninitialized, in memory that the group shares."""
@@ -130,11 +142,9 @@ class Group(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         self._engine.close()
-        self._members.leave()
 
     def abort(self) -> None:
         self._engine.close(RuntimeError("the process group has been aborted"))
-        self._members.leave()
 
 
 def _nodes(ranks: Sequence[int], size: int) -> list[int]:

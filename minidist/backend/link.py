@@ -8,6 +8,7 @@ while waiting for it: so what is computed meanwhile is as free as beside a real 
 
 import json
 import os
+import threading
 import time
 from dataclasses import asdict, dataclass
 
@@ -62,13 +63,16 @@ class Egress:
     time.monotonic."""
 
     def __init__(self) -> None:
-        self.free = 0.0
-
-    def begin(self) -> float:
-        """When a message that is ready now can leave."""
-        return max(time.monotonic(), self.free)
+        self._free = 0.0
+        self._lock = threading.Lock()  # each group has a thread
 
     def leave(self, seconds: float) -> float:
-        """Occupy it for so long; returns when the message is there."""
-        self.free = self.begin() + seconds
-        return self.free
+        """Occupy it for so long, as soon as it is free; returns when the message is there."""
+        with self._lock:
+            self._free = max(time.monotonic(), self._free) + seconds
+            return self._free
+
+    def busy(self, due: float) -> None:
+        """It is occupied until this time."""
+        with self._lock:
+            self._free = max(self._free, due)

@@ -5,7 +5,7 @@ of the others. The head of a segment holds
 
 - `TICK`, the number of barriers that the rank has come to; `LEFT`, 1 when it has left the group;
 - `PLACE`, where the tensors of its last two calls lie in its segment, or -1;
-- `BEGUN`, when it could begin to send in its last two calls, in ns, for an emulated link;
+- `DUE`, when the messages of its last two calls will have arrived, in ns, on an emulated link;
 - `POSTED + q`, the number of messages to rank q that have been put into slots; `TAKEN + q`, that of
   the messages from rank q that have been taken out; `HEADERS`, what is in the slots (`messages`);
 - at `TEXT`, the descriptions of the rank's last two calls.
@@ -13,9 +13,9 @@ of the others. The head of a segment holds
 Behind the head come two staging areas, two slots for each rank, and the arena.
 """
 
+import hashlib
 import os
 import select
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -28,7 +28,7 @@ from minidist.backend.link import Egress, Link
 from minidist.backend.segment import HEAD, Segment
 
 LIMIT = 256  # ranks of a group
-TICK, LEFT, PLACE, BEGUN, POSTED, TAKEN, HEADERS = 0, 1, 2, 4, 8, 8 + LIMIT, 8 + 2 * LIMIT
+TICK, LEFT, PLACE, DUE, POSTED, TAKEN, HEADERS = 0, 1, 2, 4, 8, 8 + LIMIT, 8 + 2 * LIMIT
 LENGTH = 2048  # bytes of a description
 TEXT = HEAD - 2 * LENGTH
 
@@ -59,9 +59,8 @@ class Members:
             store.set(f"segment {rank}", f"{os.getpid()} {address}")
             found = [store.get(f"segment {r}").decode().split(" ", 1) for r in range(size)]
             others = {r: Segment.attach(where) for r, (_, where) in enumerate(found) if r != rank}
-            store.add("attached", 1)
-            while store.add("attached", 0) < size:
-                time.sleep(1e-4)
+            store.set(f"attached {rank}", "")
+            store.wait([f"attached {r}" for r in range(size)])
         finally:
             Segment.forget(address, file)
         self.segments = [others.get(r, self.mine) for r in range(size)]
@@ -87,14 +86,19 @@ class Members:
 
     # ---- what ranks call -------------------------------------------------------------------
 
-    def call(self, description: str, where: str) -> None:
-        """Write down the call that begins. All ranks must give the same description."""
+    def call(self, description: str, where: str, messages: int, nbytes: float) -> None:
+        """Write down the call that begins. All ranks must give the same description. On an emulated
+        link it takes as long as so many messages, one after the other, of so many bytes
+        together."""
         self._calls += 1
-        text = f"{description}\n{where}".encode()[: LENGTH - 8]
+        text = f"{_short(description)}\n{where}".encode()[: LENGTH - 8]
         place = TEXT + self._calls % 2 * LENGTH
         self.mine.text[place + 8 : place + 8 + len(text)] = text
         self.mine.words[place // 8] = len(text)
-        self.mine.words[BEGUN + self._calls % 2] = int(self.egress.begin() * 1e9)
+        if self._link is not None:
+            between = self._link.inter if len(set(self._nodes)) > 1 else None
+            seconds = (between or self._link).seconds(nbytes, messages)  # of the slowest link
+            self.mine.words[DUE + self._calls % 2] = int(self.egress.leave(seconds) * 1e9)
 
     def barrier(self) -> Operation:
         """Wait until all have come here."""
@@ -141,38 +145,37 @@ class Members:
             return link.inter
         return link
 
-    def travel(self, messages: int, nbytes: float) -> Operation:
-        """Let so much time pass as messages one after another take, of so many bytes together, on
-        the slowest link of the group, from when the last rank could begin."""
-        if self._link is None:
-            return
-        between = self._link.inter if len(set(self._nodes)) > 1 else None
-        seconds = (between or self._link).seconds(nbytes, messages)
-        begun = max(head[BEGUN + self._calls % 2] for head in self.heads) / 1e9
-        self.egress.free = max(self.egress.free, begun + seconds)
-        yield Until(begun + seconds)
+    def travel(self) -> Operation:
+        """Wait until the last rank's messages of this call have arrived."""
+        if self._link is not None:
+            due = max(head[DUE + self._calls % 2] for head in self.heads) / 1e9
+            self.egress.busy(due)
+            yield Until(due)
 
     # ---- when somebody does not come -------------------------------------------------------
 
-    def explain(self, missing: list[int], late: bool) -> BaseException | None:
-        """Why it is in vain to wait for these ranks, if it is."""
-        if missing:
-            what, where = self._latest(self.rank, self._calls)
-            for rank in missing:
-                life = self._lives.get(rank)
-                died = life is not None and select.select([life], [], [], 0)[0]
-                if died or self.heads[rank][LEFT]:
-                    how = "died" if died else "left"
-                    return RuntimeError(
-                        f"Connection closed by peer: rank {rank} has {how}, and rank {self.rank} "
-                        f"waits for it in {what}{_at(where)}"
-                    )
-        if not late:
+    def explain(self, wait: Wait, what: str, seconds: float) -> BaseException | None:
+        """Why it is in vain to wait, if it is: in the call `what`, for so many `seconds` already if
+        that is too long, else 0."""
+        missing = wait.missing()
+        gone = {rank: how for rank in missing if (how := self._gone(rank))}
+        if gone and (len(gone) == len(missing) or not wait.any_will_do()):
+            rank, how = next(iter(gone.items()))
+            return RuntimeError(
+                f"Connection closed by peer: rank {rank} has {how}, and rank {self.rank} waits for "
+                f"it in {what}"
+            )
+        if not missing or not seconds:
             return None
-        ranks = ", ".join(map(str, missing))
-        return RuntimeError(
-            f"Timed out waiting {self.timeout:g} s for rank {ranks} in {what}{_at(where)}"
-        )
+        ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+        return RuntimeError(f"Timed out waiting {seconds:g} s for {ranks} in {what}")
+
+    def _gone(self, rank: int) -> str:
+        """How the rank has gone, if it has."""
+        life = self._lives.get(rank)
+        if life is not None and select.select([life], [], [], 0)[0]:
+            return "died"
+        return "left" if self.heads[rank][LEFT] else ""
 
     def leave(self) -> None:
         """Tell the others that this rank will come no more."""
@@ -192,6 +195,14 @@ class _Barrier(Wait):
 
     def missing(self) -> list[int]:
         return [r for r, head in enumerate(self._heads) if head[TICK] < self._ticks]
+
+
+def _short(description: str) -> str:
+    """A text that fits, and differs where the long one does."""
+    if len(description) < LENGTH // 2:
+        return description
+    digest = hashlib.sha256(description.encode()).hexdigest()
+    return f"{description[: LENGTH // 2]}... (sha256 {digest[:16]})"
 
 
 def _at(where: str) -> str:

@@ -39,6 +39,9 @@ class Receive(Wait):
     def missing(self) -> list[int]:
         return list(self.sources)
 
+    def any_will_do(self) -> bool:
+        return True
+
 
 class _Room(Wait):
     """A slot is free."""
@@ -73,13 +76,15 @@ class Post:
         """x: (n,), to another rank."""
         members, data, due = self._members, x.view(torch.uint8), 0.0
         words, link = members.mine.words, members.link_to(to)
+        # The way out is taken for the whole message, whenever the receiver makes room for it.
+        end = members.egress.leave(link.seconds(len(data))) if link is not None else 0.0
         for start in range(0, max(len(data), 1), SLOT):
             number = words[POSTED + to]
             yield _Room(members, to, number)
             piece = data[start : start + SLOT]
             members.slot(members.rank, to, number)[: len(piece)].copy_(piece)
             if link is not None:
-                due = members.egress.leave(link.seconds(len(piece), messages=int(start == 0)))
+                due = end - link.seconds(len(data) - start - len(piece), messages=0)
             header = HEADERS + 5 * (2 * to + number % 2)
             words[header], words[header + 1], words[header + 2] = tag, len(data), len(piece)
             words[header + 3], words[header + 4] = _DTYPES.index(x.dtype), int(due * 1e9)

@@ -31,7 +31,6 @@ class Reduction:
         self.finish(total)
 
 
-LARGEST = Reduction(lambda total, other: torch.maximum(total, other, out=total))
 CACHED = 1 << 18  # bytes
 
 
@@ -135,9 +134,15 @@ def all_to_all(
 ) -> Operation:
     """outs: what each rank has for this one. parts: what this one has for each. Of any lengths."""
     rank, size = members.rank, members.size
-    longest = torch.tensor([max(map(len, [*outs, *parts]))])
-    yield from all_reduce(members, longest, LARGEST, range(size))
-    for piece, rooms in _pieces(members, int(longest), parts[0].dtype, size):
+    sizes = torch.empty(size, 2, size, dtype=torch.int64)  # of each rank: given, expected
+    mine = torch.tensor([list(map(len, parts)), list(map(len, outs))])
+    yield from all_gather(members, sizes.view(size, -1).unbind(), mine.view(-1))
+    for sender, receiver in (sizes[:, 0] != sizes[:, 1].T).nonzero().tolist():
+        raise RuntimeError(
+            f"all_to_all: rank {sender} gives {sizes[sender, 0, receiver]} elements to rank "
+            f"{receiver}, which expects {sizes[receiver, 1, sender]}"
+        )
+    for piece, rooms in _pieces(members, int(sizes.max()), parts[0].dtype, size):
         for room, part in zip(rooms[rank], parts, strict=True):
             room[: len(part[piece])].copy_(part[piece])
         yield from members.agree()

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minidist.backend import operations
+from minidist.backend import checks, operations
+from minidist.backend.checks import Op, tell
 from minidist.backend.engine import Handle, Operation
 from minidist.backend.group import Group, Tensors, flatten, put_back
-
-Op: Any = dist.ReduceOp.RedOpType
 
 REDUCTIONS: dict[Any, Callable[[torch.Tensor, torch.Tensor], object]] = {
     Op.SUM: lambda total, other: total.add_(other),
@@ -49,7 +48,7 @@ class ShmProcessGroup(Group):
     def _all_reduce(
         self, name: str, tensors: Tensors, opts: Any, receivers: Sequence[int]
     ) -> Handle:
-        op, reduction = self._reduction(opts.reduceOp)
+        op, reduction = self._reduction(name, opts.reduceOp, tensors)
 
         def run() -> Operation:
             for x in tensors:
@@ -58,14 +57,16 @@ class ShmProcessGroup(Group):
                 if self.rank() in receivers:
                     put_back(x, flat)
 
-        what, nbytes = f"{name}({_tell(*tensors)}, op={op})", _nbytes(tensors)
+        what, nbytes = f"{name}({tell(*tensors)}, op={op})", _nbytes(tensors)
         toll = self._ring(nbytes, 2) if len(receivers) == self.size() else self._tree(nbytes)
         return self._collective(what, run(), list(tensors), opts, *toll)
 
-    def _reduction(self, op: Any) -> tuple[str, operations.Reduction]:
+    def _reduction(self, name: str, op: Any, tensors: Tensors) -> tuple[str, operations.Reduction]:
         kind = getattr(op, "op", op)
         if kind not in REDUCTIONS:
-            raise ValueError(f'backend "shm" has no {op}')
+            raise ValueError(f'{name}: backend "shm" has no {kind}')
+        checks.dense(name, tensors)
+        checks.reducible(name, kind, tensors)
         if kind == Op.AVG:
             size = self.size()
             return "AVG", operations.Reduction(REDUCTIONS[kind], lambda total: total.div_(size))
@@ -73,6 +74,7 @@ class ShmProcessGroup(Group):
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Handle:
         opts = opts or dist.BroadcastOptions()
+        checks.dense("broadcast", tensors)
 
         def run() -> Operation:
             for x in tensors:
@@ -80,17 +82,21 @@ class ShmProcessGroup(Group):
                 yield from operations.broadcast(self._members, flat, opts.rootRank)
                 put_back(x, flat)
 
-        what = f"broadcast({_tell(*tensors)}, src={opts.rootRank})"
+        what = f"broadcast({tell(*tensors)}, src={opts.rootRank})"
         toll = self._tree(_nbytes(tensors))
         return self._collective(what, run(), list(tensors), opts, *toll)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Handle:
+        for outs, x in zip(outputs, inputs, strict=True):
+            checks.dense("all_gather", [x, *outs])
+            checks.one_each("all_gather", outs, x, self.size())
+
         def run() -> Operation:
             for outs, x in zip(outputs, inputs, strict=True):
                 yield from self._gather(outs, x)
 
         toll = self._ring(self.size() * _nbytes(inputs))
-        return self._collective(f"all_gather({_tell(*inputs)})", run(), list(outputs), opts, *toll)
+        return self._collective(f"all_gather({tell(*inputs)})", run(), list(outputs), opts, *toll)
 
     def allgather_coalesced(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
@@ -105,22 +111,29 @@ class ShmProcessGroup(Group):
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Handle:
+        for output, x in zip(outputs, inputs, strict=True):
+            checks.dense("all_gather_single", [output, x])
+            checks.together("all_gather_single", output, x, self.size())
+
         def run() -> Operation:
             for output, x in zip(outputs, inputs, strict=True):
                 flat = flatten(output)
                 yield from self._gather(flat.view(self.size(), -1), x)
                 put_back(output, flat)
 
-        what, toll = f"all_gather_single({_tell(*inputs)})", self._ring(_nbytes(outputs))
+        what, toll = f"all_gather_single({tell(*inputs)})", self._ring(_nbytes(outputs))
         return self._collective(what, run(), list(outputs), opts, *toll)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Handle:
         opts = opts or dist.GatherOptions()
+        checks.dense("gather", [*inputs, *(outputs[0] if outputs else [])])
+        if outputs:
+            checks.one_each("gather", outputs[0], inputs[0], self.size())
 
         def run() -> Operation:
             yield from self._gather(outputs[0] if outputs else [], inputs[0])
 
-        what = f"gather({_tell(*inputs)}, dst={opts.rootRank})"
+        what = f"gather({tell(*inputs)}, dst={opts.rootRank})"
         toll = self._ring(self.size() * _nbytes(inputs))
         return self._collective(what, run(), list(outputs), opts, *toll)
 
@@ -132,6 +145,9 @@ class ShmProcessGroup(Group):
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Handle:
         opts = opts or dist.ScatterOptions()
+        checks.dense("scatter", [*outputs, *(inputs[0] if inputs else [])])
+        if inputs:
+            checks.one_each("scatter", inputs[0], outputs[0], self.size())
 
         def run() -> Operation:
             parts = [flatten(part) for part in (inputs[0] if inputs else [])]
@@ -139,7 +155,7 @@ class ShmProcessGroup(Group):
             yield from operations.scatter(self._members, flat, parts, opts.rootRank)
             put_back(outputs[0], flat)
 
-        what = f"scatter({_tell(*outputs)}, src={opts.rootRank})"
+        what = f"scatter({tell(*outputs)}, src={opts.rootRank})"
         toll = self._ring(self.size() * _nbytes(outputs))
         return self._collective(what, run(), list(outputs), opts, *toll)
 
@@ -158,13 +174,19 @@ class ShmProcessGroup(Group):
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Handle:
         opts = opts or dist.ReduceScatterOptions()
+        for output, x in zip(outputs, inputs, strict=True):
+            checks.dense("reduce_scatter_single", [x])
+            checks.together("reduce_scatter_single", x, output, self.size())
         parts = [list(flatten(x).view(self.size(), -1)) for x in inputs]
         return self._reduce_scatter("reduce_scatter_single", outputs, parts, opts)
 
     def _reduce_scatter(
         self, name: str, outputs: Tensors, inputs: Sequence[Tensors], opts: Any
     ) -> Handle:
-        op, reduction = self._reduction(opts.reduceOp)
+        op, reduction = self._reduction(name, opts.reduceOp, outputs)
+        for x, parts in zip(outputs, inputs, strict=True):
+            checks.dense(name, parts)
+            checks.one_each(name, parts, x, self.size())
 
         def run() -> Operation:
             for x, parts in zip(outputs, inputs, strict=True):
@@ -172,18 +194,26 @@ class ShmProcessGroup(Group):
                 yield from operations.reduce_scatter(self._members, flat, flats, reduction)
                 put_back(x, flat)
 
-        what = f"{name}({_tell(*outputs)}, op={op})"
+        what = f"{name}({tell(*outputs)}, op={op})"
         toll = self._ring(self.size() * _nbytes(outputs))
         return self._collective(what, run(), list(outputs), opts, *toll)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Handle:
+        checks.dense("all_to_all", [*outputs, *inputs])
+        for tensors in (outputs, inputs):
+            if len(tensors) != self.size() or {x.dtype for x in tensors} != {inputs[0].dtype}:
+                raise ValueError(
+                    f"all_to_all takes {self.size()} tensors of one dtype, one for each rank, "
+                    f"not {tell(*tensors)}"
+                )
+
         def run() -> Operation:
             outs, parts = [flatten(out) for out in outputs], [flatten(part) for part in inputs]
             yield from operations.all_to_all(self._members, outs, parts)
             for out, flat in zip(outputs, outs, strict=True):
                 put_back(out, flat)
 
-        what = f"all_to_all(dtype={_name(inputs[0].dtype)})"  # shapes may differ
+        what = f"all_to_all(dtype={inputs[0].dtype})"  # shapes may differ
         toll = self._ring(_nbytes(inputs))
         return self._collective(what, run(), list(outputs), opts, *toll)
 
@@ -195,18 +225,19 @@ class ShmProcessGroup(Group):
         input_splits: Sequence[int],
         opts: Any = None,
     ) -> Handle:
-        def cut(flat: torch.Tensor, rows: int, splits: Sequence[int]) -> Tensors:
-            row = len(flat) // rows if rows else 0
-            return flat.split([row * n for n in splits]) if splits else flat.chunk(self.size())
+        checks.dense("all_to_all_single", [output, x])
+        if output.dtype != x.dtype:
+            raise ValueError(f"all_to_all_single: {tell(output)} from {tell(x)}")
+        lengths = checks.splits("all_to_all_single", x, input_splits, self.size())
+        rooms = checks.splits("all_to_all_single", output, output_splits, self.size())
 
         def run() -> Operation:
-            flat, given = flatten(output), flatten(x)
-            outs = cut(flat, len(output), output_splits)
-            parts = cut(given, len(x), input_splits)
-            yield from operations.all_to_all(self._members, outs, parts)
+            flat = flatten(output)
+            parts = flatten(x).split(lengths)
+            yield from operations.all_to_all(self._members, flat.split(rooms), parts)
             put_back(output, flat)
 
-        what, toll = f"all_to_all_single(dtype={_name(x.dtype)})", self._ring(x.nbytes)
+        what, toll = f"all_to_all_single(dtype={x.dtype})", self._ring(x.nbytes)
         return self._collective(what, run(), [output], opts, *toll)
 
     def barrier(self, opts: Any = None) -> Handle:
@@ -219,14 +250,6 @@ class ShmProcessGroup(Group):
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _tell(*tensors: torch.Tensor) -> str:
-    return ", ".join(f"{_name(x.dtype)}{tuple(x.shape)}" for x in tensors)
 
 
 def _nbytes(tensors: Tensors) -> int:
