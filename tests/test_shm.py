@@ -8,16 +8,13 @@ import gc
 import itertools
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import warnings
-from datetime import timedelta
 
 import cloudpickle
 import pytest
@@ -25,7 +22,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from programs import Program
+from programs import Family, Program
 from test_faults import TORCHS, killed_before, killed_inside
 from torch import nn
 from torch.distributed import checkpoint
@@ -733,8 +730,8 @@ def arena(backend):
                 assert torch.equal(x[cut], expected[cut])
                 assert torch.equal(x[2], (expected if cut == slice(None) else xs[rank])[2])
     x = md.backend.empty(4, group=group).fill_(rank)  # twice, one after another, and in flight
-    works = [dist.all_reduce(x, group=group, async_op=True) for _ in range(2)]
-    [work.wait() for work in works]
+    works = [dist.all_reduce(x, group=group, async_op=backend == "shm") for _ in range(2)]
+    assert all([work is None or work.wait() for work in works])  # (gloo's may overtake)
     assert x.tolist() == [sum(range(size)) * size] * 4
     assert md.backend.empty(0, group=group).shape == (0,)
     assert md.backend.empty(group=group).shape == ()
@@ -957,6 +954,16 @@ def test_a_killed_rank_is_named(shm, operation, how):
     assert str(error).startswith("rank 2 was killed by SIGKILL")
 
 
+def test_a_rank_that_does_not_come_to_a_new_group_is_named(shm):
+    def absent():
+        if dist.get_rank() != 1:
+            dist.new_group([0, 1, 2], use_local_synchronization=True)
+
+    error = failing(shm(3, 1), absent, within=1 + SOON)
+    assert "rank 1 did not join new_group within 1 s. It had finished" in str(error)
+    assert "Timed out waiting 1 s for rank 1 to make the group" in error.tracebacks[2]
+
+
 def test_a_rank_learns_of_anothers_failure_from_the_group_alone(shm):
     """Without the pool's help, as in a program of one's own: soon, not after the timeout."""
 
@@ -978,3 +985,91 @@ def test_a_rank_learns_of_anothers_failure_from_the_group_alone(shm):
     told = shm(3)(learn)
     assert "rank 1 sends 2 elements" in told[0]
     assert "rank 0 has left" in told[1] and "in all_reduce(float32(3,), op=SUM)" in told[2]
+
+
+# ---- programs of their own ----------------------------------------------------------------
+
+KILLED_AT_ANY_MOMENT = """
+import datetime, os, random, shutil, signal, sys, tempfile, time
+import minidist as md, torch, torch.distributed as dist
+
+def serve(rank, folder):
+    store = dist.FileStore(folder + "/store", 2)
+    soon = datetime.timedelta(seconds=1)
+    dist.init_process_group("shm", store=store, rank=rank, world_size=2, timeout=soon)
+    while True:
+        x = md.backend.empty(1_000_000).fill_(rank)
+        work = dist.isend(x[:600_000], 1 - rank)
+        dist.recv(torch.empty(600_000), 1 - rank)
+        work.wait()
+        dist.all_reduce(x)
+        group = dist.new_group()
+        dist.broadcast(x, 0, group=group)
+        dist.destroy_process_group(group)
+
+generator, there = random.Random(0), sorted(os.listdir("/dev/shm"))
+for turn in range(36):
+    folder, ranks = tempfile.mkdtemp(), []
+    for rank in range(2):
+        if not (pid := os.fork()):
+            try:
+                serve(rank, folder)
+            except RuntimeError as error:  # the other one is gone, or has not come
+                os._exit(7 if error.args[0].startswith(("Connection closed", "Timed out")) else 1)
+            finally:
+                os._exit(1)
+        ranks.append(pid)
+    time.sleep(generator.uniform(0, 0.15))
+    for pid in ranks if turn % 3 else ranks[:1]:
+        os.kill(pid, signal.SIGKILL)
+    ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
+    if turn % 3:
+        assert ends == [-9, -9], ends
+    else:
+        assert ends == [-9, 7], ends
+    shutil.rmtree(folder)
+assert sorted(os.listdir("/dev/shm")) == there
+print("done", flush=True)
+"""
+
+
+def test_kill_9_at_any_moment_leaves_nothing(tmp_path):
+    with Program(KILLED_AT_ANY_MOMENT, tmp_path) as program:
+        code, out, err = program.finish(50)
+        assert (code, out.splitlines()[-1:]) == (0, ["done"]), out + err
+        assert program.gone_within(SOON)
+        assert program.temporary() == []
+
+
+SCRIPT = """
+import atexit, sys, threading
+import minidist as md, torch, torch.distributed as dist
+
+for turn in range(3):  # begin, end, begin again
+    dist.init_process_group("shm")
+    x = torch.full((5,), dist.get_rank() + 1.0)
+    dist.all_reduce(x)
+    assert x.tolist() == [3] * 5
+    if turn < 2:
+        dist.destroy_process_group()
+        assert threading.enumerate() == [threading.main_thread()], threading.enumerate()
+if "atexit" in sys.argv:
+    atexit.register(dist.destroy_process_group)
+if "in flight" in sys.argv and dist.get_rank() == 0:
+    works = [dist.irecv(x, 1), dist.all_reduce(x, async_op=True)]
+sys.stderr.write(f"rank {dist.get_rank()} ends\\n")
+"""
+
+
+@pytest.mark.parametrize("end", ["nothing", "atexit", "in flight"])
+def test_a_script_under_torchrun_ends_well_with_or_without_farewell(tmp_path, end):
+    family = Family(tmp_path)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    torchrun = [sys.executable, "-W", "error", "-m", "torch.distributed.run"]
+    command = [*torchrun, "--nproc-per-node", "2", str(tmp_path / "script.py"), end]
+    ended = subprocess.run(
+        command, env=family.environ() | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stderr.splitlines()) == ["rank 0 ends", "rank 1 ends"]
+    assert family.gone_within(SOON)

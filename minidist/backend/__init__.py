@@ -3,9 +3,9 @@
     dist.init_process_group("shm")          # also by md.ranks(4, backend="shm"), and under torchrun
 
 To read, in this order: `segment` (memory that all ranks see), `engine` (one thread that
-communicates), `members` (barriers, and calls that are checked), `operations` (the collectives), `messages` (send
-and recv), `link` (an emulated network), `arena` (tensors in shared memory), `checks`, `group` and
-`process_group` (what torch calls).
+communicates), `members` (barriers, and calls that are checked), `operations` (the collectives),
+`messages` (send and recv), `link` (an emulated network), `arena` (tensors in shared memory),
+`checks` (mistakes), `group` and `process_group` (what torch calls).
 """
 
 import math

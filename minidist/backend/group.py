@@ -20,6 +20,9 @@ from minidist.backend.messages import Post
 
 Tensors = Sequence[torch.Tensor]
 
+# Between a call and the caller's line; torch deprecates by a function of typing_extensions.
+OURS = ("torch", "minidist", "typing_extensions", "contextlib")
+
 EGRESS = Egress()  # of this rank: all its groups share it, as they would share a cable
 
 
@@ -169,7 +172,7 @@ def _caller() -> str:
     frame: Any = sys._getframe(2)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module.partition(".")[0] not in ("torch", "minidist"):
+        if module.partition(".")[0] not in OURS:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

@@ -37,8 +37,8 @@ SLOT = 1 << 19  # bytes of a slot
 
 
 class Members:
-    """The ranks of a group, `rank` among them. Raises ValueError for too many, OSError if a rank is
-    gone or lives on another machine."""
+    """The ranks of a group, `rank` among them. Raises ValueError for too many, RuntimeError if a
+    rank does not come, is gone, or lives on another machine."""
 
     def __init__(
         self,
@@ -55,21 +55,18 @@ class Members:
         self.rank, self.size, self.timeout = rank, size, timeout.total_seconds()
         self._link, self._nodes, self.egress = link, nodes, egress or Egress()
         self.mine, address, file = Segment.create()
+        meeting = _Meeting(store, rank, size, timeout)
         try:
-            store.set(f"segment {rank}", f"{os.getpid()} {address}")
-            found = [store.get(f"segment {r}").decode().split(" ", 1) for r in range(size)]
-            others = {r: Segment.attach(where) for r, (_, where) in enumerate(found) if r != rank}
-            store.set(f"attached {rank}", "")
-            store.wait([f"attached {r}" for r in range(size)])
+            found = meeting.exchange("segment", f"{os.getpid()} {address}")
+            others = {r: _attach(r, *found[r].split(" ", 1)) for r in range(size) if r != rank}
+            meeting.exchange("attached", "")
         finally:
             Segment.forget(address, file)
-        self.segments = [others.get(r, self.mine) for r in range(size)]
+        self._lives = {r: life for r, (_, life) in others.items() if life is not None}
+        self.segments = [others[r][0] if r != rank else self.mine for r in range(size)]
         self.heads = [segment.words for segment in self.segments]
         self.arena = Arena(self.mine.map, HEAD + 2 * STAGE + 2 * size * SLOT)
         self._calls = self._pieces = 0
-        self._lives = {}
-        if hasattr(os, "pidfd_open"):  # readable when the process has ended
-            self._lives = {r: os.pidfd_open(int(found[r][0])) for r in others}
 
     def rooms(self, parts: int, length: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """A staging area of each rank, for the next piece: (parts, length) of this dtype."""
@@ -167,8 +164,7 @@ class Members:
             )
         if not missing or not seconds:
             return None
-        ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-        return RuntimeError(f"Timed out waiting {seconds:g} s for {ranks} in {what}")
+        return RuntimeError(f"Timed out waiting {seconds:g} s for {_ranks(missing)} in {what}")
 
     def _gone(self, rank: int) -> str:
         """How the rank has gone, if it has."""
@@ -185,6 +181,40 @@ class Members:
         self._lives.clear()
 
 
+class _Meeting:
+    """Where the ranks of a group tell each other where they are."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
+        # A store may outlive its group, and serve the next one of the same name.
+        self._turn = store.add(f"turn of rank {rank}", 1)
+
+    def exchange(self, name: str, value: str) -> list[str]:
+        """The values of all ranks."""
+        keys = [f"{name} {rank}, {self._turn}" for rank in range(self._size)]
+        self._store.set(keys[self._rank], value)
+        try:
+            self._store.wait(keys, self._timeout)
+        except dist.DistStoreError:
+            absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            raise RuntimeError(
+                f"Timed out waiting {self._timeout.total_seconds():g} s for {_ranks(absent)} to "
+                "make the group"
+            ) from None
+        return [self._store.get(key).decode() for key in keys]
+
+
+def _attach(rank: int, pid: str, address: str) -> tuple[Segment, int | None]:
+    """Another rank's segment, and what is readable when its process has ended."""
+    try:
+        life = os.pidfd_open(int(pid)) if hasattr(os, "pidfd_open") else None
+        return Segment.attach(address), life
+    except OSError as error:
+        raise RuntimeError(
+            f"Connection closed by peer: rank {rank} has died, or runs on another machine"
+        ) from error
+
+
 class _Barrier(Wait):
     def __init__(self, heads: list[memoryview], ticks: int) -> None:
         self._heads, self._ticks = heads, ticks
@@ -195,6 +225,10 @@ class _Barrier(Wait):
 
     def missing(self) -> list[int]:
         return [r for r, head in enumerate(self._heads) if head[TICK] < self._ticks]
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _short(description: str) -> str:
