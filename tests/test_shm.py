@@ -329,20 +329,15 @@ def coalesced(backend):
     for asynchronous in (False, True):
         xs = [data((n,), torch.float32, n) for n in (3, 4, 1)]
         gathered = [torch.zeros(3 * len(x)) for x in xs]
-        scattered = [torch.zeros(len(x) // 3) for x in gathered]
-        for calls in (
-            lambda: [dist.all_reduce(x, group=group) for x in xs],
-            lambda: [
-                dist.all_gather_into_tensor(y, x, group=group)
-                for y, x in zip(gathered, xs, strict=True)
-            ],
-            lambda: [
-                dist.reduce_scatter_tensor(y, x, group=group)
-                for y, x in zip(scattered, gathered, strict=True)
-            ],
-        ):
+        scattered = [torch.zeros(len(x)) for x in xs]
+        for call, arguments in [
+            (dist.all_reduce, [xs]),
+            (dist.all_gather_into_tensor, [gathered, xs]),
+            (dist.reduce_scatter_tensor, [scattered, gathered]),
+        ]:
             with dist.distributed_c10d._coalescing_manager(group, async_ops=asynchronous) as all_:
-                calls()
+                for tensors in zip(*arguments, strict=True):
+                    call(*tensors, group=group)
             if asynchronous:
                 all_.wait()
         found += [x.tolist() for x in [*xs, *gathered, *scattered]]
@@ -1003,7 +998,7 @@ def serve(rank, folder):
         dist.recv(torch.empty(600_000), 1 - rank)
         work.wait()
         dist.all_reduce(x)
-        group = dist.new_group()
+        group = dist.new_group(timeout=soon)
         dist.broadcast(x, 0, group=group)
         dist.destroy_process_group(group)
 

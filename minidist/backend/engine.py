@@ -6,7 +6,6 @@ way at a time, on one thread, and none blocks another.
 """
 
 import atexit
-import math
 import os
 import threading
 import time
@@ -119,7 +118,7 @@ class _Task:
     def __init__(self, operation: Operation, handle: Handle, timeout: float) -> None:
         self.operation, self.handle, self.timeout = operation, handle, timeout
         self.wait: Wait | None = None
-        self.begun = math.inf  # not while it waits for others of its lane
+        self.since = time.monotonic()  # it waits; not while others of its lane do
 
 
 Lanes = list[tuple[Hashable, deque[_Task]]]
@@ -203,11 +202,10 @@ class Engine:
     def _step(self, lane: Hashable, tasks: deque[_Task]) -> bool:
         """Go on with the first task of a lane. False if it has to wait."""
         task, failure = tasks[0], None
-        task.begun = min(task.begun, time.monotonic())
         try:
             if task.wait is not None and not task.wait.over():
                 return False
-            task.wait = next(task.operation)
+            task.wait, task.since = next(task.operation), time.monotonic()
             return True
         except StopIteration:
             pass
@@ -249,7 +247,7 @@ class Engine:
     def _look(self, lanes: Lanes, now: float) -> None:
         for _, tasks in lanes:
             task, wait = tasks[0], tasks[0].wait
-            late = task.timeout if now > task.begun + task.timeout else 0.0
+            late = task.timeout if now > task.since + task.timeout else 0.0
             if wait is not None and (error := self._explain(wait, task.handle.what, late)):
                 if wait.over():  # what it waits for came before the other left
                     continue

@@ -195,7 +195,7 @@ class _Meeting:
         self._store.set(keys[self._rank], value)
         try:
             self._store.wait(keys, self._timeout)
-        except dist.DistStoreError:
+        except RuntimeError:  # of whatever kind: each store has its own
             absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             raise RuntimeError(
                 f"Timed out waiting {self._timeout.total_seconds():g} s for {_ranks(absent)} to "

@@ -37,7 +37,7 @@ class Receive(Wait):
         return self._due
 
     def missing(self) -> list[int]:
-        return list(self.sources)
+        return [] if self._due else list(self.sources)  # a message is on its way
 
     def any_will_do(self) -> bool:
         return True
