@@ -206,8 +206,8 @@ LIKE = {  # by which of lesson 2's algorithms
 
 @pytest.mark.parametrize("name", [*LIKE, "all_gather_single", "all_to_all_single", "barrier"])
 def test_a_collective_takes_what_lesson_2_says(ranks, name):
-    if name == "barrier":
-        return takes(ranks, collective, name, seconds=15 * 2 * LINK.seconds(0))
+    if name == "barrier":  # 4 ms each: beside them the machine's own time does count
+        return takes(ranks, collective, name, seconds=15 * 2 * LINK.seconds(0), tolerance=1)
     operation = name.removesuffix("_single")
     expected = cost(operation, LIKE[operation], 4, NBYTES).seconds(0.002, SECONDS_A_BYTE)
     takes(ranks, collective, name, seconds=expected)

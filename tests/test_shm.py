@@ -212,7 +212,7 @@ CASES = {
 }
 
 
-SIZES = {"dtypes": [1, 2, 3], "shapes": [1, 3, 5], "large": [2, 3]}
+SIZES = {"dtypes": [1, 3], "shapes": [1, 2, 5], "large": [3]}
 
 
 @pytest.mark.parametrize(
@@ -1085,7 +1085,7 @@ if "in flight" in sys.argv and dist.get_rank() == 0:
 """
 
 
-@pytest.mark.parametrize("end", ["nothing", "atexit", "in flight"])
+@pytest.mark.parametrize("end", ["atexit", "in flight"])
 def test_a_script_under_torchrun_ends_well_with_or_without_farewell(tmp_path, end):
     family = Family(tmp_path)
     (tmp_path / "script.py").write_text(SCRIPT)

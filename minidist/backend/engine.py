@@ -67,16 +67,16 @@ class Handle(dist.Work):
         self._result, self.what = result, what
         self._ended = threading.Event()
         self._error: BaseException | None = None
-        self._future: torch.futures.Future[Any] = torch.futures.Future()
+        # An error travels as a value: set_exception, called from Python, would end the process.
+        self._told: torch.futures.Future[Any] = torch.futures.Future()
+        self._future: torch.futures.Future[Any] = self._told.then(_value)
         self.source = -1  # of a message
 
     def end(self, error: BaseException | None = None) -> None:
         """The operation has ended, well or not."""
         self._error = error
-        # An error travels as a value: set_exception, called from Python, would end the process.
-        # First the future: who has waited may take its value.
-        self._future.set_result(self._result if error is None else error)
-        self._ended.set()
+        self._told.set_result(self._result if error is None else error)
+        self._ended.set()  # after the future: who has waited may take its value
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the end. Raises what went wrong."""
@@ -99,7 +99,7 @@ class Handle(dist.Work):
         return self._result
 
     def get_future(self) -> torch.futures.Future[Any]:
-        return self._future.then(_value)
+        return self._future
 
     def _source_rank(self) -> int:
         return self.source
