@@ -19,15 +19,18 @@ from minidist.backend.members import STAGE, Members
 
 @dataclass(frozen=True)
 class Reduction:
-    """How two tensors become one: `add` the second to the first, in place; `finish` the total."""
+    """How two tensors become one: `add(a, b, out=total)`; and then `finish(total)`."""
 
-    add: Callable[[torch.Tensor, torch.Tensor], object]
+    add: Callable[..., object]
     finish: Callable[[torch.Tensor], object] = lambda total: None
 
-    def into(self, total: torch.Tensor, others: Iterable[torch.Tensor]) -> None:
-        """Add all others to the total, in place."""
+    def into(self, total: torch.Tensor, x: torch.Tensor, others: Iterable[torch.Tensor]) -> None:
+        """total: x and all others, added up. It may be x itself."""
         for other in others:
-            self.add(total, other)
+            self.add(x, other, out=total)
+            x = total
+        if x is not total:
+            total.copy_(x)
         self.finish(total)
 
 
@@ -49,19 +52,19 @@ def all_reduce(
     rank, size, shared = members.rank, members.size, members.place(x)
     for number, (piece, rooms) in enumerate(_pieces(members, len(x), x.dtype)):
         part, staged = x[piece], [room[0] for room in rooms]
+        mine = _share(len(part), rank, size)
         if not shared or number:
-            staged[rank].copy_(part)
+            _stage_for_others(staged[rank], part, mine)
         yield from members.agree()
         if number == 0 and (there := members.placed(x)):
             if len(there) == size:
                 yield from _all_reduce_in_place(members, there, reduction)
                 return
             if shared:
-                staged[rank].copy_(part)
+                _stage_for_others(staged[rank], part, mine)
             yield from members.barrier()
-        mine = _share(len(part), rank, size)
         others = [staged[other][mine] for other in range(size) if other != rank]
-        reduction.into(staged[rank][mine], others)
+        reduction.into(staged[rank][mine], part[mine], others)
         yield from members.barrier()
         if rank in receivers:
             for other in range(size):
@@ -80,7 +83,7 @@ def _all_reduce_in_place(
     for start in range(mine.start, mine.stop, CACHED // xs[0].element_size()):
         piece = slice(start, min(start + CACHED // xs[0].element_size(), mine.stop))
         total = xs[rank][piece]
-        reduction.into(total, [other[piece] for other in others])
+        reduction.into(total, total, [other[piece] for other in others])
         for other in others:
             other[piece].copy_(total)
     yield from members.barrier()
@@ -125,8 +128,8 @@ def reduce_scatter(
         for room, part in zip(rooms[rank], parts, strict=True):
             room.copy_(part[piece])
         yield from members.agree()
-        total = x[piece].copy_(rooms[0][rank])
-        reduction.into(total, [room[rank] for room in rooms[1:]])
+        first, *others = [room[rank] for room in rooms]
+        reduction.into(x[piece], first, others)
 
 
 def all_to_all(
@@ -159,6 +162,12 @@ def _pieces(
     for start in range(0, max(n, 1), most):
         length = min(most, n - start)
         yield slice(start, start + length), members.rooms(parts, length, dtype)
+
+
+def _stage_for_others(room: torch.Tensor, part: torch.Tensor, mine: slice) -> None:
+    """What the others add up of a piece. This rank's own share need not be seen."""
+    room[: mine.start].copy_(part[: mine.start])
+    room[mine.stop :].copy_(part[mine.stop :])
 
 
 def _share(n: int, rank: int, size: int) -> slice:

@@ -17,15 +17,15 @@ from minidist.backend.checks import Op, tell
 from minidist.backend.engine import Handle, Operation
 from minidist.backend.group import Group, Tensors, flatten, put_back
 
-REDUCTIONS: dict[Any, Callable[[torch.Tensor, torch.Tensor], object]] = {
-    Op.SUM: lambda total, other: total.add_(other),
-    Op.AVG: lambda total, other: total.add_(other),
-    Op.PRODUCT: lambda total, other: total.mul_(other),
-    Op.MIN: lambda total, other: torch.minimum(total, other, out=total),
-    Op.MAX: lambda total, other: torch.maximum(total, other, out=total),
-    Op.BAND: lambda total, other: total.bitwise_and_(other),
-    Op.BOR: lambda total, other: total.bitwise_or_(other),
-    Op.BXOR: lambda total, other: total.bitwise_xor_(other),
+REDUCTIONS: dict[Any, Callable[..., object]] = {
+    Op.SUM: torch.add,
+    Op.AVG: torch.add,  # and divided in the end
+    Op.PRODUCT: torch.mul,
+    Op.MIN: torch.minimum,
+    Op.MAX: torch.maximum,
+    Op.BAND: torch.bitwise_and,
+    Op.BOR: torch.bitwise_or,
+    Op.BXOR: torch.bitwise_xor,
 }
 
 
