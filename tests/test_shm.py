@@ -1067,7 +1067,8 @@ import atexit, os, sys, threading
 import minidist as md, torch, torch.distributed as dist
 
 def farewell():
-    print("rank", os.environ["RANK"], "ends:", threading.active_count(), "thread", file=sys.stderr)
+    threads = threading.active_count()
+    os.write(2, f"rank {os.environ['RANK']} ends: {threads} thread\\n".encode())  # in one piece
 
 atexit.register(farewell)
 for turn in range(3):  # begin, end, begin again
@@ -1090,7 +1091,10 @@ def test_a_script_under_torchrun_ends_well_with_or_without_farewell(tmp_path, en
     family = Family(tmp_path)
     (tmp_path / "script.py").write_text(SCRIPT)
     torchrun = [sys.executable, "-W", "error", "-m", "torch.distributed.run"]
-    command = [*torchrun, "--nproc-per-node", "2", str(tmp_path / "script.py"), end]
+    store = dist.TCPStore("localhost", 0, is_master=True)  # it takes a port that is free
+    command = [*torchrun, "--nproc-per-node=2", f"--master-port={store.port}"]
+    del store
+    command += [str(tmp_path / "script.py"), end]
     ended = subprocess.run(
         command, env=family.environ() | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True
     )
