@@ -8,6 +8,7 @@ variables, which one it is: its *rank*, out of *world size* ranks. Ranks find ea
 cell, with the same variables, so the same function runs under both.
 """
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -104,6 +105,9 @@ def join(
     groups: Any = dist.distributed_c10d._world.pg_map
     with _default_timeout(timedelta(seconds=timeout)):
         yield lambda: sum(group._get_sequence_number_for_group() for group in groups)
+    # A wrapper in a reference cycle would keep the group beyond its end: its threads would outlive
+    # the interpreter, which then aborts.
+    gc.collect()
     # Not after an exception: a group with a call half done can block here for ever.
     dist.destroy_process_group()
 
