@@ -42,7 +42,7 @@ class RanksMagic(Magics):
     @argument("--only", help="the ranks that run this cell: 0,2")
     @argument("--fresh", action="store_true", help="start new ranks, with empty namespaces")
     @argument("--nodes", type=int, help="spread the ranks over so many nodes, in name")
-    @argument("--backend", help="auto, gloo or nccl")
+    @argument("--backend", help="auto, shm, gloo or nccl")
     @argument("--timeout", type=float, help="seconds that a rank waits for another")
     @line_cell_magic
     def ranks(self, line: str, cell: str | None = None) -> Pool | None:

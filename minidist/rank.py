@@ -86,13 +86,13 @@ def join(
 
     Who am I comes from the environment; where the others are comes from `store`, or else from
     MASTER_ADDR and MASTER_PORT. `backend` "auto" is NCCL (and gloo for CPU tensors) where every
-    rank of a node has a GPU of its own, else gloo. No collective waits longer than `timeout`
-    seconds. Yields a function that counts this rank's operations so far, in any group. Lesson 1.
+    rank of a node has a GPU of its own; else shm where all ranks are on one machine; else gloo; and
+    shm where a link is emulated. No collective waits longer than `timeout` seconds. Yields a
+    function that counts this rank's operations so far, in any group. Lesson 1.
     """
     place = Place.here()
     if backend == "auto":
-        own_gpu = torch.cuda.device_count() >= place.local_world_size
-        backend = "cpu:gloo,cuda:nccl" if own_gpu else "gloo"
+        backend = _best(place, store)
     if "nccl" in backend:
         torch.cuda.set_device(place.local_rank)
     dist.init_process_group(
@@ -110,6 +110,16 @@ def join(
     gc.collect()
     # Not after an exception: a group with a call half done can block here for ever.
     dist.destroy_process_group()
+
+
+def _best(place: Place, store: dist.Store | None) -> str:
+    if Link.here() is not None:
+        return "shm"  # which alone emulates a link
+    if torch.cuda.device_count() >= place.local_world_size:
+        return "cpu:gloo,cuda:nccl"
+    # A rendezvous in a file is one on this machine, however many nodes it plays.
+    one_machine = place.world_size == place.local_world_size or type(store) is dist.FileStore
+    return "shm" if one_machine else "gloo"
 
 
 @contextmanager
@@ -135,11 +145,11 @@ def ranks(
     """Start `world_size` ranks on this machine, each a process; use them in a `with`.
 
     `with md.ranks(4) as r: r(fn, *args)` runs `fn(*args)` on every rank and returns the list of
-    results in rank order. What a rank holds stays between calls. `nodes` spreads the ranks over
-    so many nodes, in name only: it sets (node_rank, local_rank). `timeout` (seconds) bounds every
-    wait for another rank; `threads` is each rank's number of CPU threads for torch. `link` is a
-    network that backend "shm" emulates. Raises ValueError on numbers that make no sense, RankError
-    if a rank fails. Lesson 1.
+    results in rank order. What a rank holds stays between calls. `nodes` spreads the ranks over so
+    many nodes, in name only: it sets (node_rank, local_rank). `timeout` (seconds) bounds every wait
+    for another rank; `threads` is each rank's number of CPU threads for torch. `link` is a network
+    that backend "shm" emulates; "auto" is then shm. Raises ValueError on numbers that make no
+    sense, RankError if a rank fails. Lesson 1.
     """
     if world_size < 1:
         raise ValueError(f"world_size must be 1 or more, not {world_size}")
@@ -152,7 +162,7 @@ def ranks(
     if ":" not in backend and backend not in ("auto", *dist.Backend.backend_list):
         known = ", ".join(["auto", *sorted(set(dist.Backend.backend_list) - {"undefined"})])
         raise ValueError(f"there is no backend {backend!r}; there are {known}")
-    if link is not None and backend != "shm":
+    if link is not None and backend not in ("auto", "shm"):
         raise ValueError(f'only backend "shm" emulates a link, not {backend!r}')
     places = [Place.of(rank, world_size, nodes) for rank in range(world_size)]
     environs = [_environ(place, threads) | Link.environ(link) for place in places]

@@ -10,18 +10,27 @@ import torch
 import minidist as md
 from minidist.runtime import Pool
 
+# What communicates in its own way is tested on both backends for the CPU.
+ON_BOTH = {"test_collectives", "test_distributed_data_parallel", "test_measure"}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "pools" in metafunc.fixturenames and metafunc.module.__name__ in ON_BOTH:
+        metafunc.parametrize("pools", ["gloo", "shm"], indirect=True, scope="module")
+
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[Callable[[int], Pool]]:
+def pools(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Pool]]:
     """`pools(4)` is a pool of four ranks, the same one at every call within a file.
 
     Not beyond: a fault that one file makes, such as a killed forkserver, ends all pools there are.
     """
+    backend = getattr(request, "param", "auto")
     kept: dict[int, Pool] = {}
 
     def pool(world_size: int) -> Pool:
         if world_size not in kept:
-            kept[world_size] = md.ranks(world_size)
+            kept[world_size] = md.ranks(world_size, backend)
         return kept[world_size]
 
     yield pool

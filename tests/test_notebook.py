@@ -249,6 +249,17 @@ def test_an_error_names_the_lines_of_functions_from_other_cells(kernel):
     assert kernel.run("%%ranks\ninner.__name__").stdout == by_rank("'inner'")
 
 
+def test_a_table_of_calls_names_the_lines_of_the_cell(kernel):
+    n = number(kernel)
+    told = kernel.run(
+        "%%ranks\nimport torch\nx = torch.zeros(2 + dist.get_rank() // 2)\ndist.all_reduce(x)"
+    ).error
+    assert "every rank of a group must make the same call\n" in told
+    for rank, length in enumerate((2, 2, 3)):
+        call = f"all_reduce(float32({length},), op=SUM)"
+        assert f"  rank {rank}: {call}, Cell In[{n}], line 4\n" in told
+
+
 def test_a_syntax_error_is_told_once_with_its_line(kernel):
     n = number(kernel)
     shown = kernel.run("%%ranks\nx = 1\ny = = 2")

@@ -13,6 +13,7 @@ from programs import Family
 from torch.distributed.device_mesh import init_device_mesh
 
 import minidist as md
+from minidist import Link
 from minidist import rank as lesson
 from minidist.rank import Place
 
@@ -131,10 +132,10 @@ def test_a_mesh_has_a_group_for_each_row_and_each_column(pools):
     assert pools(4)(sums) == [(11.0, 101.0), (11.0, 1010.0), (1100.0, 101.0), (1100.0, 1010.0)]
 
 
-def test_ranks_without_a_gpu_each_speak_gloo(pools):
+def test_ranks_without_a_gpu_each_share_memory(pools):
     if torch.cuda.device_count() >= 4:
         pytest.skip("here four ranks have a GPU each")
-    assert pools(4)(lambda: (dist.get_backend(), str(lesson.device()))) == [("gloo", "cpu")] * 4
+    assert pools(4)(lambda: (dist.get_backend(), str(lesson.device()))) == [("shm", "cpu")] * 4
 
 
 @pytest.mark.gpu
@@ -257,9 +258,9 @@ def test_an_unknown_option_is_refused():
 def joined(monkeypatch):
     """Join with so many GPUs as a rank of two: what init_process_group and CUDA were told."""
 
-    def join(gpus, backend="auto"):
+    def join(gpus, backend="auto", nodes=1, link=None, **options):
         told = {}
-        for name, value in Place.of(1, 2).environ().items():
+        for name, value in (Place.of(1, 2, nodes).environ() | Link.environ(link)).items():
             monkeypatch.setenv(name, value)
         c10d = dist.distributed_c10d
         for name in ("default_pg_timeout", "default_pg_nccl_timeout"):  # join sets them
@@ -270,7 +271,7 @@ def joined(monkeypatch):
             dist, "init_process_group", lambda backend, **rest: told.update(rest, backend=backend)
         )
         monkeypatch.setattr(dist, "destroy_process_group", lambda: told.update(left=True))
-        with lesson.join(backend, timeout=7) as progress:
+        with lesson.join(backend, timeout=7, **options) as progress:
             assert progress() == 0
             assert "left" not in told
         return told
@@ -285,10 +286,21 @@ def test_auto_is_nccl_where_every_rank_has_a_gpu_of_its_own(joined):
     assert told["timeout"] == timedelta(seconds=7)
 
 
-def test_auto_is_gloo_where_a_gpu_would_be_shared(joined):
+def test_auto_is_shm_where_a_gpu_would_be_shared(joined):
     told = joined(gpus=1)
-    assert told["backend"] == "gloo"
+    assert told["backend"] == "shm"
     assert "gpu" not in told
+
+
+def test_auto_is_gloo_between_machines(joined, tmp_path):
+    assert joined(gpus=0, nodes=2)["backend"] == "gloo"  # under torchrun, nodes are machines
+    assert joined(gpus=0, nodes=2, store=dist.HashStore())["backend"] == "gloo"
+    pool = dist.FileStore(str(tmp_path / "rendezvous"), 2)  # in a pool, they are so in name
+    assert joined(gpus=0, nodes=2, store=pool)["backend"] == "shm"
+
+
+def test_auto_is_shm_where_a_link_is_emulated(joined):
+    assert joined(gpus=2, link=md.Link(1))["backend"] == "shm"
 
 
 def test_a_group_that_failed_is_not_destroyed(joined, monkeypatch):
@@ -336,7 +348,8 @@ def main(scale):
     torch.manual_seed(place.rank)
     noise = torch.randn(4, dtype=torch.float64)
     dist.all_reduce(noise)
-    return [vars(place), everywhere.tolist(), on_node.item(), noise.tolist(), str(md.rank.device())]
+    noise = [round(x, 12) for x in noise.tolist()]  # in which order it is summed, backends choose
+    return [vars(place), everywhere.tolist(), on_node.item(), noise, str(md.rank.device())]
 
 out = md.launch(main, 2.0, world_size=int(sys.argv[2]), nodes=int(sys.argv[3]))
 if os.environ.get("RANK", "0") == "0":

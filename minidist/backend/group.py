@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Hashable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from minidist.backend.engine import Engine, Handle, Operation
 from minidist.backend.link import Egress, Link
 from minidist.backend.members import Members
 from minidist.backend.messages import Post
+from minidist.measure import record
 
 Tensors = Sequence[torch.Tensor]
 
@@ -24,6 +25,15 @@ Tensors = Sequence[torch.Tensor]
 OURS = ("torch", "minidist", "typing_extensions", "contextlib")
 
 EGRESS = Egress()  # of this rank: all its groups share it, as they would share a cable
+
+
+class Cost(NamedTuple):
+    """Of a collective for a vector of `size` bytes: so many messages, one after the other, of so
+    many bytes together."""
+
+    size: int
+    messages: int
+    nbytes: float
 
 
 class Group(dist.ProcessGroup):
@@ -34,42 +44,52 @@ class Group(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]
         link, nodes = Link.here(), _nodes(options.global_ranks_in_group, size)
         self._members = Members(options.store, rank, size, options.timeout, link, nodes, EGRESS)
+        self._global_ranks = list(options.global_ranks_in_group) or list(range(size))
         self._engine = Engine(self._members.explain, self._members.leave)
         self._post = Post(self._members)
         self._number = 0  # of calls
         self._name = self._description = ""
 
     def _collective(
-        self,
-        what: str,
-        operation: Operation,
-        result: list[Any],
-        opts: Any,
-        messages: int,
-        nbytes: float = 0,
+        self, what: str, operation: Operation, result: list[Any], opts: Any, cost: Cost
     ) -> Handle:
-        """Begin a collective. On an emulated link it takes as long as so many messages, one after
-        the other, of so many bytes together."""
+        """Begin a collective, which takes on an emulated link what it costs."""
         self._number += 1
         where = _caller()
 
         def run() -> Operation:
-            self._members.call(what, where, messages, nbytes)
+            self._members.call(what, where, cost.messages, cost.nbytes)
             yield from operation
             yield from self._members.travel()
 
         handle = Handle(result, f"{what}, {where}" if where else what)
+        self._record(what, "collective", None, cost.size, handle)
         return self._engine.submit("collectives", run(), handle, self._seconds(opts))
 
-    def _ring(self, nbytes: float, rounds: int = 1) -> tuple[int, float]:
-        """Messages one after another, and their bytes, of a ring for a vector of so many bytes."""
+    def _ring(self, nbytes: int, rounds: int = 1) -> Cost:
+        """What a ring costs for a vector of so many bytes."""
         steps = rounds * (self.size() - 1)
-        return steps, steps / self.size() * nbytes
+        return Cost(nbytes, steps, steps / self.size() * nbytes)
 
-    def _tree(self, nbytes: float) -> tuple[int, float]:
-        """The same of a binomial tree."""
+    def _tree(self, nbytes: int) -> Cost:
+        """What a binomial tree costs."""
         steps = (self.size() - 1).bit_length()
-        return steps, steps * nbytes
+        return Cost(nbytes, steps, steps * nbytes)
+
+    def _record(
+        self, what: str, kind: record.Kind, peer: int | None, nbytes: int, handle: Handle
+    ) -> None:
+        """Record a call that torch makes in C++; a call in Python is recorded where it is made."""
+        if not record.active() or record.within_call():
+            return
+        event = record.begin(what.partition("(")[0], kind, peer, nbytes)
+
+        def end(_: object) -> None:
+            if handle.source >= 0:
+                event.peer = self._global_ranks[handle.source]
+            record.finish([event])
+
+        handle.get_future().add_done_callback(end)
 
     # ---- messages --------------------------------------------------------------------------
 
@@ -78,7 +98,9 @@ class Group(dist.ProcessGroup):
         what = f"send({tell(x)}, dst={to}, tag={tag})"
         dense(what, tensors)
         operation = self._post.send(flatten(x), to, tag)
-        return self._message(("to", to), operation, Handle([], what))
+        handle = Handle([], what)
+        self._record(what, "sent", self._global_ranks[to], x.nbytes, handle)
+        return self._message(("to", to), operation, handle)
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Handle:
         (x,) = tensors
@@ -92,6 +114,7 @@ class Group(dist.ProcessGroup):
     def _receive(self, x: torch.Tensor, sources: list[int], tag: int, what: str) -> Handle:
         dense(what, [x])
         handle = Handle([x], what)
+        self._record(what, "received", None, x.nbytes, handle)
 
         def run() -> Operation:
             flat = flatten(x)
@@ -173,6 +196,7 @@ def _caller() -> str:
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.partition(".")[0] not in OURS:
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            # As Python tells it: for an editor, and for `runtime`, which knows cells by number.
+            return f'File "{frame.f_code.co_filename}", line {frame.f_lineno}'
         frame = frame.f_back
     return ""

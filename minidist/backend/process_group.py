@@ -35,20 +35,21 @@ class ShmProcessGroup(Group):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Handle:
         opts = opts or dist.AllreduceOptions()
-        return self._all_reduce("all_reduce", tensors, opts, range(self.size()))
+        return self._all_reduce("all_reduce", tensors, opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Handle:
         opts = opts or dist.AllreduceCoalescedOptions()
-        return self._all_reduce("all_reduce_coalesced", tensors, opts, range(self.size()))
+        return self._all_reduce("all_reduce_coalesced", tensors, opts)
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> Handle:
         opts = opts or dist.ReduceOptions()
-        return self._all_reduce(f"reduce to rank {opts.rootRank}", tensors, opts, [opts.rootRank])
+        return self._all_reduce("reduce", tensors, opts, opts.rootRank)
 
     def _all_reduce(
-        self, name: str, tensors: Tensors, opts: Any, receivers: Sequence[int]
+        self, name: str, tensors: Tensors, opts: Any, root: int | None = None
     ) -> Handle:
         op, reduction = self._reduction(name, opts.reduceOp, tensors)
+        receivers, to = (range(self.size()), "") if root is None else ([root], f"dst={root}, ")
 
         def run() -> Operation:
             for x in tensors:
@@ -57,9 +58,9 @@ class ShmProcessGroup(Group):
                 if self.rank() in receivers:
                     put_back(x, flat)
 
-        what, nbytes = f"{name}({tell(*tensors)}, op={op})", _nbytes(tensors)
-        toll = self._ring(nbytes, 2) if len(receivers) == self.size() else self._tree(nbytes)
-        return self._collective(what, run(), list(tensors), opts, *toll)
+        what, nbytes = f"{name}({tell(*tensors)}, {to}op={op})", _nbytes(tensors)
+        cost = self._ring(nbytes, 2) if root is None else self._tree(nbytes)
+        return self._collective(what, run(), list(tensors), opts, cost)
 
     def _reduction(self, name: str, op: Any, tensors: Tensors) -> tuple[str, operations.Reduction]:
         kind = getattr(op, "op", op)
@@ -83,8 +84,8 @@ class ShmProcessGroup(Group):
                 put_back(x, flat)
 
         what = f"broadcast({tell(*tensors)}, src={opts.rootRank})"
-        toll = self._tree(_nbytes(tensors))
-        return self._collective(what, run(), list(tensors), opts, *toll)
+        cost = self._tree(_nbytes(tensors))
+        return self._collective(what, run(), list(tensors), opts, cost)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Handle:
         for outs, x in zip(outputs, inputs, strict=True):
@@ -95,8 +96,8 @@ class ShmProcessGroup(Group):
             for outs, x in zip(outputs, inputs, strict=True):
                 yield from self._gather(outs, x)
 
-        toll = self._ring(self.size() * _nbytes(inputs))
-        return self._collective(f"all_gather({tell(*inputs)})", run(), list(outputs), opts, *toll)
+        cost = self._ring(self.size() * _nbytes(inputs))
+        return self._collective(f"all_gather({tell(*inputs)})", run(), list(outputs), opts, cost)
 
     def allgather_coalesced(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
@@ -121,8 +122,8 @@ class ShmProcessGroup(Group):
                 yield from self._gather(flat.view(self.size(), -1), x)
                 put_back(output, flat)
 
-        what, toll = f"all_gather_single({tell(*inputs)})", self._ring(_nbytes(outputs))
-        return self._collective(what, run(), list(outputs), opts, *toll)
+        what, cost = f"all_gather_single({tell(*inputs)})", self._ring(_nbytes(outputs))
+        return self._collective(what, run(), list(outputs), opts, cost)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Handle:
         opts = opts or dist.GatherOptions()
@@ -134,8 +135,8 @@ class ShmProcessGroup(Group):
             yield from self._gather(outputs[0] if outputs else [], inputs[0])
 
         what = f"gather({tell(*inputs)}, dst={opts.rootRank})"
-        toll = self._ring(self.size() * _nbytes(inputs))
-        return self._collective(what, run(), list(outputs), opts, *toll)
+        cost = self._ring(self.size() * _nbytes(inputs))
+        return self._collective(what, run(), list(outputs), opts, cost)
 
     def _gather(self, outs: Any, x: torch.Tensor) -> Operation:
         flats = [flatten(out) for out in outs]
@@ -156,8 +157,8 @@ class ShmProcessGroup(Group):
             put_back(outputs[0], flat)
 
         what = f"scatter({tell(*outputs)}, src={opts.rootRank})"
-        toll = self._ring(self.size() * _nbytes(outputs))
-        return self._collective(what, run(), list(outputs), opts, *toll)
+        cost = self._ring(self.size() * _nbytes(outputs))
+        return self._collective(what, run(), list(outputs), opts, cost)
 
     def reduce_scatter(
         self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None
@@ -195,8 +196,8 @@ class ShmProcessGroup(Group):
                 put_back(x, flat)
 
         what = f"{name}({tell(*outputs)}, op={op})"
-        toll = self._ring(self.size() * _nbytes(outputs))
-        return self._collective(what, run(), list(outputs), opts, *toll)
+        cost = self._ring(self.size() * _nbytes(outputs))
+        return self._collective(what, run(), list(outputs), opts, cost)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Handle:
         checks.dense("all_to_all", [*outputs, *inputs])
@@ -214,8 +215,8 @@ class ShmProcessGroup(Group):
                 put_back(out, flat)
 
         what = f"all_to_all(dtype={inputs[0].dtype})"  # shapes may differ
-        toll = self._ring(_nbytes(inputs))
-        return self._collective(what, run(), list(outputs), opts, *toll)
+        cost = self._ring(_nbytes(inputs))
+        return self._collective(what, run(), list(outputs), opts, cost)
 
     def all_to_all_single(
         self,
@@ -237,12 +238,12 @@ class ShmProcessGroup(Group):
             yield from operations.all_to_all(self._members, flat.split(rooms), parts)
             put_back(output, flat)
 
-        what, toll = f"all_to_all_single(dtype={x.dtype})", self._ring(x.nbytes)
-        return self._collective(what, run(), [output], opts, *toll)
+        what, cost = f"all_to_all_single(dtype={x.dtype})", self._ring(x.nbytes)
+        return self._collective(what, run(), [output], opts, cost)
 
     def barrier(self, opts: Any = None) -> Handle:
         operation = operations.barrier(self._members)
-        return self._collective("barrier()", operation, [], opts, *self._tree(0))
+        return self._collective("barrier()", operation, [], opts, self._tree(0))
 
     # torch 2.11 has these names.
     _allgather_base = all_gather_single

@@ -1,8 +1,8 @@
 """The record of what a rank communicates (lesson 2): the one place that every meter reads.
 
-Sources write events: `torch_calls` for calls of `torch.distributed`, `scope` for the collectives of
-minidist. Observers (TrafficCounter, Timeline) read them. While nobody observes, nothing is
-recorded and no source is attached.
+Events come from `torch_calls`, for calls of `torch.distributed`; from the backend "shm", for calls
+that torch makes in C++; from `scope`, for the collectives of minidist. Observers (TrafficCounter,
+Timeline) read them. While nobody observes, nothing is recorded and no source is attached.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ class Event:
     peer: the other rank of a message, counted in the whole world (None: not known, or none).
     nbytes: bytes of the message; of a collective, those of the whole vector (see `torch_calls`).
     start, end: seconds of `time.perf_counter`, on Linux one clock for all processes of a machine.
-    The end of an asynchronous collective is when it was done; that of an asynchronous message, when
+    The end of an asynchronous call is when it was done; but that of a message on gloo or NCCL, when
     its `wait` returned. None until then. (On a GPU, work counts as done when it is queued.)
     control: not the user's data, but minidist's own agreement on the call.
     scope: the collective of minidist that the event is part of.
@@ -51,7 +51,8 @@ SOURCES: list[Source] = []
 
 _lock = threading.Lock()
 _observers: list[list[Event]] = []
-_here = threading.local()  # .scopes: what this thread is in the middle of, outermost first
+_here = threading.local()  # of this thread; .scopes: what it is in the middle of, outermost first;
+# .call: it is within a call that is recorded
 
 
 def active() -> bool:
@@ -77,6 +78,21 @@ def observed() -> Iterator[list[Event]]:
             if not _observers:
                 for source in SOURCES:
                     source.detach()
+
+
+def within_call() -> bool:
+    """Whether this thread is within a call that is recorded: what that calls is part of it."""
+    return getattr(_here, "call", False)
+
+
+@contextlib.contextmanager
+def call() -> Iterator[None]:
+    """The block is a call that is recorded."""
+    _here.call = True
+    try:
+        yield
+    finally:
+        _here.call = False
 
 
 def begin(operation: str, kind: Kind, peer: int | None = None, nbytes: int = 0) -> Event:

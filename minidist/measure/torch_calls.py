@@ -3,12 +3,12 @@
 While somebody observes, the functions below are replaced in `torch.distributed` by wrappers that
 note the call and pass it on. Calls as `dist.all_reduce(...)` are seen, from any thread; a function
 that was imported by name beforehand is not, nor are calls made in C++, such as those of torch's
-own DistributedDataParallel.
+own DistributedDataParallel: unless the backend is "shm", which records them itself.
 """
 
+import contextlib
 import functools
 import inspect
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -48,8 +48,6 @@ _COLLECTIVES: dict[str, str | None] = {
     "barrier": None,
 }
 
-_inside = threading.local()  # .call: this thread is within a wrapped function
-
 
 class _Watched:
     """A function of `torch.distributed` that records its calls. Equal to the function itself,
@@ -68,7 +66,7 @@ class _Watched:
         return hash(self.function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not record.active() or getattr(_inside, "call", False):
+        if not record.active() or record.within_call():
             return self.function(*args, **kwargs)
         try:
             arguments = self.signature.bind(*args, **kwargs)
@@ -76,14 +74,12 @@ class _Watched:
             return self.function(*args, **kwargs)  # torch raises it, in its own words
         arguments.apply_defaults()
         events = _describe(self.name, arguments.arguments)
-        _inside.call = True
         try:
-            result = self.function(*args, **kwargs)
+            with record.call():
+                result = self.function(*args, **kwargs)
         except BaseException:
             record.forget(events)
             raise
-        finally:
-            _inside.call = False
         return _follow(self.name, result, events)
 
 
@@ -135,7 +131,7 @@ def _follow(name: str, result: Any, events: list[Event]) -> Any:
         each += [[]] * (len(result) - len(each))
         return [_WatchedWork(work, own) for work, own in zip(result, each, strict=True)]
     if isinstance(result, dist.Work):
-        if events and events[0].kind == "collective":  # the works of messages have no future
+        with contextlib.suppress(RuntimeError):  # gloo's works of messages have no future
             result.get_future().add_done_callback(lambda _: record.finish(events))
         return _WatchedWork(result, events)
     if name == "recv":

@@ -13,7 +13,7 @@ from typing import Any
 
 import cloudpickle
 
-from minidist.runtime.stack import Stack
+from minidist.runtime.stack import Stack, relabel
 
 # What a rank's backend says when the fault is another rank's.
 _LOST = re.compile(r"Connection (closed|reset)|Broken pipe|caused pair closure")
@@ -213,7 +213,7 @@ def _blame(first: Outcome, others: list[Outcome], timeout: float) -> str:
     if first.failure.is_exit:
         code = f"sys.exit({first.failure.message})"
         return f"exited early: {code}" + _lines(first.failure.stack)
-    message = first.failure.message
+    message = relabel(first.failure.message)
     said = f"raised {first.failure.type}" + (f": {message}" if message else "")
     if first.failure.is_timeout:
         said = f"waited {timeout:g} s in {first.failure.stack.operation}, in vain"

@@ -6,6 +6,7 @@ helps is the line of the cell, and what that line called.
 
 import linecache
 import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -62,6 +63,12 @@ def _label(filename: str) -> str:
         return next(real[len(root) + 1 :] for root in roots if real.startswith(root + os.sep))
     below = os.path.relpath(filename)
     return filename if below.startswith("..") else below
+
+
+def relabel(text: str) -> str:
+    """A text in which lines are told as Python tells them, `File "a.py", line 3`: now as a reader
+    knows them."""
+    return re.sub(r'File "(.+?)", line', lambda told: f"{_label(told[1])}, line", text)
 
 
 @dataclass(frozen=True)
