@@ -10,7 +10,7 @@ of the others. The head of a segment holds
   the messages from rank q that have been taken out; `HEADERS`, what is in the slots (`messages`);
 - at `TEXT`, the descriptions of the rank's last two calls.
 
-Behind the head come two staging areas, two slots for each rank, and the arena.
+Behind the head come the staging areas, two slots for each rank, and the arena.
 """
 
 import hashlib
@@ -33,6 +33,7 @@ LENGTH = 2048  # bytes of a description
 TEXT = HEAD - 2 * LENGTH
 
 STAGE = 1 << 21  # bytes of a staging area
+STAGES = 3  # areas: a piece is staged, added up and taken, with a barrier between
 SLOT = 1 << 19  # bytes of a slot
 
 
@@ -65,20 +66,20 @@ class Members:
         self._lives = {r: life for r, (_, life) in others.items() if life is not None}
         self.segments = [others[r][0] if r != rank else self.mine for r in range(size)]
         self.heads = [segment.words for segment in self.segments]
-        self.arena = Arena(self.mine.map, HEAD + 2 * STAGE + 2 * size * SLOT)
+        self.arena = Arena(self.mine.map, HEAD + STAGES * STAGE + 2 * size * SLOT)
         self._calls = self._pieces = 0
 
     def rooms(self, parts: int, length: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """A staging area of each rank, for the next piece: (parts, length) of this dtype."""
         self._pieces += 1
-        place, nbytes = HEAD + self._pieces % 2 * STAGE, parts * length * dtype.itemsize
+        place, nbytes = HEAD + self._pieces % STAGES * STAGE, parts * length * dtype.itemsize
         return [
             s.bytes[place : place + nbytes].view(dtype).view(parts, length) for s in self.segments
         ]
 
     def slot(self, sender: int, receiver: int, number: int) -> torch.Tensor:
         """Where the sender puts its message of this number for the receiver: (SLOT,) bytes."""
-        place = HEAD + 2 * STAGE + (2 * receiver + number % 2) * SLOT
+        place = HEAD + STAGES * STAGE + (2 * receiver + number % 2) * SLOT
         return self.segments[sender].bytes[place : place + SLOT]
 
     # ---- what ranks call -------------------------------------------------------------------

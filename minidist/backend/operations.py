@@ -1,15 +1,15 @@
 """The collectives, on memory that all ranks share.
 
 A tensor goes through a rank's staging areas piece by piece, so that a piece is still in the
-processor's cache when the others read it. There are two areas: while the others read one piece, the
-next goes into the other area. So a piece costs one barrier, and two where ranks reduce: the others
-wait for what each has added up.
+processor's cache when the others read it. There are several areas: while the others read one piece,
+the next goes into another area. So a piece costs one barrier.
 
 Tensors here are flat: (n,), contiguous. Read each operation as the story of one rank.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 
@@ -42,34 +42,61 @@ def barrier(members: Members) -> Operation:
     yield from members.agree()
 
 
+class _Piece:
+    """A piece of an all_reduce: `part` (n,) of this rank's tensor, and each rank's room for it."""
+
+    def __init__(self, members: Members, part: torch.Tensor, rooms: list[torch.Tensor]) -> None:
+        self.rank, self.part, self.rooms = members.rank, part, [room[0] for room in rooms]
+        self.shares = [_share(len(part), rank, members.size) for rank in range(members.size)]
+
+    def stage(self) -> None:
+        """Show what the others add up. This rank's own share need not be seen."""
+        mine, room = self.shares[self.rank], self.rooms[self.rank]
+        room[: mine.start].copy_(self.part[: mine.start])
+        room[mine.stop :].copy_(self.part[mine.stop :])
+
+    def add_up(self, reduction: Reduction) -> None:
+        """This rank's share, for all to see."""
+        mine = self.shares[self.rank]
+        others = [room[mine] for rank, room in enumerate(self.rooms) if rank != self.rank]
+        reduction.into(self.rooms[self.rank][mine], self.part[mine], others)
+
+    def take(self) -> None:
+        """What each rank has added up."""
+        for share, room in zip(self.shares, self.rooms, strict=True):
+            self.part[share].copy_(room[share])
+
+
 def all_reduce(
     members: Members, x: torch.Tensor, reduction: Reduction, receivers: Sequence[int]
 ) -> Operation:
     """x: (n,), in the end the total on the receivers. Rank r adds up the r-th part of each piece.
 
-    Where x lies in the arena on every rank, nothing is staged: see `_all_reduce_in_place`.
+    Between two barriers a rank takes one piece, adds up the next and stages the one after that: so
+    a piece costs one barrier. Where x lies in the arena on every rank, nothing is staged: see
+    `_all_reduce_in_place`.
     """
-    rank, size, shared = members.rank, members.size, members.place(x)
-    for number, (piece, rooms) in enumerate(_pieces(members, len(x), x.dtype)):
-        part, staged = x[piece], [room[0] for room in rooms]
-        mine = _share(len(part), rank, size)
-        if not shared or number:
-            _stage_for_others(staged[rank], part, mine)
-        yield from members.agree()
-        if number == 0 and (there := members.placed(x)):
-            if len(there) == size:
-                yield from _all_reduce_in_place(members, there, reduction)
-                return
-            if shared:
-                _stage_for_others(staged[rank], part, mine)
-            yield from members.barrier()
-        others = [staged[other][mine] for other in range(size) if other != rank]
-        reduction.into(staged[rank][mine], part[mine], others)
+    shared = members.place(x)
+    pieces = [_Piece(members, x[cut], rooms) for cut, rooms in _pieces(members, len(x), x.dtype)]
+    if not shared:
+        pieces[0].stage()
+    yield from members.agree()
+    if there := members.placed(x):
+        if len(there) == members.size:
+            yield from _all_reduce_in_place(members, there, reduction)
+            return
+        if shared:
+            pieces[0].stage()
         yield from members.barrier()
-        if rank in receivers:
-            for other in range(size):
-                theirs = _share(len(part), other, size)
-                part[theirs].copy_(staged[other][theirs])
+    for taken, added, staged in zip_longest([None, *pieces], pieces, pieces[1:]):
+        if taken and members.rank in receivers:
+            taken.take()
+        if added:
+            added.add_up(reduction)
+        if staged:
+            staged.stage()
+        if added:
+            yield from members.barrier()
 
 
 def _all_reduce_in_place(
@@ -162,12 +189,6 @@ def _pieces(
     for start in range(0, max(n, 1), most):
         length = min(most, n - start)
         yield slice(start, start + length), members.rooms(parts, length, dtype)
-
-
-def _stage_for_others(room: torch.Tensor, part: torch.Tensor, mine: slice) -> None:
-    """What the others add up of a piece. This rank's own share need not be seen."""
-    room[: mine.start].copy_(part[: mine.start])
-    room[mine.stop :].copy_(part[mine.stop :])
 
 
 def _share(n: int, rank: int, size: int) -> slice:
