@@ -1,11 +1,13 @@
 """The benchmarks measure what they say. How fast anything is, is no test's business."""
 
+import json
 import subprocess
 import sys
+import time
 
 import pytest
 
-from minidist.bench import NAMES, Row, collectives, ddp, in_turns, show
+from minidist.bench import NAMES, Row, collectives, ddp, in_turns, mpich, show
 
 
 def test_subjects_are_timed_in_turns():
@@ -44,6 +46,92 @@ def test_shared_memory_is_timed_beside_gloo(monkeypatch, world_size):
     for row in rows:
         assert f"{world_size} ranks, 12 kB" in row.what and row.against == "gloo"
         assert len(row.seconds) == len(row.theirs) == 2 and min(row.seconds) > 0
+
+
+# ---- MPICH, where it is installed ---------------------------------------------------------
+
+
+def test_without_mpi4py_the_bench_says_so_and_goes_on(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    monkeypatch.setattr(collectives, "SIZES", [64, 128])
+    monkeypatch.setattr(collectives, "SHARED", {"all_reduce": [16000]})
+    collectives.run(1, tmp_path / "picture.png")
+    said = [line for line in capsys.readouterr().out.splitlines() if "MPICH" in line]
+    (line,) = said
+    assert line.startswith("MPICH is left out: mpi4py is not installed") and ".[mpi]" in line
+
+
+@pytest.mark.parametrize("name", collectives.SHARED)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_mpich_is_timed(name, world_size):
+    if lacking := mpich.missing():
+        pytest.skip(lacking)
+    taken = mpich.seconds(name, world_size, 16000, rounds=3)
+    assert len(taken) == 3 and min(taken) > 0
+
+
+def test_a_rank_of_mpich_that_raises_is_quoted(monkeypatch):
+    if lacking := mpich.missing():
+        pytest.skip(lacking)
+    with pytest.raises(RuntimeError, match="mpiexec ended with 1: KeyError: 'no_such'"):
+        mpich.seconds("no_such", 2, 16000, rounds=1)
+
+
+def test_mpich_ends_at_the_limit_and_leaves_no_process(monkeypatch):
+    if lacking := mpich.missing():
+        pytest.skip(lacking)
+    monkeypatch.setattr(mpich, "LIMIT", 2)
+    with pytest.raises(RuntimeError, match="mpiexec took longer than 2 s"):
+        mpich.seconds("all_reduce", 2, 10**6, rounds=987654321)  # a number to know it by
+    deadline = time.monotonic() + 4  # before mpiexec's own limit
+    while "987654321" in (there := subprocess.check_output(["ps", "-A", "-o", "args"], text=True)):
+        assert time.monotonic() < deadline, there
+        time.sleep(0.1)
+
+
+def times(**changed):
+    return json.dumps({"library": "MPICH", "ranks": 2, "seconds": [0.5, 2]} | changed)
+
+
+def test_times_of_mpich_are_read_from_among_other_lines():
+    assert mpich.parse(f"a warning\n{times()}\n", 2, 2) == [0.5, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("printed", "complaint"),
+    [
+        ("a warning", "no times came back"),
+        (times(library="Open MPI"), "mpi4py runs on Open MPI here, not on MPICH"),
+        (f"{times(ranks=1)}\n{times(ranks=1)}", "2 ranks were started, and 1 met"),
+    ],
+)
+def test_what_is_not_a_time_of_mpich_is_refused(printed, complaint):
+    with pytest.raises(RuntimeError, match=complaint):
+        mpich.parse(printed, 2, 2)
+
+
+def test_a_failure_of_mpich_leaves_the_rest_of_the_table(monkeypatch, tmp_path, capsys):
+    mpiexec = tmp_path / "mpiexec"
+    mpiexec.write_text("#!/bin/sh\necho 'no such host' >&2\nexit 3\n")
+    mpiexec.chmod(0o755)
+    monkeypatch.setattr(mpich, "_mpiexec", lambda: str(mpiexec))
+    monkeypatch.setattr(collectives, "SHARED", {"all_gather": [12000, 24000]})
+    rows = collectives.by_shared_memory(2, rounds=1, with_mpich=True)
+    assert [row.against for row in rows] == ["gloo", "gloo"]
+    said = (
+        "MPICH is left out from all_gather, 2 ranks, 12 kB on: mpiexec ended with 3: no such host\n"
+    )
+    assert capsys.readouterr().out == said
+
+
+def test_mpich_stands_beside_gloo(monkeypatch):
+    monkeypatch.setattr(mpich, "seconds", lambda name, world_size, size, rounds: [1.0] * rounds)
+    monkeypatch.setattr(collectives, "SHARED", {"all_gather": [12000]})
+    rows = collectives.by_shared_memory(2, rounds=1, with_mpich=True)
+    assert [(row.against, row.what) for row in rows] == [
+        ("gloo", "all_gather, 2 ranks, 12 kB: shm"),
+        ("MPICH", "all_gather, 2 ranks, 12 kB: shm"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def declared() -> list[Requirement]:
     return [Requirement(line) for line in lines]
 
 
-@pytest.mark.parametrize("requirement", declared(), ids=str)
+@pytest.mark.parametrize("requirement", [*declared(), *map(Requirement, EXTRAS["mpi"])], ids=str)
 def test_a_dependency_is_pinned_within_its_bounds(requirement: Requirement) -> None:
     assert requirement.specifier.contains(pins()[canonicalize_name(requirement.name)])
 
@@ -97,7 +97,7 @@ def test_conda_takes_python_from_conda_forge_and_the_rest_from_pyproject() -> No
     assert pip == "pip"
     assert by_pip == {"pip": ["-c constraints.txt", "-e .[course,test]"]}
     assert conda["channels"] == ["conda-forge", "nodefaults"]
-    assert set(EXTRAS) == {"course", "test"}
+    assert set(EXTRAS) == {"course", "test", "mpi"}
 
 
 # ---- the import order is the syllabus -----------------------------------------------------

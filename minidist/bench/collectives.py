@@ -1,5 +1,5 @@
-"""all_reduce by message size: the algorithms of Lesson 2 and the backend "shm", against gloo.
-Lesson 2."""
+"""Collectives by message size: the algorithms of Lesson 2 and the backend "shm", against gloo;
+"shm" against MPICH too, where it is installed. Lesson 2."""
 
 import time
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import minidist as md
-from minidist.bench import Row, show
+from minidist.bench import Row, mpich, show
 from minidist.runtime import Pool
 
 WORLD_SIZE = 4
@@ -28,6 +28,9 @@ Samples = dict[str, list[tuple[int, float]]]  # algorithm -> (bytes, seconds)
 
 def run(rounds: int, picture: Path) -> None:
     """Time each algorithm in turns at each size, on 4 ranks over gloo."""
+    lacking = mpich.missing()
+    if lacking:
+        print(f"MPICH is left out: {lacking}")
     with md.ranks(WORLD_SIZE) as pool:
         # Messages are short and the scheduler's slices long: one round says less than in others.
         samples = measure(pool, SIZES, ["gloo", *ALGORITHMS], 3 * rounds)
@@ -40,8 +43,8 @@ def run(rounds: int, picture: Path) -> None:
         what = f"ring, {_human(size)}"
         rows.append(Row(what, seconds["ring"], "naive", tuple(seconds["naive"])))
     show("collectives: all_reduce of float32, 4 ranks", rows)
-    shared = [row for world_size in (2, 4) for row in by_shared_memory(world_size, rounds)]
-    show("collectives of float32, gloo and shared memory", shared)
+    shared = [row for p in (2, 4) for row in by_shared_memory(p, rounds, with_mpich=not lacking)]
+    show("collectives of float32 by shared memory", shared)
     from minidist import plot
 
     figure = plot.time_against_size(samples).get_figure(root=True)
@@ -79,8 +82,11 @@ def _measure_here(sizes: list[int], names: list[str], rounds: int) -> Samples:
     return samples
 
 
-def by_shared_memory(world_size: int, rounds: int) -> list[Row]:
-    """The backend "shm" against gloo on the same ranks, in turns."""
+def by_shared_memory(world_size: int, rounds: int, with_mpich: bool = False) -> list[Row]:
+    """The backend "shm" against gloo on the same ranks, in turns.
+
+    MPICH has ranks of its own: all its rounds of a case follow those of the others, which sleep.
+    """
     rows = []
     with md.ranks(world_size, backend="gloo") as pool:
         for name, sizes in SHARED.items():
@@ -90,9 +96,16 @@ def by_shared_memory(world_size: int, rounds: int) -> list[Row]:
                     for each in zip(*pool(_shared_here, name, size, 2 * rounds), strict=True)
                 ]
                 gloo, *ours = taken
+                case, others = f"{name}, {world_size} ranks, {_human(size)}", {"gloo": gloo}
+                if with_mpich:
+                    try:
+                        others["MPICH"] = mpich.seconds(name, world_size, size, 2 * rounds)
+                    except RuntimeError as error:
+                        print(f"MPICH is left out from {case} on: {error}")
+                        with_mpich = False
                 for how, seconds in zip(["shm", "shm, in its arena"], ours, strict=False):
-                    what = f"{name}, {world_size} ranks, {_human(size)}: {how}"
-                    rows.append(Row(what, seconds, "gloo", tuple(gloo)))
+                    for other, theirs in others.items():
+                        rows.append(Row(f"{case}: {how}", seconds, other, tuple(theirs)))
     return rows
 
 
