@@ -31,7 +31,7 @@ def run(rounds: int, picture: Path) -> None:
     lacking = mpich.missing()
     if lacking:
         print(f"MPICH is left out: {lacking}")
-    with md.ranks(WORLD_SIZE) as pool:
+    with md.ranks(WORLD_SIZE, backend="gloo") as pool:
         # Messages are short and the scheduler's slices long: one round says less than in others.
         samples = measure(pool, SIZES, ["gloo", *ALGORITHMS], 3 * rounds)
     rows = []
