@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -77,9 +78,10 @@ def test_a_rank_of_mpich_that_raises_is_quoted(monkeypatch):
         mpich.seconds("no_such", 2, 16000, rounds=1)
 
 
-def test_mpich_ends_at_the_limit_and_leaves_no_process(monkeypatch):
+def test_mpich_ends_at_the_limit_and_leaves_nothing(monkeypatch):
     if lacking := mpich.missing():
         pytest.skip(lacking)
+    before = set(Path("/dev/shm").glob("mpich_shm_*"))
     monkeypatch.setattr(mpich, "LIMIT", 2)
     with pytest.raises(RuntimeError, match="mpiexec took longer than 2 s"):
         mpich.seconds("all_reduce", 2, 10**6, rounds=987654321)  # a number to know it by
@@ -87,6 +89,7 @@ def test_mpich_ends_at_the_limit_and_leaves_no_process(monkeypatch):
     while "987654321" in (there := subprocess.check_output(["ps", "-A", "-o", "args"], text=True)):
         assert time.monotonic() < deadline, there
         time.sleep(0.1)
+    assert set(Path("/dev/shm").glob("mpich_shm_*")) <= before
 
 
 def times(**changed):
