@@ -25,10 +25,15 @@ def run(rounds: int, picture: Path) -> None:
         _cell(pool)
         trips = [_cell(pool) for _ in range(20 * rounds)]
     rows = [
-        Row("4 warm ranks, first all_reduce", taken["md.ranks"], "mp.spawn", tuple(taken["spawn"])),
+        Row(
+            "4 warm ranks, first all_reduce",
+            taken["md.ranks"],
+            "spawn, gloo",
+            tuple(taken["spawn"]),
+        ),
         Row("a %%ranks cell, there and back", trips),
     ]
-    title = "launch: 4 ranks over gloo"
+    title = "launch: 4 ranks"
     show(title, rows)
     draw(title, rows, picture)
 
