@@ -10,7 +10,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minidist as md
 from minidist.measure import Span, Timeline, TrafficCounter, save_chrome_trace, traffic_matrix
@@ -386,3 +388,41 @@ heavy = {"matplotlib", "sklearn", "IPython", "pandas"} & set(sys.modules)
 assert not heavy, heavy
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+# ---- calls that torch makes in C++ ----------------------------------------------------------
+
+
+def _ddp_step() -> tuple[dict, list[Span], int]:
+    model = TorchDDP(nn.Linear(300, 10), bucket_cap_mb=0.005)
+    inputs = torch.ones(4, 300) * dist.get_rank()
+    for _ in range(2):  # then the buckets are as they stay
+        model(inputs).sum().backward()
+    with TrafficCounter() as traffic, Timeline() as timeline:
+        model(inputs).sum().backward()
+    return traffic.calls, timeline.spans, sum(p.nbytes for p in model.parameters())
+
+
+def test_on_shm_the_calls_that_torch_makes_in_c_are_recorded_too():
+    for calls, spans, nbytes in md.launch(_ddp_step, world_size=2, backend="shm"):
+        assert calls == {"all_reduce": (len(spans), nbytes)}
+        for span in spans:
+            assert (span.name, span.category) == ("all_reduce", "communication")
+            assert span.start < span.end
+
+
+def test_on_shm_a_call_by_an_imported_name_is_recorded_once():
+    def calls() -> tuple[dict, int, list]:
+        from torch.distributed import all_gather_into_tensor, irecv, isend
+
+        r, x, group = dist.get_rank(), torch.ones(3), dist.new_group([1, 0])
+        with TrafficCounter() as traffic:
+            all_gather_into_tensor(torch.empty(6), x)
+            work = isend(x, 1) if r == 0 else irecv(x)
+            work.wait()
+            group.allreduce([x]).wait()
+        return traffic.calls, traffic.sent_bytes, traffic.received_from
+
+    told = {"all_gather_single": (1, 24), "all_reduce": (1, 12)}
+    pool = md.launch(calls, world_size=2, backend="shm")
+    assert pool == [(told, 12, [0, 0]), (told, 0, [12, 0])]

@@ -16,7 +16,6 @@ import tempfile
 import time
 import warnings
 
-import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -50,11 +49,6 @@ OPS = {
 }
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def faults_by_value():
-    cloudpickle.register_pickle_by_value(sys.modules["test_faults"])
 
 
 @pytest.fixture(scope="module")
