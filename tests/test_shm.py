@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import warnings
+from array import array
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import minidist as md
+from minidist.backend.bell import EXPECTED, Bell
 from minidist.backend.engine import Engine, Handle, Wait
 from minidist.backend.members import SLOT, STAGE
 
@@ -708,9 +710,39 @@ def test_what_came_just_before_the_other_left_is_taken():
     def operation():
         yield Message()
 
-    engine = Engine(explain, farewell=lambda: None)
+    bell, _ = Bell.create(memoryview(array("q", [0] * 8)))
+    engine = Engine(bell, explain, farewell=bell.close)
     assert engine.submit("a lane", operation(), Handle([], "a call"), 5).wait()
     engine.close()
+
+
+def waits(bell, seconds):
+    start = time.monotonic()
+    bell.wait(seconds)
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("proc", [True, False], ids=["linux", "macos"])
+def test_a_bell_is_heard_by_who_expects_it(monkeypatch, proc):
+    if not proc:
+        monkeypatch.setattr(os.path, "isdir", lambda path: False)
+    head = memoryview(array("q", [0] * 8))
+    mine, address = Bell.create(head)
+    theirs = Bell.attach(head, address)
+    Bell.forget(address)
+    assert os.path.exists(address) == proc
+    theirs.ring()  # nobody expects it
+    with mine.expected():
+        assert waits(mine, 0.1) >= 0.1
+        for _ in range(100_000):  # more than the pipe holds
+            theirs.ring()
+        assert waits(mine, 5) < 1
+    theirs.ring()
+    assert head[EXPECTED] == 0
+    mine.close()
+    head[EXPECTED] = 1
+    theirs.ring()  # to one that is gone
+    theirs.close()
 
 
 # ---- tensors in shared memory -------------------------------------------------------------

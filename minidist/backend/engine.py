@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from minidist.backend.bell import Bell
+
 
 class Wait:
     """What an operation waits for."""
@@ -53,8 +55,8 @@ class Until(Wait):
 
 Operation = Generator[Wait, None, None]
 
-SPINS = 200  # questions in a row, each giving way to other threads, before the first nap
-NAPS = (5e-5, 1e-3)  # seconds, the first and the longest
+SPINS = 100  # questions in a row, each giving way to other threads, before it sleeps
+NAP = 0.01  # seconds, the longest sleep: a ring that got lost delays no more
 WAKE = 1e-4  # seconds that a sleep may last longer than it was asked to
 WATCH = 0.1  # seconds between two looks at whether the others are still there
 
@@ -135,10 +137,11 @@ class Engine:
 
     def __init__(
         self,
+        bell: Bell,
         explain: Callable[[Wait, str, float], BaseException | None],
         farewell: Callable[[], None],
     ) -> None:
-        self._explain, self._farewell = explain, farewell
+        self._bell, self._explain, self._farewell = bell, explain, farewell
         self._lanes: dict[Hashable, deque[_Task]] = {}
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
@@ -158,6 +161,7 @@ class Engine:
                 task = _Task(operation, handle, timeout)
                 self._lanes.setdefault(lane, deque()).append(task)
                 self._changed.notify()
+                self._bell.ring()
                 return handle
         handle.end(self._failure or RuntimeError("the process group has been closed"))
         return handle
@@ -167,6 +171,7 @@ class Engine:
         with self._changed:
             self._failure, self._closing = self._failure or failure, True
             self._changed.notify()
+            self._bell.ring()
         if threading.current_thread() is not self._thread:
             self._thread.join()
             atexit.unregister(self.close)
@@ -197,7 +202,7 @@ class Engine:
             return list(self._lanes.items()) if self._failure is None else []
 
     def _awake(self) -> None:
-        self._idle, self._nap, self._looked = 0, NAPS[0], time.monotonic()
+        self._idle, self._looked = 0, time.monotonic()
 
     def _step(self, lane: Hashable, tasks: deque[_Task]) -> bool:
         """Go on with the first task of a lane. False if it has to wait."""
@@ -220,29 +225,22 @@ class Engine:
         return True
 
     def _rest(self, lanes: Lanes) -> None:
-        """None of them can go on: give way; later, nap; now and then, look if there is still
-        hope."""
-        now, waits = time.monotonic(), [tasks[0].wait for _, tasks in lanes]
-        dues = [wait.due() for wait in waits if wait is not None]
-        soon = min(dues, default=0.0) - now
+        """None of them can go on: give way; after a while, or if all know their time, sleep; now
+        and then, look if there is still hope."""
+        now, waits = time.monotonic(), [wait for _, tasks in lanes if (wait := tasks[0].wait)]
+        dues = [wait.due() for wait in waits]
+        known = all(due > now for due in dues)
+        seconds = min([due - now - WAKE for due in dues if due > now], default=NAP)
         self._idle += 1
-        if soon > WAKE:  # all know their time
-            self._sleep(min(soon - WAKE, WATCH), lanes)
-        elif soon > 0 or self._idle < SPINS:
+        if seconds <= 0 or (self._idle < SPINS and not known):
             os.sched_yield()
         else:
-            next_due = min((due - now for due in dues if due > now), default=self._nap)
-            time.sleep(min(self._nap, max(next_due - WAKE, 0)))
-            self._nap = min(1.2 * self._nap, NAPS[1])
+            with self._bell.expected():
+                if len(lanes) == len(self._lanes) and not any([wait.over() for wait in waits]):
+                    self._bell.wait(min(seconds, WATCH if known else NAP))
         if now - self._looked > WATCH:
             self._looked = now
             self._look(lanes, now)
-
-    def _sleep(self, seconds: float, lanes: Lanes) -> None:
-        """Sleep, but not through the beginning of another operation, or the end of all."""
-        with self._changed:
-            if len(lanes) == len(self._lanes) and self._failure is None:
-                self._changed.wait(seconds)
 
     def _look(self, lanes: Lanes, now: float) -> None:
         for _, tasks in lanes:

@@ -45,7 +45,7 @@ class Group(dist.ProcessGroup):
         link, nodes = Link.here(), _nodes(options.global_ranks_in_group, size)
         self._members = Members(options.store, rank, size, options.timeout, link, nodes, EGRESS)
         self._global_ranks = list(options.global_ranks_in_group) or list(range(size))
-        self._engine = Engine(self._members.explain, self._members.leave)
+        self._engine = Engine(self._members.bell, self._members.explain, self._members.leave)
         self._post = Post(self._members)
         self._number = 0  # of calls
         self._name = self._description = ""

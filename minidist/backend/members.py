@@ -4,6 +4,7 @@ Each word of shared memory has one writer: a rank writes into its own segment on
 of the others. The head of a segment holds
 
 - `TICK`, the number of barriers that the rank has come to; `LEFT`, 1 when it has left the group;
+- `EXPECTED` (in `bell`), 1 while the rank sleeps until its bell rings;
 - `PLACE`, where the tensors of its last two calls lie in its segment, or -1;
 - `DUE`, when the messages of its last two calls will have arrived, in ns, on an emulated link;
 - `POSTED + q`, the number of messages to rank q that have been put into slots; `TAKEN + q`, that of
@@ -23,12 +24,13 @@ import torch
 import torch.distributed as dist
 
 from minidist.backend.arena import Arena
+from minidist.backend.bell import Bell
 from minidist.backend.engine import Operation, Until, Wait
 from minidist.backend.link import Egress, Link
 from minidist.backend.segment import HEAD, Segment
 
 LIMIT = 256  # ranks of a group
-TICK, LEFT, PLACE, DUE, POSTED, TAKEN, HEADERS = 0, 1, 2, 4, 8, 8 + LIMIT, 8 + 2 * LIMIT
+TICK, LEFT, PLACE, DUE, POSTED, TAKEN, HEADERS = 0, 1, 4, 6, 8, 8 + LIMIT, 8 + 2 * LIMIT
 LENGTH = 2048  # bytes of a description
 TEXT = HEAD - 2 * LENGTH
 
@@ -56,14 +58,17 @@ class Members:
         self.rank, self.size, self.timeout = rank, size, timeout.total_seconds()
         self._link, self._nodes, self.egress = link, nodes, egress or Egress()
         self.mine, address, file = Segment.create()
+        self.bell, pipe = Bell.create(self.mine.words)
         meeting = _Meeting(store, rank, size, timeout)
         try:
-            found = meeting.exchange("segment", f"{os.getpid()} {address}")
-            others = {r: _attach(r, *found[r].split(" ", 1)) for r in range(size) if r != rank}
+            found = meeting.exchange("segment", f"{os.getpid()}\n{address}\n{pipe}")
+            others = {r: _attach(r, *found[r].split("\n")) for r in range(size) if r != rank}
             meeting.exchange("attached", "")
         finally:
             Segment.forget(address, file)
-        self._lives = {r: life for r, (_, life) in others.items() if life is not None}
+            Bell.forget(pipe)
+        self._lives = {r: life for r, (_, _, life) in others.items() if life is not None}
+        self._bells = {r: bell for r, (_, bell, _) in others.items()}
         self.segments = [others[r][0] if r != rank else self.mine for r in range(size)]
         self.heads = [segment.words for segment in self.segments]
         self.arena = Arena(self.mine.map, HEAD + STAGES * STAGE + 2 * size * SLOT)
@@ -102,7 +107,15 @@ class Members:
         """Wait until all have come here."""
         ticks = self.mine.words[TICK] + 1
         self.mine.words[TICK] = ticks
-        yield _Barrier(self.heads, ticks)
+        barrier = _Barrier(self.heads, ticks)
+        if barrier.over():  # this rank is the last
+            self.ring(*self._bells)
+        yield barrier
+
+    def ring(self, *ranks: int) -> None:
+        """Wake those of them that sleep: what they wait for may have come."""
+        for rank in ranks:
+            self._bells[rank].ring()
 
     def agree(self) -> Operation:
         """A barrier, and a check that all make the same call. Raises RuntimeError that shows each
@@ -177,9 +190,13 @@ class Members:
     def leave(self) -> None:
         """Tell the others that this rank will come no more."""
         self.mine.words[LEFT] = 1
+        self.ring(*self._bells)
         for life in self._lives.values():
             os.close(life)
+        for bell in [self.bell, *self._bells.values()]:
+            bell.close()
         self._lives.clear()
+        self._bells.clear()
 
 
 class _Meeting:
@@ -205,11 +222,12 @@ class _Meeting:
         return [self._store.get(key).decode() for key in keys]
 
 
-def _attach(rank: int, pid: str, address: str) -> tuple[Segment, int | None]:
-    """Another rank's segment, and what is readable when its process has ended."""
+def _attach(rank: int, pid: str, address: str, pipe: str) -> tuple[Segment, Bell, int | None]:
+    """Another rank's segment, its bell, and what is readable when its process has ended."""
     try:
         life = os.pidfd_open(int(pid)) if hasattr(os, "pidfd_open") else None
-        return Segment.attach(address), life
+        segment = Segment.attach(address)
+        return segment, Bell.attach(segment.words, pipe), life
     except OSError as error:
         raise RuntimeError(
             f"Connection closed by peer: rank {rank} has died, or runs on another machine"

@@ -89,6 +89,7 @@ class Post:
             words[header], words[header + 1], words[header + 2] = tag, len(data), len(piece)
             words[header + 3], words[header + 4] = _DTYPES.index(x.dtype), int(due * 1e9)
             words[POSTED + to] = number + 1
+            members.ring(to)
         yield Until(due)
 
     def receive(
@@ -121,6 +122,7 @@ class Post:
                 piece = members.slot(source, members.rank, number)[:length]
                 message.x.view(torch.uint8)[message.arrived : end].copy_(piece)
                 members.mine.words[TAKEN + source] = number + 1
+                members.ring(source)
                 message.arrived = end
                 if end == total:
                     del self._arriving[source]
