@@ -53,7 +53,10 @@ def run(rounds: int, picture: Path) -> None:
 
 
 def measure(pool: Pool, sizes: list[int], names: list[str], rounds: int) -> Samples:
-    """Time all_reduce by size on a pool's ranks: a call takes as long as its slowest rank."""
+    """Time all_reduce by size on a pool's ranks: a call takes as long as its slowest rank.
+
+    The names are those of algorithms, and that of the pool's backend for its own all_reduce.
+    """
     by_rank = pool(_measure_here, sizes, names, rounds)
     return {
         name: [
@@ -73,7 +76,7 @@ def _measure_here(sizes: list[int], names: list[str], rounds: int) -> Samples:
                 tensor.fill_(1)
                 dist.barrier()
                 start = time.perf_counter()
-                if name == "gloo":
+                if name == dist.get_backend():
                     dist.all_reduce(tensor)
                 else:
                     md.collectives.all_reduce(tensor, algorithm=name)
