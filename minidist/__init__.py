@@ -23,18 +23,21 @@ if TYPE_CHECKING:
         distributed_data_parallel,
         measure,
         parity,
+        pipeline,
         plot,
         rank,
         zoo,
     )
     from minidist.data_parallel import DataParallel
     from minidist.distributed_data_parallel import DistributedDataParallel
+    from minidist.pipeline import Pipeline
 
 __version__ = "0.1.0"
 __all__ = [
     "DataParallel",
     "DistributedDataParallel",
     "Link",
+    "Pipeline",
     "RankError",
     "backend",
     "collectives",
@@ -43,6 +46,7 @@ __all__ = [
     "launch",
     "measure",
     "parity",
+    "pipeline",
     "plot",
     "rank",
     "ranks",
@@ -51,6 +55,7 @@ __all__ = [
 STRATEGIES = {  # a class, and the module that it is in
     "DataParallel": "data_parallel",
     "DistributedDataParallel": "distributed_data_parallel",
+    "Pipeline": "pipeline",
 }
 
 

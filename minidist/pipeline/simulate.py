@@ -1,0 +1,113 @@
+"""When each rank would do what, if computations took so long and messages so long (lesson 5)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from minidist.pipeline.instructions import (
+    Backward,
+    BackwardInputs,
+    BackwardWeights,
+    Compute,
+    Forward,
+    Instruction,
+    Schedule,
+    gives,
+    needs,
+    other_end,
+)
+
+Time = float | Sequence[float]  # of every stage, or of each
+
+
+@dataclass(frozen=True)
+class Span:
+    """A piece of a rank's time."""
+
+    instruction: Instruction
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """spans: for each rank, when it computes what. in_flight: for each rank, the most forward
+    passes whose backward pass it still owes, that is, the activations it has to keep."""
+
+    spans: list[list[Span]]
+    in_flight: list[int]
+
+    @property
+    def time(self) -> float:
+        """Of the whole step."""
+        return max(rank[-1].end for rank in self.spans)
+
+    @property
+    def idle(self) -> float:
+        """The part of all ranks' time in which they compute nothing: the bubble, as a fraction of
+        the total time. GPipe and 1F1B: (p-1)/(m+p-1), for p ranks and m micro-batches."""
+        busy = sum(span.end - span.start for rank in self.spans for span in rank)
+        return 1 - busy / (self.time * len(self.spans))
+
+
+def simulate(
+    schedule: Schedule,
+    forward: Time = 1.0,
+    backward_inputs: Time = 1.0,
+    backward_weights: Time = 1.0,
+    link: float = 0.0,
+) -> Prediction:
+    """Predict a training step. Lesson 5.
+
+    forward, backward_inputs, backward_weights: of one micro-batch, in any unit of time; a number
+        for every stage, or one for each. A whole backward takes as long as both its parts.
+    link: the time of a message. A rank sends one message at a time, while it goes on computing.
+
+    Raises ValueError, with what each rank waits for, if they all wait for ever.
+    """
+    ranks, position = schedule.ranks, [0] * len(schedule.ranks)
+    clock, way_out = [0.0] * len(ranks), [0.0] * len(ranks)
+    spans: list[list[Span]] = [[] for _ in ranks]
+    arrival: dict[Instruction, float] = {}
+
+    def duration(instruction: Instruction) -> float:
+        parts: dict[type[Instruction], list[Time]] = {
+            Forward: [forward],
+            Backward: [backward_inputs, backward_weights],
+            BackwardInputs: [backward_inputs],
+            BackwardWeights: [backward_weights],
+        }
+        own, stage = parts[type(instruction)], instruction.stage
+        return sum(part if isinstance(part, (int, float)) else part[stage] for part in own)
+
+    def advance(rank: int) -> bool:
+        """Do the rank's next computation, if what it needs has been sent."""
+        instruction = ranks[rank][position[rank]]
+        needed = needs(instruction, schedule.stages)
+        if needed is not None and needed not in arrival:
+            return False
+        position[rank] += 1
+        if isinstance(instruction, Compute):
+            start = max(clock[rank], arrival[needed] if needed else 0.0)
+            clock[rank] = start + duration(instruction)
+            spans[rank].append(Span(instruction, start, clock[rank]))
+            if message := gives(instruction, schedule.stages):
+                way_out[rank] = max(way_out[rank], clock[rank]) + link
+                arrival[other_end(message)] = way_out[rank]
+        return True
+
+    while waiting := [rank for rank in range(len(ranks)) if position[rank] < len(ranks[rank])]:
+        if not any([advance(rank) for rank in waiting]):
+            stuck = "; ".join(f"rank {rank} at {ranks[rank][position[rank]]}" for rank in waiting)
+            raise ValueError(f"{schedule.name}: the ranks wait for each other: {stuck}")
+    return Prediction(spans, [max(kept(rank)) for rank in ranks])
+
+
+def kept(instructions: Sequence[Instruction]) -> list[int]:
+    """After each instruction of a rank, of how many forward passes it keeps the activations: until
+    the gradients for the weights are there."""
+    now, counts = 0, []
+    for instruction in instructions:
+        now += isinstance(instruction, Forward)
+        now -= isinstance(instruction, (Backward, BackwardWeights))
+        counts.append(now)
+    return counts

@@ -1,0 +1,123 @@
+"""One stage computes (lesson 5): forward, backward, or backward in two parts."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from minidist.pipeline.split import Deferred, backward_inputs
+
+Finish = Callable[[torch.Tensor], torch.Tensor]  # what the last stage makes of its outputs
+
+
+@dataclass
+class _Kept:
+    """What a forward pass leaves for its backward pass: the inputs, and the graph that autograd
+    has recorded, by its end (None: nothing in it is trained). Not the outputs: they have left."""
+
+    x: torch.Tensor
+    end: GradientEdge | None
+
+
+class Stage:
+    """The layers of one stage, and the activations of the micro-batches that are in flight.
+
+    recompute: keep the inputs alone, and compute forward again when backward needs the rest.
+    """
+
+    def __init__(self, layers: nn.Sequential, recompute: bool) -> None:
+        self.layers, self._recompute = layers, recompute
+        self._kept: dict[int, Callable[[], _Kept]] = {}
+        self._deferred: dict[int, list[Deferred]] = {}
+
+    def evaluate(self, x: torch.Tensor) -> torch.Tensor:
+        """The outputs for inputs `x`, with nothing kept for a backward pass."""
+        with torch.no_grad():
+            return self._compute(x, None)
+
+    def forward(
+        self, microbatch: int, x: torch.Tensor, finish: Finish | None = None
+    ) -> torch.Tensor:
+        """The outputs for inputs `x`, or what `finish` makes of them, cut off from the graph that
+        is kept for the backward pass."""
+        if self._recompute:
+            replay = _Replay(self.layers, x)
+            with torch.no_grad():
+                y = self._compute(x, finish)
+
+            def again() -> _Kept:
+                with replay.same_again():
+                    return self._keep(x, self._compute(x, finish))
+
+            self._kept[microbatch] = again
+        else:
+            y = self._compute(x, finish)
+            kept = self._keep(x, y)
+            self._kept[microbatch] = lambda: kept
+        return y.detach()
+
+    def _compute(self, x: torch.Tensor, finish: Finish | None) -> torch.Tensor:
+        first = next(iter(self.layers), None)
+        # A leaf of the graph must not be overwritten, as nn.ReLU(inplace=True) would.
+        y = self.layers(x.clone() if getattr(first, "inplace", False) else x)
+        return finish(y) if finish else y
+
+    def _keep(self, x: torch.Tensor, y: torch.Tensor) -> _Kept:
+        return _Kept(x, get_gradient_edge(y) if y.requires_grad else None)
+
+    def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Add to the gradients of the weights, and return that for the inputs. `gradient` is that
+        for the outputs; None stands for a loss's own, which is 1."""
+        kept = self._kept.pop(microbatch)()
+        if kept.end is not None:
+            torch.autograd.backward([kept.end], [gradient])
+        return kept.x.grad
+
+    def backward_inputs(
+        self, microbatch: int, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Return the gradient for the inputs. `backward_weights` does the rest."""
+        kept = self._kept.pop(microbatch)()
+        self._deferred[microbatch] = []
+        if kept.end is None:
+            return None
+        x_gradient, self._deferred[microbatch] = backward_inputs(kept.end, gradient, kept.x)
+        return x_gradient
+
+    def backward_weights(self, microbatch: int) -> None:
+        """Add to the gradients of the weights what `backward_inputs` has put off."""
+        for deferred in self._deferred.pop(microbatch):
+            deferred.run()
+
+    def forget(self) -> None:
+        """Drop all micro-batches, after a step that failed."""
+        self._kept.clear()
+        self._deferred.clear()
+
+
+class _Replay:
+    """What else a forward pass depends on, as it is now: the state of the random numbers, so that
+    dropout drops the same elements again; and what it changes: buffers, such as the running means
+    of batch norm, which a second pass must not move a second time."""
+
+    def __init__(self, layers: nn.Module, x: torch.Tensor) -> None:
+        self._layers = layers
+        self._gpus = [x.device.index] if x.is_cuda else []
+        self._cpu_state = torch.get_rng_state()
+        self._gpu_states = [torch.cuda.get_rng_state(gpu) for gpu in self._gpus]
+
+    @contextmanager
+    def same_again(self) -> Iterator[None]:
+        """Within the block the random numbers are those of the first pass; after it, random numbers
+        and buffers are what they were before it."""
+        buffers = [(buffer, buffer.clone()) for buffer in self._layers.buffers()]
+        with torch.random.fork_rng(self._gpus):
+            torch.set_rng_state(self._cpu_state)
+            for gpu, state in zip(self._gpus, self._gpu_states, strict=True):
+                torch.cuda.set_rng_state(state, gpu)
+            yield
+        for buffer, before in buffers:
+            buffer.data.copy_(before)  # unseen by autograd, which may have saved the buffer
