@@ -94,6 +94,19 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+class Embedding(nn.Module):
+    """The first layer of `Transformer`: a vector for each byte, and one for its place."""
+
+    def __init__(self, tokens: nn.Embedding, positions: nn.Embedding) -> None:
+        super().__init__()
+        self.tokens, self.positions = tokens, positions
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(B, T) to (B, T, C)."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.tokens(tokens) + self.positions(places)
+
+
 class Transformer(nn.Module):
     """A small language model of bytes, its output weights tied to its embedding.
 
@@ -125,3 +138,8 @@ class Transformer(nn.Module):
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.tokens(tokens) + self.positions(places)  # (B, T, C)
         return self.head(self.norm(self.blocks(x)))
+
+    def sequential(self) -> nn.Sequential:
+        """The same layers, with the same parameters, as a sequence that can be cut (lesson 5)."""
+        embedding = Embedding(self.tokens, self.positions)
+        return nn.Sequential(embedding, *self.blocks, self.norm, self.head)

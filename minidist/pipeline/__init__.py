@@ -117,7 +117,7 @@ class Pipeline(Wrapper):
         self._ties = [tie for tie in ties if rank in tie.ranks]
         self._names = list(module.state_dict())
         first = next((t for t in [*module.parameters(), *module.buffers()]), torch.empty(0))
-        self._device, self._control = first.device, Peers(group).device
+        self._device, self._peers = first.device, Peers(group)
 
     def train_step(
         self, inputs: torch.Tensor, targets: torch.Tensor, loss_fn: Loss
@@ -140,7 +140,7 @@ class Pipeline(Wrapper):
         before = [tie.parameter.grad for tie in self._ties]
         for tie in self._ties:
             tie.parameter.grad = None  # what is there has been summed already
-        loss, _ = self._run(self.schedule, inputs, targets, loss_fn)
+        loss, _ = self._run(self.schedule, inputs, (loss_fn, targets))
         sum_gradients(self._ties, self.process_group)
         for tie, gradient in zip(self._ties, before, strict=True):
             if gradient is not None and tie.parameter.grad is not None:
@@ -165,7 +165,7 @@ class Pipeline(Wrapper):
 
     def _run(self, schedule: Schedule, *batch: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Returns the loss, on every rank, and the outputs, on the last."""
-        messages = Messages(self.process_group, schedule.microbatches, self._device)
+        messages = Messages(self._peers, schedule.microbatches, self._device)
         worker = Worker(schedule, self._stages, messages, *batch)
         worker.run(schedule.ranks[dist.get_rank(self.process_group)])
         self.trace = worker.trace
@@ -180,7 +180,7 @@ class Pipeline(Wrapper):
     def _all_reduce(
         self, numbers: Sequence[float], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> torch.Tensor:
-        total = torch.tensor(numbers, dtype=torch.float64, device=self._control)
+        total = torch.tensor(numbers, dtype=torch.float64, device=self._peers.device)
         dist.all_reduce(total, op, self.process_group)
         return total
 

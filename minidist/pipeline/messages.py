@@ -41,9 +41,8 @@ class Layout:
     def of(cls, x: torch.Tensor, rows: int, total: int) -> "Layout":
         """The layout of outputs `x` for `rows` rows of the batch's `total`. Raises ValueError and
         TypeError where outputs cannot be sent."""
-        if not isinstance(x, torch.Tensor) or not x.is_floating_point():
-            told = str(x.dtype) if isinstance(x, torch.Tensor) else type(x).__name__
-            raise TypeError(f"between stages goes one tensor of a floating dtype, not {told}")
+        if not x.is_floating_point():
+            raise TypeError(f"between stages goes a floating dtype, not {_name(x.dtype)}")
         if not 1 <= x.ndim <= HEADER - 4 or x.shape[0] % rows:
             raise ValueError(
                 f"between stages the first dimension is the micro-batch's rows ({rows}), or a "
@@ -66,8 +65,8 @@ class Layout:
 class Messages:
     """This rank's end of the wires, for one step."""
 
-    def __init__(self, group: dist.ProcessGroup, microbatches: int, device: torch.device) -> None:
-        self._peers, self._microbatches, self._device = Peers(group), microbatches, device
+    def __init__(self, peers: Peers, microbatches: int, device: torch.device) -> None:
+        self._peers, self._microbatches, self._device = peers, microbatches, device
         # By wire, that is, by the stage that it leads from. None: it carries nothing in this step.
         self._layouts: dict[int, Layout | None] = {}
         self._told: set[int] = set()  # wires whose header we have sent
@@ -138,7 +137,7 @@ class Messages:
         return x
 
     def _receive(self, peer: int, needed: Instruction | None = None) -> None:
-        """Start to receive what is expected of a rank, in order. Wait for headers up to `needed`."""
+        """Start to receive what a rank is to send, in order. Wait for headers up to `needed`."""
         expected = self._expected[peer]
         while expected:
             wire = _wire(expected[0])

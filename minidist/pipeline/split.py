@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+_Fork = tuple[list[GradientEdge], list[torch.Tensor]]
+
 
 @dataclass
 class Deferred:
@@ -39,11 +41,11 @@ def backward_inputs(
     end: GradientEdge, gradient: torch.Tensor | None, x: torch.Tensor
 ) -> tuple[torch.Tensor | None, list[Deferred]]:
     """The gradient for `x`, and what is left to do for the weights. The graph ends in `end`, where
-    `gradient` comes in (None stands for a loss's own, 1). Inputs that need no gradient leave
+    `gradient` comes in (None stands for a loss's own, 1). Inputs that get no gradient leave
     everything for later."""
-    if not x.requires_grad:
+    forks = _forks(end, get_gradient_edge(x).node) if x.requires_grad else None
+    if forks is None:
         return None, [Deferred([end], [gradient], None)]
-    forks = _forks(end, get_gradient_edge(x).node)
     uses = Counter(weight for _, weights in forks for weight in weights)
     # From the later use of a weight, the way to it leads over the earlier: both parts at once.
     several = [weight for weight, count in uses.items() if count > 1]
@@ -64,9 +66,9 @@ def backward_inputs(
     return found[0], left
 
 
-def _forks(end: GradientEdge, x: Node) -> list[tuple[list[GradientEdge], list[torch.Tensor]]]:
+def _forks(end: GradientEdge, x: Node) -> list[_Fork] | None:
     """The nodes on the way to `x` from which weights branch off: the edges by which gradients come
-    to each, and those weights."""
+    to each, and those weights. None if no way leads to `x`."""
     edges: dict[Node, dict[int, None]] = defaultdict(dict)  # as an ordered set
     edges[end.node][end.output_nr] = None
     on_the_way: dict[Any, bool] = {}  # every node of the graph, a node after those it leads to
@@ -83,9 +85,9 @@ def _forks(end: GradientEdge, x: Node) -> list[tuple[list[GradientEdge], list[to
             on_the_way[node] = node is x or any(on_the_way[child] for child, _ in following)
             for child, number in following:
                 edges[child][number] = None
-    beyond: dict[
-        Node, dict[torch.Tensor, None]
-    ] = {}  # the weights that a node off the way leads to
+    if not on_the_way[end.node]:
+        return None
+    beyond: dict[Node, dict[torch.Tensor, None]] = {}  # what weights a node off the way leads to
     forks = []
     for node, on in on_the_way.items():
         weights: dict[torch.Tensor, None] = {}

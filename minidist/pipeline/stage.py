@@ -63,6 +63,8 @@ class Stage:
         first = next(iter(self.layers), None)
         # A leaf of the graph must not be overwritten, as nn.ReLU(inplace=True) would.
         y = self.layers(x.clone() if getattr(first, "inplace", False) else x)
+        if not isinstance(y, torch.Tensor):
+            raise TypeError(f"a stage gives one tensor, not a {type(y).__name__}")
         return finish(y) if finish else y
 
     def _keep(self, x: torch.Tensor, y: torch.Tensor) -> _Kept:

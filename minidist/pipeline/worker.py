@@ -27,16 +27,17 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class Worker:
     """Interprets the instructions of one rank, for one batch.
 
-    inputs: of the batch, used where the first stage is; targets and loss_fn, where the last is.
-    Without loss_fn there is no backward pass, and the last stage's outputs are collected.
+    inputs: of the batch, used where the first stage is.
+    training: the loss_fn and the targets, used where the last stage is. None: there is no backward
+    pass, and the last stage's outputs are collected.
 
     If a stage fails, the rank goes on through its list, but computes nothing and sends zeros: so no
     other rank waits for ever, and all of them can be told at the end. After the run:
 
     losses: of the last stage, one for each micro-batch, whose sum is the mean over the batch.
     outputs: of the last stage, in an evaluation. trace: each instruction and when, which for a
-    computation is after the wait for its message. failed: whether something went wrong, here or at a stage before;
-    problem: what it was, if here.
+    computation is after the wait for its message. failed: whether something went wrong, here or at
+    a stage before; problem: what it was, if here.
     """
 
     def __init__(
@@ -45,11 +46,10 @@ class Worker:
         stages: Mapping[int, Stage],
         messages: Messages,
         inputs: torch.Tensor,
-        targets: torch.Tensor | None = None,
-        loss_fn: Loss | None = None,
+        training: tuple[Loss, torch.Tensor] | None = None,
     ) -> None:
         self._schedule, self._stages, self._messages = schedule, stages, messages
-        self._inputs, self._targets, self._loss_fn = inputs, targets, loss_fn
+        self._inputs, self._training = inputs, training
         self._made: dict[Instruction, torch.Tensor | None] = {}  # what is to be sent
         self.losses: list[torch.Tensor] = []
         self.outputs: list[torch.Tensor] = []
@@ -111,15 +111,16 @@ class Worker:
         if received is None:
             x = self._part(self._inputs, total, microbatch)
         else:
-            x = received.requires_grad_(self._loss_fn is not None)
+            x = received.requires_grad_(self._training is not None)
         last = number == self._schedule.stages - 1
-        if self._loss_fn is None:
+        if self._training is None:
             y = stage.evaluate(x)
             if last:
                 self.outputs.append(y)
         elif last:
-            targets = self._part(self._targets, total, microbatch)
-            y = stage.forward(microbatch, x, self._weighted_loss(targets, rows / total))
+            loss_fn, targets = self._training
+            targets = self._part(targets, total, microbatch)
+            y = stage.forward(microbatch, x, _weighted(loss_fn, targets, rows / total))
             self.losses.append(y)
         else:
             y = stage.forward(microbatch, x)
@@ -133,7 +134,7 @@ class Worker:
             return self._messages.layout(stage - 1).rows
         if not isinstance(self._inputs, torch.Tensor) or self._inputs.ndim == 0:
             raise TypeError("the inputs of a pipeline are one tensor, its rows first")
-        total, least = len(self._inputs), self._schedule.microbatches if self._loss_fn else 1
+        total, least = len(self._inputs), self._schedule.microbatches if self._training else 1
         if total < least:
             raise ValueError(f"a batch of {total} rows cannot be cut into {least} micro-batches")
         return total
@@ -146,15 +147,14 @@ class Worker:
         rows = rows_of(total, self._schedule.microbatches)
         return whole.narrow(0, sum(rows[:microbatch]), rows[microbatch])
 
-    def _weighted_loss(self, targets: torch.Tensor, weight: float) -> Finish:
-        """The micro-batch's part of the batch's mean loss: a small last one counts for less."""
-        loss_fn = self._loss_fn
-        assert loss_fn is not None
 
-        def finish(outputs: torch.Tensor) -> torch.Tensor:
-            loss = loss_fn(outputs, targets)
-            if not isinstance(loss, torch.Tensor) or loss.ndim:
-                raise ValueError("loss_fn must return one number, the mean over its rows")
-            return loss * weight
+def _weighted(loss_fn: Loss, targets: torch.Tensor, weight: float) -> Finish:
+    """A micro-batch's part of the batch's mean loss: fewer rows count for less."""
 
-        return finish
+    def finish(outputs: torch.Tensor) -> torch.Tensor:
+        loss = loss_fn(outputs, targets)
+        if not isinstance(loss, torch.Tensor) or loss.ndim:
+            raise ValueError("loss_fn must return one number, the mean over its rows")
+        return loss * weight
+
+    return finish

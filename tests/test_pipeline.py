@@ -1,0 +1,1081 @@
+"""Lesson 5: stages on ranks train as the whole model does on one process, and schedules are what
+they are said to be: told from their lists, and measured."""
+
+import contextlib
+import copy
+import dataclasses
+import gc
+import itertools
+import time
+import weakref
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import minidist as md
+from minidist.pipeline import (
+    SCHEDULES,
+    Schedule,
+    ScheduleError,
+    balance_by_cost,
+    balance_by_parameters,
+    simulate,
+    validate,
+)
+from minidist.pipeline.instructions import (
+    RECEIVES,
+    SENDS,
+    Backward,
+    BackwardInputs,
+    BackwardWeights,
+    Compute,
+    Forward,
+    ReceiveActivation,
+    ReceiveGradient,
+    SendActivation,
+    SendGradient,
+    needs,
+    other_end,
+)
+from minidist.pipeline.partition import balance
+from minidist.pipeline.schedules import forward_only, with_messages
+from minidist.pipeline.split import backward_inputs
+
+apart = md.parity.relative_difference
+
+
+@pytest.fixture(scope="module")
+def shm():
+    with md.ranks(3, backend="shm") as pool:
+        yield pool
+
+
+# ---- schedules, as data -----------------------------------------------------------------------
+
+
+def every(sizes=((1, 3), (2, 1), (2, 5), (3, 3), (4, 2), (4, 8), (5, 10))):
+    for ranks, microbatches in sizes:
+        for name, make in SCHEDULES.items():
+            if name != "interleaved":
+                yield make(ranks, microbatches), 1
+            elif ranks > 1 and microbatches % ranks == 0:
+                yield from ((make(ranks, microbatches, v), v) for v in (1, 2, 3))
+
+
+def test_idle_time_and_activations_in_flight_are_those_of_the_formulas():
+    seen = Counter()
+    for schedule, v in every():
+        p, m, name = len(schedule.ranks), schedule.microbatches, schedule.name
+        predicted = simulate(schedule, 1 / v, 1 / v, 1 / v)
+        of_the_ideal = {
+            "naive": p - 1,
+            "gpipe": (p - 1) / m,
+            "1f1b": (p - 1) / m,
+            "interleaved": (p - 1) / (v * m),
+            "zero_bubble": (p - 1) / (3 * m),
+        }[name]
+        kept = {
+            "naive": [1] * p,
+            "gpipe": [m] * p,
+            "1f1b": [min(m, p - r) for r in range(p)],
+            "interleaved": [min(v * m, 2 * (p - r - 1) + (v - 1) * p + 1) for r in range(p)],
+            "zero_bubble": [min(m, p)] * p,
+        }[name]
+        if name != "zero_bubble" or m >= p:
+            assert predicted.time == pytest.approx(3 * m * (1 + of_the_ideal)), schedule
+            assert predicted.idle == pytest.approx(of_the_ideal / (1 + of_the_ideal)), schedule
+        if name in ("gpipe", "1f1b"):
+            assert predicted.idle == pytest.approx((p - 1) / (m + p - 1)), schedule
+        assert predicted.in_flight == kept, schedule
+        validate(schedule, in_flight=kept)
+        if m > 1:
+            with pytest.raises(ScheduleError, match=f"keeps {kept[0]} activations, not"):
+                validate(schedule, in_flight=[kept[0] - 1] * p)
+        seen[name] += 1
+    assert len(seen) == 5 and min(seen.values()) >= 6
+
+
+def test_a_prediction_by_hand():
+    schedule = SCHEDULES["gpipe"](2, 2)
+    first, second = simulate(schedule, [1, 2], 3, [0, 10], link=5).spans
+    spans = [(str(span.instruction), span.start, span.end) for span in first + second]
+    assert spans == [
+        ("Forward(0, 0)", 0, 1),
+        ("Forward(0, 1)", 1, 2),
+        ("Backward(0, 0)", 31, 34),
+        ("Backward(0, 1)", 44, 47),
+        ("Forward(1, 0)", 6, 8),  # sent from 1 to 6
+        ("Forward(1, 1)", 11, 13),  # from 6 to 11: one after the other
+        ("Backward(1, 0)", 13, 26),
+        ("Backward(1, 1)", 26, 39),
+    ]
+    assert simulate(SCHEDULES["naive"](1, 1)).idle == 0
+    never = Schedule("mine", 2, 1, [[Backward(0, 0)], [Forward(1, 0)]])
+    with pytest.raises(ValueError, match=r"rank 0 at Backward\(0, 0\); rank 1 at Forward\(1, 0\)"):
+        simulate(never)
+
+
+def change(schedule, rank, edit):
+    ranks = copy.deepcopy(schedule.ranks)
+    edit(ranks[rank])
+    return dataclasses.replace(schedule, ranks=ranks)
+
+
+def test_a_schedule_with_an_instruction_less_or_twice_is_refused():
+    for schedule, _ in every([(2, 2), (3, 3)]):
+        for rank, instructions in enumerate(schedule.ranks):
+            for position, instruction in enumerate(instructions):
+                less = change(schedule, rank, lambda own, at=position: own.pop(at))
+                # The one half of a backward is missing, or what needs the other has no use.
+                with pytest.raises(ScheduleError, match=f"{schedule.name}, rank {rank}"):
+                    validate(less)
+                twice = change(
+                    schedule, rank, lambda own, x=instruction: own.insert(len(own) // 2, x)
+                )
+                with pytest.raises(ScheduleError, match="stands at [0-9]+ already") as refused:
+                    validate(twice)
+                assert f"rank {rank}" in str(refused.value)
+                assert str(instruction) in str(refused.value)
+
+
+def depend(schedule, earlier, later):
+    """Whether these two, of one rank, must stand in this order."""
+    if isinstance(earlier, Compute) and isinstance(later, Compute):
+        same = (earlier.stage, earlier.microbatch) == (later.stage, later.microbatch)
+        return same
+    if isinstance(earlier, RECEIVES):
+        return needs(later, schedule.stages) == earlier
+    return (
+        isinstance(later, SENDS) and needs(later, schedule.stages) is None and made(earlier, later)
+    )
+
+
+def made(compute, send):
+    same = (compute.stage, compute.microbatch) == (send.stage, send.microbatch)
+    kinds = Forward if isinstance(send, SendActivation) else (Backward, BackwardInputs)
+    return same and isinstance(compute, kinds)
+
+
+def test_a_schedule_in_another_order_is_refused():
+    swapped = 0
+    for schedule, _ in every([(2, 2), (3, 3)]):
+        for rank, instructions in enumerate(schedule.ranks):
+            for i, j in itertools.combinations(range(len(instructions)), 2):
+                if depend(schedule, instructions[i], instructions[j]):
+
+                    def swap(own, i=i, j=j):
+                        own[i], own[j] = own[j], own[i]
+
+                    with pytest.raises(
+                        ScheduleError, match=rf"rank {rank}, position \d+, .*stands"
+                    ):
+                        validate(change(schedule, rank, swap))
+                    swapped += 1
+    assert swapped > 100
+
+
+A, G = SendActivation, SendGradient
+TWO_RANKS = [Forward(0, 0), A(0, 0), ReceiveGradient(0, 0), Backward(0, 0)]
+THE_OTHER = [ReceiveActivation(1, 0), Forward(1, 0), Backward(1, 0), G(1, 0)]
+BOTH = [
+    # Two micro-batches: the one sends an activation while the other sends a gradient.
+    [Forward(0, 0), A(0, 0), Forward(0, 1), A(0, 1), ReceiveGradient(0, 0), Backward(0, 0)]
+    + [ReceiveGradient(0, 1), Backward(0, 1)],
+    [ReceiveActivation(1, 0), Forward(1, 0), Backward(1, 0), G(1, 0), ReceiveActivation(1, 1)]
+    + [Forward(1, 1), Backward(1, 1), G(1, 1)],
+]
+CROSSED = [[*BOTH[0]], [*BOTH[1]]]
+CROSSED[0][0], CROSSED[0][1], CROSSED[0][2], CROSSED[0][3] = Forward(0, 1), A(0, 1), *BOTH[0][:2]
+REFUSED = {
+    "another's stage": (
+        [[*TWO_RANKS, Forward(1, 0)], THE_OTHER],
+        "mine, rank 0, position 4, Forward(1, 0): the stage is not on this rank",
+    ),
+    "no such micro-batch": (
+        [TWO_RANKS, [*THE_OTHER, Forward(1, 1)]],
+        "mine, rank 1, position 4, Forward(1, 1): there is no such micro-batch",
+    ),
+    "no use": (
+        [[*TWO_RANKS, G(0, 0)], THE_OTHER],
+        "mine, rank 0, position 4, SendGradient(0, 0): has no use here",
+    ),
+    "both kinds of backward": (
+        [[*TWO_RANKS, BackwardInputs(0, 0), BackwardWeights(0, 0)], THE_OTHER],
+        "mine, rank 0, position 3, Backward(0, 0): has no use here",
+    ),
+    "half a backward": (
+        [[*TWO_RANKS[:3], BackwardInputs(0, 0)], THE_OTHER],
+        "mine, rank 0: BackwardWeights(0, 0) is missing",
+    ),
+    "crossed messages": (
+        CROSSED,
+        "mine, rank 1, position 0, ReceiveActivation(1, 0): "
+        "rank 0 sends what ReceiveActivation(1, 1) is for first",
+    ),
+    "blocking sends": (
+        BOTH,
+        "mine, rank 0, position 3, SendActivation(0, 1): deadlock with blocking sends: "
+        "rank 0 at SendActivation(0, 1), rank 1 at SendGradient(1, 0)",
+    ),
+    "waiting for each other": (
+        [BOTH[0], [BOTH[1][0], BOTH[1][4], *BOTH[1][1:4], *BOTH[1][5:]]],
+        None,  # fine: the receive stands earlier
+    ),
+    "a receive too early": (
+        [[Forward(0, 0), A(0, 0), BOTH[0][4], *BOTH[0][2:4], *BOTH[0][5:]]]
+        + [[BOTH[1][0], BOTH[1][4], *BOTH[1][1:4], *BOTH[1][5:]]],
+        "mine, rank 0, position 2, ReceiveGradient(0, 0): deadlock with buffered sends: "
+        "rank 0 at ReceiveGradient(0, 0), rank 1 at ReceiveActivation(1, 1)",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_the_validator_says(what):
+    ranks, words = REFUSED[what]
+    microbatches = 1 + any(Forward(0, 1) in own for own in ranks)
+    schedule = Schedule("mine", 2, microbatches, ranks)
+    if words is None:
+        return validate(schedule)
+    with pytest.raises(ScheduleError) as refused:
+        validate(schedule)
+    assert str(refused.value) == words
+
+
+def test_every_receive_stands_before_the_computation_that_could_hide_it():
+    for schedule, _ in every([(4, 8)]):
+        begins = [
+            {span.instruction: span.start for span in own} for own in simulate(schedule).spans
+        ]
+        for rank, instructions in enumerate(schedule.ranks):
+            for position, receive in enumerate(instructions):
+                if not isinstance(receive, RECEIVES):
+                    continue
+                sender = schedule.rank_of(other_end(receive).stage)
+                before = [x for x in instructions[:position] if isinstance(x, Compute)]
+                makers = [x for x in begins[sender] if made(x, other_end(receive))]
+                # What is computed before it ends no later than what makes the message.
+                assert not before or begins[rank][before[-1]] <= begins[sender][makers[0]] + 2
+
+
+# ---- where to cut -----------------------------------------------------------------------------
+
+
+def test_layers_are_shared_out_as_evenly_as_they_can_be():
+    generator = torch.Generator().manual_seed(0)
+    for layers in range(1, 9):
+        for stages in range(1, layers + 1):
+            costs = torch.randint(0, 9, (layers,), generator=generator).tolist()
+
+            def largest(lengths, costs=costs):
+                ends = list(itertools.accumulate(lengths, initial=0))
+                return max(sum(costs[a:b]) for a, b in itertools.pairwise(ends))
+
+            found = balance(costs, stages)
+            assert len(found) == stages and sum(found) == layers and min(found) >= 1
+            cuts = itertools.combinations(range(1, layers), stages - 1)
+            ways = [[b - a for a, b in itertools.pairwise([0, *cut, layers])] for cut in cuts]
+            assert largest(found) == min(map(largest, ways))
+    assert sorted(balance([1] * 8, 3)) == [2, 3, 3]
+    for stages in (0, 4):
+        with pytest.raises(ValueError, match=f"3 layers cannot be cut into {stages} stages"):
+            balance([1, 1, 1], stages)
+
+
+class Slow(nn.Module):
+    def forward(self, x):
+        time.sleep(0.01)
+        return x
+
+
+def test_balance_by_parameters_and_by_measured_cost(pools):
+    module = nn.Sequential(Slow(), Slow(), nn.Linear(4, 4), nn.Linear(4, 4), Slow(), Slow())
+    assert balance_by_parameters(module, 2) == [3, 3]
+    module = nn.Sequential(nn.Linear(4, 90), nn.Linear(90, 4), Slow(), nn.Linear(4, 4), Slow())
+    assert balance_by_parameters(module, 2) == [1, 4]
+    module = nn.Sequential(nn.Identity(), nn.Identity(), Slow(), nn.Identity(), Slow())
+    assert balance_by_cost(module, torch.ones(2, 4), 2) == [3, 2]
+
+    def on_ranks():  # a layer that is slow on one rank only takes a third of its time there
+        layers = [nn.Identity() for _ in range(6)]
+        if dist.get_rank() == 1:
+            layers[0] = layers[1] = Slow()
+        layers[5] = Slow()
+        return balance_by_cost(nn.Sequential(*layers), torch.ones(1), 2)
+
+    assert pools(3)(on_ranks) == [[5, 1]] * 3
+
+
+# ---- training ---------------------------------------------------------------------------------
+
+
+def mlp(dtype=torch.float64):
+    return md.zoo.mlp(6, 7, 8, 7, 6, 5, 3, dtype=dtype)  # 11 layers
+
+
+def transformer(dtype=torch.float64):
+    model = md.zoo.Transformer(vocabulary=17, length=5, width=8, layers=6)
+    return model.sequential().to(dtype)  # 9 layers
+
+
+def digits(step, rows=11, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(rows, 6, dtype=dtype, generator=generator)
+    return inputs, torch.randint(3, (rows,), generator=generator)
+
+
+def words(step, rows=11):
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(17, (rows, 6), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def train(make, data, microbatches, schedule, steps=3, norm_type=2.0, balance=None, **options):
+    """Beside one process, by Adam with clipping. Returns the largest relative difference, and
+    the names that were compared."""
+    plain = make()
+    model = md.Pipeline(copy.deepcopy(plain), microbatches, schedule, balance, **options)
+    adam = torch.optim.Adam(plain.parameters(), lr=1e-3)
+    ours = torch.optim.Adam([*model.parameters(), torch.zeros(1)], lr=1e-3)  # none is refused
+    compared = {}
+    for step in range(steps):
+        inputs, targets = data(step)
+        loss = md.parity.cross_entropy(plain(inputs), targets)
+        adam.zero_grad()
+        loss.backward()
+        compared["loss"] = apart(model.train_step(inputs, targets, md.parity.cross_entropy), loss)
+        wanted = dict(plain.named_parameters(remove_duplicate=False))
+        for name, p in model.module.named_parameters(remove_duplicate=False):
+            assert (p.grad is None) == (wanted[name].grad is None), name
+            if p.grad is not None:
+                compared[f"{name}.grad"] = apart(p.grad, wanted[name].grad)
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.02, norm_type)
+        assert norm > 0.02
+        compared["norm"] = apart(model.clip_grad_norm_(0.02, norm_type), norm)
+        adam.step()
+        ours.step()
+        ours.zero_grad()
+        for name, value in model.state_dict().items():
+            compared[name] = apart(value, plain.state_dict()[name])
+        assert all(difference <= 1e-12 for difference in compared.values()), (step, compared)
+    return set(compared)
+
+
+def names(model):
+    return {"loss", "norm", *model.state_dict(), *(f"{k}.grad" for k in model.state_dict())}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_stages_train_as_one_process_does(pools, ranks, schedule, recompute):
+    microbatches = 4 if ranks % 2 == 0 else 6  # of 11 rows: some have one row more
+    balance = [1, 2, 1, 1, 1, 1, 2, 2] if (ranks, schedule) == (4, "interleaved") else None
+    found = pools(ranks)(
+        train, mlp, digits, microbatches, schedule, balance=balance, recompute=recompute
+    )
+    assert set.union(*found) == names(mlp())
+    assert all(len(own) > 2 for own in found)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_stages_train_over_shared_memory(shm, schedule):
+    assert set.union(*shm(train, mlp, digits, 3, schedule)) == names(mlp())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "schedule", "options"),
+    [
+        (1, "1f1b", {}),
+        (2, "gpipe", {"norm_type": float("inf")}),
+        (2, "zero_bubble", {"recompute": True}),
+        (3, "1f1b", {"norm_type": 1.0}),
+        (3, "zero_bubble", {}),
+        (3, "interleaved", {}),
+        (3, "interleaved", {"balance": [1] * 8 + [1], "recompute": True}),  # both ends on rank 0, 2
+    ],
+)
+def test_a_tied_first_and_last_layer(pools, ranks, schedule, options):
+    found = pools(ranks)(train, transformer, words, 3, schedule, **options)
+    assert set.union(*found) == names(transformer())
+
+
+def test_both_ends_of_a_tie_on_one_rank(pools):
+    def ring():
+        layers = [nn.Linear(4, 4).double() for _ in range(3)]
+        return nn.Sequential(*layers, layers[0])  # stages 0 and 3: with 3 stages, 0 and 0
+
+    def both():
+        torch.manual_seed(1)
+        model = ring()
+        model.append(nn.Linear(4, 3).double()).append(nn.Identity())
+        return model
+
+    def data(step):
+        inputs, targets = digits(step)
+        return inputs[:, :4], targets
+
+    found = pools(3)(train, both, data, 3, "interleaved", balance=[1] * 6)
+    assert {"0.weight", "3.weight"} <= found[0] and "0.weight" not in found[1] | found[2]
+
+
+def test_gradients_add_up_and_ties_stay_the_same_bits(pools):
+    def add():
+        plain = transformer()
+        model = md.Pipeline(copy.deepcopy(plain), 4)
+        for step in range(3):
+            md.parity.cross_entropy(plain(words(step)[0]), words(step)[1]).backward()
+            model.train_step(*words(step), md.parity.cross_entropy)
+        wanted = dict(plain.named_parameters(remove_duplicate=False))
+        ours = dict(model.module.named_parameters(remove_duplicate=False))
+        tied = ours.get("0.tokens.weight", ours.get("8.weight"))
+        return max(apart(p.grad, wanted[name].grad) for name, p in ours.items()), tied.grad.tolist()
+
+    (first, gradient), (second, other) = pools(2)(add)
+    assert max(first, second) <= 1e-12 and gradient == other
+
+
+def frozen():
+    model = mlp()
+    model[0].requires_grad_(False)
+    model[2].bias.requires_grad_(False)
+    model[8].requires_grad_(False)
+    return model
+
+
+def only_the_last():
+    model = mlp().requires_grad_(False)
+    model[-1].requires_grad_(True)
+    return model
+
+
+class Twice(nn.Module):
+    """Uses a weight twice, and another one beside the way of the inputs."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.shift = nn.Linear(6, 6).double(), nn.Embedding(2, 6).double()
+
+    def forward(self, x):
+        return self.linear(self.linear(x).tanh()) + self.shift(torch.tensor(1)) * x
+
+
+def twice():
+    return nn.Sequential(Twice(), nn.ReLU(), Twice(), nn.ReLU(inplace=True), Twice())
+
+
+class BesideTheInputs(nn.Module):
+    """Its outputs do not depend on its inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.weight.expand_as(x) * x.detach()
+
+
+def beside():
+    return nn.Sequential(nn.Linear(6, 6).double(), BesideTheInputs(), nn.Identity())
+
+
+def rows_apart():
+    """Between stages every row becomes two, and then one again."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Unflatten(1, (2, 3)), nn.Flatten(0, 1), nn.Linear(3, 3), nn.Unflatten(0, (-1, 2)),
+        nn.Flatten(), nn.Linear(6, 3),
+    ).double()  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize(
+    ("make", "balance"),
+    [(frozen, None), (only_the_last, None), (twice, [1, 2, 2]), (rows_apart, [2, 1, 3])],
+    ids=["frozen", "only the last is trained", "weights used twice", "rows apart"],
+)
+def test_models_of_other_kinds(pools, make, balance, schedule):
+    found = pools(3)(train, make, digits, 4, schedule, balance=balance)
+    assert set.union(*found) >= {"loss", "norm", *make().state_dict()}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
+def test_a_stage_that_nothing_comes_back_through(pools, schedule):
+    def run():
+        torch.manual_seed(0)
+        model = md.Pipeline(beside(), 2, schedule, [1, 1, 1])
+        model.train_step(*digits(0), lambda y, t: y.pow(2).mean())
+        return [None if p.grad is None else p.grad.abs().sum().item() for p in model.parameters()]
+
+    first, second, third = pools(3)(run)
+    assert first == [0, 0] and second[0] > 0 and third == []
+
+
+def test_a_group_of_ranks_and_rank_0s_weights(pools):
+    def run():
+        group = dist.new_group([3, 1])  # group rank 0 is rank 1
+        if dist.get_rank() in (0, 2):
+            return None
+        model = mlp()
+        with torch.no_grad():
+            for p in model.parameters():
+                p += dist.get_rank() - 1
+        found = train(mlp, digits, 4, "1f1b", process_group=group)
+        pipeline = md.Pipeline(model, 2, process_group=group)
+        return found, max(apart(v, mlp().state_dict()[k]) for k, v in pipeline.state_dict().items())
+
+    _, first, _, second = pools(4)(run)
+    assert first[0] | second[0] == names(mlp()) and first[1] == second[1] == 0
+    assert "0.weight" in first[0] and "10.weight" in second[0]
+
+
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_other_dtypes(pools, shm, backend, dtype, allowed):
+    def run():
+        plain = mlp(dtype)
+        model = md.Pipeline(copy.deepcopy(plain), 3, "zero_bubble")
+        inputs, targets = digits(0, rows=12, dtype=dtype)
+        loss = F.cross_entropy(plain(inputs), targets)
+        loss.backward()
+        found = model.train_step(inputs, targets, F.cross_entropy)
+        ours = model.module.named_parameters()
+        pairs = [(p.grad, plain.get_parameter(name).grad) for name, p in ours]
+        assert all(a.dtype == dtype for a, _ in pairs)
+        return max(apart(a, b) for a, b in [*pairs, (found, loss)])
+
+    assert max((pools(3) if backend == "gloo" else shm)(run)) <= allowed
+
+
+# ---- backward in two parts --------------------------------------------------------------------
+
+
+class Counted(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls[function.overloadpacket.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_neither_part_of_backward_does_the_others_work():
+    model, x = md.zoo.Block(8, 2).double(), torch.randn(2, 4, 8).double()
+    plain, y = copy.deepcopy(model), x.clone().requires_grad_()
+    x.requires_grad_()
+    loss = plain(y).sum()
+    with Counted() as whole:
+        loss.backward()
+    output = model(x).sum()
+    with Counted() as first:
+        gradient, left = backward_inputs(get_gradient_edge(output), None, x)
+    assert all(p.grad is None for p in model.parameters())
+    with Counted() as second:
+        for deferred in left:
+            deferred.run()
+    assert apart(gradient, y.grad) == 0 and x.grad is None
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert apart(p.grad, q.grad) == 0
+    assert (first.calls["mm"], second.calls["mm"], whole.calls["mm"]) == (4, 4, 8)
+    for operation in ("gelu_backward", "_scaled_dot_product_flash_attention_for_cpu_backward"):
+        assert (first.calls[operation], second.calls[operation]) == (1, 0)
+    assert (first.calls["sum"], second.calls["sum"]) == (0, whole.calls["sum"])  # of biases
+
+
+def test_the_graph_is_gone_after_both_parts():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(2, 4)
+    stage = md.pipeline.Stage(model, recompute=False)
+    saved = []
+
+    def pack(tensor):
+        box = tensor.detach()
+        saved.append(weakref.ref(box))
+        return box
+
+    def alive():
+        gc.collect()
+        return sum(box() is not None for box in saved)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box):
+        stage.forward(0, x.requires_grad_())
+    kept = alive()
+    stage.backward_inputs(0, torch.ones(2, 4))
+    assert alive() == kept == len(saved) > 0
+    stage.backward_weights(0)
+    assert alive() == 0 and all(p.grad is not None for p in model.parameters())
+
+
+# ---- what is kept -----------------------------------------------------------------------------
+
+
+def activations(schedule, microbatches, recompute=False, layers=8, width=16, rows=4):
+    """The most bytes of activations that this rank keeps in a step."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(8)])
+    model = md.Pipeline(module, microbatches, schedule, recompute=recompute)
+    batch = torch.randn(rows * microbatches, width)
+    for _ in range(2):
+        with md.measure.MemoryTracker(model) as memory:
+            model.train_step(batch, batch, lambda y, t: (y * t).mean())
+    return memory.peak_of["activations"]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_activations_kept_are_those_predicted_to_the_byte(pools, ranks):
+    m = 2 * ranks
+    kept = {
+        schedule: pools(ranks)(activations, schedule, m)
+        for schedule in ("naive", "gpipe", "1f1b", "zero_bubble")
+    }
+    one = kept["naive"]  # one micro-batch in flight
+    # What the layers gave: (4, 16) of float32 each, saved twice. What the last of a stage gave has
+    # left: it counts as communication.
+    assert one[:-1] == [4 * 16 * 4 * (8 // ranks - 1)] * (ranks - 1)
+    for schedule, found in kept.items():
+        in_flight = simulate(SCHEDULES[schedule](ranks, m)).in_flight
+        # The last rank's targets are among what it saves: its own, and no more is said of it.
+        assert found[:-1] == [n * b for n, b in zip(in_flight, one, strict=True)][:-1], schedule
+    assert all(a < b for a, b in zip(kept["1f1b"], kept["gpipe"], strict=True))
+
+
+def test_recomputing_keeps_inputs_only(pools):
+    kept = pools(2)(activations, "gpipe", 4)
+    less = pools(2)(activations, "gpipe", 4, recompute=True)
+    assert all(a <= b / 3 for a, b in zip(less, kept, strict=True))
+
+
+class Noisy(nn.Module):
+    """Dropout, and a buffer that counts passes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        return F.dropout(self.norm(self.linear(x)).tanh(), 0.5, self.training)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "interleaved"])
+def test_recomputing_repeats_dropout_and_leaves_buffers(pools, schedule):
+    def run():
+        results = []
+        for recompute in (False, True):
+            torch.manual_seed(0)
+            module = nn.Sequential(*[Noisy() for _ in range(4)]).double()
+            model = md.Pipeline(module, 4, schedule, recompute=recompute)
+            losses = [model.train_step(*digits(step), F.cross_entropy).item() for step in range(3)]
+            gradients = [p.grad.tolist() for p in model.parameters()]
+            buffers = [b.tolist() for b in model.buffers()]
+            results.append((losses, gradients, buffers, torch.rand(1).item()))
+            passes = (
+                model.state_dict()["0.norm.num_batches_tracked"] if dist.get_rank() == 0 else 12
+            )
+        return results[0] == results[1], int(passes), len(set(results[0][0]))
+
+    assert pools(2)(run) == [(True, 12, 3)] * 2
+
+
+# ---- what travels, and when -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("schedule", "v"), [("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2)])
+def test_bytes_that_travel(pools, schedule, v):
+    def run():
+        module = nn.Sequential(*[nn.Linear(6, 6) for _ in range(8)])
+        model = md.Pipeline(module, 4, schedule)
+        with md.measure.TrafficCounter() as traffic:
+            model.train_step(torch.ones(8, 6), torch.ones(8, 6), F.mse_loss)
+        return traffic
+
+    p, m, activation = 2, 4, 2 * 6 * 4
+    ranks = pools(2)(run)
+    wires = p * v - 1
+    headers = wires
+    assert sum(rank.sent_messages for rank in ranks) == 2 * wires * m + headers
+    assert sum(rank.sent_bytes for rank in ranks) == 2 * wires * m * activation + headers * 128
+    # The loss, and that all went well.
+    assert [rank.calls for rank in ranks] == [{"all_reduce": (1, 16)}] * p
+
+
+class Sleeps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, seconds, later):
+        ctx.later = later
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(ctx.later)
+        return gradient, None, None
+
+
+class Takes(nn.Module):
+    """As long forward as backward for the inputs, and for the weights."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds, self.weight = seconds, nn.Parameter(torch.zeros(1))
+
+    def forward(self, x):
+        return Sleeps.apply(x, self.seconds, self.seconds) + Sleeps.apply(
+            self.weight, 0, self.seconds
+        )
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_measured_idle_time_is_that_predicted(pools, schedule):
+    def run():
+        model = md.Pipeline(nn.Sequential(*[Takes(0.01) for _ in range(8)]), 8, schedule)
+        found = []
+        for _ in range(2):
+            dist.barrier()
+            start = time.perf_counter()
+            model.train_step(torch.zeros(8, 1), torch.zeros(8, 1), F.mse_loss)
+            found.append(time.perf_counter() - start)
+        assert [span.instruction for span in model.trace] == model.schedule.ranks[dist.get_rank()]
+        spans = [(span.start, span.end) for span in model.trace]
+        assert all(
+            a <= b for a, b in itertools.chain(spans, itertools.pairwise(a for a, _ in spans))
+        )
+        return min(found)
+
+    predicted = simulate(
+        pools(4)(lambda: md.Pipeline(nn.Sequential(*[Takes(0)] * 8), 8, schedule).schedule)[0],
+        *[0.01 if schedule == "interleaved" else 0.02] * 3,
+    )
+    took = min(max(pools(4)(run)) for _ in range(2))
+    idle = 1 - (1 - predicted.idle) * predicted.time / took
+    assert abs(idle - predicted.idle) < 0.1, (took, predicted.time)
+
+
+# ---- what is wrong ----------------------------------------------------------------------------
+
+
+def told(pool, fn):
+    """What each rank is told when it runs `fn`: [(type, text)]. Afterwards they still work."""
+
+    def run():
+        try:
+            fn()
+        except Exception as error:
+            return type(error).__name__, str(error)
+        return None
+
+    found = pool(run)
+    assert len(set(pool(train, mlp, digits, 4, "1f1b", steps=1)[0])) > 2
+    return found
+
+
+def four():
+    return nn.Sequential(*[nn.Linear(3, 3) for _ in range(4)])
+
+
+WRONG = {
+    "no sequence": (lambda: md.Pipeline(nn.Linear(3, 3), 2), "cuts an nn.Sequential, not Linear"),
+    "more stages than layers": (
+        lambda: md.Pipeline(four()[:1], 2),
+        "1 layers cannot be cut into 2 stages",
+    ),
+    "more stages than layers, interleaved": (
+        lambda: md.Pipeline(four()[:3], 2, "interleaved"),
+        "3 layers cannot be cut into 4 stages",
+    ),
+    "a balance that does not sum": (
+        lambda: md.Pipeline(four(), 2, balance=[2, 1]),
+        "balance [2, 1] must share out 4 layers, at least 1 to each stage; it shares out 3",
+    ),
+    "an empty stage": (
+        lambda: md.Pipeline(four(), 2, balance=[4, 0]),
+        "balance [4, 0] must share out 4 layers, at least 1 to each stage; it shares out 4",
+    ),
+    "a balance of other stages": (
+        lambda: md.Pipeline(four(), 2, balance=[2, 1, 1]),
+        "balance [2, 1, 1] makes 3 stages; on 2 ranks 1f1b has 2",
+    ),
+    "a balance of other stages, interleaved": (
+        lambda: md.Pipeline(four(), 2, "interleaved", balance=[2, 1, 1]),
+        "balance [2, 1, 1] makes 3 stages; on 2 ranks interleaved has 2",
+    ),
+    "micro-batches in groups": (
+        lambda: md.Pipeline(four(), 3, "interleaved"),
+        "the interleaved schedule takes micro-batches in groups of 2, one for each rank: 3 is not",
+    ),
+    "no micro-batch": (lambda: md.Pipeline(four(), 0), "microbatches must be 1 or more, not 0"),
+    "no schedule": (
+        lambda: md.Pipeline(four(), 2, "2f2b"),
+        "there is no schedule '2f2b'; there are naive, gpipe, 1f1b, interleaved, zero_bubble",
+    ),
+    "a schedule for others": (
+        lambda: md.Pipeline(four(), 2, SCHEDULES["gpipe"](3, 2)),
+        "the schedule is for 3 ranks and 2 micro-batches, not 2 and 2",
+    ),
+    "a schedule that hangs": (
+        lambda: md.Pipeline(four(), 2, Schedule("mine", 2, 2, BOTH)),
+        "mine, rank 0, position 3, SendActivation(0, 1): deadlock with blocking sends",
+    ),
+    "only one rank is wrong": (
+        lambda: md.Pipeline(four(), 2, balance=[2, 2 + dist.get_rank()]),
+        "rank 1: balance [2, 3] must share out 4 layers",
+    ),
+    "they disagree about micro-batches": (
+        lambda: md.Pipeline(four(), 2 + dist.get_rank()),
+        "the ranks disagree about microbatches: rank 0 says 2, rank 1 says 3",
+    ),
+    "they disagree about the balance": (
+        lambda: md.Pipeline(four(), 2, balance=[[1, 3], [3, 1]][dist.get_rank()]),
+        "the ranks disagree about balance: rank 0 says [1, 3], rank 1 says [3, 1]",
+    ),
+    "they disagree about the schedule": (
+        lambda: md.Pipeline(four(), 2, ["1f1b", "gpipe"][dist.get_rank()]),
+        "the ranks disagree about schedule: rank 0 says Schedule(name='1f1b'",
+    ),
+    "they disagree about the model": (
+        lambda: md.Pipeline(four().append(nn.Linear(3, 3 + dist.get_rank())), 2, balance=[2, 3]),
+        "the ranks have different models. The first difference",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_cannot_be_a_pipeline_is_refused_on_every_rank(pools, what):
+    make, words = WRONG[what]
+    first, second = told(pools(2), make)
+    assert first == second and first is not None
+    assert first[0] == ("TypeError" if what == "no sequence" else "ValueError")
+    assert words in first[1]
+
+
+class Grows(nn.Module):
+    """From the third call on its outputs are another `kind`."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.calls = kind, 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.kind == "int":
+            return x.long()
+        if self.calls < 3 or not self.training:
+            return x
+        if self.kind == "shape":
+            return F.pad(x, (0, 1))
+        if self.kind == "dtype":
+            return x.double()
+        if self.kind == "rows":
+            return x[:1]
+        raise ZeroDivisionError("the third")
+
+
+def steps(layers, rows=9, targets=9, loss_fn=F.mse_loss, microbatches=3, **options):
+    model = md.Pipeline(nn.Sequential(*layers), microbatches, **options)
+    model.train_step(torch.ones(rows, 3), torch.ones(targets, 3), loss_fn)
+
+
+def third(kind):
+    return lambda: steps([nn.Linear(3, 3), Grows(kind), nn.Linear(3, 3)], balance=[1, 1, 1])
+
+
+def failing(*args):
+    raise KeyError("mine")
+
+
+FAILURES = {
+    "shape": (
+        third("shape"),
+        "ValueError",
+        "rank 1: this stage gives shape (3, 4), float32; after what it gave for other "
+        "micro-batches of this step it must be (3, 3), float32 At Forward(1, 2) of the pipeline.",
+    ),
+    "dtype": (third("dtype"), "ValueError", "rank 1: this stage gives shape (3, 3), float64; "),
+    "rows": (third("rows"), "ValueError", "or a multiple of them; this stage gives shape (1, 3)"),
+    "a layer raises": (
+        third("error"),
+        "RuntimeError",
+        "rank 1: ZeroDivisionError: the third At Forward(1, 2) of the pipeline.",
+    ),
+    "no tensor": (
+        lambda: steps([nn.LSTM(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)]),
+        "TypeError",
+        "rank 0: a stage gives one tensor, not a tuple At Forward(0, 0) of the pipeline.",
+    ),
+    "integers": (
+        lambda: steps([Grows("int"), nn.Linear(3, 3), nn.Linear(3, 3)]),
+        "TypeError",
+        "rank 0: between stages goes a floating dtype, not int64",
+    ),
+    "few rows": (
+        lambda: steps(four(), rows=2, targets=2),
+        "ValueError",
+        "rank 0: a batch of 2 rows cannot be cut into 3 micro-batches",
+    ),
+    "other targets": (
+        lambda: steps(four(), targets=8),
+        "ValueError",
+        "rank 2: the targets of a batch of 9 rows have as many, not (8, 3)",
+    ),
+    "loss_fn raises": (
+        lambda: steps(four(), loss_fn=failing),
+        "RuntimeError",
+        "rank 2: KeyError: 'mine' At Forward(2, 0) of the pipeline.",
+    ),
+    "no mean": (
+        lambda: steps(four(), loss_fn=lambda y, t: y - t),
+        "ValueError",
+        "rank 2: loss_fn must return one number, the mean over its rows",
+    ),
+    "few rows, interleaved": (
+        lambda: steps(
+            [*four(), *four()], rows=2, targets=2, schedule="interleaved", microbatches=6
+        ),
+        "ValueError",
+        "rank 0: a batch of 2 rows cannot be cut into 6 micro-batches",
+    ),
+    "zero bubble": (
+        lambda: steps(
+            [nn.Linear(3, 3), Grows("shape"), nn.Linear(3, 3)],
+            schedule="zero_bubble",
+            balance=[1, 1, 1],
+        ),
+        "ValueError",
+        "rank 1: this stage gives shape (3, 4)",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FAILURES)
+def test_a_step_that_fails_on_one_rank_fails_on_all_and_none_hangs(pools, what):
+    fn, kind, words = FAILURES[what]
+    start = time.perf_counter()
+    found = told(pools(3), fn)
+    assert len(set(found)) == 1 and found[0] is not None
+    assert found[0][0] == kind and words in found[0][1]
+    assert time.perf_counter() - start < 10  # no timeout has passed (30 s)
+
+
+def test_a_pipeline_goes_on_after_a_step_that_failed(pools):
+    def run():
+        plain = mlp()
+        model = md.Pipeline(copy.deepcopy(plain), 4, "zero_bubble")
+        with contextlib.suppress(RuntimeError):
+            model.train_step(*digits(0), failing)
+        model.zero_grad()
+        loss = F.cross_entropy(plain(digits(1)[0]), digits(1)[1])
+        loss.backward()
+        found = [apart(model.train_step(*digits(1), F.cross_entropy), loss)]
+        ours = model.module.named_parameters()
+        return max(found + [apart(p.grad, plain.get_parameter(k).grad) for k, p in ours])
+
+    assert max(pools(3)(run)) <= 1e-12
+
+
+def test_only_the_ends_need_the_batch(pools):
+    def run():
+        model, (inputs, targets) = md.Pipeline(mlp(), 4), digits(0)
+        rank = dist.get_rank()
+        batch = inputs if rank == 0 else None, targets if rank == 2 else None
+        loss = model.train_step(*batch, F.cross_entropy if rank == 2 else None)
+        return loss.item(), F.cross_entropy(mlp()(inputs), targets).item()
+
+    for ours, wanted in pools(3)(run):
+        assert ours == pytest.approx(wanted, rel=1e-12)
+
+
+# ---- as a module ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_evaluation_gives_the_outputs_on_every_rank(pools, schedule):
+    def run():
+        module = nn.Sequential(*mlp(), nn.Dropout(0.5)).double()
+        model = md.Pipeline(copy.deepcopy(module), 4, schedule).eval()
+        results = []
+        for rows in (9, 4, 2, 1):  # fewer than micro-batches, too
+            inputs = digits(0, rows=rows)[0]
+            y = model(inputs if dist.get_rank() == 0 else None)
+            results.append((y.requires_grad, apart(y, module.eval()(inputs)), tuple(y.shape)))
+        trained = model.train()(digits(0)[0])
+        return results, bool((trained == 0).any())
+
+    wanted = [(False, shape) for shape in ((9, 3), (4, 3), (2, 3), (1, 3))]
+    for results, dropped in pools(2)(run):
+        assert [(grad, shape) for grad, _, shape in results] == wanted
+        assert all(difference <= 1e-12 for _, difference, _ in results) and dropped
+
+
+def test_an_evaluation_that_fails_is_told_on_every_rank(pools):
+    found = told(pools(3), lambda: md.Pipeline(mlp(), 2)(torch.ones(4, 5, dtype=torch.float64)))
+    assert len(set(found)) == 1 and "mat1 and mat2" in found[0][1]
+    found = told(pools(3), lambda: md.Pipeline(mlp(), 2)(torch.ones(0, 6, dtype=torch.float64)))
+    assert len(set(found)) == 1 and "a batch of 0 rows" in found[0][1]
+
+
+def test_checkpoints_have_the_names_of_the_whole_module(pools):
+    def run():
+        whole = transformer()
+        model = md.Pipeline(transformer(), 2, balance=[3, 3, 3])
+        own = list(model.state_dict())
+        for p in model.parameters():
+            nn.init.zeros_(p)
+        model.load_state_dict(whole.state_dict())  # of the whole module
+        model.load_state_dict(model.state_dict())  # of this rank's layers
+        full = model.full_state_dict()
+        same = all(torch.equal(full[k], v) for k, v in whole.state_dict().items())
+        transformer().load_state_dict(full)
+        lacking = {k: v for k, v in whole.state_dict().items() if k != own[0]}
+        with contextlib.suppress(RuntimeError):
+            model.load_state_dict(lacking)
+            return "nothing is said of what lacks"
+        more = whole.state_dict() | {"other": torch.ones(1)}
+        with contextlib.suppress(RuntimeError):
+            model.load_state_dict(more)
+            return "nothing is said of what nobody has"
+        return same, list(full) == list(whole.state_dict()), own
+
+    found = pools(3)(run)
+    assert [ok[:2] for ok in found] == [(True, True)] * 3
+    wanted = list(transformer().state_dict())
+    assert [name for _, _, own in found for name in own] == wanted
+
+
+def test_other_ranks_layers_are_freed(pools):
+    def run():
+        module = mlp()
+        layers = [weakref.ref(layer) for layer in module]
+        model = md.Pipeline(module, 2)
+        del module
+        gc.collect()
+        kept = [number for number, layer in enumerate(layers) if layer() is not None]
+        return kept, [int(name) for name, _ in model.module.named_children()]
+
+    (first, own), (second, other) = pools(2)(run)
+    assert first == own and second == other and first + second == list(range(11))
+
+
+def test_a_schedule_of_ones_own(pools):
+    def run():
+        def order(rank, *steps):
+            return [step(rank, i) for step, i in steps]
+
+        late = [(Forward, 1), (Forward, 0), (Backward, 0), (Backward, 1)]
+        mine = with_messages("mine", [order(r, *late) for r in range(2)], 2, 2)
+        validate(mine)
+        return train(mlp, digits, 2, mine)
+
+    assert set.union(*pools(2)(run)) == names(mlp())
+
+
+def test_there_must_be_a_group():
+    with pytest.raises(RuntimeError, match="Pipeline works within a process group"):
+        md.Pipeline(four(), 2)
+    plan = forward_only(3, 6, 4)
+    assert sum(isinstance(x, Forward) for own in plan.ranks for x in own) == 24
