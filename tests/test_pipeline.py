@@ -300,7 +300,7 @@ def test_balance_by_parameters_and_by_measured_cost(pools):
     module = nn.Sequential(nn.Linear(4, 90), nn.Linear(90, 4), Slow(), nn.Linear(4, 4), Slow())
     assert balance_by_parameters(module, 2) == [1, 4]
     module = nn.Sequential(nn.Identity(), nn.Identity(), Slow(), nn.Identity(), Slow())
-    assert balance_by_cost(module, torch.ones(2, 4), 2) == [3, 2]
+    assert balance_by_cost(module, torch.ones(2, 4), 2) in ([3, 2], [4, 1])
 
     def on_ranks():  # a layer that is slow on one rank only takes a third of its time there
         layers = [nn.Identity() for _ in range(6)]
@@ -731,30 +731,29 @@ class Takes(nn.Module):
         )
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_measured_idle_time_is_that_predicted(pools, schedule):
-    def run():
-        model = md.Pipeline(nn.Sequential(*[Takes(0.01) for _ in range(8)]), 8, schedule)
-        found = []
-        for _ in range(2):
-            dist.barrier()
-            start = time.perf_counter()
-            model.train_step(torch.zeros(8, 1), torch.zeros(8, 1), F.mse_loss)
-            found.append(time.perf_counter() - start)
-        assert [span.instruction for span in model.trace] == model.schedule.ranks[dist.get_rank()]
-        spans = [(span.start, span.end) for span in model.trace]
-        assert all(
-            a <= b for a, b in itertools.chain(spans, itertools.pairwise(a for a, _ in spans))
-        )
-        return min(found)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_measured_idle_time_is_that_predicted(pools, name):
+    m, second = 6 if name != "interleaved" else 8, 0.02 if name != "interleaved" else 0.01
+    schedule = SCHEDULES[name](4, m)
+    predicted = simulate(schedule, second, second, second)
 
-    predicted = simulate(
-        pools(4)(lambda: md.Pipeline(nn.Sequential(*[Takes(0)] * 8), 8, schedule).schedule)[0],
-        *[0.01 if schedule == "interleaved" else 0.02] * 3,
-    )
-    took = min(max(pools(4)(run)) for _ in range(2))
-    idle = 1 - (1 - predicted.idle) * predicted.time / took
-    assert abs(idle - predicted.idle) < 0.1, (took, predicted.time)
+    def run():
+        module = nn.Sequential(*[Takes(second) for _ in range(schedule.stages)])
+        model, batch = md.Pipeline(module, m, name), torch.zeros(m, 1)
+        dist.barrier()
+        start = time.perf_counter()
+        model.train_step(batch, batch, F.mse_loss)
+        took = time.perf_counter() - start
+        assert [span.instruction for span in model.trace] == schedule.ranks[dist.get_rank()]
+        times = [moment for span in model.trace for moment in (span.start, span.end)]
+        assert times == sorted(times)
+        return took
+
+    def off():
+        took = max(pools(4)(run))
+        return abs((1 - predicted.idle) * (1 - predicted.time / took))
+
+    assert any(off() < 0.1 for _ in range(3))  # another process may have been in the way
 
 
 # ---- what is wrong ----------------------------------------------------------------------------
@@ -894,19 +893,19 @@ FAILURES = {
         third("shape"),
         "ValueError",
         "rank 1: this stage gives shape (3, 4), float32; after what it gave for other "
-        "micro-batches of this step it must be (3, 3), float32 At Forward(1, 2) of the pipeline.",
+        "micro-batches of this step it must be (3, 3), float32 (at Forward(1, 2) of the pipeline)",
     ),
     "dtype": (third("dtype"), "ValueError", "rank 1: this stage gives shape (3, 3), float64; "),
     "rows": (third("rows"), "ValueError", "or a multiple of them; this stage gives shape (1, 3)"),
     "a layer raises": (
         third("error"),
         "RuntimeError",
-        "rank 1: ZeroDivisionError: the third At Forward(1, 2) of the pipeline.",
+        "rank 1: ZeroDivisionError: the third (at Forward(1, 2) of the pipeline)",
     ),
     "no tensor": (
         lambda: steps([nn.LSTM(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)]),
         "TypeError",
-        "rank 0: a stage gives one tensor, not a tuple At Forward(0, 0) of the pipeline.",
+        "rank 0: a stage gives one tensor, not a tuple (at Forward(0, 0) of the pipeline)",
     ),
     "integers": (
         lambda: steps([Grows("int"), nn.Linear(3, 3), nn.Linear(3, 3)]),
@@ -926,7 +925,7 @@ FAILURES = {
     "loss_fn raises": (
         lambda: steps(four(), loss_fn=failing),
         "RuntimeError",
-        "rank 2: KeyError: 'mine' At Forward(2, 0) of the pipeline.",
+        "rank 2: KeyError: 'mine' (at Forward(2, 0) of the pipeline)",
     ),
     "no mean": (
         lambda: steps(four(), loss_fn=lambda y, t: y - t),

@@ -3,9 +3,9 @@
 Each rank has a stage, or several, and passes activations on to the next and gradients back. So that
 ranks do not wait for one another all the time, the batch is cut into micro-batches, and a schedule
 says who does what when. To read, in this order: `instructions` (a schedule is data), `schedules`
-(five of them), `validate` and `simulate` (what can be known before anything runs), `partition`
+(five of them), `simulate` and `validate` (what can be known before anything runs), `partition`
 (where to cut), `stage` and `split` (computing, and backward in two parts), `messages`, `worker`
-(runs a schedule), `ties` (parameters of two stages), and this file.
+(runs a schedule), `ties` (parameters of two stages), and this file; `agree` is about mistakes.
 """
 
 import copy
@@ -29,10 +29,10 @@ from minidist.pipeline import agree
 from minidist.pipeline.instructions import Schedule
 from minidist.pipeline.messages import Messages
 from minidist.pipeline.partition import balance_by_cost, balance_by_parameters
-from minidist.pipeline.schedules import SCHEDULES, forward_only, interleaved
+from minidist.pipeline.schedules import SCHEDULES, forward_only, interleaved, with_messages
 from minidist.pipeline.simulate import Prediction, Span, simulate
 from minidist.pipeline.stage import Stage
-from minidist.pipeline.ties import find_ties, sum_gradients
+from minidist.pipeline.ties import find_ties, summed
 from minidist.pipeline.validate import ScheduleError, validate
 from minidist.pipeline.worker import Loss, Worker
 from minidist.wrapper import Wrapper
@@ -48,6 +48,7 @@ __all__ = [
     "balance_by_parameters",
     "simulate",
     "validate",
+    "with_messages",
 ]
 
 
@@ -112,11 +113,11 @@ class Pipeline(Wrapper):
                 own.add_module(name, layer)
         super().__init__(own)
         self.process_group, self.schedule, self.balance = group, plan, counts
-        self.trace: list[Span] = []  # of the last step: what this rank did, and when
+        self.trace: list[Span] = []  # of the last step or evaluation: what this rank did, and when
         self._stages = {stage: Stage(own, recompute) for stage, own in stages.items()}
         self._ties = [tie for tie in ties if rank in tie.ranks]
         self._names = list(module.state_dict())
-        first = next((t for t in [*module.parameters(), *module.buffers()]), torch.empty(0))
+        first = next((p for p in module.parameters()), torch.empty(0))
         self._device, self._peers = first.device, Peers(group)
 
     def train_step(
@@ -134,17 +135,11 @@ class Pipeline(Wrapper):
 
         If anything fails on a rank, all ranks raise: ValueError for fewer rows than micro-batches,
         or targets of another number of rows, or a stage whose outputs change shape or dtype from
-        one micro-batch to the next; otherwise what a layer or loss_fn raised. Gradients then make
-        no sense, and are to be set to None.
+        one micro-batch to the next; RuntimeError for what a layer or loss_fn raised. Gradients then
+        make no sense, and are to be set to None.
         """
-        before = [tie.parameter.grad for tie in self._ties]
-        for tie in self._ties:
-            tie.parameter.grad = None  # what is there has been summed already
-        loss, _ = self._run(self.schedule, inputs, (loss_fn, targets))
-        sum_gradients(self._ties, self.process_group)
-        for tie, gradient in zip(self._ties, before, strict=True):
-            if gradient is not None and tie.parameter.grad is not None:
-                tie.parameter.grad += gradient
+        with summed(self._ties, self.process_group):
+            loss, _ = self._run(self.schedule, inputs, (loss_fn, targets))
         return loss
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:

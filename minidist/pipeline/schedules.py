@@ -7,7 +7,7 @@ With p ranks, m micro-batches and v stages a rank, where backward takes twice as
     gpipe         (p-1) / m                 m
     1f1b          (p-1) / m                 min(m, p-r)
     interleaved   (p-1) / (v m)             of v times smaller stages: up to 2(p-r-1) + (v-1)p + 1
-    zero_bubble   (p-1) / (3 m)             min(m, p)
+    zero_bubble   (p-1) / (3 m), if m ≥ p   min(m, p)
 """
 
 from collections.abc import Callable, Iterator, Sequence

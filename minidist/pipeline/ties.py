@@ -4,7 +4,8 @@ Each rank that uses such a parameter has a copy, and finds a part of its gradien
 parts is the gradient of them all, so that copies that were equal stay equal.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -31,26 +32,39 @@ def find_ties(layers: Sequence[nn.Module], rank_of_layer: Sequence[int]) -> list
     return [Tie(p, sorted(own)) for p, own in ranks.items() if len(own) > 1 and p.requires_grad]
 
 
-def sum_gradients(ties: Sequence[Tie], group: dist.ProcessGroup) -> None:
-    """Replace the gradients of this rank's ties by their sums over the ranks that share them.
-
-    Each sends its part to all others (mostly there is one) and adds up in the order of the ranks,
-    so that all have the same bits.
-    """
-    rank = dist.get_rank(group)
+@contextmanager
+def summed(ties: Sequence[Tie], group: dist.ProcessGroup) -> Iterator[None]:
+    """At the end of the block, which adds to gradients, what it has added to those of this rank's
+    ties is the sum over the ranks that share them. If it raises, they are what they were."""
+    before = [tie.parameter.grad for tie in ties]
     for tie in ties:
-        found = tie.parameter.grad
-        mine = torch.zeros_like(tie.parameter) if found is None else found.contiguous()
-        parts = {other: mine if other == rank else torch.empty_like(mine) for other in tie.ranks}
-        works = []
-        for other in tie.ranks:
-            if other != rank:
-                sent, came = (as_bytes(x.view(-1)) for x in (mine, parts[other]))
-                works += [
-                    dist.isend(sent, group=group, group_dst=other, tag=TAG),
-                    dist.irecv(came, group=group, group_src=other, tag=TAG),
-                ]
-        for work in works:
-            assert work is not None
-            work.wait()
-        tie.parameter.grad = torch.stack([parts[other] for other in tie.ranks]).sum(0)
+        tie.parameter.grad = None  # what is there has been summed already
+    try:
+        yield
+        for tie in ties:
+            tie.parameter.grad = _sum(tie, group)
+    finally:
+        for tie, gradient in zip(ties, before, strict=True):
+            if gradient is not None:
+                found = tie.parameter.grad
+                tie.parameter.grad = gradient if found is None else gradient + found
+
+
+def _sum(tie: Tie, group: dist.ProcessGroup) -> torch.Tensor:
+    """Each rank sends its part to all others (mostly there is one) and adds up in the order of the
+    ranks, so that all have the same bits."""
+    rank, parameter = dist.get_rank(group), tie.parameter
+    mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+    parts = {other: mine if other == rank else torch.empty_like(mine) for other in tie.ranks}
+    works = []
+    for other in tie.ranks:
+        if other != rank:
+            sent, came = (as_bytes(x.view(-1)) for x in (mine, parts[other]))
+            works += [
+                dist.isend(sent, group=group, group_dst=other, tag=TAG),
+                dist.irecv(came, group=group, group_src=other, tag=TAG),
+            ]
+    for work in works:
+        assert work is not None
+        work.wait()
+    return torch.stack([parts[other] for other in tie.ranks]).sum(0)

@@ -1,7 +1,7 @@
 """Is a schedule one that ranks can run? (lesson 5) Found out from the lists alone."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from minidist.pipeline.instructions import (
     RECEIVES,
@@ -85,25 +85,20 @@ def _complete(schedule: Schedule, rank: int) -> None:
 
 def _in_order(schedule: Schedule, rank: int) -> None:
     """What depends on something in the same list comes after it."""
+    instructions, stages = schedule.ranks[rank], schedule.stages
+    makers = {gives(instruction, stages): instruction for instruction in instructions}
     done: set[Instruction] = set()
-    for position, instruction in enumerate(schedule.ranks[rank]):
-        for before in _before(schedule, instruction):
-            if before not in done:
-                raise _error(schedule, rank, position, f"stands before {before}")
+    for position, instruction in enumerate(instructions):
+        place = instruction.stage, instruction.microbatch
+        before = [needs(instruction, stages), makers.get(instruction)]
+        if isinstance(instruction, (Backward, BackwardInputs)):
+            before.append(Forward(*place))
+        if isinstance(instruction, BackwardWeights):
+            before.append(BackwardInputs(*place))
+        for other in before:
+            if other is not None and other not in done:
+                raise _error(schedule, rank, position, f"stands before {other}")
         done.add(instruction)
-
-
-def _before(schedule: Schedule, instruction: Instruction) -> Iterator[Instruction]:
-    stage, i, stages = instruction.stage, instruction.microbatch, schedule.stages
-    if received := needs(instruction, stages):
-        yield received
-    if isinstance(instruction, (Backward, BackwardInputs)):
-        yield Forward(stage, i)
-    if isinstance(instruction, BackwardWeights):
-        yield BackwardInputs(stage, i)
-    if isinstance(instruction, SENDS):
-        rank = schedule.ranks[schedule.rank_of(stage)]
-        yield from (step for step in rank if gives(step, stages) == instruction)
 
 
 def _matched(schedule: Schedule) -> None:

@@ -82,7 +82,7 @@ class Worker:
                 made = self._work(instruction, received)
             except Exception as problem:
                 self.failed, self.problem = True, problem
-                problem.add_note(f"At {instruction} of the pipeline.")
+                problem.add_note(f"(at {instruction} of the pipeline)")
         if send:
             self._made[send] = made
         return start
