@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import gc
 import itertools
+import random
 import time
 import weakref
 from collections import Counter
@@ -977,16 +978,23 @@ def test_a_pipeline_goes_on_after_a_step_that_failed(pools):
     assert max(pools(3)(run)) <= 1e-12
 
 
-def test_only_the_ends_need_the_batch(pools):
+def test_only_the_ends_need_the_batch_which_is_cut_evenly(pools):
     def run():
-        model, (inputs, targets) = md.Pipeline(mlp(), 4), digits(0)
+        model, (inputs, targets), rows = md.Pipeline(mlp(), 4), digits(0), []
+
+        def loss_fn(y, t):
+            rows.append((len(y), len(t)))
+            return F.cross_entropy(y, t)
+
         rank = dist.get_rank()
         batch = inputs if rank == 0 else None, targets if rank == 2 else None
-        loss = model.train_step(*batch, F.cross_entropy if rank == 2 else None)
-        return loss.item(), F.cross_entropy(mlp()(inputs), targets).item()
+        loss = model.train_step(*batch, loss_fn if rank == 2 else None)
+        return loss.item(), F.cross_entropy(mlp()(inputs), targets).item(), rows
 
-    for ours, wanted in pools(3)(run):
+    found = pools(3)(run)
+    for ours, wanted, _ in found:
         assert ours == pytest.approx(wanted, rel=1e-12)
+    assert [rows for _, _, rows in found] == [[], [], [(3, 3), (3, 3), (3, 3), (2, 2)]]
 
 
 # ---- as a module ------------------------------------------------------------------------------
@@ -1060,17 +1068,51 @@ def test_other_ranks_layers_are_freed(pools):
     assert first == own and second == other and first + second == list(range(11))
 
 
-def test_a_schedule_of_ones_own(pools):
+def any_order(ranks, stages, microbatches, seed):
+    """A schedule in which a random one of the computations that are possible is the next."""
+    generator = random.Random(seed)
+    orders, done, split = [[] for _ in range(ranks)], set(), generator.random() / 2
+    left = []
+    for stage, i in itertools.product(range(stages), range(microbatches)):
+        halves = [BackwardInputs, BackwardWeights]
+        left += [step(stage, i) for step in [Forward, *halves]]
+
+    def possible(step):
+        stage, i = step.stage, step.microbatch
+        before = {
+            Forward: [Forward(stage - 1, i)] if stage else [],
+            BackwardInputs: [Forward(stage, i)]
+            + ([BackwardInputs(stage + 1, i)] if stage + 1 < stages else []),
+            BackwardWeights: [BackwardInputs(stage, i)],
+        }[type(step)]
+        return done.issuperset(before)
+
+    while left:
+        step = generator.choice([step for step in left if possible(step)])
+        left.remove(step)
+        done.add(step)
+        orders[step.stage % ranks].append(step)
+        if isinstance(step, BackwardInputs) and generator.random() < split:  # in one go
+            left.remove(weights := BackwardWeights(step.stage, step.microbatch))
+            done.add(weights)
+            orders[step.stage % ranks][-1] = Backward(step.stage, step.microbatch)
+    return with_messages("any order", orders, stages, microbatches)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_schedule_that_the_validator_accepts_trains(pools, shm, seed):
+    schedule = any_order(3, 3 + 3 * (seed % 3), 9, seed)
+    validate(schedule)
+    found = (shm if seed % 2 else pools(3))(train, mlp, digits, 9, schedule, steps=1)
+    assert set.union(*found) == names(mlp())
+
+
+def test_many_micro_batches_do_not_wait_for_each_other(pools):
     def run():
-        def order(rank, *steps):
-            return [step(rank, i) for step, i in steps]
+        model = md.Pipeline(mlp(), 24, "interleaved")  # of which a rank's first stage is done first
+        return apart(model(digits(0, rows=30)[0]), mlp()(digits(0, rows=30)[0]))
 
-        late = [(Forward, 1), (Forward, 0), (Backward, 0), (Backward, 1)]
-        mine = with_messages("mine", [order(r, *late) for r in range(2)], 2, 2)
-        validate(mine)
-        return train(mlp, digits, 2, mine)
-
-    assert set.union(*pools(2)(run)) == names(mlp())
+    assert max(pools(2)(run)) <= 1e-12
 
 
 def test_there_must_be_a_group():

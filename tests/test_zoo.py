@@ -92,3 +92,11 @@ def test_each_target_is_the_byte_after_its_input(length):
 def test_text_has_a_length():
     with pytest.raises(ValueError, match="a length of 1 or more, not 0"):
         md.zoo.text(0)
+
+
+def test_a_transformer_as_a_sequence_is_the_same():
+    model = md.zoo.Transformer(layers=3)
+    layers = model.sequential()
+    tokens = md.zoo.text()[0][:4]
+    assert torch.equal(layers(tokens), model(tokens)) and len(layers) == 6
+    assert list(map(id, layers.parameters())) == list(map(id, model.parameters()))

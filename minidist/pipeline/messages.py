@@ -119,8 +119,11 @@ class Messages:
     # ---- inputs ----------------------------------------------------------------------------
 
     def expect(self, receive: Instruction) -> None:
-        """Let the message come in, as soon as it is known how large it is."""
+        """Let the message come in, as soon as it is known how large it is: when its header is
+        there, and no later than that the next message of the same rank is expected."""
         peer = self._source(receive)
+        if earlier := self._expected[peer]:
+            self._receive(peer, earlier[-1])
         self._expected[peer].append(receive)
         self._receive(peer)
 
