@@ -908,6 +908,13 @@ FAILURES = {
         "TypeError",
         "rank 0: a stage gives one tensor, not a tuple (at Forward(0, 0) of the pipeline)",
     ),
+    "a stage in the middle": (
+        lambda: steps(
+            [*four()[:2], nn.LSTM(3, 3), *four()[:3]], schedule="interleaved", balance=[1] * 6
+        ),
+        "TypeError",
+        "rank 2: a stage gives one tensor, not a tuple (at Forward(2, 0) of the pipeline)",
+    ),
     "integers": (
         lambda: steps([Grows("int"), nn.Linear(3, 3), nn.Linear(3, 3)]),
         "TypeError",

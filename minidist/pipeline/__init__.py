@@ -114,7 +114,7 @@ class Pipeline(Wrapper):
         super().__init__(own)
         self.process_group, self.schedule, self.balance = group, plan, counts
         self.trace: list[Span] = []  # of the last step or evaluation: what this rank did, and when
-        self._stages = {stage: Stage(own, recompute) for stage, own in stages.items()}
+        self._stages, self._recompute = stages, recompute
         self._ties = [tie for tie in ties if rank in tie.ranks]
         self._names = list(module.state_dict())
         first = next((p for p in module.parameters()), torch.empty(0))
@@ -161,14 +161,13 @@ class Pipeline(Wrapper):
     def _run(self, schedule: Schedule, *batch: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Returns the loss, on every rank, and the outputs, on the last."""
         messages = Messages(self._peers, schedule.microbatches, self._device)
-        worker = Worker(schedule, self._stages, messages, *batch)
+        stages = {stage: Stage(own, self._recompute) for stage, own in self._stages.items()}
+        worker = Worker(schedule, stages, messages, *batch)
         worker.run(schedule.ranks[dist.get_rank(self.process_group)])
         self.trace = worker.trace
         loss = sum(loss.item() for loss in worker.losses)
         result = self._all_reduce([loss, worker.failed])
         if result[1]:
-            for stage in self._stages.values():
-                stage.forget()
             agree.raise_on_every_rank(self.process_group, worker.problem)
         return result[0], worker.outputs
 

@@ -70,9 +70,8 @@ class Messages:
         # By wire, that is, by the stage that it leads from. None: it carries nothing in this step.
         self._layouts: dict[int, Layout | None] = {}
         self._told: set[int] = set()  # wires whose header we have sent
-        self._headers: dict[int, tuple[torch.Tensor, dist.Work]] = {}  # that are coming
-        # By rank, in the order in which it sends: what is not received yet, for want of a header.
-        self._expected: dict[int, deque[Instruction]] = defaultdict(deque)
+        # By rank: the message that cannot come in yet, and the header that comes before it.
+        self._held_up: dict[int, tuple[Instruction, torch.Tensor, dist.Work | None]] = {}
         self._coming: dict[Instruction, tuple[torch.Tensor, dist.Work | None] | None] = {}
         self._leaving: dict[int, deque[tuple[torch.Tensor, dist.Work]]] = defaultdict(deque)
 
@@ -112,25 +111,28 @@ class Messages:
         if x.numel():
             leaving, group = self._leaving[to], self._peers.group
             work = dist.isend(as_bytes(x.view(-1)), group=group, group_dst=to, tag=TAG)
-            leaving.append((x, _there(work)))
+            assert work is not None  # which it is for ranks outside the group only
+            leaving.append((x, work))
             if len(leaving) > ON_THEIR_WAY:
                 leaving.popleft()[1].wait()
 
     # ---- inputs ----------------------------------------------------------------------------
 
     def expect(self, receive: Instruction) -> None:
-        """Let the message come in, as soon as it is known how large it is: when its header is
-        there, and no later than that the next message of the same rank is expected."""
+        """Let the message come in. If its header has to come first, then by the time that the next
+        message of the same rank is expected, or this one is taken."""
         peer = self._source(receive)
-        if earlier := self._expected[peer]:
-            self._receive(peer, earlier[-1])
-        self._expected[peer].append(receive)
-        self._receive(peer)
+        self._learn(peer)
+        if _wire(receive) in self._layouts:
+            self._receive(receive, peer)
+        else:
+            header = torch.zeros(HEADER, dtype=torch.int64, device=self._peers.device)
+            self._held_up[peer] = receive, header, self._irecv(header, peer)
 
     def take(self, receive: Instruction) -> torch.Tensor | None:
         """Wait for a message that is expected. None: its wire carries nothing in this step."""
         if receive not in self._coming:
-            self._receive(self._source(receive), receive)
+            self._learn(self._source(receive))
         coming = self._coming.pop(receive)
         if coming is None:
             return None
@@ -139,32 +141,27 @@ class Messages:
             work.wait()
         return x
 
-    def _receive(self, peer: int, needed: Instruction | None = None) -> None:
-        """Start to receive what a rank is to send, in order. Wait for headers up to `needed`."""
-        expected = self._expected[peer]
-        while expected:
-            wire = _wire(expected[0])
-            if wire not in self._layouts:
-                if wire not in self._headers:
-                    header = torch.zeros(HEADER, dtype=torch.int64, device=self._peers.device)
-                    self._headers[wire] = self._irecv(header, peer)
-                if needed is None:
-                    return
-                header, work = self._headers.pop(wire)
-                work.wait()
-                numbers = header.tolist()
-                self._layouts[wire] = Layout.decode(numbers) if numbers[0] else None
-            receive, layout = expected.popleft(), self._layouts[wire]
-            if layout is None:
-                self._coming[receive] = None
-            else:
-                x = self._room(layout, receive)
-                self._coming[receive] = self._irecv(x, peer) if x.numel() else (x, None)
-            needed = None if receive == needed else needed
+    def _learn(self, peer: int) -> None:
+        """Wait for the header that is to come from a rank, if any."""
+        if peer in self._held_up:
+            receive, header, work = self._held_up.pop(peer)
+            assert work is not None
+            work.wait()
+            numbers = header.tolist()
+            self._layouts[_wire(receive)] = Layout.decode(numbers) if numbers[0] else None
+            self._receive(receive, peer)
 
-    def _irecv(self, x: torch.Tensor, source: int) -> tuple[torch.Tensor, dist.Work]:
+    def _receive(self, receive: Instruction, peer: int) -> None:
+        layout = self._layouts[_wire(receive)]
+        if layout is None:
+            self._coming[receive] = None
+        else:
+            x = self._room(layout, receive)
+            self._coming[receive] = x, self._irecv(x, peer) if x.numel() else None
+
+    def _irecv(self, x: torch.Tensor, source: int) -> dist.Work | None:
         group = self._peers.group
-        return x, _there(dist.irecv(as_bytes(x.view(-1)), group=group, group_src=source, tag=TAG))
+        return dist.irecv(as_bytes(x.view(-1)), group=group, group_src=source, tag=TAG)
 
     def _source(self, receive: Instruction) -> int:
         return other_end(receive).stage % self._peers.size
@@ -184,11 +181,6 @@ class Messages:
 def _wire(message: Instruction) -> int:
     leads_on = isinstance(message, (SendActivation, ReceiveGradient))
     return message.stage if leads_on else message.stage - 1
-
-
-def _there(work: dist.Work | None) -> dist.Work:
-    assert work is not None  # which it is for ranks outside the group only
-    return work
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -23,7 +23,7 @@ class _Kept:
 
 
 class Stage:
-    """The layers of one stage, and the activations of the micro-batches that are in flight.
+    """The layers of one stage, and the activations of one batch's micro-batches in flight.
 
     recompute: keep the inputs alone, and compute forward again when backward needs the rest.
     """
@@ -93,11 +93,6 @@ class Stage:
         """Add to the gradients of the weights what `backward_inputs` has put off."""
         for deferred in self._deferred.pop(microbatch):
             deferred.run()
-
-    def forget(self) -> None:
-        """Drop all micro-batches, after a step that failed."""
-        self._kept.clear()
-        self._deferred.clear()
 
 
 class _Replay:
