@@ -966,7 +966,7 @@ def test_a_step_that_fails_on_one_rank_fails_on_all_and_none_hangs(pools, what):
     found = told(pools(3), fn)
     assert len(set(found)) == 1 and found[0] is not None
     assert found[0][0] == kind and words in found[0][1]
-    assert time.perf_counter() - start < 10  # no timeout has passed (30 s)
+    assert time.perf_counter() - start < 20  # no timeout has passed (30 s)
 
 
 def test_a_pipeline_goes_on_after_a_step_that_failed(pools):

@@ -113,7 +113,8 @@ class Pipeline(Wrapper):
                 own.add_module(name, layer)
         super().__init__(own)
         self.process_group, self.schedule, self.balance = group, plan, counts
-        self.trace: list[Span] = []  # of the last step or evaluation: what this rank did, and when
+        # Of the last step or evaluation: what this rank did, and when (on a GPU: queued).
+        self.trace: list[Span] = []
         self._stages, self._recompute = stages, recompute
         self._ties = [tie for tie in ties if rank in tie.ranks]
         self._names = list(module.state_dict())
