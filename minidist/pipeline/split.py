@@ -14,6 +14,7 @@ Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241).
 """
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,34 +70,38 @@ def backward_inputs(
 def _forks(end: GradientEdge, x: Node) -> list[_Fork] | None:
     """The nodes on the way to `x` from which weights branch off: the edges by which gradients come
     to each, and those weights. None if no way leads to `x`."""
-    edges: dict[Node, dict[int, None]] = defaultdict(dict)  # as an ordered set
+    edges: dict[Any, dict[int, None]] = defaultdict(dict)  # by which gradients come to a node
     edges[end.node][end.output_nr] = None
-    on_the_way: dict[Any, bool] = {}  # every node of the graph, a node after those it leads to
-    stack: list[Any] = [end.node]
+    leads_to_x: dict[Any, bool] = {}
+    weights: dict[Any, dict[torch.Tensor, None]] = {}  # off the way, at or beyond a node
+    forks = []
+    for node in _nodes(end.node):
+        following = [(child, number) for child, number in node.next_functions if child]
+        for child, number in following:
+            edges[child][number] = None
+        leads_to_x[node] = node is x or any(leads_to_x[child] for child, _ in following)
+        leaf = getattr(node, "variable", None)
+        weights[node] = {} if leaf is None or node is x else {leaf: None}
+        for child, _ in following:
+            if not leads_to_x[child]:
+                weights[node] |= weights[child]
+        if leads_to_x[node] and weights[node]:
+            forks.append((node, list(weights[node])))
+    if not leads_to_x[end.node]:
+        return None
+    return [([GradientEdge(node, i) for i in edges[node]], found) for node, found in forks]
+
+
+def _nodes(root: Any) -> Iterator[Any]:
+    """All nodes of a graph, each after those that it leads to."""
+    done: set[Any] = set()
+    stack = [root]
     while stack:
         node = stack[-1]
-        following = [(child, number) for child, number in node.next_functions if child]
-        new = [child for child, _ in following if child not in on_the_way]
-        if new:
-            stack += new
-            continue
-        stack.pop()
-        if node not in on_the_way:
-            on_the_way[node] = node is x or any(on_the_way[child] for child, _ in following)
-            for child, number in following:
-                edges[child][number] = None
-    if not on_the_way[end.node]:
-        return None
-    beyond: dict[Node, dict[torch.Tensor, None]] = {}  # what weights a node off the way leads to
-    forks = []
-    for node, on in on_the_way.items():
-        weights: dict[torch.Tensor, None] = {}
-        for child, _ in node.next_functions:
-            if child and not on_the_way[child]:
-                weights |= beyond[child]
-        if not on:
-            leaf = getattr(node, "variable", None)
-            beyond[node] = weights if leaf is None else {leaf: None}
-        elif weights:
-            forks.append(([GradientEdge(node, number) for number in edges[node]], list(weights)))
-    return forks
+        new = [child for child, _ in node.next_functions if child and child not in done]
+        stack += new
+        if not new:
+            stack.pop()
+            if node not in done:
+                done.add(node)
+                yield node
