@@ -26,19 +26,29 @@ if TYPE_CHECKING:
         pipeline,
         plot,
         rank,
+        tensor_parallel,
         zoo,
     )
     from minidist.data_parallel import DataParallel
     from minidist.distributed_data_parallel import DistributedDataParallel
     from minidist.pipeline import Pipeline
+    from minidist.tensor_parallel import (
+        ColumnParallelLinear,
+        RowParallelLinear,
+        VocabParallelEmbedding,
+        vocab_parallel_cross_entropy,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
+    "ColumnParallelLinear",
     "DataParallel",
     "DistributedDataParallel",
     "Link",
     "Pipeline",
     "RankError",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
     "backend",
     "collectives",
     "data_parallel",
@@ -50,12 +60,18 @@ __all__ = [
     "plot",
     "rank",
     "ranks",
+    "tensor_parallel",
+    "vocab_parallel_cross_entropy",
     "zoo",
 ]
-STRATEGIES = {  # a class, and the module that it is in
+STRATEGIES = {  # what a lesson makes, and the module that it is in
+    "ColumnParallelLinear": "tensor_parallel",
     "DataParallel": "data_parallel",
     "DistributedDataParallel": "distributed_data_parallel",
     "Pipeline": "pipeline",
+    "RowParallelLinear": "tensor_parallel",
+    "VocabParallelEmbedding": "tensor_parallel",
+    "vocab_parallel_cross_entropy": "tensor_parallel",
 }
 
 

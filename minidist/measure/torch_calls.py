@@ -131,7 +131,7 @@ def _follow(name: str, result: Any, events: list[Event]) -> Any:
         each += [[]] * (len(result) - len(each))
         return [_WatchedWork(work, own) for work, own in zip(result, each, strict=True)]
     if isinstance(result, dist.Work):
-        with contextlib.suppress(RuntimeError):  # gloo's works of messages have no future
+        with contextlib.suppress(RuntimeError):  # not every work of gloo has a future
             result.get_future().add_done_callback(lambda _: record.finish(events))
         return _WatchedWork(result, events)
     if name == "recv":

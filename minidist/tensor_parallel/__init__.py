@@ -1,0 +1,56 @@
+"""Lesson 6: feature splitting, also called tensor parallelism. One layer, computed by many ranks.
+
+All ranks see the same batch, and each has a part of every large weight. To read, in this order:
+`operators` (how tensors enter and leave a region that ranks compute apart), `layer` and `linear`
+(layers cut by columns and by rows), `vocabulary` (embedding, output layer and loss), `random`
+(dropout that differs where it must), `block` (a transformer block), `model` (a whole model).
+Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
+Parallelism" (arXiv 1909.08053).
+"""
+
+from minidist.tensor_parallel.block import ParallelBlock, QKVParallelLinear, SequenceParallel
+from minidist.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from minidist.tensor_parallel.model import (
+    check_replicas,
+    clip_grad_norm_,
+    full_state_dict,
+    grad_norm,
+    parallelize,
+)
+from minidist.tensor_parallel.operators import (
+    copy_to_group,
+    gather_from_group,
+    gather_from_sequence,
+    reduce_from_group,
+    reduce_scatter_to_sequence,
+    scatter_to_group,
+)
+from minidist.tensor_parallel.random import fork_rng
+from minidist.tensor_parallel.vocabulary import (
+    VocabParallelEmbedding,
+    VocabParallelLinear,
+    vocab_parallel_cross_entropy,
+)
+
+__all__ = [
+    "ColumnParallelLinear",
+    "ParallelBlock",
+    "QKVParallelLinear",
+    "RowParallelLinear",
+    "SequenceParallel",
+    "VocabParallelEmbedding",
+    "VocabParallelLinear",
+    "check_replicas",
+    "clip_grad_norm_",
+    "copy_to_group",
+    "fork_rng",
+    "full_state_dict",
+    "gather_from_group",
+    "gather_from_sequence",
+    "grad_norm",
+    "parallelize",
+    "reduce_from_group",
+    "reduce_scatter_to_sequence",
+    "scatter_to_group",
+    "vocab_parallel_cross_entropy",
+]

@@ -1,0 +1,206 @@
+"""A transformer block that is split by features (lesson 6): two messages forward, two backward.
+
+    x + out(attention(qkv(norm1(x))))    qkv: column, whole heads to each rank;    out: row
+    x + mlp(norm2(x))                    mlp: column, GELU, row
+
+The norms, dropouts and sums in between are computed by every rank alike; or, sequence parallel, by
+each rank for its part of the tokens. Then a gather_from_sequence and a reduce_scatter_to_sequence
+stand where an all_reduce was: they cost no more bytes, and the activations in between are sharded.
+Shoeybi et al. (arXiv 1909.08053), section 3; Korthikanti et al. (arXiv 2205.05198), section 4.2.
+"""
+
+from contextlib import nullcontext
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from minidist.tensor_parallel.layer import require_multiple, shard
+from minidist.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from minidist.tensor_parallel.operators import Group, copy_to_group
+from minidist.tensor_parallel.random import fork_rng
+from minidist.wrapper import Wrapper
+
+
+class SequenceParallel(Wrapper):
+    """A replicated module, such as a norm, that sees only this rank's part of the tokens. Lesson 6.
+
+    Its weights go through `copy_to_group`: in backward, their gradients are summed over the ranks.
+    """
+
+    def __init__(self, module: nn.Module, process_group: Group = None) -> None:
+        super().__init__(module)
+        self.process_group = process_group
+
+    def forward(self, *inputs: Any) -> Any:
+        copies = {
+            name: copy_to_group(parameter, self.process_group)
+            for name, parameter in self.module.named_parameters()
+        }
+        return torch.func.functional_call(self.module, copies, inputs)
+
+
+class QKVParallelLinear(ColumnParallelLinear):
+    """Queries, keys and values of a rank's heads: (B, T, C) to (B, T, q + k + v). Lesson 6.
+
+    The dense layer is an `nn.Linear` whose outputs are all queries, then all keys, then all values;
+    here each rank has all three of its own heads. With fewer key-value heads than query heads
+    (grouped-query attention), several query heads share one.
+
+    Fewer key-value heads than ranks cannot be split. Every rank then holds those weights whole, as
+    `kv_weight` and `kv_bias`, uses the head that its queries need, and in backward their gradient
+    is summed over the ranks.
+
+    heads, kv_heads: how many there are in the whole layer; None means `heads`. The other arguments
+        are those of `ColumnParallelLinear`.
+
+    Raises ValueError unless `heads` is a multiple of the number of ranks and of `kv_heads`, and one
+    of `kv_heads` and the number of ranks a multiple of the other.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        process_group: Group = None,
+        *,
+        heads: int,
+        kv_heads: int | None = None,
+        **options: Any,
+    ) -> None:
+        self.heads, self.kv_heads = heads, kv_heads or heads
+        require_multiple(out_features, self.heads + 2 * self.kv_heads, "out_features over heads")
+        self.head_dim = out_features // (self.heads + 2 * self.kv_heads)
+        super().__init__(in_features, out_features, bias, process_group, **options)
+
+    def require_divisible(self) -> None:
+        ranks = self.world_size
+        require_multiple(self.heads, ranks, f"heads over {ranks} ranks")
+        require_multiple(self.heads, self.kv_heads, "heads over key-value heads")
+        self.kv_is_split = self.kv_heads % ranks == 0
+        if not self.kv_is_split:
+            require_multiple(ranks, self.kv_heads, "ranks over key-value heads")
+
+    def indices(self, rank: int) -> torch.Tensor:
+        heads = shard(self.heads, rank, self.world_size)
+        if self.kv_is_split:
+            keys = self.heads + shard(self.kv_heads, rank, self.world_size)
+            heads = torch.cat([heads, keys, self.kv_heads + keys])
+        return self._rows(heads)
+
+    def _rows(self, heads: torch.Tensor) -> torch.Tensor:
+        """The rows of `weight` for these heads. All heads lie one after the other."""
+        return (heads.unsqueeze(1) * self.head_dim + torch.arange(self.head_dim)).flatten()
+
+    def take(self, dense: nn.Module) -> None:
+        super().take(dense)
+        if not self.kv_is_split:
+            for name, whole in dense.named_parameters():
+                value = whole.detach()[self.heads * self.head_dim :].clone()
+                setattr(self, f"kv_{name}", nn.Parameter(value, whole.requires_grad))
+
+    @torch.no_grad()
+    def to_dense(self) -> nn.Linear:
+        layer = super().to_dense()
+        if not self.kv_is_split:
+            for name, whole in layer.named_parameters():
+                whole[self.heads * self.head_dim :] = getattr(self, f"kv_{name}")
+        return layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x, self._with_kv("weight"), self._with_kv("bias"))
+
+    def _with_kv(self, name: str) -> Any:
+        own = getattr(self, name)
+        if self.kv_is_split or own is None:
+            return own
+        head = self.rank * self.kv_heads // self.world_size  # that of this rank's queries
+        rows = self._rows(torch.tensor([head, self.kv_heads + head]))
+        whole = copy_to_group(getattr(self, f"kv_{name}"), self.process_group)
+        return torch.cat([own, whole[rows.to(whole.device)]])
+
+
+class ParallelBlock(nn.Module):
+    """A transformer block, (B, T, C) to (B, T, C), that is split by features. Lesson 6.
+
+    Equal to `zoo.Block`, with the same names and, for one seed, the same weights.
+
+    width, heads: C, and the number of query heads of the whole block.
+    kv_heads: fewer for grouped-query attention, see `QKVParallelLinear`.
+    dropout: the share that is dropped of attention's weights and of what is added to x. Where
+        tensors are replicated all ranks drop the same, elsewhere each its own (see `fork_rng`).
+    sequence_parallel: x is sharded along the sequence, (B, T / p, C).
+
+    Raises ValueError if the ranks cannot share the heads, or the hidden features, evenly.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        kv_heads: int | None = None,
+        dropout: float = 0.0,
+        process_group: Group = None,
+        *,
+        sequence_parallel: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        self.dropout, self.process_group = dropout, process_group
+        self.sequence_parallel = sequence_parallel
+        kind: dict[str, Any] = dict(device=device, dtype=dtype)
+        options = dict(process_group=process_group, sequence_parallel=sequence_parallel, **kind)
+        self.norm1 = self._norm(nn.LayerNorm(width, **kind))
+        self.norm2 = self._norm(nn.LayerNorm(width, **kind))
+        queries_keys_values = width + 2 * width // heads * (kv_heads or heads)
+        self.qkv = QKVParallelLinear(
+            width, queries_keys_values, bias=False, heads=heads, kv_heads=kv_heads, **options
+        )
+        self.out = RowParallelLinear(width, width, **options)
+        self.mlp = nn.Sequential(
+            ColumnParallelLinear(width, 4 * width, **options),
+            nn.GELU(),
+            RowParallelLinear(4 * width, width, **options),
+        )
+
+    @classmethod
+    def from_dense(cls, block: Any, process_group: Group = None, **options: Any) -> Self:
+        """This rank's shard of a `zoo.Block`, which must be the same on every rank. `options` are
+        those of the constructor."""
+        width, heads = block.qkv.in_features, block.heads
+        self = cls(width, heads, process_group=process_group, device="meta", **options)
+        self.norm1, self.norm2 = self._norm(block.norm1), self._norm(block.norm2)
+        for name in ("qkv", "out", "mlp.0", "mlp.2"):
+            self.get_submodule(name).take(block.get_submodule(name))  # type: ignore[operator]
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self._drop(self.attention(self.norm1(x)))
+        return x + self._drop(self.mlp(self.norm2(x)))
+
+    def attention(self, x: torch.Tensor) -> torch.Tensor:
+        """Causal self-attention, of this rank's heads between the two layers."""
+        ranks, D = self.qkv.world_size, self.qkv.head_dim
+        queries, kv = self.qkv.heads // ranks, max(1, self.qkv.kv_heads // ranks)
+        q, k, v = (
+            each.unflatten(-1, (-1, D)).transpose(1, 2)  # (B, H / p, T, D)
+            for each in self.qkv(x).split([queries * D, kv * D, kv * D], dim=-1)
+        )
+        dropout = self.dropout if self.training else 0.0
+        with fork_rng(self.process_group) if dropout else nullcontext():
+            attended = F.scaled_dot_product_attention(
+                q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=queries > kv
+            )
+        return self.out(attended.transpose(1, 2).flatten(2))
+
+    def _drop(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training or not self.dropout:
+            return x
+        with fork_rng(self.process_group) if self.sequence_parallel else nullcontext():
+            return F.dropout(x, self.dropout)
+
+    def _norm(self, norm: nn.Module) -> nn.Module:
+        return SequenceParallel(norm, self.process_group) if self.sequence_parallel else norm

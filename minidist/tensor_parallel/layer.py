@@ -1,0 +1,105 @@
+"""What the layers of lesson 6 have in common: each rank of a group holds a shard of the weights."""
+
+from abc import abstractmethod
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from minidist.distributed_data_parallel.replicas import require_group
+from minidist.tensor_parallel.operators import Group
+
+
+class ParallelLayer(nn.Module):
+    """A layer of torch whose weights are split over the ranks of a group. Lesson 6.
+
+    Its parameters have the names of the dense layer's, and so has its `state_dict`; their shapes
+    are those of the shards. `from_dense` and `to_dense` lead from the one to the other.
+
+    A layer that is made anew holds its shard of what the dense layer would hold: with one seed on
+    all ranks, that is one dense layer, and torch's generator goes on as after making it. For that
+    the dense layer is made first, and for a moment needs its memory.
+    """
+
+    sharded: ClassVar[dict[str, int]]  # of each parameter that is cut: along which dimension
+
+    def __init__(self, process_group: Group) -> None:
+        super().__init__()
+        self.process_group = require_group(process_group, type(self).__name__)
+        self.rank = dist.get_rank(self.process_group)
+        self.world_size = dist.get_world_size(self.process_group)
+
+    @abstractmethod
+    def indices(self, rank: int) -> torch.Tensor:
+        """Which rows of the dense weight (or columns, where these are cut) a rank holds."""
+
+    @abstractmethod
+    def dense(self, device: Any, dtype: Any) -> nn.Module:
+        """The layer of torch that this one is a shard of, with weights of its own."""
+
+    @staticmethod
+    @abstractmethod
+    def sizes(layer: Any) -> tuple[Any, ...]:
+        """What the constructor takes first, to make a shard of a layer of torch like this."""
+
+    @classmethod
+    def from_dense(cls, layer: Any, process_group: Group = None, **options: Any) -> Self:
+        """This rank's shard of `layer`, which must be the same on every rank (`check_replicas`
+        looks). `options` are those of the constructor."""
+        make: Any = cls
+        own: Self = make(*cls.sizes(layer), process_group=process_group, device="meta", **options)
+        own.take(layer)
+        return own
+
+    def take(self, dense: nn.Module) -> None:
+        """Hold this rank's shard of the parameters of `dense`, as a copy."""
+        for name, whole in dense.named_parameters():
+            value = whole.detach()
+            if name in self.sharded:
+                index = self.indices(self.rank).to(whole.device)
+                value = value.index_select(self.sharded[name], index)
+            else:
+                value = value.clone()
+            setattr(self, name, nn.Parameter(value, whole.requires_grad))
+
+    @torch.no_grad()
+    def to_dense(self) -> Any:
+        """The whole layer, as one of torch, on every rank. All ranks must call it."""
+        own = dict(self.named_parameters())
+        first = next(iter(own.values()))
+        layer = self.dense("meta", first.dtype).to_empty(device=first.device)
+        for name, whole in layer.named_parameters():
+            whole.requires_grad_(own[name].requires_grad)
+            if name not in self.sharded:
+                whole.copy_(own[name])
+                continue
+            dim = self.sharded[name]
+            places = [self.indices(rank).to(whole.device) for rank in range(self.world_size)]
+            for index, shard in zip(places, self._gather(own[name], dim, places), strict=True):
+                whole.index_copy_(dim, index, shard)
+        return layer
+
+    def _gather(
+        self, shard: torch.Tensor, dim: int, places: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The shards of all ranks. They may differ in size, and travel as long as the longest."""
+        shape = list(shard.shape)
+        shape[dim] = max(map(len, places))
+        own = shard.new_zeros(shape)
+        own.narrow(dim, 0, shard.shape[dim]).copy_(shard)
+        padded = [torch.empty_like(own) for _ in places]
+        dist.all_gather(padded, own, group=self.process_group)
+        return [each.narrow(dim, 0, len(at)) for each, at in zip(padded, places, strict=True)]
+
+
+def shard(total: int, rank: int, world_size: int) -> torch.Tensor:
+    """The indices that a rank holds of `total`, as even as can be: the first ranks hold one more
+    where `world_size` does not divide."""
+    return torch.arange(total).tensor_split(world_size)[rank]
+
+
+def require_multiple(total: int, of: int, what: str) -> None:
+    """Raises ValueError, with the sizes, if `total` is no multiple of `of`."""
+    if total % of:
+        raise ValueError(f"{what}: {total} is not a multiple of {of}")

@@ -1,0 +1,141 @@
+"""A whole model that is split by features (lesson 6): cut it, clip it, check it, join it."""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from minidist.distributed_data_parallel.replicas import require_group
+from minidist.tensor_parallel.block import ParallelBlock, SequenceParallel
+from minidist.tensor_parallel.layer import ParallelLayer
+from minidist.tensor_parallel.operators import Group, scatter_to_group
+from minidist.tensor_parallel.vocabulary import VocabParallelEmbedding, VocabParallelLinear
+
+
+def parallelize(
+    model: nn.Module, process_group: Group = None, *, sequence_parallel: bool = False
+) -> nn.Module:
+    """Split a `zoo.Transformer` by features, in place: embedding, blocks and head. Lesson 6.
+
+        model = parallelize(md.zoo.Transformer())       # the same model on every rank
+        loss = md.vocab_parallel_cross_entropy(model(tokens), targets)
+
+    Every rank sees the same tokens (B, T), and has the logits (B, T, V_r) of its own words. A head
+    that is tied to the embedding stays so. The norms, and the embedding of positions, are
+    replicated.
+
+    sequence_parallel: between the parallel regions, activations are sharded along the sequence; T
+        must be a multiple of the number of ranks.
+
+    Returns the model. Raises ValueError if the ranks cannot share its heads or features evenly.
+    """
+    whole: Any = model
+    split: dict[str, Any] = dict(process_group=process_group, sequence_parallel=sequence_parallel)
+    blocks = [ParallelBlock.from_dense(block, **split) for block in whole.blocks]
+    tokens = VocabParallelEmbedding.from_dense(whole.tokens, **split)
+    head = VocabParallelLinear.from_dense(whole.head, **split)
+    if whole.head.weight is whole.tokens.weight:
+        head.weight = tokens.weight
+    whole.blocks, whole.tokens, whole.head = nn.Sequential(*blocks), tokens, head
+    if sequence_parallel:
+        whole.norm = SequenceParallel(whole.norm, process_group)
+        whole.positions.register_forward_hook(
+            lambda _, __, output: scatter_to_group(output, -2, process_group)
+        )
+    return model
+
+
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The `state_dict` of the dense model, on every rank. All ranks must call it. Lesson 6."""
+    state = model.state_dict()
+    for place, layer in model.named_modules():
+        if isinstance(layer, ParallelLayer):
+            prefix = f"{place}." if place else ""
+            for name in layer.state_dict():
+                del state[prefix + name]
+            for name, tensor in layer.to_dense().state_dict().items():
+                state[prefix + name] = tensor
+    return state
+
+
+def grad_norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
+    """The norm of the gradients of the dense model, as `torch.nn.utils.get_total_norm` has it: a
+    number, the same on every rank. Lesson 6.
+
+    A sharded parameter counts with the shards of all ranks, a replicated one once. One all_reduce
+    of one number; all ranks must call it.
+    """
+    norms: list[torch.Tensor] = []  # of replicated gradients
+    shards: dict[dist.ProcessGroup, list[torch.Tensor]] = defaultdict(list)
+    for _, parameter, layer in _parameters(model):
+        if parameter.grad is not None:
+            norm = torch.linalg.vector_norm(parameter.grad, norm_type)
+            (norms if layer is None else shards[layer.process_group]).append(norm)
+    for group, own in shards.items():
+        total = torch.linalg.vector_norm(torch.stack(own), norm_type)
+        if norm_type == float("inf"):
+            dist.all_reduce(total, dist.ReduceOp.MAX, group)
+        else:
+            total **= norm_type
+            dist.all_reduce(total, group=group)
+            total **= 1 / norm_type
+        norms.append(total)
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Scale the gradients so that their norm, that of the dense model, is at most `max_norm`.
+    Returns what the norm was. Lesson 6.
+
+    `torch.nn.utils.clip_grad_norm_` would clip each rank by the norm of its own shards, and let the
+    replicated parameters part.
+    """
+    total = grad_norm(model, norm_type)
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, total)
+    return total
+
+
+def check_replicas(model: nn.Module, process_group: Group = None) -> None:
+    """Make sure that what is replicated is the same on every rank of the group, to the bit: the
+    parameters that no layer has cut, and the buffers. Lesson 6.
+
+    Before `parallelize` it checks the dense model. All ranks must call it. Raises RuntimeError, on
+    every rank, that names the parameter and the ranks that differ from the first.
+    """
+    group = require_group(process_group, "check_replicas")
+    named = {name: tensor for name, tensor, layer in _parameters(model) if layer is None}
+    own = {name: _digest(tensor) for name, tensor in (named | dict(model.named_buffers())).items()}
+    found: list[dict[str, str]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group=group)
+    for name in dict.fromkeys(name for each in found for name in each):
+        digests = [each.get(name) for each in found]
+        other = [
+            dist.get_global_rank(group, rank)
+            for rank, digest in enumerate(digests)
+            if digest != digests[0]
+        ]
+        if other:
+            raise RuntimeError(
+                f"{name} should be the same on every rank: rank {dist.get_global_rank(group, 0)} "
+                f"and rank{'s' * (len(other) > 1)} {', '.join(map(str, other))} differ"
+            )
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParallelLayer | None]]:
+    """Each parameter once, and the layer that has cut it, if one has."""
+    seen = set()
+    for place, module in model.named_modules():
+        for name, parameter in module.named_parameters(place, recurse=False):
+            if parameter not in seen:
+                seen.add(parameter)
+                cut = isinstance(module, ParallelLayer) and name.split(".")[-1] in module.sharded
+                yield name, parameter, module if cut else None
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(data.numpy().tobytes()).hexdigest() + f" {tensor.shape} {tensor.dtype}"

@@ -1,0 +1,158 @@
+"""The conjugate operators (lesson 6): how tensors enter and leave what ranks compute apart.
+
+On the p ranks of a group a tensor is one of three:
+
+    replicated   every rank has the whole x, the same one
+    sharded      rank r has x_r, the r-th of p equal parts along a dimension
+    partial      rank r has a y_r of its own, as large as the whole, and y_0 + ... + y_(p-1) counts
+
+Each operator maps one kind to another, and the map is linear. The backward pass of a linear map is
+its transpose, which is again one of the operators: its conjugate. Written for two ranks, with the
+identity I, and for a tensor x of two parts:
+
+    copy_to_group               replicated -> each rank's own        identity        [I; I]
+    reduce_from_group           partial -> replicated                all_reduce      [I  I]
+
+    scatter_to_group            replicated -> sharded                cut             I
+    gather_from_group           sharded -> replicated                all_gather      I
+
+    gather_from_sequence        sharded -> each rank's own           all_gather      [I; I]
+    reduce_scatter_to_sequence  partial -> sharded                   reduce_scatter  [I  I]
+
+Two that stand together are conjugate: the backward of one is the other. (The matrices of the second
+pair are each other's transpose too: the identity, as nothing is copied and nothing is summed.)
+
+`copy_to_group` does nothing forward, and its backward sums: where each rank uses x for something of
+its own, the gradient of x is the sum over the ranks. Scattering costs nothing either, and is undone
+by an all_gather. The last two fuse two steps into one message: an all_reduce is a reduce_scatter
+and an all_gather, so a pair of them moves the bytes of one all_reduce.
+
+The first two are f and g of Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3; the last
+two are those of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
+(arXiv 2205.05198), section 4.2.2. All can be differentiated any number of times.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Group = dist.ProcessGroup | None  # None: the default group
+Map = Callable[[torch.Tensor], torch.Tensor]
+
+
+def copy_to_group(x: torch.Tensor, group: Group = None) -> torch.Tensor:
+    """Forward: x as it is. Backward: the gradients of all ranks are summed. Lesson 6.
+
+    For a replicated x that the ranks now use apart: an input of split features, or a replicated
+    weight of which each rank sees other tokens.
+    """
+    return _Conjugate.apply(x, _identity, partial(all_reduce, group=group))
+
+
+def reduce_from_group(x: torch.Tensor, group: Group = None) -> torch.Tensor:
+    """Forward: the sum of the ranks' x, on every rank. Backward: the gradient as it is.
+    Lesson 6."""
+    return _Conjugate.apply(x, partial(all_reduce, group=group), _identity)
+
+
+def scatter_to_group(x: torch.Tensor, dim: int = -1, group: Group = None) -> torch.Tensor:
+    """Forward: this rank's part of a replicated x. Backward: the gradients of all parts are
+    gathered. Lesson 6.
+
+    Raises ValueError, on every rank, if x cannot be cut along `dim` into equal parts.
+    """
+    return _Conjugate.apply(
+        x, partial(cut, dim=dim, group=group), partial(join, dim=dim, group=group)
+    )
+
+
+def gather_from_group(x: torch.Tensor, dim: int = -1, group: Group = None) -> torch.Tensor:
+    """Forward: the parts of all ranks, joined along `dim`. Backward: this rank's part of the
+    gradient, which must be replicated. Lesson 6."""
+    return _Conjugate.apply(
+        x, partial(join, dim=dim, group=group), partial(cut, dim=dim, group=group)
+    )
+
+
+def gather_from_sequence(x: torch.Tensor, dim: int = -2, group: Group = None) -> torch.Tensor:
+    """Forward: the parts of all ranks, joined along `dim`, for the ranks to use apart. Backward:
+    the gradients of all ranks are summed, and this rank takes its part. Lesson 6."""
+    return _Conjugate.apply(
+        x, partial(join, dim=dim, group=group), partial(reduce_scatter, dim=dim, group=group)
+    )
+
+
+def reduce_scatter_to_sequence(x: torch.Tensor, dim: int = -2, group: Group = None) -> torch.Tensor:
+    """Forward: this rank's part, along `dim`, of the sum of the ranks' x. Backward: the gradients
+    of all parts are gathered. Lesson 6.
+
+    Raises ValueError, on every rank, if x cannot be cut along `dim` into equal parts.
+    """
+    return _Conjugate.apply(
+        x, partial(reduce_scatter, dim=dim, group=group), partial(join, dim=dim, group=group)
+    )
+
+
+class _Conjugate(torch.autograd.Function):
+    """Apply a linear map, and to the gradient its transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward: Map, transpose: Map) -> torch.Tensor:
+        ctx.maps = transpose, forward  # the transpose of the transpose is the map itself
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _Conjugate.apply(grad, *ctx.maps), None, None
+
+
+# The five maps, without autograd. None writes into its argument.
+
+
+def _identity(x: torch.Tensor) -> torch.Tensor:
+    return x.view_as(x)
+
+
+def all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """The sum over the ranks."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def cut(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+    """This rank's part of x."""
+    return parts(x, dim, group)[dist.get_rank(group)].contiguous()
+
+
+def join(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+    """The parts of all ranks as one."""
+    pieces = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in _ranks(group)]
+    dist.all_gather(pieces, x.contiguous(), group=group)
+    return torch.cat(pieces, dim)
+
+
+def reduce_scatter(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+    """This rank's part of the sum over the ranks."""
+    pieces = [piece.contiguous() for piece in parts(x, dim, group)]
+    own = torch.empty_like(pieces[0])
+    dist.reduce_scatter(own, pieces, group=group)
+    return own
+
+
+def parts(x: torch.Tensor, dim: int, group: Group) -> list[torch.Tensor]:
+    """x cut into a part for each rank. Raises ValueError if they would not be equal."""
+    size = dist.get_world_size(group)
+    if x.shape[dim] % size:
+        raise ValueError(
+            f"{size} ranks cannot share a tensor of shape {tuple(x.shape)} evenly along dimension "
+            f"{dim}: {x.shape[dim]} is not a multiple of {size}"
+        )
+    return list(x.chunk(size, dim))
+
+
+def _ranks(group: Group) -> range:
+    return range(dist.get_world_size(group))
