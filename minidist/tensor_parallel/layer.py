@@ -26,7 +26,8 @@ class ParallelLayer(nn.Module):
 
     def __init__(self, process_group: Group) -> None:
         super().__init__()
-        self.process_group = require_group(process_group, type(self).__name__)
+        require_group(process_group, type(self).__name__)
+        self.process_group = process_group  # None stays None: a group cannot be copied
         self.rank = dist.get_rank(self.process_group)
         self.world_size = dist.get_world_size(self.process_group)
 

@@ -128,6 +128,13 @@ class ColumnParallelLinear(_ParallelLinear):
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """F.linear of a replicated x, or of one that is sharded along the sequence."""
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, weight, bias = (
+                x.to(dtype),
+                weight.to(dtype),
+                bias if bias is None else bias.to(dtype),
+            )
         function = _GatherLinear if self.sequence_parallel else _CopyLinear
         return function.apply(x, weight, bias, self.process_group)
 

@@ -70,7 +70,7 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
     of one number; all ranks must call it.
     """
     norms: list[torch.Tensor] = []  # of replicated gradients
-    shards: dict[dist.ProcessGroup, list[torch.Tensor]] = defaultdict(list)
+    shards: dict[Group, list[torch.Tensor]] = defaultdict(list)
     for _, parameter, layer in _parameters(model):
         if parameter.grad is not None:
             norm = torch.linalg.vector_norm(parameter.grad, norm_type)

@@ -71,7 +71,7 @@ class VocabParallelEmbedding(ParallelLayer):
     @staticmethod
     def sizes(layer: nn.Embedding) -> tuple[Any, ...]:
         for name in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
-            if getattr(layer, name) not in (None, False):
+            if getattr(layer, name) is not None and getattr(layer, name) is not False:
                 raise ValueError(f"a VocabParallelEmbedding has no {name}")
         return layer.num_embeddings, layer.embedding_dim
 
