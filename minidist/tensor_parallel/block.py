@@ -9,6 +9,7 @@ stand where an all_reduce was: they cost no more bytes, and the activations in b
 Shoeybi et al. (arXiv 1909.08053), section 3; Korthikanti et al. (arXiv 2205.05198), section 4.2.
 """
 
+import copy
 from contextlib import nullcontext
 from typing import Any, Self
 
@@ -75,7 +76,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         self.head_dim = out_features // (self.heads + 2 * self.kv_heads)
         super().__init__(in_features, out_features, bias, process_group, **options)
 
-    def require_divisible(self) -> None:
+    def require_split(self) -> None:
         ranks = self.world_size
         require_multiple(self.heads, ranks, f"heads over {ranks} ranks")
         require_multiple(self.heads, self.kv_heads, "heads over key-value heads")
@@ -172,10 +173,11 @@ class ParallelBlock(nn.Module):
         those of the constructor."""
         width, heads = block.qkv.in_features, block.heads
         self = cls(width, heads, process_group=process_group, device="meta", **options)
-        self.norm1, self.norm2 = self._norm(block.norm1), self._norm(block.norm2)
+        self.norm1 = self._norm(copy.deepcopy(block.norm1))
+        self.norm2 = self._norm(copy.deepcopy(block.norm2))
         for name in ("qkv", "out", "mlp.0", "mlp.2"):
             self.get_submodule(name).take(block.get_submodule(name))  # type: ignore[operator]
-        return self
+        return self.train(block.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self._drop(self.attention(self.norm1(x)))

@@ -22,7 +22,9 @@ class ParallelLayer(nn.Module):
     the dense layer is made first, and for a moment needs its memory.
     """
 
+    split: ClassVar[str]  # the attribute that says how many rows (or columns) are split
     sharded: ClassVar[dict[str, int]]  # of each parameter that is cut: along which dimension
+    uneven: ClassVar[bool] = False  # whether some ranks may have one more
 
     def __init__(self, process_group: Group) -> None:
         super().__init__()
@@ -31,9 +33,18 @@ class ParallelLayer(nn.Module):
         self.rank = dist.get_rank(self.process_group)
         self.world_size = dist.get_world_size(self.process_group)
 
-    @abstractmethod
+    def require_split(self) -> None:
+        """Raises ValueError, with the sizes, if the ranks cannot share the layer."""
+        total, ranks = getattr(self, self.split), self.world_size
+        if total < ranks or (total % ranks and not self.uneven):
+            raise ValueError(
+                f"{type(self).__name__}: {ranks} ranks cannot share {self.split}={total}"
+                + ("" if self.uneven else f", which is not a multiple of {ranks}")
+            )
+
     def indices(self, rank: int) -> torch.Tensor:
         """Which rows of the dense weight (or columns, where these are cut) a rank holds."""
+        return shard(getattr(self, self.split), rank, self.world_size)
 
     @abstractmethod
     def dense(self, device: Any, dtype: Any) -> nn.Module:
@@ -95,8 +106,8 @@ class ParallelLayer(nn.Module):
 
 
 def shard(total: int, rank: int, world_size: int) -> torch.Tensor:
-    """The indices that a rank holds of `total`, as even as can be: the first ranks hold one more
-    where `world_size` does not divide."""
+    """The indices that a rank holds of `total`: the first ranks hold one more where `world_size`
+    does not divide."""
     return torch.arange(total).tensor_split(world_size)[rank]
 
 

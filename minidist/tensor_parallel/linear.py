@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from minidist.tensor_parallel.layer import ParallelLayer, require_multiple, shard
+from minidist.tensor_parallel.layer import ParallelLayer, require_multiple
 from minidist.tensor_parallel.operators import (
     Group,
     copy_to_group,
@@ -49,12 +49,9 @@ class _ParallelLinear(ParallelLayer):
         self.in_features, self.out_features = in_features, out_features
         self.sequence_parallel = sequence_parallel
         self.has_bias = bias
-        self.require_divisible()
+        self.require_split()
         self.register_parameter("bias", None)
         self.take(self.dense(device, dtype))
-
-    def require_divisible(self) -> None:
-        """Raises ValueError if the features cannot be split over the ranks."""
 
     def dense(self, device: Any, dtype: Any) -> nn.Linear:
         return nn.Linear(self.in_features, self.out_features, self.has_bias, device, dtype)
@@ -91,6 +88,7 @@ class ColumnParallelLinear(_ParallelLinear):
     `F.linear` between the operators of this lesson has them.
     """
 
+    split = "out_features"
     sharded = {"weight": 0, "bias": 0}
 
     def __init__(
@@ -109,16 +107,8 @@ class ColumnParallelLinear(_ParallelLinear):
             in_features, out_features, bias, process_group, sequence_parallel, device, dtype
         )
         self.gather_output = gather_output
-        if gather_output:  # which needs equal parts
-            ColumnParallelLinear.require_divisible(self)
-
-    def require_divisible(self) -> None:
-        require_multiple(
-            self.out_features, self.world_size, f"out_features over {self.world_size} ranks"
-        )
-
-    def indices(self, rank: int) -> torch.Tensor:
-        return shard(self.out_features, rank, self.world_size)
+        if gather_output:  # also for a VocabParallelLinear: only equal parts can be joined
+            require_multiple(out_features, self.world_size, "out_features to gather")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.linear(x, self.weight, self.bias)
@@ -154,7 +144,8 @@ class RowParallelLinear(_ParallelLinear):
     Raises ValueError if `in_features` is not a multiple of the number of ranks.
     """
 
-    sharded = {"weight": 1}
+    split = "in_features"
+    sharded = {"weight": 1}  # the bias is replicated
 
     def __init__(
         self,
@@ -172,14 +163,6 @@ class RowParallelLinear(_ParallelLinear):
             in_features, out_features, bias, process_group, sequence_parallel, device, dtype
         )
         self.input_is_parallel = input_is_parallel
-
-    def require_divisible(self) -> None:
-        require_multiple(
-            self.in_features, self.world_size, f"in_features over {self.world_size} ranks"
-        )
-
-    def indices(self, rank: int) -> torch.Tensor:
-        return shard(self.in_features, rank, self.world_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.input_is_parallel:

@@ -129,11 +129,11 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParallelL
     """Each parameter once, and the layer that has cut it, if one has."""
     seen = set()
     for place, module in model.named_modules():
-        for name, parameter in module.named_parameters(place, recurse=False):
+        for name, parameter in module.named_parameters(recurse=False):
             if parameter not in seen:
                 seen.add(parameter)
-                cut = isinstance(module, ParallelLayer) and name.split(".")[-1] in module.sharded
-                yield name, parameter, module if cut else None
+                is_cut = isinstance(module, ParallelLayer) and name in module.sharded
+                yield f"{place}.{name}".lstrip("."), parameter, module if is_cut else None
 
 
 def _digest(tensor: torch.Tensor) -> str:

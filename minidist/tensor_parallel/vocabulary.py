@@ -16,19 +16,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from minidist.tensor_parallel.layer import ParallelLayer, shard
+from minidist.tensor_parallel.layer import ParallelLayer
 from minidist.tensor_parallel.linear import ColumnParallelLinear
 from minidist.tensor_parallel.operators import (
     Group,
     reduce_from_group,
     reduce_scatter_to_sequence,
 )
-
-
-def require_words(words: int, world_size: int) -> None:
-    """Raises ValueError if there are fewer words than ranks."""
-    if words < world_size:
-        raise ValueError(f"a vocabulary of {words} cannot be split over {world_size} ranks")
 
 
 class VocabParallelEmbedding(ParallelLayer):
@@ -46,7 +40,9 @@ class VocabParallelEmbedding(ParallelLayer):
     `max_norm`, `scale_grad_by_freq` or `sparse`.
     """
 
+    split = "num_embeddings"
     sharded = {"weight": 0}
+    uneven = True
     weight: nn.Parameter
 
     def __init__(
@@ -60,9 +56,9 @@ class VocabParallelEmbedding(ParallelLayer):
         dtype: Any = None,
     ) -> None:
         super().__init__(process_group)
-        require_words(num_embeddings, self.world_size)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.sequence_parallel = sequence_parallel
+        self.require_split()
         self.take(self.dense(device, dtype))
 
     def dense(self, device: Any, dtype: Any) -> nn.Embedding:
@@ -74,9 +70,6 @@ class VocabParallelEmbedding(ParallelLayer):
             if getattr(layer, name) is not None and getattr(layer, name) is not False:
                 raise ValueError(f"a VocabParallelEmbedding has no {name}")
         return layer.num_embeddings, layer.embedding_dim
-
-    def indices(self, rank: int) -> torch.Tensor:
-        return shard(self.num_embeddings, rank, self.world_size)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         if tokens.numel() and not 0 <= tokens.min() <= tokens.max() < self.num_embeddings:
@@ -106,8 +99,7 @@ class VocabParallelLinear(ColumnParallelLinear):
     Raises ValueError if there are fewer words than ranks.
     """
 
-    def require_divisible(self) -> None:
-        require_words(self.out_features, self.world_size)
+    uneven = True
 
 
 def vocab_parallel_cross_entropy(
