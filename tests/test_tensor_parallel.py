@@ -7,7 +7,6 @@ a wrong value; that replicas stay equal proves nothing here.
 
 import copy
 import math
-import time
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import minidist as md
 from minidist import tensor_parallel as tp
@@ -288,14 +288,38 @@ def test_an_input_that_needs_no_gradient_costs_no_message(pools):
 def test_autocast(pools):
     def cast():
         torch.manual_seed(0)
-        layer = md.ColumnParallelLinear(4, 4)
+        column, row = md.ColumnParallelLinear(4, 4), md.RowParallelLinear(4, 4)
         x = torch.ones(2, 4, requires_grad=True)
         with torch.autocast("cpu", torch.bfloat16):
-            y = layer(x)
+            hidden = column(x)
+            y = row(hidden)
         y.sum().backward()
-        return y.dtype, x.grad.dtype, layer.weight.grad.dtype
+        parameters = [*column.parameters(), *row.parameters()]
+        return hidden.dtype, y.dtype, {t.grad.dtype for t in (x, *parameters)}
 
-    assert pools(2)(cast) == [(torch.bfloat16, torch.float32, torch.float32)] * 2
+    assert pools(2)(cast) == [(torch.bfloat16, torch.bfloat16, {torch.float32})] * 2
+
+
+def test_a_batch_that_does_not_lie_in_order(pools):
+    def turn(sequence_parallel):
+        dense = nn.Linear(4, 6, dtype=torch.float64)
+        dense.load_state_dict({k: random(*v.shape) for k, v in dense.state_dict().items()})
+        layer = md.ColumnParallelLinear.from_dense(dense, sequence_parallel=sequence_parallel)
+        x = random(4, 3, 4, seed=1).requires_grad_()
+        shared = (lambda t: part(t, 1)) if sequence_parallel else lambda t: t
+        y = shared(x.detach().transpose(0, 1)).requires_grad_()  # (B, T, C) of (T, B, C)
+        weights = random(4, 3, 6, seed=2).transpose(0, 1)
+        (dense(x.transpose(0, 1)) * weights).sum().backward()
+        (layer(y) * part(weights)).sum().backward()
+        return apart(
+            {
+                "x": (y.grad, shared(x.grad.transpose(0, 1))),
+                "weight": (layer.weight.grad, part(dense.weight.grad, 0)),
+            }
+        )
+
+    for sequence_parallel in (False, True):
+        assert pools(2)(turn, sequence_parallel) == [[]] * 2
 
 
 def subgroup(pairs):
@@ -394,6 +418,8 @@ def test_the_loss_at_its_edges(pools):
         none = md.vocab_parallel_cross_entropy(x, torch.full((3,), -100))
         once = md.vocab_parallel_cross_entropy(x, targets)
         once.backward(retain_graph=True)
+        single = md.vocab_parallel_cross_entropy(x[0], targets[0])  # no batch
+        assert torch.equal(single, md.vocab_parallel_cross_entropy(x[:1], targets[:1]))
         return [
             math.isnan(none),  # as torch has it
             raised(once.backward),
@@ -697,37 +723,51 @@ def test_activations_are_as_the_paper_says(pools):
                 assert measured == formula
 
 
-def test_the_gradient_travels_while_that_of_the_weight_is_computed():
-    """On an emulated link, a column layer's backward takes as long as the longer of the two, not
-    as both."""
+def order_of_backward(sequence_parallel):
+    """The products of matrices, and when each collective begins and is waited for."""
+    log = []
 
-    def measure():
-        layer = md.ColumnParallelLinear(512, 512, bias=False)
-        x = torch.ones(4096, 512, requires_grad=True)
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten.mm.default:
+                log.append("product")
+            return function(*args, **(kwargs or {}))
 
-        def seconds(function):
-            times = []
-            for _ in range(5):
-                dist.barrier()
-                start = time.perf_counter()
-                function()
-                times.append(time.perf_counter() - start)
-            return min(times)
+    class Waited:
+        def __init__(self, name, work):
+            self.name, self.work = name, work
 
-        y = layer(x)
-        grad = torch.ones_like(y)
-        backward = seconds(lambda: y.backward(grad, retain_graph=True))
-        weight = seconds(lambda: grad.T @ x.detach())
-        message = seconds(lambda: dist.all_reduce(torch.ones_like(x)))
-        alone = seconds(lambda: grad @ layer.weight.detach())
-        return backward, alone, weight, message
+        def wait(self):
+            log.append(f"wait {self.name}")
+            self.work.wait()
 
-    with md.ranks(2, backend="shm", link=md.Link(gbps=4, latency_us=10)) as ranks:
-        for _ in range(3):  # the machine may be busy
-            told = ranks(measure)
-            if all(both < alone + weight + message for both, alone, weight, message in told):
-                return
-    raise AssertionError(told)
+    def watched(function):
+        def call(*args, **kwargs):
+            log.append(function.__name__)
+            return Waited(function.__name__, function(*args, **kwargs))
+
+        return call
+
+    layer = md.ColumnParallelLinear(4, 4, sequence_parallel=sequence_parallel)
+    y = layer(torch.ones(3, 4, requires_grad=True))
+    names = "all_reduce", "all_gather", "reduce_scatter"
+    before = [getattr(dist, name) for name in names]
+    for name, function in zip(names, before, strict=True):
+        setattr(dist, name, watched(function))
+    try:
+        with Products():
+            y.backward(torch.ones_like(y))
+    finally:
+        for name, function in zip(names, before, strict=True):
+            setattr(dist, name, function)
+    return log
+
+
+def test_gradients_travel_while_others_are_computed(pools):
+    wanted = ["product", "all_reduce", "product", "wait all_reduce"]
+    assert pools(2)(order_of_backward, False) == [wanted] * 2
+    wanted = ["all_gather", "product", "reduce_scatter", "wait all_gather", "product"]
+    assert pools(2)(order_of_backward, True) == [[*wanted, "wait reduce_scatter"]] * 2
 
 
 # ---- random numbers ---------------------------------------------------------------------------

@@ -156,9 +156,10 @@ class ParallelBlock(nn.Module):
         options = dict(process_group=process_group, sequence_parallel=sequence_parallel, **kind)
         self.norm1 = self._norm(nn.LayerNorm(width, **kind))
         self.norm2 = self._norm(nn.LayerNorm(width, **kind))
-        queries_keys_values = width + 2 * width // heads * (kv_heads or heads)
+        require_multiple(width, heads, "width over heads")
+        outputs = width // heads * (heads + 2 * (kv_heads or heads))
         self.qkv = QKVParallelLinear(
-            width, queries_keys_values, bias=False, heads=heads, kv_heads=kv_heads, **options
+            width, outputs, bias=False, heads=heads, kv_heads=kv_heads, **options
         )
         self.out = RowParallelLinear(width, width, **options)
         self.mlp = nn.Sequential(

@@ -47,20 +47,22 @@ class ParallelLayer(nn.Module):
         return shard(getattr(self, self.split), rank, self.world_size)
 
     @abstractmethod
-    def dense(self, device: Any, dtype: Any) -> nn.Module:
-        """The layer of torch that this one is a shard of, with weights of its own."""
+    def make_dense(self, device: Any, dtype: Any) -> nn.Module:
+        """A layer of torch like the one of which this is a shard, with new weights."""
 
     @staticmethod
     @abstractmethod
-    def sizes(layer: Any) -> tuple[Any, ...]:
-        """What the constructor takes first, to make a shard of a layer of torch like this."""
+    def arguments(layer: Any) -> tuple[Any, ...]:
+        """What the constructor takes first, for a shard of a layer of torch like this."""
 
     @classmethod
     def from_dense(cls, layer: Any, process_group: Group = None, **options: Any) -> Self:
         """This rank's shard of `layer`, which must be the same on every rank (`check_replicas`
         looks). `options` are those of the constructor."""
         make: Any = cls
-        own: Self = make(*cls.sizes(layer), process_group=process_group, device="meta", **options)
+        own: Self = make(
+            *cls.arguments(layer), process_group=process_group, device="meta", **options
+        )
         own.take(layer)
         return own
 
@@ -80,7 +82,7 @@ class ParallelLayer(nn.Module):
         """The whole layer, as one of torch, on every rank. All ranks must call it."""
         own = dict(self.named_parameters())
         first = next(iter(own.values()))
-        layer = self.dense("meta", first.dtype).to_empty(device=first.device)
+        layer = self.make_dense("meta", first.dtype).to_empty(device=first.device)
         for name, whole in layer.named_parameters():
             whole.requires_grad_(own[name].requires_grad)
             if name not in self.sharded:
@@ -88,18 +90,18 @@ class ParallelLayer(nn.Module):
                 continue
             dim = self.sharded[name]
             places = [self.indices(rank).to(whole.device) for rank in range(self.world_size)]
-            for index, shard in zip(places, self._gather(own[name], dim, places), strict=True):
-                whole.index_copy_(dim, index, shard)
+            for index, piece in zip(places, self._gather(own[name], dim, places), strict=True):
+                whole.index_copy_(dim, index, piece)
         return layer
 
     def _gather(
-        self, shard: torch.Tensor, dim: int, places: list[torch.Tensor]
+        self, piece: torch.Tensor, dim: int, places: list[torch.Tensor]
     ) -> list[torch.Tensor]:
         """The shards of all ranks. They may differ in size, and travel as long as the longest."""
-        shape = list(shard.shape)
+        shape = list(piece.shape)
         shape[dim] = max(map(len, places))
-        own = shard.new_zeros(shape)
-        own.narrow(dim, 0, shard.shape[dim]).copy_(shard)
+        own = piece.new_zeros(shape)
+        own.narrow(dim, 0, piece.shape[dim]).copy_(piece)
         padded = [torch.empty_like(own) for _ in places]
         dist.all_gather(padded, own, group=self.process_group)
         return [each.narrow(dim, 0, len(at)) for each, at in zip(padded, places, strict=True)]

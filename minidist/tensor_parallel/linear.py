@@ -51,13 +51,13 @@ class _ParallelLinear(ParallelLayer):
         self.has_bias = bias
         self.require_split()
         self.register_parameter("bias", None)
-        self.take(self.dense(device, dtype))
+        self.take(self.make_dense(device, dtype))
 
-    def dense(self, device: Any, dtype: Any) -> nn.Linear:
+    def make_dense(self, device: Any, dtype: Any) -> nn.Linear:
         return nn.Linear(self.in_features, self.out_features, self.has_bias, device, dtype)
 
     @staticmethod
-    def sizes(layer: nn.Linear) -> tuple[Any, ...]:
+    def arguments(layer: nn.Linear) -> tuple[Any, ...]:
         return layer.in_features, layer.out_features, layer.bias is not None
 
     def extra_repr(self) -> str:
@@ -174,7 +174,7 @@ class RowParallelLinear(_ParallelLinear):
         else:
             y = reduce_scatter_to_sequence(partial, -2, self.process_group)
             bias = bias if bias is None else copy_to_group(bias, self.process_group)
-        return y if bias is None else y + bias
+        return y if bias is None else y + bias.to(y.dtype)  # autocast: as nn.Linear has it
 
 
 class _CopyLinear(torch.autograd.Function):

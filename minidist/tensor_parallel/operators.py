@@ -1,31 +1,31 @@
 """The conjugate operators (lesson 6): how tensors enter and leave what ranks compute apart.
 
-On the p ranks of a group a tensor is one of three:
+A tensor lies on the p ranks of a group in one of four ways:
 
-    replicated   every rank has the whole x, the same one
+    replicated   every rank has the whole x, and does the same with it
+    copied       every rank has the whole x, and does something of its own with it
     sharded      rank r has x_r, the r-th of p equal parts along a dimension
-    partial      rank r has a y_r of its own, as large as the whole, and y_0 + ... + y_(p-1) counts
+    partial      rank r has a summand, as large as the whole: x = x_0 + ... + x_(p-1)
 
-Each operator maps one kind to another, and the map is linear. The backward pass of a linear map is
-its transpose, which is again one of the operators: its conjugate. Written for two ranks, with the
-identity I, and for a tensor x of two parts:
+Each operator leads from one way to another, and does it by a linear map. For two ranks, I being the
+identity:
 
-    copy_to_group               replicated -> each rank's own        identity        [I; I]
-    reduce_from_group           partial -> replicated                all_reduce      [I  I]
+    copy_to_group               replicated -> copied       identity         [I; I]
+    reduce_from_group           partial -> replicated      all_reduce       [I  I]
 
-    scatter_to_group            replicated -> sharded                cut             I
-    gather_from_group           sharded -> replicated                all_gather      I
+    scatter_to_group            replicated -> sharded      cut              I
+    gather_from_group           sharded -> replicated      all_gather       I
 
-    gather_from_sequence        sharded -> each rank's own           all_gather      [I; I]
-    reduce_scatter_to_sequence  partial -> sharded                   reduce_scatter  [I  I]
+    gather_from_sequence        sharded -> copied          all_gather       [I; I]
+    reduce_scatter_to_sequence  partial -> sharded         reduce_scatter   [I  I]
 
-Two that stand together are conjugate: the backward of one is the other. (The matrices of the second
-pair are each other's transpose too: the identity, as nothing is copied and nothing is summed.)
+The backward pass of a linear map is its transpose, and leads back. So two that stand together are
+conjugate: each is the backward pass of the other. The gradient of a copied tensor is partial (what
+the ranks do with x adds up), and that of a partial one copied; the gradients of replicated and
+sharded tensors are replicated and sharded as they are.
 
-`copy_to_group` does nothing forward, and its backward sums: where each rank uses x for something of
-its own, the gradient of x is the sum over the ranks. Scattering costs nothing either, and is undone
-by an all_gather. The last two fuse two steps into one message: an all_reduce is a reduce_scatter
-and an all_gather, so a pair of them moves the bytes of one all_reduce.
+The last pair does the work of the other two in one message each. An all_reduce is a reduce_scatter
+and an all_gather: the pair moves the bytes of one all_reduce.
 
 The first two are f and g of Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3; the last
 two are those of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
@@ -46,8 +46,8 @@ Map = Callable[[torch.Tensor], torch.Tensor]
 def copy_to_group(x: torch.Tensor, group: Group = None) -> torch.Tensor:
     """Forward: x as it is. Backward: the gradients of all ranks are summed. Lesson 6.
 
-    For a replicated x that the ranks now use apart: an input of split features, or a replicated
-    weight of which each rank sees other tokens.
+    For the input of a layer that is split by features, and for a replicated weight that sees other
+    tokens on each rank.
     """
     return _Conjugate.apply(x, _identity, partial(all_reduce, group=group))
 
@@ -78,8 +78,8 @@ def gather_from_group(x: torch.Tensor, dim: int = -1, group: Group = None) -> to
 
 
 def gather_from_sequence(x: torch.Tensor, dim: int = -2, group: Group = None) -> torch.Tensor:
-    """Forward: the parts of all ranks, joined along `dim`, for the ranks to use apart. Backward:
-    the gradients of all ranks are summed, and this rank takes its part. Lesson 6."""
+    """Forward: the parts of all ranks, joined along `dim`, as copies. Backward: the
+    gradients of all ranks are summed, and this rank takes its part. Lesson 6."""
     return _Conjugate.apply(
         x, partial(join, dim=dim, group=group), partial(reduce_scatter, dim=dim, group=group)
     )
@@ -130,7 +130,8 @@ def cut(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
 
 def join(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     """The parts of all ranks as one."""
-    pieces = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in _ranks(group)]
+    size = dist.get_world_size(group)
+    pieces = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(size)]
     dist.all_gather(pieces, x.contiguous(), group=group)
     return torch.cat(pieces, dim)
 
@@ -152,7 +153,3 @@ def parts(x: torch.Tensor, dim: int, group: Group) -> list[torch.Tensor]:
             f"{dim}: {x.shape[dim]} is not a multiple of {size}"
         )
     return list(x.chunk(size, dim))
-
-
-def _ranks(group: Group) -> range:
-    return range(dist.get_world_size(group))

@@ -59,13 +59,13 @@ class VocabParallelEmbedding(ParallelLayer):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.sequence_parallel = sequence_parallel
         self.require_split()
-        self.take(self.dense(device, dtype))
+        self.take(self.make_dense(device, dtype))
 
-    def dense(self, device: Any, dtype: Any) -> nn.Embedding:
+    def make_dense(self, device: Any, dtype: Any) -> nn.Embedding:
         return nn.Embedding(self.num_embeddings, self.embedding_dim, device=device, dtype=dtype)
 
     @staticmethod
-    def sizes(layer: nn.Embedding) -> tuple[Any, ...]:
+    def arguments(layer: nn.Embedding) -> tuple[Any, ...]:
         for name in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(layer, name) is not None and getattr(layer, name) is not False:
                 raise ValueError(f"a VocabParallelEmbedding has no {name}")
@@ -136,11 +136,16 @@ def vocab_parallel_cross_entropy(
     counted = targets.flatten() != ignore_index  # (N,)
     wide = torch.promote_types(logits.dtype, torch.float32)
     losses = _CrossEntropy.apply(
-        logits.flatten(0, -2).to(wide), targets.flatten(), counted, process_group, label_smoothing
-    ).to(logits.dtype)
+        logits.reshape(-1, logits.shape[-1]).to(wide),
+        targets.flatten(),
+        counted,
+        process_group,
+        label_smoothing,
+    )
     if reduction == "none":
-        return losses.view(targets.shape)
-    return losses.sum() / counted.sum() if reduction == "mean" else losses.sum()
+        return losses.view(targets.shape).to(logits.dtype)
+    total = losses.sum()
+    return (total / counted.sum() if reduction == "mean" else total).to(logits.dtype)
 
 
 class _CrossEntropy(torch.autograd.Function):
