@@ -266,8 +266,10 @@ def test_a_layer_keeps_what_the_dense_one_was(pools):
         layer = md.ColumnParallelLinear.from_dense(dense)
         layer(random(2, 4).requires_grad_()).sum().backward()
         again = copy.deepcopy(layer).to_dense()
+        row = md.RowParallelLinear.from_dense(dense)
         return (
-            dense.weight.data_ptr() != layer.weight.data_ptr(),
+            dense.weight.data_ptr() != layer.weight.data_ptr()
+            and dense.bias.data_ptr() != row.bias.data_ptr(),
             [(p.requires_grad, p.dtype) for p in again.parameters()],
             layer.weight.grad,
             sorted(layer.state_dict()),
@@ -331,27 +333,46 @@ def test_a_batch_that_does_not_lie_in_order(pools):
         assert pools(2)(turn, sequence_parallel) == [[]] * 2
 
 
-def subgroup(pairs):
-    """Two groups of two: each is a world of its own."""
+def subgroup(pairs, sequence_parallel):
+    """Two groups of two, each with data of its own: no message may reach the other group."""
     groups = [dist.new_group(ranks) for ranks in pairs]
     rank, _ = here()
     which = next(i for i, ranks in enumerate(pairs) if rank in ranks)
-    group, place = groups[which], pairs[which].index(rank)
-    dense = nn.Linear(4, 6, dtype=torch.float64)
-    dense.load_state_dict({k: random(*v.shape, seed=which) for k, v in dense.state_dict().items()})
-    column = md.ColumnParallelLinear.from_dense(dense, group, gather_output=True)
-    row = md.RowParallelLinear.from_dense(dense, group, input_is_parallel=False)
-    x = random(3, 4, seed=9)
+    group = groups[which]
     other = raised(md.ColumnParallelLinear, 4, 6, process_group=groups[1 - which])
-    found = apart({"column": (column(x), dense(x)), "row": (row(x), dense(x))})
-    found += apart({"shard": (column.weight, dense.weight.chunk(2)[place])})
-    tp.check_replicas(row, group)
-    return found, other[:10]
+
+    dense = md.zoo.Transformer(9, length=4, width=8, heads=2, seed=which).double()
+    model = tp.parallelize(copy.deepcopy(dense), group, sequence_parallel=sequence_parallel)
+    tokens, targets = torch.randint(9, (2, 3, 4), generator=torch.Generator().manual_seed(which))
+    wanted = md.parity.cross_entropy(dense(tokens), targets)
+    loss = md.vocab_parallel_cross_entropy(model(tokens), targets, group)
+    wanted.backward()
+    loss.backward()
+    norm = nn.utils.get_total_norm([p.grad for p in dense.parameters()])
+    found = apart({"loss": (loss, wanted), "norm": (tp.grad_norm(model), norm)})
+    for parameter in (*model.parameters(), *dense.parameters()):
+        parameter.data = parameter.grad
+    tp.check_replicas(model, group)
+    full = tp.full_state_dict(model)
+    found += apart({name: (full[name], tensor) for name, tensor in dense.state_dict().items()})
+
+    linear, x = copy.deepcopy(dense.blocks[0].out), random(3, 8, seed=which)
+    column = md.ColumnParallelLinear.from_dense(linear, group, gather_output=True)
+    row = md.RowParallelLinear.from_dense(linear, group, input_is_parallel=False)
+    found += apart({"column": (column(x), linear(x)), "row": (row(x), linear(x))})
+    torch.manual_seed(which)
+    block = tp.ParallelBlock(8, 2, 1, process_group=group, dtype=torch.float64)
+    bend(block(random(1, 4, 8)), 0).backward()
+    block.qkv.kv_weight.data = block.qkv.kv_weight.grad  # is summed over the group
+    found += [raised(tp.check_replicas, block, group)]
+    return [each for each in found if each], other
 
 
-def test_a_group_that_is_not_the_world(pools):
-    told = pools(4)(subgroup, [[0, 2], [1, 3]])
-    assert told == [([], "ValueError")] * 4
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_group_that_is_not_the_world(pools, sequence_parallel):
+    wanted = "ValueError: ColumnParallelLinear: rank {} is not in the process group it was given"
+    told = pools(4)(subgroup, [[0, 2], [1, 3]], sequence_parallel)
+    assert told == [([], wanted.format(rank)) for rank in range(4)]
 
 
 # ---- vocabulary -------------------------------------------------------------------------------
