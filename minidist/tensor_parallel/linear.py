@@ -120,11 +120,8 @@ class ColumnParallelLinear(_ParallelLinear):
         """F.linear of a replicated x, or of one that is sharded along the sequence."""
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
-            x, weight, bias = (
-                x.to(dtype),
-                weight.to(dtype),
-                bias if bias is None else bias.to(dtype),
-            )
+            x, weight = x.to(dtype), weight.to(dtype)
+            bias = bias if bias is None else bias.to(dtype)
         function = _GatherLinear if self.sequence_parallel else _CopyLinear
         return function.apply(x, weight, bias, self.process_group)
 
@@ -134,12 +131,13 @@ class RowParallelLinear(_ParallelLinear):
 
     The input (*, in_features / p) is sharded, as a `ColumnParallelLinear` leaves it; the output
     (*, out_features) is the sum over the ranks, replicated. The bias is replicated, and added once.
-    There is no message in backward.
+    Backward needs no message, but for what the options below ask for.
 
     in_features, out_features, bias, process_group, device, dtype: as in `ColumnParallelLinear`.
     input_is_parallel: False for a replicated input (*, in_features), which each rank then cuts.
-    sequence_parallel: the output is sharded along the sequence, (B, T / p, out_features). The bias
-        then sees a part of the tokens, and its gradient is summed over the ranks in backward.
+    sequence_parallel: the output is sharded along the sequence, (B, T / p, out_features), and its
+        gradient is gathered. The bias sees a part of the tokens; its gradient is summed over the
+        ranks.
 
     Raises ValueError if `in_features` is not a multiple of the number of ranks.
     """
