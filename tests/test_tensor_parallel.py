@@ -468,8 +468,8 @@ def test_the_loss_at_its_edges(pools):
 
 
 def test_the_loss_never_gathers_the_logits(pools):
-    def count(n, classes, **options):
-        x = torch.zeros(n, classes, dtype=torch.float64, requires_grad=True)
+    def count(n, classes, dtype=torch.float64, **options):
+        x = torch.zeros(n, classes, dtype=dtype, requires_grad=True)
         with md.measure.TrafficCounter() as traffic:
             md.vocab_parallel_cross_entropy(x, torch.zeros(n).long(), **options).backward()
         return traffic.calls
@@ -479,6 +479,8 @@ def test_the_loss_never_gathers_the_logits(pools):
             assert told == {"all_reduce": (2, 8 * (n + 4) + 8 * 2 * n)}
         for told in pools(4)(count, n, classes, label_smoothing=0.1):
             assert told == {"all_reduce": (2, 8 * (n + 4) + 8 * 3 * n)}
+        for told in pools(4)(count, n, classes, torch.bfloat16):  # in float32
+            assert told == {"all_reduce": (2, 4 * (n + 4) + 4 * 2 * n)}
 
 
 def test_the_loss_makes_its_gradient_in_place(pools):
