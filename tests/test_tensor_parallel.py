@@ -631,7 +631,11 @@ def test_the_norm_of_every_kind(pools):
     def norms():
         torch.manual_seed(0)
         dense = md.zoo.Block(8, 4).double()
-        block = tp.ParallelBlock.from_dense(dense)
+        block = tp.ParallelBlock.from_dense(dense.eval())
+        both = {p.data_ptr() for p in dense.parameters()} & {
+            p.data_ptr() for p in block.parameters()
+        }
+        assert not both and not block.training
         x = random(2, 3, 8)
         bend(dense(x), 0).backward()
         bend(block(x), 0).backward()
@@ -853,7 +857,10 @@ def test_dropout_of_attention_differs_between_heads_of_ranks(pools):
         block.out = nn.Identity()
         for parameter in block.qkv.parameters():
             parameter.data.fill_(0.1)  # all heads alike
-        return block.attention(torch.ones(2, 6, 8)).tolist()
+        x = torch.ones(2, 6, 8)
+        dropped = block.attention(x).tolist()
+        assert torch.equal(block.eval().attention(x), block.attention(x))
+        return dropped
 
     a, b = pools(2)(attention)
     assert a != b
