@@ -641,8 +641,10 @@ def test_the_norm_of_every_kind(pools):
         bend(block(x), 0).backward()
         found = {}
         for kind in (1.0, 2.0, 3.0, math.inf):
-            wanted = nn.utils.get_total_norm([p.grad for p in dense.parameters()], kind)
-            found[kind] = tp.grad_norm(block, kind), wanted
+            for place in ("", "mlp.0"):  # where the largest is replicated, and where it is not
+                gradients = [p.grad for p in dense.get_submodule(place).parameters()]
+                wanted = nn.utils.get_total_norm(gradients, kind)
+                found[kind, place] = tp.grad_norm(block.get_submodule(place), kind), wanted
         return apart(found), tp.grad_norm(nn.Linear(2, 2)).item()
 
     assert pools(4)(norms) == [([], 0.0)] * 4
