@@ -365,14 +365,16 @@ def subgroup(pairs, sequence_parallel):
     bend(block(random(1, 4, 8)), 0).backward()
     block.qkv.kv_weight.data = block.qkv.kv_weight.grad  # is summed over the group
     found += [raised(tp.check_replicas, block, group)]
-    return [each for each in found if each], other
+    return [each for each in found if each], other, block.qkv.kv_weight.sum().item()
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_group_that_is_not_the_world(pools, sequence_parallel):
     wanted = "ValueError: ColumnParallelLinear: rank {} is not in the process group it was given"
     told = pools(4)(subgroup, [[0, 2], [1, 3]], sequence_parallel)
-    assert told == [([], wanted.format(rank)) for rank in range(4)]
+    assert [each[:2] for each in told] == [([], wanted.format(rank)) for rank in range(4)]
+    a, b, c, d = (each[2] for each in told)
+    assert a == c and b == d and a != b
 
 
 # ---- vocabulary -------------------------------------------------------------------------------
