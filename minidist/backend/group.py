@@ -50,6 +50,11 @@ class Group(dist.ProcessGroup):
         self._number = 0  # of calls
         self._name = self._description = ""
 
+    def _take(self, what: str, tensors: Tensors) -> None:
+        """These belong to a call, which is wrong if they are not dense."""
+        dense(what, tensors)
+        record.hand_over(tensors)
+
     def _collective(
         self, what: str, operation: Operation, result: list[Any], opts: Any, cost: Cost
     ) -> Handle:
@@ -96,7 +101,7 @@ class Group(dist.ProcessGroup):
     def send(self, tensors: Tensors, to: int, tag: int) -> Handle:
         (x,) = tensors
         what = f"send({tell(x)}, dst={to}, tag={tag})"
-        dense(what, tensors)
+        self._take(what, tensors)
         operation = self._post.send(flatten(x), to, tag)
         handle = Handle([], what)
         self._record(what, "sent", self._global_ranks[to], x.nbytes, handle)
@@ -112,7 +117,7 @@ class Group(dist.ProcessGroup):
         return self._receive(x, others, tag, f"recv({tell(x)}, src=None, tag={tag})")
 
     def _receive(self, x: torch.Tensor, sources: list[int], tag: int, what: str) -> Handle:
-        dense(what, [x])
+        self._take(what, [x])
         handle = Handle([x], what)
         self._record(what, "received", None, x.nbytes, handle)
 

@@ -66,7 +66,7 @@ class ShmProcessGroup(Group):
         kind = getattr(op, "op", op)
         if kind not in REDUCTIONS:
             raise ValueError(f'{name}: backend "shm" has no {kind}')
-        checks.dense(name, tensors)
+        self._take(name, tensors)
         checks.reducible(name, kind, tensors)
         if kind == Op.AVG:
             size = self.size()
@@ -75,7 +75,7 @@ class ShmProcessGroup(Group):
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Handle:
         opts = opts or dist.BroadcastOptions()
-        checks.dense("broadcast", tensors)
+        self._take("broadcast", tensors)
 
         def run() -> Operation:
             for x in tensors:
@@ -89,7 +89,7 @@ class ShmProcessGroup(Group):
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Handle:
         for outs, x in zip(outputs, inputs, strict=True):
-            checks.dense("all_gather", [x, *outs])
+            self._take("all_gather", [x, *outs])
             checks.one_each("all_gather", outs, x, self.size())
 
         def run() -> Operation:
@@ -113,7 +113,7 @@ class ShmProcessGroup(Group):
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Handle:
         for output, x in zip(outputs, inputs, strict=True):
-            checks.dense("all_gather_single", [output, x])
+            self._take("all_gather_single", [output, x])
             checks.together("all_gather_single", output, x, self.size())
 
         def run() -> Operation:
@@ -127,7 +127,7 @@ class ShmProcessGroup(Group):
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Handle:
         opts = opts or dist.GatherOptions()
-        checks.dense("gather", [*inputs, *(outputs[0] if outputs else [])])
+        self._take("gather", [*inputs, *(outputs[0] if outputs else [])])
         if outputs:
             checks.one_each("gather", outputs[0], inputs[0], self.size())
 
@@ -146,7 +146,7 @@ class ShmProcessGroup(Group):
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Handle:
         opts = opts or dist.ScatterOptions()
-        checks.dense("scatter", [*outputs, *(inputs[0] if inputs else [])])
+        self._take("scatter", [*outputs, *(inputs[0] if inputs else [])])
         if inputs:
             checks.one_each("scatter", inputs[0], outputs[0], self.size())
 
@@ -176,7 +176,7 @@ class ShmProcessGroup(Group):
     ) -> Handle:
         opts = opts or dist.ReduceScatterOptions()
         for output, x in zip(outputs, inputs, strict=True):
-            checks.dense("reduce_scatter_single", [x])
+            self._take("reduce_scatter_single", [x])
             checks.together("reduce_scatter_single", x, output, self.size())
         parts = [list(flatten(x).view(self.size(), -1)) for x in inputs]
         return self._reduce_scatter("reduce_scatter_single", outputs, parts, opts)
@@ -186,7 +186,7 @@ class ShmProcessGroup(Group):
     ) -> Handle:
         op, reduction = self._reduction(name, opts.reduceOp, outputs)
         for x, parts in zip(outputs, inputs, strict=True):
-            checks.dense(name, parts)
+            self._take(name, parts)
             checks.one_each(name, parts, x, self.size())
 
         def run() -> Operation:
@@ -200,7 +200,7 @@ class ShmProcessGroup(Group):
         return self._collective(what, run(), list(outputs), opts, cost)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Handle:
-        checks.dense("all_to_all", [*outputs, *inputs])
+        self._take("all_to_all", [*outputs, *inputs])
         for tensors in (outputs, inputs):
             if len(tensors) != self.size() or {x.dtype for x in tensors} != {inputs[0].dtype}:
                 raise ValueError(
@@ -226,7 +226,7 @@ class ShmProcessGroup(Group):
         input_splits: Sequence[int],
         opts: Any = None,
     ) -> Handle:
-        checks.dense("all_to_all_single", [output, x])
+        self._take("all_to_all_single", [output, x])
         if output.dtype != x.dtype:
             raise ValueError(f"all_to_all_single: {tell(output)} from {tell(x)}")
         lengths = checks.splits("all_to_all_single", x, input_splits, self.size())

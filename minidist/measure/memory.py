@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from minidist.measure import record
 from minidist.measure.meter import Measurement
 from minidist.measure.storages import Ledger
 
@@ -116,6 +117,8 @@ class MemoryTracker(Measurement):
         resize = self._resize(torch.UntypedStorage.resize_)
         block.enter_context(_replaced(torch.UntypedStorage, "resize_", resize))
         block.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, _saved))
+        sent = functools.partial(self._ledger.mark, category="communication buffers")
+        block.enter_context(record.handed_over(sent))
         block.enter_context(self._ledger)
         block.callback(self._look)  # the first to be called back
 

@@ -8,7 +8,7 @@ Timeline) read them. While nobody observes, nothing is recorded and no source is
 import contextlib
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -51,6 +51,7 @@ SOURCES: list[Source] = []
 
 _lock = threading.Lock()
 _observers: list[list[Event]] = []
+_receivers: list[Callable[[object], None]] = []
 _here = threading.local()  # of this thread; .scopes: what it is in the middle of, outermost first;
 # .call: it is within a call that is recorded
 
@@ -93,6 +94,23 @@ def call() -> Iterator[None]:
         yield
     finally:
         _here.call = False
+
+
+@contextlib.contextmanager
+def handed_over(receive: Callable[[object], None]) -> Iterator[None]:
+    """Within the block, `receive` gets the tensors that are handed to a backend which torch's
+    dispatcher does not know, and so no mode of torch sees."""
+    _receivers.append(receive)
+    try:
+        yield
+    finally:
+        _receivers.remove(receive)
+
+
+def hand_over(tensors: object) -> None:
+    """Tell who wants to know that a call takes these tensors."""
+    for receive in _receivers:
+        receive(tensors)
 
 
 def begin(operation: str, kind: Kind, peer: int | None = None, nbytes: int = 0) -> Event:

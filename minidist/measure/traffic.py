@@ -27,8 +27,9 @@ class TrafficCounter(Meter):
       {operation: (calls, bytes)}. The bytes are those of the whole vector, n in
       `md.collectives.cost`.
 
-    Not seen: calls that torch makes in C++ (its own DistributedDataParallel), and functions that
-    were imported by name (`from torch.distributed import send`).
+    Not seen, unless the backend is "shm": calls that torch makes in C++ (its own
+    DistributedDataParallel), and functions that were imported by name
+    (`from torch.distributed import send`).
     """
 
     def __init__(self) -> None:
