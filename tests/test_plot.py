@@ -184,6 +184,16 @@ def test_a_timeline_may_name_its_rows() -> None:
             plot.timeline(nothing)
 
 
+def test_timelines_that_share_an_axis_all_fit() -> None:
+    _, panels = plt.subplots(3, 1, sharex=True)
+    for ax, end in zip(panels, (2.0, 5.0, 1.0), strict=True):
+        line = Timeline()
+        line.spans = [Span("forward", "compute", 1.0, 1.0 + end)]
+        plot.timeline([line], ax=ax)
+    left, right = panels[0].get_xlim()
+    assert left == 0 and right >= 5000
+
+
 def test_time_against_size_shows_median_range_and_prediction() -> None:
     times = [(10, 4e-3), (1000, 9e-3), (10, 1e-3), (10, 3e-3), (1000, 8e-3)]
     model = [(1000, 5e-3), (10, 2e-3)]

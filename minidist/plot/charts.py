@@ -152,7 +152,7 @@ def timeline(timelines: Iterable[RankSpans] | Mapping[str, Spans], ax: Axes | No
                 around.append(span.end)
         ax.set_yticks(range(len(lines)), [name for name, _ in lines])
         ax.set_ylim(len(lines) - 0.45, -0.55)
-        ax.set_xlim(left=0)
+        ax.set_xlim(left=0, auto=None)  # panels that share this axis may still need more of it
         ax.set_xlabel("time (ms)")
         ax.tick_params(axis="y", length=0)
         ax.spines["left"].set_visible(False)
