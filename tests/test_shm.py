@@ -8,6 +8,7 @@ import gc
 import itertools
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -982,6 +983,24 @@ def test_a_rank_that_does_not_come_is_named_and_so_is_the_call(shm, how):
         "recv(float32(3,), src=1, tag=7)" if name == "recv" else "all_reduce(float32(3,), op=SUM)"
     )
     assert f"Timed out waiting 1 s for rank 1 in {call}, " in error.tracebacks[0]
+
+
+def test_a_rank_may_have_many_files_open(shm):
+    """More than `select` can count."""
+
+    def many():
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+        group, x = dist.new_group(), torch.ones(3)
+        time.sleep(0.3 * dist.get_rank())  # the others sleep, and look for the dead
+        dist.all_reduce(x, group=group)
+        dist.destroy_process_group(group)
+        for file in files:
+            os.close(file)
+        return x.tolist()
+
+    assert shm(2)(many) == [[2.0] * 3] * 2
 
 
 def test_a_rank_that_does_not_come_to_a_new_group_is_named(shm):

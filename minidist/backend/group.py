@@ -43,10 +43,10 @@ class Group(dist.ProcessGroup):
         rank, size = options.group_rank, options.group_size
         super().__init__(rank, size)  # type: ignore[call-arg]
         link, nodes = Link.here(), _nodes(options.global_ranks_in_group, size)
-        self._members = Members(options.store, rank, size, options.timeout, link, nodes, EGRESS)
+        self.members = Members(options.store, rank, size, options.timeout, link, nodes, EGRESS)
         self._global_ranks = list(options.global_ranks_in_group) or list(range(size))
-        self._engine = Engine(self._members.bell, self._members.explain, self._members.leave)
-        self._post = Post(self._members)
+        self._engine = Engine(self.members.bell, self.members.explain, self.members.leave)
+        self._post = Post(self.members)
         self._number = 0  # of calls
         self._name = self._description = ""
 
@@ -60,12 +60,12 @@ class Group(dist.ProcessGroup):
     ) -> Handle:
         """Begin a collective, which takes on an emulated link what it costs."""
         self._number += 1
-        where = _caller()
+        where = caller()
 
         def run() -> Operation:
-            self._members.call(what, where, cost.messages, cost.nbytes)
+            self.members.call(what, where, cost.messages, cost.nbytes)
             yield from operation
-            yield from self._members.travel()
+            yield from self.members.travel()
 
         handle = Handle(result, f"{what}, {where}" if where else what)
         self._record(what, "collective", None, cost.size, handle)
@@ -130,23 +130,23 @@ class Group(dist.ProcessGroup):
 
     def _message(self, lane: Hashable, operation: Operation, handle: Handle) -> Handle:
         self._number += 1
-        if where := _caller():
+        if where := caller():
             handle.what += f", {where}"
-        return self._engine.submit(lane, operation, handle, self._members.timeout)
+        return self._engine.submit(lane, operation, handle, self.members.timeout)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """(numel,), uninitialized, in memory that the group shares."""
-        return self._members.arena.empty(numel, dtype)
+        return self.members.arena.empty(numel, dtype)
 
     # ---- the group itself ------------------------------------------------------------------
 
     def _seconds(self, opts: Any) -> float:
         timeout = getattr(opts, "timeout", None)
         given = timeout.total_seconds() if timeout is not None else 0
-        return given if given > 0 else self._members.timeout
+        return given if given > 0 else self.members.timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._members.timeout = timeout.total_seconds()
+        self.members.timeout = timeout.total_seconds()
 
     def getBackendName(self) -> str:  # noqa: N802
         return "shm"
@@ -195,7 +195,7 @@ def put_back(x: torch.Tensor, flat: torch.Tensor) -> None:
         x.detach().copy_(flat.view(x.shape))
 
 
-def _caller() -> str:
+def caller() -> str:
     """The line of the user's that made this call: the innermost outside torch and minidist."""
     frame: Any = sys._getframe(2)
     while frame is not None:

@@ -118,9 +118,12 @@ class Members:
             self._bells[rank].ring()
 
     def agree(self) -> Operation:
-        """A barrier, and a check that all make the same call. Raises RuntimeError that shows each
-        rank's, on all of them."""
+        """A barrier, and a check that all make the same call."""
         yield from self.barrier()
+        self.compare()
+
+    def compare(self) -> None:
+        """Raises RuntimeError that shows each rank's call, on all of them, if one is another."""
         calls = [self._latest(r, self._calls) for r in range(self.size)]
         if any(what != calls[0][0] for what, _ in calls):
             lines = [f"\n  rank {r}: {what}{_at(where)}" for r, (what, where) in enumerate(calls)]
@@ -183,7 +186,7 @@ class Members:
     def _gone(self, rank: int) -> str:
         """How the rank has gone, if it has."""
         life = self._lives.get(rank)
-        if life is not None and select.select([life], [], [], 0)[0]:
+        if life is not None and _readable(life):
             return "died"
         return "left" if self.heads[rank][LEFT] else ""
 
@@ -232,6 +235,12 @@ def _attach(rank: int, pid: str, address: str, pipe: str) -> tuple[Segment, Bell
         raise RuntimeError(
             f"Connection closed by peer: rank {rank} has died, or runs on another machine"
         ) from error
+
+
+def _readable(file: int) -> bool:
+    poll = select.poll()  # `select` knows only small numbers of files
+    poll.register(file, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 class _Barrier(Wait):

@@ -54,7 +54,7 @@ class ShmProcessGroup(Group):
         def run() -> Operation:
             for x in tensors:
                 flat = flatten(x)
-                yield from operations.all_reduce(self._members, flat, reduction, receivers)
+                yield from operations.all_reduce(self.members, flat, reduction, receivers)
                 if self.rank() in receivers:
                     put_back(x, flat)
 
@@ -80,7 +80,7 @@ class ShmProcessGroup(Group):
         def run() -> Operation:
             for x in tensors:
                 flat = flatten(x)
-                yield from operations.broadcast(self._members, flat, opts.rootRank)
+                yield from operations.broadcast(self.members, flat, opts.rootRank)
                 put_back(x, flat)
 
         what = f"broadcast({tell(*tensors)}, src={opts.rootRank})"
@@ -140,7 +140,7 @@ class ShmProcessGroup(Group):
 
     def _gather(self, outs: Any, x: torch.Tensor) -> Operation:
         flats = [flatten(out) for out in outs]
-        yield from operations.all_gather(self._members, flats, flatten(x))
+        yield from operations.all_gather(self.members, flats, flatten(x))
         for out, flat in zip(outs, flats, strict=True):
             put_back(out, flat)
 
@@ -153,7 +153,7 @@ class ShmProcessGroup(Group):
         def run() -> Operation:
             parts = [flatten(part) for part in (inputs[0] if inputs else [])]
             flat = flatten(outputs[0])
-            yield from operations.scatter(self._members, flat, parts, opts.rootRank)
+            yield from operations.scatter(self.members, flat, parts, opts.rootRank)
             put_back(outputs[0], flat)
 
         what = f"scatter({tell(*outputs)}, src={opts.rootRank})"
@@ -192,7 +192,7 @@ class ShmProcessGroup(Group):
         def run() -> Operation:
             for x, parts in zip(outputs, inputs, strict=True):
                 flat, flats = flatten(x), [flatten(part) for part in parts]
-                yield from operations.reduce_scatter(self._members, flat, flats, reduction)
+                yield from operations.reduce_scatter(self.members, flat, flats, reduction)
                 put_back(x, flat)
 
         what = f"{name}({tell(*outputs)}, op={op})"
@@ -210,7 +210,7 @@ class ShmProcessGroup(Group):
 
         def run() -> Operation:
             outs, parts = [flatten(out) for out in outputs], [flatten(part) for part in inputs]
-            yield from operations.all_to_all(self._members, outs, parts)
+            yield from operations.all_to_all(self.members, outs, parts)
             for out, flat in zip(outputs, outs, strict=True):
                 put_back(out, flat)
 
@@ -235,14 +235,14 @@ class ShmProcessGroup(Group):
         def run() -> Operation:
             flat = flatten(output)
             parts = flatten(x).split(lengths)
-            yield from operations.all_to_all(self._members, flat.split(rooms), parts)
+            yield from operations.all_to_all(self.members, flat.split(rooms), parts)
             put_back(output, flat)
 
         what, cost = f"all_to_all_single(dtype={x.dtype})", self._ring(x.nbytes)
         return self._collective(what, run(), [output], opts, cost)
 
     def barrier(self, opts: Any = None) -> Handle:
-        operation = operations.barrier(self._members)
+        operation = operations.barrier(self.members)
         return self._collective("barrier()", operation, [], opts, self._tree(0))
 
     # torch 2.11 has these names.

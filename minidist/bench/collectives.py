@@ -109,6 +109,9 @@ def by_shared_memory(world_size: int, rounds: int, with_mpich: bool = False) -> 
                 for how, seconds in zip(["shm", "shm, in its arena"], ours, strict=False):
                     for other, theirs in others.items():
                         rows.append(Row(f"{case}: {how}", seconds, other, tuple(theirs)))
+        whole, check = pool(_checking_here, 2 * rounds)[0]
+        what = f"all_reduce, {world_size} ranks, 1 kB: the check of the call"
+        rows.append(Row(what, check, "shm, all of it", tuple(whole)))
     return rows
 
 
@@ -135,6 +138,34 @@ def _shared_here(name: str, size: int, rounds: int) -> list[list[float]]:
                 times.append((time.perf_counter() - start) / mpich.in_a_row(size))
     dist.destroy_process_group(group)
     return taken
+
+
+def _checking_here(rounds: int) -> tuple[list[float], list[float]]:
+    """Of an all_reduce of 1 kB: the seconds it takes, and those of them that its check takes."""
+    from minidist.backend.checks import tell
+    from minidist.backend.group import Group, caller
+
+    group, x = dist.new_group(backend="shm"), torch.zeros(250)
+    assert isinstance(group, Group)
+    whole, check = [], []
+    for _ in range(rounds):
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(20):
+            dist.all_reduce(x, group=group)
+        whole.append((time.perf_counter() - start) / 20)
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(20):
+            group.members.call(f"all_reduce({tell(x)}, op=SUM)", caller(), 0, 0)
+        seconds = time.perf_counter() - start
+        dist.barrier()  # nobody reads what another still writes
+        start = time.perf_counter()
+        for _ in range(20):
+            group.members.compare()
+        check.append((seconds + time.perf_counter() - start) / 20)
+    dist.destroy_process_group(group)
+    return whole, check
 
 
 def _human(size: int) -> str:
