@@ -49,6 +49,12 @@ def test_shared_memory_is_timed_beside_gloo(monkeypatch, world_size):
         assert len(row.seconds) == len(row.theirs) == 2 and min(row.seconds) > 0
 
 
+def test_a_check_is_a_part_of_its_call():
+    row = collectives.by_checking(2, rounds=2)
+    assert len(row.seconds) == len(row.theirs) == 4
+    assert 0 < min(row.seconds) < max(row.theirs)
+
+
 # ---- MPICH, where it is installed ---------------------------------------------------------
 
 
