@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from array import array
@@ -983,6 +984,34 @@ def test_a_rank_that_does_not_come_is_named_and_so_is_the_call(shm, how):
         "recv(float32(3,), src=1, tag=7)" if name == "recv" else "all_reduce(float32(3,), op=SUM)"
     )
     assert f"Timed out waiting 1 s for rank 1 in {call}, " in error.tracebacks[0]
+
+
+@pytest.mark.parametrize("wait", ["work", "future"])
+def test_a_callback_may_communicate_and_wait(shm, wait):
+    """As torch's PowerSGD hook does."""
+
+    def chain():
+        ends = []
+
+        def more(done):
+            y = done.value()[0].clone()
+            work = dist.all_reduce(y, async_op=True)
+            (work if wait == "work" else work.get_future()).wait()
+            ends.append(threading.current_thread().name)
+            return y
+
+        works = [dist.all_reduce(torch.ones(2) * n, async_op=True) for n in (1, 2, 3)]
+        futures = [
+            work.get_future().then(more).then(lambda done: done.value() + 1) for work in works
+        ]
+        beside = dist.irecv(torch.ones(1), 1) if dist.get_rank() == 0 else dist.isend(zeros(1), 0)
+        found = [future.wait().tolist() for future in futures]
+        beside.wait()
+        dist.barrier()
+        names = [thread.name for thread in threading.enumerate()]
+        return found, len(ends), names.count("minidist shm")
+
+    assert shm(2)(chain) == [([[5.0] * 2, [9.0] * 2, [13.0] * 2], 3, 1)] * 2
 
 
 def test_a_rank_may_have_many_files_open(shm):

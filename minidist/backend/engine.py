@@ -147,10 +147,13 @@ class Engine:
         self._failure: BaseException | None = None
         self._closing = False
         self._awake()
+        self._start()
+        atexit.register(self.close, RuntimeError("the program has ended"))
+
+    def _start(self) -> None:
         # A daemon, for Python waits at its exit for all other threads before it calls atexit.
         self._thread = threading.Thread(target=self._run, name="minidist shm", daemon=True)
         self._thread.start()
-        atexit.register(self.close, RuntimeError("the program has ended"))
 
     def submit(
         self, lane: Hashable, operation: Operation, handle: Handle, timeout: float
@@ -160,6 +163,8 @@ class Engine:
             if self._failure is None and not self._closing:
                 task = _Task(operation, handle, timeout)
                 self._lanes.setdefault(lane, deque()).append(task)
+                if threading.current_thread() is self._thread:
+                    self._start()  # a callback of another's future, which may wait for this one
                 self._changed.notify()
                 self._bell.ring()
                 return handle
@@ -177,9 +182,15 @@ class Engine:
             atexit.unregister(self.close)
 
     def _run(self) -> None:
+        me = threading.current_thread()
         try:
             while lanes := self._next():
-                if any([self._step(lane, tasks) for lane, tasks in lanes]):
+                moved = False
+                for lane, tasks in lanes:
+                    moved |= self._step(lane, tasks)
+                    if self._thread is not me:  # another has taken over during a callback
+                        return
+                if moved:
                     self._awake()
                 else:
                     self._rest(lanes)
