@@ -1090,7 +1090,7 @@ def serve(rank, folder, survives):
         dist.destroy_process_group(group)
 
 stuck, generator, there = 0, random.Random(0), sorted(os.listdir("/dev/shm"))
-for turn in range(36):
+for turn in range(50):
     folder, ranks = tempfile.mkdtemp(), []
     for rank in range(2):
         if not (pid := os.fork()):

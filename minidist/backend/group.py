@@ -5,6 +5,7 @@
 
 import os
 import sys
+from collections import deque
 from collections.abc import Hashable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -48,6 +49,9 @@ class Group(dist.ProcessGroup):
         self._engine = Engine(self.members.bell, self.members.explain, self.members.leave)
         self._post = Post(self.members)
         self._number = 0  # of calls
+        # Torch's DDP holds the handle of a single number, by which ranks tell each other in `join`
+        # that they have not finished, in C++ alone; there it would end with its Python object.
+        self._held = deque[Handle](maxlen=8)
         self._name = self._description = ""
 
     def _take(self, what: str, tensors: Tensors) -> None:
@@ -69,6 +73,8 @@ class Group(dist.ProcessGroup):
 
         handle = Handle(result, f"{what}, {where}" if where else what)
         self._record(what, "collective", None, cost.size, handle)
+        if cost.size <= 8:
+            self._held.append(handle)
         return self._engine.submit("collectives", run(), handle, self._seconds(opts))
 
     def _ring(self, nbytes: int, rounds: int = 1) -> Cost:
