@@ -93,7 +93,7 @@ class Group(dist.ProcessGroup):
         """Record a call that torch makes in C++; a call in Python is recorded where it is made."""
         if not record.active() or record.within_call():
             return
-        event = record.begin(what.partition("(")[0], kind, peer, nbytes)
+        event = record.begin(what.partition("(")[0], kind, peer, nbytes, self._global_ranks)
 
         def end(_: object) -> None:
             if handle.source >= 0:

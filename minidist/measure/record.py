@@ -8,7 +8,7 @@ Timeline) read them. While nobody observes, nothing is recorded and no source is
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -28,6 +28,7 @@ class Event:
     its `wait` returned. None until then. (On a GPU, work counts as done when it is queued.)
     control: not the user's data, but minidist's own agreement on the call.
     scope: the collective of minidist that the event is part of.
+    group: the ranks, counted in the whole world, of the group that communicates.
     """
 
     operation: str
@@ -38,6 +39,7 @@ class Event:
     end: float | None = None
     control: bool = False
     scope: str | None = None
+    group: tuple[int, ...] = ()
 
 
 class Source(Protocol):
@@ -113,10 +115,17 @@ def hand_over(tensors: object) -> None:
         receive(tensors)
 
 
-def begin(operation: str, kind: Kind, peer: int | None = None, nbytes: int = 0) -> Event:
+def begin(
+    operation: str,
+    kind: Kind,
+    peer: int | None = None,
+    nbytes: int = 0,
+    group: Sequence[int] = (),
+) -> Event:
     """Record that a communication starts now, within the scope of the calling thread."""
     name, control = _scopes()[-1] if _scopes() else (None, False)
-    event = Event(operation, kind, peer, nbytes, time.perf_counter(), None, control, name)
+    now = time.perf_counter()
+    event = Event(operation, kind, peer, nbytes, now, None, control, name, tuple(group))
     with _lock:
         for events in _observers:
             events.append(event)

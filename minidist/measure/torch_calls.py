@@ -91,7 +91,7 @@ def _describe(name: str, arguments: dict[str, Any]) -> list[Event]:
         if not isinstance(operations, list):
             return []
         return [
-            _message(op.op.__name__, op.tensor, op.peer)
+            _message(op.op.__name__, op.tensor, op.peer, op.group)
             for op in operations
             if isinstance(op, dist.P2POp)
         ]
@@ -104,16 +104,18 @@ def _describe(name: str, arguments: dict[str, Any]) -> list[Event]:
         if peer is None and group_peer is not None:
             ranks = dist.get_process_group_ranks(group)
             peer = ranks[group_peer] if 0 <= group_peer < len(ranks) else None
-        return [_message(name, arguments["tensor"], peer)]
+        return [_message(name, arguments["tensor"], peer, group)]
     vector = _COLLECTIVES[name]
     nbytes = _nbytes(arguments[vector]) if vector else 0
     if name in ("gather", "scatter"):
         nbytes *= dist.get_world_size(group)
-    return [record.begin(name, "collective", None, nbytes)]
+    ranks = dist.get_process_group_ranks(group)
+    return [record.begin(name, "collective", None, nbytes, ranks)]
 
 
-def _message(name: str, tensor: object, peer: int | None) -> Event:
-    return record.begin(name, _MESSAGES[name][0], peer, _nbytes(tensor))
+def _message(name: str, tensor: object, peer: int | None, group: Any) -> Event:
+    ranks = dist.get_process_group_ranks(group)
+    return record.begin(name, _MESSAGES[name][0], peer, _nbytes(tensor), ranks)
 
 
 def _nbytes(value: object) -> int:

@@ -1,5 +1,6 @@
 """Who sent how much to whom, to the byte (lesson 2)."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from minidist.measure.meter import Meter
@@ -25,7 +26,9 @@ class TrafficCounter(Meter):
       each collective of `md.collectives`. No other count includes it;
     - `calls`: collectives handed to torch's backend as a whole, whose messages cannot be seen:
       {operation: (calls, bytes)}. The bytes are those of the whole vector, n in
-      `md.collectives.cost`.
+      `md.collectives.cost`;
+    - `by_group`: messages sent and collectives, by the ranks of the group that communicates:
+      {ranks: {operation: (calls, bytes)}}.
 
     Not seen, unless the backend is "shm": calls that torch makes in C++ (its own
     DistributedDataParallel), and functions that were imported by name
@@ -49,11 +52,12 @@ class TrafficCounter(Meter):
         self.received_from = self._by_peer(received)
         self.control_bytes = sum(event.nbytes for event in control)
         self.control_messages = len(control)
-        self.calls: dict[str, tuple[int, int]] = {}
-        for event in events:
-            if event.kind == "collective":
-                calls, nbytes = self.calls.get(event.operation, (0, 0))
-                self.calls[event.operation] = (calls + 1, nbytes + event.nbytes)
+        calls = [event for event in events if event.kind == "collective"]
+        self.calls = _by_operation(calls)
+        together: dict[tuple[int, ...], list[Event]] = defaultdict(list)
+        for event in sent + calls:
+            together[event.group].append(event)
+        self.by_group = {ranks: _by_operation(own) for ranks, own in together.items()}
 
     def _by_peer(self, messages: list[Event]) -> list[int]:
         nbytes = [0] * self.world_size
@@ -68,6 +72,14 @@ class TrafficCounter(Meter):
             f"sent {self.sent_bytes} bytes in {self.sent_messages} messages, "
             f"received {self.received_bytes} in {self.received_messages})"
         )
+
+
+def _by_operation(events: Sequence[Event]) -> dict[str, tuple[int, int]]:
+    counts: dict[str, tuple[int, int]] = {}
+    for event in events:
+        calls, nbytes = counts.get(event.operation, (0, 0))
+        counts[event.operation] = (calls + 1, nbytes + event.nbytes)
+    return counts
 
 
 def traffic_matrix(counters: Sequence[TrafficCounter]) -> list[list[int]]:

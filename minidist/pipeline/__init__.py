@@ -5,11 +5,11 @@ ranks do not wait for one another all the time, the batch is cut into micro-batc
 says who does what when. To read, in this order: `instructions` (a schedule is data), `schedules`
 (five of them), `simulate` and `validate` (what can be known before anything runs), `partition`
 (where to cut), `stage` and `split` (computing, and backward in two parts), `messages`, `worker`
-(runs a schedule), `ties` (parameters of two stages), and this file; `agree` is about mistakes.
+(runs a schedule), `ties` (parameters of two stages), `norm`, and this file; `agree` is about
+mistakes.
 """
 
 import copy
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.utils._pytree import tree_map
 
 from minidist.collectives.peers import Peers
 from minidist.distributed_data_parallel.replicas import (
@@ -28,6 +27,7 @@ from minidist.distributed_data_parallel.replicas import (
 from minidist.pipeline import agree
 from minidist.pipeline.instructions import Schedule
 from minidist.pipeline.messages import Messages
+from minidist.pipeline.norm import norm_over_ranks
 from minidist.pipeline.partition import balance_by_cost, balance_by_parameters
 from minidist.pipeline.schedules import SCHEDULES, forward_only, interleaved, with_messages
 from minidist.pipeline.simulate import Prediction, Span, simulate
@@ -117,6 +117,8 @@ class Pipeline(Wrapper):
         self.trace: list[Span] = []
         self._stages, self._recompute = stages, recompute
         self._ties = [tie for tie in ties if rank in tie.ranks]
+        # Parameters of ours that another rank has too, and counts in norms.
+        self.counted_elsewhere = {t.parameter for t in self._ties if t.ranks[0] != rank}
         self._names = list(module.state_dict())
         first = next((p for p in module.parameters()), torch.empty(0))
         self._device, self._peers = first.device, Peers(group)
@@ -167,42 +169,27 @@ class Pipeline(Wrapper):
         worker.run(schedule.ranks[dist.get_rank(self.process_group)])
         self.trace = worker.trace
         loss = sum(loss.item() for loss in worker.losses)
-        result = self._all_reduce([loss, worker.failed])
+        result = torch.tensor([loss, worker.failed], dtype=torch.float64, device=self._peers.device)
+        dist.all_reduce(result, group=self.process_group)
         if result[1]:
             agree.raise_on_every_rank(self.process_group, worker.problem)
         return result[0], worker.outputs
-
-    def _all_reduce(
-        self, numbers: Sequence[float], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-    ) -> torch.Tensor:
-        total = torch.tensor(numbers, dtype=torch.float64, device=self._peers.device)
-        dist.all_reduce(total, op, self.process_group)
-        return total
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients of all stages so that their norm, taken over all of them, is at most
         `max_norm`; what it was is returned. As `torch.nn.utils.clip_grad_norm_` of the whole
         module: parameters on several ranks count once. Every rank calls this."""
-        if norm_type <= 0:
-            raise ValueError(f"norm_type must be more than 0, not {norm_type}")
-        rank = dist.get_rank(self.process_group)
-        counted = set(self.parameters()) - {t.parameter for t in self._ties if t.ranks[0] != rank}
+        counted = set(self.parameters()) - self.counted_elsewhere
         gradients = [p.grad for p in counted if p.grad is not None]
-        norm = get_total_norm(gradients, norm_type).item()
-        if math.isinf(norm_type):
-            (total,) = self._all_reduce([norm], dist.ReduceOp.MAX)
-        else:
-            (total,) = self._all_reduce([norm**norm_type]) ** (1 / norm_type)
+        own = get_total_norm(gradients, norm_type).to(self._peers.device, torch.float64)
+        total = norm_over_ranks(own, norm_type, self.process_group)
         clip_grads_with_norm_(self.parameters(), max_norm, total)
         return total
 
     def full_state_dict(self) -> dict[str, Any]:
         """The `state_dict` of the whole module, on the CPU of every rank, which must have room for
         it. Every rank calls this. (`state_dict()` is that of this rank's layers.)"""
-        everything: dict[str, Any] = {}
-        for part in agree.gather(self.process_group, tree_map(_to_cpu, self.state_dict())):
-            everything |= part
-        return {name: everything[name] for name in self._names}
+        return agree.whole_state(self.process_group, self.state_dict(), self._names)
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Load what is of this rank's layers, from a checkpoint of the whole module or of these
@@ -211,10 +198,6 @@ class Pipeline(Wrapper):
         for name in set(self._names) - set(self.state_dict()):
             own.pop(name, None)
         return super().load_state_dict(own, *args, **kwargs)
-
-
-def _to_cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def _plan(

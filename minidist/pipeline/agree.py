@@ -2,17 +2,29 @@
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map
 
 
 def raise_on_every_rank(group: dist.ProcessGroup, problem: Exception | None) -> None:
     """Every rank of the group calls this. Raises on each of them the first rank's problem, if any
     has one: a ValueError or a TypeError as such, all others as RuntimeError."""
-    mine = None if problem is None else (_kind(problem), _words(problem))
-    for rank, told in enumerate(gather(group, mine)):
+    named = None
+    if problem is not None:
+        named = _kind(problem)(f"rank {dist.get_rank()}: {_words(problem)}")
+        named.__cause__ = problem
+    pass_on(group, named)
+
+
+def pass_on(group: dist.ProcessGroup, problem: Exception | None) -> None:
+    """The same for a problem that `raise_on_every_rank` has raised, in another group: it has the
+    name of its rank already."""
+    mine = None if problem is None else (_kind(problem), str(problem))
+    for told in gather(group, mine):
         if told is not None:
             kind, words = told
-            raise kind(f"rank {dist.get_global_rank(group, rank)}: {words}") from problem
+            raise kind(words) from (problem and problem.__cause__)
 
 
 def require_same(group: dist.ProcessGroup, arguments: dict[str, Any]) -> None:
@@ -34,6 +46,18 @@ def gather(group: dist.ProcessGroup, mine: Any) -> list[Any]:
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     return everyone
+
+
+def whole_state(group: dist.ProcessGroup, own: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """What each rank has of a `state_dict`, put together on the CPU of every rank, by `names`."""
+    everything: dict[str, Any] = {}
+    for part in gather(group, tree_map(_to_cpu, own)):
+        everything |= part
+    return {name: everything[name] for name in names}
+
+
+def _to_cpu(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def _kind(problem: Exception) -> type[Exception]:

@@ -90,21 +90,25 @@ class ParallelLayer(nn.Module):
                 continue
             dim = self.sharded[name]
             places = [self.indices(rank).to(whole.device) for rank in range(self.world_size)]
-            for index, piece in zip(places, self._gather(own[name], dim, places), strict=True):
+            sizes = [len(index) for index in places]
+            shards = gather_shards(own[name], dim, sizes, self.process_group)
+            for index, piece in zip(places, shards, strict=True):
                 whole.index_copy_(dim, index, piece)
         return layer
 
-    def _gather(
-        self, piece: torch.Tensor, dim: int, places: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """The shards of all ranks. They may differ in size, and travel as long as the longest."""
-        shape = list(piece.shape)
-        shape[dim] = max(map(len, places))
-        own = piece.new_zeros(shape)
-        own.narrow(dim, 0, piece.shape[dim]).copy_(piece)
-        padded = [torch.empty_like(own) for _ in places]
-        dist.all_gather(padded, own, group=self.process_group)
-        return [each.narrow(dim, 0, len(at)) for each, at in zip(padded, places, strict=True)]
+
+def gather_shards(
+    piece: torch.Tensor, dim: int, sizes: list[int], group: Group
+) -> list[torch.Tensor]:
+    """The shards of all ranks, of so many indices along `dim`. They travel as long as the
+    longest."""
+    shape = list(piece.shape)
+    shape[dim] = max(sizes)
+    own = piece.new_zeros(shape)
+    own.narrow(dim, 0, piece.shape[dim]).copy_(piece)
+    padded = [torch.empty_like(own) for _ in sizes]
+    dist.all_gather(padded, own, group=group)
+    return [each.narrow(dim, 0, size) for each, size in zip(padded, sizes, strict=True)]
 
 
 def shard(total: int, rank: int, world_size: int) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from minidist.distributed_data_parallel.replicas import require_group
+from minidist.pipeline.norm import norm_over_ranks
 from minidist.tensor_parallel.block import ParallelBlock, SequenceParallel
 from minidist.tensor_parallel.layer import ParallelLayer
 from minidist.tensor_parallel.operators import Group, scatter_to_group
@@ -62,28 +63,24 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     return state
 
 
-def grad_norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
+def grad_norm(
+    model: nn.Module, norm_type: float = 2.0, without: Set[nn.Parameter] = frozenset()
+) -> torch.Tensor:
     """The norm of the gradients of the dense model, as `torch.nn.utils.get_total_norm` has it: a
     number, the same on every rank. Lesson 6.
 
-    A sharded parameter counts with the shards of all ranks, a replicated one once. One all_reduce
-    of one number; all ranks must call it.
+    A sharded parameter counts with the shards of all ranks, a replicated one once, and those in
+    `without` not at all. One all_reduce of one number; all ranks must call it.
     """
     norms: list[torch.Tensor] = []  # of replicated gradients
     shards: dict[Group, list[torch.Tensor]] = defaultdict(list)
     for _, parameter, layer in _parameters(model):
-        if parameter.grad is not None:
+        if parameter.grad is not None and parameter not in without:
             norm = torch.linalg.vector_norm(parameter.grad, norm_type)
             (norms if layer is None else shards[layer.process_group]).append(norm)
     for group, own in shards.items():
         total = torch.linalg.vector_norm(torch.stack(own), norm_type)
-        if norm_type == float("inf"):
-            dist.all_reduce(total, dist.ReduceOp.MAX, group)
-        else:
-            total **= norm_type
-            dist.all_reduce(total, group=group)
-            total **= 1 / norm_type
-        norms.append(total)
+        norms.append(norm_over_ranks(total, norm_type, group))
     return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
 
 

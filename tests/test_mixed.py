@@ -1,0 +1,397 @@
+"""Lesson 7: data, pipeline and tensor parallelism on one mesh train as one process does."""
+
+import copy
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import minidist as md
+from minidist import tensor_parallel as tp
+from minidist.mixed import AXES, MixedParallel, mesh, traffic_by_axis
+
+PAIRS = {
+    "data x pipeline": {"data": 2, "pipeline": 2},
+    "data x tensor": {"data": 2, "tensor": 2},
+    "pipeline x tensor": {"pipeline": 2, "tensor": 2},
+}
+ALL = {"data": 2, "pipeline": 2, "tensor": 2}
+LENGTH = 6
+
+
+@pytest.fixture(scope="module")
+def eight():
+    """Eight ranks over gloo."""
+    with md.ranks(8, backend="gloo") as pool:
+        yield pool
+
+
+def apart(found):
+    """What differs from what it should be: names, and by how much."""
+    differences = {
+        name: md.parity.relative_difference(torch.as_tensor(ours), torch.as_tensor(wanted))
+        for name, (ours, wanted) in found.items()
+    }
+    return [f"{name}: {d:.1e}" for name, d in differences.items() if not d <= 1e-12]
+
+
+def transformer(tied=True):
+    """Of 257 words, so that two ranks have different numbers of them."""
+    model = md.zoo.Transformer(257, LENGTH, width=8, heads=2, layers=3).double()
+    if not tied:
+        model.head.weight = nn.Parameter(2 * model.head.weight.detach())
+    return model
+
+
+def batch(step, rows=8):
+    inputs, targets = md.zoo.text(LENGTH)
+    return inputs[step * rows :][:rows], targets[step * rows :][:rows]
+
+
+def train(sizes, tied=True, norm_type=2.0, order=AXES, shares=None, steps=3, **options):
+    """Adam with clipping, beside one process: the loss, the norm, and all weights at each step.
+    Each replica has rows of its own. Returns what differs."""
+    dense = transformer(tied)
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            dense.norm.weight += 1  # all ranks take rank 0's
+    whole = mesh(**sizes, order=order)
+    model = MixedParallel(copy.deepcopy(dense), whole, 2, **options)
+    with torch.no_grad():
+        dense.norm.weight.fill_(2)
+    before = {name: tensor.clone() for name, tensor in dense.state_dict().items()}
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    alone = torch.optim.Adam(dense.parameters(), lr=1e-3)
+    replica, replicas = whole.get_local_rank("data"), whole["data"].size()
+    for step in range(steps):
+        inputs, targets = batch(step)
+        rows = slice(replica, None, replicas) if shares is None else shares[replica]
+        optimizer.zero_grad()
+        alone.zero_grad()
+        loss = model.train_step(inputs[rows], targets[rows], model.cross_entropy)
+        wanted = md.parity.cross_entropy(dense(inputs), targets)
+        wanted.backward()
+        norm = model.clip_grad_norm_(0.05, norm_type)
+        expected = nn.utils.clip_grad_norm_(dense.parameters(), 0.05, norm_type)
+        assert expected > 0.1  # it does clip
+        optimizer.step()
+        alone.step()
+        state, full = dense.state_dict(), model.full_state_dict()
+        found = apart({"loss": (loss, wanted), "norm": (norm, expected)})
+        found += apart({name: (full[name], tensor) for name, tensor in state.items()})
+        found += ["names"] * (list(full) != list(state))
+        found += [f"{k} stays" for k, v in before.items() if torch.equal(v, full[k])]
+        tp.check_replicas(model.module, whole.get_group("tensor"))
+        found += [f"step {step}"] if found else []
+        if found:
+            return found
+    return []
+
+
+def names_held(sizes):
+    model = MixedParallel(transformer(), mesh(**sizes), 2)
+    return set(model.state_dict()), sum(p.numel() for p in model.parameters())
+
+
+# ---- training -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", PAIRS)
+def test_each_pair_of_axes_trains_as_one_process_does(pools, sizes):
+    assert pools(4)(train, PAIRS[sizes]) == [[]] * 4
+
+
+def test_all_three_train_as_one_process_does(pools, eight):
+    assert pools(8)(train, ALL) == [[]] * 8
+    assert eight(train, ALL, tied=False, sequence_parallel=True, norm_type=float("inf")) == [[]] * 8
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ("data x pipeline", {"schedule": "zero_bubble", "norm_type": 1.0}),
+        ("data x pipeline", {"shares": [slice(0, 3), slice(3, 8)]}),
+        ("data x tensor", {"tied": False, "order": ("tensor", "pipeline", "data")}),
+        ("data x tensor", {"sequence_parallel": True, "shares": [slice(0, 6), slice(6, 8)]}),
+        ("pipeline x tensor", {"schedule": "interleaved", "sequence_parallel": True}),
+        ("pipeline x tensor", {"schedule": "gpipe", "recompute": True, "balance": [4, 2]}),
+        ("pipeline x tensor", {"schedule": "zero_bubble", "order": ("tensor", "data", "pipeline")}),
+    ],
+)
+def test_options_of_the_parts(pools, sizes, options):
+    assert pools(4)(train, PAIRS[sizes], **options) == [[]] * 4
+
+
+def test_four_replicas_and_a_rank_alone(pools):
+    assert pools(4)(train, {"data": 4}) == [[]] * 4
+    assert pools(1)(train, {}) == [[]]
+
+
+def test_gradients_add_up_over_steps_and_are_the_same_bits_in_all_replicas(pools):
+    def add():
+        dense, whole = transformer(), mesh(**ALL)
+        model = MixedParallel(copy.deepcopy(dense), whole, 2)
+        for step in range(3):
+            inputs, targets = batch(step)
+            md.parity.cross_entropy(dense(inputs), targets).backward()
+            rows = slice(whole.get_local_rank("data"), None, 2)
+            model.train_step(inputs[rows], targets[rows], model.cross_entropy)
+        for parameter in model.parameters():
+            parameter.data = parameter.grad
+        wanted = dict(dense.named_parameters(remove_duplicate=False))
+        full = model.full_state_dict()
+        found = apart({name: (full[name], p.grad) for name, p in wanted.items()})
+        own = [p.flatten().tolist() for p in model.parameters()]
+        everyone = [None, None]
+        dist.all_gather_object(everyone, own, group=whole.get_group("data"))
+        return found + ["replicas"] * (everyone[0] != everyone[1])
+
+    assert pools(8)(add) == [[]] * 8
+
+
+# ---- what a rank has ----------------------------------------------------------------------
+
+
+def test_a_rank_holds_its_features_of_its_layers_by_the_models_names(pools):
+    held = pools(8)(names_held, ALL)
+    every = set(transformer().state_dict())
+    for names, _ in held:
+        assert names < every
+    first, last = held[0][0], held[2][0]  # ranks 0 and 1 are one stage, 2 and 3 the next
+    assert first | last == every and not first & last
+    assert {"tokens.weight", "blocks.0.qkv.weight"} <= first and "head.weight" in last
+    whole = sum(p.numel() for p in transformer().parameters())
+    assert all(count < whole / 2 for _, count in held)  # a quarter, but tied words are there twice
+
+
+def test_evaluation_gives_whole_outputs_on_every_rank(pools):
+    def evaluate(sizes):
+        dense, whole = transformer(), mesh(**sizes)
+        model = MixedParallel(copy.deepcopy(dense), whole, 4).eval()
+        inputs, _ = batch(whole.get_local_rank("data"), rows=3)  # fewer than micro-batches
+        with torch.no_grad():
+            found = apart({"outputs": (model(inputs), dense(inputs))})
+        trains = any(m.training for m in model.module.modules())
+        return found + ["gradient"] * any(p.grad is not None for p in model.parameters()), trains
+
+    for sizes in PAIRS.values():
+        assert pools(4)(evaluate, sizes) == [([], False)] * 4
+
+
+def test_ranks_along_tensor_are_neighbours_unless_order_says_otherwise(pools):
+    def groups(**options):
+        whole = mesh(**ALL, **options)
+        return [dist.get_process_group_ranks(whole.get_group(axis)) for axis in AXES]
+
+    assert pools(8)(groups)[5] == [[1, 5], [5, 7], [4, 5]]
+    assert pools(8)(groups, order=["tensor", "pipeline", "data"])[5] == [[4, 5], [5, 7], [1, 5]]
+
+
+# ---- traffic ------------------------------------------------------------------------------
+
+
+def traffic(sizes, **options):
+    """Of one step with 8 bytes a number, by axis; and the bytes of gradients."""
+    whole = mesh(**sizes)
+    model = MixedParallel(transformer(), whole, 2, balance=options.pop("balance", None), **options)
+    inputs, targets = batch(0, rows=4)
+    model.train_step(inputs, targets, model.cross_entropy)  # the second is like all others
+    with md.measure.TrafficCounter() as counter:
+        model.train_step(inputs, targets, model.cross_entropy)
+    gradients = sum(p.nbytes for p in model.parameters())
+    return traffic_by_axis(counter, whole), gradients, sum(p.nbytes for p in tied(model))
+
+
+def tied(model):
+    return {p for p in model.parameters() if p.shape[0] in (257, 128, 129)}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_bytes_by_axis(pools, eight, sequence_parallel):
+    """The first stage has the embedding and two blocks, the last one block, the norm and the head.
+    A micro-batch has 2 rows of 6 words, of 8 features."""
+    activation = 2 * 6 * 8 * 8
+    told = {"shm": pools(8), "gloo": eight}[["shm", "gloo"][sequence_parallel]](
+        traffic, ALL, balance=[3, 3], sequence_parallel=sequence_parallel
+    )
+    share = 2 if sequence_parallel else 1  # of the tokens, on each rank along tensor
+    for rank, (axes, gradients, table) in enumerate(told):
+        first = rank % 4 < 2
+        # Activations or their gradients of two micro-batches, the tied table, and a header.
+        count, sent = axes["pipeline"]["isend"]
+        header = 128 if first else 0
+        assert (count, sent) == (3 + first, 2 * activation / share + table + header)
+        assert axes["pipeline"]["all_reduce"] == (1, 16)  # loss, and whether it failed
+
+        # The gradients, all of them once, in two buckets at most; loss, and whether it failed.
+        count, nbytes = axes["data"]["all_reduce"]
+        assert count in (2, 3) and nbytes == gradients + 16 and len(axes["data"]) == 1
+
+        words = 2 * 6 * 8  # bytes of one number for each
+        blocks, messages, nbytes = (2, 2 * 9, 9) if first else (1, 2 * 7, 5)
+        if sequence_parallel:
+            assert set(axes["tensor"]) <= {"all_gather", "reduce_scatter", "all_reduce"}
+            if first:  # forward 2 a block, backward 2 a block; the embedding's forward
+                assert axes["tensor"]["reduce_scatter"] == (2 * 9, 2 * 9 * activation)
+        elif first:  # four a block, and one for the embedding
+            assert axes["tensor"] == {"all_reduce": (2 * 9, 2 * 9 * activation)}
+        else:  # four a block; the input of the head, backward; the loss: 12 + 2, and 24 numbers
+            loss = words + 2 * 8 + 2 * words
+            assert axes["tensor"] == {"all_reduce": (2 * 7, 2 * (5 * activation + loss))}
+
+
+# ---- mistakes -----------------------------------------------------------------------------
+
+
+def complaint(function, *args, **kwargs):
+    try:
+        function(*args, **kwargs)
+    except (RuntimeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+WRONG_MESHES = {
+    "too many": (
+        lambda rank: {"data": 2, "tensor": 4},
+        "ValueError: rank 0: a mesh of data=2, pipeline=1, tensor=4 is for 8 ranks, "
+        "and there are 4",
+    ),
+    "too few": (lambda rank: {"pipeline": 2}, "is for 2 ranks, and there are 4"),
+    "none": (lambda rank: {"data": 4, "tensor": 0}, "tensor=0 is for 0 ranks, and there are 4"),
+    "negative": (lambda rank: {"data": -4, "tensor": -1}, "is for 4 ranks"),
+    "on one rank": (
+        lambda rank: {"data": 2, "tensor": 2 + (rank == 2)},
+        "ValueError: rank 2: a mesh of data=2, pipeline=1, tensor=3 is for 6 ranks",
+    ),
+    "another on one rank": (
+        lambda rank: {"data": 2, "tensor": 2} if rank < 3 else {"data": 4},
+        "ValueError: the ranks disagree about data: rank 0 says 2, rank 3 says 4",
+    ),
+    "another order": (
+        lambda rank: {"data": 4, "order": AXES if rank else AXES[::-1]},
+        "the ranks disagree about order",
+    ),
+    "no such axis": (
+        lambda rank: {"data": 4, "order": ("data", "tensor")},
+        "order names data, pipeline, tensor, each once, not data, tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_MESHES)
+def test_a_mesh_that_does_not_fit_is_refused_on_every_rank(pools, what):
+    arguments, said = WRONG_MESHES[what]
+    told = pools(4)(lambda: complaint(mesh, **arguments(dist.get_rank())))
+    assert all(said in each for each in told), told
+
+
+def build(sizes, make=transformer, microbatches=2, **options):
+    MixedParallel(make(), mesh(**sizes), microbatches, **options)
+
+
+def other_axes():
+    MixedParallel(transformer(), init_device_mesh("cpu", (4,), mesh_dim_names=("data",)), 2)
+
+
+def one_rank_of_another_size():
+    build(PAIRS["data x tensor"], lambda: md.zoo.Transformer(16 + (dist.get_rank() == 3)))
+
+
+def one_replica_of_other_micro_batches():
+    build(PAIRS["data x pipeline"], microbatches=2 if dist.get_rank() < 2 else 4)
+
+
+WRONG_MODELS = {
+    "axes": (other_axes, "ValueError: rank 0: the axes of the mesh must be data, pipeline, tensor"),
+    "module": (lambda: build({"data": 4}, lambda: md.zoo.mlp(2, 2)), "TypeError: rank 0: Mixed"),
+    "heads": (
+        lambda: build({"tensor": 4}),
+        "ValueError: rank 0: heads over 4 ranks: 2 is not a multiple of 4",
+    ),
+    "stages": (
+        lambda: build({"pipeline": 2, "data": 2}, schedule="interleaved", balance=[1] * 8),
+        ": balance [1, 1, 1, 1, 1, 1, 1, 1] must share out 6 layers",
+    ),
+    "models": (one_rank_of_another_size, "ValueError: the ranks have different models."),
+    "micro-batches": (
+        one_replica_of_other_micro_batches,
+        "ValueError: the ranks disagree about microbatches: rank 0 says 2, rank 2 says 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_MODELS)
+def test_what_cannot_be_trained_on_a_mesh_is_refused_on_every_rank(pools, what):
+    function, said = WRONG_MODELS[what]
+    told = pools(4)(complaint, function)
+    assert all(said in each for each in told), told
+
+
+def one_batch(sizes, inputs=lambda whole, x: x, loss_fn=None):
+    whole = mesh(**sizes)
+    model = MixedParallel(transformer(), whole, 2)
+    x, targets = batch(0)
+    return model.train_step(inputs(whole, x), targets, loss_fn or model.cross_entropy)
+
+
+def on(axis, change):
+    """Inputs that are others on the second rank along an axis."""
+    return lambda whole, x: change(x) if whole.get_local_rank(axis) == 1 else x
+
+
+def no_number(outputs, targets):
+    return F.cross_entropy(outputs.flatten(0, 1), targets.flatten() % 100, reduction="none")
+
+
+WRONG_BATCHES = {
+    "another along tensor": (
+        lambda: one_batch(PAIRS["data x tensor"], on("tensor", lambda x: x.flip(0))),
+        "ValueError: ranks along the tensor axis were given different batches",
+    ),
+    "too short in one replica": (
+        lambda: one_batch(PAIRS["data x tensor"], on("data", lambda x: x[:1])),
+        r"ValueError: rank [23]: a batch of 1 rows cannot be cut into 2 micro-batches \(at Forward",
+    ),
+    "no tensor in one replica": (
+        lambda: one_batch(PAIRS["data x pipeline"], on("data", lambda x: None)),
+        "TypeError: rank 2: the inputs of a pipeline are one tensor",
+    ),
+    "a word too much in one replica": (
+        lambda: one_batch(PAIRS["data x tensor"], on("data", lambda x: x + 257)),
+        "RuntimeError: rank [23]: IndexError: tokens from ",
+    ),
+    "loss_fn": (
+        lambda: one_batch(PAIRS["data x pipeline"], loss_fn=no_number),
+        "ValueError: rank 1: loss_fn must return one number",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_BATCHES)
+def test_a_step_that_fails_in_one_replica_fails_in_all(pools, what):
+    function, said = WRONG_BATCHES[what]
+    told = pools(4)(complaint, function)
+    assert all(re.match(said, each) for each in told), told
+
+
+def test_only_the_ends_of_each_replica_need_the_batch(pools):
+    def step():
+        whole = mesh(**ALL)
+        model = MixedParallel(transformer(), whole, 2)
+        inputs, targets = batch(0)
+        first = whole.get_local_rank("pipeline") == 0
+        batches = (inputs, None) if first else (None, targets)
+        loss = model.train_step(*batches, model.cross_entropy)
+        return apart({"loss": (loss, md.parity.cross_entropy(transformer()(inputs), targets))})
+
+    assert pools(8)(step) == [[]] * 8
+
+
+def test_there_must_be_a_group():
+    with pytest.raises(RuntimeError, match="mixed.mesh works within a process group"):
+        mesh(data=2)
