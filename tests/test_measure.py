@@ -106,6 +106,31 @@ def test_peers_are_counted_by_global_rank(pools):
     assert pools(3)(within_a_group) == [[0] * 6, [0, 0, 20, 0, 0, 0], [0, 0, 0, 0, 20, 0]]
 
 
+def test_bytes_are_told_apart_by_group(pools):
+    def in_two_groups() -> dict[tuple[int, ...], dict[str, tuple[int, int]]]:
+        group, r = dist.new_group([1, 2]), dist.get_rank()
+        with TrafficCounter() as counter:
+            dist.all_reduce(torch.ones(3))
+            if r == 1:
+                dist.send(torch.ones(5), group=group, group_dst=1)
+            elif r == 2:
+                dist.recv(torch.ones(5), group=group, group_src=0)
+            if r:
+                dist.all_reduce(torch.ones(2), group=group)
+                dist.all_reduce(torch.ones(2), group=group)
+            md.collectives.barrier()  # its agreement is left out, its messages are empty
+        if r:
+            dist.destroy_process_group(group)
+        dist.barrier()
+        return counter.by_group
+
+    everyone = {"all_reduce": (1, 12)}
+    first, second, third = pools(3)(in_two_groups)
+    assert first[0, 1, 2].items() >= everyone.items() and len(first) == 1
+    assert second[1, 2] == {"send": (1, 20), "all_reduce": (2, 16)}
+    assert third[1, 2] == {"all_reduce": (2, 16)}
+
+
 def _collectives_of_torch() -> dict[str, tuple[int, int]]:
     r, p = dist.get_rank(), dist.get_world_size()
     x = torch.ones(6)  # 24 bytes
@@ -400,6 +425,7 @@ def _ddp_step() -> tuple[dict, list[Span], int]:
         model(inputs).sum().backward()
     with TrafficCounter() as traffic, Timeline() as timeline:
         model(inputs).sum().backward()
+    assert traffic.by_group == {(0, 1): traffic.calls}
     return traffic.calls, timeline.spans, sum(p.nbytes for p in model.parameters())
 
 

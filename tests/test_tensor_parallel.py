@@ -647,6 +647,10 @@ def test_the_norm_of_every_kind(pools):
                 gradients = [p.grad for p in dense.get_submodule(place).parameters()]
                 wanted = nn.utils.get_total_norm(gradients, kind)
                 found[kind, place] = tp.grad_norm(block.get_submodule(place), kind), wanted
+            without = {"out.bias", "mlp.0.weight"}  # one is replicated, the other is not
+            left = [p.grad for name, p in dense.named_parameters() if name not in without]
+            ours = tp.grad_norm(block, kind, {block.get_parameter(name) for name in without})
+            found[kind, "without"] = ours, nn.utils.get_total_norm(left, kind)
         return apart(found), tp.grad_norm(nn.Linear(2, 2)).item()
 
     assert pools(4)(norms) == [([], 0.0)] * 4
