@@ -5,6 +5,7 @@ the *ratio* of each pair is what counts: its median, and its spread from the sma
 largest. Each benchmark is a module of this room with `run(rounds, folder)`.
 """
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,9 +88,7 @@ def draw(title: str, rows: list[Row], picture: Path) -> None:
 
 def run(names: list[str], rounds: int, folder: Path) -> None:
     """Run benchmarks by name, and leave a PNG of each in `folder`."""
-    from minidist.bench import collectives, ddp, launch
-
-    benchmarks = {"launch": launch.run, "collectives": collectives.run, "ddp": ddp.run}
+    benchmarks = {name: importlib.import_module(f"minidist.bench.{name}").run for name in names}
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads in this process")
     for name in names:
         picture = folder / f"bench_{name}.png"
@@ -97,4 +96,4 @@ def run(names: list[str], rounds: int, folder: Path) -> None:
         print(f"drawn: {picture}")
 
 
-NAMES = ["launch", "collectives", "ddp"]
+NAMES = ["launch", "collectives", "ddp", "pipeline", "tensor"]
