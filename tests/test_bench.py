@@ -1,5 +1,6 @@
 """The benchmarks measure what they say. How fast anything is, is no test's business."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -8,7 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from minidist.bench import NAMES, Row, collectives, ddp, in_turns, mpich, show
+from minidist import bench
+from minidist.bench import (
+    NAMES,
+    Row,
+    collectives,
+    ddp,
+    in_turns,
+    mpich,
+    pipeline,
+    show,
+    tensor,
+    training,
+)
 
 
 def test_subjects_are_timed_in_turns():
@@ -37,6 +50,55 @@ def test_every_kind_of_ddp_is_timed(pools):
     assert {ours for pair in ddp.PAIRS for ours in pair} == set(ddp.WRAPPERS)
     for seconds in taken.values():
         assert len(seconds) == 3 and min(seconds) > 0
+
+
+@pytest.mark.parametrize("schedule", pipeline.PAIRS)
+def test_every_pipeline_is_timed_and_trains_the_same_model(pools, schedule):
+    ways = pipeline.ways(schedule, layers=2, width=8)
+    taken = training.measure(pools(2), ways, rounds=2, rows=8, length=pipeline.LENGTH)
+    assert list(taken) == ["minidist, gloo", "torch, gloo", "minidist, shm", "torch, shm"]
+    for seconds in taken.values():
+        assert len(seconds) == 2 and min(seconds) > 0
+
+
+def test_every_tensor_parallel_step_is_timed_and_trains_the_same_model(pools):
+    ways = tensor.ways(layers=1, width=8)
+    taken = training.measure(pools(2), ways, rounds=2, rows=2, length=tensor.LENGTH)
+    assert len(taken) == 8 and {len(seconds) for seconds in taken.values()} == {2}
+    for kind in tensor.KINDS:
+        assert {
+            f"{who}, {there}{kind}" for who in ("minidist", "torch") for there in tensor.BACKENDS
+        } < set(taken)
+
+
+def test_a_step_that_trains_another_model_is_told(pools):
+    def trainer(loss):
+        return training.Trainer([], lambda inputs, targets: loss)
+
+    def ways(**losses):
+        return {name: functools.partial(trainer, loss) for name, loss in losses.items()}
+
+    measure = functools.partial(training.measure, pools(2), rounds=1, rows=1, length=2)
+    assert list(measure(ways(a=2.0, b=2.00001))) == ["a", "b"]
+    with pytest.raises(RuntimeError, match=r"b comes to a loss of 2.001, and a to 2.0"):
+        measure(ways(a=2.0, b=2.001))
+    with pytest.raises(RuntimeError, match="b comes to a loss of nan, and a to 2.0"):
+        measure(ways(a=2.0, b=float("nan")))
+    with pytest.raises(RuntimeError, match="no rank knows the loss of b"):
+        measure(ways(a=2.0, b=None))
+
+
+@pytest.mark.parametrize("name", ["pipeline", "tensor"])
+def test_a_table_and_a_picture_of_steps(monkeypatch, tmp_path, capsys, name):
+    module = {"pipeline": pipeline, "tensor": tensor}[name]
+    monkeypatch.setattr(module, "measure", lambda pool, ways, *_: dict.fromkeys(ways, [2.0]))
+    monkeypatch.setattr(module, "WORLD_SIZES", [1])
+    bench.run([name], 1, tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    cases = len(pipeline.PAIRS) if name == "pipeline" else len(tensor.KINDS)
+    for there, count in {"torch, gloo": 2, "torch, shm": 1}.items():
+        assert sum(there in line for line in lines) == count * cases
+    assert (tmp_path / f"bench_{name}.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -45,15 +45,15 @@ def measure(
     slowest rank. Every way trains a model of its own on the same rows of text. Raises RuntimeError
     if they do not all come to the same loss."""
     by_rank = pool(_measure_here, ways, rounds, rows, length)
-    losses = {
-        name: [loss for found in by_rank for loss in found[name][1] if loss is not None]
-        for name in ways
-    }
-    expected = next(iter(losses.values()))
-    for name, found in losses.items():
-        last = found[-1] if found else math.nan
-        if not math.isclose(last, expected[-1], rel_tol=CLOSE):
-            raise RuntimeError(f"{name} comes to a loss of {last}, not of {expected[-1]}")
+    known = [(name, loss) for name in ways for found in by_rank for loss in found[name][1]]
+    for name, loss in known:
+        if not math.isclose(loss, known[0][1], rel_tol=CLOSE):
+            raise RuntimeError(
+                f"{name} comes to a loss of {loss}, and {known[0][0]} to {known[0][1]}"
+            )
+    untold = set(ways) - {name for name, _ in known}
+    if untold:
+        raise RuntimeError(f"no rank knows the loss of {', '.join(sorted(untold))}")
     return {
         name: [max(times) for times in zip(*(found[name][0] for found in by_rank), strict=True)]
         for name in ways
@@ -62,11 +62,11 @@ def measure(
 
 def _measure_here(
     ways: dict[str, Make], rounds: int, rows: int, length: int
-) -> dict[str, tuple[list[float], list[float | None]]]:
-    """By way: the seconds, and the loss of the last step."""
+) -> dict[str, tuple[list[float], list[float]]]:
+    """By way: the seconds, and the loss of the last step, where it is known."""
     inputs, targets = (x[:rows] for x in md.zoo.text(length))
     trainers = {name: make() for name, make in ways.items()}
-    taken: dict[str, tuple[list[float], list[float | None]]] = {name: ([], []) for name in ways}
+    taken: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ways}
     for turn in range(WARM + rounds):
         for name, trainer in trainers.items():
             for parameter in trainer.parameters:
@@ -77,7 +77,7 @@ def _measure_here(
             seconds, losses = taken[name]
             if turn >= WARM:
                 seconds.append(time.perf_counter() - start)
-            losses[:] = [loss]
+            losses[:] = [] if loss is None else [loss]
             _descend(trainer.parameters)
     return taken
 
