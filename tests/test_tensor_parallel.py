@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import minidist as md
 from minidist import tensor_parallel as tp
+from minidist.tensor_parallel.operators import REDUCE_SCATTER
 
 ALLOWED = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.03}
 BACKENDS = ["gloo", "shm"]
@@ -733,10 +734,10 @@ def test_sequence_parallel_moves_the_same_bytes(pair, backend):
     those of two norms, of C each and with a bias, and two biases."""
     nbytes = 2 * 8 * 16 * 4
     for forward, backward in pair[backend](traffic_of_a_block, True):
-        assert forward == {"all_gather": (2, 2 * nbytes), "reduce_scatter": (2, 2 * nbytes)}
+        assert forward == {"all_gather": (2, 2 * nbytes), REDUCE_SCATTER: (2, 2 * nbytes)}
         assert backward == {
             "all_gather": (2 + 2, 4 * nbytes),
-            "reduce_scatter": (2, 2 * nbytes),
+            REDUCE_SCATTER: (2, 2 * nbytes),
             "all_reduce": (6, 6 * 16 * 4),
         }
 
@@ -795,7 +796,7 @@ def order_of_backward(sequence_parallel):
 
     layer = md.ColumnParallelLinear(4, 4, sequence_parallel=sequence_parallel)
     y = layer(torch.ones(3, 4, requires_grad=True))
-    names = "all_reduce", "all_gather", "reduce_scatter"
+    names = "all_reduce", "all_gather", REDUCE_SCATTER
     before = [getattr(dist, name) for name in names]
     for name, function in zip(names, before, strict=True):
         setattr(dist, name, watched(function))
@@ -811,8 +812,8 @@ def order_of_backward(sequence_parallel):
 def test_gradients_travel_while_others_are_computed(pools):
     wanted = ["product", "all_reduce", "product", "wait all_reduce"]
     assert pools(2)(order_of_backward, False) == [wanted] * 2
-    wanted = ["all_gather", "product", "reduce_scatter", "wait all_gather", "product"]
-    assert pools(2)(order_of_backward, True) == [[*wanted, "wait reduce_scatter"]] * 2
+    wanted = ["all_gather", "product", REDUCE_SCATTER, "wait all_gather", "product"]
+    assert pools(2)(order_of_backward, True) == [[*wanted, f"wait {REDUCE_SCATTER}"]] * 2
 
 
 # ---- random numbers ---------------------------------------------------------------------------

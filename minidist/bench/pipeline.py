@@ -16,7 +16,7 @@ from minidist.bench import Row, draw, show
 from minidist.bench.training import Make, Trainer, measure, transformer
 from minidist.pipeline import balance_by_parameters
 
-LAYERS, WIDTH, LENGTH, ROWS = 8, 128, 64, 16  # 1.7 million parameters; words a row, rows a batch
+LAYERS, WIDTH, LENGTH, ROWS = 8, 64, 64, 16  # 0.4 million parameters; words a row, rows a batch
 MICROBATCHES = 8
 WORLD_SIZES = [2, 4]
 BACKENDS = ["gloo", "shm"]

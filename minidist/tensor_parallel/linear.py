@@ -19,10 +19,10 @@ from torch.autograd.function import once_differentiable
 from minidist.tensor_parallel.layer import ParallelLayer, require_multiple
 from minidist.tensor_parallel.operators import (
     Group,
+    begin_reduce_scatter,
     copy_to_group,
     gather_from_group,
     join,
-    parts,
     reduce_from_group,
     reduce_scatter_to_sequence,
     scatter_to_group,
@@ -220,9 +220,7 @@ class _GatherLinear(torch.autograd.Function):
         whole = [torch.empty_like(x) for _ in range(dist.get_world_size(ctx.group))]
         gathering = dist.all_gather(whole, x.contiguous(), group=ctx.group, async_op=True)
         if ctx.needs_input_grad[0]:
-            pieces = [piece.contiguous() for piece in parts(grad @ weight, -2, ctx.group)]
-            grad_x = torch.empty_like(pieces[0])
-            work = dist.reduce_scatter(grad_x, pieces, group=ctx.group, async_op=True)
+            grad_x, work = begin_reduce_scatter(grad @ weight, -2, ctx.group)
         gathering.wait()
         grads = _parameter_grads(ctx, grad, torch.cat(whole, -2))
         if work is not None:
