@@ -37,7 +37,7 @@ def run(rounds: int, picture: Path) -> None:
     for world_size in WORLD_SIZES:
         with md.ranks(world_size, backend="gloo") as pool:
             for schedule in PAIRS:
-                taken = measure(pool, ways(schedule), 2 * rounds, ROWS, LENGTH)
+                taken = measure(pool, ways(schedule), rounds, ROWS, LENGTH)
                 what = f"{world_size} ranks, {schedule}"
                 rows += [
                     Row(f"{what}, {backend}", taken[ours(backend)], there, tuple(taken[there]))

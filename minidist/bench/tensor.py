@@ -26,7 +26,7 @@ from minidist.bench import Row, draw, show
 from minidist.bench.training import Make, Trainer, measure, transformer
 from minidist.tensor_parallel import parallelize
 
-LAYERS, WIDTH, LENGTH, ROWS = 2, 256, 64, 8  # 1.7 million parameters; words a row, rows a batch
+LAYERS, WIDTH, LENGTH, ROWS = 2, 256, 64, 4  # 1.7 million parameters; words a row, rows a batch
 WORLD_SIZES = [2, 4]
 BACKENDS = ["gloo", "shm"]
 KINDS = {"": False, ", sequence parallel": True}
@@ -37,7 +37,7 @@ def run(rounds: int, picture: Path) -> None:
     rows = []
     for world_size in WORLD_SIZES:
         with md.ranks(world_size, backend="gloo") as pool:
-            taken = measure(pool, ways(), 3 * rounds, ROWS, LENGTH)
+            taken = measure(pool, ways(), 2 * rounds, ROWS, LENGTH)
         for kind in KINDS:
             for backend in BACKENDS:
                 mine = taken[f"minidist, {backend}{kind}"]
