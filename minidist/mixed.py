@@ -35,9 +35,14 @@ from minidist.pipeline import Pipeline, Schedule, agree
 from minidist.pipeline.norm import norm_over_ranks
 from minidist.pipeline.worker import Loss
 from minidist.rank import device
-from minidist.tensor_parallel import grad_norm, parallelize, vocab_parallel_cross_entropy
+from minidist.tensor_parallel import (
+    full_state_dict,
+    grad_norm,
+    load_full_state_dict,
+    parallelize,
+    vocab_parallel_cross_entropy,
+)
 from minidist.tensor_parallel.layer import gather_shards, shard
-from minidist.tensor_parallel.model import full_state_dict
 from minidist.wrapper import Wrapper
 
 __all__ = ["AXES", "MixedParallel", "mesh", "traffic_by_axis"]
@@ -239,6 +244,13 @@ class MixedParallel(Wrapper):
         """The `state_dict` of the whole model, on the CPU of every rank. Every rank calls this.
         (`state_dict()` is that of this rank's shards.)"""
         return agree.whole_state(self._pipeline, full_state_dict(self.module), self._names)
+
+    def load_full_state_dict(self, state: dict[str, Any]) -> None:
+        """Load this rank's shards, from a `state_dict` of the whole model. Raises RuntimeError, as
+        `load_state_dict` does, if names or shapes are others."""
+        elsewhere = set(self._names) - set(self.module.state_dict())
+        own = {name: value for name, value in state.items() if name not in elsewhere}
+        load_full_state_dict(self.module, own)
 
 
 def traffic_by_axis(

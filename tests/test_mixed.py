@@ -183,6 +183,35 @@ def test_evaluation_gives_whole_outputs_on_every_rank(pools):
         assert pools(4)(evaluate, sizes) == [([], False)] * 4
 
 
+def test_a_checkpoint_of_one_mesh_loads_in_any_other_and_in_the_model(pools):
+    def move(there):
+        dense = transformer()
+        model = MixedParallel(copy.deepcopy(dense), mesh(data=2, pipeline=2), 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.train_step(*batch(0), model.cross_entropy)
+        optimizer.step()
+        full = model.full_state_dict()
+        dense.load_state_dict(full)
+        other = MixedParallel(transformer(), mesh(**there), 2)
+        parameters = list(other.parameters())
+        other.load_full_state_dict(full)
+        kept = all(a is b for a, b in zip(parameters, other.parameters(), strict=True))
+        own = MixedParallel(transformer(), mesh(**there), 2)
+        own.load_state_dict(other.state_dict())
+        inputs, _ = batch(1)
+        found = apart({n: (t, full[n]) for n, t in other.full_state_dict().items()})
+        found += apart(
+            {"outputs": (other(inputs), dense(inputs)), "own": (own(inputs), dense(inputs))}
+        )
+        del full["norm.bias"], full["blocks.0.norm1.bias"]
+        told = complaint(other.load_full_state_dict, full)
+        return found, kept, told.startswith("RuntimeError") and "bias" in told
+
+    for there in PAIRS.values():
+        told = pools(4)(move, there)
+        assert told == [([], True, True)] * 4, told
+
+
 def test_ranks_along_tensor_are_neighbours_unless_order_says_otherwise(pools):
     def groups(**options):
         whole = mesh(**ALL, **options)

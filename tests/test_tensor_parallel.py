@@ -612,6 +612,39 @@ def test_a_transformer_on_shared_memory_with_a_head_of_its_own(pair, sequence_pa
     assert told == [None] * 2
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_dense_models_weights_are_loaded_in_place(pools, sequence_parallel):
+    def load():
+        dense = md.zoo.Transformer(250, length=12, width=24, heads=4, seed=1)
+        model = md.zoo.Transformer(250, length=12, width=24, heads=4)
+        tp.parallelize(model, sequence_parallel=sequence_parallel)
+        before = list(model.parameters())
+        tp.load_full_state_dict(model, dense.state_dict())
+        found = [] if model.head.weight is model.tokens.weight else ["tie"]
+        found += ["other"] * any(
+            a is not b for a, b in zip(before, model.parameters(), strict=True)
+        )
+        full = tp.full_state_dict(model)
+        found += [name for name, t in dense.state_dict().items() if not torch.equal(t, full[name])]
+        block = tp.ParallelBlock(16, 8, 1)  # on 2 ranks, its key-value head is replicated
+        wanted = tp.full_state_dict(tp.ParallelBlock(16, 8, 1))
+        tp.load_full_state_dict(block, wanted)
+        full = tp.full_state_dict(block)
+        found += [name for name, t in wanted.items() if not torch.equal(t, full[name])]
+        state = dense.state_dict()
+        less = {name: t for name, t in state.items() if name != "blocks.0.qkv.weight"}
+        for wrong in (state | {"more": torch.ones(1)}, less):
+            try:
+                tp.load_full_state_dict(model, wrong)
+            except RuntimeError as error:
+                found += ["words"] * ("key(s) in state_dict" not in str(error))
+            else:
+                found += ["loaded"]
+        return found
+
+    assert pools(2)(load) == [[]] * 2
+
+
 def test_a_transformer_in_float32(pools):
     """Adam divides by the root of its second moment: in float32 a small gradient, and with it its
     rounding, becomes a step of the size lr. After one step only lr itself bounds that."""

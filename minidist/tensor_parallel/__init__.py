@@ -15,6 +15,7 @@ from minidist.tensor_parallel.model import (
     clip_grad_norm_,
     full_state_dict,
     grad_norm,
+    load_full_state_dict,
     parallelize,
 )
 from minidist.tensor_parallel.operators import (
@@ -48,6 +49,7 @@ __all__ = [
     "gather_from_group",
     "gather_from_sequence",
     "grad_norm",
+    "load_full_state_dict",
     "parallelize",
     "reduce_from_group",
     "reduce_scatter_to_sequence",

@@ -63,6 +63,24 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     return state
 
 
+def load_full_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
+    """Load this rank's shards of the `state_dict` of the dense model, in place. Raises
+    RuntimeError, as `load_state_dict` does, if the names or shapes are others. Lesson 6."""
+    shards = dict(state)
+    for place, layer in model.named_modules():
+        if isinstance(layer, ParallelLayer):
+            prefix, own = f"{place}." if place else "", dict(layer.named_parameters())
+            dense = layer.make_dense("meta", next(iter(own.values())).dtype)
+            names = [name for name in dense.state_dict() if prefix + name in shards]
+            dense.load_state_dict({name: shards.pop(prefix + name) for name in names}, assign=True)
+            layer.take(dense)
+            for name, tensor in layer.state_dict().items():
+                shards[prefix + name] = tensor
+            for name, parameter in own.items():
+                setattr(layer, name, parameter)  # an optimizer and a tied layer know this one
+    model.load_state_dict(shards)
+
+
 def grad_norm(
     model: nn.Module, norm_type: float = 2.0, without: Set[nn.Parameter] = frozenset()
 ) -> torch.Tensor:
