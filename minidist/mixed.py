@@ -95,8 +95,8 @@ class MixedParallel(Wrapper):
 
     mesh: from `mesh`, or any DeviceMesh of all ranks whose axes are data, pipeline and tensor.
     microbatches, schedule, balance, recompute: those of `Pipeline`, for each replica. Layers are
-        those of `module.sequential()`. ("zero_bubble" gains nothing on more than one tensor rank:
-        autograd cannot cut the layers' backward in two, and does all of it twice.)
+        those of `module.sequential()`. ("zero_bubble" gains little with more than one tensor rank:
+        the backward of a column layer cannot be cut in two, and runs twice, with its message.)
     sequence_parallel: see `tensor_parallel.parallelize`. Less travels along the pipeline, too.
 
     Tied embedding and head stay so, in all replicas and stages.
