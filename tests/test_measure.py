@@ -335,14 +335,14 @@ def test_an_asynchronous_call_lasts_until_it_is_done_a_message_of_gloo_until_its
             message = dist.irecv(torch.ones(1), 1) if r == 0 else dist.isend(torch.ones(1), 0)
             whole = dist.all_reduce(torch.ones(1), async_op=True)
             with timeline.span("backward"):
-                time.sleep(0.05)
+                time.sleep(0.2)
             message.wait()
             whole.wait()
-            time.sleep(0.05)
+            time.sleep(0.2)
             whole.wait()  # once more changes nothing
             future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
             assert future.wait()[0].item() == 2
-            time.sleep(0.05)
+            time.sleep(0.2)
             forgotten = dist.all_reduce(torch.ones(1), async_op=True)
         forgotten.wait()
         return timeline.spans
@@ -354,11 +354,11 @@ def test_an_asynchronous_call_lasts_until_it_is_done_a_message_of_gloo_until_its
         message, whole, backward, by_future, forgotten = spans
         assert message.start < backward.start and whole.start < backward.start
         if backend == "gloo":
-            assert 0 < message.end - backward.end < 0.04
+            assert 0 < message.end - backward.end < 0.15
         else:
             assert message.end < backward.end
         assert whole.start < whole.end < backward.end
-        assert by_future.end - by_future.start < 0.04
+        assert by_future.end - by_future.start < 0.15
         assert forgotten.end >= forgotten.start
 
 
