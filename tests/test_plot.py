@@ -21,6 +21,15 @@ from torch import nn
 
 from minidist import plot
 from minidist.measure import MemoryTracker, Phase, Span, Timeline, TrafficCounter
+from minidist.pipeline import SCHEDULES, simulate
+from minidist.pipeline import Span as Step
+from minidist.pipeline.instructions import (
+    Backward,
+    BackwardInputs,
+    BackwardWeights,
+    Forward,
+    SendActivation,
+)
 from minidist.plot import color, human_bytes, human_time, palette
 
 matplotlib.use("Agg")
@@ -44,6 +53,10 @@ CHARTS = {  # name: what it draws, and inputs that have nothing to draw
     "loss": ({"ring": [2.0, 1.0]}, [{}, {"ring": []}, {"ring": [2.0], "tree": []}]),
     "memory": (HELD, [SimpleNamespace(history={}, phases=[]), NOTHING_HELD]),
     "memory_by_rank": ({"rank 0": {"other": 8}}, [{}, {"rank 0": {}}, {"rank 0": {"other": 0}}]),
+    "schedule": (
+        [[Step(Forward(0, 0), 1.0, 2.0)]],
+        [[], [[]], [[Step(SendActivation(0, 0), 0, 1)]]],
+    ),
 }
 
 
@@ -97,6 +110,8 @@ print({"matplotlib", "sklearn", "IPython"} & sys.modules.keys())
 sys.modules["matplotlib"] = None  # its import now fails
 from types import SimpleNamespace as namespace
 from minidist.measure import Span
+from minidist.pipeline import Span as Step
+from minidist.pipeline.instructions import Forward, SendActivation
 for name, (given, _) in CHARTS.items():
     try:
         getattr(plot, name)(given)
@@ -106,7 +121,8 @@ for name, (given, _) in CHARTS.items():
 
 
 def test_only_a_chart_needs_matplotlib_and_says_how_to_get_it() -> None:
-    code = WITHOUT_MATPLOTLIB.replace("CHARTS", repr(CHARTS))
+    charts = repr(CHARTS).replace("Span(instruction", "Step(instruction")
+    code = WITHOUT_MATPLOTLIB.replace("CHARTS", charts)
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     says = "minidist.plot draws with matplotlib: pip install 'minidist[course]'"
     told = [f"{name} ModuleNotFoundError matplotlib {says}" for name in CHARTS]
@@ -320,11 +336,44 @@ def test_memory_by_rank_shows_bytes_and_formula() -> None:
         plot.memory_by_rank(held, {"rank 2": {"parameters": 1}})
 
 
+def bars(ax: Axes, row: int) -> list[tuple[float, float, str]]:
+    """Where each begins and ends, and its colour."""
+    there = [bar for bar in ax.patches if round(bar.get_center()[1]) == row]
+    ends = [(bar.get_x(), bar.get_x() + bar.get_width(), shown(bar)) for bar in there]
+    return [(round(a, 6), round(b, 6), shade) for a, b, shade in ends]
+
+
+def test_schedule_shows_predicted_and_measured_spans() -> None:
+    first = [Step(SendActivation(0, 0), 0, 9), Step(Forward(0, 3), 5.0, 5.1)]
+    first += [Step(Backward(0, 3), 5.3, 5.5)]
+    second = [Step(BackwardInputs(1, 0), 5.2, 5.3), Step(BackwardWeights(1, 10), 5.3, 5.31)]
+    ax = plot.schedule([first, second], title="Measured")
+    forward, backward, idle = map(color, ("forward", "backward", "idle"))
+    assert bars(ax, 0) == [(0, 500, idle), (0, 100, forward), (300, 500, backward)]  # ms
+    inputs, weights = color("backward for inputs"), color("backward for weights")
+    assert bars(ax, 1) == [(0, 500, idle), (200, 300, inputs), (300, 310, weights)]
+    said = [(text.get_text(), *map(round, text.get_position())) for text in ax.texts]
+    assert said == [("3", 50, 0), ("3", 400, 0), ("0", 250, 1)]  # no room for the 10
+    kinds = ["forward", "backward", "backward for inputs", "backward for weights", "idle"]
+    assert legend(ax) == kinds
+    assert ticks(ax.yaxis) == ["rank 0", "rank 1"] and ax.yaxis_inverted()
+    assert ax.get_xlim() == (0, 500) and ax.get_xlabel() == "time (ms)"
+    assert ax.get_title(loc="left") == "Measured"
+
+    predicted = simulate(SCHEDULES["interleaved"](2, 2), 1, 1, 1)
+    ax = plot.schedule(predicted.spans, unit="forward passes")
+    assert ax.get_xlim() == (0, predicted.time) and ax.get_xlabel() == "time (forward passes)"
+    assert legend(ax) == ["forward", "backward", "idle", "paler: later stages"]
+    shades = {bar[2] for bar in bars(ax, 0)}
+    assert shades == {idle, forward, backward, "#A2D5F1", "#8CBFDD"}  # half way to white
+
+
 # ---- palette and units --------------------------------------------------------------------
 
 
 def test_a_name_has_one_colour_in_every_chart() -> None:
-    groups = palette.ACTIVITIES, palette.MEMORY, palette.ALGORITHMS, palette.RANKS
+    groups = palette.ACTIVITIES, palette.MEMORY, palette.ALGORITHMS, palette.SCHEDULES
+    groups += (palette.RANKS,)
     assert len(palette.COLORS) == sum(map(len, groups))  # no name stands in two groups
     for name in "ring", "tree", "gloo":
         line, pairs = SimpleNamespace(rank=0, spans=[Span("", name, 0, 1)]), PAIRS["ring"]
@@ -337,7 +386,8 @@ def test_a_name_has_one_colour_in_every_chart() -> None:
 
 
 def test_colours_that_meet_in_one_picture_differ() -> None:
-    for group in palette.RANKS, palette.ALGORITHMS.values(), palette.MEMORY.values(), palette.SPARE:
+    named = palette.ALGORITHMS, palette.MEMORY, palette.SCHEDULES
+    for group in palette.RANKS, palette.SPARE, *(group.values() for group in named):
         for one, other in itertools.combinations(group, 2):
             apart = [int(one[i : i + 2], 16) - int(other[i : i + 2], 16) for i in (1, 3, 5)]
             assert np.linalg.norm(apart) > 50, (one, other)

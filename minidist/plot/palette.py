@@ -25,6 +25,8 @@ ACTIVITIES = {  # what a rank does with its time
     "compute": "#C9DCE8",
     "forward": "#56B4E9",
     "backward": "#0072B2",
+    "backward for inputs": "#003F66",
+    "backward for weights": "#8F7CC4",
     "step": "#009E73",
     "communication": "#D55E00",
     "agreement": "#CC79A7",
@@ -51,10 +53,17 @@ ALGORITHMS = {  # how bytes travel, and what carries them
     "nccl": "#7A5195",
     "shm": "#8C6D31",
 }
+SCHEDULES = {  # of a pipeline; "naive" is above
+    "gpipe": "#E69F00",
+    "1f1b": "#0072B2",
+    "interleaved": "#009E73",
+    "zero_bubble": "#CC79A7",
+}
 COLORS = {
     **ACTIVITIES,
     **MEMORY,
     **ALGORITHMS,
+    **SCHEDULES,
     **{f"rank {rank}": shade for rank, shade in enumerate(RANKS)},
 }
 SPARE = ("#999999", "#332288", "#AA4499", "#999933", "#44AA99", "#882255")  # for other names
