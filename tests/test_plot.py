@@ -365,7 +365,7 @@ def test_schedule_shows_predicted_and_measured_spans() -> None:
     assert ax.get_xlim() == (0, predicted.time) and ax.get_xlabel() == "time (forward passes)"
     assert legend(ax) == ["forward", "backward", "idle", "paler: later stages"]
     shades = {bar[2] for bar in bars(ax, 0)}
-    assert shades == {idle, forward, backward, "#A2D5F1", "#8CBFDD"}  # half way to white
+    assert shades == {idle, forward, backward, "#A2D6F3", "#73B1D5"}  # paler
 
 
 # ---- palette and units --------------------------------------------------------------------
