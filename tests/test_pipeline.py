@@ -122,6 +122,17 @@ def test_a_prediction_by_hand():
         simulate(never)
 
 
+def test_an_order_in_which_a_rank_does_nothing_is_refused_by_name():
+    nothing = with_messages("mine", [[], []], 2, 1)
+    predicted = simulate(nothing)
+    assert (predicted.time, predicted.idle, predicted.in_flight) == (0, 0, [0, 0])
+    half = with_messages("mine", [[Forward(0, 0)], []], 2, 1)
+    assert simulate(half).in_flight == [1, 0] and simulate(half).idle == 0.5
+    for schedule in nothing, half:
+        with pytest.raises(ScheduleError, match=r"rank 0: .*\(0, 0\) is missing"):
+            validate(schedule)
+
+
 def change(schedule, rank, edit):
     ranks = copy.deepcopy(schedule.ranks)
     edit(ranks[rank])

@@ -39,14 +39,14 @@ class Prediction:
     @property
     def time(self) -> float:
         """Of the whole step."""
-        return max(rank[-1].end for rank in self.spans)
+        return max((rank[-1].end for rank in self.spans if rank), default=0.0)
 
     @property
     def idle(self) -> float:
         """The part of all ranks' time in which they compute nothing: the bubble, as a fraction of
         the total time. GPipe and 1F1B: (p-1)/(m+p-1), for p ranks and m micro-batches."""
         busy = sum(span.end - span.start for rank in self.spans for span in rank)
-        return 1 - busy / (self.time * len(self.spans))
+        return 1 - busy / (self.time * len(self.spans)) if busy else 0.0
 
 
 def simulate(
@@ -99,7 +99,7 @@ def simulate(
         if not any([advance(rank) for rank in waiting]):
             stuck = "; ".join(f"rank {rank} at {ranks[rank][position[rank]]}" for rank in waiting)
             raise ValueError(f"{schedule.name}: the ranks wait for each other: {stuck}")
-    return Prediction(spans, [max(kept(rank)) for rank in ranks])
+    return Prediction(spans, [max(kept(rank), default=0) for rank in ranks])
 
 
 def kept(instructions: Sequence[Instruction]) -> list[int]:
