@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         plot,
         rank,
         tensor_parallel,
+        zero,
         zoo,
     )
     from minidist.data_parallel import DataParallel
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         VocabParallelEmbedding,
         vocab_parallel_cross_entropy,
     )
+    from minidist.zero import ShardedDataParallel, ZeroRedundancyOptimizer
 
 __version__ = "0.1.0"
 __all__ = [
@@ -49,7 +51,9 @@ __all__ = [
     "Pipeline",
     "RankError",
     "RowParallelLinear",
+    "ShardedDataParallel",
     "VocabParallelEmbedding",
+    "ZeroRedundancyOptimizer",
     "backend",
     "collectives",
     "data_parallel",
@@ -64,6 +68,7 @@ __all__ = [
     "ranks",
     "tensor_parallel",
     "vocab_parallel_cross_entropy",
+    "zero",
     "zoo",
 ]
 STRATEGIES = {  # what a lesson makes, and the module that it is in
@@ -72,7 +77,9 @@ STRATEGIES = {  # what a lesson makes, and the module that it is in
     "DistributedDataParallel": "distributed_data_parallel",
     "Pipeline": "pipeline",
     "RowParallelLinear": "tensor_parallel",
+    "ShardedDataParallel": "zero",
     "VocabParallelEmbedding": "tensor_parallel",
+    "ZeroRedundancyOptimizer": "zero",
     "vocab_parallel_cross_entropy": "tensor_parallel",
 }
 

@@ -234,11 +234,21 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     """Weights, buffers and optimizer states, by the names of the bare module."""
     state = dict(model.state_dict())
     consume_prefix_in_state_dict_if_present(state, "module.")
+    states = _states(optimizer)
     for name, parameter in getattr(model, "module", model).named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
+        for key, value in states.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 state[f"{key} of {name}"] = value
     return {name: _copy(value) for name, value in state.items()}
+
+
+def _states(optimizer: torch.optim.Optimizer) -> Any:
+    """Of each parameter, whole also where a rank has only a part (lesson 8)."""
+    if gather := getattr(optimizer, "consolidate_state_dict", None):
+        list(map(gather, range(dist.get_world_size())))
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        return {parameters[i]: state for i, state in optimizer.state_dict()["state"].items()}
+    return optimizer.state
 
 
 def _compare(ours: State, wanted: State) -> Iterator[tuple[str, float]]:

@@ -11,7 +11,13 @@ import minidist as md
 from minidist.runtime import Pool
 
 # What communicates in its own way is tested on both backends for the CPU.
-ON_BOTH = {"test_collectives", "test_distributed_data_parallel", "test_measure", "test_memory"}
+ON_BOTH = {
+    "test_collectives",
+    "test_distributed_data_parallel",
+    "test_measure",
+    "test_memory",
+    "test_zero",
+}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -6,6 +6,7 @@ Experiences on Accelerating Data Parallel Training" (arXiv 2006.15704), section 
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -30,20 +31,25 @@ class Bucket:
         last: bool,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._index, self._last = index, last
+        self._index, self._last, self._group = index, last, group
         self._parameters = list(parameters)
-        first = parameters[0]
-        *offsets, size = accumulate((p.numel() for p in parameters), initial=0)
-        # Where ranks share memory, in that memory: all_reduce then has nothing to copy.
-        self._flat = backend.empty(  # (n,)
-            size, dtype=first.dtype, device=first.device, group=group
-        )
-        self._views = [
-            # With the strides of the parameter, or each step would pay for the difference.
-            self._flat.as_strided(parameter.shape, _dense_strides(parameter), offset)
-            for parameter, offset in zip(parameters, offsets, strict=True)
-        ]
+        *self._offsets, self._size = accumulate((p.numel() for p in parameters), initial=0)
         self.empty()
+
+    @cached_property
+    def _flat(self) -> torch.Tensor:
+        """(n,)"""
+        first = self._parameters[0]
+        # Where ranks share memory, in that memory: all_reduce then has nothing to copy.
+        return backend.empty(self._size, dtype=first.dtype, device=first.device, group=self._group)
+
+    @cached_property
+    def _views(self) -> list[torch.Tensor]:
+        return [
+            # With the strides of the parameter, or each step would pay for the difference.
+            self._flat.as_strided(parameter.shape, dense_strides(parameter), offset)
+            for parameter, offset in zip(self._parameters, self._offsets, strict=True)
+        ]
 
     # What torch's hooks call.
 
@@ -81,7 +87,7 @@ class Bucket:
 
     def empty(self) -> None:
         """Wait for all gradients again."""
-        self._missing = len(self._views)
+        self._missing = len(self._parameters)
 
     def hold(self, slot: int, scale: float = 1) -> None:
         """Make the gradient of a parameter, times `scale`, a view of ours. Without a gradient, our
@@ -124,6 +130,6 @@ def assign(parameters: Sequence[nn.Parameter], cap: int) -> list[list[nn.Paramet
     return [[parameters[i] for i in bucket] for bucket in sorted(full, key=lambda b: b[-1])]
 
 
-def _dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
+def dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
     """The strides of a tensor that is laid out like this one, without gaps."""
     return torch.empty_like(parameter, device="meta").stride()

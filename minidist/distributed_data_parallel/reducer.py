@@ -137,9 +137,12 @@ class Reducer:
             if self._awaited or (self.begun and self._sync):
                 self._average(parameter)
             elif self.begun and not torch.is_grad_enabled():
-                bucket, slot = self._places[parameter]
-                bucket.hold(slot)
+                self._keep(parameter)
             # Else nobody has asked us: another wrapper of the module has, or nobody.
+
+    def _keep(self, parameter: nn.Parameter) -> None:
+        bucket, slot = self._places[parameter]
+        bucket.hold(slot)
 
     def _average(self, parameter: nn.Parameter) -> None:
         name = self._names[self._positions[parameter]]
@@ -190,11 +193,13 @@ class Reducer:
         if not self._ordered:
             self._order = [self._positions[parameter] for parameter in self._arrived]
         # In this pass, or in those before it that were not averaged.
-        used = [parameter.grad is not None for parameter in self._parameters]
+        used = [p in self._arrived or p.grad is not None for p in self._parameters]
         for parameter in lacking:
             self._add(parameter)
         self._send_full_buckets()
-        anywhere = self._wait(used)
+        self._deliver(lacking, self._wait(used))
+
+    def _deliver(self, lacking: list[nn.Parameter], anywhere: list[bool]) -> None:
         for parameter in lacking:
             if anywhere[self._positions[parameter]]:  # then this rank takes the step too
                 bucket, slot = self._places[parameter]
@@ -212,15 +217,20 @@ class Reducer:
     def _wait(self, used: list[bool]) -> list[bool]:
         """Until all buckets have come back. Returns which parameters any rank has `used`."""
         if self._find_unused:
-            flags = torch.tensor(used, dtype=torch.uint8).to(self._parameters[0].device)
-            dist.all_reduce(flags, dist.ReduceOp.MAX, self._group)
-            used = flags.bool().tolist()
+            used = self._anywhere(used)
         for bucket, handle in self._travelling:
             average = handle.wait()
             if self.comm_hook:
                 bucket.set_buffer(average)
         self._travelling = []
         return used
+
+    def _anywhere(self, used: list[bool]) -> list[bool]:
+        """What is true on any rank."""
+        flags = torch.tensor(used, dtype=torch.uint8).to(self._parameters[0].device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, self._group)
+        anywhere: list[bool] = flags.bool().tolist()
+        return anywhere
 
     def answer(self) -> None:
         """Take part in the others' averaging without a backward pass, adding zeros."""

@@ -1,0 +1,55 @@
+"""The two collectives of ZeRO (lesson 8), on a flat tensor of N shards: x is (N S,).
+
+A reduce_scatter and an all_gather of Ψ elements each send Ψ(N-1)/N from every rank: together what
+the all_reduce of lesson 4 sends.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+# Gloo makes an all_gather of copies, and a reduce_scatter of a whole all_reduce. N broadcasts, or N
+# reductions, of a shard each do the same up to four times faster.
+_BY_SHARD = "gloo"
+
+
+def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
+    """Begin to give every rank all shards; each has its own. Returns the function that waits."""
+    shards = x.chunk(dist.get_world_size(group))
+    if dist.get_backend(group) == _BY_SHARD:
+        works = [
+            dist.broadcast(shard, group=group, group_src=rank, async_op=True)
+            for rank, shard in enumerate(shards)
+        ]
+    else:
+        own = shards[dist.get_rank(group)]
+        works = [dist.all_gather(list(shards), own, group=group, async_op=True)]
+    return lambda: _wait(works)
+
+
+def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
+    """Begin to add up the ranks' tensors. Returns the function that waits, and gives this rank's
+    shard of the sum: (S,), in memory of its own. What is left in x is not to be used."""
+    shards = x.chunk(dist.get_world_size(group))
+    own = shards[dist.get_rank(group)]
+    total = torch.empty_like(own)
+    if by_shard := dist.get_backend(group) == _BY_SHARD:
+        works = [
+            dist.reduce(shard, group=group, group_dst=rank, async_op=True)
+            for rank, shard in enumerate(shards)
+        ]
+    else:
+        works = [dist.reduce_scatter(total, list(shards), group=group, async_op=True)]
+
+    def wait() -> torch.Tensor:
+        _wait(works)
+        return total.copy_(own) if by_shard else total
+
+    return wait
+
+
+def _wait(works: list[dist.Work | None]) -> None:
+    for work in works:
+        assert work is not None
+        work.wait()

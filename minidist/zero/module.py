@@ -1,0 +1,149 @@
+"""Stage 2 (lesson 8): a rank also holds no more of the gradients than its shard."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from minidist.distributed_data_parallel.reducer import CommHook
+from minidist.distributed_data_parallel.replicas import (
+    broadcast_state,
+    require_group,
+    require_same_model,
+)
+from minidist.pipeline.agree import raise_on_every_rank
+from minidist.wrapper import Wrapper
+from minidist.zero.optimizer import ZeroRedundancyOptimizer
+from minidist.zero.reducer import ShardingReducer
+
+
+class ShardedDataParallel(Wrapper):
+    """Trains replicas of `module` whose gradients and optimizer states are shared out. ZeRO, stage
+    2. Lesson 8.
+
+        optimizer = md.ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-3)
+        model = md.ShardedDataParallel(model, optimizer)
+
+    Train as with `DistributedDataParallel`, with this optimizer. When `backward()` returns, the
+    mean of the gradients is where its optimizer is: each rank has its shard, in the `.grad` of
+    `optimizer.shards`, and every parameter's own `.grad` is None. A parameter without gradient on
+    some ranks counts there as zero; on all ranks, the optimizer passes over it. After FairScale's
+    ShardedDDP.
+
+    optimizer: a `ZeroRedundancyOptimizer` of all parameters of the module that are trained.
+    process_group: the ranks that take part; None is the optimizer's, and no other will do.
+
+    At construction, and for buffers before each forward pass, every rank takes what rank 0 has.
+    Raises TypeError for another optimizer; ValueError, on every rank, if the ranks have different
+    models, or the optimizer has other parameters than the module.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: ZeroRedundancyOptimizer,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(module)
+        if not isinstance(optimizer, ZeroRedundancyOptimizer):
+            raise TypeError(
+                "ShardedDataParallel needs a ZeroRedundancyOptimizer, which tells who owns what, "
+                f"not {type(optimizer).__name__}"
+            )
+        group = require_group(process_group or optimizer.process_group, "ShardedDataParallel")
+        flats = optimizer._flats
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        owned = {parameter for flat in flats for parameter in flat.parameters}
+        raise_on_every_rank(optimizer.process_group, _problem(trained, owned, optimizer, group))
+        require_same_model(module, group)
+        broadcast_state([*module.parameters(), *module.buffers()], group)
+        self.process_group = group
+        self.require_backward_grad_sync = True
+        self._optimizer = optimizer
+        self._stale_buffers = False
+        self._reducer = ShardingReducer(trained, flats, group)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's own. The pass before it, if it was to train, has left buffers that differ:
+        rank 0's count."""
+        if self._reducer.begun:  # computed again within its backward pass, by a checkpoint
+            return self.module(*inputs, **kwargs)
+        self._optimizer._require_unchanged()
+        if self._stale_buffers:
+            broadcast_state(self.module.buffers(), self.process_group)
+        self._stale_buffers = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if torch.is_grad_enabled():
+            ranks = dist.get_world_size(self.process_group)
+            self._reducer.expect(self.require_backward_grad_sync, ranks)
+        output = self.module(*inputs, **kwargs)
+        self._reducer.watch(output)
+        return output
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Do not average after the forward passes within the block: their gradients add up on each
+        rank, whole. The backward pass of the next forward pass outside averages the sums."""
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Let `hook(state, bucket)` average the buckets, as with `DistributedDataParallel`. It
+        averages whole buckets, of which each rank then keeps its shard."""
+        if self._reducer.comm_hook is not None:
+            raise RuntimeError("a communication hook is registered already")
+        if not callable(hook):
+            raise TypeError(f"a communication hook is a function, not {type(hook).__name__}")
+        self._reducer.comm_hook = hook, state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of the parameters, and of this rank's shards."""
+        super().zero_grad(set_to_none)
+        self._optimizer.zero_grad(set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale the gradients so that their norm, that of all shards together, is at most
+        `max_norm`. Returns what it was, a number. All ranks must call it.
+
+        torch.nn.utils.clip_grad_norm_ finds no gradient in the parameters, and clips nothing.
+        """
+        shards = self._optimizer.shards
+        gradients = [shard.grad for shard in shards if shard.grad is not None]
+        # As float64 on every rank: one without gradients would have no other dtype to choose.
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type)
+        norm = norm.to(next(self.module.parameters()).device, torch.float64)
+        if norm_type == float("inf"):
+            dist.all_reduce(norm, dist.ReduceOp.MAX, self.process_group)
+        else:
+            norm **= norm_type
+            dist.all_reduce(norm, group=self.process_group)
+            norm **= 1 / norm_type
+        torch.nn.utils.clip_grads_with_norm_(shards, max_norm, norm)
+        return norm
+
+
+def _problem(
+    trained: dict[str, nn.Parameter],
+    owned: set[nn.Parameter],
+    optimizer: ZeroRedundancyOptimizer,
+    group: dist.ProcessGroup,
+) -> ValueError | None:
+    if group is not optimizer.process_group:
+        return ValueError("the optimizer was made for another process group")
+    for name, parameter in trained.items():
+        if parameter not in owned:
+            return ValueError(
+                f"the optimizer does not have the module's parameter {name}: make it of "
+                "module.parameters(), after the module is moved, unfrozen or changed"
+            )
+    if len(owned) > len(trained):
+        return ValueError(
+            f"the optimizer has {len(owned) - len(trained)} parameters that the module does not "
+            "train: give ShardedDataParallel the whole model"
+        )
+    return None

@@ -1,0 +1,225 @@
+"""Stage 1 (lesson 8): every rank holds the optimizer states of its shard of the parameters."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from minidist.distributed_data_parallel.replicas import require_group
+from minidist.pipeline.agree import raise_on_every_rank, require_same
+from minidist.zero.elementwise import require_elementwise
+from minidist.zero.messages import all_gather
+from minidist.zero.partition import FlatParameters, Piece, in_memory_order, partition
+from minidist.zero.states import cut, join
+
+
+class ZeroRedundancyOptimizer(Optimizer):
+    """Any elementwise optimizer, its states shared out over the ranks. ZeRO, stage 1. Lesson 8.
+
+        model = md.DistributedDataParallel(model)
+        optimizer = md.ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-3)
+
+    A step updates the rank's shard, Ψ/N elements, and gathers the parameters from all ranks, in a
+    message for each 25 MiB of a dtype. It reads the gradients in `.grad`, which must be the means
+    over the ranks: those of `DistributedDataParallel`, torch's or ours, or of
+    `ShardedDataParallel`. The parameters become views of one flat tensor for each bucket: move or
+    convert a model before.
+
+    params: as for any optimizer: parameters, pairs of name and parameter, or groups with options
+        of their own. Those that are frozen now stay so.
+    optimizer_class: a class of optimizers that look at one element at a time, such as SGD, Adam,
+        AdamW. Whether it does is tried out on six elements: Adafactor, Muon and LBFGS do not.
+    process_group: the ranks that take part; None is the default group.
+    defaults: the optimizer's options.
+
+    Learning-rate schedulers act on `param_groups` as ever. `state` holds the states of the rank's
+    own pieces, flat; `shards` are these pieces, as parameters. After FairScale's OSS; the interface
+    is that of torch's ZeroRedundancyOptimizer.
+
+    Raises RuntimeError without a process group; TypeError for an optimizer_class that is none, or
+    not elementwise; ValueError, on every rank, if the ranks pass different parameters or options.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: type[Optimizer],
+        process_group: dist.ProcessGroup | None = None,
+        **defaults: Any,
+    ) -> None:
+        self.process_group = require_group(process_group, "ZeroRedundancyOptimizer")
+        self._inner: Any = None  # it trains the pieces
+        problem = None
+        try:
+            if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+                raise TypeError(f"optimizer_class must be an optimizer, not {optimizer_class!r}")
+            super().__init__(params, defaults)
+            for group in self.param_groups:
+                for parameter in group["params"][:1]:
+                    require_elementwise(optimizer_class, _options(group), parameter.device)
+        except Exception as error:
+            problem = error
+        raise_on_every_rank(self.process_group, problem)
+        self._flats: list[FlatParameters] = []
+        self._pieces: list[Piece] = []
+        self._whole_states: dict[int, dict[str, Any]] | None = None
+        own = self._share_out(self.param_groups)
+        self._inner = optimizer_class(own, **defaults)
+        self.defaults = self._inner.defaults
+        _copy_options(self._inner, self)  # with all that were not given
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As for any optimizer. All ranks must call it."""
+        super().add_param_group(param_group)
+        if self._inner is not None:
+            (own,) = self._share_out(self.param_groups[-1:])
+            self._inner.add_param_group(own)
+
+    def _share_out(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Partition the parameters of these groups. Returns the groups of what this rank owns."""
+        told: dict[str, Any] = {"the number of parameter groups": len(groups)}
+        for number, group in enumerate(groups):
+            told[f"the parameters of group {number}"] = [_tell(p) for p in group["params"]]
+            told[f"the options of group {number}"] = repr(_options(group))
+        require_same(self.process_group, told)
+        trained = [p for group in groups for p in group["params"] if p.requires_grad]
+        flats = partition(trained, self.process_group)
+        self._flats += flats
+        pieces = {piece.whole: piece for flat in flats for piece in flat.pieces}
+        self._pieces += pieces.values()
+        return [
+            {**_options(g), "params": [pieces[p].own for p in g["params"] if p in pieces]}
+            for g in groups
+        ]
+
+    @property
+    def shards(self) -> list[nn.Parameter]:
+        """What this rank owns of each parameter: (n,), in the parameter's own memory."""
+        return [piece.own for piece in self._pieces]
+
+    # ---- a step ----------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update this rank's shard, and gather the others'. All ranks must call it.
+
+        Raises RuntimeError if a parameter has been moved, converted or unfrozen since.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._require_unchanged()
+        self._whole_states = None
+        lent = self._lend_gradients()
+        _copy_options(self, self._inner)
+        self._inner.step()
+        _copy_options(self._inner, self)
+        for piece in lent:
+            piece.own.grad = None
+        for piece in self._pieces:
+            if piece.own in self._inner.state:
+                self.state[piece.whole] = self._inner.state[piece.own]
+        for wait in [all_gather(flat.flat, self.process_group) for flat in self._flats]:
+            wait()
+        return loss
+
+    def _lend_gradients(self) -> list[Piece]:
+        """Where a parameter has its whole gradient, let its piece see its own part of it."""
+        lent = [piece for piece in self._pieces if piece.whole.grad is not None]
+        for piece in lent:
+            gradient: Any = piece.whole.grad
+            if gradient.layout is not torch.strided:
+                raise RuntimeError("a sparse gradient cannot be cut into shards: sparse=True")
+            piece.own.grad = in_memory_order(gradient.detach(), piece.whole)[piece.span]
+        return lent
+
+    def _require_unchanged(self) -> None:
+        if any(flat.moved() for flat in self._flats):
+            raise RuntimeError(
+                "a parameter has been moved or converted since the optimizer was made. Change a "
+                "model first, and make its optimizer then"
+            )
+        known = {p for flat in self._flats for p in flat.parameters}
+        if any(p.grad is not None and p not in known for p in self._parameters()):
+            raise RuntimeError(
+                "a parameter has a gradient that was frozen when the optimizer was made. Unfreeze "
+                "it first, or add it then, by add_param_group"
+            )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of the parameters, and of what `ShardedDataParallel` has left of their gradients."""
+        super().zero_grad(set_to_none)
+        self._inner.zero_grad(set_to_none)
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        for group in self.param_groups:
+            yield from group["params"]
+
+    # ---- checkpoints -----------------------------------------------------------------------
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gather the states of all ranks on rank `to` of the group, on its CPU. All ranks must call
+        it before `state_dict`, since the last step."""
+        spans = {piece.whole: piece.span for piece in self._pieces}
+        parameters = list(self._parameters())
+        own = {
+            number: (spans[p], tree_map_only(torch.Tensor, torch.Tensor.cpu, self.state[p]))
+            for number, p in enumerate(parameters)
+            if p in self.state
+        }
+        receives = dist.get_rank(self.process_group) == to
+        ranks: Any = [None] * dist.get_world_size(self.process_group) if receives else None
+        dist.gather_object(own, ranks, group=self.process_group, group_dst=to)
+        if receives:
+            self._whole_states = join(parameters, ranks)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the bare optimizer, whole: it loads at any world size, and without minidist.
+
+        Raises RuntimeError if `consolidate_state_dict` has not gathered it on this rank.
+        """
+        if self._whole_states is None:
+            raise RuntimeError(
+                "the optimizer's states are on all ranks. First call, on every rank, "
+                f"consolidate_state_dict(to={dist.get_rank(self.process_group)})"
+            )
+        return {**super().state_dict(), "state": self._whole_states}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take this rank's part of a whole one, the same on every rank: from `state_dict`, or from
+        the bare optimizer. Raises ValueError, and changes nothing, if it is of another model."""
+        numbers = {parameter: number for number, parameter in enumerate(self._parameters())}
+        states = {
+            number: cut(piece, number, state_dict["state"][number])
+            for piece in self._pieces
+            if (number := numbers[piece.whole]) in state_dict["state"]
+        }
+        super().load_state_dict({**state_dict, "state": states})
+        self._whole_states = None
+        _copy_options(self, self._inner)
+        # What an optimizer does with a checkpoint of an older version, it does here.
+        owned = {p.own: self.state[p.whole] for p in self._pieces if p.whole in self.state}
+        self._inner.state.clear()
+        self._inner.state.update(owned)
+        self._inner.__setstate__(self._inner.__getstate__())
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _copy_options(source: Optimizer, target: Optimizer) -> None:
+    for old, new in zip(source.param_groups, target.param_groups, strict=True):
+        new.update(_options(old))
+
+
+def _tell(parameter: torch.Tensor) -> str:
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    words = f"{tuple(parameter.shape)} {dtype}"
+    if not parameter.is_contiguous():
+        words += f", strides {parameter.stride()}"
+    return words + ("" if parameter.requires_grad else ", frozen")

@@ -1,0 +1,82 @@
+"""Who owns what (lesson 8): parameters laid end to end, and cut into N shards of one size.
+
+A cut goes through the middle of a parameter where it has to. So each rank owns the N-th part of
+every bucket whatever the parameters' sizes, even if one embedding is half of the model: Ψ/N
+elements, but for the padding that makes each bucket a multiple of N.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from minidist.distributed_data_parallel.buckets import assign, dense_strides
+
+BUCKET = 25 * 2**20  # bytes of a bucket, as in lesson 4
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a rank owns of one parameter: its elements `span`, in the order in which they lie in
+    memory. `own` is a parameter of these (n,), in the same memory; the rank's optimizer trains it.
+    `place` is where they are in the rank's shard of the bucket."""
+
+    whole: nn.Parameter
+    span: slice
+    own: nn.Parameter
+    place: slice
+
+
+class FlatParameters:
+    """Parameters of one dtype and device, in one flat tensor that the ranks own in equal shards.
+
+    From now on the parameters are views of it: what a rank sends is already together, and what it
+    receives arrives where the model reads it.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        self.parameters = list(parameters)
+        *offsets, used = accumulate((p.numel() for p in parameters), initial=0)
+        self.shard = -(-used // size)  # elements
+        self.flat = parameters[0].new_empty(self.shard * size)  # (N S,)
+        self.flat[used:] = 0
+        self.pieces: list[Piece] = []
+        mine = range(rank * self.shard, (rank + 1) * self.shard)
+        for parameter, offset in zip(parameters, offsets, strict=True):
+            view = self.flat.as_strided(parameter.shape, dense_strides(parameter), offset)
+            parameter.data = view.copy_(parameter.data)
+            start = max(mine.start, offset)
+            stop = min(mine.stop, offset + parameter.numel())
+            if start < stop:
+                self.pieces.append(
+                    Piece(
+                        parameter,
+                        slice(start - offset, stop - offset),
+                        nn.Parameter(self.flat[start:stop]),
+                        slice(start - mine.start, stop - mine.start),
+                    )
+                )
+        self._addresses = [parameter.data_ptr() for parameter in parameters]
+
+    def moved(self) -> bool:
+        """Whether a parameter has got memory of its own since."""
+        there = [parameter.data_ptr() for parameter in self.parameters]
+        return there != self._addresses
+
+
+def partition(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> list[FlatParameters]:
+    """Buckets of up to 25 MiB, in the order in which backward comes to them: last layers first."""
+    return [FlatParameters(bucket, group) for bucket in assign(parameters[::-1], BUCKET)]
+
+
+def in_memory_order(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor that belongs to a parameter and has its shape, as they lie in the
+    parameter's memory: (n,). A view, if the tensor is laid out as the parameter is."""
+    strides = dense_strides(parameter)
+    if tensor.stride() != strides:
+        tensor = tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))

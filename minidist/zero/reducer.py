@@ -1,0 +1,112 @@
+"""Gradients that stay with their owner (lesson 8, stage 2).
+
+As in lesson 4 they leave in buckets while backward still computes, and each rank adds its own. But
+a rank gets back its shard of the mean alone, and the memory of the bucket ends there: one bucket
+fills while another travels, and the whole gradient is never in memory at once.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from minidist.distributed_data_parallel.buckets import Bucket
+from minidist.distributed_data_parallel.reducer import Reducer
+from minidist.zero.messages import reduce_scatter
+from minidist.zero.partition import FlatParameters
+
+
+class PassingBucket(Bucket):
+    """The gradients of `FlatParameters`, with the same padding. Its memory is there from the first
+    gradient until the bucket has travelled."""
+
+    def __init__(
+        self, index: int, parameters: Sequence[nn.Parameter], last: bool, size: int
+    ) -> None:
+        super().__init__(index, parameters, last)
+        self._used, self._size = self._size, size
+
+    @functools.cached_property
+    def _flat(self) -> torch.Tensor:
+        """(N S,)"""
+        flat = self._parameters[0].new_empty(self._size)
+        flat[self._used :] = 0
+        return flat
+
+    def free(self) -> None:
+        """Forget the gradients."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        del self._flat, self._views
+
+
+class ShardingReducer(Reducer):
+    """Gives each rank of `group` its shard of the mean gradients of `parameters`, by name, in the
+    `.grad` of the pieces of `flats`. The parameters' own `.grad` is then None."""
+
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        flats: list[FlatParameters],
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._flats = list(flats)
+        super().__init__(parameters, group, cap=0, find_unused_parameters=True)
+
+    def _fill(self, _: Any) -> None:
+        self._make([flat.parameters for flat in self._flats])  # where the shards are
+
+    def _make(self, plan: Sequence[Sequence[Any]]) -> None:
+        self._buckets, self._places = [], {}
+        for index, (flat, parameters) in enumerate(zip(self._flats, plan, strict=True)):
+            last = index == len(plan) - 1
+            bucket = PassingBucket(index, parameters, last, flat.flat.numel())
+            self._buckets.append(bucket)
+            self._places |= {p: (bucket, slot) for slot, p in enumerate(parameters)}
+
+    def _keep(self, _: nn.Parameter) -> None:
+        """Within `no_sync` a gradient stays whole, where autograd has put it."""
+
+    def _send(self, bucket: Any) -> Callable[[], torch.Tensor]:
+        """Returns the function that waits, and gives this rank's shard of the mean: (S,)."""
+        if self._travelling:
+            self._travelling[-1][1]()  # so that no more than one travels
+        if self.comm_hook is None:
+            arrive = reduce_scatter(bucket.buffer(), self._group)
+        else:
+            hook, state = self.comm_hook
+            future, number = hook(state, bucket), bucket.index()
+
+            def arrive() -> torch.Tensor:
+                rank, shard = dist.get_rank(self._group), self._flats[number].shard
+                return future.wait()[rank * shard : (rank + 1) * shard].clone()
+
+        @functools.cache
+        def wait() -> torch.Tensor:
+            shard = arrive()
+            bucket.free()
+            return shard
+
+        return wait
+
+    def _wait(self, used: list[bool]) -> list[bool]:
+        for _, wait in self._travelling:
+            wait()
+        return self._anywhere(used)
+
+    def _deliver(self, _: Any, anywhere: list[bool]) -> None:
+        """A gradient that no rank has stays None, and the optimizer passes over it."""
+        for flat, (_, wait) in zip(self._flats, self._travelling, strict=True):
+            shard = wait()
+            for piece in flat.pieces:
+                gradient = shard[piece.place]
+                if not anywhere[self._positions[piece.whole]]:
+                    continue
+                if piece.own.grad is None:
+                    piece.own.grad = gradient
+                else:
+                    piece.own.grad += gradient
+        self._travelling = []
