@@ -51,7 +51,7 @@ class FlatParameters:
             parameter.data = view.copy_(parameter.data)
             start = max(mine.start, offset)
             stop = min(mine.stop, offset + parameter.numel())
-            if start < stop:
+            if stop - start >= min(1, parameter.numel()):
                 self.pieces.append(
                     Piece(
                         parameter,

@@ -43,6 +43,23 @@ class PassingBucket(Bucket):
         del self._flat, self._views
 
 
+class Journey:
+    """A bucket that travels. Its end is known to `arrive`, which waits for it."""
+
+    def __init__(self, bucket: PassingBucket, arrive: Callable[[], torch.Tensor]) -> None:
+        self._open: Any = bucket, arrive
+        self._shard: Any = None
+
+    def end(self) -> torch.Tensor:
+        """This rank's shard of the mean: (S,). The memory of the bucket is free then."""
+        if self._open:
+            (bucket, arrive), self._open = self._open, None
+            self._shard = arrive()
+            bucket.free()
+        shard: torch.Tensor = self._shard
+        return shard
+
+
 class ShardingReducer(Reducer):
     """Gives each rank of `group` its shard of the mean gradients of `parameters`, by name, in the
     `.grad` of the pieces of `flats`. The parameters' own `.grad` is then None."""
@@ -70,37 +87,28 @@ class ShardingReducer(Reducer):
     def _keep(self, _: nn.Parameter) -> None:
         """Within `no_sync` a gradient stays whole, where autograd has put it."""
 
-    def _send(self, bucket: Any) -> Callable[[], torch.Tensor]:
-        """Returns the function that waits, and gives this rank's shard of the mean: (S,)."""
+    def _send(self, bucket: Any) -> Journey:
         if self._travelling:
-            self._travelling[-1][1]()  # so that no more than one travels
+            self._travelling[-1][1].end()  # so that no more than one travels
         if self.comm_hook is None:
-            arrive = reduce_scatter(bucket.buffer(), self._group)
-        else:
-            hook, state = self.comm_hook
-            future, number = hook(state, bucket), bucket.index()
+            return Journey(bucket, reduce_scatter(bucket.buffer(), self._group))
+        hook, state = self.comm_hook
+        future, size = hook(state, bucket), dist.get_world_size(self._group)
 
-            def arrive() -> torch.Tensor:
-                rank, shard = dist.get_rank(self._group), self._flats[number].shard
-                return future.wait()[rank * shard : (rank + 1) * shard].clone()
+        def arrive() -> torch.Tensor:
+            return future.wait().chunk(size)[dist.get_rank(self._group)].clone()
 
-        @functools.cache
-        def wait() -> torch.Tensor:
-            shard = arrive()
-            bucket.free()
-            return shard
-
-        return wait
+        return Journey(bucket, arrive)
 
     def _wait(self, used: list[bool]) -> list[bool]:
-        for _, wait in self._travelling:
-            wait()
+        for _, journey in self._travelling:
+            journey.end()
         return self._anywhere(used)
 
     def _deliver(self, _: Any, anywhere: list[bool]) -> None:
         """A gradient that no rank has stays None, and the optimizer passes over it."""
-        for flat, (_, wait) in zip(self._flats, self._travelling, strict=True):
-            shard = wait()
+        for flat, (_, journey) in zip(self._flats, self._travelling, strict=True):
+            shard = journey.end()
             for piece in flat.pieces:
                 gradient = shard[piece.place]
                 if not anywhere[self._positions[piece.whole]]:

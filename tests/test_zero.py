@@ -1,0 +1,691 @@
+"""Lesson 8: ranks that share out optimizer states, and gradients, train as one process does. Held
+against one process, against torch's ZeroRedundancyOptimizer, and against the formulas, in bytes."""
+
+import contextlib
+import copy
+import warnings
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import minidist as md
+from minidist.distributed_data_parallel import bf16_compress_hook
+from minidist.zero import partition
+
+ADAM = torch.optim.Adam, {"lr": 1e-3}
+ADAMW = torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.1}
+SGD = torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}
+TINY = 200  # bytes of a bucket, so that small models have several
+LARGE = partition.BUCKET
+
+
+@contextlib.contextmanager
+def buckets(nbytes):
+    before, partition.BUCKET = partition.BUCKET, nbytes
+    try:
+        yield
+    finally:
+        partition.BUCKET = before
+
+
+def stage1(module, kind, params=None, wrap=md.DistributedDataParallel, cap=TINY, group=None):
+    optimizer_class, options = kind
+    model = wrap(module, process_group=group)
+    with buckets(cap):
+        params = list(module.parameters()) if params is None else params
+        return model, md.ZeroRedundancyOptimizer(params, optimizer_class, group, **options)
+
+
+def stage2(module, kind, params=None, cap=TINY, group=None):
+    optimizer_class, options = kind
+    with buckets(cap):
+        params = list(module.parameters()) if params is None else params
+        optimizer = md.ZeroRedundancyOptimizer(params, optimizer_class, group, **options)
+    return md.ShardedDataParallel(module, optimizer, group), optimizer
+
+
+stage1_torch = partial(stage1, wrap=TorchDDP)
+BOTH = pytest.mark.parametrize("stage", [stage1, stage2])
+
+
+def net(*sizes, dtype=torch.float64):
+    return md.zoo.mlp(*(sizes or (6, 5, 4, 3)), dtype=dtype)
+
+
+def share(rank, step=0, n=5, dtype=torch.float64):
+    """Examples of a rank, other ones on each rank and at each step."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(n, 6, dtype=torch.float64, generator=generator).to(dtype)
+
+
+def loss_of(output, step=0):
+    """A loss that weighs every element differently."""
+    weights = torch.arange(1, output.numel() + 1, dtype=output.dtype).view(output.shape) + step
+    return (output * weights).pow(2).sum() / output.numel()
+
+
+def whole(model, optimizer):
+    """Weights, buffers and optimizer states, whole: by name."""
+    return md.parity._state(model, optimizer)
+
+
+def apart(ours, plain, allowed=1e-12):
+    found = [name for name in {**ours, **plain} if name not in ours or name not in plain]
+    for name in ours.keys() & plain.keys():
+        a, b = ours[name], plain[name]
+        if a.shape != b.shape or a.dtype != b.dtype:
+            found.append(f"{name}: {a.shape} {a.dtype} and {b.shape} {b.dtype}")
+        elif not md.parity.relative_difference(a, b) <= allowed:
+            found.append(f"{name} differs by {md.parity.relative_difference(a, b):.1e}")
+    return found
+
+
+# ---- one process ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [ADAM, ADAMW, SGD], ids=["Adam", "AdamW", "SGD"])
+@pytest.mark.parametrize("stage", [stage1, stage1_torch, stage2], ids=["1", "1, torch", "2"])
+def test_parity_with_one_process(pools, stage, kind):
+    make = partial(kind[0], **kind[1])
+    strategy = partial(stage, kind=kind, cap=5000)
+    assert md.parity.check(strategy, optimizer=make, ranks=pools(3)).largest <= 1e-12
+
+
+@BOTH
+@pytest.mark.parametrize("world_size", [1, 2, 4, 5])
+def test_parity_of_any_number_of_ranks(pools, stage, world_size):
+    make = partial(torch.optim.Adam, lr=1e-3)
+    strategy = partial(stage, kind=ADAM, cap=LARGE)
+    md.parity.check(strategy, optimizer=make, ranks=pools(world_size), steps=2)
+
+
+@BOTH
+def test_parity_of_a_transformer_and_of_batch_norm(pools, stage):
+    make = partial(torch.optim.Adam, lr=1e-3)
+    strategy = partial(stage, kind=ADAM, cap=10_000)
+    check = partial(md.parity.check, strategy, optimizer=make, ranks=pools(2), steps=2)
+    check(model=partial(md.zoo.Transformer, length=8, width=16, layers=1), data=md.zoo.text(8))
+    check(model=md.zoo.convnet)
+
+
+def plainly(model, optimizer, batches, no_sync, clip, step):
+    optimizer.zero_grad()
+    for loss in (loss_of(model(batch), step) / len(batches) for batch in batches):
+        loss.backward()
+    optimizer.step()
+
+
+def accumulate(model, optimizer, batches, no_sync, clip, step):
+    optimizer.zero_grad()
+    with no_sync():
+        for scale in (1, 2):
+            for batch in batches:
+                (loss_of(model(batch * scale)) / len(batches)).backward()
+    for batch in batches:
+        (loss_of(model(batch)) / len(batches)).backward()
+    optimizer.step()
+
+
+def several_backward_passes(model, optimizer, batches, no_sync, clip, step):
+    model.zero_grad()
+    for scale in (1, 2):
+        for batch in batches:
+            (loss_of(model(batch * scale)) / len(batches)).backward()
+    optimizer.step()
+
+
+def zeros_are_kept(model, optimizer, batches, no_sync, clip, step):
+    if step == 2:  # a step with a gradient of zero: momentum goes on
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+    else:
+        plainly(model, optimizer, batches, no_sync, clip, step)
+
+
+def clipped(model, optimizer, batches, no_sync, clip, step, norm_type=2.0):
+    optimizer.zero_grad()
+    for batch in batches:
+        (loss_of(model(batch)) / len(batches)).backward()
+    model.last_norm = torch.as_tensor(clip(1e-2, norm_type)).double()
+    optimizer.step()
+
+
+def closed(model, optimizer, batches, no_sync, clip, step):
+    def closure():
+        optimizer.zero_grad()
+        losses = [loss_of(model(batch)) / len(batches) for batch in batches]
+        for loss in losses:
+            loss.backward()
+        return 7
+
+    with torch.no_grad():
+        assert optimizer.step(closure) == 7
+
+
+LOOPS = [plainly, accumulate, several_backward_passes, zeros_are_kept, closed]
+LOOPS += [clipped, partial(clipped, norm_type=float("inf")), partial(clipped, norm_type=1.0)]
+
+
+class Odd(nn.Module):
+    """Parameters of all layouts: transposed, channels last, with gaps, 0-dim, empty; shared."""
+
+    def __init__(self):
+        super().__init__()
+
+        def p(tensor):
+            return nn.Parameter(tensor.double())
+
+        self.transposed = p(torch.randn(3, 6).t())
+        self.channels_last = p(torch.randn(2, 3, 2, 2).to(memory_format=torch.channels_last))
+        self.gaps = p(torch.randn(6, 8)[:, ::2])
+        self.scalar = p(torch.tensor(1.5))
+        self.empty = p(torch.empty(0, 3))
+        self.tied, self.first = net(6, 6), net(6, 6)
+        self.tied[0].weight = self.first[0].weight
+
+    def forward(self, x):
+        x = self.tied(self.first(x)).tanh()
+        x = (x @ self.transposed).sum() * self.channels_last.pow(2) * self.scalar
+        return x.sum() + self.gaps.pow(3).sum() * x.sum() + self.empty.sum()
+
+
+class Mixed(nn.Module):
+    """Parameters of two dtypes; two are frozen, one never has a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = net(6, 4), net(4, 4, dtype=torch.float32), net(4, 3)
+        self.unused = nn.Parameter(torch.ones(7, dtype=torch.float64))
+        self.a[0].bias.requires_grad_(False)
+        self.c[0].weight.requires_grad_(False)
+
+    def forward(self, x):
+        return self.c(self.b(self.a(x).float()).double())
+
+
+class Sometimes(nn.Module):
+    """Half of it is used for a part of the examples: on some ranks only."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = net(6, 3), net(6, 3)
+
+    def forward(self, x):
+        return self.a(x) + self.b(x) if (x[0, 0] * 1000).long() % 2 else self.a(x)
+
+
+def groups(module):
+    """Two groups, each with options of its own."""
+    named = list(module.named_parameters())
+    return [
+        {"params": [p for name, p in named if "bias" not in name], "lr": 0.01},
+        {"params": [p for name, p in named if "bias" in name], "weight_decay": 0.3},
+    ]
+
+
+def together(stage, make, loop, kind=ADAM, grouped=False, allowed=1e-12, **options):
+    """On a rank: train by `stage` and alone, and return the first difference."""
+    torch.manual_seed(0)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    module = make()
+    plain = copy.deepcopy(module)
+    params = groups(module) if grouped else None
+    model, optimizer = stage(module, kind, params, **options)
+    alone = kind[0](groups(plain) if grouped else plain.parameters(), **kind[1])
+    no_sync = getattr(model, "no_sync", contextlib.nullcontext)
+
+    def of(model):
+        return partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()))
+
+    clip = getattr(model, "clip_grad_norm_", of(model))
+    for step in range(4):
+        loop(model, optimizer, [share(rank, step)], no_sync, clip, step)
+        shares = [share(rank, step) for rank in range(size)]
+        loop(plain, alone, shares, contextlib.nullcontext, of(plain), step)
+        ours, wanted = whole(model, optimizer), whole(plain, alone)
+        if hasattr(model, "last_norm"):
+            ours["norm"], wanted["norm"] = model.last_norm, plain.last_norm
+        if found := apart(ours, wanted, allowed):
+            return f"step {step}: {found}"
+        if stage is stage2 and any(p.grad is not None for p in plain.parameters()):
+            if any(p.grad is not None for p in module.parameters()):
+                return f"step {step}: gradients have stayed"
+    return None
+
+
+@BOTH
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: getattr(loop, "__name__", "clipped"))
+def test_any_loop(pools, stage, loop):
+    assert pools(3)(together, stage, net, loop) == [None] * 3
+
+
+MODELS = {
+    "layouts": (Odd, 1e-11),
+    "dtypes, frozen": (Mixed, 1e-5),
+    "sometimes": (Sometimes, 1e-12),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("cap", [TINY, LARGE])
+@pytest.mark.parametrize("name", MODELS)
+def test_any_model(pools, stage, name, cap):
+    make, allowed = MODELS[name]
+    if stage is stage1:  # DDP wants to be told
+        stage = partial(
+            stage1, wrap=partial(md.DistributedDataParallel, find_unused_parameters=True)
+        )
+    run = partial(together, stage, make, plainly, cap=cap, allowed=allowed)
+    assert pools(2)(run) == [None] * 2
+
+
+@BOTH
+@pytest.mark.parametrize("kind", [ADAM, SGD, (torch.optim.NAdam, {}), (torch.optim.Rprop, {})])
+def test_groups_with_options_of_their_own(pools, stage, kind):
+    assert pools(2)(together, stage, net, plainly, kind, grouped=True) == [None] * 2
+
+
+@BOTH
+def test_learning_rate_schedulers(pools, stage):
+    def scheduled():
+        module = net()
+        plain = copy.deepcopy(module)
+        model, optimizer = stage(module, SGD, groups(module))
+        alone = SGD[0](groups(plain), **SGD[1])
+        schedulers = [
+            torch.optim.lr_scheduler.OneCycleLR(o, max_lr=[0.3, 0.2], total_steps=5)
+            for o in (optimizer, alone)
+        ]
+        for step in range(4):
+            shares = [share(rank, step) for rank in range(2)]
+            plainly(model, optimizer, [shares[dist.get_rank()]], None, None, step)
+            plainly(plain, alone, shares, None, None, step)
+            for scheduler in schedulers:
+                scheduler.step()
+        rates = [[g["lr"] for g in o.param_groups] for o in (optimizer, alone)]
+        return rates[0] == rates[1], apart(whole(model, optimizer), whole(plain, alone))
+
+    assert pools(2)(scheduled) == [(True, [])] * 2
+
+
+def test_a_group_that_is_added_later(pools):
+    def grow():
+        module = net()
+        plain = copy.deepcopy(module)
+        model = md.DistributedDataParallel(module)
+        first = list(module[0].parameters())
+        optimizer = md.ZeroRedundancyOptimizer(first, torch.optim.Adam, lr=1e-3)
+        alone = torch.optim.Adam(plain[0].parameters(), lr=1e-3)
+        for step in range(3):
+            if step == 1:
+                optimizer.add_param_group({"params": list(module[2:].parameters()), "lr": 0.1})
+                alone.add_param_group({"params": list(plain[2:].parameters()), "lr": 0.1})
+            model.zero_grad()
+            plain.zero_grad()
+            shares = [share(rank, step) for rank in range(2)]
+            plainly(model, optimizer, [shares[dist.get_rank()]], None, None, step)
+            plainly(plain, alone, shares, None, None, step)
+        return apart(whole(model, optimizer), whole(plain, alone))
+
+    assert pools(2)(grow) == [[]] * 2
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_low_precision_and_a_group_of_some_ranks(pools, stage, dtype):
+    def some():
+        group = dist.new_group([0, 2])
+        if dist.get_rank() == 1:
+            with pytest_raises(ValueError):
+                md.ZeroRedundancyOptimizer(net().parameters(), torch.optim.Adam, group)
+            return []
+        module = net(dtype=dtype)
+        plain = copy.deepcopy(module)
+        model, optimizer = stage(module, SGD, group=group)
+        alone = SGD[0](plain.parameters(), **SGD[1])
+        for step in range(2):
+            shares = [share(rank, step, dtype=dtype) for rank in range(2)]
+            plainly(model, optimizer, [shares[dist.get_rank(group)]], None, None, step)
+            plainly(plain, alone, shares, None, None, step)
+        allowed = 0.1 if dtype is torch.bfloat16 else 1e-4
+        return apart(model.state_dict(), plain.state_dict(), allowed)
+
+    assert pools(3)(some) == [[]] * 3
+
+
+@contextlib.contextmanager
+def pytest_raises(kind):
+    try:
+        yield
+    except kind:
+        return
+    raise AssertionError(f"no {kind.__name__}")
+
+
+@pytest.mark.parametrize("hook", [default_hooks.allreduce_hook, bf16_compress_hook])
+def test_communication_hooks(pools, hook):
+    def hooked():
+        model, optimizer = stage2(net(), SGD)
+        other, its = stage1(net(), SGD)
+        for each in (model, other):
+            each.register_comm_hook(None, hook)
+        for step in range(3):
+            for each in ((model, optimizer), (other, its)):
+                plainly(*each, [share(dist.get_rank(), step)], None, None, step)
+        with pytest_raises(RuntimeError):
+            model.register_comm_hook(None, hook)
+        return apart(model.state_dict(), other.state_dict())
+
+    assert pools(2)(hooked) == [[]] * 2
+
+
+# ---- torch's own ------------------------------------------------------------------------------
+
+
+@BOTH
+def test_the_same_as_torchs_own(pools, stage):
+    def both():
+        with warnings.catch_warnings(action="ignore"):  # it imports torch.jit
+            from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+
+        module = net(dtype=torch.float32)
+        theirs = TorchDDP(copy.deepcopy(module))
+        their = TorchZero(theirs.parameters(), torch.optim.Adam, lr=1e-3)
+        model, optimizer = stage(module, ADAM)
+        for step in range(3):
+            x = share(dist.get_rank(), step, dtype=torch.float32)
+            plainly(model, optimizer, [x], None, None, step)
+            plainly(theirs, their, [x], None, None, step)
+        found = apart(whole(model, optimizer), whole(theirs, their), 1e-6)
+        optimizer.load_state_dict(their.state_dict())
+        return found + apart(whole(model, optimizer), whole(theirs, their), 0)
+
+    # torch's gathers the states with a group's default device: the same on every rank
+    assert pools(2)(both) == [[]] * 2
+
+
+# ---- bytes ------------------------------------------------------------------------------------
+
+
+def measured(stage, cap, sizes=(64, 32, 10)):
+    model, optimizer = stage(net(*sizes, dtype=torch.float32), ADAM, cap=cap)
+    x = torch.randn(4, 64)
+    for _ in range(2):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with md.measure.TrafficCounter() as traffic, md.measure.MemoryTracker(model, optimizer) as m:
+        model(x).sum().backward()
+        optimizer.step()
+    flats = [len(flat.flat) for flat in optimizer._flats]
+    return m.after("backward"), m.peak_of, traffic.calls, flats, len(optimizer.shards)
+
+
+@BOTH
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_bytes_that_a_rank_holds(pools, stage, world_size):
+    elements = 64 * 32 + 32 + 32 * 10 + 10  # Ψ = 2410
+    padded = -(-elements // world_size) * world_size  # one bucket
+    shard = padded // world_size
+    for rank, (live, _, _, _, pieces) in enumerate(pools(world_size)(measured, stage, LARGE)):
+        own = min(shard, elements - rank * shard)  # the last rank's, without the padding
+        assert live["parameters"] == 4 * padded
+        assert live["gradients"] == 4 * (elements if stage is stage1 else shard)
+        assert live["optimizer states"] == 8 * own + 4 * pieces  # and a count of steps each
+
+
+def test_the_whole_gradient_is_never_there(pools):
+    layers = [64] * 17
+    for live, peak, _, flats, _ in pools(2)(measured, stage2, 4 * 64 * 65, layers):
+        assert len(flats) >= 16
+        assert live["gradients"] == 4 * sum(flats) // 2
+        # One bucket fills, one travels, and a gradient is copied into its bucket.
+        assert peak["gradients"] <= 4 * (sum(flats) // 2 + 3 * max(flats))
+
+
+@BOTH
+@pytest.mark.parametrize("cap", [1000, LARGE])
+def test_traffic(pools, stage, cap):
+    """2Ψ(N-1)/N: a reduce_scatter and an all_gather of Ψ; gloo's are calls for each shard."""
+
+    def counted():
+        return dist.get_backend(), *measured(stage, cap)
+
+    for backend, _, _, calls, flats, _ in pools(2)(counted):
+        n, nbytes = len(flats), 4 * sum(flats)
+        assert n == (1 if cap == LARGE else 2)
+        gathered = {"gloo": ("broadcast", (2 * n, nbytes)), "shm": ("all_gather", (n, nbytes))}
+        reduced = {"gloo": ("reduce", (2 * n, nbytes)), "shm": ("reduce_scatter", (n, nbytes))}
+        expected = dict([gathered[backend]])
+        if stage is stage1:
+            expected["all_reduce"] = 1, 4 * 2410
+        else:  # and which parameters have a gradient, a byte each
+            expected |= dict([reduced[backend]]) | {"all_reduce": (1, 4)}
+        assert calls == expected
+
+
+# ---- checkpoints ------------------------------------------------------------------------------
+
+
+def some_steps(stage, steps, make=net, state=None, kind=ADAM):
+    """Train, from a checkpoint if one is given. Returns another one, of rank 0's."""
+    model, optimizer = stage(make(), kind)
+    if state is not None:
+        model.load_state_dict(state[0])
+        optimizer.load_state_dict(state[1])
+    for step in steps:
+        plainly(model, optimizer, [share(0, step)], None, None, step)
+    optimizer.consolidate_state_dict()
+    if dist.get_rank() == 0:
+        return copy.deepcopy((dict(model.state_dict()), optimizer.state_dict()))
+
+
+def alone_for(steps, make=net, state=None, kind=ADAM):
+    model = make()
+    optimizer = kind[0](model.parameters(), **kind[1])
+    if state is not None:
+        model.load_state_dict(state[0])
+        optimizer.load_state_dict(state[1])
+    for step in steps:
+        plainly(model, optimizer, [share(0, step)], None, None, step)
+    return model.state_dict(), optimizer.state_dict()
+
+
+def seeded(make):
+    torch.manual_seed(0)
+    return make()
+
+
+def differ(a, b):
+    """Between two checkpoints."""
+    flat = [
+        {
+            **m,
+            **{f"{i}.{k}": torch.as_tensor(v) for i, s in o["state"].items() for k, v in s.items()},
+        }
+        for m, o in (a, b)
+    ]
+    same = [a[1]["param_groups"] == b[1]["param_groups"]]
+    return apart(*flat, 1e-9) + [f"options {a[1]['param_groups']}"] * (not all(same))
+
+
+@BOTH
+@pytest.mark.parametrize("make", [net, partial(seeded, Odd)], ids=["net", "layouts"])
+def test_saved_at_4_ranks_loaded_at_any_number_and_without_minidist(pools, stage, make):
+    if make is not net:
+        stage = stage2
+    saved = pools(4)(some_steps, stage, range(3), make)[0]
+    wanted = alone_for(range(6), make)
+    for world_size in (2, 3):
+        on = pools(world_size)(some_steps, stage, range(3, 6), make, saved)[0]
+        assert differ(on, wanted) == []
+    assert differ(alone_for(range(3, 6), make, saved), wanted) == []
+    plain = alone_for(range(3), make)
+    assert differ(pools(2)(some_steps, stage, range(3, 6), make, plain)[0], wanted) == []
+
+
+# ---- mistakes ---------------------------------------------------------------------------------
+
+
+class Norm(torch.optim.SGD):
+    """As LARS: the step depends on the norm of the parameter."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p -= group["lr"] * p.norm() * p.grad
+
+
+def fails_with(fault):
+    """On a rank: what `fault` raises."""
+    try:
+        fault(dist.get_rank())
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def zero(params, optimizer_class=torch.optim.Adam, **options):
+    return md.ZeroRedundancyOptimizer(params, optimizer_class, **options)
+
+
+def other_shapes(rank):
+    zero(net(6, 5 + rank, 3).parameters())
+
+
+def one_less(rank):
+    zero(list(net().parameters())[rank:])
+
+
+def nothing_on_one(rank):
+    zero([] if rank else net().parameters())
+
+
+def other_rates(rank):
+    zero(net().parameters(), lr=0.1 + rank)
+
+
+def another_model(rank):
+    optimizer, other = (zero(net(*sizes).parameters()) for sizes in ((6, 5, 3), (6, 4, 3)))
+    for parameter in (p for group in other.param_groups for p in group["params"]):
+        parameter.grad = torch.ones_like(parameter)
+    other.step()
+    for to in range(2):
+        other.consolidate_state_dict(to)
+    optimizer.load_state_dict(other.state_dict())
+
+
+def other_groups(rank):
+    optimizer = zero(net().parameters())
+    state = torch.optim.Adam(list(net().parameters())[1:]).state_dict()
+    optimizer.load_state_dict(state)
+
+
+def not_consolidated(rank):
+    optimizer = zero(net().parameters())
+    for to in range(2):
+        optimizer.consolidate_state_dict(to)
+    optimizer.state_dict()
+    optimizer.step()
+    optimizer.state_dict()
+
+
+def converted(rank):
+    module = net()
+    optimizer = zero(module.parameters())
+    module.float()
+    optimizer.step()
+
+
+def unfrozen(rank):
+    module = net()
+    module[0].bias.requires_grad_(False)
+    optimizer = zero(module.parameters())
+    module[0].bias.requires_grad_(True)
+    module(share(rank)).sum().backward()
+    optimizer.step()
+
+
+def wrap(optimizer_of):
+    module = net()
+    md.ShardedDataParallel(module, optimizer_of(module))
+
+
+MISTAKES = {
+    "shapes": (other_shapes, "ValueError", "disagree about the parameters of group 0"),
+    "one less": (one_less, "ValueError", "disagree about the parameters of group 0"),
+    "nothing on one": (nothing_on_one, "ValueError", "rank 1: optimizer got an empty parameter"),
+    "rates": (other_rates, "ValueError", "disagree about the options of group 0"),
+    "no optimizer": (
+        lambda rank: zero(net().parameters(), nn.Linear),
+        "TypeError",
+        "optimizer_class must be an optimizer, not <class",
+    ),
+    "an instance": (
+        lambda rank: zero(net().parameters(), torch.optim.SGD(net().parameters())),
+        "TypeError",
+        "optimizer_class must be an optimizer, not SGD",
+    ),
+    "an option": (lambda rank: zero(net().parameters(), lr=-1), "ValueError", "Invalid learning"),
+    "LBFGS": (
+        lambda rank: zero(net().parameters(), torch.optim.LBFGS),
+        "TypeError",
+        "LBFGS cannot train shards",
+    ),
+    "Adafactor": (
+        lambda rank: zero(net().parameters(), torch.optim.Adafactor),
+        "TypeError",
+        "Adafactor cannot train shards",
+    ),
+    "norms": (
+        lambda rank: zero(net().parameters(), Norm),
+        "TypeError",
+        "Norm cannot train shards",
+    ),
+    "another model": (another_model, "ValueError", "of another model: exp_avg of parameter 2"),
+    "groups": (other_groups, "ValueError", "doesn't match the size"),
+    "not consolidated": (not_consolidated, "RuntimeError", "consolidate_state_dict(to="),
+    "converted": (converted, "RuntimeError", "moved or converted since"),
+    "unfrozen": (unfrozen, "RuntimeError", "frozen when the optimizer was made"),
+    "another optimizer": (
+        lambda rank: wrap(lambda m: torch.optim.Adam(m.parameters())),
+        "TypeError",
+        "needs a ZeroRedundancyOptimizer",
+    ),
+    "other parameters": (
+        lambda rank: wrap(lambda m: zero((m if rank else net()).parameters())),
+        "ValueError",
+        "rank 0: the optimizer does not have the module's parameter 0.weight",
+    ),
+    "more parameters": (
+        lambda rank: wrap(lambda m: zero([*m.parameters(), *net(6, 3).parameters()])),
+        "ValueError",
+        "2 parameters that the module does not train",
+    ),
+    "other models": (
+        lambda rank: wrap(
+            lambda m: zero(m.append(nn.BatchNorm1d(3 + rank, affine=False)) and m.parameters())
+        ),
+        "ValueError",
+        "the ranks have different models",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_told_on_every_rank(pools, name):
+    fault, kind, words = MISTAKES[name]
+    for told in pools(2)(fails_with, fault):
+        assert told is not None and told[0] == kind and words in told[1], told
+
+
+def test_no_process_group():
+    with pytest.raises(RuntimeError, match="there is none"):
+        zero(net().parameters())
