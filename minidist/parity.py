@@ -142,8 +142,7 @@ def check(
 
 @dataclass(frozen=True)
 class _Step:
-    """After a step of the one process: weights and optimizer states; buffers, as each rank should
-    have them; and the loss."""
+    """After a step of the one process. Buffers are those that each rank should have."""
 
     state: State
     buffers: list[State]
@@ -244,11 +243,12 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
 
 def _states(optimizer: torch.optim.Optimizer) -> Any:
     """Of each parameter, whole also where a rank has only a part (lesson 8)."""
-    if gather := getattr(optimizer, "consolidate_state_dict", None):
-        list(map(gather, range(dist.get_world_size())))
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        return {parameters[i]: state for i, state in optimizer.state_dict()["state"].items()}
-    return optimizer.state
+    if not isinstance(optimizer, md.ZeroRedundancyOptimizer):
+        return optimizer.state
+    for rank in range(dist.get_world_size()):
+        optimizer.consolidate_state_dict(rank)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return {parameters[i]: state for i, state in optimizer.state_dict()["state"].items()}
 
 
 def _compare(ours: State, wanted: State) -> Iterator[tuple[str, float]]:

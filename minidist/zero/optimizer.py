@@ -14,7 +14,7 @@ from minidist.pipeline.agree import raise_on_every_rank, require_same
 from minidist.zero.elementwise import require_elementwise
 from minidist.zero.messages import all_gather
 from minidist.zero.partition import FlatParameters, Piece, in_memory_order, partition
-from minidist.zero.states import cut, join
+from minidist.zero.states import cut, join, require_states_of
 
 
 class ZeroRedundancyOptimizer(Optimizer):
@@ -192,11 +192,13 @@ class ZeroRedundancyOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this rank's part of a whole one, the same on every rank: from `state_dict`, or from
         the bare optimizer. Raises ValueError, and changes nothing, if it is of another model."""
-        numbers = {parameter: number for number, parameter in enumerate(self._parameters())}
+        pieces = {piece.whole: piece for piece in self._pieces}
+        parameters, whole = list(self._parameters()), state_dict["state"]
+        require_states_of(parameters, whole)
         states = {
-            number: cut(piece, number, state_dict["state"][number])
-            for piece in self._pieces
-            if (number := numbers[piece.whole]) in state_dict["state"]
+            number: cut(pieces[parameter], whole[number])
+            for number, parameter in enumerate(parameters)
+            if parameter in pieces and number in whole
         }
         super().load_state_dict({**state_dict, "state": states})
         self._whole_states = None

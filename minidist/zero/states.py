@@ -34,22 +34,32 @@ def join(
     return dict(sorted(whole.items()))
 
 
-def cut(piece: Piece, number: int, states: dict[str, Any]) -> dict[str, Any]:
-    """The states of a piece. Raises ValueError if they are not those of its parameter."""
-    return {name: _cut(piece, number, name, value) for name, value in states.items()}
+def cut(piece: Piece, states: dict[str, Any]) -> dict[str, Any]:
+    """The states of a piece, of those of its whole parameter."""
+    return {
+        name: in_memory_order(value, piece.whole)[piece.span].clone()
+        if _elementwise(name, value, piece.whole)
+        else value
+        for name, value in states.items()
+    }
 
 
-def _cut(piece: Piece, number: int, name: str, value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or name == "step":
-        return value
-    if value.shape == piece.whole.shape:
-        return in_memory_order(value, piece.whole)[piece.span].clone()
-    if value.ndim == 0:
-        return value
-    raise ValueError(
-        f"this state_dict is of another model: {name} of parameter {number} has shape "
-        f"{tuple(value.shape)}, and the parameter {tuple(piece.whole.shape)}"
-    )
+def require_states_of(parameters: Sequence[torch.Tensor], whole: States) -> None:
+    """Raises ValueError if these are the states of other parameters."""
+    for number, states in whole.items():
+        parameter = parameters[number] if number < len(parameters) else torch.empty(0)
+        for name, value in states.items():
+            number_of_all = not isinstance(value, torch.Tensor) or value.ndim == 0
+            if not (number_of_all or _elementwise(name, value, parameter)):
+                raise ValueError(
+                    f"this state_dict is of another model: {name} of parameter {number} has shape "
+                    f"{tuple(value.shape)}, and the parameter {tuple(parameter.shape)}"
+                )
+
+
+def _elementwise(name: str, value: Any, parameter: torch.Tensor) -> bool:
+    # All are of one shape if the parameter has only one element.
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and name != "step"
 
 
 def _empty(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
