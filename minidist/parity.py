@@ -129,9 +129,8 @@ def check(
             f"parity.check trains 1 step or more, with a batch that {world_size} ranks can share "
             f"evenly, not {steps} steps of {batch_size} examples"
         )
-    data = md.zoo.digits(dtype) if data is None else data
     job = _Job(strategy, model, optimizer, loss_fn, step, dtype, tolerance)
-    images, labels = data
+    images, labels = md.zoo.digits(dtype) if data is None else data
     picks = [torch.arange(s * batch_size, (s + 1) * batch_size) % len(images) for s in range(steps)]
     batches = [(_to(images[pick], dtype), labels[pick]) for pick in picks]
     alone = list(job.alone(batches, world_size))

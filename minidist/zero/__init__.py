@@ -7,6 +7,10 @@ parameters, and sends the result to the others:
     stage 1, `ZeroRedundancyOptimizer`: the optimizer states of the shard, 4 + 4 + 8/N bytes;
     stage 2, `ShardedDataParallel`: and the gradients of the shard, 4 + (4 + 8)/N bytes.
 
+Stage 2 reduces gradients to their owner, and gathers parameters from theirs: each rank sends
+2Ψ(N-1)/N elements a step, as many as lesson 4. Stage 1 after lesson 4, whose all_reduce gives every
+rank all gradients, sends 3Ψ(N-1)/N; with a reduce_scatter instead, as the paper has it, also 2Ψ.
+
 To read, in this order: `partition` (who owns what), `messages` (the two collectives), `optimizer`,
 `elementwise` (which optimizers may do so) and `states` (checkpoints); `reducer` and `module`, for
 stage 2.

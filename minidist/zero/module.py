@@ -33,7 +33,9 @@ class ShardedDataParallel(Wrapper):
     some ranks counts there as zero; on all ranks, the optimizer passes over it. After FairScale's
     ShardedDDP.
 
-    optimizer: a `ZeroRedundancyOptimizer` of all parameters of the module that are trained.
+    optimizer: a `ZeroRedundancyOptimizer` of all parameters of the module that are trained. Their
+        gradients leave in buckets, its last parameters first: as backward comes to them, if it has
+        the order of the module. Else more of them wait in memory.
     process_group: the ranks that take part; None is the optimizer's, and no other will do.
 
     At construction, and for buffers before each forward pass, every rank takes what rank 0 has.

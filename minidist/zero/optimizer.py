@@ -30,7 +30,7 @@ class ZeroRedundancyOptimizer(Optimizer):
     convert a model before.
 
     params: as for any optimizer: parameters, pairs of name and parameter, or groups with options
-        of their own. Those that are frozen now stay so.
+        of their own. Those that are frozen now must stay so.
     optimizer_class: a class of optimizers that look at one element at a time, such as SGD, Adam,
         AdamW. Whether it does is tried out on six elements: Adafactor, Muon and LBFGS do not.
     process_group: the ranks that take part; None is the default group.
@@ -84,7 +84,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         told: dict[str, Any] = {"the number of parameter groups": len(groups)}
         for number, group in enumerate(groups):
             told[f"the parameters of group {number}"] = [_tell(p) for p in group["params"]]
-            told[f"the options of group {number}"] = repr(_options(group))
+            told[f"the options of group {number}"] = _plain(_options(group))
         require_same(self.process_group, told)
         trained = [p for group in groups for p in group["params"] if p.requires_grad]
         flats = partition(trained, self.process_group)
@@ -212,6 +212,11 @@ class ZeroRedundancyOptimizer(Optimizer):
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _plain(options: dict[str, Any]) -> dict[str, Any]:
+    """Those that ranks can compare."""
+    return {k: v for k, v in options.items() if isinstance(v, (bool, int, float, str))}
 
 
 def _copy_options(source: Optimizer, target: Optimizer) -> None:
