@@ -284,6 +284,23 @@ def test_any_model(pools, stage, name, cap):
     assert pools(2)(run) == [None] * 2
 
 
+def test_gradients_of_another_layout(pools):
+    def contiguous():
+        torch.manual_seed(0)
+        module = Odd()
+        plain = copy.deepcopy(module)
+        optimizers = [zero(module.parameters()), torch.optim.Adam(plain.parameters())]
+        for model, optimizer in zip((module, plain), optimizers, strict=True):
+            for p in model.parameters():
+                p.grad = torch.arange(float(p.numel()), dtype=p.dtype).view(p.shape)
+            optimizer.step()
+            model.zero_grad()
+            optimizer.step()  # without gradients it passes over all
+        return apart(whole(module, optimizers[0]), whole(plain, optimizers[1]))
+
+    assert pools(2)(contiguous) == [[]] * 2
+
+
 @BOTH
 @pytest.mark.parametrize("kind", [ADAM, SGD, (torch.optim.NAdam, {}), (torch.optim.Rprop, {})])
 def test_groups_with_options_of_their_own(pools, stage, kind):
@@ -486,6 +503,7 @@ def some_steps(stage, steps, make=net, state=None, kind=ADAM):
     if state is not None:
         model.load_state_dict(state[0])
         optimizer.load_state_dict(state[1])
+        assert all(states["step"].ndim == 0 for states in optimizer.state.values())
     for step in steps:
         plainly(model, optimizer, [share(0, step)], None, None, step)
     optimizer.consolidate_state_dict()
