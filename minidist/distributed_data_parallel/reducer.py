@@ -137,12 +137,9 @@ class Reducer:
             if self._awaited or (self.begun and self._sync):
                 self._average(parameter)
             elif self.begun and not torch.is_grad_enabled():
-                self._keep(parameter)
+                bucket, slot = self._places[parameter]
+                bucket.hold(slot)
             # Else nobody has asked us: another wrapper of the module has, or nobody.
-
-    def _keep(self, parameter: nn.Parameter) -> None:
-        bucket, slot = self._places[parameter]
-        bucket.hold(slot)
 
     def _average(self, parameter: nn.Parameter) -> None:
         name = self._names[self._positions[parameter]]

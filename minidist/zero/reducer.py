@@ -84,9 +84,6 @@ class ShardingReducer(Reducer):
             self._buckets.append(bucket)
             self._places |= {p: (bucket, slot) for slot, p in enumerate(parameters)}
 
-    def _keep(self, _: nn.Parameter) -> None:
-        """Within `no_sync` a gradient stays whole, where autograd has put it."""
-
     def _send(self, bucket: Any) -> Journey:
         if self._travelling:
             self._travelling[-1][1].end()  # so that no more than one travels
