@@ -1107,7 +1107,7 @@ for turn in range(50):
         os.kill(pid, signal.SIGKILL)
     ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
     if turn % 3:
-        assert ends == [-9, -9], ends
+        assert ends in ([-9, -9], [-9, 7]), ends  # the second may have seen the first one die
     else:
         stuck += ends == [-9, -signal.SIGALRM]
         assert ends in ([-9, 7], [-9, -signal.SIGALRM]) and stuck < 3, ends

@@ -46,11 +46,14 @@ def run(rounds: int, picture: Path) -> None:
     shared = [row for p in (2, 4) for row in by_shared_memory(p, rounds, with_mpich=not lacking)]
     shared += [by_checking(world_size, rounds) for world_size in (2, 4)]
     show("collectives of float32 by shared memory", shared)
+    from matplotlib import pyplot as plt
+
     from minidist import plot
 
     figure = plot.time_against_size(samples).get_figure(root=True)
     assert figure is not None
     figure.savefig(picture)
+    plt.close(figure)
 
 
 def measure(pool: Pool, sizes: list[int], names: list[str], rounds: int) -> Samples:
