@@ -17,7 +17,7 @@ from minidist.runtime.stack import Stack, relabel
 
 # What a rank's backend says when the fault is another rank's.
 _LOST = re.compile(r"Connection (closed|reset)|Broken pipe|caused pair closure")
-_COMMUNICATION = re.compile(rf"gloo|NCCL|Timed out waiting|{_LOST.pattern}")
+_COMMUNICATION = re.compile(rf"gloo|NCCL|Timed out waiting|must make the same call|{_LOST.pattern}")
 _TIMEOUT = re.compile(r"[Tt]imed ?out|[Tt]imeout")
 
 TOGETHER = 0.05  # seconds: within them, which rank was first is chance
