@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.utils import clip_grads_with_norm_
 
+from minidist import agree
 from minidist.distributed_data_parallel.buckets import Bucket, assign
 from minidist.distributed_data_parallel.replicas import (
     broadcast_state,
@@ -31,7 +32,7 @@ from minidist.distributed_data_parallel.replicas import (
     require_same_model,
 )
 from minidist.measure import TrafficCounter
-from minidist.pipeline import Pipeline, Schedule, agree
+from minidist.pipeline import Pipeline, Schedule
 from minidist.pipeline.norm import norm_over_ranks
 from minidist.pipeline.worker import Loss
 from minidist.rank import device

@@ -5,8 +5,7 @@ ranks do not wait for one another all the time, the batch is cut into micro-batc
 says who does what when. To read, in this order: `instructions` (a schedule is data), `schedules`
 (five of them), `simulate` and `validate` (what can be known before anything runs), `partition`
 (where to cut), `stage` and `split` (computing, and backward in two parts), `messages`, `worker`
-(runs a schedule), `ties` (parameters of two stages), `norm`, and this file; `agree` is about
-mistakes.
+(runs a schedule), `ties` (parameters of two stages), `norm`, and this file.
 """
 
 import copy
@@ -18,13 +17,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from minidist import agree
 from minidist.collectives.peers import Peers
 from minidist.distributed_data_parallel.replicas import (
     broadcast_state,
     require_group,
     require_same_model,
 )
-from minidist.pipeline import agree
 from minidist.pipeline.instructions import Schedule
 from minidist.pipeline.messages import Messages
 from minidist.pipeline.norm import norm_over_ranks

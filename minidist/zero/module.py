@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from minidist.agree import raise_on_every_rank
 from minidist.distributed_data_parallel.reducer import CommHook
 from minidist.distributed_data_parallel.replicas import (
     broadcast_state,
     require_group,
     require_same_model,
 )
-from minidist.pipeline.agree import raise_on_every_rank
 from minidist.wrapper import Wrapper
 from minidist.zero.optimizer import ZeroRedundancyOptimizer
 from minidist.zero.reducer import ShardingReducer

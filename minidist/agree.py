@@ -1,4 +1,4 @@
-"""What all ranks of a pipeline must have alike, and problems that all of them must hear of."""
+"""What all ranks of a group must have alike, and problems that all of them must hear of."""
 
 from typing import Any
 
