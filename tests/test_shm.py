@@ -35,10 +35,12 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import minidist as md
 from minidist.backend.bell import EXPECTED, Bell
-from minidist.backend.engine import Engine, Handle, Wait
+from minidist.backend.engine import Engine, Wait
+from minidist.backend.handle import Handle
 from minidist.backend.members import SLOT, STAGE
 
 SOON = 5  # seconds
@@ -420,6 +422,103 @@ def many_small():
 def test_messages_of_any_tag_source_and_number(shm):
     assert shm(3)(out_of_order) == [True] * 3
     assert shm(2)(many_small) == [True] * 2
+
+
+class Seen(TorchDispatchMode):
+    """What torch is asked for in this thread."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def short_calls():
+    """What a caller's thread can do at once is done when the call returns; not where torch's calls
+    are other than in the engine's thread."""
+    rank, at_once, n = dist.get_rank(), [], 3 * SLOT // 4
+    if rank:
+        at_once.append(dist.isend(torch.ones(10), 0, tag=1).is_completed())
+    dist.barrier()
+    if not rank:
+        x = torch.zeros(10)
+        at_once.append(dist.irecv(x, 1, tag=1).is_completed())
+        assert (x == 1).all()
+    for mode in (torch.inference_mode(), torch.device("meta"), seen := Seen()):
+        if rank:  # the longer one is set aside, in a tensor that is made for it, piece by piece
+            dist.send(torch.arange(3.0 * n), 0, tag=2)
+            dist.send(torch.ones(10), 0, tag=3)
+        else:
+            x, y = torch.zeros(10), torch.zeros(3 * n)
+            with mode:
+                works = [dist.irecv(x, 1, tag=3)]
+                works[0].wait()
+                works.append(dist.irecv(y, 1, tag=2))
+            works[1].wait()
+            assert (x == 1).all() and torch.equal(y, torch.arange(3.0 * n))
+        dist.barrier()
+    assert "aten.copy_.default" not in seen.names
+    return at_once
+
+
+def test_a_short_call_wakes_no_thread_and_is_not_seen(shm):
+    assert shm(2)(short_calls) == [[True]] * 2
+
+
+def failing_at_once():
+    """A receive that fails within its call ends the group, and the other rank learns of it."""
+    rank, group = dist.get_rank(), dist.new_group()
+    if rank:
+        dist.send(torch.ones(3), 0, group=group)
+    dist.barrier()
+    try:
+        dist.recv(torch.ones(5), 1, group=group) if not rank else dist.recv(torch.ones(1), 0, group)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+        dist.destroy_process_group(group)
+
+
+def test_a_call_that_fails_at_once_is_told_to_the_others(shm):
+    mine, other = shm(2)(failing_at_once)
+    assert "rank 1 sends 3 elements" in mine and "rank 0 has left, and" in other, other
+
+
+def by_threads():
+    """Four threads, two for each other rank, beside collectives of the main one."""
+    rank, size, wrong = dist.get_rank(), dist.get_world_size(), []
+
+    def talk(tag):
+        for turn in range(200):
+            n = [1, 700, 200_000][(turn + tag) % 3]
+            away = 1 + tag % (size - 1)
+            to, source = (rank + away) % size, (rank - away) % size
+            sent = dist.isend(torch.full((n,), 1000.0 * rank + turn), to, tag=tag)
+            x = torch.zeros(n)
+            dist.recv(x, source, tag=tag)
+            sent.wait()
+            if not (x == 1000 * source + turn).all():
+                wrong.append((tag, turn))
+
+    threads = [threading.Thread(target=talk, args=[tag]) for tag in range(2 * size - 2)]
+    for thread in threads:
+        thread.start()
+    for turn in range(200):
+        x = torch.full((1 + 1000 * (turn % 2),), float(rank + turn))
+        dist.all_reduce(x)
+        if not (x == sum(range(size)) + size * turn).all():
+            wrong.append(turn)
+    for thread in threads:
+        thread.join()
+    return wrong
+
+
+def test_several_threads_of_a_rank_communicate(shm):
+    assert shm(3)(by_threads) == [[]] * 3
 
 
 def test_a_message_outlives_its_sender_and_any_source_is_one_that_is_there(shm):

@@ -2,10 +2,10 @@
 
     dist.init_process_group("shm")          # also by md.ranks(4, backend="shm"), and under torchrun
 
-To read, in this order: `segment` (memory that all ranks see), `engine` (one thread that
-communicates), `members` (barriers, and calls that are checked), `operations` (the collectives),
-`messages` (send and recv), `link` (an emulated network), `arena` (tensors in shared memory),
-`checks` (mistakes), `group` and `process_group` (what torch calls).
+To read, in this order: `segment` (memory that all ranks see), `handle` (what a call gives back),
+`engine` (one thread that communicates), `members` (barriers, and calls that are checked),
+`operations` (the collectives), `messages` (send and recv), `link` (an emulated network), `arena`
+(tensors in shared memory), `checks` (mistakes), `group` and `process_group` (what torch calls).
 """
 
 import math

@@ -3,6 +3,9 @@
 An operation is a generator. Where it has to wait it yields a `Wait`. The engine asks that whether
 it is over, goes on with what can go on, and naps when nothing can. So many operations are under
 way at a time, on one thread, and none blocks another.
+
+The caller's own thread begins a short operation, and often ends it: a message for which there is
+room is gone, one that is there already is taken, and no thread is woken for that.
 """
 
 import atexit
@@ -11,13 +14,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Hashable
-from datetime import timedelta
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from minidist.backend.bell import Bell
+from minidist.backend.handle import Handle
 
 
 class Wait:
@@ -55,63 +56,11 @@ class Until(Wait):
 
 Operation = Generator[Wait, None, None]
 
-SPINS = 100  # questions in a row, each giving way to other threads, before it sleeps
+AT_ONCE = 4  # steps of a short operation that the caller's thread takes
+SPINS = 30  # questions in a row, each giving way to other threads, before it sleeps
 NAP = 0.01  # seconds, the longest sleep: a ring that got lost delays no more
 WAKE = 1e-4  # seconds that a sleep may last longer than it was asked to
 WATCH = 0.1  # seconds between two looks at whether the others are still there
-
-
-class Handle(dist.Work):
-    """What a call gives back: `wait` for its end, or take its future. `what` tells the call."""
-
-    def __init__(self, result: list[Any], what: str) -> None:
-        super().__init__()
-        self._result, self.what = result, what
-        self._ended = threading.Event()
-        self._error: BaseException | None = None
-        # An error travels as a value: set_exception, called from Python, would end the process.
-        self._told: torch.futures.Future[Any] = torch.futures.Future()
-        self._future: torch.futures.Future[Any] = self._told.then(_value)
-        self.source = -1  # of a message
-
-    def end(self, error: BaseException | None = None) -> None:
-        """The operation has ended, well or not."""
-        self._error = error
-        self._told.set_result(self._result if error is None else error)
-        self._ended.set()  # after the future: who has waited may take its value
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for the end. Raises what went wrong."""
-        if not self.is_completed() and not self._ended.wait(timeout.total_seconds() or None):
-            raise RuntimeError(f"Timed out waiting {timeout.total_seconds():g} s")
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def is_completed(self) -> bool:
-        return self._future.done()
-
-    def is_success(self) -> bool:
-        return self.is_completed() and self._error is None
-
-    def exception(self) -> BaseException | None:
-        return self._error
-
-    def result(self) -> list[Any]:
-        return self._result
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        return self._future
-
-    def _source_rank(self) -> int:
-        return self.source
-
-
-def _value(future: torch.futures.Future[Any]) -> Any:
-    value = future.value()
-    if isinstance(value, BaseException):
-        raise value
-    return value
 
 
 class _Task:
@@ -120,10 +69,9 @@ class _Task:
     def __init__(self, operation: Operation, handle: Handle, timeout: float) -> None:
         self.operation, self.handle, self.timeout = operation, handle, timeout
         self.wait: Wait | None = None
+        self.ended = False
+        self.failure: BaseException | None = None
         self.since = time.monotonic()  # it waits; not while others of its lane do
-
-
-Lanes = list[tuple[Hashable, deque[_Task]]]
 
 
 class Engine:
@@ -144,6 +92,7 @@ class Engine:
         self._bell, self._explain, self._farewell = bell, explain, farewell
         self._lanes: dict[Hashable, deque[_Task]] = {}
         self._changed = threading.Condition()
+        self._turn = threading.Lock()  # of the thread that goes on with operations
         self._failure: BaseException | None = None
         self._closing = False
         self._awake()
@@ -156,20 +105,46 @@ class Engine:
         self._thread.start()
 
     def submit(
-        self, lane: Hashable, operation: Operation, handle: Handle, timeout: float
+        self,
+        lane: Hashable,
+        operation: Operation,
+        handle: Handle,
+        timeout: float,
+        short: bool = False,
     ) -> Handle:
         """Begin an operation as soon as those before it in its lane have ended."""
+        task = _Task(operation, handle, timeout)
         with self._changed:
-            if self._failure is None and not self._closing:
-                task = _Task(operation, handle, timeout)
+            if going := self._failure is None and not self._closing:
                 self._lanes.setdefault(lane, deque()).append(task)
-                if threading.current_thread() is self._thread:
-                    self._start()  # a callback of another's future, which may wait for this one
-                self._changed.notify()
-                self._bell.ring()
+        if not going:
+            handle.end(self._failure or RuntimeError("the process group has been closed"))
+            return handle
+        if short and self._begin(lane, task):
+            handle.end(task.failure)
+            if task.failure is None:
                 return handle
-        handle.end(self._failure or RuntimeError("the process group has been closed"))
+        with self._changed:
+            if threading.current_thread() is self._thread:
+                self._start()  # a callback of another's future, which may wait for this one
+            self._changed.notify()
+            self._bell.ring()
         return handle
+
+    def _begin(self, lane: Hashable, task: _Task) -> bool:
+        """Take the first steps of a task in the caller's thread, unless another has the turn.
+        Whether it has ended."""
+        if not _plain() or not self._turn.acquire(blocking=False):
+            return False
+        try:
+            for _ in range(AT_ONCE):
+                if self._first(lane) is not task or not self._step(lane, task):
+                    return False
+                if task.ended:
+                    return True
+            return False
+        finally:
+            self._turn.release()
 
     def close(self, failure: BaseException | None = None) -> None:
         """End the thread: now, with this error, or when all operations have ended."""
@@ -186,8 +161,12 @@ class Engine:
         try:
             while lanes := self._next():
                 moved = False
-                for lane, tasks in lanes:
-                    moved |= self._step(lane, tasks)
+                for lane in lanes:
+                    with self._turn:
+                        task = self._first(lane)
+                        moved |= task is None or self._step(lane, task)
+                    if task is not None and task.ended:
+                        task.handle.end(task.failure)
                     if self._thread is not me:  # another has taken over during a callback
                         return
                 if moved:
@@ -196,28 +175,33 @@ class Engine:
                     self._rest(lanes)
         except BaseException as error:  # a mistake of ours: nobody shall wait for ever
             self._failure = self._failure or error
-        self._farewell()
-        with self._changed:
+        with self._turn, self._changed:
+            self._farewell()
             self._failure = self._failure or RuntimeError("the process group has been closed")
             left = [task for tasks in self._lanes.values() for task in tasks]
             self._lanes.clear()
         for task in left:
             task.handle.end(self._failure)
 
-    def _next(self) -> Lanes:
-        """What is under way; nothing when all is over."""
+    def _next(self) -> list[Hashable]:
+        """The lanes in which something is under way; nothing when all is over."""
         with self._changed:
             while not self._lanes and not self._closing and self._failure is None:
                 self._changed.wait()
                 self._awake()
-            return list(self._lanes.items()) if self._failure is None else []
+            return list(self._lanes) if self._failure is None else []
+
+    def _first(self, lane: Hashable) -> _Task | None:
+        """Of a lane, what is under way."""
+        tasks = self._lanes.get(lane)
+        return tasks[0] if tasks else None
 
     def _awake(self) -> None:
         self._idle, self._looked = 0, time.monotonic()
 
-    def _step(self, lane: Hashable, tasks: deque[_Task]) -> bool:
-        """Go on with the first task of a lane. False if it has to wait."""
-        task, failure = tasks[0], None
+    def _step(self, lane: Hashable, task: _Task) -> bool:
+        """Go on with the first task of a lane. False if it has to wait. Who calls this has the
+        turn, and ends the handle once it has not: for that calls back, and may call us."""
         try:
             if task.wait is not None and not task.wait.over():
                 return False
@@ -226,40 +210,56 @@ class Engine:
         except StopIteration:
             pass
         except BaseException as error:
-            failure = error
+            task.failure = error
+        task.ended = True
         with self._changed:
-            tasks.popleft()
-            if not tasks:
+            self._lanes[lane].popleft()
+            if not self._lanes[lane]:
                 del self._lanes[lane]
-            self._failure = self._failure or failure
-        task.handle.end(failure)
+            self._failure = self._failure or task.failure
         return True
 
-    def _rest(self, lanes: Lanes) -> None:
-        """None of them can go on: give way; after a while, or if all know their time, sleep; now
-        and then, look if there is still hope."""
-        now, waits = time.monotonic(), [wait for _, tasks in lanes if (wait := tasks[0].wait)]
+    def _rest(self, lanes: list[Hashable]) -> None:
+        """None of them can go on: give way; after a while, or if all know their time, or nobody
+        waits for them, sleep; now and then, look if there is still hope."""
+        now, tasks = time.monotonic(), [task for lane in lanes if (task := self._first(lane))]
+        waits = [task.wait for task in tasks if task.wait is not None]
         dues = [wait.due() for wait in waits]
         known = all(due > now for due in dues)
         seconds = min([due - now - WAKE for due in dues if due > now], default=NAP)
+        spin = not known and any(task.handle.awaited for task in tasks)
         self._idle += 1
-        if seconds <= 0 or (self._idle < SPINS and not known):
+        if seconds <= 0 or (spin and self._idle < SPINS):
             os.sched_yield()
         else:
             with self._bell.expected():
-                if len(lanes) == len(self._lanes) and not any([wait.over() for wait in waits]):
+                with self._turn:
+                    over = any([wait.over() for wait in waits])
+                if len(lanes) == len(self._lanes) and not over:
                     self._bell.wait(min(seconds, WATCH if known else NAP))
         if now - self._looked > WATCH:
             self._looked = now
-            self._look(lanes, now)
+            self._look(tasks, now)
 
-    def _look(self, lanes: Lanes, now: float) -> None:
-        for _, tasks in lanes:
-            task, wait = tasks[0], tasks[0].wait
+    def _look(self, tasks: list[_Task], now: float) -> None:
+        for task in tasks:
+            wait = task.wait
             late = task.timeout if now > task.since + task.timeout else 0.0
             if wait is not None and (error := self._explain(wait, task.handle.what, late)):
-                if wait.over():  # what it waits for came before the other left
+                with self._turn:
+                    over = wait.over()  # what it waits for came before the other left
+                if over:
                     continue
                 with self._changed:
                     self._failure = self._failure or error
                 return
+
+
+def _plain() -> bool:
+    """Whether what this thread asks of torch is done as it stands. Else the engine's thread does
+    the whole operation: a tracker would count it, and a default device would lead it astray."""
+    return not (
+        torch.is_inference_mode_enabled()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+    )

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from minidist.backend.checks import dense, tell
-from minidist.backend.engine import Engine, Handle, Operation
+from minidist.backend.engine import Engine, Operation
+from minidist.backend.handle import Handle
 from minidist.backend.link import Egress, Link
 from minidist.backend.members import Members
 from minidist.backend.messages import Post
@@ -25,6 +26,7 @@ Tensors = Sequence[torch.Tensor]
 # Between a call and the caller's line; torch deprecates by a function of typing_extensions.
 OURS = ("torch", "minidist", "typing_extensions", "contextlib")
 
+SHORT = 1 << 19  # bytes of a vector for which no thread is woken, if that can be
 EGRESS = Egress()  # of this rank: all its groups share it, as they would share a cable
 
 
@@ -75,7 +77,8 @@ class Group(dist.ProcessGroup):
         self._record(what, "collective", None, cost.size, handle)
         if cost.size <= 8:
             self._held.append(handle)
-        return self._engine.submit("collectives", run(), handle, self._seconds(opts))
+        seconds, short = self._seconds(opts), cost.size <= SHORT
+        return self._engine.submit("collectives", run(), handle, seconds, short)
 
     def _ring(self, nbytes: int, rounds: int = 1) -> Cost:
         """What a ring costs for a vector of so many bytes."""
@@ -138,7 +141,7 @@ class Group(dist.ProcessGroup):
         self._number += 1
         if where := caller():
             handle.what += f", {where}"
-        return self._engine.submit(lane, operation, handle, self.members.timeout)
+        return self._engine.submit(lane, operation, handle, self.members.timeout, short=True)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """(numel,), uninitialized, in memory that the group shares."""

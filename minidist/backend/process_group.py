@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from minidist.backend import checks, operations
 from minidist.backend.checks import Op, tell
-from minidist.backend.engine import Handle, Operation
+from minidist.backend.engine import Operation
 from minidist.backend.group import Group, Tensors, flatten, put_back
+from minidist.backend.handle import Handle
 
 REDUCTIONS: dict[Any, Callable[..., object]] = {
     Op.SUM: torch.add,
