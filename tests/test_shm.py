@@ -817,6 +817,39 @@ def test_what_came_just_before_the_other_left_is_taken():
     engine.close()
 
 
+def test_a_short_call_does_not_overtake_one_made_before():
+    """Of two receives the first gets the first message, whichever thread begins them."""
+    begun = []
+    stepping, ending, stop, go = (threading.Event() for _ in range(4))
+
+    def long():
+        stepping.set()
+        stop.wait(5)
+        yield from ()
+
+    def short(name):
+        begun.append(name)
+        yield from ()
+
+    def linger(future):  # the turn is free, and the engine's thread has not come to "a"
+        ending.set()
+        go.wait(5)
+
+    bell, _ = Bell.create(memoryview(array("q", [0] * 8)))
+    engine = Engine(bell, lambda *wait: None, farewell=bell.close)
+    handle = Handle([], "a long call")
+    handle.get_future().add_done_callback(linger)
+    engine.submit("long", long(), handle, 5)
+    assert stepping.wait(5)
+    works = [engine.submit("a", short("a"), Handle([], "a"), 5, short=True)]
+    stop.set()
+    assert ending.wait(5) and begun == []
+    works.append(engine.submit("b", short("b"), Handle([], "b"), 5, short=True))
+    go.set()
+    assert all(work.wait() for work in works) and begun == ["a", "b"]
+    engine.close()
+
+
 def waits(bell, seconds):
     start = time.monotonic()
     bell.wait(seconds)

@@ -132,11 +132,14 @@ class Engine:
         return handle
 
     def _begin(self, lane: Hashable, task: _Task) -> bool:
-        """Take the first steps of a task in the caller's thread, unless another has the turn.
-        Whether it has ended."""
+        """Take the first steps of a task in the caller's thread, unless another has the turn, or
+        the task would overtake one that was submitted before. Whether it has ended."""
         if not _plain() or not self._turn.acquire(blocking=False):
             return False
         try:
+            heads = [tasks[0] for tasks in list(self._lanes.values())]
+            if any(head.wait is None for head in heads if head is not task):
+                return False  # of two receives, the first begun gets the first message
             for _ in range(AT_ONCE):
                 if self._first(lane) is not task or not self._step(lane, task):
                     return False
