@@ -162,20 +162,10 @@ class Engine:
     def _run(self) -> None:
         me = threading.current_thread()
         try:
-            while lanes := self._next():
-                moved = False
-                for lane in lanes:
-                    with self._turn:
-                        task = self._first(lane)
-                        moved |= task is None or self._step(lane, task)
-                    if task is not None and task.ended:
-                        task.handle.end(task.failure)
-                    if self._thread is not me:  # another has taken over during a callback
-                        return
-                if moved:
-                    self._awake()
-                else:
-                    self._rest(lanes)
+            while self._busy():
+                self._round()
+                if self._thread is not me:  # another has taken over during a callback
+                    return
         except BaseException as error:  # a mistake of ours: nobody shall wait for ever
             self._failure = self._failure or error
         with self._turn, self._changed:
@@ -186,13 +176,36 @@ class Engine:
         for task in left:
             task.handle.end(self._failure)
 
-    def _next(self) -> list[Hashable]:
-        """The lanes in which something is under way; nothing when all is over."""
+    def _busy(self) -> bool:
+        """Wait until something is under way. False when all is over."""
         with self._changed:
             while not self._lanes and not self._closing and self._failure is None:
                 self._changed.wait()
                 self._awake()
-            return list(self._lanes) if self._failure is None else []
+            return bool(self._lanes) and self._failure is None
+
+    def _round(self) -> None:
+        """Go on with each lane. What it has held is let go, tensors too, before the next wait."""
+        with self._changed:
+            lanes = list(self._lanes)
+        moved = False
+        for lane in lanes:
+            moved |= self._advance(lane)
+            if self._thread is not threading.current_thread():
+                return
+        if moved:
+            self._awake()
+        else:
+            self._rest(lanes)
+
+    def _advance(self, lane: Hashable) -> bool:
+        """Go on with a lane. False if it has to wait."""
+        with self._turn:
+            task = self._first(lane)
+            moved = task is None or self._step(lane, task)
+        if task is not None and task.ended:
+            task.handle.end(task.failure)
+        return moved
 
     def _first(self, lane: Hashable) -> _Task | None:
         """Of a lane, what is under way."""
