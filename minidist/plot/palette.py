@@ -53,6 +53,11 @@ ALGORITHMS = {  # how bytes travel, and what carries them
     "nccl": "#7A5195",
     "shm": "#8C6D31",
 }
+AXES = {  # of a mesh
+    "data": "#882255",
+    "pipeline": "#44AA99",
+    "tensor": "#999933",
+}
 SCHEDULES = {  # of a pipeline; "naive" is above
     "gpipe": "#E69F00",
     "1f1b": "#0072B2",
@@ -64,6 +69,7 @@ COLORS = {
     **MEMORY,
     **ALGORITHMS,
     **SCHEDULES,
+    **AXES,
     **{f"rank {rank}": shade for rank, shade in enumerate(RANKS)},
 }
 SPARE = ("#999999", "#332288", "#AA4499", "#999933", "#44AA99", "#882255")  # for other names
