@@ -373,7 +373,7 @@ def test_schedule_shows_predicted_and_measured_spans() -> None:
 
 def test_a_name_has_one_colour_in_every_chart() -> None:
     groups = palette.ACTIVITIES, palette.MEMORY, palette.ALGORITHMS, palette.SCHEDULES
-    groups += (palette.RANKS,)
+    groups += palette.AXES, palette.RANKS
     assert len(palette.COLORS) == sum(map(len, groups))  # no name stands in two groups
     for name in "ring", "tree", "gloo":
         line, pairs = SimpleNamespace(rank=0, spans=[Span("", name, 0, 1)]), PAIRS["ring"]
@@ -386,7 +386,7 @@ def test_a_name_has_one_colour_in_every_chart() -> None:
 
 
 def test_colours_that_meet_in_one_picture_differ() -> None:
-    named = palette.ALGORITHMS, palette.MEMORY, palette.SCHEDULES
+    named = palette.ALGORITHMS, palette.AXES, palette.MEMORY, palette.SCHEDULES
     for group in palette.RANKS, palette.SPARE, *(group.values() for group in named):
         for one, other in itertools.combinations(group, 2):
             apart = [int(one[i : i + 2], 16) - int(other[i : i + 2], 16) for i in (1, 3, 5)]
