@@ -1,27 +1,93 @@
-"""`python -m minidist bench launch collectives`: the measurements that the course speaks of."""
+"""The measurements that the course speaks of, and a planner of memory and time.
+
+python -m minidist bench launch collectives
+python -m minidist plan --params 7.5e9 --world-size 64
+"""
 
 import argparse
 from pathlib import Path
 
-from minidist import bench
+import minidist as md
+from minidist import bench, planner
+from minidist.planner.report import report, speeds
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m minidist", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m minidist",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    sub = commands.add_parser("bench", help="our figures beside torch's, taken in turns")
+    _bench(commands.add_parser("bench", help="our figures beside torch's, taken in turns"))
+    _plan(commands.add_parser("plan", help="bytes a rank and seconds a step, before you run"))
+    arguments = parser.parse_args()
+    arguments.run(arguments)
+
+
+def _bench(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("names", nargs="*", default=bench.NAMES, help=", ".join(bench.NAMES))
     sub.add_argument("--rounds", type=int, default=7, help="how often each is timed (7)")
     sub.add_argument("--out", type=Path, default=Path("."), help="the folder for pictures (.)")
-    arguments = parser.parse_args()
-    unknown = set(arguments.names) - set(bench.NAMES)
-    if unknown:
-        sub.error(f"there is no benchmark {', '.join(unknown)}; there are {', '.join(bench.NAMES)}")
-    if arguments.rounds < 1:
-        sub.error("--rounds must be 1 or more")
-    if not arguments.out.is_dir():
-        sub.error(f"--out {arguments.out}: no such folder")
-    bench.run(arguments.names, arguments.rounds, arguments.out)
+
+    def run(arguments: argparse.Namespace) -> None:
+        unknown = set(arguments.names) - set(bench.NAMES)
+        if unknown:
+            sub.error(
+                f"there is no benchmark {', '.join(unknown)}; there are {', '.join(bench.NAMES)}"
+            )
+        if arguments.rounds < 1:
+            sub.error("--rounds must be 1 or more")
+        if not arguments.out.is_dir():
+            sub.error(f"--out {arguments.out}: no such folder")
+        bench.run(arguments.names, arguments.rounds, arguments.out)
+
+    sub.set_defaults(run=run)
+
+
+def _plan(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--params", type=float, help="of the model, such as 7.5e9")
+    sub.add_argument("--world-size", type=int, default=1, help="ranks (1)")
+    sub.add_argument("--memory", type=float, default=80, help="GB that a rank has (80)")
+    sub.add_argument("--optimizer", default="adam", choices=planner.OPTIMIZERS)
+    sub.add_argument("--precision", default="mixed", choices=planner.PRECISIONS)
+    sub.add_argument("--tokens", type=float, help="a rank and step: also plan the time, as here")
+    shape = sub.add_argument_group("a transformer, with its activations")
+    for name in "layers", "width", "heads":
+        shape.add_argument(f"--{name}", type=int)
+    shape.add_argument("--length", type=int, default=2048, help="tokens of a sequence (2048)")
+    shape.add_argument("--batch", type=int, default=1, help="sequences a rank (1)")
+    shape.add_argument("--recompute", default="nothing", choices=planner.RECOMPUTE)
+
+    def run(arguments: argparse.Namespace) -> None:
+        try:
+            print(_answer(arguments))
+        except ValueError as error:
+            sub.error(str(error))
+
+    sub.set_defaults(run=run)
+
+
+def _answer(given: argparse.Namespace) -> str:
+    if not given.memory > 0:
+        raise ValueError(f"nothing fits in {given.memory:g} GB: say how much --memory a rank has")
+    parameters, activations = given.params, 0.0
+    if any((given.layers, given.width, given.heads)):
+        if not all((given.layers, given.width, given.heads)):
+            raise ValueError("a transformer needs --layers, --width and --heads")
+        model = planner.Transformer(given.layers, given.width, given.heads, given.length)
+        activations = model.activations(given.batch, recompute=given.recompute)
+        parameters = model.parameters if parameters is None else parameters
+    if parameters is None:
+        raise ValueError("how large is the model? Say --params, or --layers, --width and --heads")
+    options = {"optimizer": given.optimizer, "precision": given.precision}
+    options["activations"] = activations
+    said = [report(parameters, given.world_size, given.memory * 1e9, **options)]
+    if given.tokens is not None:
+        with md.ranks(2) as ranks:
+            machine = planner.calibrate(ranks)
+        said.append(speeds(parameters, given.world_size, given.tokens, machine, given.precision))
+    return "\n\n".join(said)
 
 
 if __name__ == "__main__":
