@@ -645,8 +645,12 @@ def wrap(optimizer_of):
 
 
 MISTAKES = {
-    "shapes": (other_shapes, "ValueError", "disagree about the parameters of group 0"),
-    "one less": (one_less, "ValueError", "disagree about the parameters of group 0"),
+    "shapes": (
+        other_shapes,
+        "ValueError",
+        "about parameter 0 of group 0: rank 0 says (5, 6) float64, rank 1 ",
+    ),
+    "one less": (one_less, "ValueError", "disagree about the number of parameters in group 0"),
     "nothing on one": (nothing_on_one, "ValueError", "rank 1: optimizer got an empty parameter"),
     "rates": (other_rates, "ValueError", "disagree about the options of group 0"),
     "no optimizer": (

@@ -83,7 +83,9 @@ class ZeroRedundancyOptimizer(Optimizer):
         """Partition the parameters of these groups. Returns the groups of what this rank owns."""
         told: dict[str, Any] = {"the number of parameter groups": len(groups)}
         for number, group in enumerate(groups):
-            told[f"the parameters of group {number}"] = [_tell(p) for p in group["params"]]
+            told[f"the number of parameters in group {number}"] = len(group["params"])
+            for position, parameter in enumerate(group["params"]):
+                told[f"parameter {position} of group {number}"] = _tell(parameter)
             told[f"the options of group {number}"] = _plain(_options(group))
         require_same(self.process_group, told)
         trained = [p for group in groups for p in group["params"] if p.requires_grad]
