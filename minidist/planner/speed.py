@@ -16,8 +16,8 @@ from minidist.planner.states import PRECISIONS, STAGES, require_counts, require_
 if TYPE_CHECKING:
     from minidist.runtime import Pool
 
-# What travels in a step: gradients, then parameters. Stage 1 follows a DDP, in minidist, torch and
-# FairScale; the paper and DeepSpeed reduce_scatter the gradients there too, as in stage 2.
+# What travels in a step: gradients, then parameters. Stage 1 stands behind a DDP, as in lesson 8;
+# with a reduce_scatter of the gradients there too it would send what stage 2 sends.
 COLLECTIVES: dict[int, tuple[tuple[str, ...], tuple[str, ...]]] = {
     0: (("all_reduce",), ()),
     1: (("all_reduce",), ("all_gather",)),
