@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         collectives,
         data_parallel,
         distributed_data_parallel,
+        fully_sharded,
         measure,
         mixed,
         parity,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     )
     from minidist.data_parallel import DataParallel
     from minidist.distributed_data_parallel import DistributedDataParallel
+    from minidist.fully_sharded import FullyShardedDataParallel
     from minidist.pipeline import Pipeline
     from minidist.tensor_parallel import (
         ColumnParallelLinear,
@@ -48,6 +50,7 @@ __all__ = [
     "ColumnParallelLinear",
     "DataParallel",
     "DistributedDataParallel",
+    "FullyShardedDataParallel",
     "Link",
     "Pipeline",
     "RankError",
@@ -59,6 +62,7 @@ __all__ = [
     "collectives",
     "data_parallel",
     "distributed_data_parallel",
+    "fully_sharded",
     "launch",
     "measure",
     "mixed",
@@ -77,6 +81,7 @@ STRATEGIES = {  # what a lesson makes, and the module that it is in
     "ColumnParallelLinear": "tensor_parallel",
     "DataParallel": "data_parallel",
     "DistributedDataParallel": "distributed_data_parallel",
+    "FullyShardedDataParallel": "fully_sharded",
     "Pipeline": "pipeline",
     "RowParallelLinear": "tensor_parallel",
     "ShardedDataParallel": "zero",

@@ -115,7 +115,7 @@ class Reducer:
     def watch(self, output: Any) -> None:
         """Have it announced that a backward pass comes to these tensors (nested as they may be).
         These hooks hold us: who drops the wrapper before `backward()` gets averages still."""
-        for tensor in _tensors(output):
+        for tensor in tensors(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(lambda _: self._begin())
 
@@ -238,13 +238,13 @@ class Reducer:
         self._reset()
 
 
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
+def tensors(output: Any) -> Iterator[torch.Tensor]:
     """All tensors in it, nested in lists, dicts and dataclasses."""
     for leaf in tree_leaves(output):
         if isinstance(leaf, torch.Tensor):
             yield leaf
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+            yield from tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
 
 
 def _ids(plan: Iterable[Sequence[torch.Tensor]]) -> list[list[int]]:

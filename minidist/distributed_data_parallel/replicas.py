@@ -32,7 +32,11 @@ def require_same_model(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Raises ValueError, on every rank of the group, that names the first parameter or buffer
     that is not the same as rank 0's: its name, shape, dtype, layout, kind of device, or whether it
     is trained."""
-    mine = list(_describe(module))
+    require_same_lines(list(_describe(module)), group)
+
+
+def require_same_lines(mine: list[str], group: dist.ProcessGroup) -> None:
+    """The same for a description of a model, in lines. Names the first that is not alike."""
     models: list[list[str]] = [[]] * dist.get_world_size(group)
     dist.all_gather_object(models, mine, group=group)
     for rank, model in enumerate(models):
@@ -47,15 +51,16 @@ def require_same_model(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 def _describe(module: nn.Module) -> Iterator[str]:
     for name, parameter in module.named_parameters():
-        words = _words("parameter", name, parameter)
+        words = words("parameter", name, parameter)
         if not parameter.is_contiguous():  # its gradient lies in a bucket as it does itself
             words += f", strides {parameter.stride()}"
         yield words + ("" if parameter.requires_grad else ", frozen")
     for name, buffer in module.named_buffers():
-        yield _words("buffer", name, buffer)
+        yield words("buffer", name, buffer)
 
 
-def _words(kind: str, name: str, tensor: torch.Tensor) -> str:
+def words(kind: str, name: str, tensor: torch.Tensor) -> str:
+    """A tensor of a model, as messages name it."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     where = "" if tensor.device.type == "cpu" else f", on {tensor.device.type}"
     return f"{kind} {name}, shape {tuple(tensor.shape)}, {dtype}{where}"

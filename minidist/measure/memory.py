@@ -134,6 +134,8 @@ class MemoryTracker(Measurement):
         """Find out what the module and the optimizer hold now."""
         mark, parameters = self._ledger.mark, list(self._module.parameters())
         mark(parameters, "parameters")
+        for module in self._module.modules():  # whole ones, where ranks keep shards (lesson 9)
+            mark(getattr(module, "unsharded", []), "parameters")
         mark(list(self._module.buffers()), "buffers")
         if self._optimizer is not None:
             groups = [group["params"] for group in self._optimizer.param_groups]

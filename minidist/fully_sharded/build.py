@@ -1,0 +1,150 @@
+"""From a module's parameters to a unit's flat ones (lesson 9)."""
+
+from collections.abc import Callable, Iterator, Sequence, Set
+
+import torch
+from torch import nn
+
+from minidist import rank
+from minidist.distributed_data_parallel.replicas import words
+from minidist.fully_sharded.flat import FlatParameter, Kind, Place
+from minidist.fully_sharded.wrap import within
+from minidist.wrapper import Wrapper
+
+Modules = Sequence[tuple[str, nn.Module]]
+
+
+class Abandoned(nn.Parameter):
+    """What becomes of a parameter that has been sharded. An optimizer that was made before has it
+    still, and would pass over it, step after step, without a word."""
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """Raises RuntimeError."""
+        raise RuntimeError(
+            "this parameter is no more: FullyShardedDataParallel has put shards in its place. Make "
+            "the optimizer after wrapping the module, of the wrapper's parameters()"
+        )
+
+
+def own_modules(module: nn.Module, others: Set[nn.Module] = frozenset()) -> Modules:
+    """The modules of a unit, by name: those that are in no unit within it, nor in `others`."""
+    return list(within(module, lambda child: isinstance(child, Wrapper) or child in others))
+
+
+def own_tensors(own: Modules) -> list[torch.Tensor]:
+    """Their parameters and buffers, each once."""
+    found = [
+        tensor
+        for _, module in own
+        for tensor in [*module._parameters.values(), *module._buffers.values()]
+        if tensor is not None
+    ]
+    return list({id(tensor): tensor for tensor in found}.values())
+
+
+def describe(module: nn.Module, parts: Set[nn.Module]) -> Iterator[str]:
+    """What all ranks must have alike: of each unit that will be, its parameters and buffers.
+
+    Raises ValueError if one parameter would be in two of them.
+    """
+    home: dict[int, str] = {}
+    for name, each in module.named_modules():
+        if isinstance(each, Wrapper):
+            yield f"unit {name}, wrapped by hand"
+            for slot in (slot for flat in each.unit.flats for slot in flat.slots):  # type: ignore[union-attr]
+                yield words("parameter", slot.names[0], slot.piece.whole)
+                home[id(slot.piece.own)] = name
+    roots = [("", module), *((n, m) for n, m in module.named_modules() if m in parts)]
+    for unit, root in roots:
+        yield f"unit {unit or '(the root)'}"
+        tensors: dict[str, torch.Tensor | None] = {}
+        for prefix, owner in own_modules(root, parts):
+            for name, parameter in owner._parameters.items():
+                tensors[prefix + name] = parameter
+                if parameter is not None and home.setdefault(id(parameter), unit) != unit:
+                    raise ValueError(_tied(prefix + name, unit, home[id(parameter)]))
+                if isinstance(parameter, Abandoned):
+                    raise ValueError(_tied(prefix + name, unit, "one that is wrapped already"))
+            tensors |= {prefix + name: buffer for name, buffer in owner._buffers.items()}
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+                frozen = kind == "parameter" and not tensor.requires_grad
+                yield words(kind, name, tensor) + (", frozen" if frozen else "")
+
+
+def _tied(name: str, unit: str, other: str) -> str:
+    return (
+        f"parameter {name} of unit {unit or '(the root)'} is also in {other or 'the root'}: "
+        "modules that share a parameter must be in the same unit"
+    )
+
+
+def materialize(
+    own: Modules, param_init_fn: Callable[[nn.Module], object] | None
+) -> torch.device:
+    """Give memory and values to what is on the device "meta". Returns the device of all."""
+    tensors = own_tensors(own)
+    device = next((t.device for t in tensors if not t.is_meta), rank.device())
+    ties = _places(own)
+    for name, module in own:
+        direct = [*module._parameters.values(), *module._buffers.values()]
+        if not any(tensor is not None and tensor.is_meta for tensor in direct):
+            continue
+        if param_init_fn is not None:
+            param_init_fn(module)
+        elif hasattr(module, "reset_parameters"):
+            module.to_empty(device=device, recurse=False)
+            module.reset_parameters()  # type: ignore[operator]
+        else:
+            raise ValueError(
+                f"{name.rstrip('.') or 'the module'} is on the device meta, and has no "
+                "reset_parameters(): pass param_init_fn"
+            )
+    for places, _ in ties.values():
+        first, name = places[0][1]
+        for _, (module, other) in places[1:]:
+            module._parameters[other] = first._parameters[name]
+    return device
+
+
+def cast_buffers(own: Modules, dtype: torch.dtype | None) -> None:
+    """The floating ones, for good."""
+    for _, module in own:
+        for name, buffer in module._buffers.items():
+            if dtype is not None and buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(dtype)
+
+
+def flatten(own: Modules, kind: Kind) -> list[FlatParameter]:
+    """The flat parameters of a unit: one for each dtype, trained and frozen ones apart. Its modules
+    get the pieces in place of their parameters."""
+    alike: dict[tuple[torch.dtype, bool], list[tuple[tuple[str, ...], tuple[Place, ...], nn.Parameter]]] = {}
+    for places, parameter in _places(own).values():
+        names, where = zip(*places, strict=True)
+        alike.setdefault((parameter.dtype, parameter.requires_grad), []).append(
+            (names, where, parameter)
+        )
+    flats = []
+    for named in alike.values():
+        flat = FlatParameter(named, kind)
+        flats.append(flat)
+        for slot, (_, _, parameter) in zip(flat.slots, named, strict=True):
+            for module, name in slot.places:
+                module._parameters[name] = slot.piece.own
+            parameter.data = parameter.data.new_empty(0)
+            parameter.grad = None
+            parameter.__class__ = Abandoned
+    return flats
+
+
+def _places(own: Modules) -> dict[int, tuple[list[tuple[str, Place]], nn.Parameter]]:
+    """Each parameter, with all its names and places."""
+    found: dict[int, tuple[list[tuple[str, Place]], nn.Parameter]] = {}
+    for prefix, module in own:
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places, _ = found.setdefault(id(parameter), ([], parameter))
+                places.append((prefix + name, (module, name)))
+    return found

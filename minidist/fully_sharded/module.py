@@ -1,0 +1,260 @@
+"""Stage 3 (lesson 9): a rank holds no more of anything than its shard."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.utils._pytree import tree_map
+
+from minidist import agree
+from minidist.distributed_data_parallel.replicas import (
+    broadcast_state,
+    require_group,
+    require_same_lines,
+)
+from minidist.fully_sharded import build, states
+from minidist.fully_sharded.flat import Kind
+from minidist.fully_sharded.schedule import Schedule, in_backward
+from minidist.fully_sharded.unit import Unit
+from minidist.fully_sharded.wrap import Policy, chosen, replace
+from minidist.pipeline.norm import norm_over_ranks
+from minidist.wrapper import Wrapper
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecision
+
+
+class FullyShardedDataParallel(Wrapper):
+    """Trains replicas of `module` of which no rank has a whole one. ZeRO, stage 3. Lesson 9.
+
+        model = md.FullyShardedDataParallel(model, auto_wrap_policy=by_class(Block))
+        optimizer = torch.optim.Adam(model.parameters())     # after, not before
+
+    Then train as with `DistributedDataParallel`. A module that is wrapped is a unit: its parameters
+    are gathered for its forward and its backward pass, and freed after each. Wrap parts of a model
+    by hand, then the whole; or have the parts chosen by a policy. `parameters()` are this rank's
+    pieces of the parameters, (n,), of which some may be empty; the optimizer must be an elementwise
+    one (Adam, SGD, ...; not Adafactor or LBFGS). When `backward()` returns, the `.grad` of each
+    piece is its part of the mean gradient. A parameter without gradient on some ranks counts there
+    as zero; on all ranks, its `.grad` stays as it was. All ranks must use the same units, in the
+    same order.
+
+    process_group: the ranks that take part; None is the default group.
+    auto_wrap_policy: which modules within this one to wrap, with the same options: `by_class`,
+        `by_size`, or one of torch's policies that are functions.
+    mixed_precision: torch's `MixedPrecision`. Inputs and parameters are cast to its `param_dtype`
+        for the forward and backward passes, gradients to its `reduce_dtype` while they travel,
+        buffers to its `buffer_dtype` for good. Shards and their gradients keep their dtype.
+    offload_params: shards and their gradients, and so the optimizer, are on the CPU.
+    reshard_after_forward: False keeps the parameters from forward to backward. That saves one of
+        two all_gathers, and costs the memory of the whole unit.
+    mesh: a mesh of two axes instead of a process group, for hybrid sharding: shards along the
+        second, which are replicated along the first.
+    param_init_fn: gives values to the parameters and buffers of a module that are on the device
+        "meta", on `minidist.rank.device()`; None calls its `reset_parameters()`. Units come to be
+        one by one, so no rank ever holds the whole model.
+    prefetch: gather the next unit while one computes.
+
+    At construction every rank takes what rank 0 has; for buffers, before each forward pass too.
+    Raises ValueError, on every rank, if the ranks have different models or wrap differently, or if
+    a parameter would be in two units; RuntimeError without a process group. `forward` raises
+    RuntimeError for a unit outside of the forward pass of its root. The parameters that there were
+    before raise RuntimeError when an optimizer asks for their gradient.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | None = None,
+        auto_wrap_policy: Policy | None = None,
+        mixed_precision: "MixedPrecision | None" = None,
+        offload_params: bool = False,
+        *,
+        reshard_after_forward: bool = True,
+        mesh: DeviceMesh | None = None,
+        param_init_fn: Callable[[nn.Module], object] | None = None,
+        prefetch: bool = True,
+    ) -> None:
+        super().__init__(module)
+        groups = _groups(process_group, mesh)
+        self.process_group, self.mesh = groups[0], mesh
+        parts, lines, problem = {}, [], None
+        try:
+            if auto_wrap_policy is not None:
+                parts = chosen(module, auto_wrap_policy)
+            lines = list(build.describe(module, set(parts.values())))
+        except Exception as error:
+            problem = error
+        for group in groups:
+            agree.raise_on_every_rank(group, problem)
+            require_same_lines(lines, group)
+        options: dict[str, Any] = dict(
+            mixed_precision=mixed_precision,
+            offload_params=offload_params,
+            reshard_after_forward=reshard_after_forward,
+            mesh=mesh,
+            param_init_fn=param_init_fn,
+            prefetch=prefetch,
+        )
+        for part in parts.values():
+            replace(module, part, FullyShardedDataParallel(part, process_group, **options))
+
+        own = list(build.own_modules(module))
+        device = build.materialize(own, param_init_fn)
+        for group in groups[::-1]:
+            broadcast_state(build.own_tensors(own), group)
+        self._input_dtype = getattr(mixed_precision, "param_dtype", None)
+        kind = Kind(
+            groups,
+            device,
+            torch.device("cpu") if offload_params else device,
+            self._input_dtype,
+            getattr(mixed_precision, "reduce_dtype", None),
+        )
+        build.cast_buffers(own, getattr(mixed_precision, "buffer_dtype", None))
+        self.unit = Unit(build.flatten(own, kind), reshard_after_forward)
+        inner = [each.unit for each in self.units() if each is not self]
+        self._schedule = Schedule([self.unit, *inner], prefetch)
+        for each in self.units():
+            each._schedule = self._schedule
+            each._is_root = each is self
+        self._device, self._stale_buffers = device, False
+        self.register_state_dict_post_hook(states.whole_hook)
+        self.register_load_state_dict_pre_hook(states.cut_hook)
+
+    def units(self) -> "Iterator[FullyShardedDataParallel]":
+        """This wrapper, and all within it."""
+        return (each for each in self.modules() if isinstance(each, FullyShardedDataParallel))
+
+    @property
+    def unsharded(self) -> list[torch.Tensor]:
+        """Where this unit's whole parameters are while they are there, one flat tensor (N S,) for
+        each dtype; without memory while they are not."""
+        return [flat.whole for flat in self.unit.flats]
+
+    # ---- training --------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's own, between gathering its parameters and freeing them."""
+        schedule, computed_again = self._schedule, in_backward()
+        begins = self._is_root and not computed_again
+        if begins:
+            self._synchronize_buffers()
+            schedule.begin()
+        elif not (schedule.running or computed_again):
+            raise RuntimeError(
+                "a unit of FullyShardedDataParallel was called outside of the forward pass of its "
+                "root, the outermost wrapper. Call that one"
+            )
+        schedule.running += begins
+        try:
+            visit = schedule.enter(self.unit)
+            if self._input_dtype is not None:
+                inputs, kwargs = tree_map(self._cast, (inputs, kwargs))
+            output = self.module(*inputs, **kwargs)
+            schedule.leave(visit, (inputs, kwargs), output)
+        except BaseException:
+            if not computed_again:  # a checkpoint ends so, when it has what it needs
+                schedule.reset()
+            raise
+        if begins:
+            schedule.end()
+            schedule.running -= 1
+        return output
+
+    def _cast(self, value: Any) -> Any:
+        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(self._input_dtype) if floating else value
+
+    def _synchronize_buffers(self) -> None:
+        """A pass that trained has left buffers that differ: rank 0's count."""
+        if self._stale_buffers:
+            for group in self.unit_groups[::-1]:
+                broadcast_state(self.module.buffers(), group)
+        self._stale_buffers = torch.is_grad_enabled() and self._schedule.sync
+
+    @property
+    def unit_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The ranks that have a shard each; and, for hybrid sharding, those that have the same."""
+        return _groups(self.process_group, self.mesh)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Do not reduce after the forward passes within the block: their gradients add up on each
+        rank, whole. The backward pass of the next forward pass outside reduces the sums. Until
+        then the `.grad` of a piece is only this rank's own."""
+        schedule = self._require_root("no_sync")
+        before, schedule.sync = schedule.sync, False
+        try:
+            yield
+        finally:
+            schedule.sync = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of this rank's pieces."""
+        super().zero_grad(set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale the gradients so that their norm, that of all shards together, is at most
+        `max_norm`. Returns what it was, a number. All ranks must call it.
+
+        torch.nn.utils.clip_grad_norm_ would take the norm of this rank's shards alone.
+        """
+        pieces = [p for p in self.parameters() if p.grad is not None and p.numel()]
+        own = get_total_norm([p.grad for p in pieces if p.grad is not None], norm_type)
+        own = own.to(self._device, torch.float64)
+        norm = norm_over_ranks(own, norm_type, self.process_group)
+        clip_grads_with_norm_(pieces, max_norm, norm)
+        return norm
+
+    def _require_root(self, what: str) -> Schedule:
+        if not self._is_root:
+            raise RuntimeError(f"call {what} of the root, the outermost wrapper")
+        return self._schedule
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        for flat in self._schedule.flats:
+            if fn(flat.shard) is not flat.shard:
+                raise RuntimeError(
+                    "shards cannot be moved or converted. Move or convert the module first, and "
+                    "wrap it then"
+                )
+        return super()._apply(fn, recurse)
+
+    # ---- whole parameters ------------------------------------------------------------------
+
+    @contextmanager
+    def summon_full_params(self, writeback: bool = True) -> Iterator[None]:
+        """Within the block the module has its whole parameters, in their own dtype. After it, each
+        rank keeps its shard of what they have become, if `writeback`: so change them alike on all
+        ranks. All ranks must call it."""
+        if self._schedule.running or in_backward():
+            raise RuntimeError("summon_full_params within a forward or backward pass")
+        flats = [flat for each in self.units() for flat in each.unit.flats]
+        for each in self.units():
+            each.unit.free()
+        try:
+            for flat in flats:
+                states.lend(flat)
+            yield
+        finally:
+            for flat in flats:
+                states.take_back(flat, writeback)
+
+
+def _groups(
+    process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None
+) -> tuple[dist.ProcessGroup, ...]:
+    if mesh is None:
+        return (require_group(process_group, "FullyShardedDataParallel"),)
+    require_group(None, "FullyShardedDataParallel")
+    if mesh.ndim == 1:
+        return (mesh.get_group(),)
+    if mesh.ndim != 2:
+        raise ValueError(f"a mesh of one or two axes is needed, not of {mesh.ndim}")
+    return mesh.get_group(1), mesh.get_group(0)

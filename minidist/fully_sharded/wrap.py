@@ -1,0 +1,84 @@
+"""Which modules become units of their own (lesson 9).
+
+A policy is a function of torch's form, `policy(module=..., recurse=..., nonwrapped_numel=...)`, so
+torch's own serve as well, such as `ModuleWrapPolicy` and `size_based_auto_wrap_policy`. With
+`recurse` it tells whether to look into a module; without, whether to wrap it, of which
+`nonwrapped_numel` parameters are in no unit yet.
+"""
+
+from collections.abc import Callable, Iterator
+
+from torch import nn
+
+from minidist.wrapper import Wrapper
+
+Policy = Callable[..., bool]
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward pass that could gather
+
+
+def by_class(*classes: type[nn.Module]) -> Policy:
+    """A policy that wraps all modules of these classes, such as the blocks of a transformer.
+    Lesson 9."""
+
+    def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        return recurse or isinstance(module, classes)
+
+    return policy
+
+
+def by_size(min_num_params: int) -> Policy:
+    """A policy that wraps modules, the inner ones first, that have so many parameters which are in
+    no unit yet. Lesson 9."""
+
+    def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        return nonwrapped_numel >= min_num_params and (
+            recurse or not isinstance(module, CONTAINERS)
+        )
+
+    return policy
+
+
+def chosen(module: nn.Module, policy: Policy) -> dict[str, nn.Module]:
+    """The modules within this one that the policy wants to be units, by name: inner ones first."""
+    found: dict[str, nn.Module] = {}
+
+    def look(module: nn.Module, name: str, top: bool) -> int:
+        """How many parameters are in units, in the end."""
+        if isinstance(module, Wrapper) or module in found.values():
+            return _numel(module)
+        numel, wrapped = _numel(module), 0
+        if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+            return 0
+        for child_name, child in module.named_children():
+            wrapped += look(child, f"{name}.{child_name}".lstrip("."), False)
+        left = numel - wrapped
+        if top or not policy(module=module, recurse=False, nonwrapped_numel=left):
+            return wrapped
+        found[name] = module
+        return numel
+
+    look(module, "", True)
+    return found
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def replace(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Wherever it is within `root`."""
+    for parent in list(root.modules()):
+        for name, child in parent._modules.items():
+            if child is old and parent is not new:
+                setattr(parent, name, new)
+
+
+def within(
+    module: nn.Module, stop: Callable[[nn.Module], bool], prefix: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """All modules, by name, the outer ones first; but for those at which to `stop`, and what is in
+    them. One that is there twice comes twice."""
+    yield prefix, module
+    for name, child in module.named_children():
+        if not stop(child):
+            yield from within(child, stop, f"{prefix}{name}.")
