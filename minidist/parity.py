@@ -232,22 +232,28 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     """Weights, buffers and optimizer states, by the names of the bare module."""
     state = dict(model.state_dict())
     consume_prefix_in_state_dict_if_present(state, "module.")
-    states = _states(optimizer)
-    for name, parameter in getattr(model, "module", model).named_parameters():
+    states = _states(model, optimizer)
+    sharded = isinstance(model, md.FullyShardedDataParallel)
+    bare = model if sharded else getattr(model, "module", model)
+    for name, parameter in bare.named_parameters():
         for key, value in states.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 state[f"{key} of {name}"] = value
     return {name: _copy(value) for name, value in state.items()}
 
 
-def _states(optimizer: torch.optim.Optimizer) -> Any:
-    """Of each parameter, whole also where a rank has only a part (lesson 8)."""
-    if not isinstance(optimizer, md.ZeroRedundancyOptimizer):
+def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """Of each parameter, whole also where a rank has only a part (lessons 8 and 9)."""
+    if isinstance(model, md.FullyShardedDataParallel):
+        whole = model.optim_state_dict(optimizer)
+    elif isinstance(optimizer, md.ZeroRedundancyOptimizer):
+        for rank in range(dist.get_world_size()):
+            optimizer.consolidate_state_dict(rank)
+        whole = optimizer.state_dict()
+    else:
         return optimizer.state
-    for rank in range(dist.get_world_size()):
-        optimizer.consolidate_state_dict(rank)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return {parameters[i]: state for i, state in optimizer.state_dict()["state"].items()}
+    return {parameters[i]: state for i, state in whole["state"].items()}
 
 
 def _compare(ours: State, wanted: State) -> Iterator[tuple[str, float]]:

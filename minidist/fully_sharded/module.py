@@ -18,7 +18,7 @@ from minidist.distributed_data_parallel.replicas import (
     require_same_lines,
 )
 from minidist.fully_sharded import build, states
-from minidist.fully_sharded.flat import Kind
+from minidist.fully_sharded.flat import FlatParameter, Kind
 from minidist.fully_sharded.schedule import Schedule, in_backward
 from minidist.fully_sharded.unit import Unit
 from minidist.fully_sharded.wrap import Policy, chosen, replace
@@ -81,7 +81,8 @@ class FullyShardedDataParallel(Wrapper):
         prefetch: bool = True,
     ) -> None:
         super().__init__(module)
-        groups = _groups(process_group, mesh)
+        # The ranks that have a shard each; for hybrid sharding also those that have the same.
+        self.groups = groups = _groups(process_group, mesh)
         self.process_group, self.mesh = groups[0], mesh
         parts, lines, problem = {}, [], None
         try:
@@ -124,6 +125,7 @@ class FullyShardedDataParallel(Wrapper):
             each._schedule = self._schedule
             each._is_root = each is self
         self._device, self._stale_buffers = device, False
+        self.form: Callable[[FlatParameter], Iterator[torch.Tensor]] = states.wholes
         self.register_state_dict_post_hook(states.whole_hook)
         self.register_load_state_dict_pre_hook(states.cut_hook)
 
@@ -136,6 +138,19 @@ class FullyShardedDataParallel(Wrapper):
         """Where this unit's whole parameters are while they are there, one flat tensor (N S,) for
         each dtype; without memory while they are not."""
         return [flat.whole for flat in self.unit.flats]
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's pieces, by the names of the bare module."""
+        for name, piece in super().named_parameters("", recurse, remove_duplicate):
+            at: Any = self
+            words = [prefix] if prefix else []
+            for word in name.split("."):
+                if not (isinstance(at, Wrapper) and word == "module"):
+                    words.append(word)
+                at = getattr(at, word)
+            yield ".".join(words), piece
 
     # ---- training --------------------------------------------------------------------------
 
@@ -174,14 +189,9 @@ class FullyShardedDataParallel(Wrapper):
     def _synchronize_buffers(self) -> None:
         """A pass that trained has left buffers that differ: rank 0's count."""
         if self._stale_buffers:
-            for group in self.unit_groups[::-1]:
+            for group in self.groups[::-1]:
                 broadcast_state(self.module.buffers(), group)
         self._stale_buffers = torch.is_grad_enabled() and self._schedule.sync
-
-    @property
-    def unit_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The ranks that have a shard each; and, for hybrid sharding, those that have the same."""
-        return _groups(self.process_group, self.mesh)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -245,6 +255,96 @@ class FullyShardedDataParallel(Wrapper):
         finally:
             for flat in flats:
                 states.take_back(flat, writeback)
+
+    # ---- checkpoints -----------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the bare module, whole, on the CPU of every rank. All ranks must call it."""
+        return super().state_dict(*args, **kwargs)
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """The same with a DTensor for each parameter, of which each rank has some rows: for
+        torch.distributed.checkpoint. No rank holds more than one unit on the way."""
+        mesh = self._mesh_of_shards()
+        with self._formed(lambda flat: states.rows(flat, mesh)):
+            return dict(self.state_dict())
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Take this rank's part of a whole state, the same on every rank, or of a sharded one. All
+        ranks must call it. Raises ValueError, on every rank, and changes nothing, if it is of
+        another model."""
+        with self._formed(states.shapes):
+            wanted = self.state_dict()
+        problem = _misfit(wanted, state_dict, strict)
+        if assign:
+            problem = ValueError("shards cannot take the place of what they are loaded from: assign")
+        self._raise_on_every_rank(problem)
+        return super().load_state_dict(state_dict, strict)
+
+    def optim_state_dict(
+        self, optimizer: torch.optim.Optimizer, sharded: bool = False
+    ) -> dict[str, Any]:
+        """The optimizer's state_dict as one process would have it, for this or any other strategy;
+        or `sharded`, as `sharded_state_dict()`. All ranks must call it."""
+        mesh = self._mesh_of_shards() if sharded else None
+        whole = states.of_optimizer(
+            optimizer,
+            self._schedule.flats,
+            lambda value: value if mesh is None else states.as_rows(value, mesh),
+        )
+        return {**optimizer.state_dict(), "state": whole}
+
+    def load_optim_state_dict(
+        self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+    ) -> None:
+        """Load this rank's part into the optimizer, of what `optim_state_dict` gives, or the
+        optimizer of one process. Raises ValueError, on every rank, and changes nothing, if it is of
+        another model. All ranks must call it."""
+        flats, whole = list(self._schedule.flats), state_dict["state"]
+        problem = None
+        try:
+            states.require_fitting(optimizer, flats, whole)
+        except Exception as error:
+            problem = error
+        self._raise_on_every_rank(problem)
+        own = states.for_optimizer(optimizer, flats, whole)
+        optimizer.load_state_dict({**state_dict, "state": own})
+
+    @contextmanager
+    def _formed(self, form: Callable[[FlatParameter], Iterator[torch.Tensor]]) -> Iterator[None]:
+        """Within the block `state_dict` has what `form` makes of the parameters."""
+        for each in self.units():
+            each.form = form
+        try:
+            yield
+        finally:
+            for each in self.units():
+                each.form = states.wholes
+
+    def _mesh_of_shards(self) -> DeviceMesh:
+        if self.mesh is not None:
+            return self.mesh
+        return DeviceMesh.from_group(self.process_group, self._device.type)
+
+    def _raise_on_every_rank(self, problem: Exception | None) -> None:
+        for group in self.groups:
+            agree.raise_on_every_rank(group, problem)
+
+
+def _misfit(wanted: Any, state: Any, strict: bool) -> Exception | None:
+    for name, value in wanted.items():
+        if name not in state:
+            if strict:
+                return ValueError(f"this state_dict is of another model: it has no {name}")
+        elif isinstance(value, torch.Tensor) and state[name].shape != value.shape:
+            return ValueError(
+                f"this state_dict is of another model: its {name} has shape "
+                f"{tuple(state[name].shape)}, and the model's {tuple(value.shape)}"
+            )
+    more = [name for name in state if name not in wanted]
+    if more and strict:
+        return ValueError(f"this state_dict is of another model: it has {more[0]} as well")
+    return None
 
 
 def _groups(

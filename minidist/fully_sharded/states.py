@@ -1,14 +1,16 @@
 """States of whole models, and their parts (lesson 9): they tell neither ranks nor units."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from minidist.fully_sharded.flat import FlatParameter, Slot
 from minidist.zero.partition import in_memory_order
+from minidist.zero.states import States, require_states_of
 
 
 def wholes(flat: FlatParameter, own: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
@@ -26,12 +28,35 @@ def part(slot: Slot, value: torch.Tensor) -> torch.Tensor:
     return in_memory_order(value, slot.piece.whole)[slot.piece.span]
 
 
+def shapes(flat: FlatParameter) -> Iterator[torch.Tensor]:
+    """Of each parameter the shape alone."""
+    return (slot.piece.whole.detach() for slot in flat.slots)
+
+
+def rows(flat: FlatParameter, mesh: DeviceMesh) -> Iterator[torch.Tensor]:
+    """Of each parameter this rank's rows, as a DTensor, as torch's own fully_shard has them."""
+    return (as_rows(whole, mesh) for whole in wholes(flat))
+
+
+def as_rows(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """This rank's rows of a whole tensor that it has: a DTensor. A number has no rows."""
+    if whole.ndim == 0:
+        return whole
+    ranks, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+    whole = whole.contiguous()
+    own = [*whole.chunk(ranks), *[whole[:0]] * ranks][rank].to(mesh.device_type, copy=True)
+    placements: list[Placement] = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+    return DTensor.from_local(
+        own, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
 def whole_hook(wrapper: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Whole parameters in the place of this rank's pieces."""
+    """What `wrapper.form` makes of the parameters, in the place of this rank's pieces."""
     for flat in wrapper.unit.flats:
-        for slot, whole in zip(flat.slots, wholes(flat), strict=True):
+        for slot, value in zip(flat.slots, wrapper.form(flat), strict=True):
             for name in slot.names:
-                state[prefix + name] = whole
+                state[prefix + name] = value
 
 
 def cut_hook(wrapper: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -62,3 +87,73 @@ def take_back(flat: FlatParameter, writeback: bool) -> None:
     for slot in flat.slots:
         for module, name in slot.places:
             module._parameters[name] = slot.piece.own
+
+
+# ---- states of an optimizer, by the number of the parameter --------------------------------------
+
+
+def of_optimizer(
+    optimizer: torch.optim.Optimizer,
+    flats: Iterable[FlatParameter],
+    form: Callable[[torch.Tensor], torch.Tensor],
+) -> States:
+    """The states of whole parameters, as `form` makes them. All ranks call this."""
+    numbers = _numbers(optimizer)
+    found: States = {}
+    for flat in flats:
+        pieces = [slot.piece for slot in flat.slots if slot.piece.own in optimizer.state]
+        for piece in pieces:
+            found[numbers[piece.own]] = {}
+        for name in dict.fromkeys(key for p in pieces for key in optimizer.state[p.own]):
+            values = {p.own: optimizer.state[p.own][name] for p in pieces}
+            own = torch.zeros_like(flat.shard)
+            for piece in pieces:
+                if _elementwise(name, values[piece.own], piece.own):
+                    own = own.to(values[piece.own].dtype)
+                    own[piece.place] = values[piece.own]
+                else:
+                    found[numbers[piece.own]][name] = values.pop(piece.own)
+            if not values:
+                continue
+            for slot, whole in zip(flat.slots, wholes(flat, own), strict=True):
+                if slot.piece.own in values:
+                    found[numbers[slot.piece.own]][name] = form(whole)
+    return dict(sorted(found.items()))
+
+
+def for_optimizer(
+    optimizer: torch.optim.Optimizer, flats: Iterable[FlatParameter], whole: States
+) -> States:
+    """This rank's part of them. All ranks call this."""
+    numbers, own = _numbers(optimizer), {}
+    for slot in (slot for flat in flats for slot in flat.slots):
+        number = numbers.get(slot.piece.own)
+        if number in whole:
+            own[number] = {
+                name: part(slot, value)
+                if _elementwise(name, value, slot.piece.whole)
+                else value
+                for name, value in whole[number].items()
+            }
+    return own
+
+
+def require_fitting(
+    optimizer: torch.optim.Optimizer, flats: Iterable[FlatParameter], whole: States
+) -> None:
+    """Raises ValueError if the optimizer is not that of these parameters, or the states are those
+    of others."""
+    by_piece = {slot.piece.own: slot.piece.whole for flat in flats for slot in flat.slots}
+    numbers = _numbers(optimizer)
+    if any(piece not in by_piece for piece in numbers):
+        raise ValueError("the optimizer has parameters that are not the wrapper's")
+    require_states_of([by_piece[piece] for piece in numbers], whole)
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, int]:
+    pieces = [piece for group in optimizer.param_groups for piece in group["params"]]
+    return {piece: number for number, piece in enumerate(pieces)}
+
+
+def _elementwise(name: str, value: Any, parameter: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and name != "step"
