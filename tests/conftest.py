@@ -14,6 +14,7 @@ from minidist.runtime import Pool
 ON_BOTH = {
     "test_collectives",
     "test_distributed_data_parallel",
+    "test_fully_sharded",
     "test_measure",
     "test_memory",
     "test_zero",

@@ -79,6 +79,6 @@ def within(
     """All modules, by name, the outer ones first; but for those at which to `stop`, and what is in
     them. One that is there twice comes twice."""
     yield prefix, module
-    for name, child in module.named_children():
-        if not stop(child):
+    for name, child in module._modules.items():
+        if child is not None and not stop(child):
             yield from within(child, stop, f"{prefix}{name}.")

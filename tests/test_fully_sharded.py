@@ -1,0 +1,370 @@
+"""Lesson 9: ranks of which none has a whole model train as one process does. Held against one
+process, against torch's fully_shard, and against the formulas, in bytes."""
+
+import contextlib
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecision, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+from torch.utils.checkpoint import checkpoint
+
+import minidist as md
+from minidist.fully_sharded import by_class, by_size
+
+ADAM = torch.optim.Adam, {"lr": 1e-3}
+ADAMW = torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.1}
+SGD = torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}
+LAYERS = by_class(nn.Linear)
+wrapped = partial(md.FullyShardedDataParallel, auto_wrap_policy=LAYERS)
+
+
+def net(*sizes, dtype=torch.float64):
+    return md.zoo.mlp(*(sizes or (6, 5, 4, 3)), dtype=dtype)
+
+
+def share(rank, step=0, n=5, dtype=torch.float64):
+    """Examples of a rank, other ones on each rank and at each step."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(n, 6, dtype=torch.float64, generator=generator).to(dtype)
+
+
+def loss_of(output, step=0):
+    """A loss that weighs every element differently."""
+    weights = torch.arange(1, output.numel() + 1, dtype=output.dtype).view(output.shape) + step
+    return (output * weights).pow(2).sum() / output.numel()
+
+
+def apart(ours, plain, allowed=1e-12):
+    found = [name for name in {**ours, **plain} if name not in ours or name not in plain]
+    for name in ours.keys() & plain.keys():
+        a, b = ours[name], plain[name]
+        if a.shape != b.shape or a.dtype != b.dtype:
+            found.append(f"{name}: {a.shape} {a.dtype} and {b.shape} {b.dtype}")
+        elif not md.parity.relative_difference(a, b) <= allowed:
+            found.append(f"{name} differs by {md.parity.relative_difference(a, b):.1e}")
+    return found
+
+
+# ---- one process ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [ADAM, ADAMW, SGD], ids=["Adam", "AdamW", "SGD"])
+def test_parity_with_one_process(pools, kind):
+    make = partial(kind[0], **kind[1])
+    assert md.parity.check(wrapped, optimizer=make, ranks=pools(3)).largest <= 1e-12
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 5])
+def test_parity_of_any_number_of_ranks(pools, world_size):
+    make = partial(torch.optim.Adam, lr=1e-3)
+    md.parity.check(wrapped, optimizer=make, ranks=pools(world_size), steps=2)
+
+
+def test_parity_of_a_transformer_and_of_batch_norm(pools):
+    """The transformer's embedding and head are tied, in the root."""
+    make = partial(torch.optim.Adam, lr=1e-3)
+    check = partial(md.parity.check, optimizer=make, ranks=pools(2), steps=2)
+    blocks = partial(md.FullyShardedDataParallel, auto_wrap_policy=by_class(md.zoo.Block))
+    transformer = partial(md.zoo.Transformer, length=8, width=16, layers=2)
+    check(blocks, model=transformer, data=md.zoo.text(8))
+    check(partial(blocks, reshard_after_forward=False), model=transformer, data=md.zoo.text(8))
+    check(md.FullyShardedDataParallel, model=md.zoo.convnet)
+
+
+def hybrid(module, **options):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    return wrapped(module, mesh=mesh, **options)
+
+
+def test_parity_of_hybrid_sharding(pools):
+    make = partial(torch.optim.Adam, lr=1e-3)
+    assert md.parity.check(hybrid, optimizer=make, ranks=pools(4)).largest <= 1e-12
+
+
+# ---- any loop ---------------------------------------------------------------------------------
+
+
+def plainly(model, optimizer, batches, no_sync, clip, step):
+    optimizer.zero_grad()
+    for loss in (loss_of(model(batch), step) / len(batches) for batch in batches):
+        loss.backward()
+    optimizer.step()
+
+
+def accumulate(model, optimizer, batches, no_sync, clip, step):
+    optimizer.zero_grad()
+    with no_sync():
+        for scale in (1, 2):
+            for batch in batches:
+                (loss_of(model(batch * scale)) / len(batches)).backward()
+    for batch in batches:
+        (loss_of(model(batch)) / len(batches)).backward()
+    optimizer.step()
+
+
+def reduced_then_kept_then_reduced(model, optimizer, batches, no_sync, clip, step):
+    optimizer.zero_grad()
+    for block in (contextlib.nullcontext(), no_sync(), contextlib.nullcontext()):
+        with block:
+            for batch in batches:
+                (loss_of(model(batch)) / len(batches)).backward()
+    optimizer.step()
+
+
+def forgotten(model, optimizer, batches, no_sync, clip, step, set_to_none=True):
+    """What was kept without synchronization is zeroed: the whole of it must go."""
+    with no_sync():
+        for batch in batches:
+            loss_of(model(batch)).backward()
+    if set_to_none:
+        plainly(model, optimizer, batches, no_sync, clip, step)
+        return
+    optimizer.zero_grad(set_to_none=False)
+    for batch in batches:
+        (loss_of(model(batch)) / len(batches)).backward()
+    optimizer.step()
+
+
+def several_backward_passes(model, optimizer, batches, no_sync, clip, step):
+    model.zero_grad()
+    for scale in (1, 2):
+        for batch in batches:
+            (loss_of(model(batch * scale)) / len(batches)).backward()
+    optimizer.step()
+
+
+def several_forward_passes(model, optimizer, batches, no_sync, clip, step):
+    optimizer.zero_grad()
+    for batch in batches:
+        outputs = [model(batch * scale) for scale in (1, 2, 3)]
+        with torch.no_grad():
+            model(batch)
+        model(batch)  # its output is not used
+        (sum(loss_of(output) for output in (outputs[0], outputs[2])) / len(batches)).backward()
+        (loss_of(outputs[1]) / len(batches)).backward()
+    optimizer.step()
+
+
+def clipped(model, optimizer, batches, no_sync, clip, step, norm_type=2.0):
+    optimizer.zero_grad()
+    for batch in batches:
+        (loss_of(model(batch)) / len(batches)).backward()
+    model.last_norm = torch.as_tensor(clip(1e-2, norm_type)).double()
+    optimizer.step()
+
+
+def evaluated(model, optimizer, batches, no_sync, clip, step):
+    """Without gradients, in eval mode, and under inference mode, between the steps."""
+    model.eval()
+    with torch.no_grad():
+        before = model(batches[0])
+    model.train()
+    plainly(model, optimizer, batches, no_sync, clip, step)
+    with torch.inference_mode():
+        assert not torch.equal(before, model(batches[0]))
+
+
+LOOPS = [plainly, accumulate, reduced_then_kept_then_reduced, forgotten]
+LOOPS += [partial(forgotten, set_to_none=False), several_backward_passes, several_forward_passes]
+LOOPS += [evaluated, clipped, partial(clipped, norm_type=float("inf"))]
+LOOPS += [partial(clipped, norm_type=1.0)]
+
+
+def together(make, loop, kind=ADAM, wrap=wrapped, allowed=1e-12, grouped=None):
+    """On a rank: train sharded and alone, and return the first difference."""
+    torch.manual_seed(0)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    module = make()
+    plain = copy.deepcopy(module)
+    model = wrap(module)
+    optimizer, alone = (
+        kind[0](grouped(m) if grouped else m.parameters(), **kind[1]) for m in (model, plain)
+    )
+
+    def clip_plain(*args):
+        return torch.nn.utils.clip_grad_norm_(plain.parameters(), *args)
+
+    for step in range(3):
+        loop(model, optimizer, [share(rank, step)], model.no_sync, model.clip_grad_norm_, step)
+        shares = [share(rank, step) for rank in range(size)]
+        loop(plain, alone, shares, contextlib.nullcontext, clip_plain, step)
+        ours, wanted = md.parity._state(model, optimizer), md.parity._state(plain, alone)
+        if hasattr(model, "last_norm"):
+            ours["norm"], wanted["norm"] = model.last_norm, plain.last_norm
+        if found := apart(ours, wanted, allowed):
+            return f"step {step}: {found}"
+        if any(flat.there or flat.open for flat in model._schedule.flats):
+            return f"step {step}: not all is freed"
+    return None
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: getattr(loop, "__name__", "partial"))
+def test_any_loop(pools, loop):
+    assert pools(3)(together, net, loop) == [None] * 3
+
+
+@pytest.mark.parametrize("loop", [accumulate, several_forward_passes, evaluated])
+def test_any_loop_without_resharding_after_forward(pools, loop):
+    for options in (dict(reshard_after_forward=False), dict(prefetch=False)):
+        run = partial(together, net, loop, wrap=partial(wrapped, **options))
+        if options.get("reshard_after_forward", True) or loop is accumulate:
+            assert pools(2)(run) == [None] * 2
+
+
+# ---- any model --------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Parameters of all layouts: transposed, channels last, with gaps, 0-dim, empty; tied."""
+
+    def __init__(self):
+        super().__init__()
+
+        def p(tensor):
+            return nn.Parameter(tensor.double())
+
+        self.transposed = p(torch.randn(3, 6).t())
+        self.channels_last = p(torch.randn(2, 3, 2, 2).to(memory_format=torch.channels_last))
+        self.gaps = p(torch.randn(6, 8)[:, ::2])
+        self.scalar = p(torch.tensor(1.5))
+        self.empty = p(torch.empty(0, 3))
+        self.several = nn.ParameterList([p(torch.randn(2)), p(torch.randn(1))])
+        self.tied, self.first = net(6, 6), net(6, 6)
+        self.tied[0].weight = self.first[0].weight
+
+    def forward(self, x):
+        x = self.tied(self.first(x)).tanh()
+        x = (x @ self.transposed).sum() * self.channels_last.pow(2) * self.scalar
+        x = x.sum() + self.gaps.pow(3).sum() * x.sum() + self.empty.sum()
+        return x * sum(p.sum() for p in self.several)
+
+
+class Mixed(nn.Module):
+    """Parameters of two dtypes; some are frozen, one never has a gradient. A frozen layer stands
+    before a trained one of the same unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = net(6, 4, 4), net(4, 4, dtype=torch.float32), net(4, 4, 3)
+        self.unused = nn.Parameter(torch.ones(7, dtype=torch.float64))
+        self.a[0].bias.requires_grad_(False)
+        self.c[0].requires_grad_(False)
+
+    def forward(self, x):
+        return self.c(self.b(self.a(x).float()).double())
+
+
+class Sometimes(nn.Module):
+    """Half of it is used for a part of the examples: on some ranks only."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = net(6, 3), net(6, 3)
+
+    def forward(self, x):
+        return self.a(x) + self.b(x) if (x[0, 0] * 1000).long() % 2 else self.a(x)
+
+
+class Twice(nn.Module):
+    """One layer, used three times; another one by two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.last = net(6, 6)[0], net(6, 3)[0]
+        self.again = self.layer
+
+    def forward(self, x):
+        return self.last(self.again(self.layer(self.layer(x).relu()) + x))
+
+
+class Recurrent(nn.Module):
+    """An LSTM, which has its parameters in a list as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.last = nn.LSTM(6, 4, dtype=torch.float64), net(4, 3)
+
+    def forward(self, x):
+        return self.last(self.lstm(x)[0])
+
+
+class Kept(nn.Module):
+    """Checkpoints: of layers within a unit, of units, or of all."""
+
+    def __init__(self, what, reentrant):
+        super().__init__()
+        self.units = nn.Sequential(*[nn.Sequential(net(6, 6), nn.Tanh(), net(6, 6)) for _ in "123"])
+        self.last, self.what, self.reentrant = net(6, 3), what, reentrant
+
+    def forward(self, x):
+        again = partial(checkpoint, use_reentrant=self.reentrant)
+        x = x.clone().requires_grad_()
+        for unit in self.units:
+            x = again(unit, x) if self.what == "units" else unit(x)
+        if self.what == "all":
+            return again(self.last, again(self.units, x))
+        return self.last(x)
+
+
+class Inner(nn.Module):
+    """Its two layers are computed again, one by one."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.a, self.b, self.c, self.reentrant = net(6, 6), net(6, 6), net(6, 6), reentrant
+
+    def forward(self, x):
+        again = partial(checkpoint, use_reentrant=self.reentrant)
+        return self.c(again(self.b, again(self.a, x))).tanh()
+
+
+class Inside(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.first, self.last = net(6, 6), net(6, 3)
+        self.blocks = nn.Sequential(Inner(reentrant), Inner(reentrant))
+
+    def forward(self, x):
+        return self.last(self.blocks(self.first(x)))
+
+
+SEQUENCES = by_class(nn.Sequential)
+MODELS = {
+    "layouts": (Odd, md.FullyShardedDataParallel, 1e-11),
+    "dtypes, frozen, unused": (Mixed, md.FullyShardedDataParallel, 1e-5),
+    "frozen in units": (Mixed, partial(wrapped, auto_wrap_policy=SEQUENCES), 1e-5),
+    "sometimes": (Sometimes, md.FullyShardedDataParallel, 1e-12),
+    "twice": (Twice, wrapped, 1e-12),
+    "twice, in one unit": (Twice, md.FullyShardedDataParallel, 1e-12),
+    "recurrent": (Recurrent, partial(wrapped, auto_wrap_policy=by_class(nn.LSTM)), 1e-12),
+    **{
+        f"checkpoints of {what}, {reentrant}": (
+            partial(Kept, what, reentrant),
+            partial(wrapped, auto_wrap_policy=by_size(70)),
+            1e-12,
+        )
+        for what in ("units", "all")
+        for reentrant in (False, True)
+    },
+    **{
+        f"checkpoints in units, {reentrant}": (
+            partial(Inside, reentrant),
+            partial(wrapped, auto_wrap_policy=by_class(Inner)),
+            1e-12,
+        )
+        for reentrant in (False, True)
+    },
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_any_model(pools, name):
+    make, wrap, allowed = MODELS[name]
+    for loop in (plainly, accumulate):
+        assert pools(2)(together, make, loop, ADAMW, wrap, allowed) == [None] * 2
