@@ -368,3 +368,126 @@ def test_any_model(pools, name):
     make, wrap, allowed = MODELS[name]
     for loop in (plainly, accumulate):
         assert pools(2)(together, make, loop, ADAMW, wrap, allowed) == [None] * 2
+
+
+# ---- bytes and traffic ------------------------------------------------------------------------
+
+
+def measured(sizes=(64, 32, 10), steps=2, **options):
+    model = wrapped(net(*sizes, dtype=torch.float32), **options)
+    optimizer = torch.optim.Adam(model.parameters())
+    x = torch.randn(4, sizes[0])
+
+    def step():
+        model(x).sum().backward()
+        optimizer.step()
+
+    for _ in range(steps):
+        step()
+        optimizer.zero_grad()
+    with md.measure.TrafficCounter() as traffic, md.measure.MemoryTracker(model, optimizer) as m:
+        step()
+    pieces = len(list(model.parameters()))
+    return m.after("backward"), m.peak_of["parameters"], traffic.calls, pieces
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_bytes_that_a_rank_holds(pools, world_size):
+    """16Ψ/N: the shards of parameters, gradients and two states; padded, unit by unit."""
+    units = [64 * 32 + 32, 32 * 10 + 10]
+    shards = [-(-unit // world_size) for unit in units]
+    for rank, (live, _, _, pieces) in enumerate(pools(world_size)(measured)):
+        own = sum(
+            max(0, min(s, unit - rank * s)) for s, unit in zip(shards, units, strict=True)
+        )  # without the padding
+        assert live["parameters"] == live["gradients"] == 4 * sum(shards)
+        assert live["optimizer states"] == 8 * own + 4 * pieces  # and a count of steps each
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_the_whole_model_is_never_there(pools, prefetch):
+    """At most the shards, the unit that computes and the one that comes next."""
+    sizes = [(a, b) for a, b in zip((64, 80, 64, 96, 64), (80, 64, 96, 64, 32), strict=True)]
+    units = [a * b + b for a, b in sizes]
+    run = partial(measured, (64, 80, 64, 96, 64, 32), prefetch=prefetch)
+    for _, peak, _, _ in pools(2)(run):
+        there = sum(sorted(units)[-2:]) if prefetch else max(units)
+        assert peak == 4 * (sum(units) // 2 + there)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_traffic(pools, reshard):
+    """3Ψ(N-1)/N: two all_gathers and a reduce_scatter of Ψ; gloo's are calls for each shard."""
+
+    def counted():
+        return dist.get_backend(), *measured(reshard_after_forward=reshard)
+
+    nbytes, gathers, flags = 4 * (64 * 32 + 32 + 32 * 10 + 10), 1 + reshard, 4
+    for backend, _, _, calls, _ in pools(2)(counted):
+        names = {"gloo": ("broadcast", "reduce"), "shm": ("all_gather", "reduce_scatter")}
+        each = 2 if backend == "gloo" else 1
+        gather, reduce = names[backend]
+        assert calls == {
+            gather: (2 * each * gathers, gathers * nbytes),
+            reduce: (2 * each, nbytes),
+            "all_reduce": (1, flags),  # which parameters have a gradient, a byte each
+        }
+
+
+# ---- torch's own ------------------------------------------------------------------------------
+
+
+def test_the_same_as_torchs_own(pools):
+    def both():
+        module = net(dtype=torch.float32)
+        theirs = copy.deepcopy(module)
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in theirs:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(theirs, mesh=mesh)
+        model = wrapped(module)
+        optimizers = [torch.optim.Adam(m.parameters(), lr=1e-3) for m in (model, theirs)]
+        for step in range(4):
+            x = share(dist.get_rank(), step, dtype=torch.float32)
+            for m, optimizer in zip((model, theirs), optimizers, strict=True):
+                plainly(m, optimizer, [x], None, None, step)
+        wanted = theirs.state_dict()
+        found = apart(model.state_dict(), {k: v.full_tensor() for k, v in wanted.items()}, 1e-6)
+        model.load_state_dict(wanted)  # of DTensors, to the bit
+        ours = model.sharded_state_dict()
+        theirs.load_state_dict(ours)
+        for name, value in wanted.items():
+            if not torch.equal(value.to_local(), ours[name].to_local()):
+                found.append(name)
+        return found
+
+    assert pools(2)(both) == [[]] * 2
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        ModuleWrapPolicy({nn.Linear}),
+        partial(size_based_auto_wrap_policy, min_num_params=20),
+        by_size(20),
+        None,
+    ],
+    ids=["torch's class", "torch's size", "size", "by hand"],
+)
+def test_what_is_wrapped(pools, policy):
+    def units():
+        module = nn.Sequential(net(6, 5), nn.ModuleList([net(5, 4)]), net(4, 2))
+        if policy is None:
+            module[0] = md.FullyShardedDataParallel(module[0])
+            module[1][0][0] = md.FullyShardedDataParallel(module[1][0][0])
+        model = md.FullyShardedDataParallel(module, auto_wrap_policy=policy)
+        names = list(module.state_dict())
+        assert [name for name, _ in model.named_parameters()] == list(model.state_dict())
+        return sorted(len(unit.unit.flats[0].slots) for unit in model.units() if unit.unit.flats), [
+            name for name in names if "." not in name
+        ]
+
+    by_class_ = policy is not None and isinstance(policy, ModuleWrapPolicy)
+    expected = [2, 2, 2]
+    assert pools(2)(units) == [(expected, [])] * 2, by_class_

@@ -265,7 +265,7 @@ class FullyShardedDataParallel(Wrapper):
     def sharded_state_dict(self) -> dict[str, Any]:
         """The same with a DTensor for each parameter, of which each rank has some rows: for
         torch.distributed.checkpoint. No rank holds more than one unit on the way."""
-        mesh = self._mesh_of_shards()
+        mesh = self.mesh_of_shards()
         with self._formed(lambda flat: states.rows(flat, mesh)):
             return dict(self.state_dict())
 
@@ -278,7 +278,7 @@ class FullyShardedDataParallel(Wrapper):
         problem = _misfit(wanted, state_dict, strict)
         if assign:
             problem = ValueError("shards cannot take the place of what they are loaded from: assign")
-        self._raise_on_every_rank(problem)
+        self.raise_on_every_rank(problem)
         return super().load_state_dict(state_dict, strict)
 
     def optim_state_dict(
@@ -286,7 +286,7 @@ class FullyShardedDataParallel(Wrapper):
     ) -> dict[str, Any]:
         """The optimizer's state_dict as one process would have it, for this or any other strategy;
         or `sharded`, as `sharded_state_dict()`. All ranks must call it."""
-        mesh = self._mesh_of_shards() if sharded else None
+        mesh = self.mesh_of_shards() if sharded else None
         whole = states.of_optimizer(
             optimizer,
             self._schedule.flats,
@@ -303,10 +303,10 @@ class FullyShardedDataParallel(Wrapper):
         flats, whole = list(self._schedule.flats), state_dict["state"]
         problem = None
         try:
-            states.require_fitting(optimizer, flats, whole)
+            states.require_fitting(optimizer, flats, state_dict)
         except Exception as error:
             problem = error
-        self._raise_on_every_rank(problem)
+        self.raise_on_every_rank(problem)
         own = states.for_optimizer(optimizer, flats, whole)
         optimizer.load_state_dict({**state_dict, "state": own})
 
@@ -321,12 +321,14 @@ class FullyShardedDataParallel(Wrapper):
             for each in self.units():
                 each.form = states.wholes
 
-    def _mesh_of_shards(self) -> DeviceMesh:
+    def mesh_of_shards(self) -> DeviceMesh:
+        """The ranks that have a shard each, as the last axis of a mesh."""
         if self.mesh is not None:
             return self.mesh
         return DeviceMesh.from_group(self.process_group, self._device.type)
 
-    def _raise_on_every_rank(self, problem: Exception | None) -> None:
+    def raise_on_every_rank(self, problem: Exception | None) -> None:
+        """The first rank's problem, if any has one."""
         for group in self.groups:
             agree.raise_on_every_rank(group, problem)
 

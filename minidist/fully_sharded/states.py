@@ -39,12 +39,16 @@ def rows(flat: FlatParameter, mesh: DeviceMesh) -> Iterator[torch.Tensor]:
 
 
 def as_rows(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """This rank's rows of a whole tensor that it has: a DTensor. A number has no rows."""
+    """This rank's rows of a whole tensor that it has: a DTensor; of one on the device "meta", room
+    for them. A number has no rows."""
     if whole.ndim == 0:
-        return whole
+        return torch.empty_like(whole, device="cpu") if whole.is_meta else whole
     ranks, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
     whole = whole.contiguous()
-    own = [*whole.chunk(ranks), *[whole[:0]] * ranks][rank].to(mesh.device_type, copy=True)
+    rows = [*whole.chunk(ranks), *[whole[:0]] * ranks][rank]
+    own = torch.empty_like(rows, device=mesh.device_type)
+    if not whole.is_meta:
+        own.copy_(rows)
     placements: list[Placement] = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     return DTensor.from_local(
         own, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
@@ -139,15 +143,24 @@ def for_optimizer(
 
 
 def require_fitting(
-    optimizer: torch.optim.Optimizer, flats: Iterable[FlatParameter], whole: States
+    optimizer: torch.optim.Optimizer, flats: Iterable[FlatParameter], state: dict[str, Any]
 ) -> None:
-    """Raises ValueError if the optimizer is not that of these parameters, or the states are those
-    of others."""
+    """Raises ValueError if the optimizer is not that of these parameters, or the state is that of
+    other ones."""
     by_piece = {slot.piece.own: slot.piece.whole for flat in flats for slot in flat.slots}
     numbers = _numbers(optimizer)
     if any(piece not in by_piece for piece in numbers):
         raise ValueError("the optimizer has parameters that are not the wrapper's")
-    require_states_of([by_piece[piece] for piece in numbers], whole)
+    ours, theirs = (
+        [len(group["params"]) for group in groups]
+        for groups in (optimizer.param_groups, state["param_groups"])
+    )
+    if ours != theirs:
+        raise ValueError(
+            f"this state_dict is of another model: its groups have {theirs} parameters, and the "
+            f"optimizer's {ours}"
+        )
+    require_states_of([by_piece[piece] for piece in numbers], state["state"])
 
 
 def _numbers(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, int]:
