@@ -176,7 +176,7 @@ LOOPS += [evaluated, clipped, partial(clipped, norm_type=float("inf"))]
 LOOPS += [partial(clipped, norm_type=1.0)]
 
 
-def together(make, loop, kind=ADAM, wrap=wrapped, allowed=1e-12, grouped=None):
+def together(make, loop, kind=ADAM, wrap=wrapped, allowed=1e-12, grouped=None, freed=True):
     """On a rank: train sharded and alone, and return the first difference."""
     torch.manual_seed(0)
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -199,7 +199,7 @@ def together(make, loop, kind=ADAM, wrap=wrapped, allowed=1e-12, grouped=None):
             ours["norm"], wanted["norm"] = model.last_norm, plain.last_norm
         if found := apart(ours, wanted, allowed):
             return f"step {step}: {found}"
-        if any(flat.there or flat.open for flat in model._schedule.flats):
+        if freed and any(flat.there or flat.open for flat in model._schedule.flats):
             return f"step {step}: not all is freed"
     return None
 
@@ -211,10 +211,14 @@ def test_any_loop(pools, loop):
 
 @pytest.mark.parametrize("loop", [accumulate, several_forward_passes, evaluated])
 def test_any_loop_without_resharding_after_forward(pools, loop):
-    for options in (dict(reshard_after_forward=False), dict(prefetch=False)):
-        run = partial(together, net, loop, wrap=partial(wrapped, **options))
-        if options.get("reshard_after_forward", True) or loop is accumulate:
-            assert pools(2)(run) == [None] * 2
+    run = partial(together, net, loop, wrap=partial(wrapped, reshard_after_forward=False))
+    assert pools(2)(run, freed=False) == [None] * 2
+
+
+def test_any_loop_without_prefetch(pools):
+    run = partial(together, net, wrap=partial(wrapped, prefetch=False))
+    for loop in (accumulate, several_forward_passes):
+        assert pools(2)(run, loop) == [None] * 2
 
 
 # ---- any model --------------------------------------------------------------------------------
@@ -466,28 +470,491 @@ def test_the_same_as_torchs_own(pools):
 
 
 @pytest.mark.parametrize(
-    "policy",
+    "policy, expected",
     [
-        ModuleWrapPolicy({nn.Linear}),
-        partial(size_based_auto_wrap_policy, min_num_params=20),
-        by_size(20),
-        None,
+        (by_class(nn.Linear), ["module.0.0", "module.1.0.0", "module.2.0"]),
+        (ModuleWrapPolicy({nn.Linear}), ["module.0.0", "module.1.0.0", "module.2.0"]),
+        (by_size(20), ["module.0.0", "module.1.0.0"]),
+        (partial(size_based_auto_wrap_policy, min_num_params=20), ["module.0.0", "module.1.0.0"]),
+        (None, ["module.0", "module.1.0.0"]),
     ],
-    ids=["torch's class", "torch's size", "size", "by hand"],
+    ids=["class", "torch's class", "size", "torch's size", "by hand"],
 )
-def test_what_is_wrapped(pools, policy):
+def test_what_is_wrapped(pools, policy, expected):
     def units():
         module = nn.Sequential(net(6, 5), nn.ModuleList([net(5, 4)]), net(4, 2))
         if policy is None:
             module[0] = md.FullyShardedDataParallel(module[0])
             module[1][0][0] = md.FullyShardedDataParallel(module[1][0][0])
         model = md.FullyShardedDataParallel(module, auto_wrap_policy=policy)
-        names = list(module.state_dict())
         assert [name for name, _ in model.named_parameters()] == list(model.state_dict())
-        return sorted(len(unit.unit.flats[0].slots) for unit in model.units() if unit.unit.flats), [
-            name for name in names if "." not in name
-        ]
+        return [name for name, each in model.named_modules() if hasattr(each, "unit")]
 
-    by_class_ = policy is not None and isinstance(policy, ModuleWrapPolicy)
-    expected = [2, 2, 2]
-    assert pools(2)(units) == [(expected, [])] * 2, by_class_
+    assert pools(2)(units) == [["", *expected]] * 2
+
+
+# ---- what a wrapper does ----------------------------------------------------------------------
+
+
+def test_whole_parameters_for_a_moment(pools):
+    def summoned():
+        module = net()
+        plain = copy.deepcopy(module)
+        model = wrapped(module)
+        with model.summon_full_params():
+            found = apart(dict(model.named_parameters()), dict(plain.named_parameters()), 0)
+            for p in model.parameters():
+                p.data.mul_(2)
+        with model.summon_full_params(writeback=False):
+            for p in model.parameters():
+                p.data.mul_(2)
+        wanted = {name: 2 * value for name, value in plain.state_dict().items()}
+        return found + apart(model.state_dict(), wanted, 0)
+
+    assert pools(2)(summoned) == [[]] * 2
+
+
+def test_mixed_precision(pools):
+    """Compute and communication in bfloat16, shards and sums in float32."""
+
+    def mixed():
+        policy = MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
+        module = nn.Sequential(*net(6, 8, dtype=torch.float32), nn.BatchNorm1d(8), nn.Linear(8, 3))
+        plain = copy.deepcopy(module)
+        model = wrapped(module, mixed_precision=policy)
+        optimizer, alone = (torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, plain))
+        x = share(0, dtype=torch.float32)  # the same on all ranks, for the batch norm
+        dtypes = set()
+        model.module[-1].register_forward_hook(lambda _, x, y: dtypes.update([x[0].dtype, y.dtype]))
+        with md.measure.TrafficCounter() as traffic:
+            for m, o in ((model, optimizer), (plain, alone)):
+                loss_of(m(x).float()).backward()
+                o.step()
+        assert dtypes == {torch.bfloat16}
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+        assert module[1].running_mean.dtype == torch.bfloat16
+        parameters = [(n, p) for n, p in plain.named_parameters()]
+        flats = [len(flat.whole) for flat in model._schedule.flats]
+        sent = {name: nbytes for name, (_, nbytes) in traffic.calls.items()}
+        sizes = sorted(v for k, v in sent.items() if k != "all_reduce")
+        found = apart(
+            {n: p.detach() for n, p in parameters},
+            {n: v for n, v in model.state_dict().items() if n in dict(parameters)},
+            0.05,
+        )
+        return found, sizes == [4 * sum(flats)] * 2  # two gathers of 2 bytes; a reduction of 4
+
+    assert pools(2)(mixed) == [([], True)] * 2
+
+
+class Plain(nn.Linear):
+    pass
+
+
+class Table(nn.Module):
+    """Parameters and a buffer of its own, with tied layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.b.weight = self.a.weight
+        self.table = nn.Parameter(torch.empty(3, 6))
+        self.register_buffer("scale", torch.empty(1))
+
+    def reset_parameters(self):
+        nn.init.normal_(self.table)
+        self.scale.fill_(2)
+
+    def forward(self, x):
+        return self.b(self.a(x)) @ self.table.t() * self.scale
+
+
+def test_a_model_that_no_rank_could_hold(pools):
+    def born():
+        with torch.device("meta"):
+            module = nn.Sequential(*[Plain(6, 6) for _ in range(4)], Table())
+        torch.manual_seed(dist.get_rank())
+        units = by_class(Plain, Table)
+        with md.measure.MemoryTracker(module) as memory:
+            model = md.FullyShardedDataParallel(module, auto_wrap_policy=units)
+        held = sum(flat.shard.nbytes for flat in model._schedule.flats)
+        loss_of(model(share(dist.get_rank(), dtype=torch.float32))).backward()
+        state = model.state_dict()
+        assert all(value.isfinite().all() for value in state.values())
+        assert state["4.scale"] == 2 and torch.equal(state["4.a.weight"], state["4.b.weight"])
+        assert len(list(model.parameters())) == 12  # one is tied
+        states = [None] * 2
+        dist.all_gather_object(states, state)
+        return apart(*states, 0), held, memory.peak
+
+    sizes = [42] * 4 + [36 + 12 + 18]
+    for found, held, peak in pools(2)(born):
+        assert found == []
+        assert held == 4 * sum(sizes) // 2
+        # Beside the shards at most one unit, which is there twice while it is laid out.
+        assert peak <= held + 3 * 4 * max(sizes)
+
+
+def test_initial_values_for_what_is_on_meta(pools):
+    def init(module):
+        if hasattr(module, "weight"):
+            module.to_empty(device="cpu", recurse=False)
+            nn.init.constant_(module.weight, 3)
+            nn.init.constant_(module.bias, 4)
+
+    def born():
+        with torch.device("meta"):
+            module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        state = wrapped(module, param_init_fn=init).state_dict()
+        return {name.split(".")[1]: set(value.flatten().tolist()) for name, value in state.items()}
+
+    assert pools(2)(born) == [{"weight": {3}, "bias": {4}}] * 2
+
+
+def test_offloaded_parameters(pools):
+    """Here the CPU computes, too: nothing must change."""
+    wrap = partial(wrapped, offload_params=True)
+    for loop in (accumulate, clipped):
+        assert pools(2)(together, net, loop, wrap=wrap) == [None] * 2
+
+
+def by_name(model):
+    """Two groups, each with options of its own; by the names of the bare module."""
+    named = list(model.named_parameters())
+    return [
+        {"params": [p for name, p in named if not name.endswith("bias")], "lr": 0.01},
+        {"params": [p for name, p in named if name.endswith("bias")], "weight_decay": 0.3},
+    ]
+
+
+def test_groups_with_options_of_their_own(pools):
+    assert pools(2)(together, net, plainly, ADAMW, grouped=by_name) == [None] * 2
+
+
+def test_accumulation_and_clipping_with_hybrid_sharding(pools):
+    for loop in (accumulate, clipped):
+        assert pools(4)(together, net, loop, wrap=hybrid) == [None] * 4
+
+
+class Fails(nn.Module):
+    """Forward or backward pass fail where they are told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.fails = net(6, 6), net(6, 3), None
+
+    def forward(self, x):
+        x = self.a(x)
+        if self.fails == "forward":
+            raise KeyError("forward")
+        if self.fails == "backward":
+            x.register_hook(lambda _: {}["backward"])
+        return self.b(x)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "loss"])
+def test_training_goes_on_after_a_failure(pools, where):
+    def failing(model, optimizer, batches, no_sync, clip, step):
+        module = getattr(model, "module", model)
+        module.fails = where
+        with raises(KeyError):
+            for batch in batches:
+                loss = loss_of(model(batch))
+                if where == "loss":
+                    raise KeyError
+                loss.backward()
+        module.fails = None
+        plainly(model, optimizer, batches, no_sync, clip, step)
+
+    assert pools(2)(together, Fails, failing) == [None] * 2
+
+
+@contextlib.contextmanager
+def raises(kind):
+    try:
+        yield
+    except kind:
+        return
+    raise AssertionError(f"no {kind.__name__}")
+
+
+# ---- checkpoints ------------------------------------------------------------------------------
+
+
+def some_steps(steps, folder=None, load=None, whole=None, wrap=wrapped, make=net):
+    """Train, from a checkpoint if there is one. Writes one, and returns a whole one."""
+    from minidist.fully_sharded import checkpoint as disk
+
+    torch.manual_seed(0)
+    model = wrap(make())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    if load:
+        disk.load(load, model, optimizer)
+    if whole:
+        model.load_state_dict(whole[0])
+        model.load_optim_state_dict(optimizer, whole[1])
+    for step in steps:
+        plainly(model, optimizer, [share(0, step)], None, None, step)
+    if folder:
+        disk.save(folder, model, optimizer)
+    return copy.deepcopy((dict(model.state_dict()), model.optim_state_dict(optimizer)))
+
+
+def alone_for(steps, state=None, make=net):
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    if state is not None:
+        model.load_state_dict(state[0])
+        optimizer.load_state_dict(state[1])
+    for step in steps:
+        plainly(model, optimizer, [share(0, step)], None, None, step)
+    return model.state_dict(), optimizer.state_dict()
+
+
+def differ(a, b):
+    """Between two checkpoints."""
+    flat = [
+        {**m, **{f"{i}.{k}": v for i, s in o["state"].items() for k, v in s.items()}}
+        for m, o in (a, b)
+    ]
+    return apart(*flat, 1e-11)
+
+
+@pytest.mark.parametrize("make, wrap", [(net, wrapped), (Odd, md.FullyShardedDataParallel)])
+def test_saved_whole_at_4_ranks_loaded_at_any_number_and_without_minidist(pools, make, wrap):
+    run = partial(some_steps, make=make, wrap=wrap)
+    saved = pools(4)(run, range(3))[0]
+    wanted = alone_for(range(6), make=make)
+    assert differ(pools(3)(run, range(3, 6), whole=saved)[0], wanted) == []
+    assert differ(alone_for(range(3, 6), saved, make), wanted) == []
+    plain = alone_for(range(3), make=make)
+    assert differ(pools(2)(run, range(3, 6), whole=plain)[0], wanted) == []
+
+
+@pytest.mark.parametrize("make, wrap", [(Twice, wrapped), (Odd, md.FullyShardedDataParallel)])
+def test_saved_in_shards_at_4_ranks_loaded_at_any_number(pools, tmp_path, make, wrap):
+    wanted = alone_for(range(6), make=make)
+    pools(4)(some_steps, range(3), folder=tmp_path, make=make, wrap=wrap)
+    run = partial(some_steps, range(3, 6), load=tmp_path, make=make)  # in one unit
+    for size in (2, 3):
+        assert differ(pools(size)(run, wrap=md.FullyShardedDataParallel)[0], wanted) == []
+
+
+def test_saved_with_hybrid_sharding_and_buffers(pools, tmp_path):
+    def normed():
+        return nn.Sequential(net(6, 4), nn.BatchNorm1d(4, dtype=torch.float64))
+
+    wanted = alone_for(range(4), make=normed)
+    pools(4)(some_steps, range(2), folder=tmp_path, wrap=hybrid, make=normed)
+    assert differ(pools(2)(some_steps, range(2, 4), load=tmp_path, make=normed)[0], wanted) == []
+
+
+def test_read_without_minidist(pools, tmp_path):
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    wanted = pools(2)(some_steps, range(3), folder=tmp_path / "shards")[0]
+    dcp_to_torch_save(tmp_path / "shards", tmp_path / "whole.pt")
+    state = torch.load(tmp_path / "whole.pt", weights_only=False)
+    ours = {
+        name.removeprefix("model."): value
+        for name, value in state.items()
+        if name.startswith("model.")
+    }
+    assert apart(ours, wanted[0], 0) == []
+
+
+@pytest.mark.parametrize(
+    "fault, kind, words",
+    [
+        ("older", "ValueError", "different saves"),
+        ("missing", "RuntimeError", "distcp"),
+        ("broken", "RuntimeError", ""),
+        ("nothing", "RuntimeError", "metadata"),
+        ("model", "ValueError", "of another model"),
+        ("groups", "ValueError", "of another model: its groups"),
+    ],
+)
+def test_what_is_not_one_checkpoint(pools, tmp_path, fault, kind, words):
+    def load(folder):
+        from minidist.fully_sharded import checkpoint as disk
+
+        model = wrapped(net(6, 5, 4, 2) if fault == "model" else net())
+        optimizer = torch.optim.Adam(list(model.parameters())[fault == "groups" :])
+        before = copy.deepcopy(dict(model.state_dict()))
+        told = None
+        try:
+            disk.load(folder, model, optimizer)
+        except Exception as error:
+            told = type(error).__name__, str(error)
+        return told, apart(model.state_dict(), before, 0) == [] and not optimizer.state
+
+    pools(2)(some_steps, range(1), folder=tmp_path / "a")
+    pools(2)(some_steps, range(2), folder=tmp_path / "b")
+    file = tmp_path / "b" / "__1_0.distcp"
+    if fault == "older":
+        file.write_bytes((tmp_path / "a" / "__1_0.distcp").read_bytes())
+    elif fault == "missing":
+        file.unlink()
+    elif fault == "broken":
+        file.write_bytes(file.read_bytes()[:100])
+    elif fault == "nothing":
+        (tmp_path / "b" / ".metadata").unlink()
+    for told, unchanged in pools(2)(load, tmp_path / "b"):
+        assert told is not None and told[0] == kind and words in told[1], told
+        assert unchanged
+
+
+# ---- mistakes ---------------------------------------------------------------------------------
+
+
+def fails_with(fault):
+    """On a rank: what `fault` raises."""
+    try:
+        fault(dist.get_rank())
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def other_layers_by_hand(rank):
+    module = net(4, 4, 4)
+    module[2 * rank] = md.FullyShardedDataParallel(module[2 * rank])
+    md.FullyShardedDataParallel(module)
+
+
+def outside(rank):
+    model = wrapped(net())
+    model(share(rank))
+    model.module[0](share(rank))
+
+
+def optimizer_before(rank, zero=False):
+    module = net()
+    optimizer = torch.optim.Adam(module.parameters())
+    model = wrapped(module)
+    model(share(rank)).sum().backward()
+    (optimizer.zero_grad if zero else optimizer.step)()
+
+
+def tied_between_units(rank):
+    module = net(6, 6, 6)
+    module[2].weight = module[0].weight
+    if rank is None:
+        module[0] = md.FullyShardedDataParallel(module[0])
+        md.FullyShardedDataParallel(module)
+    wrapped(module)
+
+
+def one_module_twice(rank):
+    module = net(6, 6)
+    both = nn.Sequential(module, module)
+    both[0] = md.FullyShardedDataParallel(module)
+    md.FullyShardedDataParallel(both)
+
+
+def stepped_between(rank):
+    model = wrapped(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(share(rank)).sum()
+    model(share(rank)).sum().backward()
+    optimizer.step()
+    loss.backward()
+
+
+def unfrozen(rank):
+    module = net()
+    module[0].bias.requires_grad_(False)
+    model = wrapped(module)
+    module[0].module.bias.requires_grad_(True)
+    model(share(rank))
+
+
+def on_meta(rank):
+    with torch.device("meta"):
+        module = Table()
+    del Table.reset_parameters
+    md.FullyShardedDataParallel(module)
+
+
+def load(*sizes, **options):
+    return lambda rank: wrapped(net()).load_state_dict(net(*sizes).state_dict(), **options)
+
+
+def double_backward(rank):
+    x = share(rank).requires_grad_()
+    (g,) = torch.autograd.grad(wrapped(net())(x).pow(2).sum(), x, create_graph=True)
+    g.sum().backward()
+
+
+def sparse(rank):
+    module = nn.Sequential(nn.Embedding(4, 3, sparse=True))
+    md.FullyShardedDataParallel(module)(torch.tensor([rank])).sum().backward()
+
+
+MISTAKES = {
+    "other models": (lambda rank: wrapped(net(6, 5 + rank, 3)), "ValueError", "different models"),
+    "other policies": (
+        lambda rank: wrapped(net(), auto_wrap_policy=LAYERS if rank else by_size(30)),
+        "ValueError",
+        "different models",
+    ),
+    "one has no policy": (
+        lambda rank: wrapped(net(), auto_wrap_policy=LAYERS if rank else None),
+        "ValueError",
+        "unit 0",
+    ),
+    "a policy that fails": (
+        lambda rank: wrapped(net(), auto_wrap_policy=lambda **_: {}[rank]),
+        "RuntimeError",
+        "rank 0: KeyError",
+    ),
+    "other layers by hand": (other_layers_by_hand, "ValueError", "unit 0, wrapped by hand"),
+    "outside of the root": (outside, "RuntimeError", "outside of the forward pass of its root"),
+    "optimizer before": (optimizer_before, "RuntimeError", "optimizer after wrapping"),
+    "optimizer before, zero_grad": (
+        partial(optimizer_before, zero=True),
+        "RuntimeError",
+        "optimizer after wrapping",
+    ),
+    "tied": (tied_between_units, "ValueError", "must be in the same unit"),
+    "tied, by hand": (
+        lambda rank: tied_between_units(None),
+        "ValueError",
+        "must be in the same unit",
+    ),
+    "one module twice": (one_module_twice, "ValueError", "must be in the same unit"),
+    "stepped between": (stepped_between, "RuntimeError", "changed since the forward pass"),
+    "unfrozen": (unfrozen, "RuntimeError", "was frozen when"),
+    "moved": (lambda rank: wrapped(net()).float(), "RuntimeError", "cannot be moved"),
+    "double backward": (double_backward, "RuntimeError", "create_graph=True"),
+    "sparse": (sparse, "RuntimeError", "sparse=True"),
+    "meta": (on_meta, "ValueError", "pass param_init_fn"),
+    "another shape": (load(6, 4, 4, 3), "ValueError", "its 0.weight has shape (4, 6)"),
+    "missing": (load(6, 5, 4), "ValueError", "has no 4.weight"),
+    "more": (load(6, 5, 4, 3, 2), "ValueError", "has 6.weight as well"),
+    "assign": (load(assign=True), "ValueError", "assign"),
+    "no_sync of a unit": (
+        lambda rank: wrapped(net()).module[0].no_sync().__enter__(),
+        "RuntimeError",
+        "of the root",
+    ),
+    "a mesh of three axes": (
+        lambda rank: wrapped(net(), mesh=init_device_mesh("cpu", (1, 1, 2))),
+        "ValueError",
+        "one or two axes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_told_on_every_rank(pools, name):
+    fault, kind, words = MISTAKES[name]
+    for told in pools(2)(fails_with, fault):
+        assert told is not None and told[0] == kind and words in told[1], told
+
+
+def test_no_process_group():
+    with pytest.raises(RuntimeError, match="there is none"):
+        md.FullyShardedDataParallel(net())

@@ -81,9 +81,7 @@ def _tied(name: str, unit: str, other: str) -> str:
     )
 
 
-def materialize(
-    own: Modules, param_init_fn: Callable[[nn.Module], object] | None
-) -> torch.device:
+def materialize(own: Modules, param_init_fn: Callable[[nn.Module], object] | None) -> torch.device:
     """Give memory and values to what is on the device "meta". Returns the device of all."""
     tensors = own_tensors(own)
     device = next((t.device for t in tensors if not t.is_meta), rank.device())
@@ -120,7 +118,9 @@ def cast_buffers(own: Modules, dtype: torch.dtype | None) -> None:
 def flatten(own: Modules, kind: Kind) -> list[FlatParameter]:
     """The flat parameters of a unit: one for each dtype, trained and frozen ones apart. Its modules
     get the pieces in place of their parameters."""
-    alike: dict[tuple[torch.dtype, bool], list[tuple[tuple[str, ...], tuple[Place, ...], nn.Parameter]]] = {}
+    alike: dict[
+        tuple[torch.dtype, bool], list[tuple[tuple[str, ...], tuple[Place, ...], nn.Parameter]]
+    ] = {}
     for places, parameter in _places(own).values():
         names, where = zip(*places, strict=True)
         alike.setdefault((parameter.dtype, parameter.requires_grad), []).append(

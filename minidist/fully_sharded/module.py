@@ -277,7 +277,9 @@ class FullyShardedDataParallel(Wrapper):
             wanted = self.state_dict()
         problem = _misfit(wanted, state_dict, strict)
         if assign:
-            problem = ValueError("shards cannot take the place of what they are loaded from: assign")
+            problem = ValueError(
+                "shards cannot take the place of what they are loaded from: assign"
+            )
         self.raise_on_every_rank(problem)
         return super().load_state_dict(state_dict, strict)
 

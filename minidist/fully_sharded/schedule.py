@@ -112,6 +112,8 @@ class Schedule:
 
     def _come_to(self, visit: Visit) -> None:
         """Before the backward pass of a unit."""
+        if torch.is_grad_enabled():
+            raise RuntimeError("gradients of gradients are not reduced: create_graph=True")
         self._begin_backward()
         if visit.task is not None:
             return

@@ -134,9 +134,7 @@ def for_optimizer(
         number = numbers.get(slot.piece.own)
         if number in whole:
             own[number] = {
-                name: part(slot, value)
-                if _elementwise(name, value, slot.piece.whole)
-                else value
+                name: part(slot, value) if _elementwise(name, value, slot.piece.whole) else value
                 for name, value in whole[number].items()
             }
     return own
