@@ -1,5 +1,6 @@
 """What all ranks of a group must have alike, and problems that all of them must hear of."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,11 +11,12 @@ from torch.utils._pytree import tree_map
 def raise_on_every_rank(group: dist.ProcessGroup, problem: Exception | None) -> None:
     """Every rank of the group calls this. Raises on each of them the first rank's problem, if any
     has one: a ValueError or a TypeError as such, all others as RuntimeError."""
-    named = None
-    if problem is not None:
-        named = _kind(problem)(f"rank {dist.get_rank()}: {_words(problem)}")
-        named.__cause__ = problem
-    pass_on(group, named)
+    pass_on(group, _named(problem))
+
+
+def raise_along(groups: Sequence[dist.ProcessGroup], problem: Exception | None) -> None:
+    """The same for the ranks of a mesh, each of which is in one group along every axis."""
+    pass_on_along(groups, _named(problem))
 
 
 def pass_on(group: dist.ProcessGroup, problem: Exception | None) -> None:
@@ -25,6 +27,17 @@ def pass_on(group: dist.ProcessGroup, problem: Exception | None) -> None:
         if told is not None:
             kind, words = told
             raise kind(words) from (problem and problem.__cause__)
+
+
+def pass_on_along(groups: Sequence[dist.ProcessGroup], problem: Exception | None) -> None:
+    """The same along every axis of a mesh."""
+    for group in groups:
+        try:
+            pass_on(group, problem)
+        except Exception as error:  # all of this group have it now; those of the next must hear it
+            problem = error
+    if problem is not None:
+        raise problem
 
 
 def require_same(group: dist.ProcessGroup, arguments: dict[str, Any]) -> None:
@@ -58,6 +71,15 @@ def whole_state(group: dist.ProcessGroup, own: dict[str, Any], names: list[str])
 
 def _to_cpu(value: Any) -> Any:
     return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _named(problem: Exception | None) -> Exception | None:
+    """With the number of this rank, and of a kind that `raise_on_every_rank` raises."""
+    if problem is None:
+        return None
+    named = _kind(problem)(f"rank {dist.get_rank()}: {_words(problem)}")
+    named.__cause__ = problem
+    return named
 
 
 def _kind(problem: Exception) -> type[Exception]:

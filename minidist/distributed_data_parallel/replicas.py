@@ -51,10 +51,7 @@ def require_same_lines(mine: list[str], group: dist.ProcessGroup) -> None:
 
 def _describe(module: nn.Module) -> Iterator[str]:
     for name, parameter in module.named_parameters():
-        words = words("parameter", name, parameter)
-        if not parameter.is_contiguous():  # its gradient lies in a bucket as it does itself
-            words += f", strides {parameter.stride()}"
-        yield words + ("" if parameter.requires_grad else ", frozen")
+        yield words("parameter", name, parameter)
     for name, buffer in module.named_buffers():
         yield words("buffer", name, buffer)
 
@@ -62,8 +59,14 @@ def _describe(module: nn.Module) -> Iterator[str]:
 def words(kind: str, name: str, tensor: torch.Tensor) -> str:
     """A tensor of a model, as messages name it."""
     dtype = str(tensor.dtype).removeprefix("torch.")
-    where = "" if tensor.device.type == "cpu" else f", on {tensor.device.type}"
-    return f"{kind} {name}, shape {tuple(tensor.shape)}, {dtype}{where}"
+    told = f"{kind} {name}, shape {tuple(tensor.shape)}, {dtype}"
+    if tensor.device.type != "cpu":
+        told += f", on {tensor.device.type}"
+    if kind == "buffer":
+        return told
+    if not tensor.is_contiguous():  # its gradient lies in a bucket as it does itself
+        told += f", strides {tensor.stride()}"
+    return told + ("" if tensor.requires_grad else ", frozen")
 
 
 def _tell(description: str | None) -> str:

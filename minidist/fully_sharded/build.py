@@ -70,8 +70,7 @@ def describe(module: nn.Module, parts: Set[nn.Module]) -> Iterator[str]:
         for name, tensor in tensors.items():
             if tensor is not None:
                 kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-                frozen = kind == "parameter" and not tensor.requires_grad
-                yield words(kind, name, tensor) + (", frozen" if frozen else "")
+                yield words(kind, name, tensor)
 
 
 def _tied(name: str, unit: str, other: str) -> str:

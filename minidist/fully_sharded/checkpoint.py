@@ -109,7 +109,8 @@ def _all(model: FullyShardedDataParallel) -> dist.ProcessGroup | None:
 
 def _together(model: FullyShardedDataParallel, work: Callable[[], T]) -> T:
     """Have a failure raised on every rank."""
-    result, problem = None, None
+    result: Any = None
+    problem: Exception | None = None
     try:
         result = work()
     except CheckpointException as error:  # of all ranks; no Exception to Python
@@ -117,4 +118,5 @@ def _together(model: FullyShardedDataParallel, work: Callable[[], T]) -> T:
     except Exception as error:
         problem = error
     model.raise_on_every_rank(problem)
-    return result
+    answer: T = result
+    return answer

@@ -96,8 +96,8 @@ class FlatParameter:
         meta = torch.empty_strided(
             parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta"
         )
-        whole = nn.Parameter(meta, self.trained)
-        return Slot(names, places, Piece(whole, span, own, place), parameter.storage_offset())
+        piece = Piece(nn.Parameter(meta, self.trained), span, own, place)
+        return Slot(names, places, piece, int(parameter.storage_offset()))
 
     def views(self, of: torch.Tensor | None = None) -> list[torch.Tensor]:
         """The parameters, as views of the whole, or of another tensor (N S,)."""
@@ -234,4 +234,3 @@ class FlatParameter:
         self._end = self.gradient = self.total = None
         self._notes = []
         self.touched.clear()
-        self.free()

@@ -18,8 +18,9 @@ from minidist.distributed_data_parallel.replicas import (
     require_same_lines,
 )
 from minidist.fully_sharded import build, states
-from minidist.fully_sharded.flat import FlatParameter, Kind
+from minidist.fully_sharded.flat import Kind
 from minidist.fully_sharded.schedule import Schedule, in_backward
+from minidist.fully_sharded.state_dicts import StateDicts
 from minidist.fully_sharded.unit import Unit
 from minidist.fully_sharded.wrap import Policy, chosen, replace
 from minidist.pipeline.norm import norm_over_ranks
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision
 
 
-class FullyShardedDataParallel(Wrapper):
+class FullyShardedDataParallel(StateDicts):
     """Trains replicas of `module` of which no rank has a whole one. ZeRO, stage 3. Lesson 9.
 
         model = md.FullyShardedDataParallel(model, auto_wrap_policy=by_class(Block))
@@ -84,16 +85,7 @@ class FullyShardedDataParallel(Wrapper):
         # The ranks that have a shard each; for hybrid sharding also those that have the same.
         self.groups = groups = _groups(process_group, mesh)
         self.process_group, self.mesh = groups[0], mesh
-        parts, lines, problem = {}, [], None
-        try:
-            if auto_wrap_policy is not None:
-                parts = chosen(module, auto_wrap_policy)
-            lines = list(build.describe(module, set(parts.values())))
-        except Exception as error:
-            problem = error
-        for group in groups:
-            agree.raise_on_every_rank(group, problem)
-            require_same_lines(lines, group)
+        parts = self._parts(auto_wrap_policy, mixed_precision)
         options: dict[str, Any] = dict(
             mixed_precision=mixed_precision,
             offload_params=offload_params,
@@ -125,13 +117,26 @@ class FullyShardedDataParallel(Wrapper):
             each._schedule = self._schedule
             each._is_root = each is self
         self._device, self._stale_buffers = device, False
-        self.form: Callable[[FlatParameter], Iterator[torch.Tensor]] = states.wholes
-        self.register_state_dict_post_hook(states.whole_hook)
-        self.register_load_state_dict_pre_hook(states.cut_hook)
 
-    def units(self) -> "Iterator[FullyShardedDataParallel]":
-        """This wrapper, and all within it."""
-        return (each for each in self.modules() if isinstance(each, FullyShardedDataParallel))
+    def _parts(self, policy: Policy | None, precision: Any) -> dict[str, nn.Module]:
+        """The modules that will be units, by name. All ranks agree on them, or raise."""
+        parts, lines, problem = dict[str, nn.Module](), list[str](), None
+        try:
+            if precision is not None and not hasattr(precision, "param_dtype"):
+                raise TypeError(f"mixed_precision is a MixedPrecision, not {precision!r}")
+            if policy is not None:
+                parts = chosen(self.module, policy)
+            lines = list(build.describe(self.module, set(parts.values())))
+        except Exception as error:
+            problem = error
+        agree.raise_along(self.groups, problem)
+        for group in self.groups:
+            try:
+                require_same_lines(lines, group)
+            except ValueError as error:
+                problem = error
+        agree.pass_on_along(self.groups, problem)
+        return parts
 
     @property
     def unsharded(self) -> list[torch.Tensor]:
@@ -166,7 +171,6 @@ class FullyShardedDataParallel(Wrapper):
                 "a unit of FullyShardedDataParallel was called outside of the forward pass of its "
                 "root, the outermost wrapper. Call that one"
             )
-        schedule.running += begins
         try:
             visit = schedule.enter(self.unit)
             if self._input_dtype is not None:
@@ -174,12 +178,11 @@ class FullyShardedDataParallel(Wrapper):
             output = self.module(*inputs, **kwargs)
             schedule.leave(visit, (inputs, kwargs), output)
         except BaseException:
-            if not computed_again:  # a checkpoint ends so, when it has what it needs
-                schedule.reset()
+            if begins:
+                schedule.abandon()
             raise
         if begins:
             schedule.end()
-            schedule.running -= 1
         return output
 
     def _cast(self, value: Any) -> Any:
@@ -204,10 +207,6 @@ class FullyShardedDataParallel(Wrapper):
             yield
         finally:
             schedule.sync = before
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of this rank's pieces."""
-        super().zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients so that their norm, that of all shards together, is at most
@@ -246,8 +245,7 @@ class FullyShardedDataParallel(Wrapper):
         if self._schedule.running or in_backward():
             raise RuntimeError("summon_full_params within a forward or backward pass")
         flats = [flat for each in self.units() for flat in each.unit.flats]
-        for each in self.units():
-            each.unit.free()
+        self._schedule.abandon()
         try:
             for flat in flats:
                 states.lend(flat)
@@ -256,104 +254,12 @@ class FullyShardedDataParallel(Wrapper):
             for flat in flats:
                 states.take_back(flat, writeback)
 
-    # ---- checkpoints -----------------------------------------------------------------------
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """That of the bare module, whole, on the CPU of every rank. All ranks must call it."""
-        return super().state_dict(*args, **kwargs)
-
-    def sharded_state_dict(self) -> dict[str, Any]:
-        """The same with a DTensor for each parameter, of which each rank has some rows: for
-        torch.distributed.checkpoint. No rank holds more than one unit on the way."""
-        mesh = self.mesh_of_shards()
-        with self._formed(lambda flat: states.rows(flat, mesh)):
-            return dict(self.state_dict())
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Take this rank's part of a whole state, the same on every rank, or of a sharded one. All
-        ranks must call it. Raises ValueError, on every rank, and changes nothing, if it is of
-        another model."""
-        with self._formed(states.shapes):
-            wanted = self.state_dict()
-        problem = _misfit(wanted, state_dict, strict)
-        if assign:
-            problem = ValueError(
-                "shards cannot take the place of what they are loaded from: assign"
-            )
-        self.raise_on_every_rank(problem)
-        return super().load_state_dict(state_dict, strict)
-
-    def optim_state_dict(
-        self, optimizer: torch.optim.Optimizer, sharded: bool = False
-    ) -> dict[str, Any]:
-        """The optimizer's state_dict as one process would have it, for this or any other strategy;
-        or `sharded`, as `sharded_state_dict()`. All ranks must call it."""
-        mesh = self.mesh_of_shards() if sharded else None
-        whole = states.of_optimizer(
-            optimizer,
-            self._schedule.flats,
-            lambda value: value if mesh is None else states.as_rows(value, mesh),
-        )
-        return {**optimizer.state_dict(), "state": whole}
-
-    def load_optim_state_dict(
-        self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
-    ) -> None:
-        """Load this rank's part into the optimizer, of what `optim_state_dict` gives, or the
-        optimizer of one process. Raises ValueError, on every rank, and changes nothing, if it is of
-        another model. All ranks must call it."""
-        flats, whole = list(self._schedule.flats), state_dict["state"]
-        problem = None
-        try:
-            states.require_fitting(optimizer, flats, state_dict)
-        except Exception as error:
-            problem = error
-        self.raise_on_every_rank(problem)
-        own = states.for_optimizer(optimizer, flats, whole)
-        optimizer.load_state_dict({**state_dict, "state": own})
-
-    @contextmanager
-    def _formed(self, form: Callable[[FlatParameter], Iterator[torch.Tensor]]) -> Iterator[None]:
-        """Within the block `state_dict` has what `form` makes of the parameters."""
-        for each in self.units():
-            each.form = form
-        try:
-            yield
-        finally:
-            for each in self.units():
-                each.form = states.wholes
-
-    def mesh_of_shards(self) -> DeviceMesh:
-        """The ranks that have a shard each, as the last axis of a mesh."""
-        if self.mesh is not None:
-            return self.mesh
-        return DeviceMesh.from_group(self.process_group, self._device.type)
-
-    def raise_on_every_rank(self, problem: Exception | None) -> None:
-        """The first rank's problem, if any has one."""
-        for group in self.groups:
-            agree.raise_on_every_rank(group, problem)
-
-
-def _misfit(wanted: Any, state: Any, strict: bool) -> Exception | None:
-    for name, value in wanted.items():
-        if name not in state:
-            if strict:
-                return ValueError(f"this state_dict is of another model: it has no {name}")
-        elif isinstance(value, torch.Tensor) and state[name].shape != value.shape:
-            return ValueError(
-                f"this state_dict is of another model: its {name} has shape "
-                f"{tuple(state[name].shape)}, and the model's {tuple(value.shape)}"
-            )
-    more = [name for name in state if name not in wanted]
-    if more and strict:
-        return ValueError(f"this state_dict is of another model: it has {more[0]} as well")
-    return None
-
 
 def _groups(
     process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None
 ) -> tuple[dist.ProcessGroup, ...]:
+    if mesh is not None and process_group is not None:
+        raise ValueError("give FullyShardedDataParallel a mesh or a process group, not both")
     if mesh is None:
         return (require_group(process_group, "FullyShardedDataParallel"),)
     require_group(None, "FullyShardedDataParallel")

@@ -40,7 +40,7 @@ class Schedule:
     def __init__(self, units: list[Unit], prefetch: bool) -> None:
         self.units, self._prefetch = units, prefetch
         self.sync = True  # not within no_sync()
-        self.running = 0  # forward passes of the root, one within another
+        self.running = False  # within a forward pass of the root
         self._known: list[Unit] = []  # the order of the last forward pass
         self._now: list[Unit] = []  # of this one
         self._last: Visit | None = None
@@ -59,21 +59,21 @@ class Schedule:
 
     def begin(self) -> None:
         """The root's forward pass begins. What is still there is of old: gather it again."""
-        for unit in self.units:
-            unit.free()
-        self._now, self._last, self._ahead = [], None, None
+        self.abandon()
+        self.running = True
         if torch.is_grad_enabled():
             # Not less than before: the backward pass may be for several forward passes.
             self._reduces = self._awaited = self.sync or self._awaited
 
     def enter(self, unit: Unit) -> Visit:
         """Have the unit there, and the next one on its way."""
-        visit = Visit(unit, self._last)
+        again = in_backward()
+        visit = Visit(unit, unit.before if again else self._last)
         if self._ahead is unit:
             self._ahead = None
         unit.unshard(self._arrived_for(visit))
-        if unit.flats and not in_backward():
-            self._last = visit
+        if unit.flats and not again:
+            unit.before, self._last = self._last, visit
             self._now.append(unit)
             done = len(self._now)
             if self._now == self._known[:done] and done < len(self._known):
@@ -100,6 +100,13 @@ class Schedule:
         if self._ahead is not None:
             self._ahead.free()
         self._known, self._now, self._last, self._ahead = self._now, [], None, None
+        self.running = False
+
+    def abandon(self) -> None:
+        """No forward pass is going on, and nothing is there but for one."""
+        self._now, self._last, self._ahead, self.running = [], None, None, False
+        for unit in self.units:
+            unit.free()
 
     def _fetch(self, unit: Unit) -> None:
         if self._prefetch and not all(flat.there for flat in unit.flats):
@@ -165,7 +172,7 @@ class Schedule:
             self._finish()
 
         # If the pass fails, autograd drops `finish` instead of calling it.
-        self._pass = weakref.ref(finish, lambda _: self.reset())
+        self._pass = weakref.ref(finish, lambda _: self._reset())
         Variable._execution_engine.queue_callback(finish)
         for flat in self.flats:
             flat.resume()
@@ -209,10 +216,10 @@ class Schedule:
             flat.open.clear()
             hide(flat)
 
-    def reset(self) -> None:
-        """Forget a forward or backward pass that has failed on its way."""
+    def _reset(self) -> None:
+        """Forget a backward pass that has failed on its way."""
         self._forget()
-        self._now, self._last, self._awaited, self.running = [], None, False, 0
+        self._awaited = False
         for flat in self.flats:
             flat.reset()
 

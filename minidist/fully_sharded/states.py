@@ -145,7 +145,9 @@ def require_fitting(
 ) -> None:
     """Raises ValueError if the optimizer is not that of these parameters, or the state is that of
     other ones."""
-    by_piece = {slot.piece.own: slot.piece.whole for flat in flats for slot in flat.slots}
+    by_piece: dict[torch.Tensor, torch.Tensor] = {
+        slot.piece.own: slot.piece.whole for flat in flats for slot in flat.slots
+    }
     numbers = _numbers(optimizer)
     if any(piece not in by_piece for piece in numbers):
         raise ValueError("the optimizer has parameters that are not the wrapper's")

@@ -15,6 +15,7 @@ class Unit:
     def __init__(self, flats: list[FlatParameter], reshard_after_forward: bool) -> None:
         self.flats = flats
         self.reshard_after_forward = reshard_after_forward
+        self.before: Any = None  # what came before it in the last forward pass
 
     def start(self) -> None:
         """Begin to gather its parameters."""
@@ -54,7 +55,7 @@ def show(flat: FlatParameter, arrived: Callable[[FlatParameter, Any], None]) -> 
         for module, name in slot.places:
             module.__dict__[name] = view
             if hasattr(module, "_flat_weights_names"):  # nn.LSTM and the like have a list as well
-                module._flat_weights = [getattr(module, n) for n in module._flat_weights_names]  # type: ignore[union-attr]
+                module._flat_weights = [getattr(module, n) for n in module._flat_weights_names]  # type: ignore[assignment, union-attr]
 
 
 def hide(flat: FlatParameter) -> None:
@@ -86,7 +87,7 @@ class _Whole(torch.autograd.Function):
         return tuple(flat.views())
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
         if ctx.flat.shard._version != ctx.version:
             raise RuntimeError(

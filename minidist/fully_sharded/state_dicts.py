@@ -1,0 +1,130 @@
+"""What a wrapper can save and load (lesson 9)."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from minidist import agree
+from minidist.fully_sharded import states
+from minidist.fully_sharded.flat import FlatParameter
+from minidist.fully_sharded.schedule import Schedule
+from minidist.fully_sharded.unit import Unit
+from minidist.wrapper import Wrapper
+
+
+class StateDicts(Wrapper):
+    """The part of `FullyShardedDataParallel` that is about states. Lesson 9."""
+
+    unit: Unit
+    groups: tuple[dist.ProcessGroup, ...]
+    process_group: dist.ProcessGroup
+    mesh: DeviceMesh | None
+    _schedule: Schedule
+    _is_root: bool
+    _device: torch.device
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.form: Callable[[FlatParameter], Iterator[torch.Tensor]] = states.wholes
+        self.register_state_dict_post_hook(states.whole_hook)
+        self.register_load_state_dict_pre_hook(states.cut_hook)
+
+    def units(self) -> Iterator[Any]:
+        """This wrapper, and all within it."""
+        return (each for each in self.modules() if isinstance(each, StateDicts))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the bare module, whole, on the CPU of every rank. All ranks must call it."""
+        return super().state_dict(*args, **kwargs)
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """The same with a DTensor for each parameter, of which each rank has some rows: for
+        torch.distributed.checkpoint. No rank holds more than one unit on the way."""
+        mesh = self.mesh_of_shards()
+        with self._formed(lambda flat: states.rows(flat, mesh)):
+            return dict(self.state_dict())
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Take this rank's part of a whole state, the same on every rank, or of a sharded one. All
+        ranks must call it. Raises ValueError, on every rank, and changes nothing, if it is of
+        another model."""
+        with self._formed(states.shapes):
+            wanted = self.state_dict()
+        problem = _misfit(wanted, state_dict, strict)
+        if assign:
+            problem = ValueError(
+                "shards cannot take the place of what they are loaded from: assign"
+            )
+        self.raise_on_every_rank(problem)
+        return super().load_state_dict(state_dict, strict)
+
+    def optim_state_dict(
+        self, optimizer: torch.optim.Optimizer, sharded: bool = False
+    ) -> dict[str, Any]:
+        """The optimizer's state_dict as one process would have it, for this or any other strategy;
+        or `sharded`, as `sharded_state_dict()`. All ranks must call it."""
+        mesh = self.mesh_of_shards() if sharded else None
+        whole = states.of_optimizer(
+            optimizer,
+            self._schedule.flats,
+            lambda value: value if mesh is None else states.as_rows(value, mesh),
+        )
+        return {**optimizer.state_dict(), "state": whole}
+
+    def load_optim_state_dict(
+        self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+    ) -> None:
+        """Load this rank's part into the optimizer, of what `optim_state_dict` gives, or the
+        optimizer of one process. Raises ValueError, on every rank, and changes nothing, if it is of
+        another model. All ranks must call it."""
+        flats, whole = list(self._schedule.flats), state_dict["state"]
+        problem = None
+        try:
+            states.require_fitting(optimizer, flats, state_dict)
+        except Exception as error:
+            problem = error
+        self.raise_on_every_rank(problem)
+        own = states.for_optimizer(optimizer, flats, whole)
+        optimizer.load_state_dict({**state_dict, "state": own})
+
+    @contextmanager
+    def _formed(self, form: Callable[[FlatParameter], Iterator[torch.Tensor]]) -> Iterator[None]:
+        """Within the block `state_dict` has what `form` makes of the parameters."""
+        for each in self.units():
+            each.form = form
+        try:
+            yield
+        finally:
+            for each in self.units():
+                each.form = states.wholes
+
+    def mesh_of_shards(self) -> DeviceMesh:
+        """The ranks that have a shard each, as the last axis of a mesh."""
+        if self.mesh is not None:
+            return self.mesh
+        return DeviceMesh.from_group(self.process_group, self._device.type)
+
+    def raise_on_every_rank(self, problem: Exception | None) -> None:
+        """The first rank's problem, if any has one."""
+        agree.raise_along(self.groups, problem)
+
+
+def _misfit(wanted: Any, state: Any, strict: bool) -> Exception | None:
+    for name, value in wanted.items():
+        if name not in state:
+            if strict:
+                return ValueError(f"this state_dict is of another model: it has no {name}")
+        elif isinstance(value, torch.Tensor) and state[name].shape != value.shape:
+            return ValueError(
+                f"this state_dict is of another model: its {name} has shape "
+                f"{tuple(state[name].shape)}, and the model's {tuple(value.shape)}"
+            )
+    more = [name for name in state if name not in wanted]
+    if more and strict:
+        return ValueError(f"this state_dict is of another model: it has {more[0]} as well")
+    return None
