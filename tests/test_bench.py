@@ -15,12 +15,14 @@ from minidist.bench import (
     Row,
     collectives,
     ddp,
+    fsdp,
     in_turns,
     mpich,
     pipeline,
     show,
     tensor,
     training,
+    zero,
 )
 
 
@@ -52,10 +54,14 @@ def test_every_kind_of_ddp_is_timed(pools):
         assert len(seconds) == 3 and min(seconds) > 0
 
 
+def text(rows):
+    return functools.partial(training.text, rows, pipeline.LENGTH)
+
+
 @pytest.mark.parametrize("schedule", pipeline.PAIRS)
 def test_every_pipeline_is_timed_and_trains_the_same_model(pools, schedule):
     ways = pipeline.ways(schedule, layers=2, width=8)
-    taken = training.measure(pools(2), ways, rounds=2, rows=8, length=pipeline.LENGTH)
+    taken = training.measure(pools(2), ways, rounds=2, batch=text(8))
     assert list(taken) == ["minidist, gloo", "torch, gloo", "minidist, shm", "torch, shm"]
     for seconds in taken.values():
         assert len(seconds) == 2 and min(seconds) > 0
@@ -63,12 +69,25 @@ def test_every_pipeline_is_timed_and_trains_the_same_model(pools, schedule):
 
 def test_every_tensor_parallel_step_is_timed_and_trains_the_same_model(pools):
     ways = tensor.ways(layers=1, width=8)
-    taken = training.measure(pools(2), ways, rounds=2, rows=2, length=tensor.LENGTH)
+    taken = training.measure(pools(2), ways, rounds=2, batch=text(2))
     assert len(taken) == 8 and {len(seconds) for seconds in taken.values()} == {2}
     for kind in tensor.KINDS:
         assert {
             f"{who}, {there}{kind}" for who in ("minidist", "torch") for there in tensor.BACKENDS
         } < set(taken)
+
+
+@pytest.mark.parametrize("module", [zero, fsdp])
+def test_every_sharded_step_is_timed_and_trains_the_same_model(pools, module):
+    sizes = (6, 8, 8, 4)
+    ways, batch = module.ways(sizes), functools.partial(training.vectors, 3, 6, 4)
+    taken = training.measure(pools(2), ways, rounds=2, batch=batch)
+    assert list(taken) == [f"{s}, {b}" for s in module.STRATEGIES for b in module.BACKENDS]
+    assert {len(seconds) for seconds in taken.values()} == {2}
+    # parameters, gradients and two states of float32: all of them, or half
+    whole = 16 * sum((n + 1) * m for n, m in zip(sizes, sizes[1:], strict=False))
+    for name, peak in training.peaks(pools(2), ways, batch).items():
+        assert peak > (whole if "DDP" in name else whole / 2), name
 
 
 def test_a_step_that_trains_another_model_is_told(pools):
@@ -78,7 +97,7 @@ def test_a_step_that_trains_another_model_is_told(pools):
     def ways(**losses):
         return {name: functools.partial(trainer, loss) for name, loss in losses.items()}
 
-    measure = functools.partial(training.measure, pools(2), rounds=1, rows=1, length=2)
+    measure = functools.partial(training.measure, pools(2), rounds=1, batch=text(1))
     assert list(measure(ways(a=2.0, b=2.00001))) == ["a", "b"]
     with pytest.raises(RuntimeError, match=r"b comes to a loss of 2.001, and a to 2.0"):
         measure(ways(a=2.0, b=2.001))
@@ -98,6 +117,20 @@ def test_a_table_and_a_picture_of_steps(monkeypatch, tmp_path, capsys, name):
     cases = len(pipeline.PAIRS) if name == "pipeline" else len(tensor.KINDS)
     for there, count in {"torch, gloo": 2, "torch, shm": 1}.items():
         assert sum(there in line for line in lines) == count * cases
+    assert (tmp_path / f"bench_{name}.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("module", [zero, fsdp])
+def test_a_table_and_a_picture_of_sharded_steps(monkeypatch, tmp_path, capsys, module):
+    monkeypatch.setattr(module, "measure", lambda pool, ways, *_: dict.fromkeys(ways, [2.0]))
+    monkeypatch.setattr(module, "peaks", lambda pool, ways, _: dict.fromkeys(ways, 12345))
+    monkeypatch.setattr(module, "WORLD_SIZES", [1])
+    name = module.__name__.rpartition(".")[2]
+    bench.run([name], 1, tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("12,345" in line for line in lines) == len(module.STRATEGIES)
+    rows = {zero: 2 * 2 * 2 * 2, fsdp: 2 * (2 + 4)}[module]
+    assert sum("1× (1–1)" in line for line in lines) == rows
     assert (tmp_path / f"bench_{name}.png").stat().st_size > 1000
 
 

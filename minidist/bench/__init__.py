@@ -96,4 +96,4 @@ def run(names: list[str], rounds: int, folder: Path) -> None:
         print(f"drawn: {picture}")
 
 
-NAMES = ["launch", "collectives", "ddp", "pipeline", "tensor"]
+NAMES = ["launch", "collectives", "ddp", "pipeline", "tensor", "zero", "fsdp"]

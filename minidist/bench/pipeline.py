@@ -13,7 +13,7 @@ from torch.distributed import pipelining
 
 import minidist as md
 from minidist.bench import Row, draw, show
-from minidist.bench.training import Make, Trainer, measure, transformer
+from minidist.bench.training import Make, Trainer, measure, text, transformer
 from minidist.pipeline import balance_by_parameters
 
 LAYERS, WIDTH, LENGTH, ROWS = 8, 64, 64, 16  # 0.4 million parameters; words a row, rows a batch
@@ -37,7 +37,7 @@ def run(rounds: int, picture: Path) -> None:
     for world_size in WORLD_SIZES:
         with md.ranks(world_size, backend="gloo") as pool:
             for schedule in PAIRS:
-                taken = measure(pool, ways(schedule), rounds, ROWS, LENGTH)
+                taken = measure(pool, ways(schedule), rounds, partial(text, ROWS, LENGTH))
                 what = f"{world_size} ranks, {schedule}"
                 rows += [
                     Row(f"{what}, {backend}", taken[ours(backend)], there, tuple(taken[there]))

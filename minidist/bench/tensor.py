@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 
 import minidist as md
 from minidist.bench import Row, draw, show
-from minidist.bench.training import Make, Trainer, measure, transformer
+from minidist.bench.training import Make, Trainer, measure, text, transformer
 from minidist.tensor_parallel import parallelize
 
 LAYERS, WIDTH, LENGTH, ROWS = 2, 256, 64, 4  # 1.7 million parameters; words a row, rows a batch
@@ -37,7 +37,7 @@ def run(rounds: int, picture: Path) -> None:
     rows = []
     for world_size in WORLD_SIZES:
         with md.ranks(world_size, backend="gloo") as pool:
-            taken = measure(pool, ways(), 2 * rounds, ROWS, LENGTH)
+            taken = measure(pool, ways(), 2 * rounds, partial(text, ROWS, LENGTH))
         for kind in KINDS:
             for backend in BACKENDS:
                 mine = taken[f"minidist, {backend}{kind}"]

@@ -1,4 +1,5 @@
-"""Training steps of one model in several ways, timed in turns on the ranks of a pool."""
+"""Training steps of one model in several ways: timed in turns on the ranks of a pool, and their
+memory."""
 
 import math
 import time
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 import minidist as md
@@ -22,10 +24,13 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 @dataclass
 class Trainer:
     """A way to train: the parameters of this rank, and a forward and backward pass, which returns
-    the loss on the ranks that know it, else None."""
+    the loss on the ranks that know it, else None. With an optimizer the step is a whole one, and
+    `parameters` are those of `model`."""
 
     parameters: list[nn.Parameter]
     step: Callable[[torch.Tensor, torch.Tensor], float | None]
+    model: nn.Module | None = None
+    optimizer: torch.optim.Optimizer | None = None
 
 
 Make = Callable[[], Trainer]
@@ -38,13 +43,38 @@ def transformer(layers: int, width: int, length: int) -> md.zoo.Transformer:
     return model
 
 
+def trainer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trainer:
+    """A step is forward, backward, and that of the optimizer. The loss is a mean of squares."""
+
+    def step(inputs: torch.Tensor, targets: torch.Tensor) -> float:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return Trainer(list(model.parameters()), step, model, optimizer)
+
+
+def vectors(rows: int, width: int, out: int) -> Batch:
+    """Inputs (rows, width) and targets (rows, out), the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(rows, n, generator=generator) for n in (width, out))  # type: ignore[return-value]
+
+
+def text(rows: int, length: int) -> Batch:
+    """So many rows of Python's own text."""
+    inputs, targets = md.zoo.text(length)
+    return inputs[:rows], targets[:rows]
+
+
 def measure(
-    pool: Pool, ways: dict[str, Make], rounds: int, rows: int, length: int
+    pool: Pool, ways: dict[str, Make], rounds: int, batch: Callable[[], Batch]
 ) -> dict[str, list[float]]:
-    """Seconds of each forward and backward pass, by way, taken in turns; it lasts as long as its
-    slowest rank. Every way trains a model of its own on the same rows of text. Raises RuntimeError
-    if they do not all come to the same loss."""
-    by_rank = pool(_measure_here, ways, rounds, rows, length)
+    """Seconds of each step, by way, taken in turns; it lasts as long as its slowest rank. Every way
+    trains a model of its own on the same batch. Raises RuntimeError if they do not all come to the
+    same loss."""
+    by_rank = pool(_measure_here, ways, rounds, batch)
     known = [(name, loss) for name in ways for found in by_rank for loss in found[name][1]]
     for name, loss in known:
         if not math.isclose(loss, known[0][1], rel_tol=CLOSE):
@@ -61,10 +91,10 @@ def measure(
 
 
 def _measure_here(
-    ways: dict[str, Make], rounds: int, rows: int, length: int
+    ways: dict[str, Make], rounds: int, batch: Callable[[], Batch]
 ) -> dict[str, tuple[list[float], list[float]]]:
     """By way: the seconds, and the loss of the last step, where it is known."""
-    inputs, targets = (x[:rows] for x in md.zoo.text(length))
+    inputs, targets = batch()
     trainers = {name: make() for name, make in ways.items()}
     taken: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ways}
     for turn in range(WARM + rounds):
@@ -78,8 +108,28 @@ def _measure_here(
             if turn >= WARM:
                 seconds.append(time.perf_counter() - start)
             losses[:] = [] if loss is None else [loss]
-            _descend(trainer.parameters)
+            if trainer.optimizer is None:
+                _descend(trainer.parameters)
     return taken
+
+
+def peaks(pool: Pool, ways: dict[str, Make], batch: Callable[[], Batch]) -> dict[str, int]:
+    """By way: the most bytes that live on any rank during a step, the second."""
+    by_rank = pool(_peaks_here, ways, batch)
+    return {name: max(found[name] for found in by_rank) for name in ways}
+
+
+def _peaks_here(ways: dict[str, Make], batch: Callable[[], Batch]) -> dict[str, int]:
+    inputs, targets = batch()
+    found = {}
+    for name, make in ways.items():
+        trainer = make()
+        assert trainer.model is not None
+        trainer.step(inputs, targets)
+        with md.measure.MemoryTracker(trainer.model, trainer.optimizer) as memory:
+            trainer.step(inputs, targets)
+        found[name] = memory.peak
+    return found
 
 
 @torch.no_grad()
