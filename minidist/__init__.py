@@ -18,6 +18,7 @@ from minidist.runtime import RankError
 if TYPE_CHECKING:
     from minidist import (
         backend,
+        checkpointing,
         collectives,
         data_parallel,
         distributed_data_parallel,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
         zero,
         zoo,
     )
+    from minidist.checkpointing import checkpoint_wrapper
     from minidist.data_parallel import DataParallel
     from minidist.distributed_data_parallel import DistributedDataParallel
     from minidist.fully_sharded import FullyShardedDataParallel
@@ -59,6 +61,8 @@ __all__ = [
     "VocabParallelEmbedding",
     "ZeroRedundancyOptimizer",
     "backend",
+    "checkpoint_wrapper",
+    "checkpointing",
     "collectives",
     "data_parallel",
     "distributed_data_parallel",
@@ -87,6 +91,7 @@ STRATEGIES = {  # what a lesson makes, and the module that it is in
     "ShardedDataParallel": "zero",
     "VocabParallelEmbedding": "tensor_parallel",
     "ZeroRedundancyOptimizer": "zero",
+    "checkpoint_wrapper": "checkpointing",
     "vocab_parallel_cross_entropy": "tensor_parallel",
 }
 

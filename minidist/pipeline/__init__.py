@@ -4,8 +4,9 @@ Each rank has a stage, or several, and passes activations on to the next and gra
 ranks do not wait for one another all the time, the batch is cut into micro-batches, and a schedule
 says who does what when. To read, in this order: `instructions` (a schedule is data), `schedules`
 (five of them), `simulate` and `validate` (what can be known before anything runs), `partition`
-(where to cut), `stage` and `split` (computing, and backward in two parts), `messages`, `worker`
-(runs a schedule), `ties` (parameters of two stages), `norm`, and this file.
+(where to cut), `stage`, `replay` and `split` (computing, computing again, and backward in two
+parts), `messages`, `worker` (runs a schedule), `ties` (parameters of two stages), `norm`, and this
+file.
 """
 
 import copy

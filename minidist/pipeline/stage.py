@@ -1,13 +1,13 @@
 """One stage computes (lesson 5): forward, backward, or backward in two parts."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from minidist.pipeline.replay import Replay
 from minidist.pipeline.split import Deferred, backward_inputs
 
 Finish = Callable[[torch.Tensor], torch.Tensor]  # what the last stage makes of its outputs
@@ -44,7 +44,7 @@ class Stage:
         """The outputs for inputs `x`, or what `finish` makes of them, cut off from the graph that
         is kept for the backward pass."""
         if self._recompute:
-            replay = _Replay(self.layers, x)
+            replay = Replay(self.layers, [x])
             with torch.no_grad():
                 y = self._compute(x, finish)
 
@@ -93,28 +93,3 @@ class Stage:
         """Add to the gradients of the weights what `backward_inputs` has put off."""
         for deferred in self._deferred.pop(microbatch):
             deferred.run()
-
-
-class _Replay:
-    """What else a forward pass depends on, as it is now: the state of the random numbers, so that
-    dropout drops the same elements again; and what it changes: buffers, such as the running means
-    of batch norm, which a second pass must not move a second time."""
-
-    def __init__(self, layers: nn.Module, x: torch.Tensor) -> None:
-        self._layers = layers
-        self._gpus = [x.device.index] if x.is_cuda else []
-        self._cpu_state = torch.get_rng_state()
-        self._gpu_states = [torch.cuda.get_rng_state(gpu) for gpu in self._gpus]
-
-    @contextmanager
-    def same_again(self) -> Iterator[None]:
-        """Within the block the random numbers are those of the first pass; after it, random numbers
-        and buffers are what they were before it."""
-        buffers = [(buffer, buffer.clone()) for buffer in self._layers.buffers()]
-        with torch.random.fork_rng(self._gpus):
-            torch.set_rng_state(self._cpu_state)
-            for gpu, state in zip(self._gpus, self._gpu_states, strict=True):
-                torch.cuda.set_rng_state(state, gpu)
-            yield
-        for buffer, before in buffers:
-            buffer.data.copy_(before)  # unseen by autograd, which may have saved the buffer
