@@ -12,6 +12,7 @@ from minidist.runtime import Pool
 
 # What communicates in its own way is tested on both backends for the CPU.
 ON_BOTH = {
+    "test_checkpointing",
     "test_collectives",
     "test_distributed_data_parallel",
     "test_fully_sharded",
