@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         fully_sharded,
         measure,
         mixed,
+        mixed_precision,
         parity,
         pipeline,
         planner,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from minidist.data_parallel import DataParallel
     from minidist.distributed_data_parallel import DistributedDataParallel
     from minidist.fully_sharded import FullyShardedDataParallel
+    from minidist.mixed_precision import ShardedGradScaler
     from minidist.pipeline import Pipeline
     from minidist.tensor_parallel import (
         ColumnParallelLinear,
@@ -58,6 +60,7 @@ __all__ = [
     "RankError",
     "RowParallelLinear",
     "ShardedDataParallel",
+    "ShardedGradScaler",
     "VocabParallelEmbedding",
     "ZeroRedundancyOptimizer",
     "backend",
@@ -70,6 +73,7 @@ __all__ = [
     "launch",
     "measure",
     "mixed",
+    "mixed_precision",
     "parity",
     "pipeline",
     "planner",
@@ -89,6 +93,7 @@ STRATEGIES = {  # what a lesson makes, and the module that it is in
     "Pipeline": "pipeline",
     "RowParallelLinear": "tensor_parallel",
     "ShardedDataParallel": "zero",
+    "ShardedGradScaler": "mixed_precision",
     "VocabParallelEmbedding": "tensor_parallel",
     "ZeroRedundancyOptimizer": "zero",
     "checkpoint_wrapper": "checkpointing",

@@ -18,6 +18,7 @@ ON_BOTH = {
     "test_fully_sharded",
     "test_measure",
     "test_memory",
+    "test_mixed_precision",
     "test_zero",
 }
 

@@ -1,0 +1,362 @@
+"""Lesson 10: ranks that each have other gradients agree on the scale and on the step. Held against
+torch.amp.GradScaler in one process, and against training without a scale."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import minidist as md
+
+Adam = partial(torch.optim.Adam, lr=0.01)
+
+
+def net(dtype=torch.float32):
+    return md.zoo.mlp(6, 5, 4, 3, dtype=dtype)
+
+
+def zero(module):
+    return md.ZeroRedundancyOptimizer(module.parameters(), torch.optim.Adam, lr=0.01)
+
+
+def ddp(module):
+    return md.DistributedDataParallel(module), Adam(module.parameters())
+
+
+def fused(module):
+    return md.DistributedDataParallel(module), Adam(module.parameters(), fused=True)
+
+
+def stage1(module):
+    return md.DistributedDataParallel(module), zero(module)
+
+
+def stage2(module):
+    optimizer = zero(module)
+    return md.ShardedDataParallel(module, optimizer), optimizer
+
+
+def sharded(module):
+    return fully_shard(module), Adam(module.parameters())
+
+
+STRATEGIES = [ddp, fused, stage1, stage2, sharded]
+EVERY = pytest.mark.parametrize("strategy", STRATEGIES)
+
+
+def weights(module):
+    found = [getattr(p, "full_tensor", lambda p=p: p)() for p in module.parameters()]
+    return torch.cat([p.detach().clone().flatten() for p in found])
+
+
+def loss_of(model, step, rank, large=1.0):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    x = torch.randn(4, 6, generator=generator) * large
+    with torch.autocast("cpu", torch.float16):
+        return model(x).float().pow(2).mean()
+
+
+def train(strategy, overflow, scaler_of, steps=6, ranks=None):
+    """Weights and scale after each step, with float16 in which one rank's activations overflow."""
+    module = net()
+    model, optimizer = strategy(module)
+    scaler = scaler_of(init_scale=2.0**10, growth_interval=2)
+    history = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        model.zero_grad()
+        for rank in [dist.get_rank()] if ranks is None else range(ranks):
+            large = 1e5 if (step, rank) == overflow else 1.0
+            loss = loss_of(model, step, rank, large) / (ranks or 1)
+            scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        history.append((scaler.get_scale(), weights(module)))
+    return history
+
+
+def alone(module):
+    return module, Adam(module.parameters())
+
+
+@EVERY
+@pytest.mark.parametrize("overflow", [None, (2, 1), (3, 0)])
+def test_the_same_as_one_process_whose_batch_overflows(pools, strategy, overflow):
+    wanted = train(alone, overflow, partial(torch.amp.GradScaler, "cpu"), ranks=2)
+    assert [scale for scale, _ in wanted][overflow[0] if overflow else 1] == (
+        {2: 2.0**10, 3: 2.0**10}[overflow[0]] if overflow else 2.0**11
+    )
+    for found in pools(2)(train, strategy, overflow, md.ShardedGradScaler):
+        before = None
+        for step, ((scale, ours), (their_scale, theirs)) in enumerate(
+            zip(found, wanted, strict=True)
+        ):
+            assert scale == their_scale
+            # float16 sums in another order.
+            assert md.parity.relative_difference(ours, theirs) <= 1e-2
+            if overflow and step == overflow[0]:
+                assert torch.equal(ours, before)  # the step was left out
+            elif before is not None:
+                assert not torch.equal(ours, before)
+            before = ours
+
+
+def test_one_rank_is_the_same_as_torchs_to_the_bit(pools):
+    for overflow in None, (2, 0):
+        wanted = train(alone, overflow, partial(torch.amp.GradScaler, "cpu"), ranks=1)
+        (found,) = pools(1)(train, alone, overflow, md.ShardedGradScaler)
+        assert all(a[0] == b[0] and a[1].equal(b[1]) for a, b in zip(found, wanted, strict=True))
+
+
+@EVERY
+def test_an_infinity_that_only_one_rank_can_see(pools, strategy):
+    """Not in the data, which an all_reduce would spread: in one element of one rank's part."""
+
+    def spoilt(bad):
+        module = net()
+        model, optimizer = strategy(module)
+        scaler = md.ShardedGradScaler(init_scale=8.0)
+        scales, before = [], weights(module)
+        for step in range(2):
+            optimizer.zero_grad()
+            model.zero_grad()
+            scaler.scale(loss_of(model, step, dist.get_rank())).backward()
+            if step == 0 and dist.get_rank() == 1:
+                held = [*getattr(optimizer, "shards", []), *module.parameters()]
+                gradient = next(p.grad for p in held if p.grad is not None and p.grad.numel())
+                getattr(gradient, "to_local", lambda own=gradient: own)().view(-1)[-1] = bad
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+            if step == 0:
+                same = torch.equal(before, weights(module))
+        return scales, same, torch.equal(before, weights(module))
+
+    for bad in (float("inf"), float("nan")):
+        assert pools(2)(spoilt, bad) == [([4.0, 4.0], True, False)] * 2
+
+
+def test_a_pipeline_whose_last_stage_overflows(pools):
+    def piped():
+        model = md.Pipeline(net(), microbatches=2)
+        optimizer = Adam(model.parameters())
+        scaler = md.ShardedGradScaler(init_scale=8.0)
+        found = []
+        for large in (1e38, 1.0):
+            before = weights(model)
+            optimizer.zero_grad()
+            x = torch.randn(32, 6, generator=torch.Generator().manual_seed(0))
+            model.train_step(x, x[:, :3], lambda y, t, by=large: scaler.scale((y * by).sum()))
+            if dist.get_rank() == 0 and large > 1:
+                for p in model.parameters():
+                    p.grad.fill_(1.0)  # the infinity is on the other rank
+            scaler.step(optimizer)
+            scaler.update()
+            found.append((scaler.get_scale(), torch.equal(before, weights(model))))
+        return found
+
+    assert pools(2)(piped) == [[(4.0, True), (4.0, False)]] * 2
+
+
+def scaled(model, optimizer, inputs, targets, loss_fn):
+    """A step of `parity.check`. Powers of two change no digit."""
+    scaler = md.ShardedGradScaler()
+    optimizer.zero_grad()
+    loss = loss_fn(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return loss
+
+
+@pytest.mark.parametrize("strategy", [ddp, stage1, stage2])
+def test_parity_with_one_process_that_scales_nothing(pools, strategy):
+    md.parity.check(strategy, optimizer=Adam, step=scaled, ranks=pools(2), steps=2)
+
+
+@EVERY
+def test_unscaled_gradients_are_clipped(pools, strategy):
+    def clipped():
+        found = []
+        for make, ranks in ((strategy, [dist.get_rank()]), (alone, [0, 1])):
+            module = net(torch.float64)
+            model, optimizer = make(module)
+            scaler = md.ShardedGradScaler() if make is strategy else torch.amp.GradScaler("cpu")
+            for rank in ranks:
+                x = torch.arange(6.0, dtype=torch.float64) + rank
+                scaler.scale(model(x).pow(2).sum() / len(ranks)).backward()
+            scaler.unscale_(optimizer)
+            of = partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()))
+            norm = getattr(model, "clip_grad_norm_", of)(0.01)
+            scaler.step(optimizer)
+            norm = getattr(norm, "full_tensor", lambda norm=norm: norm)()
+            found.append(torch.cat([weights(module), norm.view(1)]))
+        return md.parity.relative_difference(*found)
+
+    assert max(pools(2)(clipped)) <= 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_needs_nothing_of_ours(pools, dtype):
+    def both():
+        found = []
+        for wrap in (md.DistributedDataParallel, TorchDDP):
+            module = net()
+            model, optimizer = wrap(module), Adam(module.parameters())
+            for step in range(3):
+                x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+                with torch.autocast("cpu", dtype):
+                    y = model(x + dist.get_rank())
+                    assert y.dtype is dtype
+                    loss = y.float().pow(2).sum()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            assert all(p.dtype is torch.float32 for p in module.parameters())
+            found.append(weights(module))
+        return md.parity.relative_difference(*found)
+
+    assert max(pools(2)(both)) <= 1e-6
+
+
+def test_what_float16_loses_without_a_scale():
+    """The gradient is 1e-8: below what float16 has."""
+
+    def gradient(scale):
+        model = nn.Linear(1, 1, bias=False)
+        with torch.autocast("cpu", torch.float16):
+            loss = model(torch.ones(1, 1)).float() * 1e-8
+        (loss * scale).backward()
+        return model.weight.grad.item() / scale
+
+    assert gradient(1.0) == 0
+    assert abs(gradient(2.0**16) / 1e-8 - 1) < 1e-3
+
+
+def test_a_rank_without_gradients_and_a_group_of_some(pools):
+    def some():
+        group = dist.new_group([0, 2])
+        if dist.get_rank() == 1:
+            return None
+        p = nn.Parameter(torch.ones(3))
+        q = nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([p, q], lr=1.0)
+        scaler = md.ShardedGradScaler(group, init_scale=4.0)
+        scales = []
+        for bad in (1.0, float("inf")):
+            optimizer.zero_grad()
+            if dist.get_rank() == 2:
+                scaler.scale((p * bad).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        return scales, p.tolist()
+
+    found = pools(3)(some)
+    assert found == [([4.0, 2.0], [1.0] * 3), None, ([4.0, 2.0], [0.0] * 3)]
+
+
+def test_traffic_and_a_scaler_that_is_off(pools):
+    def counted():
+        module = net()
+        optimizer = Adam(module.parameters())
+        calls = []
+        for enabled in (True, False):
+            scaler = md.ShardedGradScaler(enabled=enabled)
+            scaler.scale(loss_of(module, 0, 0)).backward()
+            with md.measure.TrafficCounter() as traffic:
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+            calls.append(traffic.calls)
+        return calls, scaler.is_enabled(), scaler.get_scale()
+
+    assert pools(2)(counted) == [([{"all_reduce": (1, 16)}, {}], False, 1.0)] * 2
+
+
+def test_its_state_is_torchs(pools):
+    def saved(state):
+        scaler = md.ShardedGradScaler()
+        scaler.load_state_dict(state)
+        module = net()
+        optimizer = Adam(module.parameters())
+        scaler.scale(loss_of(module, 0, 0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.state_dict()
+
+    theirs = torch.amp.GradScaler("cpu", 32.0, 4.0, 0.25, 3)
+    state = {**theirs.state_dict(), "_growth_tracker": 2}
+    (found, _) = pools(2)(saved, copy.deepcopy(state))
+    assert found == {**state, "scale": 128.0, "_growth_tracker": 0}
+    theirs.load_state_dict(found)
+    assert theirs.get_scale() == 128.0
+
+
+# ---- mistakes ---------------------------------------------------------------------------------
+
+
+def before_backward(rank, module, optimizer, scaler):
+    scaler.scale(loss_of(module, 0, 0))
+    scaler.step(optimizer)
+
+
+def before_scale(rank, module, optimizer, scaler):
+    scaler.step(optimizer)
+
+
+def of_another(rank, module, optimizer, scaler):
+    scaler.scale(loss_of(module, 0, 0)).backward()
+    scaler.step(Adam(net().parameters()))
+
+
+def unscaled_twice(rank, module, optimizer, scaler):
+    scaler.scale(loss_of(module, 0, 0)).backward()
+    scaler.unscale_(optimizer)
+    scaler.unscale_(optimizer)
+
+
+def other_scales(rank, module, optimizer, scaler):
+    if rank == 1:
+        scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0**7})
+    scaler.scale(loss_of(module, 0, 0)).backward()
+    before = weights(module)
+    try:
+        scaler.step(optimizer)
+    finally:
+        assert torch.equal(before, weights(module))
+
+
+MISTAKES = {
+    "step before backward": (before_backward, "RuntimeError", "no rank has a gradient to unscale"),
+    "step before scale": (before_scale, "RuntimeError", "no rank has a gradient to unscale"),
+    "another optimizer": (of_another, "RuntimeError", "no rank has a gradient to unscale"),
+    "unscale_ twice": (unscaled_twice, "RuntimeError", "already been called on this optimizer"),
+    "scales": (other_scales, "RuntimeError", "the ranks' scales differ, from 128 to 65536"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_told_on_every_rank(pools, name):
+    fault, kind, words = MISTAKES[name]
+
+    def told():
+        module = net()
+        optimizer = Adam(module.parameters())
+        try:
+            fault(dist.get_rank(), module, optimizer, md.ShardedGradScaler())
+        except Exception as error:
+            return type(error).__name__, str(error)
+
+    for found in pools(2)(told):
+        assert found is not None and found[0] == kind and words in found[1], found
+
+
+def test_no_process_group():
+    with pytest.raises(RuntimeError, match="ShardedGradScaler works within a process group"):
+        md.ShardedGradScaler()
