@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         measure,
         mixed,
         mixed_precision,
+        offload,
         parity,
         pipeline,
         planner,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from minidist.distributed_data_parallel import DistributedDataParallel
     from minidist.fully_sharded import FullyShardedDataParallel
     from minidist.mixed_precision import ShardedGradScaler
+    from minidist.offload import OffloadedOptimizer
     from minidist.pipeline import Pipeline
     from minidist.tensor_parallel import (
         ColumnParallelLinear,
@@ -56,6 +58,7 @@ __all__ = [
     "DistributedDataParallel",
     "FullyShardedDataParallel",
     "Link",
+    "OffloadedOptimizer",
     "Pipeline",
     "RankError",
     "RowParallelLinear",
@@ -74,6 +77,7 @@ __all__ = [
     "measure",
     "mixed",
     "mixed_precision",
+    "offload",
     "parity",
     "pipeline",
     "planner",
@@ -90,6 +94,7 @@ STRATEGIES = {  # what a lesson makes, and the module that it is in
     "DataParallel": "data_parallel",
     "DistributedDataParallel": "distributed_data_parallel",
     "FullyShardedDataParallel": "fully_sharded",
+    "OffloadedOptimizer": "offload",
     "Pipeline": "pipeline",
     "RowParallelLinear": "tensor_parallel",
     "ShardedDataParallel": "zero",

@@ -104,10 +104,10 @@ class MemoryTracker(Measurement):
         return f"MemoryTracker(rank {self.rank}: peak {self.peak} bytes, {live} at the end)"
 
     def _begin(self, block: contextlib.ExitStack) -> None:
-        self.__init__(self._module, self._optimizer)  # type: ignore[misc]
+        MemoryTracker.__init__(self, self._module, self._optimizer)
         held = [*self._module.parameters(), *self._module.buffers()]
         device = next((tensor.device for tensor in held if not tensor.is_meta), torch.device("cpu"))
-        self._ledger, self._open = Ledger(device), list[tuple[str, int]]()
+        self._ledger, self._open = self._make_ledger(device), list[tuple[str, int]]()
         self._look()
         for handle in self._hooks():
             block.callback(handle.remove)
@@ -121,6 +121,9 @@ class MemoryTracker(Measurement):
         block.enter_context(record.handed_over(sent))
         block.enter_context(self._ledger)
         block.callback(self._look)  # the first to be called back
+
+    def _make_ledger(self, device: torch.device) -> Ledger:
+        return Ledger(device)
 
     def _end(self) -> None:
         self.phases.sort(key=lambda phase: (phase.start, -phase.end))

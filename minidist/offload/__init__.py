@@ -1,0 +1,25 @@
+"""Lesson 10: ZeRO-Offload. What only the optimizer reads need not be on the device.
+
+With Adam in float32 a device holds 16 bytes for each of Ψ parameters. `OffloadedOptimizer` leaves
+there the parameters, and of the gradients what backward makes; its states, and the step itself, are
+the host's, which has more memory and a processor of its own:
+
+    device:  4 of the parameter, and the gradients, 4, or a layer's at a time
+    host:    4 of its own copy of the parameter, 4 of the gradient, 8 of two optimizer states
+    between: 4 of the gradient on its way down, and 4 of the new parameter on its way up
+
+In 16 bits the device has 2 + 2, and the host keeps its copy and its states in float32.
+Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (arXiv 2101.06840), sections
+3 and 4.
+
+A machine without a GPU has only one memory. There `Budget` emulates a device: it counts the bytes
+that are not the host's, and what would be too much raises `OutOfMemory`.
+
+To read, in this order: `budget` (a device of so many bytes, and what is not on it), `mirror` (a
+parameter's copy on the host, and the traffic between both) and `optimizer`.
+"""
+
+from minidist.offload.budget import Budget, OutOfMemory, on_host, put_on_host
+from minidist.offload.optimizer import OffloadedOptimizer
+
+__all__ = ["Budget", "OffloadedOptimizer", "OutOfMemory", "on_host", "put_on_host"]

@@ -1,0 +1,95 @@
+"""A device of so many bytes, emulated where there is none (lesson 10)."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+
+from minidist.measure import MemoryTracker
+from minidist.measure.storages import CATEGORIES, Ledger, Record, storages
+
+_within = ContextVar("within on_host", default=False)
+
+
+class OutOfMemory(torch.OutOfMemoryError):
+    """An allocation that does not fit: on an emulated device, or on the host. Lesson 10."""
+
+
+@contextmanager
+def on_host() -> Iterator[None]:
+    """What is allocated within this block is in the host's memory, not on the emulated device.
+    Lesson 10."""
+    token = _within.set(True)
+    try:
+        yield
+    finally:
+        _within.reset(token)
+
+
+def put_on_host(tensors: Any) -> None:
+    """From now on these tensors, in any nesting, are in the host's memory. For those that were
+    made outside of any `Budget`; a real device needs no such word. Lesson 10."""
+    for storage in storages(tensors):
+        storage.on_host = True  # type: ignore[attr-defined]
+
+
+class Budget(MemoryTracker):
+    """A device with `nbytes` of memory, for a `with` block: who asks for more gets `OutOfMemory`,
+    with the table of who holds what. Lesson 10.
+
+        with md.offload.Budget(2_000_000, model, optimizer) as device:
+            train(model, optimizer)
+        print(device.peak)
+
+    Everything else is as with `md.measure.MemoryTracker`: what counts, and what is measured. Only
+    that here what is on the host, by `on_host` or `put_on_host`, does not count, even where both
+    are one memory. A real device may be given a budget as well, below its own.
+
+    Raises `OutOfMemory` at the allocation that would be too much; before the block, if model and
+    optimizer are already. It leaves things as an error of the device does: the tensor is not there,
+    and the op that asked for it has not returned.
+    """
+
+    def __init__(
+        self, nbytes: int, module: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        super().__init__(module, optimizer)
+        self.nbytes = nbytes
+
+    def _make_ledger(self, device: torch.device) -> Ledger:
+        return _LimitedLedger(device, self.nbytes)
+
+
+class _LimitedLedger(Ledger):
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        super().__init__(device)
+        self._budget = nbytes
+
+    def _admit(self, storage: torch.UntypedStorage) -> Record | None:
+        if _within.get():
+            put_on_host(storage)
+        if getattr(storage, "on_host", False):
+            return None
+        if storage.device == self.device:
+            self._require_room(storage.nbytes())
+        return super()._admit(storage)
+
+    def measure(self, storage: torch.UntypedStorage) -> None:
+        if known := self._live.get(storage._cdata):
+            self._require_room(storage.nbytes() - known.nbytes)
+        super().measure(storage)
+
+    def _require_room(self, more: int) -> None:
+        held: Counter[str] = Counter()
+        for record in self._live.values():
+            held[CATEGORIES[record.rank]] += record.nbytes
+        if more > 0 and held.total() + more > self._budget:
+            rows = [f"  {name:<22}{held[name]:>15,}" for name in CATEGORIES if held[name]]
+            raise OutOfMemory(
+                f"no room on the device ({self.device.type}) for {more:,} bytes more: of "
+                f"{self._budget:,} bytes {held.total():,} are in use\n" + "\n".join(rows)
+            )

@@ -1,0 +1,130 @@
+"""A parameter on the device, its copy on the host, and the traffic between both (lesson 10)."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from minidist.offload.budget import OutOfMemory, on_host, put_on_host
+
+
+class Lane:
+    """The copies between a device and the host: in order, beside what the device computes. On a
+    CPU torch's streams are there, and do nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        found: Any = torch.get_device_module(device)
+        self._module: Any = found if hasattr(found, "Stream") else torch.cpu
+        self._stream = self._module.Stream()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Begin to copy, when the device has computed `source`."""
+        self._stream.wait_stream(self._module.current_stream())
+        with self._module.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        if source.device.type != "cpu":
+            source.record_stream(self._stream)  # its memory is not to be used again before
+
+    def host_waits(self) -> None:
+        """Until all copies so far are there."""
+        event = self._module.Event()
+        event.record(self._stream)
+        event.synchronize()
+
+    def device_waits(self) -> None:
+        """What the device is told to compute from now on comes after the copies so far."""
+        self._module.current_stream().wait_stream(self._stream)
+
+
+class Mirror:
+    """The host's side of one parameter. `master`, a parameter too, is what the optimizer trains:
+    in float32, if the device has 16 bits. `buffer`, in the device's dtype, is what travels."""
+
+    def __init__(self, parameter: nn.Parameter, lane: Lane) -> None:
+        self.parameter, self.lane = parameter, lane
+        narrow = parameter.dtype in (torch.float16, torch.bfloat16)
+        self.buffer = _empty(parameter, parameter.dtype)
+        self.master = nn.Parameter(
+            _empty(parameter, torch.float32 if narrow else parameter.dtype),
+            requires_grad=parameter.requires_grad,
+        )
+        self.gradients = 0  # that have been added up in the buffer
+        self._seen: Any = None  # what the parameter was, when the master was last the same
+
+    def receive(self, gradient: torch.Tensor) -> None:
+        """Begin to fetch a gradient, to add it to those that are here."""
+        target = _empty(self.buffer, self.buffer.dtype) if self.gradients else self.buffer
+        self.lane.copy(target, gradient)
+        if target is not self.buffer:
+            self.lane.host_waits()
+            self.buffer += target
+        self.gradients += 1
+
+    def show_gradient(self) -> None:
+        """Give the master what has been fetched. The copies must be there."""
+        if self.gradients and self.master.grad is None:
+            with on_host():
+                self.master.grad = self.buffer.to(self.master.dtype)
+            put_on_host(self.master.grad)
+
+    def forget_gradient(self) -> None:
+        self.gradients, self.master.grad = 0, None
+
+    def read(self) -> None:
+        """Let the master follow the parameter where that is not what it was made: another
+        checkpoint, an average, a broadcast. Other elements keep the bits that only the host has.
+
+        A part of a larger memory (a shard, lesson 8) may have been changed through another part's
+        name, unseen: that is read each time.
+        """
+        alone = self.parameter.untyped_storage().nbytes() == self.parameter.nbytes
+        if alone and self._seen == self._state():
+            return
+        now = _empty(self.parameter, self.parameter.dtype)
+        self.lane.copy(now, self.parameter.detach())
+        self.lane.host_waits()
+        with on_host():
+            if self._seen is None:
+                self.master.copy_(now)
+            else:
+                same = self.master.to(now.dtype) == now
+                self.master.copy_(torch.where(same, self.master, now.to(self.master.dtype)))
+
+    def write(self) -> None:
+        """Begin to send the master to the device."""
+        source = self.master.detach()
+        if source.dtype != self.buffer.dtype:
+            source = self.buffer.copy_(source)  # here, so that it travels in half the bytes
+        self.lane.copy(self.parameter, source)
+        self._seen = self._state()
+
+    def forget(self) -> None:
+        """Whatever the master is, the parameter counts."""
+        self._seen = None
+
+    def _state(self) -> tuple[int, int]:
+        return self.parameter._version, self.parameter.data_ptr()
+
+    def require_unchanged(self) -> None:
+        """Raises RuntimeError if the parameter is another kind of tensor than it was."""
+        if (self.parameter.dtype, self.parameter.shape) != (self.buffer.dtype, self.buffer.shape):
+            raise RuntimeError(
+                "a parameter has been converted since the optimizer was made. Change a model "
+                "first, and make its optimizer then"
+            )
+        gradient = self.parameter.grad
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise RuntimeError("a sparse gradient cannot be offloaded: sparse=True")
+
+
+def _empty(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Memory on the host, laid out as `like`. Pinned, where the device can then copy by itself."""
+    pinned = like.device.type not in ("cpu", "mps")
+    try:
+        with on_host():
+            made = torch.empty_like(like, dtype=dtype, device="cpu", pin_memory=pinned)
+    except RuntimeError as error:
+        nbytes = like.numel() * dtype.itemsize
+        raise OutOfMemory(f"no room on the host for {nbytes:,} bytes more") from error
+    put_on_host(made)
+    return made.detach()
