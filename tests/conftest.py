@@ -19,6 +19,7 @@ ON_BOTH = {
     "test_measure",
     "test_memory",
     "test_mixed_precision",
+    "test_offload",
     "test_zero",
 }
 
