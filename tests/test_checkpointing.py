@@ -424,6 +424,26 @@ def test_within_a_pipeline(pools, schedule, recompute):
     assert max(pools(2)(train)) <= 1e-12
 
 
+def test_within_features_split_over_ranks(pools):
+    def split():
+        torch.manual_seed(0)
+        plain = nn.Sequential(
+            md.ColumnParallelLinear(6, 8, dtype=torch.float64),
+            nn.GELU(),
+            md.RowParallelLinear(8, 6, dtype=torch.float64),
+        )
+        found = []
+        for model in plain, wrap(copy.deepcopy(plain)):
+            x = torch.ones(3, 6, dtype=torch.float64, requires_grad=True)
+            loss_of(model(x)).backward()
+            found.append(
+                torch.cat([x.grad.flatten(), *[p.grad.flatten() for p in model.parameters()]])
+            )
+        return md.parity.relative_difference(*found)
+
+    assert pools(2)(split) == [0.0] * 2
+
+
 # ---- mistakes ---------------------------------------------------------------------------------
 
 

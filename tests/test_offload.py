@@ -181,6 +181,17 @@ def test_bfloat16_has_a_copy_in_float32(early):
     assert optimizer.shards[0].tolist() == [5 + 2.0**-10] + [1 + 2.0**-6 + 2.0**-10] * 2
 
 
+def test_bfloat16_gradients_add_up_on_the_host_while_they_are_watched():
+    p = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = offloaded([p], (torch.optim.SGD, {"lr": 0.5}))
+    optimizer.receive_in_backward()
+    with Budget(1000, nn.ParameterList([p]), optimizer):
+        for factor in (1, 2, 4):
+            (p * factor).sum().backward()
+        optimizer.step()
+    assert p.tolist() == [1 - 3.5] * 3
+
+
 def test_gradients_on_the_host_can_be_clipped():
     found = []
     for early in (True, False):
@@ -281,8 +292,8 @@ def test_weights_loaded_by_ranks_between_steps(pools, strategy):
 
 @pytest.mark.parametrize("strategy", [stage1, stage2])
 def test_saved_and_loaded_with_zero(pools, strategy):
-    def steps(which, state=None):
-        module = net()
+    def steps(which, state=None, dtype=torch.float64):
+        module = net(dtype)
         model, optimizer = strategy(module, ADAM)
         if state:
             model.load_state_dict(state[0])
@@ -301,6 +312,9 @@ def test_saved_and_loaded_with_zero(pools, strategy):
     ended = pools(2)(steps, [2, 3], saved[0])[0]
     straight = pools(2)(steps, range(4))[0]
     apart(ended[0], straight[0])
+    narrow = pools(2)(steps, [0, 1], None, torch.bfloat16)[0]
+    assert narrow[1]["state"][0]["exp_avg"].dtype is torch.float32
+    assert pools(2)(steps, [2], narrow, torch.bfloat16)[0][1]["state"][0]["step"] == 3
     model = net()
     optimizer = plain(model.parameters())
     model.load_state_dict(saved[0][0])
@@ -529,6 +543,14 @@ def test_mistakes():
     optimizer = offloaded(model.parameters())
     with pytest.raises(ValueError, match="doesn't match the size"):
         optimizer.load_state_dict(torch.optim.Adam([model[0].weight]).state_dict())
+    other = net(sizes=(5, 6, 4, 3))
+    trained = plain(other.parameters())
+    for p in other.parameters():
+        p.grad = torch.ones_like(p)
+    trained.step()
+    with pytest.raises(ValueError, match="of another model: exp_avg of parameter 0"):
+        optimizer.load_state_dict(trained.state_dict())
+    assert not optimizer.state
     optimizer.receive_in_backward()
     with pytest.raises(RuntimeError, match="are awaited already"):
         offloaded(model.parameters()).receive_in_backward()
@@ -550,7 +572,7 @@ def test_gradients_that_are_averaged_do_not_leave_early(pools):
         except RuntimeError as error:
             return str(error)
 
-    assert all("by a wrapper that averages them" in words for words in pools(2)(early))
+    assert all("awaited already: by a wrapper" in words for words in pools(2)(early))
 
 
 @pytest.mark.gpu

@@ -15,11 +15,11 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         found: Any = torch.get_device_module(device)
         self._module: Any = found if hasattr(found, "Stream") else torch.cpu
-        self._stream = self._module.Stream()
+        self._device, self._stream = device, self._module.Stream(device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Begin to copy, when the device has computed `source`."""
-        self._stream.wait_stream(self._module.current_stream())
+        self._stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._stream):
             target.copy_(source, non_blocking=True)
         if source.device.type != "cpu":
@@ -33,7 +33,7 @@ class Lane:
 
     def device_waits(self) -> None:
         """What the device is told to compute from now on comes after the copies so far."""
-        self._module.current_stream().wait_stream(self._stream)
+        self._module.current_stream(self._device).wait_stream(self._stream)
 
 
 class Mirror:
@@ -59,6 +59,7 @@ class Mirror:
             self.lane.host_waits()
             self.buffer += target
         self.gradients += 1
+        self.master.grad = None  # it has been shown less
 
     def show_gradient(self) -> None:
         """Give the master what has been fetched. The copies must be there."""

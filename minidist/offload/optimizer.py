@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from minidist.offload.budget import on_host, put_on_host
 from minidist.offload.mirror import Lane, Mirror
+from minidist.zero.states import require_states_of
 
 
 class OffloadedOptimizer(Optimizer):
@@ -65,8 +66,9 @@ class OffloadedOptimizer(Optimizer):
         super().add_param_group(param_group)
         try:
             for parameter in self.param_groups[-1]["params"]:
-                lane = self._lanes.setdefault(parameter.device, Lane(parameter.device))
-                self._mirrors[parameter] = Mirror(parameter, lane)
+                if parameter.device not in self._lanes:
+                    self._lanes[parameter.device] = Lane(parameter.device)
+                self._mirrors[parameter] = Mirror(parameter, self._lanes[parameter.device])
             if self._inner is not None:
                 self._inner.add_param_group(self._mirrored()[-1])
                 self._take_options()
@@ -94,8 +96,8 @@ class OffloadedOptimizer(Optimizer):
         """
         if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self._mirrors):
             raise RuntimeError(
-                "the gradients of these parameters are awaited already, by a wrapper that averages "
-                "them or by another optimizer: let step() fetch them"
+                "the gradients of these parameters are awaited already: by a wrapper that averages "
+                "them, another optimizer or a MemoryTracker. Call this first, or let step() fetch"
             )
         me = weakref.ref(self)
 
@@ -156,10 +158,11 @@ class OffloadedOptimizer(Optimizer):
         self._give_options()
         self._inner.state.clear()
         for parameter, states in cast(dict[nn.Parameter, Any], self.state).items():
-            for name, value in states.items():
-                if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-                    states[name] = value.cpu()  # loaded by a wrapper, to where the parameter is
-            self._inner.state[self._mirrors[parameter].master] = states
+            master = self._mirrors[parameter].master
+            for name, value in states.items():  # as a wrapper has loaded them: as the parameter is
+                if name != "step" and isinstance(value, torch.Tensor):
+                    states[name] = value.to("cpu", master.dtype if value.ndim else value.dtype)
+            self._inner.state[master] = states
         try:
             with on_host():
                 self._inner.step()
@@ -198,7 +201,8 @@ class OffloadedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a `state_dict` of this or of the bare optimizer. Raises ValueError, and changes
-        nothing, if it is of other groups."""
+        nothing, if it is of other groups or another model."""
+        require_states_of(list(self._mirrors), state_dict["state"])
         self._give_options()
         with on_host():
             self._inner.load_state_dict(state_dict)
