@@ -748,8 +748,8 @@ def test_saved_in_shards_at_4_ranks_loaded_at_any_number(pools, tmp_path, make, 
 
 
 def test_saved_with_hybrid_sharding_and_buffers(pools, tmp_path):
-    def normed():
-        return nn.Sequential(net(6, 4), nn.BatchNorm1d(4, dtype=torch.float64))
+    def normed():  # before the layers: a bias before it has gradients of mere rounding errors
+        return nn.Sequential(nn.BatchNorm1d(6, dtype=torch.float64), net(6, 4))
 
     wanted = alone_for(range(4), make=normed)
     pools(4)(some_steps, range(2), folder=tmp_path, wrap=hybrid, make=normed)
