@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import minidist as md
+from minidist.checkpointing import CheckpointWrapper
 from minidist.pipeline import SCHEDULES
 
 wrap = md.checkpoint_wrapper
@@ -334,12 +335,28 @@ def stage2(module, optimizer):
     return md.ShardedDataParallel(module, zero), zero
 
 
+def fsdp(**options):
+    policy = md.fully_sharded.by_class(CheckpointWrapper)
+    return lambda model: md.FullyShardedDataParallel(
+        blocks(model), auto_wrap_policy=policy, **options
+    )
+
+
+def checkpoints_of_fsdp(model):
+    blocks(model, lambda block: wrap(md.FullyShardedDataParallel(block)))
+    return md.FullyShardedDataParallel(model)
+
+
 STRATEGIES = {
     "DDP": lambda model: md.DistributedDataParallel(blocks(model), bucket_cap_mb=0.01),
     "DDP of the whole": lambda model: md.DistributedDataParallel(wrap(model)),
     "checkpoint of DDP": lambda model: wrap(md.DistributedDataParallel(model)),
     "torch DDP": lambda model: TorchDDP(blocks(model)),
     "ZeRO 2": lambda model: stage2(blocks(model), torch.optim.SGD),
+    "FSDP of checkpoints": fsdp(),
+    "FSDP of checkpoints, not freed": fsdp(reshard_after_forward=False),
+    "FSDP of checkpoints, one at a time": fsdp(prefetch=False),
+    "checkpoints of FSDP": checkpoints_of_fsdp,
 }
 
 
@@ -353,6 +370,30 @@ def test_parity_of_replicas(pools, name):
         ranks=pools(2),
         steps=2,
     )
+
+
+def sharded_by_blocks(model):
+    return md.FullyShardedDataParallel(
+        model, auto_wrap_policy=md.fully_sharded.by_class(md.zoo.Block)
+    )
+
+
+@pytest.mark.parametrize("name", ["FSDP of checkpoints", "checkpoints of FSDP"])
+def test_shards_and_checkpoints_each_save_their_own(pools, name):
+    """What is kept is that of checkpoints alone. Parameters travel and are there as without."""
+
+    def kept_sent_and_whole(around):
+        model, x = language_model(4, lambda part: part[0])
+        model = around(model)
+        with md.measure.TrafficCounter() as traffic, md.measure.MemoryTracker(model) as memory:
+            model(x).sum().backward()
+        return memory.after("forward")["activations"], traffic.calls, memory.peak_of["parameters"]
+
+    alone = measured(4, wrap)[0]
+    for rank in (0, 1):
+        bare = pools(2)(kept_sent_and_whole, sharded_by_blocks)[rank]
+        kept, *others = pools(2)(kept_sent_and_whole, STRATEGIES[name])[rank]
+        assert (kept, others) == (alone, list(bare[1:])) and kept < bare[0] / 3
 
 
 def shard(model):

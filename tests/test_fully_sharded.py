@@ -852,6 +852,10 @@ def tied_between_units(rank):
     wrapped(module)
 
 
+def around_ddp(rank):
+    md.FullyShardedDataParallel(nn.Sequential(md.DistributedDataParallel(net())))
+
+
 def one_module_twice(rank):
     module = net(6, 6)
     both = nn.Sequential(module, module)
@@ -929,6 +933,7 @@ MISTAKES = {
         "ValueError",
         "must be in the same unit",
     ),
+    "around DDP": (around_ddp, "ValueError", "0 is a DistributedDataParallel"),
     "one module twice": (one_module_twice, "ValueError", "must be in the same unit"),
     "stepped between": (stepped_between, "RuntimeError", "changed since the forward pass"),
     "unfrozen": (unfrozen, "RuntimeError", "was frozen when"),

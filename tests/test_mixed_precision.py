@@ -45,12 +45,19 @@ def sharded(module):
     return fully_shard(module), Adam(module.parameters())
 
 
-STRATEGIES = [ddp, fused, stage1, stage2, sharded]
+def stage3(module):
+    model = md.FullyShardedDataParallel(
+        module, auto_wrap_policy=md.fully_sharded.by_class(nn.Linear)
+    )
+    return model, Adam(model.parameters())
+
+
+STRATEGIES = [ddp, fused, stage1, stage2, stage3, sharded]
 EVERY = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
-def weights(module):
-    found = [getattr(p, "full_tensor", lambda p=p: p)() for p in module.parameters()]
+def weights(model):
+    found = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.state_dict().values()]
     return torch.cat([p.detach().clone().flatten() for p in found])
 
 
@@ -76,7 +83,7 @@ def train(strategy, overflow, scaler_of, steps=6, ranks=None):
             scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        history.append((scaler.get_scale(), weights(module)))
+        history.append((scaler.get_scale(), weights(model)))
     return history
 
 
@@ -121,7 +128,7 @@ def test_an_infinity_that_only_one_rank_can_see(pools, strategy):
         module = net()
         model, optimizer = strategy(module)
         scaler = md.ShardedGradScaler(init_scale=8.0)
-        scales, before = [], weights(module)
+        scales, before = [], weights(model)
         for step in range(2):
             optimizer.zero_grad()
             model.zero_grad()
@@ -134,8 +141,8 @@ def test_an_infinity_that_only_one_rank_can_see(pools, strategy):
             scaler.update()
             scales.append(scaler.get_scale())
             if step == 0:
-                same = torch.equal(before, weights(module))
-        return scales, same, torch.equal(before, weights(module))
+                same = torch.equal(before, weights(model))
+        return scales, same, torch.equal(before, weights(model))
 
     for bad in (float("inf"), float("nan")):
         assert pools(2)(spoilt, bad) == [([4.0, 4.0], True, False)] * 2
@@ -195,7 +202,7 @@ def test_unscaled_gradients_are_clipped(pools, strategy):
             norm = getattr(model, "clip_grad_norm_", of)(0.01)
             scaler.step(optimizer)
             norm = getattr(norm, "full_tensor", lambda norm=norm: norm)()
-            found.append(torch.cat([weights(module), norm.view(1)]))
+            found.append(torch.cat([weights(model), norm.view(1)]))
         return md.parity.relative_difference(*found)
 
     assert max(pools(2)(clipped)) <= 1e-12

@@ -257,7 +257,14 @@ def stage2(module, kind):
     return md.ShardedDataParallel(module, optimizer), optimizer
 
 
-STRATEGIES = pytest.mark.parametrize("strategy", [ddp, ddp_after, stage1, stage2])
+def stage3(module, kind):
+    model = md.FullyShardedDataParallel(
+        module, auto_wrap_policy=md.fully_sharded.by_class(nn.Linear)
+    )
+    return model, offloaded(model.parameters(), kind)
+
+
+STRATEGIES = pytest.mark.parametrize("strategy", [ddp, ddp_after, stage1, stage2, stage3])
 
 
 @STRATEGIES
@@ -284,7 +291,7 @@ def test_weights_loaded_by_ranks_between_steps(pools, strategy):
                 for rank in ranks:
                     backward(model, step, rank, 1 / len(ranks))
                 optimizer.step()
-            found.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
+            found.append(torch.cat([p.flatten() for p in model.state_dict().values()]))
         return md.parity.relative_difference(*found)
 
     assert max(pools(2)(loaded)) <= 1e-12

@@ -8,6 +8,7 @@ from torch import nn
 from minidist import rank
 from minidist.distributed_data_parallel.replicas import words
 from minidist.fully_sharded.flat import FlatParameter, Kind, Place
+from minidist.fully_sharded.unit import is_unit
 from minidist.fully_sharded.wrap import within
 from minidist.wrapper import Wrapper
 
@@ -29,7 +30,7 @@ class Abandoned(nn.Parameter):
 
 def own_modules(module: nn.Module, others: Set[nn.Module] = frozenset()) -> Modules:
     """The modules of a unit, by name: those that are in no unit within it, nor in `others`."""
-    return list(within(module, lambda child: isinstance(child, Wrapper) or child in others))
+    return list(within(module, lambda child: is_unit(child) or child in others))
 
 
 def own_tensors(own: Modules) -> list[torch.Tensor]:
@@ -46,13 +47,18 @@ def own_tensors(own: Modules) -> list[torch.Tensor]:
 def describe(module: nn.Module, parts: Set[nn.Module]) -> Iterator[str]:
     """What all ranks must have alike: of each unit that will be, its parameters and buffers.
 
-    Raises ValueError if one parameter would be in two of them.
+    Raises ValueError if one parameter would be in two of them, or if another strategy is within.
     """
     home: dict[int, str] = {}
     for name, each in module.named_modules():
-        if isinstance(each, Wrapper):
+        if isinstance(each, Wrapper) and hasattr(each, "process_group") and not is_unit(each):
+            raise ValueError(
+                f"{name or 'the module'} is a {type(each).__name__}, which sees to its gradients "
+                "itself: wrap the module that is in it"
+            )
+        if is_unit(each):
             yield f"unit {name}, wrapped by hand"
-            for slot in (slot for flat in each.unit.flats for slot in flat.slots):  # type: ignore[union-attr]
+            for slot in (slot for flat in each.unit.flats for slot in flat.slots):
                 yield words("parameter", slot.names[0], slot.piece.whole)
                 home[id(slot.piece.own)] = name
     roots = [("", module), *((n, m) for n, m in module.named_modules() if m in parts)]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
+from minidist.fully_sharded.unit import is_unit
 from minidist.wrapper import Wrapper
 
 Policy = Callable[..., bool]
@@ -44,7 +45,7 @@ def chosen(module: nn.Module, policy: Policy) -> dict[str, nn.Module]:
 
     def look(module: nn.Module, name: str, top: bool) -> int:
         """How many parameters are in units, in the end."""
-        if isinstance(module, Wrapper) or module in found.values():
+        if is_unit(module) or module in found.values():
             return _numel(module)
         numel, wrapped = _numel(module), 0
         if not policy(module=module, recurse=True, nonwrapped_numel=numel):
@@ -77,8 +78,9 @@ def within(
     module: nn.Module, stop: Callable[[nn.Module], bool], prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
     """All modules, by name, the outer ones first; but for those at which to `stop`, and what is in
-    them. One that is there twice comes twice."""
+    them. One that is there twice comes twice. Names are those without wrappers."""
     yield prefix, module
     for name, child in module._modules.items():
         if child is not None and not stop(child):
-            yield from within(child, stop, f"{prefix}{name}.")
+            inner = prefix if isinstance(module, Wrapper) else f"{prefix}{name}."
+            yield from within(child, stop, inner)
