@@ -15,6 +15,7 @@ from minidist.distributed_data_parallel.replicas import (
     require_group,
     require_same_model,
 )
+from minidist.pipeline.norm import norm_over_ranks
 from minidist.wrapper import Wrapper
 from minidist.zero.optimizer import ZeroRedundancyOptimizer
 from minidist.zero.reducer import ShardingReducer
@@ -119,12 +120,7 @@ class ShardedDataParallel(Wrapper):
         # As float64 on every rank: one without gradients would have no other dtype to choose.
         norm = torch.nn.utils.get_total_norm(gradients, norm_type)
         norm = norm.to(next(self.module.parameters()).device, torch.float64)
-        if norm_type == float("inf"):
-            dist.all_reduce(norm, dist.ReduceOp.MAX, self.process_group)
-        else:
-            norm **= norm_type
-            dist.all_reduce(norm, group=self.process_group)
-            norm **= 1 / norm_type
+        norm = norm_over_ranks(norm, norm_type, self.process_group)
         torch.nn.utils.clip_grads_with_norm_(shards, max_norm, norm)
         return norm
 
