@@ -3,6 +3,7 @@ process, against torch's fully_shard, and against the formulas, in bytes."""
 
 import contextlib
 import copy
+import itertools
 from functools import partial
 
 import pytest
@@ -151,6 +152,17 @@ def several_forward_passes(model, optimizer, batches, no_sync, clip, step):
     optimizer.step()
 
 
+def one_backward_pass_for_both_kinds(model, optimizer, batches, no_sync, clip, step):
+    """A forward pass outside of no_sync() is enough: what its backward pass has is reduced."""
+    optimizer.zero_grad()
+    for batch in batches:
+        loss = loss_of(model(batch))
+        with no_sync():
+            loss = loss + loss_of(model(2 * batch))
+        (loss / len(batches)).backward()
+    optimizer.step()
+
+
 def clipped(model, optimizer, batches, no_sync, clip, step, norm_type=2.0):
     optimizer.zero_grad()
     for batch in batches:
@@ -172,7 +184,12 @@ def evaluated(model, optimizer, batches, no_sync, clip, step):
 
 LOOPS = [plainly, accumulate, reduced_then_kept_then_reduced, forgotten]
 LOOPS += [partial(forgotten, set_to_none=False), several_backward_passes, several_forward_passes]
-LOOPS += [evaluated, clipped, partial(clipped, norm_type=float("inf"))]
+LOOPS += [
+    one_backward_pass_for_both_kinds,
+    evaluated,
+    clipped,
+    partial(clipped, norm_type=float("inf")),
+]
 LOOPS += [partial(clipped, norm_type=1.0)]
 
 
@@ -417,6 +434,29 @@ def test_the_whole_model_is_never_there(pools, prefetch):
     for _, peak, _, _ in pools(2)(run):
         there = sum(sorted(units)[-2:]) if prefetch else max(units)
         assert peak == 4 * (sum(units) // 2 + there)
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x, second):
+        x = self.first(x)
+        return self.second(x) if second else x
+
+
+def test_what_was_gathered_ahead_for_nothing_is_freed(pools):
+    def there():
+        model = wrapped(Branches())
+        found = []
+        for second in (True, False):
+            model(share(0, dtype=torch.float32), second)
+            found.append([f.whole.untyped_storage().nbytes() for f in model._schedule.flats])
+        return found
+
+    for found in pools(2)(there):
+        assert not any(itertools.chain(*found)), found
 
 
 @pytest.mark.parametrize("reshard", [True, False])
