@@ -246,6 +246,8 @@ def test_a_seed_makes_the_shards_of_the_dense_layer(pools):
             torch.manual_seed(5)
             ours = parallel()
             found += [f"{ours}: the generator"] * (not torch.equal(torch.rand(3), after))
+            orders = [[name for name, _ in each.named_parameters()] for each in (ours, wanted)]
+            found += [f"{orders[0]}: the order"] * (orders[0] != orders[1])
             ours = tp.full_state_dict(ours)
             found += [f"{ours.keys()}"] * (ours.keys() != wanted.state_dict().keys())
             for name, tensor in wanted.state_dict().items():

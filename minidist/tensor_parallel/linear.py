@@ -50,6 +50,7 @@ class _ParallelLinear(ParallelLayer):
         self.sequence_parallel = sequence_parallel
         self.has_bias = bias
         self.require_split()
+        self.register_parameter("weight", None)  # in the order of nn.Linear's
         self.register_parameter("bias", None)
         self.take(self.make_dense(device, dtype))
 
