@@ -276,7 +276,12 @@ def _differs(what: str, difference: float) -> tuple[str, float]:
 
 
 def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """max|a - b| / max|b|: 0 if all elements are equal, nan if one is not a number. Lesson 4."""
+    """max|a - b| / max|b|: 0 if all elements are equal, nan if one is not a number. Lesson 4.
+
+    Raises ValueError if the shapes differ, which broadcasting would hide.
+    """
+    if a.shape != b.shape:
+        raise ValueError(f"tensors of shapes {tuple(a.shape)} and {tuple(b.shape)} do not compare")
     if a.numel() == 0 or torch.equal(a, b):
         return 0.0
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64

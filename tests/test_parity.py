@@ -233,4 +233,6 @@ def test_relative_difference():
     assert relative_difference(torch.tensor([2**40 + 1]), torch.tensor([2**40])) == 2**-40
     assert relative_difference(t([3.0]), torch.tensor([4.0])) == 0.25
     assert relative_difference(torch.tensor([4 + 3j]), torch.tensor([4 + 0j])) == 0.75
+    with pytest.raises(ValueError, match=r"shapes \(1,\) and \(2,\)"):
+        relative_difference(t([1.0]), t([1.0, 1.0]))
     assert relative_difference(torch.tensor([4 + 0j]), torch.tensor([4 + 3j])) == 0.6
