@@ -480,6 +480,36 @@ def test_traffic(pools, reshard):
         }
 
 
+class Nested(nn.Module):
+    """A unit with a unit within it, before whose backward pass its own begins."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = net(6, 6, dtype=torch.float32), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return x + self.outer(self.inner(x)).tanh()
+
+
+def test_units_within_units_are_gathered_no_more_often(pools):
+    """A gather ahead is of what comes next, in backward too: else it was for nothing."""
+
+    def gathers():
+        module = nn.Sequential(Nested(), Nested(), Nested(), nn.Linear(6, 3))
+        model = md.FullyShardedDataParallel(module, auto_wrap_policy=by_class(Nested, nn.Linear))
+        for _ in range(3):
+            with md.measure.TrafficCounter() as traffic:
+                model(share(0, dtype=torch.float32)).sum().backward()
+        return sum(
+            nbytes
+            for name, (_, nbytes) in traffic.calls.items()
+            if "gather" in name or "broadcast" in name
+        )
+
+    nbytes = 4 * (6 * 42 + 6 * 3 + 3 + 1)  # of the last layer, padded
+    assert pools(2)(gathers) == [2 * nbytes] * 2
+
+
 # ---- torch's own ------------------------------------------------------------------------------
 
 

@@ -26,8 +26,8 @@ from minidist.fully_sharded.unit import Unit, hide
 
 
 class Visit:
-    """A forward pass of a unit, and the one before it: the next in the backward pass. `task` is the
-    backward pass that has come to it."""
+    """A forward pass of a unit, and the one that ended before it did: the next in the backward
+    pass. `task` is the backward pass that has come to it."""
 
     def __init__(self, unit: Unit, previous: "Visit | None") -> None:
         self.unit, self.previous = unit, previous
@@ -68,12 +68,11 @@ class Schedule:
     def enter(self, unit: Unit) -> Visit:
         """Have the unit there, and the next one on its way."""
         again = in_backward()
-        visit = Visit(unit, unit.before if again else self._last)
+        visit = Visit(unit, unit.before)
         if self._ahead is unit:
             self._ahead = None
         unit.unshard(self._arrived_for(visit))
         if unit.flats and not again:
-            unit.before, self._last = self._last, visit
             self._now.append(unit)
             done = len(self._now)
             if self._now == self._known[:done] and done < len(self._known):
@@ -82,6 +81,11 @@ class Schedule:
 
     def leave(self, visit: Visit, inputs: Any, output: Any) -> None:
         """The unit has computed: free it, and be told when a backward pass comes to it."""
+        if not in_backward():
+            # A backward pass comes to a unit before it comes to those within it.
+            visit.previous = visit.unit.before = self._last
+            if visit.unit.flats:
+                self._last = visit
         # In a backward pass a checkpoint computes again: soon this will be needed.
         if not in_backward() and (visit.unit.reshard_after_forward or not torch.is_grad_enabled()):
             visit.unit.free()
