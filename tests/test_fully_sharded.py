@@ -590,6 +590,7 @@ def test_mixed_precision(pools):
     """Compute and communication in bfloat16, shards and sums in float32."""
 
     def mixed():
+        torch.manual_seed(0)
         policy = MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
         module = nn.Sequential(*net(6, 8, dtype=torch.float32), nn.BatchNorm1d(8), nn.Linear(8, 3))
         plain = copy.deepcopy(module)
