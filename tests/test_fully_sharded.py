@@ -88,6 +88,21 @@ def test_parity_of_hybrid_sharding(pools):
     assert md.parity.check(hybrid, optimizer=make, ranks=pools(4)).largest <= 1e-12
 
 
+def test_every_rank_begins_with_what_rank_0_has(pools):
+    def begun(wrap):
+        torch.manual_seed(dist.get_rank())
+        module = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+        module[1].running_mean += dist.get_rank()
+        before = {name: value.clone() for name, value in module.state_dict().items()}
+        return before, wrap(module).state_dict()
+
+    for size, wrap in ((3, wrapped), (4, hybrid)):
+        found = pools(size)(begun, wrap)
+        first = found[0][0]
+        assert apart(found[1][0], first) != []
+        assert [apart(after, first, 0) for _, after in found] == [[]] * size
+
+
 # ---- any loop ---------------------------------------------------------------------------------
 
 
