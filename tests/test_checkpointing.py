@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import minidist as md
 from minidist.checkpointing import CheckpointWrapper
+from minidist.fully_sharded import by_class
 from minidist.pipeline import SCHEDULES
 
 wrap = md.checkpoint_wrapper
@@ -335,16 +336,12 @@ def stage2(module, optimizer):
     return md.ShardedDataParallel(module, zero), zero
 
 
-def fsdp(**options):
-    policy = md.fully_sharded.by_class(CheckpointWrapper)
-    return lambda model: md.FullyShardedDataParallel(
-        blocks(model), auto_wrap_policy=policy, **options
-    )
+def units_of(kind, model, **options):
+    return md.FullyShardedDataParallel(model, auto_wrap_policy=by_class(kind), **options)
 
 
-def checkpoints_of_fsdp(model):
-    blocks(model, lambda block: wrap(md.FullyShardedDataParallel(block)))
-    return md.FullyShardedDataParallel(model)
+def units_of_checkpoints(**options):
+    return lambda model: units_of(CheckpointWrapper, blocks(model), **options)
 
 
 STRATEGIES = {
@@ -353,10 +350,12 @@ STRATEGIES = {
     "checkpoint of DDP": lambda model: wrap(md.DistributedDataParallel(model)),
     "torch DDP": lambda model: TorchDDP(blocks(model)),
     "ZeRO 2": lambda model: stage2(blocks(model), torch.optim.SGD),
-    "FSDP of checkpoints": fsdp(),
-    "FSDP of checkpoints, not freed": fsdp(reshard_after_forward=False),
-    "FSDP of checkpoints, one at a time": fsdp(prefetch=False),
-    "checkpoints of FSDP": checkpoints_of_fsdp,
+    "fully sharded, checkpoints of units": lambda model: units_of(md.zoo.Block, blocks(model)),
+    "fully sharded, units of checkpoints": units_of_checkpoints(),
+    "and not freed after forward": units_of_checkpoints(reshard_after_forward=False),
+    "and without prefetch": units_of_checkpoints(prefetch=False),
+    "fully sharded, one checkpoint": lambda model: units_of(md.zoo.Block, wrap(model)),
+    "checkpoint of fully sharded": lambda model: wrap(units_of(md.zoo.Block, model)),
 }
 
 
@@ -372,13 +371,7 @@ def test_parity_of_replicas(pools, name):
     )
 
 
-def sharded_by_blocks(model):
-    return md.FullyShardedDataParallel(
-        model, auto_wrap_policy=md.fully_sharded.by_class(md.zoo.Block)
-    )
-
-
-@pytest.mark.parametrize("name", ["FSDP of checkpoints", "checkpoints of FSDP"])
+@pytest.mark.parametrize("name", ["checkpoints of units", "units of checkpoints"])
 def test_shards_and_checkpoints_each_save_their_own(pools, name):
     """What is kept is that of checkpoints alone. Parameters travel and are there as without."""
 
@@ -391,8 +384,8 @@ def test_shards_and_checkpoints_each_save_their_own(pools, name):
 
     alone = measured(4, wrap)[0]
     for rank in (0, 1):
-        bare = pools(2)(kept_sent_and_whole, sharded_by_blocks)[rank]
-        kept, *others = pools(2)(kept_sent_and_whole, STRATEGIES[name])[rank]
+        bare = pools(2)(kept_sent_and_whole, partial(units_of, md.zoo.Block))[rank]
+        kept, *others = pools(2)(kept_sent_and_whole, STRATEGIES[f"fully sharded, {name}"])[rank]
         assert (kept, others) == (alone, list(bare[1:])) and kept < bare[0] / 3
 
 
@@ -441,6 +434,25 @@ def like_sharded(name):
 @pytest.mark.parametrize("name", SHARDED)
 def test_within_torchs_sharded_training(pools, name):
     assert max(pools(2)(like_sharded, name)) <= 1e-12
+
+
+@pytest.mark.parametrize("kind", [md.zoo.Block, CheckpointWrapper])
+def test_states_of_sharded_checkpoints_are_those_of_the_bare_module(pools, kind):
+    def saved():
+        model = units_of(kind, blocks(md.zoo.Transformer(seed=1)))
+        other = md.zoo.Transformer(seed=2).state_dict()
+        names = [name for name, _ in model.named_parameters()]
+        first = model.state_dict()
+        model.load_state_dict(other)
+        return names, first, model.state_dict()
+
+    plain, other = md.zoo.Transformer(seed=1), md.zoo.Transformer(seed=2).state_dict()
+    wanted = plain.state_dict()
+    for names, first, second in pools(2)(saved):
+        assert set(names) == {name for name, _ in plain.named_parameters()}
+        for found, expected in (first, wanted), (second, other):
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -8,7 +8,7 @@ from torch import nn
 from minidist import rank
 from minidist.distributed_data_parallel.replicas import words
 from minidist.fully_sharded.flat import FlatParameter, Kind, Place
-from minidist.fully_sharded.unit import is_unit
+from minidist.fully_sharded.state_dicts import StateDicts
 from minidist.fully_sharded.wrap import within
 from minidist.wrapper import Wrapper
 
@@ -30,7 +30,7 @@ class Abandoned(nn.Parameter):
 
 def own_modules(module: nn.Module, others: Set[nn.Module] = frozenset()) -> Modules:
     """The modules of a unit, by name: those that are in no unit within it, nor in `others`."""
-    return list(within(module, lambda child: is_unit(child) or child in others))
+    return list(within(module, lambda child: isinstance(child, StateDicts) or child in others))
 
 
 def own_tensors(own: Modules) -> list[torch.Tensor]:
@@ -51,16 +51,16 @@ def describe(module: nn.Module, parts: Set[nn.Module]) -> Iterator[str]:
     """
     home: dict[int, str] = {}
     for name, each in module.named_modules():
-        if isinstance(each, Wrapper) and hasattr(each, "process_group") and not is_unit(each):
-            raise ValueError(
-                f"{name or 'the module'} is a {type(each).__name__}, which sees to its gradients "
-                "itself: wrap the module that is in it"
-            )
-        if is_unit(each):
+        if isinstance(each, StateDicts):
             yield f"unit {name}, wrapped by hand"
             for slot in (slot for flat in each.unit.flats for slot in flat.slots):
                 yield words("parameter", slot.names[0], slot.piece.whole)
                 home[id(slot.piece.own)] = name
+        elif isinstance(each, Wrapper) and hasattr(each, "process_group"):
+            raise ValueError(
+                f"{name or 'the module'} is a {type(each).__name__}, which sees to its gradients "
+                "itself: wrap the module that is in it"
+            )
     roots = [("", module), *((n, m) for n, m in module.named_modules() if m in parts)]
     for unit, root in roots:
         yield f"unit {unit or '(the root)'}"

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.function import once_differentiable
 
 from minidist.fully_sharded.flat import FlatParameter
@@ -36,11 +35,6 @@ class Unit:
         for flat in self.flats:
             if not flat.open:
                 hide(flat)
-
-
-def is_unit(module: nn.Module) -> bool:
-    """Whether it has been wrapped."""
-    return isinstance(getattr(module, "unit", None), Unit)
 
 
 def show(flat: FlatParameter, arrived: Callable[[FlatParameter, Any], None]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
-from minidist.fully_sharded.unit import is_unit
+from minidist.fully_sharded.state_dicts import StateDicts
 from minidist.wrapper import Wrapper
 
 Policy = Callable[..., bool]
@@ -45,7 +45,7 @@ def chosen(module: nn.Module, policy: Policy) -> dict[str, nn.Module]:
 
     def look(module: nn.Module, name: str, top: bool) -> int:
         """How many parameters are in units, in the end."""
-        if is_unit(module) or module in found.values():
+        if isinstance(module, StateDicts) or module in found.values():
             return _numel(module)
         numel, wrapped = _numel(module), 0
         if not policy(module=module, recurse=True, nonwrapped_numel=numel):
@@ -78,7 +78,7 @@ def within(
     module: nn.Module, stop: Callable[[nn.Module], bool], prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
     """All modules, by name, the outer ones first; but for those at which to `stop`, and what is in
-    them. One that is there twice comes twice. Names are those without wrappers."""
+    them. One that is there twice comes twice. What a wrapper wraps (lesson 10) has its name."""
     yield prefix, module
     for name, child in module._modules.items():
         if child is not None and not stop(child):
