@@ -304,6 +304,15 @@ def test_a_whole_of_segments_keeps_less_still():
     assert kept - memory.after("forward")["activations"] == 6 * 4 * B * T * C
 
 
+def test_a_graph_that_is_retained_keeps_no_more_than_before():
+    model, x = language_model(2, wrap)
+    with md.measure.MemoryTracker(model) as memory:
+        loss = model(x).sum()
+        loss.backward(retain_graph=True)
+    assert memory.live["activations"] == memory.after("forward")["activations"] > 0
+    assert memory.live["other"] == loss.nbytes
+
+
 @pytest.mark.parametrize("backward", [once, for_some, None])
 def test_nothing_stays_behind(backward):
     _, model = pair("nested")
