@@ -173,12 +173,13 @@ def test_bfloat16_has_a_copy_in_float32(early):
     assert p.dtype is torch.bfloat16 and torch.equal(p, torch.full_like(p, 1 + 2.0**-6))
     (copy_,) = optimizer.shards
     assert copy_.dtype is torch.float32 and torch.equal(copy_, torch.full((3,), 1 + 2.0**-6))
-    with torch.no_grad():
-        p[0] = 5.0  # the others keep what only the host knows
-    optimizer.zero_grad()
-    (-p).sum().backward()
-    optimizer.step()
-    assert optimizer.shards[0].tolist() == [5 + 2.0**-10] + [1 + 2.0**-6 + 2.0**-10] * 2
+    for first in (4.0, 5.0):
+        with torch.no_grad():
+            p[0] = first  # the others keep what only the host knows
+        optimizer.zero_grad()
+        (-p).sum().backward()
+        optimizer.step()
+    assert optimizer.shards[0].tolist() == [5 + 2.0**-10] + [1 + 2.0**-6 + 2.0**-9] * 2
 
 
 def test_bfloat16_gradients_add_up_on_the_host_while_they_are_watched():
@@ -395,6 +396,18 @@ def test_bytes_on_the_device():
     assert early.peak < at_step.peak < on_device.peak
 
 
+def test_states_that_are_loaded_are_on_the_host():
+    model = net(torch.float32, WIDE)
+    optimizer = offloaded(model.parameters())
+    model(torch.randn(16, 64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with Budget(P, model, optimizer) as device:
+        pass
+    assert device.live["optimizer states"] == 0
+
+
 def test_the_host_has_the_rest():
     """As the tracker sees it, to whom a CPU's memory is one."""
     model = net(torch.float32, WIDE)
@@ -536,9 +549,16 @@ def test_a_first_step_that_fails_has_not_been():
         optimizer.step()
     assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)
     assert optimizer.state_dict()["state"] == {}
-    Fails.room = True
-    optimizer.step()
-    assert torch.allclose(model.weight, before["weight"] - 0.5, atol=1e-4)
+    for steps in (1, 2):
+        Fails.room = True
+        model.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        assert torch.allclose(model.weight, before["weight"] - 0.5 * steps, atol=1e-4)
+        Fails.room = False
+        model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(MemoryError):
+            optimizer.step()
 
 
 def test_mistakes():
