@@ -1,0 +1,69 @@
+"""The picture of lesson 10: memory_savers."""
+
+from matplotlib.patches import Rectangle
+from style import PALE, Axes, arrow, box, ink, paper, save
+
+from minidist.plot import color
+
+KINDS = {"parameters": 1, "gradients": 1, "optimizer states": 2, "activations": 4}
+EMPTY = "#F0F0F0"
+UNIT, WIDTH, FOOT = 0.4, 1.3, 0.85  # inches
+
+
+def bar(axes: Axes, x: float, y: float, height: float, shade: str, width: float = WIDTH) -> None:
+    looks = {"facecolor": shade, "edgecolor": "white", "linewidth": 1}
+    axes.add_patch(Rectangle((x, y), width, height, **looks))
+
+
+def words(axes: Axes, x: float, y: float, text: str, size: float = 9.5, **looks) -> None:
+    looks = {"ha": "center", "va": "center", "linespacing": 1.4} | looks
+    axes.text(x, y, text, fontsize=size, **looks)
+
+
+def memory_savers() -> None:
+    """What a rank holds at the peak of a step, and which part of it each saver takes."""
+    figure, axes = paper(10.4, 4.95)
+    savers = [  # a name, what is left of each kind, and the price
+        ("nothing saved", {}, ()),
+        (
+            "sharded",
+            dict.fromkeys(list(KINDS)[:3], 0.25),
+            ("price: communication", "(lessons 8 and 9)"),
+        ),
+        ("checkpointed", {"activations": 0.125}, ("price: forward", "once more")),
+        ("in 16 bits", {"activations": 0.5}, ("price: digits,", "or range")),
+        (
+            "offloaded",
+            {"optimizer states": 0, "gradients": 0},
+            ("price: copies,", "and a slower step"),
+        ),
+    ]
+    for column, (title, left, price) in enumerate(savers):
+        x, y = 0.4 + 1.72 * column, FOOT
+        middle = x + WIDTH / 2
+        words(axes, middle, 4.65, title, 11.5, fontweight="bold", va="baseline")
+        words(axes, middle, 4.3, "the device", color=PALE, va="baseline")
+        for kind, units in KINDS.items():
+            height = UNIT * units
+            bar(axes, x, y, height, EMPTY)
+            bar(axes, x, y, height * left.get(kind, 1), color(kind))
+            if not column:
+                looks = {"linespacing": 1.1, "color": ink(color(kind))}
+                words(axes, middle, y + height / 2, kind.replace(" ", "\n"), **looks)
+            y += height
+        for row, line in enumerate(price):
+            words(axes, middle, 0.5 - 0.22 * row, line, va="baseline")
+    x, y = 0.4 + 1.72 * 4, FOOT + UNIT
+    words(axes, 9.5, 2.95, "the host", color=PALE)
+    box(axes, 8.95, y - 0.1, 1.1, 1.65)
+    bar(axes, 9.05, y, UNIT, color("gradients"), 0.9)
+    bar(axes, 9.05, y + UNIT, 2 * UNIT, color("optimizer states"), 0.9)
+    words(axes, 9.5, y + 3 * UNIT + 0.17, "Adam's step", 9)
+    travel = {"color": color("communication"), "linewidth": 2}
+    arrow(axes, (x + WIDTH + 0.02, y + UNIT / 2), (9.03, y + UNIT / 2), **travel)
+    arrow(axes, (9.4, y - 0.12), (x + WIDTH + 0.02, FOOT + UNIT / 2), bend=-0.35, **travel)
+    save(figure, "memory_savers")
+
+
+if __name__ == "__main__":
+    memory_savers()
