@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import minidist as md
 from minidist.fully_sharded import by_class, by_size
+from minidist.parity.states import state_of
 
 ADAM = torch.optim.Adam, {"lr": 1e-3}
 ADAMW = torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.1}
@@ -226,7 +227,7 @@ def together(make, loop, kind=ADAM, wrap=wrapped, allowed=1e-12, grouped=None, f
         loop(model, optimizer, [share(rank, step)], model.no_sync, model.clip_grad_norm_, step)
         shares = [share(rank, step) for rank in range(size)]
         loop(plain, alone, shares, contextlib.nullcontext, clip_plain, step)
-        ours, wanted = md.parity._state(model, optimizer), md.parity._state(plain, alone)
+        ours, wanted = state_of(model, optimizer), state_of(plain, alone)
         if hasattr(model, "last_norm"):
             ours["norm"], wanted["norm"] = model.last_norm, plain.last_norm
         if found := apart(ours, wanted, allowed):

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minidist as md
 from minidist.distributed_data_parallel import bf16_compress_hook
+from minidist.parity.states import state_of
 from minidist.zero import partition
 
 ADAM = torch.optim.Adam, {"lr": 1e-3}
@@ -71,7 +72,7 @@ def loss_of(output, step=0):
 
 def whole(model, optimizer):
     """Weights, buffers and optimizer states, whole: by name."""
-    return md.parity._state(model, optimizer)
+    return state_of(model, optimizer)
 
 
 def apart(ours, plain, allowed=1e-12):

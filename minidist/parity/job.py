@@ -1,0 +1,92 @@
+"""The same training, in one process and on a rank (lesson 4)."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from minidist.parity.states import State, buffers_of, differences, state_of
+from minidist.rank import device
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Data = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Step:
+    """After a step of the one process. Buffers are those that each rank should have."""
+
+    state: State
+    buffers: list[State]
+    loss: float
+
+
+@dataclass
+class Report:
+    """What a rank found: the first difference (its step, and words for it), and its losses."""
+
+    largest: float = 0.0
+    first: tuple[int, str] | None = None
+    losses: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, and how."""
+
+    strategy: Callable[[nn.Module], Any]
+    model: Callable[[], nn.Module]
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    loss_fn: Loss
+    step: Callable[..., torch.Tensor]
+    dtype: torch.dtype
+    tolerance: float
+
+    def make(self) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return self.model().to(self.dtype)
+
+    def alone(self, batches: list[Data], world_size: int) -> Iterator[Step]:
+        """Train on whole batches, or share by share where each share has its own means."""
+        model = self.make()
+        optimizer = self.optimizer(model.parameters())
+        shares = [slice(None)]
+        if any(isinstance(module, _BatchNorm) for module in model.modules()):
+            shares = [slice(rank, None, world_size) for rank in range(world_size)]
+        for inputs, targets in batches:
+            before, after, losses = buffers_of(model), [], []
+            optimizer.zero_grad()
+            for share in shares:
+                model.load_state_dict(before, strict=False)
+                loss = self.loss_fn(model(inputs[share]), targets[share]) / len(shares)
+                loss.backward()
+                after.append(buffers_of(model))
+                losses.append(loss.item())
+            optimizer.step()
+            model.load_state_dict(after[0], strict=False)
+            after *= world_size // len(after)
+            yield Step(state_of(model, optimizer), after, sum(losses))
+
+    def on_a_rank(self, batches: list[Data], alone: list[Step]) -> Report:
+        """Train by the strategy on this rank's shares, and compare after each step."""
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        here = device()
+        made = self.strategy(self.make().to(here))
+        model, optimizer = made if isinstance(made, tuple) else (made, None)
+        optimizer = optimizer or self.optimizer(model.parameters())
+        report = Report()
+        for number, (batch, expected) in enumerate(zip(batches, alone, strict=True), start=1):
+            inputs, targets = (tensor[rank::world_size].to(here) for tensor in batch)
+            loss = self.step(model, optimizer, inputs, targets, self.loss_fn)
+            report.losses.append(loss.item())
+            wanted = {**expected.state, **expected.buffers[rank]}
+            for words, difference in differences(state_of(model, optimizer), wanted):
+                report.largest = max(report.largest, difference)
+                if report.first is None and not difference <= self.tolerance:
+                    report.first = number, words
+        return report
