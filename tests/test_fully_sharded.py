@@ -454,6 +454,46 @@ def test_the_whole_model_is_never_there(pools, prefetch):
         assert max(units) <= peak["communication buffers"] / 4 <= two
 
 
+class Seen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, see):
+        see("forward")
+        ctx.see = see
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.see("backward")
+        return gradient, None
+
+
+class Watched(nn.Linear):
+    def forward(self, x):
+        return Seen.apply(super().forward(x), self.see)
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_the_next_unit_is_gathered_while_one_computes(pools, prefetch):
+    def there():
+        model = nn.Sequential(*[Watched(6, 6) for _ in range(4)])
+        model = wrapped(model, auto_wrap_policy=by_class(Watched), prefetch=prefetch)
+        units, found = list(model.module), []
+        for unit in units:
+            unit.module.see = lambda when: found.append(
+                (when, [i for i, each in enumerate(units) if each.unit.flats[0].there])
+            )
+        for _ in range(2):  # the first finds out the order
+            found.clear()
+            model(share(0, dtype=torch.float32)).sum().backward()
+        return found
+
+    ahead = [[0, 1], [1, 2], [2, 3], [3]], [[2, 3], [1, 2], [0, 1], [0]]
+    alone = [[0], [1], [2], [3]], [[3], [2], [1], [0]]
+    forward, backward = ahead if prefetch else alone
+    wanted = [("forward", each) for each in forward] + [("backward", each) for each in backward]
+    assert pools(2)(there) == [wanted] * 2
+
+
 class Branches(nn.Module):
     def __init__(self):
         super().__init__()
