@@ -352,6 +352,7 @@ def kill_the_forkserver():
 
 @pytest.mark.parametrize("when", ["between two calls", "in a call"])
 def test_a_killed_forkserver_ends_the_call_and_a_new_one_is_started(ranks, when):
+    pids = ranks(os.getpid)
     if when == "in a call":
         killer = threading.Timer(0.3, kill_the_forkserver)
         killer.start()
@@ -364,6 +365,8 @@ def test_a_killed_forkserver_ends_the_call_and_a_new_one_is_started(ranks, when)
         "rank 0 exited early, with code 255, or else the forkserver was killed\n"
     )
     assert ranks(work) == [10.0] * SIZE
+    # They were the forkserver's children: who buries them now is the system's first process.
+    assert eventually(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), SOON)
 
 
 def test_a_rank_that_fails_to_start_is_an_error_at_once(monkeypatch):
