@@ -1,25 +1,13 @@
 """The picture of lesson 9: fsdp_unit."""
 
-from matplotlib.patches import Rectangle
-from style import PALE, Axes, arrow, ink, paper, save
+from style import EMPTY, PALE, Axes, arrow, bar, ink, paper, save, words
 
 from minidist.plot import color
 
 PARAMETERS, GRADIENTS = color("parameters"), color("gradients")
 TRAVEL, STEP = color("communication"), color("step")
-EMPTY = "#F0F0F0"
 WIDTH, GAP, LEFT = 0.8, 1.0, 1.2  # inches: of a unit, between two moments, of the first one
 OWN = 1  # the rank that is shown
-
-
-def words(axes: Axes, x: float, y: float, text: str, size: float = 9.5, **looks) -> None:
-    looks = {"ha": "center", "va": "center", "linespacing": 1.4} | looks
-    axes.text(x, y, text, fontsize=size, **looks)
-
-
-def bar(axes: Axes, x: float, y: float, width: float, height: float, shade: str, **looks) -> None:
-    looks = {"facecolor": shade, "edgecolor": "white", "linewidth": 1} | looks
-    axes.add_patch(Rectangle((x, y), width, height, **looks))
 
 
 def unit(axes: Axes, x: float, y: float, shade: str, there: str) -> None:

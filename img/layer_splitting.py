@@ -1,6 +1,6 @@
 """The pictures of lesson 5: model_parallelism, layer_split_model_parallel, pipeline_schedules."""
 
-from style import INK, PALE, RANKS, Axes, arrow, box, ink, name, paper, plt, save
+from style import INK, PALE, RANKS, Axes, arrow, box, ink, name, paper, plt, save, words
 
 from minidist.pipeline import SCHEDULES, simulate
 from minidist.plot import color, schedule
@@ -32,7 +32,7 @@ def model_parallelism() -> None:
     for rank in range(2):
         label(axes, 1.35 + 2.0 * rank, 1.25, rank)
     axes.plot([2.35, 2.35], [1.1, 3.3], color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
-    note(axes, 2.4, 0.65, "activations cross the cut forward,\ntheir gradients backward")
+    words(axes, 2.4, 0.65, "activations cross the cut forward,\ntheir gradients backward")
     for rank in range(2):
         label(axes, 5.68, 2.71 - 0.84 * rank, rank)
     for number in range(4):
@@ -46,17 +46,13 @@ def model_parallelism() -> None:
                     looks = {"linewidth": 1.1, "mutation_scale": 7}
                     arrow(axes, (x - 0.22, start), (x - 0.01, end), **looks)
     axes.plot([5.25, 9.2], [2.3, 2.3], color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
-    note(axes, 7.2, 0.65, "features of all ranks meet\nbetween layers: a collective")
+    words(axes, 7.2, 0.65, "features of all ranks meet\nbetween layers: a collective")
     save(figure, "model_parallelism")
 
 
 def label(axes: Axes, x: float, y: float, rank: int) -> None:
     box(axes, x - 0.4, y - 0.16, 0.8, 0.32, facecolor=RANKS[rank], edgecolor=RANKS[rank])
     name(axes, x, y, rank, 9.5)
-
-
-def note(axes: Axes, x: float, y: float, text: str) -> None:
-    axes.text(x, y, text, fontsize=9.5, ha="center", va="center", linespacing=1.4)
 
 
 def layer_split_model_parallel() -> None:

@@ -1,23 +1,11 @@
 """The picture of lesson 10: memory_savers."""
 
-from matplotlib.patches import Rectangle
-from style import PALE, Axes, arrow, box, ink, paper, save
+from style import EMPTY, PALE, arrow, bar, box, ink, paper, save, words
 
 from minidist.plot import color
 
 KINDS = {"parameters": 1, "gradients": 1, "optimizer states": 2, "activations": 4}
-EMPTY = "#F0F0F0"
 UNIT, WIDTH, FOOT = 0.4, 1.3, 0.85  # inches
-
-
-def bar(axes: Axes, x: float, y: float, height: float, shade: str, width: float = WIDTH) -> None:
-    looks = {"facecolor": shade, "edgecolor": "white", "linewidth": 1}
-    axes.add_patch(Rectangle((x, y), width, height, **looks))
-
-
-def words(axes: Axes, x: float, y: float, text: str, size: float = 9.5, **looks) -> None:
-    looks = {"ha": "center", "va": "center", "linespacing": 1.4} | looks
-    axes.text(x, y, text, fontsize=size, **looks)
 
 
 def memory_savers() -> None:
@@ -45,8 +33,8 @@ def memory_savers() -> None:
         words(axes, middle, 4.3, "the device", color=PALE, va="baseline")
         for kind, units in KINDS.items():
             height = UNIT * units
-            bar(axes, x, y, height, EMPTY)
-            bar(axes, x, y, height * left.get(kind, 1), color(kind))
+            bar(axes, x, y, WIDTH, height, EMPTY)
+            bar(axes, x, y, WIDTH, height * left.get(kind, 1), color(kind))
             if not column:
                 looks = {"linespacing": 1.1, "color": ink(color(kind))}
                 words(axes, middle, y + height / 2, kind.replace(" ", "\n"), **looks)
@@ -56,8 +44,8 @@ def memory_savers() -> None:
     x, y = 0.4 + 1.72 * 4, FOOT + UNIT
     words(axes, 9.5, 2.95, "the host", color=PALE)
     box(axes, 8.95, y - 0.1, 1.1, 1.65)
-    bar(axes, 9.05, y, UNIT, color("gradients"), 0.9)
-    bar(axes, 9.05, y + UNIT, 2 * UNIT, color("optimizer states"), 0.9)
+    bar(axes, 9.05, y, 0.9, UNIT, color("gradients"))
+    bar(axes, 9.05, y + UNIT, 0.9, 2 * UNIT, color("optimizer states"))
     words(axes, 9.5, y + 3 * UNIT + 0.17, "Adam's step", 9)
     travel = {"color": color("communication"), "linewidth": 2}
     arrow(axes, (x + WIDTH + 0.02, y + UNIT / 2), (9.03, y + UNIT / 2), **travel)

@@ -15,20 +15,24 @@ from minidist.plot import RANKS
 from minidist.plot.palette import INK, PALE, STYLE, ink
 
 __all__ = [
+    "EMPTY",
     "INK",
     "PALE",
     "RANKS",
     "Axes",
     "arrow",
+    "bar",
     "box",
     "ink",
     "name",
     "paper",
     "save",
     "stripes",
+    "words",
 ]
 
 HERE = Path(__file__).parent
+EMPTY = "#F0F0F0"  # a place where nothing is
 plt.rcParams.update(STYLE)
 
 
@@ -54,6 +58,18 @@ def box(axes: Axes, x: float, y: float, width: float, height: float, **looks: ob
     looks = {"facecolor": "white", "edgecolor": PALE, "linewidth": 1.2} | looks
     shape = "round,pad=0,rounding_size=0.08"
     axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=shape, **looks))
+
+
+def bar(axes: Axes, x: float, y: float, width: float, height: float, shade: str, **looks) -> None:
+    """A filled rectangle, from its lower left corner."""
+    looks = {"facecolor": shade, "edgecolor": "white", "linewidth": 1} | looks
+    axes.add_patch(Rectangle((x, y), width, height, **looks))
+
+
+def words(axes: Axes, x: float, y: float, text: str, size: float = 9.5, **looks) -> None:
+    """A text, centred upon a point."""
+    looks = {"ha": "center", "va": "center", "linespacing": 1.4} | looks
+    axes.text(x, y, text, fontsize=size, **looks)
 
 
 def name(axes: Axes, x: float, y: float, rank: int, size: float) -> None:

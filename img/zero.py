@@ -1,24 +1,12 @@
 """The pictures of lesson 8: zero, zero1, zero2, zero3."""
 
-from matplotlib.patches import Rectangle
-from style import INK, PALE, RANKS, Axes, arrow, box, ink, paper, save
+from style import EMPTY, INK, PALE, RANKS, Axes, arrow, bar, box, ink, paper, save, words
 
 from minidist.plot import color
 
 KINDS = {"parameters": 2, "gradients": 2, "optimizer states": 12}  # bytes: mixed precision, Adam
 PARAMETERS, GRADIENTS, _ = (color(kind) for kind in KINDS)
 TRAVEL, STEP = color("communication"), color("step")
-EMPTY = "#F0F0F0"
-
-
-def bar(axes: Axes, x: float, y: float, width: float, height: float, shade: str, **looks) -> None:
-    looks = {"facecolor": shade, "edgecolor": "white", "linewidth": 1} | looks
-    axes.add_patch(Rectangle((x, y), width, height, **looks))
-
-
-def words(axes: Axes, x: float, y: float, text: str, size: float = 9.5, **looks) -> None:
-    looks = {"ha": "center", "va": "center", "linespacing": 1.4} | looks
-    axes.text(x, y, text, fontsize=size, **looks)
 
 
 def keys(axes: Axes, y: float, entries: list[tuple[float, str, str, float]]) -> None:

@@ -200,13 +200,8 @@ def evaluated(model, optimizer, batches, no_sync, clip, step):
 
 LOOPS = [plainly, accumulate, reduced_then_kept_then_reduced, forgotten]
 LOOPS += [partial(forgotten, set_to_none=False), several_backward_passes, several_forward_passes]
-LOOPS += [
-    one_backward_pass_for_both_kinds,
-    evaluated,
-    clipped,
-    partial(clipped, norm_type=float("inf")),
-]
-LOOPS += [partial(clipped, norm_type=1.0)]
+LOOPS += [one_backward_pass_for_both_kinds, evaluated, clipped]
+LOOPS += [partial(clipped, norm_type=float("inf")), partial(clipped, norm_type=1.0)]
 
 
 def together(make, loop, kind=ADAM, wrap=wrapped, allowed=1e-12, grouped=None, freed=True):

@@ -551,11 +551,10 @@ def test_a_first_step_that_fails_has_not_been():
     assert optimizer.state_dict()["state"] == {}
     for steps in (1, 2):
         Fails.room = True
-        model.zero_grad()
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
+        optimizer.step()  # with the gradients of the one that failed
         assert torch.allclose(model.weight, before["weight"] - 0.5 * steps, atol=1e-4)
         Fails.room = False
+        model.zero_grad()
         model(torch.ones(1, 2)).sum().backward()
         with pytest.raises(MemoryError):
             optimizer.step()

@@ -81,14 +81,13 @@ class Schedule:
 
     def leave(self, visit: Visit, inputs: Any, output: Any) -> None:
         """The unit has computed: free it, and be told when a backward pass comes to it."""
-        if not in_backward():
+        if not in_backward():  # else a checkpoint computes again: soon this will be needed
             # A backward pass comes to a unit before it comes to those within it.
             visit.previous = visit.unit.before = self._last
             if visit.unit.flats:
                 self._last = visit
-        # In a backward pass a checkpoint computes again: soon this will be needed.
-        if not in_backward() and (visit.unit.reshard_after_forward or not torch.is_grad_enabled()):
-            visit.unit.free()
+            if visit.unit.reshard_after_forward or not torch.is_grad_enabled():
+                visit.unit.free()
         if not torch.is_grad_enabled():
             return
         for tensor in tensors(output):
