@@ -62,7 +62,11 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
 def _reductions() -> list[str]:
     r, p, wrong = dist.get_rank(), dist.get_world_size(), []
     cases = [("SUM", torch.float32, n) for n in SIZES]
-    cases += [(op, dtype, 13) for op, (_, dtypes) in OPERATIONS.items() for dtype in dtypes]
+    for op, (_, dtypes) in OPERATIONS.items():
+        # How two tensors are combined does not depend on how many ranks there are: every dtype
+        # goes at 3 and at 4 of them.
+        some = dtypes if p in (3, 4) else [dtypes[0], dtypes[-1]]
+        cases += [(op, dtype, 13) for dtype in some]
     for salt, (op, dtype, n) in enumerate(cases):
         everyone = [data(rank, n, dtype, salt) for rank in range(p)]
         expected = combined(op, everyone)

@@ -2,23 +2,31 @@
 
     dist.init_process_group("shm")          # also by md.ranks(4, backend="shm"), and under torchrun
 
-To read, in this order: `segment` (memory that all ranks see), `handle` (what a call gives back),
-`engine` (one thread that communicates), `members` (barriers, and calls that are checked),
-`operations` (the collectives), `messages` (send and recv), `link` (an emulated network), `arena`
-(tensors in shared memory), `checks` (mistakes), `group` and `process_group` (what torch calls).
+To read, in this order: `segment` (memory that all ranks see), `address` and `meeting` (how they
+find it), `words` (how one sees what another has done), `bell` (how one that sleeps is woken),
+`handle` (what a call gives back), `queues` and `engine` (who goes on with operations), `members`
+(barriers, and calls that are checked), `staging`, `reduction`, `all_reduce` and `operations` (the
+collectives), `messages` (send and recv), `arena` (tensors in shared memory), `link`, `lines` and
+`steps` (an emulated network), `checks` (mistakes), `callbacks` (their place in the order of calls),
+`group` and `process_group` (what torch calls), `uncompiled` (what torch.compile leaves alone).
 """
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from minidist.backend.link import Link
+from minidist.backend.uncompiled import uncompiled
 
-__all__ = ["Link", "empty"]
+if TYPE_CHECKING:
+    from minidist.backend.arena import Arena
+
+__all__ = ["Link", "empty", "scratch"]
 
 
+@uncompiled
 def empty(
     *size: int,
     dtype: torch.dtype = torch.float32,
@@ -27,16 +35,36 @@ def empty(
 ) -> torch.Tensor:
     """An uninitialized tensor, in the memory that the ranks of the group share, if they do.
 
-    An all_reduce of such a tensor, on all ranks, is done in place and copies nothing. With other
-    backends it is an ordinary tensor. `group`: the default group if None. Raises MemoryError if the
-    machine has not so much memory. Lesson 2.
+    The other ranks read such a tensor where it lies, in all_reduce, all_gather, reduce_scatter and
+    broadcast: nothing is copied for them. With other backends it is an ordinary tensor. `group`:
+    the default group if None. Raises MemoryError if the machine has not so much memory. Lesson 2.
     """
+    arena = _arena(group, device)
+    if arena is None:
+        return torch.empty(size, dtype=dtype, device=device)
+    return arena.empty(math.prod(size), dtype).view(size)
+
+
+def scratch(
+    *size: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """The same, for a moment: the memory that ranks share is kept for the next one of this size, up
+    to 64 MiB a group."""
+    arena = _arena(group, device)
+    if arena is None:
+        return torch.empty(size, dtype=dtype, device=device)
+    return arena.scratch(math.prod(size), dtype).view(size)
+
+
+def _arena(group: dist.ProcessGroup | None, device: torch.device | str) -> "Arena | None":
     from minidist.backend.group import Group
 
     group = dist.group.WORLD if group is None else group
-    if isinstance(group, Group) and torch.device(device).type == "cpu":
-        return group.empty(math.prod(size), dtype).view(size)
-    return torch.empty(size, dtype=dtype, device=device)
+    shared = isinstance(group, Group) and torch.device(device).type == "cpu"
+    return group.members.arena if shared else None  # type: ignore[union-attr]
 
 
 def _make(options: Any, _: Any) -> dist.ProcessGroup:

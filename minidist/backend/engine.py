@@ -1,101 +1,61 @@
-"""One thread a rank that communicates while the others compute.
+"""Who goes on with the operations of a rank.
 
-An operation is a generator. Where it has to wait it yields a `Wait`. The engine asks that whether
-it is over, goes on with what can go on, and naps when nothing can. So many operations are under
-way at a time, on one thread, and none blocks another.
+Whoever waits does the work. A thread that waits for an operation goes on with all of them until its
+own has ended: it is the *driver*. No other thread has to be woken for that. While nobody waits, the
+engine's own thread goes on with them; it sleeps until another rank rings. There is one driver at a
+time; other threads that wait follow it.
 
-The caller's own thread begins a short operation, and often ends it: a message for which there is
-room is gone, one that is there already is taken, and no thread is woken for that.
+How a rank falls asleep without missing what it waits for: it says in shared memory who expects the
+bell (`Bell.expect`), looks once more, and only then sleeps. Others change what they change first,
+and then ring.
 """
 
 import atexit
+import math
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Hashable
+from functools import partial
 
-import torch
-
-from minidist.backend.bell import Bell
+from minidist.backend.bell import THREAD, WAITER, Bell
 from minidist.backend.handle import Handle
+from minidist.backend.queues import NAP, Explain, Operation, Queues, Task, plain
 
+give_way = getattr(os, "sched_yield", partial(time.sleep, 0))  # macOS has none
 
-class Wait:
-    """What an operation waits for."""
-
-    def over(self) -> bool:
-        """Whether it may go on."""
-        raise TypeError(f"{type(self).__name__} does not say when it is over")
-
-    def missing(self) -> list[int]:
-        """The ranks that it waits for."""
-        return []
-
-    def any_will_do(self) -> bool:
-        """Whether one of them is enough."""
-        return False
-
-    def due(self) -> float:
-        """Not before this time (of time.monotonic) it is over; 0 if that is not known."""
-        return 0.0
-
-
-class Until(Wait):
-    """A time that has to come."""
-
-    def __init__(self, due: float) -> None:
-        self._due = due
-
-    def over(self) -> bool:
-        return time.monotonic() >= self._due
-
-    def due(self) -> float:
-        return self._due
-
-
-Operation = Generator[Wait, None, None]
-
-AT_ONCE = 4  # steps of a short operation that the caller's thread takes
-SPINS = 30  # questions in a row, each giving way to other threads, before it sleeps
-NAP = 0.01  # seconds, the longest sleep: a ring that got lost delays no more
-WAKE = 1e-4  # seconds that a sleep may last longer than it was asked to
-WATCH = 0.1  # seconds between two looks at whether the others are still there
-
-
-class _Task:
-    """An operation that has been submitted."""
-
-    def __init__(self, operation: Operation, handle: Handle, timeout: float) -> None:
-        self.operation, self.handle, self.timeout = operation, handle, timeout
-        self.wait: Wait | None = None
-        self.ended = False
-        self.failure: BaseException | None = None
-        self.since = time.monotonic()  # it waits; not while others of its lane do
+SPIN = 2e-4  # seconds that a driver asks again and again, giving way to others, before it sleeps
+WATCH = 0.1  # seconds between two looks at whether the other ranks are still there
+IDLE = 1.0  # seconds that the thread sleeps while nothing is under way
 
 
 class Engine:
-    """Runs operations. Those of one lane go one after the other, those of others side by side.
+    """Runs operations.
 
     The first that fails is the last: the others end with its error, and so do all that follow.
     `explain(wait, what, seconds)` is asked, while an operation waits, whether there is a reason to
-    give up; `seconds` are those that it was given, if they are over, else 0. `farewell` is called
-    when the thread ends, for whatever reason.
+    give up; `seconds` is its timeout once that is over, else 0. `farewell` is called when the
+    thread ends, for whatever reason.
     """
 
     def __init__(
         self,
         bell: Bell,
-        explain: Callable[[Wait, str, float], BaseException | None],
+        explain: Explain,
         farewell: Callable[[], None],
     ) -> None:
         self._bell, self._explain, self._farewell = bell, explain, farewell
-        self._lanes: dict[Hashable, deque[_Task]] = {}
-        self._changed = threading.Condition()
-        self._turn = threading.Lock()  # of the thread that goes on with operations
+        self._queues = Queues()
+        # The lock guards who drives and the bell. Taken as it is, and not by the condition, an
+        # interrupt cannot come between its release and the end of the block.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._driver: int | None = None  # a thread
+        self._here = threading.local()
+        self._followers = 0
         self._failure: BaseException | None = None
-        self._closing = False
-        self._awake()
+        self._closing = self._closed = False
+        self._looked = time.monotonic()
         self._start()
         atexit.register(self.close, RuntimeError("the program has ended"))
 
@@ -104,178 +64,247 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="minidist shm", daemon=True)
         self._thread.start()
 
+    # ---- a call ----------------------------------------------------------------------------
+
     def submit(
         self,
-        lane: Hashable,
+        queue: Hashable,
         operation: Operation,
         handle: Handle,
         timeout: float,
         short: bool = False,
+        awaited: bool = False,
     ) -> Handle:
-        """Begin an operation as soon as those before it in its lane have ended."""
-        task = _Task(operation, handle, timeout)
-        with self._changed:
+        """Begin an operation as soon as those before it in its queue have ended. The call itself
+        begins a `short` one. `awaited`: the caller waits for it at once, and will do the work."""
+        task = Task(operation, handle, timeout)
+        with self._lock:
             if going := self._failure is None and not self._closing:
-                self._lanes.setdefault(lane, deque()).append(task)
+                self._queues.add(queue, task)
         if not going:
             handle.end(self._failure or RuntimeError("the process group has been closed"))
             return handle
-        if short and self._begin(lane, task):
-            handle.end(task.failure)
-            if task.failure is None:
-                return handle
-        with self._changed:
-            if threading.current_thread() is self._thread:
-                self._start()  # a callback of another's future, which may wait for this one
-            self._changed.notify()
-            self._bell.ring()
+        handle.engine = self
+        here = plain()
+        if awaited and here:
+            return handle
+        begun = short and here and self._begin(queue, task)
+        if not task.ended and threading.current_thread() is self._thread:
+            self._start()  # this is a callback, and what called it may wait for this operation
+        if not begun:
+            self.wake()
         return handle
 
-    def _begin(self, lane: Hashable, task: _Task) -> bool:
-        """Take the first steps of a task in the caller's thread, unless another has the turn, or
-        the task would overtake one that was submitted before. Whether it has ended."""
-        if not _plain() or not self._turn.acquire(blocking=False):
-            return False
-        try:
-            heads = [tasks[0] for tasks in list(self._lanes.values())]
-            if any(head.wait is None for head in heads if head is not task):
-                return False  # of two receives, the first begun gets the first message
-            for _ in range(AT_ONCE):
-                if self._first(lane) is not task or not self._step(lane, task):
-                    return False
-                if task.ended:
-                    return True
-            return False
-        finally:
-            self._turn.release()
+    def append(self, queue: Hashable, operation: Operation) -> None:
+        """Put an operation behind one that is under way, which somebody goes on with."""
+        task = Task(operation, Handle([], lambda: "callbacks"), math.inf)
+        with self._lock:
+            if self._failure is None and not self._closing:
+                self._queues.add(queue, task)
 
-    def close(self, failure: BaseException | None = None) -> None:
-        """End the thread: now, with this error, or when all operations have ended."""
-        with self._changed:
-            self._failure, self._closing = self._failure or failure, True
-            self._changed.notify()
-            self._bell.ring()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-            atexit.unregister(self.close)
+    def _begin(self, queue: Hashable, task: Task) -> bool:
+        """Take a task's first steps. True if our own thread need not be woken: the task has ended,
+        or waits for a rank that will ring."""
+        for _ in range(2):  # the second time for what came before the bell was expected
+            if not self._queues.begin(queue, task):
+                break
+            if task.ended:
+                self._end([task])
+                return True
+            if task.wait is None or task.wait.due():
+                break
+            self._entrust()
+        else:
+            return True
+        self._entrust()
+        return False
+
+    def _entrust(self) -> None:
+        """While nobody drives, the bell rings for our own thread."""
+        with self._lock:
+            if self._driver is None and not self._closed:
+                self._bell.expect(THREAD if self._queues else 0)
+
+    def wake(self) -> None:
+        """Wake whoever goes on with operations, to look at one that is new."""
+        with self._lock:  # or the bell could be gone
+            if not self._closed:
+                self._bell.ring() if self._driver is not None else self._bell.wake()
+
+    def _end(self, tasks: list[Task]) -> None:
+        """Say that they have ended. This calls back, and what is called may call us: so nobody
+        holds a lock, or drives."""
+        outer, self._here.calls_back = self._calls_back(), True
+        try:
+            for task in tasks:
+                if task.failure is not None:
+                    self._fail(task.failure)
+                task.handle.end(task.failure)
+        finally:
+            self._here.calls_back = outer
+        if tasks and (self._driver is not None or self._followers):
+            with self._lock:
+                self._changed.notify_all()
+                if not self._closed:
+                    self._bell.ring()
+
+    def _calls_back(self) -> bool:
+        """Whether this thread runs what is called when an operation has ended."""
+        return getattr(self._here, "calls_back", False)
+
+    def _fail(self, error: BaseException) -> None:
+        """Our own thread sees this, and ends all operations."""
+        with self._lock:
+            self._failure = self._failure or error
+            if not self._closed:
+                self._bell.wake()
+
+    # ---- a thread that waits ---------------------------------------------------------------
+
+    def finish(self, handle: Handle, seconds: float) -> None:
+        """Go on with what is under way until this has ended, or for so long if that is not 0."""
+        end, me = time.monotonic() + seconds if seconds else math.inf, threading.get_ident()
+        # Of two callbacks the second must not run within the first, which it may have to wait for.
+        here = plain() and not self._calls_back()
+        if not here and threading.current_thread() is self._thread:
+            self._start()
+        try:
+            while not handle.ended and time.monotonic() < end:
+                self._end(self._drive_or_follow(handle, end, here, me))
+            if self._queues and self._failure is None:
+                self._hand_over()
+        except BaseException as error:  # an interrupt: an operation may be half done
+            self._fail(error)
+            raise
+
+    def _drive_or_follow(self, handle: Handle, end: float, may_drive: bool, me: int) -> list[Task]:
+        """What has ended meanwhile."""
+        try:
+            with self._lock:
+                if self._closed and not handle.ended:
+                    handle.end(self._failure)  # an interrupt had lost it
+                elif self._driver is None and may_drive and self._failure is None:
+                    self._bell.expect(0)
+                    self._driver = me
+                elif not handle.ended:
+                    self._follow(min(end - time.monotonic(), WATCH))
+            return self._drive(handle, end) if self._driver == me else []
+        finally:
+            if self._driver == me:
+                self._leave()
+
+    def _follow(self, seconds: float) -> None:
+        """Wait until something has ended, or nobody drives any more. Called with the lock."""
+        if not self._closed:
+            self._bell.ring()  # a driver that sleeps does not know of ours
+        self._followers += 1
+        try:
+            self._changed.wait(seconds)
+        finally:
+            self._followers -= 1
+
+    def _leave(self) -> None:
+        """Drive no more."""
+        self._driver = None
+        self._entrust()
+        if self._followers:
+            with self._lock:
+                self._changed.notify_all()
+
+    def _hand_over(self) -> None:
+        """Wake our own thread for what came before the bell rang for it, and for what has a time of
+        its own."""
+        # Within a callback no other one may run, and so no work be done.
+        if self._calls_back() or self._work() or any(w.due() for w in self._queues.waits()):
+            self.wake()
+
+    def _drive(self, handle: Handle, end: float) -> list[Task]:
+        """Go on with everything until something has ended: that."""
+        patience, expected = 0.0, False
+        while not handle.ended and self._failure is None:
+            moved, ended = self._queues.round()
+            if ended:
+                return ended
+            now = time.monotonic()
+            if moved or not patience:
+                patience = now + (0.0 if self._queues.rest(now)[1] else SPIN)
+            elif now < patience:
+                give_way()
+            elif now > end:
+                break
+            elif not expected:
+                self._bell.expect(WAITER)
+                expected = True  # and look once more
+                continue
+            else:
+                seconds, known = self._queues.rest(now)
+                self._bell.wait(WAITER, max(0, min(seconds, end - now, WATCH if known else NAP)))
+                self._look(now)
+            if expected:
+                self._bell.expect(0)
+                expected = False
+        return []
+
+    # ---- our own thread --------------------------------------------------------------------
 
     def _run(self) -> None:
         me = threading.current_thread()
         try:
-            while self._busy():
-                self._round()
-                if self._thread is not me:  # another has taken over during a callback
-                    return
-        except BaseException as error:  # a mistake of ours: nobody shall wait for ever
+            while self._thread is me and not self._over():
+                if self._driver is not None or not self._work():
+                    self._sleep()
+        except BaseException as error:  # a mistake of ours: nobody may wait for ever
             self._failure = self._failure or error
-        with self._turn, self._changed:
-            self._farewell()
-            self._failure = self._failure or RuntimeError("the process group has been closed")
-            left = [task for tasks in self._lanes.values() for task in tasks]
-            self._lanes.clear()
-        for task in left:
-            task.handle.end(self._failure)
+        if self._thread is me:
+            self._close()
 
-    def _busy(self) -> bool:
-        """Wait until something is under way. False when all is over."""
-        with self._changed:
-            while not self._lanes and not self._closing and self._failure is None:
-                self._changed.wait()
-                self._awake()
-            return bool(self._lanes) and self._failure is None
+    def _over(self) -> bool:
+        return self._failure is not None or (self._closing and not self._queues)
 
-    def _round(self) -> None:
-        """Go on with each lane. What it has held is let go, tensors too, before the next wait."""
-        with self._changed:
-            lanes = list(self._lanes)
-        moved = False
-        for lane in lanes:
-            moved |= self._advance(lane)
-            if self._thread is not threading.current_thread():
-                return
-        if moved:
-            self._awake()
-        else:
-            self._rest(lanes)
-
-    def _advance(self, lane: Hashable) -> bool:
-        """Go on with a lane. False if it has to wait."""
-        with self._turn:
-            task = self._first(lane)
-            moved = task is None or self._step(lane, task)
-        if task is not None and task.ended:
-            task.handle.end(task.failure)
+    def _work(self) -> bool:
+        """A round. Nothing of what has ended is held beyond it, tensors neither. False if nothing
+        moves."""
+        moved, ended = self._queues.round()
+        self._end(ended)
         return moved
 
-    def _first(self, lane: Hashable) -> _Task | None:
-        """Of a lane, what is under way."""
-        tasks = self._lanes.get(lane)
-        return tasks[0] if tasks else None
+    def _sleep(self) -> None:
+        """Until the bell rings for us, a time has come, or it is time to look at the others."""
+        self._entrust()
+        now = time.monotonic()
+        if (self._driver is None and self._work()) or self._over():
+            return
+        seconds, _ = self._queues.rest(now)
+        self._bell.wait(THREAD, max(0, min(seconds, WATCH)) if self._queues else IDLE)
+        if self._driver is None:
+            self._look(now)
 
-    def _awake(self) -> None:
-        self._idle, self._looked = 0, time.monotonic()
+    def _close(self) -> None:
+        """End all that is under way, and leave the others."""
+        with self._lock:
+            self._failure = self._failure or RuntimeError("the process group has been closed")
+            while self._driver is not None:
+                self._follow(NAP)
+            self._closed = True
+            self._farewell()
+        for task in self._queues.clear():
+            task.handle.end(self._failure)
+        with self._lock:
+            self._changed.notify_all()
 
-    def _step(self, lane: Hashable, task: _Task) -> bool:
-        """Go on with the first task of a lane. False if it has to wait. Who calls this has the
-        turn, and ends the handle once it has not: for that calls back, and may call us."""
-        try:
-            if task.wait is not None and not task.wait.over():
-                return False
-            task.wait, task.since = next(task.operation), time.monotonic()
-            return True
-        except StopIteration:
-            pass
-        except BaseException as error:
-            task.failure = error
-        task.ended = True
-        with self._changed:
-            self._lanes[lane].popleft()
-            if not self._lanes[lane]:
-                del self._lanes[lane]
-            self._failure = self._failure or task.failure
-        return True
+    def close(self, failure: BaseException | None = None) -> None:
+        """End the thread: now, with this error, or when all operations have ended."""
+        with self._lock:
+            self._failure, self._closing = self._failure or failure, True
+            if not self._closed:
+                self._bell.wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+            atexit.unregister(self.close)
 
-    def _rest(self, lanes: list[Hashable]) -> None:
-        """None of them can go on: give way; after a while, or if all know their time, or nobody
-        waits for them, sleep; now and then, look if there is still hope."""
-        now, tasks = time.monotonic(), [task for lane in lanes if (task := self._first(lane))]
-        waits = [task.wait for task in tasks if task.wait is not None]
-        dues = [wait.due() for wait in waits]
-        known = all(due > now for due in dues)
-        seconds = min([due - now - WAKE for due in dues if due > now], default=NAP)
-        spin = not known and any(task.handle.awaited for task in tasks)
-        self._idle += 1
-        if seconds <= 0 or (spin and self._idle < SPINS):
-            os.sched_yield()
-        else:
-            with self._bell.expected():
-                with self._turn:
-                    over = any([wait.over() for wait in waits])
-                if len(lanes) == len(self._lanes) and not over:
-                    self._bell.wait(min(seconds, WATCH if known else NAP))
-        if now - self._looked > WATCH:
+    def _look(self, now: float) -> None:
+        """Now and then: whether there is still hope."""
+        if now >= self._looked + WATCH:
             self._looked = now
-            self._look(tasks, now)
-
-    def _look(self, tasks: list[_Task], now: float) -> None:
-        for task in tasks:
-            wait = task.wait
-            late = task.timeout if now > task.since + task.timeout else 0.0
-            if wait is not None and (error := self._explain(wait, task.handle.what, late)):
-                with self._turn:
-                    over = wait.over()  # what it waits for came before the other left
-                if over:
-                    continue
-                with self._changed:
-                    self._failure = self._failure or error
-                return
-
-
-def _plain() -> bool:
-    """Whether what this thread asks of torch is done as it stands. Else the engine's thread does
-    the whole operation: a tracker would count it, and a default device would lead it astray."""
-    return not (
-        torch.is_inference_mode_enabled()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-    )
+            if error := self._queues.hopeless(now, self._explain):
+                self._fail(error)

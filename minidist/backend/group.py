@@ -5,20 +5,26 @@
 
 import os
 import sys
+import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from minidist.backend.checks import dense, tell
-from minidist.backend.engine import Engine, Operation
+from minidist.backend.callbacks import Place
+from minidist.backend.checks import dense, describe
+from minidist.backend.engine import Engine
 from minidist.backend.handle import Handle
-from minidist.backend.link import Egress, Link
-from minidist.backend.members import Members
+from minidist.backend.link import Link
+from minidist.backend.members import Caller, Members, at_line
 from minidist.backend.messages import Post
+from minidist.backend.queues import Operation
+from minidist.backend.steps import Step
+from minidist.backend.uncompiled import uncompiled
 from minidist.measure import record
 
 Tensors = Sequence[torch.Tensor]
@@ -27,32 +33,30 @@ Tensors = Sequence[torch.Tensor]
 OURS = ("torch", "minidist", "typing_extensions", "contextlib")
 
 SHORT = 1 << 19  # bytes of a vector for which no thread is woken, if that can be
-EGRESS = Egress()  # of this rank: all its groups share it, as they would share a cable
 
 
 class Cost(NamedTuple):
-    """Of a collective for a vector of `size` bytes: so many messages, one after the other, of so
-    many bytes together."""
+    """Of a collective for a vector of `size` bytes: the messages that an emulated link carries."""
 
     size: int
-    messages: int
-    nbytes: float
+    steps: Callable[[], Sequence[Step]]
 
 
+@uncompiled
 class Group(dist.ProcessGroup):
     """The ranks of a group on one machine, and the thread of this rank that communicates."""
 
     def __init__(self, options: Any) -> None:
         rank, size = options.group_rank, options.group_size
         super().__init__(rank, size)  # type: ignore[call-arg]
-        link, nodes = Link.here(), _nodes(options.global_ranks_in_group, size)
-        self.members = Members(options.store, rank, size, options.timeout, link, nodes, EGRESS)
-        self._global_ranks = list(options.global_ranks_in_group) or list(range(size))
+        ranks = self._global_ranks = list(options.global_ranks_in_group) or list(range(size))
+        link, nodes = Link.here(), _nodes(ranks)
+        self.members = Members(options.store, rank, size, options.timeout, link, ranks, nodes)
         self._engine = Engine(self.members.bell, self.members.explain, self.members.leave)
         self._post = Post(self.members)
         self._number = 0  # of calls
-        # Torch's DDP holds the handle of a single number, by which ranks tell each other in `join`
-        # that they have not finished, in C++ alone; there it would end with its Python object.
+        # In `join`, ranks let each other know by a single number that they have not finished.
+        # Torch's DDP holds its handle in C++ alone, where it would end with its Python object.
         self._held = deque[Handle](maxlen=8)
         self._name = self._description = ""
 
@@ -66,29 +70,23 @@ class Group(dist.ProcessGroup):
     ) -> Handle:
         """Begin a collective, which takes on an emulated link what it costs."""
         self._number += 1
-        where = caller()
+        where, now = caller(), time.monotonic()
 
         def run() -> Operation:
-            self.members.call(what, where, cost.messages, cost.nbytes)
+            self.members.call(what, where, now)
             yield from operation
-            yield from self.members.travel()
+            yield from self.members.travel(cost.steps)
 
-        handle = Handle(result, f"{what}, {where}" if where else what)
+        place = Place.current(self._engine)  # this is a callback
+        queue, whole = ("collectives", run()) if place is None else (place, place.take(run()))
+        handle = Handle(result, lambda: what + at_line(where))
         self._record(what, "collective", None, cost.size, handle)
+        handle.keep_place = partial(Place, self._engine, queue)
         if cost.size <= 8:
             self._held.append(handle)
         seconds, short = self._seconds(opts), cost.size <= SHORT
-        return self._engine.submit("collectives", run(), handle, seconds, short)
-
-    def _ring(self, nbytes: int, rounds: int = 1) -> Cost:
-        """What a ring costs for a vector of so many bytes."""
-        steps = rounds * (self.size() - 1)
-        return Cost(nbytes, steps, steps / self.size() * nbytes)
-
-    def _tree(self, nbytes: int) -> Cost:
-        """What a binomial tree costs."""
-        steps = (self.size() - 1).bit_length()
-        return Cost(nbytes, steps, steps * nbytes)
+        awaited = not getattr(opts, "asyncOp", True)
+        return self._engine.submit(queue, whole, handle, seconds, short, awaited)
 
     def _record(
         self, what: str, kind: record.Kind, peer: int | None, nbytes: int, handle: Handle
@@ -109,26 +107,25 @@ class Group(dist.ProcessGroup):
 
     def send(self, tensors: Tensors, to: int, tag: int) -> Handle:
         (x,) = tensors
-        what = f"send({tell(x)}, dst={to}, tag={tag})"
-        self._take(what, tensors)
-        operation = self._post.send(flatten(x), to, tag)
-        handle = Handle([], what)
-        self._record(what, "sent", self._global_ranks[to], x.nbytes, handle)
+        self._take("send", tensors)
+        where, operation = caller(), self._post.send(flatten(x), to, tag, time.monotonic())
+        handle = Handle([], lambda: f"send({describe(x)}, dst={to}, tag={tag}){at_line(where)}")
+        self._record("send", "sent", self._global_ranks[to], x.nbytes, handle)
         return self._message(("to", to), operation, handle)
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Handle:
-        (x,) = tensors
-        return self._receive(x, [source], tag, f"recv({tell(x)}, src={source}, tag={tag})")
+        return self._receive(tensors, [source], tag, source)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Handle:
         others = [rank for rank in range(self.size()) if rank != self.rank()]
-        (x,) = tensors
-        return self._receive(x, others, tag, f"recv({tell(x)}, src=None, tag={tag})")
+        return self._receive(tensors, others, tag, None)
 
-    def _receive(self, x: torch.Tensor, sources: list[int], tag: int, what: str) -> Handle:
-        self._take(what, [x])
-        handle = Handle([x], what)
-        self._record(what, "received", None, x.nbytes, handle)
+    def _receive(self, tensors: Tensors, sources: list[int], tag: int, src: int | None) -> Handle:
+        (x,) = tensors
+        self._take("recv", tensors)
+        where = caller()
+        handle = Handle([x], lambda: f"recv({describe(x)}, src={src}, tag={tag}){at_line(where)}")
+        self._record("recv", "received", None, x.nbytes, handle)
 
         def run() -> Operation:
             flat = flatten(x)
@@ -139,13 +136,13 @@ class Group(dist.ProcessGroup):
 
     def _message(self, lane: Hashable, operation: Operation, handle: Handle) -> Handle:
         self._number += 1
-        if where := caller():
-            handle.what += f", {where}"
         return self._engine.submit(lane, operation, handle, self.members.timeout, short=True)
 
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """(numel,), uninitialized, in memory that the group shares."""
-        return self.members.arena.empty(numel, dtype)
+    def rank(self) -> int:
+        return self.members.rank
+
+    def size(self) -> int:
+        return self.members.size
 
     # ---- the group itself ------------------------------------------------------------------
 
@@ -187,15 +184,17 @@ class Group(dist.ProcessGroup):
         self._engine.close(RuntimeError("the process group has been aborted"))
 
 
-def _nodes(ranks: Sequence[int], size: int) -> list[int]:
-    """The node of each rank of the group, as torchrun's variables tell it."""
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or max(size, 1)
-    return [rank // per_node for rank in (ranks or range(size))]
+def _nodes(ranks: Sequence[int]) -> list[int]:
+    """The node of each of these ranks, as torchrun's variables say it."""
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or max(ranks) + 1
+    return [rank // per_node for rank in ranks]
 
 
 def flatten(x: torch.Tensor) -> torch.Tensor:
     """(*,) to (n,): a view where possible."""
-    return x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    if not x.is_contiguous() or x.is_conj() or x.is_neg():
+        x = x.detach().resolve_conj().resolve_neg().contiguous()
+    return x.detach().view(-1)
 
 
 def put_back(x: torch.Tensor, flat: torch.Tensor) -> None:
@@ -204,13 +203,12 @@ def put_back(x: torch.Tensor, flat: torch.Tensor) -> None:
         x.detach().copy_(flat.view(x.shape))
 
 
-def caller() -> str:
+def caller() -> Caller:
     """The line of the user's that made this call: the innermost outside torch and minidist."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.partition(".")[0] not in OURS:
-            # As Python tells it: for an editor, and for `runtime`, which knows cells by number.
-            return f'File "{frame.f_code.co_filename}", line {frame.f_lineno}'
+            return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
-    return ""
+    return None

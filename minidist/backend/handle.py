@@ -1,48 +1,77 @@
 """What a call of the backend gives back."""
 
+import contextlib
 import threading
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from minidist.backend.uncompiled import uncompiled
 
+_FUTURES = threading.Lock()  # a handle's future is made by who asks for it, or else never
+
+
+class Place(Protocol):
+    """Where callbacks run: see `callbacks`."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def leave(self) -> None: ...
+
+
+class Finisher(Protocol):
+    """What goes on with operations: the engine."""
+
+    def finish(self, handle: "Handle", seconds: float) -> None: ...
+
+
+@uncompiled
 class Handle(dist.Work):
-    """What a call gives back: `wait` for its end, or take its future. `what` tells the call."""
+    """What a call gives back: `wait` for its end, or take its future. `what()` describes the
+    call. Neither a future nor a description is made before somebody asks for it."""
 
-    def __init__(self, result: list[Any], what: str) -> None:
+    def __init__(self, result: list[Any], what: Callable[[], str]) -> None:
         super().__init__()
         self._result, self.what = result, what
-        self._ended = threading.Event()
         self._error: BaseException | None = None
-        # An error travels as a value: set_exception, called from Python, would end the process.
-        self._told: torch.futures.Future[Any] = torch.futures.Future()
-        self._future: torch.futures.Future[Any] = self._told.then(_value)
+        self._over = False
+        self._first: torch.futures.Future[Any] | None = None  # has an error for its value
+        self._future: torch.futures.Future[Any] | None = None  # raises it
+        self.ended = False  # and its future too
+        self.engine: Finisher | None = None
         self.source = -1  # of a message
-        self.awaited = False  # by a thread, which computes nothing meanwhile
+        self.keep_place: Callable[[], Place] | None = None  # for what its callbacks call
+        self._place: Place | None = None
 
     def end(self, error: BaseException | None = None) -> None:
         """The operation has ended, well or not."""
-        self._error = error
-        self._told.set_result(self._result if error is None else error)
-        self._ended.set()  # after the future: who has waited may take its value
+        with _FUTURES:
+            self._error, self._over, first, place = error, True, self._first, self._place
+        if first is not None:
+            with place or contextlib.nullcontext():
+                first.set_result(self._value())
+        self.ended = True  # after the future: who has waited may take its value
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the end. Raises what went wrong."""
-        self.awaited = True
-        if not self.is_completed() and not self._ended.wait(timeout.total_seconds() or None):
-            self.awaited = False
-            raise RuntimeError(f"Timed out waiting {timeout.total_seconds():g} s")
+        if not self.ended and self.engine is not None:
+            self.engine.finish(self, timeout.total_seconds())
+            if not self.ended:
+                raise RuntimeError(f"Timed out waiting {timeout.total_seconds():g} s")
         if self._error is not None:
             raise self._error
         return True
 
     def is_completed(self) -> bool:
-        return self._future.done()
+        return self.ended
 
     def is_success(self) -> bool:
-        return self.is_completed() and self._error is None
+        return self.ended and self._error is None
 
     def exception(self) -> BaseException | None:
         return self._error
@@ -51,13 +80,33 @@ class Handle(dist.Work):
         return self._result
 
     def get_future(self) -> torch.futures.Future[Any]:
+        keep = self.keep_place if self._place is None and not self._over else None
+        place = keep() if keep is not None else None
+        with _FUTURES:
+            if self._place is None and not self._over:
+                self._place, place = place, None
+            if self._future is None or self._first is None:
+                # An error is the first one's value: set_exception, called from Python, would end
+                # the process.
+                self._first = torch.futures.Future()
+                self._future = self._first.then(_raise)
+                over = self._over
+            else:
+                over = False
+        if place is not None:
+            place.leave()  # too late: callbacks run as they are attached
+        if over:
+            self._first.set_result(self._value())
         return self._future
+
+    def _value(self) -> Any:
+        return self._result if self._error is None else self._error
 
     def _source_rank(self) -> int:
         return self.source
 
 
-def _value(future: torch.futures.Future[Any]) -> Any:
+def _raise(future: torch.futures.Future[Any]) -> Any:
     value = future.value()
     if isinstance(value, BaseException):
         raise value

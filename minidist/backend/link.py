@@ -1,34 +1,58 @@
-"""An emulated network: messages that take as long as they would on a cable of that speed.
+"""An emulated network: messages that take as long as they would on lines of that speed.
 
-A rank has one way out, its egress. A message of n bytes occupies it for α + nβ seconds, and the
-next one waits until it is free; so is the α-β model of lesson 2. The bytes themselves are in shared
-memory at once. They may not be looked at before their time has come, and nobody burns a processor
-while waiting for it: so what is computed meanwhile is as free as beside a real cable.
+A message of n bytes occupies its line for nβ seconds, 1/β being the bandwidth, and each byte comes
+out at the other end α later: the latency is a delay, and the line carries the next message
+meanwhile. So five messages that are sent at once arrive after α + nβ, α + 2nβ, ... α + 5nβ.
+
+Within a node each rank has a line of its own to each other. A node has one cable, out of it and
+into it at once: all messages between its ranks and those of other nodes share it, of whatever
+group. First come, first served; what comes to a node while the cable into it is busy waits outside,
+and keeps nobody else from sending. (`lines` knows when which line is busy, `steps` which messages a
+collective is made of.)
+
+The bytes themselves are in shared memory at once. They may not be looked at before their time has
+come, and nobody burns a processor while waiting for it: so what is computed meanwhile is as free as
+beside a real cable.
 """
 
 import json
 import os
-import threading
-import time
+import random
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from minidist.backend.lines import LIMIT, Busy, Lines, occupy
+from minidist.backend.steps import Step
 
 VARIABLE = "MINIDIST_LINK"
 
 
 @dataclass(frozen=True)
 class Link:
-    """A network of so many gigabits a second, with so many microseconds of latency a message.
+    """A network of so many gigabits a second, and so many microseconds until a byte arrives.
 
-        md.ranks(4, backend="shm", link=md.Link(gbps=10, latency_us=20))
-        md.ranks(4, backend="shm", nodes=2, link=md.Link(100, 5, inter=md.Link(10, 20)))
+        md.ranks(4, link=md.Link(gbps=10, latency_us=20))           # a node with 4 × 3 lines
+        md.ranks(4, nodes=4, link=md.Link(gbps=10, latency_us=20))  # 4 nodes with a cable each
+        md.ranks(4, nodes=2, link=md.Link(100, 5, inter=md.Link(10, 20)))
 
-    `inter` is the link between ranks of different nodes, if it is another one. Raises ValueError
-    for numbers that make no sense. Lesson 2.
+    inter: the cable of each node, if it is not like the lines within a node.
+    jitter_us: a message takes up to so many microseconds more, at random.
+    loss: the fraction of messages that get lost. Such a one is sent again, a round trip (2α) after
+        its end, until it arrives.
+    slow: (rank, factor): the messages from and to this rank occupy a line so many times as long.
+    seed: of what is random. The same calls in the same order have the same luck.
+
+    Raises ValueError for numbers that make no sense. Lesson: collectives.
     """
 
     gbps: float
     latency_us: float = 0.0
     inter: "Link | None" = None
+    jitter_us: float = 0.0
+    loss: float = 0.0
+    slow: tuple[int, float] | None = None
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if not self.gbps > 0 or not self.latency_us >= 0:
@@ -36,43 +60,94 @@ class Link:
                 f"a link has more than 0 Gb/s, and 0 µs or more of latency, not {self.gbps} Gb/s "
                 f"and {self.latency_us} µs"
             )
+        if not self.jitter_us >= 0 or not 0 <= self.loss < 1:
+            raise ValueError(
+                "a link has 0 µs or more of jitter, and loses less than all messages, not "
+                f"{self.jitter_us} µs and {self.loss}"
+            )
+        if self.slow is not None and not self.slow[1] > 0:
+            raise ValueError(f"a rank is slower by a factor above 0, not {self.slow[1]}")
         if self.inter is not None and self.inter.inter is not None:
             raise ValueError("the link between nodes has no other link between nodes")
 
     def seconds(self, nbytes: float, messages: int = 1) -> float:
-        """How long such messages take, of so many bytes together."""
+        """How long such messages take, of so many bytes together, if each waits for the one
+        before."""
         return messages * self.latency_us * 1e-6 + nbytes * 8 / (self.gbps * 1e9)
 
     @staticmethod
     def environ(link: "Link | None") -> dict[str, str]:
-        """The variable that tells a rank which link to emulate, if any."""
+        """The variable that says to a rank which link to emulate, if any."""
         return {VARIABLE: json.dumps(link and asdict(link))}
 
     @classmethod
     def here(cls) -> "Link | None":
         """The link that this rank emulates."""
-        told = json.loads(os.environ.get(VARIABLE, "null"))
-        if told is None:
+        return cls._of(json.loads(os.environ.get(VARIABLE, "null")))
+
+    @classmethod
+    def _of(cls, fields: dict[str, Any] | None) -> "Link | None":
+        if fields is None:
             return None
-        inter = told.pop("inter")
-        return cls(**told, inter=inter and cls(**inter))
+        slow, inter = fields.pop("slow", None), fields.pop("inter", None)
+        return cls(**fields, inter=cls._of(inter), slow=slow and tuple(slow))
 
 
-class Egress:
-    """The way out of this rank, shared by all its groups: free again at a time of
-    time.monotonic."""
+class Trip(NamedTuple):
+    """When a message's first byte arrives; when its last byte has left; and when that arrives."""
 
-    def __init__(self) -> None:
-        self._free = 0.0
-        self._lock = threading.Lock()  # each group has a thread
+    first: float
+    left: float
+    due: float
 
-    def leave(self, seconds: float) -> float:
-        """Occupy it for so long, as soon as it is free; returns when the message is there."""
-        with self._lock:
-            self._free = max(time.monotonic(), self._free) + seconds
-            return self._free
+    def part(self, fraction: float) -> float:
+        """When so much of it has arrived."""
+        return self.first + fraction * (self.due - self.first)
 
-    def busy(self, due: float) -> None:
-        """It is occupied until this time."""
-        with self._lock:
-            self._free = max(self._free, due)
+
+class Network:
+    """The link as the ranks of a group use it: `ranks` of the world, on these `nodes`. Times are
+    those of one clock, in seconds."""
+
+    def __init__(self, link: Link, ranks: Sequence[int], nodes: Sequence[int], lines: Lines):
+        self._within, self._between = link, link.inter or link
+        self._ranks, self._nodes, self._lines = ranks, nodes, lines
+        self._random = random.Random(repr((link.seed, *ranks)))
+
+    def send(self, sender: int, receiver: int, nbytes: float, at: float) -> Trip:
+        """A message from one rank of the group to another, sent at this time."""
+        with self._lines.open() as busy:
+            return self._send(busy, sender, receiver, nbytes, at)
+
+    def travel(self, steps: Iterable[Step], ready: Sequence[float]) -> list[float]:
+        """The messages of a collective, which each rank begins as soon as it is `ready`: when each
+        rank has sent and received all of its own."""
+        has, free = list(ready), list(ready)  # all messages so far; nothing more on its way out
+        with self._lines.open() as busy:
+            for step in steps:
+                now = list(has)
+                for sender, receiver, nbytes in step:
+                    _, left, due = self._send(busy, sender, receiver, nbytes, now[sender])
+                    free[sender] = max(free[sender], left)
+                    has[receiver] = max(has[receiver], due)
+        return [max(times) for times in zip(has, free, strict=True)]
+
+    def _send(self, busy: Busy, sender: int, receiver: int, nbytes: float, at: float) -> Trip:
+        source, target = self._nodes[sender], self._nodes[receiver]
+        link = self._within if source == target else self._between
+        latency = 1e-6 * (link.latency_us + link.jitter_us * self._random.random())
+        seconds = link.seconds(nbytes, messages=0)
+        if link.slow and link.slow[0] in (self._ranks[sender], self._ranks[receiver]):
+            seconds *= link.slow[1]
+        if source == target:
+            out = LIMIT * (self._ranks[sender] % LIMIT) + self._ranks[receiver] % LIMIT
+        else:
+            out = LIMIT * LIMIT + 2 * (source % LIMIT)
+        begin, left = occupy(busy[out], at, seconds)
+        while self._random.random() < link.loss:
+            begin, left = occupy(busy[out], left + 2 * latency, seconds)
+        first, due = begin + latency, left + latency
+        if source != target:
+            first, end = occupy(busy[LIMIT * LIMIT + 2 * (target % LIMIT) + 1], first, seconds)
+            due = max(due, end)
+        return Trip(first, left, due)

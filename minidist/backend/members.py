@@ -5,38 +5,52 @@ of the others. The head of a segment holds
 
 - `TICK`, the number of barriers that the rank has come to; `LEFT`, 1 when it has left the group;
 - `EXPECTED` (in `bell`), 1 while the rank sleeps until its bell rings;
-- `PLACE`, where the tensors of its last two calls lie in its segment, or -1;
-- `DUE`, when the messages of its last two calls will have arrived, in ns, on an emulated link;
+- `TOKEN` (in `segment`), by which others know that it is this segment;
+- `PLACE`, where the tensors of its last two calls lie in its arena, or 0;
+- `MARK`, a checksum of its last two calls;
+- on an emulated link, in ns: `READY`, when its last call began; in rank 0's head `DUES + q`, when
+  rank q's messages of the last call have come and gone; and `PLANNED`, which call that was;
 - `POSTED + q`, the number of messages to rank q that have been put into slots; `TAKEN + q`, that of
   the messages from rank q that have been taken out; `HEADERS`, what is in the slots (`messages`);
-- at `TEXT`, the descriptions of the rank's last two calls.
+- at `TEXT`, its call, once that is known not to be that of all others.
 
 Behind the head come the staging areas, two slots for each rank, and the arena.
 """
 
+import contextlib
 import hashlib
-import os
-import select
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from minidist.backend.address import life, machine, process
 from minidist.backend.arena import Arena
 from minidist.backend.bell import Bell
-from minidist.backend.engine import Operation, Until, Wait
-from minidist.backend.link import Egress, Link
+from minidist.backend.lines import SharedLines
+from minidist.backend.link import Link, Network
+from minidist.backend.meeting import Meeting, attach, ended, spell
+from minidist.backend.queues import Operation, Until, Wait
 from minidist.backend.segment import HEAD, Segment
+from minidist.backend.steps import Step
+from minidist.backend.words import publish, reached
+
+Caller = tuple[str, int] | None  # a file, and a line of it
 
 LIMIT = 256  # ranks of a group
-TICK, LEFT, PLACE, DUE, POSTED, TAKEN, HEADERS = 0, 1, 4, 6, 8, 8 + LIMIT, 8 + 2 * LIMIT
+TICK, LEFT, PLACE, READY, PLANNED, MARK = 0, 1, 4, 6, 7, 8
+POSTED, TAKEN, HEADERS = 10, 10 + LIMIT, 10 + 2 * LIMIT
+DUES = HEADERS + 10 * LIMIT
 LENGTH = 2048  # bytes of a description
-TEXT = HEAD - 2 * LENGTH
+TEXT = HEAD - LENGTH
 
-STAGE = 1 << 21  # bytes of a staging area
+STAGE = 1 << 22  # bytes of a staging area
 STAGES = 3  # areas: a piece is staged, added up and taken, with a barrier between
 SLOT = 1 << 19  # bytes of a slot
+
+LINES = SharedLines()  # of the emulated network, which all groups of a rank share
 
 
 class Members:
@@ -50,37 +64,49 @@ class Members:
         size: int,
         timeout: timedelta,
         link: Link | None = None,
+        ranks: Sequence[int] = (),
         nodes: Sequence[int] = (),
-        egress: Egress | None = None,
     ) -> None:
         if size > LIMIT:
             raise ValueError(f'backend "shm" takes up to {LIMIT} ranks in a group, not {size}')
         self.rank, self.size, self.timeout = rank, size, timeout.total_seconds()
-        self._link, self._nodes, self.egress = link, nodes, egress or Egress()
-        self.mine, address, file = Segment.create()
-        self.bell, pipe = Bell.create(self.mine.words)
-        meeting = _Meeting(store, rank, size, timeout)
-        try:
-            found = meeting.exchange("segment", f"{os.getpid()}\n{address}\n{pipe}")
-            others = {r: _attach(r, *found[r].split("\n")) for r in range(size) if r != rank}
+        self.network = Network(link, ranks, nodes, LINES) if link is not None else None
+        nbytes = HEAD + STAGES * STAGE + 2 * size * SLOT
+        with contextlib.ExitStack() as opened, contextlib.ExitStack() as shown:
+            self.mine, memory = Segment.create(nbytes)
+            opened.callback(self.mine.close)
+            shown.callback(Segment.forget, memory)
+            self.bell, pipes = Bell.create(self.mine.words)
+            opened.callback(self.bell.close)
+            shown.callback(Bell.forget, pipes)
+            meeting, me = Meeting(store, rank, size, timeout), process()
+            mine = "\n".join([machine(), str(me), life(me), memory, pipes])
+            found = meeting.exchange("segment", mine)
+            others = {r: attach(r, found[r], nbytes, opened) for r in range(size) if r != rank}
+            if link is not None:
+                shown.callback(LINES.join(rank, meeting.exchange))
             meeting.exchange("attached", "")
-        finally:
-            Segment.forget(address, file)
-            Bell.forget(pipe)
-        self._lives = {r: life for r, (_, _, life) in others.items() if life is not None}
+            self._opened = opened.pop_all()  # until we leave; an error before closes it now
+        self._lives = {r: life for r, (_, _, life) in others.items()}
         self._bells = {r: bell for r, (_, bell, _) in others.items()}
         self.segments = [others[r][0] if r != rank else self.mine for r in range(size)]
         self.heads = [segment.words for segment in self.segments]
-        self.arena = Arena(self.mine.map, HEAD + STAGES * STAGE + 2 * size * SLOT)
+        self.arena = Arena(self.mine)
         self._calls = self._pieces = 0
+        self._due = 0.0  # when the last call was over, on an emulated link
+        self._call: tuple[str, Caller] = "", None
+        self._areas: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 
-    def rooms(self, parts: int, length: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """A staging area of each rank, for the next piece: (parts, length) of this dtype."""
+    def rooms(self, length: int, dtype: torch.dtype, parts: int = 0) -> list[torch.Tensor]:
+        """A staging area of each rank, for the next piece: (length,), or (parts, length)."""
         self._pieces += 1
-        place, nbytes = HEAD + self._pieces % STAGES * STAGE, parts * length * dtype.itemsize
-        return [
-            s.bytes[place : place + nbytes].view(dtype).view(parts, length) for s in self.segments
-        ]
+        key = self._pieces % STAGES, dtype
+        if key not in self._areas:
+            place = HEAD + key[0] * STAGE
+            self._areas[key] = [s.bytes[place : place + STAGE].view(dtype) for s in self.segments]
+        if not parts:
+            return [area[:length] for area in self._areas[key]]
+        return [area[: parts * length].view(parts, length) for area in self._areas[key]]
 
     def slot(self, sender: int, receiver: int, number: int) -> torch.Tensor:
         """Where the sender puts its message of this number for the receiver: (SLOT,) bytes."""
@@ -89,28 +115,23 @@ class Members:
 
     # ---- what ranks call -------------------------------------------------------------------
 
-    def call(self, description: str, where: str, messages: int, nbytes: float) -> None:
-        """Write down the call that begins. All ranks must give the same description. On an emulated
-        link it takes as long as so many messages, one after the other, of so many bytes
-        together."""
+    def call(self, what: str, where: Caller, at: float = 0.0) -> None:
+        """A call begins, which was made at this time. All ranks must make the same one."""
         self._calls += 1
-        text = f"{_short(description)}\n{where}".encode()[: LENGTH - 8]
-        place = TEXT + self._calls % 2 * LENGTH
-        self.mine.text[place + 8 : place + 8 + len(text)] = text
-        self.mine.words[place // 8] = len(text)
-        if self._link is not None:
-            between = self._link.inter if len(set(self._nodes)) > 1 else None
-            seconds = (between or self._link).seconds(nbytes, messages)  # of the slowest link
-            self.mine.words[DUE + self._calls % 2] = int(self.egress.leave(seconds) * 1e9)
+        self._call = what, where
+        self.mine.words[MARK + self._calls % 2] = zlib.crc32(what.encode())
+        # Not from now, which is later by what a processor needs to wake up.
+        self.mine.words[READY] = int(max(at, self._due) * 1e9)
 
     def barrier(self) -> Operation:
         """Wait until all have come here."""
         ticks = self.mine.words[TICK] + 1
-        self.mine.words[TICK] = ticks
+        publish(self.mine.words, TICK, ticks)
         barrier = _Barrier(self.heads, ticks)
         if barrier.over():  # this rank is the last
             self.ring(*self._bells)
-        yield barrier
+        else:
+            yield barrier
 
     def ring(self, *ranks: int) -> None:
         """Wake those of them that sleep: what they wait for may have come."""
@@ -118,53 +139,64 @@ class Members:
             self._bells[rank].ring()
 
     def agree(self) -> Operation:
-        """A barrier, and a check that all make the same call."""
+        """A barrier. Raises RuntimeError that shows each rank's call, on all of them, if they do
+        not all make the same one."""
         yield from self.barrier()
-        self.compare()
+        if not self.same():
+            yield from self._show_calls()
 
-    def compare(self) -> None:
-        """Raises RuntimeError that shows each rank's call, on all of them, if one is another."""
-        calls = [self._latest(r, self._calls) for r in range(self.size)]
-        if any(what != calls[0][0] for what, _ in calls):
-            lines = [f"\n  rank {r}: {what}{_at(where)}" for r, (what, where) in enumerate(calls)]
-            raise RuntimeError("every rank of a group must make the same call" + "".join(lines))
+    def same(self) -> bool:
+        """Whether all ranks make the same call, as far as a checksum of it says."""
+        at = MARK + self._calls % 2
+        mine = self.mine.words[at]
+        return all([head[at] == mine for head in self.heads])
 
-    def _latest(self, rank: int, number: int) -> tuple[str, str]:
-        place, segment = TEXT + number % 2 * LENGTH, self.segments[rank]
-        text = bytes(segment.text[place + 8 : place + 8 + segment.words[place // 8]])
-        what, _, where = text.decode(errors="replace").partition("\n")
-        return what, where
+    def _show_calls(self) -> Operation:
+        what, where = self._call
+        text = f"{_short(what)}\n{at_line(where)}".encode()[: LENGTH - 8]
+        self.mine.text[TEXT + 8 : TEXT + 8 + len(text)] = text
+        self.mine.words[TEXT // 8] = len(text)
+        yield from self.barrier()
+        lines = []
+        for rank, segment in enumerate(self.segments):
+            text = bytes(segment.text[TEXT + 8 : TEXT + 8 + segment.words[TEXT // 8]])
+            what, _, line = text.decode(errors="replace").partition("\n")
+            lines.append(f"\n  rank {rank}: {what}{line}")
+        raise RuntimeError("every rank of a group must make the same call" + "".join(lines))
 
-    def place(self, x: torch.Tensor) -> bool:
-        """Write down where the tensor lies, before a barrier. Whether it lies in our segment."""
-        place = self.mine.place(x)
+    def place(self, x: torch.Tensor | None) -> bool:
+        """Write down where the tensor lies, before a barrier. Whether it lies in our arena."""
+        place = 0 if x is None else self.mine.find(x)
         self.mine.words[PLACE + self._calls % 2] = place
-        return place >= 0
+        return place > 0
 
-    def placed(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """After it: the tensors of all ranks, like x, that lie in their segments."""
-        places = [head[PLACE + self._calls % 2] for head in self.heads]
-        return [
-            s.bytes[place : place + x.nbytes].view(x.dtype).view(x.shape)
-            for s, place in zip(self.segments, places, strict=True)
-            if place >= 0
-        ]
+    def has_placed(self, rank: int) -> bool:
+        """After it: whether the rank's tensor lies in its arena."""
+        return self.heads[rank][PLACE + self._calls % 2] > 0
+
+    def placed(self, rank: int, like: torch.Tensor) -> torch.Tensor:
+        """That tensor, (n,), of the length of this one."""
+        place = self.heads[rank][PLACE + self._calls % 2]
+        return self.segments[rank].at(place, len(like), like.dtype)
 
     # ---- the emulated link -----------------------------------------------------------------
 
-    def link_to(self, rank: int) -> Link | None:
-        """The link to another rank of the group, if one is emulated."""
-        link = self._link
-        if link is not None and link.inter and self._nodes[rank] != self._nodes[self.rank]:
-            return link.inter
-        return link
-
-    def travel(self) -> Operation:
-        """Wait until the last rank's messages of this call have arrived."""
-        if self._link is not None:
-            due = max(head[DUE + self._calls % 2] for head in self.heads) / 1e9
-            self.egress.busy(due)
-            yield Until(due)
+    def travel(self, steps: Callable[[], Sequence[Step]]) -> Operation:
+        """Wait until this rank's messages of a collective have come and gone. All ranks have made
+        the call; rank 0 books its messages on the lines, for all of them."""
+        if self.network is None:
+            return
+        plan = self.heads[0]
+        if self.rank == 0:
+            ready = [head[READY] / 1e9 for head in self.heads]
+            for rank, due in enumerate(self.network.travel(steps(), ready)):
+                plan[DUES + rank] = int(due * 1e9)
+            publish(plan, PLANNED, self._calls)
+            self.ring(*self._bells)
+        elif not (planned := _Planned(plan, self._calls)).over():
+            yield planned
+        self._due = plan[DUES + self.rank] / 1e9
+        yield Until(self._due)
 
     # ---- when somebody does not come -------------------------------------------------------
 
@@ -181,12 +213,11 @@ class Members:
             )
         if not missing or not seconds:
             return None
-        return RuntimeError(f"Timed out waiting {seconds:g} s for {_ranks(missing)} in {what}")
+        return RuntimeError(f"Timed out waiting {seconds:g} s for {spell(missing)} in {what}")
 
     def _gone(self, rank: int) -> str:
         """How the rank has gone, if it has."""
-        life = self._lives.get(rank)
-        if life is not None and _readable(life):
+        if rank in self._lives and ended(*self._lives[rank]):
             return "died"
         return "left" if self.heads[rank][LEFT] else ""
 
@@ -194,53 +225,9 @@ class Members:
         """Tell the others that this rank will come no more."""
         self.mine.words[LEFT] = 1
         self.ring(*self._bells)
-        for life in self._lives.values():
-            os.close(life)
-        for bell in [self.bell, *self._bells.values()]:
-            bell.close()
         self._lives.clear()
         self._bells.clear()
-
-
-class _Meeting:
-    """Where the ranks of a group tell each other where they are."""
-
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
-        # A store may outlive its group, and serve the next one of the same name.
-        self._turn = store.add(f"turn of rank {rank}", 1)
-
-    def exchange(self, name: str, value: str) -> list[str]:
-        """The values of all ranks."""
-        keys = [f"{name} {rank}, {self._turn}" for rank in range(self._size)]
-        self._store.set(keys[self._rank], value)
-        try:
-            self._store.wait(keys, self._timeout)
-        except RuntimeError:  # of whatever kind: each store has its own
-            absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            raise RuntimeError(
-                f"Timed out waiting {self._timeout.total_seconds():g} s for {_ranks(absent)} to "
-                "make the group"
-            ) from None
-        return [self._store.get(key).decode() for key in keys]
-
-
-def _attach(rank: int, pid: str, address: str, pipe: str) -> tuple[Segment, Bell, int | None]:
-    """Another rank's segment, its bell, and what is readable when its process has ended."""
-    try:
-        life = os.pidfd_open(int(pid)) if hasattr(os, "pidfd_open") else None
-        segment = Segment.attach(address)
-        return segment, Bell.attach(segment.words, pipe), life
-    except OSError as error:
-        raise RuntimeError(
-            f"Connection closed by peer: rank {rank} has died, or runs on another machine"
-        ) from error
-
-
-def _readable(file: int) -> bool:
-    poll = select.poll()  # `select` knows only small numbers of files
-    poll.register(file, select.POLLIN)
-    return bool(poll.poll(0))
+        self._opened.close()
 
 
 class _Barrier(Wait):
@@ -248,15 +235,23 @@ class _Barrier(Wait):
         self._heads, self._ticks = heads, ticks
 
     def over(self) -> bool:
-        ticks = self._ticks
-        return all([head[TICK] >= ticks for head in self._heads])
+        return reached(self._heads, TICK, self._ticks)
 
     def missing(self) -> list[int]:
         return [r for r, head in enumerate(self._heads) if head[TICK] < self._ticks]
 
 
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+class _Planned(Wait):
+    """Rank 0 has booked the messages of a call."""
+
+    def __init__(self, plan: memoryview, call: int) -> None:
+        self._plan, self._call = plan, call
+
+    def over(self) -> bool:
+        return reached([self._plan], PLANNED, self._call)
+
+    def missing(self) -> list[int]:
+        return [0]
 
 
 def _short(description: str) -> str:
@@ -267,5 +262,7 @@ def _short(description: str) -> str:
     return f"{description[: LENGTH // 2]}... (sha256 {digest[:16]})"
 
 
-def _at(where: str) -> str:
-    return f", {where}" if where else ""
+def at_line(where: Caller) -> str:
+    """A line of the user's, as Python writes it: for an editor, and for `runtime`, which knows
+    cells by number."""
+    return f', File "{where[0]}", line {where[1]}' if where else ""

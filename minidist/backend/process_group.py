@@ -12,24 +12,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minidist.backend import checks, operations
-from minidist.backend.checks import Op, tell
-from minidist.backend.engine import Operation
-from minidist.backend.group import Group, Tensors, flatten, put_back
+from minidist.backend import checks, operations, steps
+from minidist.backend.all_reduce import all_reduce
+from minidist.backend.checks import describe
+from minidist.backend.group import Cost, Group, Tensors, flatten, put_back
 from minidist.backend.handle import Handle
+from minidist.backend.queues import Operation
+from minidist.backend.reduction import Reduction
+from minidist.backend.uncompiled import uncompiled
 
-REDUCTIONS: dict[Any, Callable[..., object]] = {
-    Op.SUM: torch.add,
-    Op.AVG: torch.add,  # and divided in the end
-    Op.PRODUCT: torch.mul,
-    Op.MIN: torch.minimum,
-    Op.MAX: torch.maximum,
-    Op.BAND: torch.bitwise_and,
-    Op.BOR: torch.bitwise_or,
-    Op.BXOR: torch.bitwise_xor,
-}
+Way = Callable[[list[steps.Step]], list[steps.Step]]  # as it is, or `steps.back`
 
 
+@uncompiled
 class ShmProcessGroup(Group):
     """Ranks that share memory. Made by `dist.init_process_group("shm")`, by
     `dist.new_group(backend="shm")`, and for meshes of such groups."""
@@ -55,24 +50,17 @@ class ShmProcessGroup(Group):
         def run() -> Operation:
             for x in tensors:
                 flat = flatten(x)
-                yield from operations.all_reduce(self.members, flat, reduction, receivers)
+                yield from all_reduce(self.members, flat, reduction, receivers)
                 if self.rank() in receivers:
                     put_back(x, flat)
 
-        what, nbytes = f"{name}({tell(*tensors)}, {to}op={op})", _nbytes(tensors)
-        cost = self._ring(nbytes, 2) if root is None else self._tree(nbytes)
+        what, nbytes = f"{name}({describe(*tensors)}, {to}op={op})", _nbytes(tensors)
+        cost = self._ring(nbytes, 2) if root is None else self._tree(nbytes, root, steps.back)
         return self._collective(what, run(), list(tensors), opts, cost)
 
-    def _reduction(self, name: str, op: Any, tensors: Tensors) -> tuple[str, operations.Reduction]:
-        kind = getattr(op, "op", op)
-        if kind not in REDUCTIONS:
-            raise ValueError(f'{name}: backend "shm" has no {kind}')
+    def _reduction(self, name: str, op: Any, tensors: Tensors) -> tuple[str, Reduction]:
         self._take(name, tensors)
-        checks.reducible(name, kind, tensors)
-        if kind == Op.AVG:
-            size = self.size()
-            return "AVG", operations.Reduction(REDUCTIONS[kind], lambda total: total.div_(size))
-        return kind.name, operations.Reduction(REDUCTIONS[kind])
+        return Reduction.of(name, op, tensors, self.size())
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Handle:
         opts = opts or dist.BroadcastOptions()
@@ -84,8 +72,8 @@ class ShmProcessGroup(Group):
                 yield from operations.broadcast(self.members, flat, opts.rootRank)
                 put_back(x, flat)
 
-        what = f"broadcast({tell(*tensors)}, src={opts.rootRank})"
-        cost = self._tree(_nbytes(tensors))
+        what = f"broadcast({describe(*tensors)}, src={opts.rootRank})"
+        cost = self._tree(_nbytes(tensors), opts.rootRank)
         return self._collective(what, run(), list(tensors), opts, cost)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Handle:
@@ -98,7 +86,9 @@ class ShmProcessGroup(Group):
                 yield from self._gather(outs, x)
 
         cost = self._ring(self.size() * _nbytes(inputs))
-        return self._collective(f"all_gather({tell(*inputs)})", run(), list(outputs), opts, cost)
+        return self._collective(
+            f"all_gather({describe(*inputs)})", run(), list(outputs), opts, cost
+        )
 
     def allgather_coalesced(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
@@ -123,7 +113,7 @@ class ShmProcessGroup(Group):
                 yield from self._gather(flat.view(self.size(), -1), x)
                 put_back(output, flat)
 
-        what, cost = f"all_gather_single({tell(*inputs)})", self._ring(_nbytes(outputs))
+        what, cost = f"all_gather_single({describe(*inputs)})", self._ring(_nbytes(outputs))
         return self._collective(what, run(), list(outputs), opts, cost)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Handle:
@@ -135,8 +125,8 @@ class ShmProcessGroup(Group):
         def run() -> Operation:
             yield from self._gather(outputs[0] if outputs else [], inputs[0])
 
-        what = f"gather({tell(*inputs)}, dst={opts.rootRank})"
-        cost = self._ring(self.size() * _nbytes(inputs))
+        what = f"gather({describe(*inputs)}, dst={opts.rootRank})"
+        cost = self._flat(self.size() * _nbytes(inputs), opts.rootRank, steps.back)
         return self._collective(what, run(), list(outputs), opts, cost)
 
     def _gather(self, outs: Any, x: torch.Tensor) -> Operation:
@@ -157,8 +147,8 @@ class ShmProcessGroup(Group):
             yield from operations.scatter(self.members, flat, parts, opts.rootRank)
             put_back(outputs[0], flat)
 
-        what = f"scatter({tell(*outputs)}, src={opts.rootRank})"
-        cost = self._ring(self.size() * _nbytes(outputs))
+        what = f"scatter({describe(*outputs)}, src={opts.rootRank})"
+        cost = self._flat(self.size() * _nbytes(outputs), opts.rootRank)
         return self._collective(what, run(), list(outputs), opts, cost)
 
     def reduce_scatter(
@@ -196,7 +186,7 @@ class ShmProcessGroup(Group):
                 yield from operations.reduce_scatter(self.members, flat, flats, reduction)
                 put_back(x, flat)
 
-        what = f"{name}({tell(*outputs)}, op={op})"
+        what = f"{name}({describe(*outputs)}, op={op})"
         cost = self._ring(self.size() * _nbytes(outputs))
         return self._collective(what, run(), list(outputs), opts, cost)
 
@@ -206,17 +196,19 @@ class ShmProcessGroup(Group):
             if len(tensors) != self.size() or {x.dtype for x in tensors} != {inputs[0].dtype}:
                 raise ValueError(
                     f"all_to_all takes {self.size()} tensors of one dtype, one for each rank, "
-                    f"not {tell(*tensors)}"
+                    f"not {describe(*tensors)}"
                 )
+
+        sizes: list[list[int]] = []  # from each rank to each, in bytes, once they are known
 
         def run() -> Operation:
             outs, parts = [flatten(out) for out in outputs], [flatten(part) for part in inputs]
-            yield from operations.all_to_all(self.members, outs, parts)
+            sizes.extend((yield from operations.all_to_all(self.members, outs, parts)))
             for out, flat in zip(outputs, outs, strict=True):
                 put_back(out, flat)
 
         what = f"all_to_all(dtype={inputs[0].dtype})"  # shapes may differ
-        cost = self._ring(_nbytes(inputs))
+        cost = Cost(_nbytes(inputs), lambda: steps.pairwise(sizes))
         return self._collective(what, run(), list(outputs), opts, cost)
 
     def all_to_all_single(
@@ -229,22 +221,37 @@ class ShmProcessGroup(Group):
     ) -> Handle:
         self._take("all_to_all_single", [output, x])
         if output.dtype != x.dtype:
-            raise ValueError(f"all_to_all_single: {tell(output)} from {tell(x)}")
+            raise ValueError(f"all_to_all_single: {describe(output)} from {describe(x)}")
         lengths = checks.splits("all_to_all_single", x, input_splits, self.size())
         rooms = checks.splits("all_to_all_single", output, output_splits, self.size())
+
+        sizes: list[list[int]] = []  # from each rank to each, in bytes, once they are known
 
         def run() -> Operation:
             flat = flatten(output)
             parts = flatten(x).split(lengths)
-            yield from operations.all_to_all(self.members, flat.split(rooms), parts)
+            sizes.extend((yield from operations.all_to_all(self.members, flat.split(rooms), parts)))
             put_back(output, flat)
 
-        what, cost = f"all_to_all_single(dtype={x.dtype})", self._ring(x.nbytes)
+        what = f"all_to_all_single(dtype={x.dtype})"
+        cost = Cost(x.nbytes, lambda: steps.pairwise(sizes))
         return self._collective(what, run(), [output], opts, cost)
 
     def barrier(self, opts: Any = None) -> Handle:
         operation = operations.barrier(self.members)
-        return self._collective("barrier()", operation, [], opts, self._tree(0))
+        cost = Cost(0, lambda: steps.dissemination(self.size()))
+        return self._collective("barrier()", operation, [], opts, cost)
+
+    # ---- what they cost on an emulated link ------------------------------------------------
+
+    def _ring(self, nbytes: int, rounds: int = 1) -> Cost:
+        return Cost(nbytes, lambda: steps.ring(self.size(), nbytes, rounds))
+
+    def _tree(self, nbytes: int, root: int, way: Way = list) -> Cost:
+        return Cost(nbytes, lambda: way(steps.tree(self.size(), nbytes, root)))
+
+    def _flat(self, nbytes: int, root: int, way: Way = list) -> Cost:
+        return Cost(nbytes, lambda: way(steps.flat(self.size(), nbytes, root)))
 
     # torch 2.11 has these names.
     _allgather_base = all_gather_single

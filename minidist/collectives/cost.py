@@ -3,6 +3,11 @@
 The α-β model: a message of n bytes takes α + nβ seconds, whoever else is sending. α is the
 latency, β the inverse of the bandwidth. What a rank computes meanwhile (the additions of a
 reduction) is left out, and so is the agreement before each call.
+
+Latency counts for each message here, as for one who waits for it. A rank that has several to send
+in a row need not: on an `md.Link` they follow each other, and arrive one latency after they have
+left. So flat algorithms are faster there by all latencies but one, and trees, where p is no power
+of two, by one each way.
 """
 
 from collections.abc import Iterable

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from minidist import backend
 from minidist.zero.messages import all_gather, reduce_scatter
 from minidist.zero.partition import FlatParameters, Piece
 
@@ -65,11 +66,13 @@ class FlatParameter:
         laid = FlatParameters(parameters, group)  # lesson 8: whole, for this moment
         self.kind, self.group, self.rank = kind, group, rank
         self.trained = parameters[0].requires_grad
-        self.shard = laid.flat.chunk(size)[rank].to(kind.home, copy=True)  # (S,)
+        # (S,), where ranks share memory in that, and so is the gradient: nothing is staged then.
+        self.shard = backend.empty(
+            laid.shard, dtype=laid.flat.dtype, device=kind.home, group=group
+        ).copy_(laid.flat.chunk(size)[rank])
         self.whole = torch.empty(
             len(laid.flat), dtype=kind.param_dtype or self.shard.dtype, device=kind.device
         )  # (N S,)
-        self._own = self.whole[rank * laid.shard : (rank + 1) * laid.shard]
         self._used = sum(parameter.numel() for parameter in parameters)
         self.slots = [self._slot(*each, laid.pieces) for each in named]
         self.open: set[Any] = set()  # passes whose backward needs the whole
@@ -116,9 +119,15 @@ class FlatParameter:
             return
         self.there = True
         self.whole.untyped_storage().resize_(self.whole.nbytes)
-        self._own.copy_(self.shard)  # in the precision and on the device that compute
         if len(self.whole):
-            self._arrived = all_gather(self.whole, self.group)
+            own = self.shard
+            if (own.dtype, own.device) != (self.whole.dtype, self.whole.device):
+                own = self._own(self.whole).copy_(own)  # as those that compute want it
+            self._arrived = all_gather(self.whole, self.group, own)
+
+    def _own(self, of: torch.Tensor) -> torch.Tensor:
+        """The place of this rank's shard in a tensor (N S,)."""
+        return of.chunk(dist.get_world_size(self.group))[self.rank]
 
     def wait(self) -> None:
         """Until the whole is there, if it is on its way."""
@@ -137,9 +146,8 @@ class FlatParameter:
         (N S,), in memory of its own."""
         own = self.shard if own is None else own
         whole = own.new_empty(len(self.whole), device=self.kind.device)
-        whole.chunk(dist.get_world_size(self.group))[self.rank].copy_(own)
         if len(whole):
-            all_gather(whole, self.group)()
+            all_gather(whole, self.group, self._own(whole).copy_(own))()
         return whole
 
     # ---- the gradient ----------------------------------------------------------------------
@@ -149,7 +157,9 @@ class FlatParameter:
         scale = 1 / self.kind.ranks
         fresh = self.gradient is None
         if self.gradient is None:
-            self.gradient = self.whole.new_empty(len(self.whole), dtype=self.shard.dtype)
+            self.gradient = backend.scratch(
+                len(self.whole), dtype=self.shard.dtype, device=self.kind.device, group=self.group
+            )
             self.gradient[self._used :] = 0
         for number, (view, g) in enumerate(zip(self.views(self.gradient), gradients, strict=True)):
             if g is None:

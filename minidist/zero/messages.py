@@ -14,16 +14,22 @@ import torch.distributed as dist
 _BY_SHARD = "gloo"
 
 
-def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
-    """Begin to give every rank all shards; each has its own. Returns the function that waits."""
+def all_gather(
+    x: torch.Tensor, group: dist.ProcessGroup, own: torch.Tensor | None = None
+) -> Callable[[], None]:
+    """Begin to give every rank all shards. Each has its `own` (S,), in its place in x if that is
+    None. Returns the function that waits."""
     shards = x.chunk(dist.get_world_size(group))
+    place = shards[dist.get_rank(group)]
     if dist.get_backend(group) == _BY_SHARD:
+        if own is not None and own.data_ptr() != place.data_ptr():
+            place.copy_(own)
         works = [
             dist.broadcast(shard, group=group, group_src=rank, async_op=True)
             for rank, shard in enumerate(shards)
         ]
     else:
-        own = shards[dist.get_rank(group)]
+        own = place if own is None else own
         works = [dist.all_gather(list(shards), own, group=group, async_op=True)]
     return lambda: _wait(works)
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from minidist import backend
 from minidist.distributed_data_parallel.buckets import assign, dense_strides
 
 BUCKET = 25 * 2**20  # bytes of a bucket, as in lesson 4
@@ -42,7 +43,11 @@ class FlatParameters:
         self.parameters = list(parameters)
         *offsets, used = accumulate((p.numel() for p in parameters), initial=0)
         self.shard = -(-used // size)  # elements
-        self.flat = parameters[0].new_empty(self.shard * size)  # (N S,)
+        first = parameters[0]
+        # (N S,), where ranks share memory in that: all_gather then has nothing to stage.
+        self.flat = backend.empty(
+            self.shard * size, dtype=first.dtype, device=first.device, group=group
+        )
         self.flat[used:] = 0
         self.pieces: list[Piece] = []
         mine = range(rank * self.shard, (rank + 1) * self.shard)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from minidist import backend
 from minidist.distributed_data_parallel.buckets import Bucket
 from minidist.distributed_data_parallel.reducer import Reducer
 from minidist.zero.messages import reduce_scatter
@@ -24,15 +25,23 @@ class PassingBucket(Bucket):
     gradient until the bucket has travelled."""
 
     def __init__(
-        self, index: int, parameters: Sequence[nn.Parameter], last: bool, size: int
+        self,
+        index: int,
+        parameters: Sequence[nn.Parameter],
+        last: bool,
+        group: dist.ProcessGroup,
+        size: int,
     ) -> None:
-        super().__init__(index, parameters, last)
+        super().__init__(index, parameters, last, group)
         self._used, self._size = self._size, size
 
     @functools.cached_property
     def _flat(self) -> torch.Tensor:
         """(N S,)"""
-        flat = self._parameters[0].new_empty(self._size)
+        first = self._parameters[0]
+        flat = backend.scratch(
+            self._size, dtype=first.dtype, device=first.device, group=self._group
+        )
         flat[self._used :] = 0
         return flat
 
@@ -80,7 +89,7 @@ class ShardingReducer(Reducer):
         self._buckets, self._places = [], {}
         for index, (flat, parameters) in enumerate(zip(self._flats, plan, strict=True)):
             last = index == len(plan) - 1
-            bucket = PassingBucket(index, parameters, last, flat.flat.numel())
+            bucket = PassingBucket(index, parameters, last, self._group, flat.flat.numel())
             self._buckets.append(bucket)
             self._places |= {p: (bucket, slot) for slot, p in enumerate(parameters)}
 

@@ -1,0 +1,185 @@
+"""The operations that are under way on a rank, and one step of each.
+
+An operation is a generator. Where it has to wait for other ranks it yields a `Wait`, which says
+when that is over. So many operations are under way at a time, on any thread, and none blocks
+another. Those of one queue go one after the other; those of other queues go on beside them.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Hashable
+
+import torch
+
+from minidist.backend.handle import Handle
+
+
+class Wait:
+    """What an operation waits for."""
+
+    def over(self) -> bool:
+        """Whether the operation may go on."""
+        raise TypeError(f"{type(self).__name__} does not say when it is over")
+
+    def missing(self) -> list[int]:
+        """The ranks that it waits for."""
+        return []
+
+    def any_will_do(self) -> bool:
+        """Whether one of them is enough."""
+        return False
+
+    def due(self) -> float:
+        """The time (of time.monotonic) before which it is not over; 0 if nobody knows."""
+        return 0.0
+
+
+class Until(Wait):
+    """A time that has to come."""
+
+    def __init__(self, due: float) -> None:
+        self._due = due
+
+    def over(self) -> bool:
+        return time.monotonic() >= self._due
+
+    def due(self) -> float:
+        return self._due
+
+
+Operation = Generator[Wait, None, None]
+
+# Of a wait, in a call, for so many seconds already if that is too long (else 0): why it is in vain.
+Explain = Callable[[Wait, str, float], BaseException | None]
+
+NAP = 0.01  # seconds, the longest sleep of a driver: a ring that got lost delays it no more
+WAKE = 1e-4  # seconds that a sleep may last longer than it was asked to
+AT_ONCE = 4  # steps of a short operation that the call itself takes
+
+
+class Task:
+    """An operation that has been submitted, with `timeout` seconds for each of its waits."""
+
+    def __init__(self, operation: Operation, handle: Handle, timeout: float) -> None:
+        self.operation, self.handle, self.timeout = operation, handle, timeout
+        self.wait: Wait | None = None
+        self.since = time.monotonic()  # when it began to wait; for its queue it does not count
+        self.ended = False
+        self.failure: BaseException | None = None
+
+    def step(self) -> bool:
+        """Go on with the operation. False if it has to wait."""
+        try:
+            if self.wait is not None and not self.wait.over():
+                return False
+            self.wait, self.since = next(self.operation), time.monotonic()
+        except StopIteration:
+            self.ended = True
+        except BaseException as error:
+            self.failure, self.ended = error, True
+        return True
+
+
+class Queues:
+    """Queues of operations, by name. Any thread may take a step: `_turn` lets one do so at a time.
+
+    Who takes a step has to end the handles of what has ended, without holding anything: that calls
+    back, and what is called may communicate.
+    """
+
+    def __init__(self) -> None:
+        self._queues: dict[Hashable, deque[Task]] = {}
+        self._lock = threading.Lock()  # for the dictionary
+        self._turn = threading.Lock()  # for a step
+
+    def __bool__(self) -> bool:
+        return bool(self._queues)
+
+    def add(self, name: Hashable, task: Task) -> None:
+        """Put a task at the end of its queue."""
+        with self._lock:
+            self._queues.setdefault(name, deque()).append(task)
+
+    def firsts(self) -> list[Task]:
+        """The task of each queue that is under way."""
+        with self._lock:
+            return [tasks[0] for tasks in self._queues.values()]
+
+    def waits(self) -> list[Wait]:
+        """What they wait for."""
+        return [task.wait for task in self.firsts() if task.wait is not None]
+
+    def rest(self, now: float) -> tuple[float, bool]:
+        """For how many seconds none of them can go on, at most; whether all know their time."""
+        dues = [wait.due() for wait in self.waits()]
+        seconds = min([due - now - WAKE for due in dues if due > now], default=NAP)
+        return seconds, bool(dues) and all(due > now for due in dues)
+
+    def round(self) -> tuple[bool, list[Task]]:
+        """Take a step of each queue: whether any could, and what has ended."""
+        moved, ended = False, []
+        for name in list(self._queues):
+            with self._turn:
+                tasks = self._queues.get(name)
+                if tasks and (task := tasks[0]).step():
+                    moved = True
+                    if task.ended:
+                        self._remove(name)
+                        ended.append(task)
+        return moved, ended
+
+    def begin(self, name: Hashable, task: Task) -> bool:
+        """Take the first steps of a task here and now. False if another thread has the turn, or if
+        the task would overtake one that came before: of two receives, the first begun gets the
+        first message."""
+        if not self._turn.acquire(blocking=False):
+            return False
+        try:
+            if len(self._queues) > 1 and any(
+                [first.wait is None for first in self.firsts() if first is not task]
+            ):
+                return False
+            for _ in range(AT_ONCE):
+                if task.ended or self._queues[name][0] is not task or not task.step():
+                    break
+                if task.ended:
+                    self._remove(name)
+            return True
+        finally:
+            self._turn.release()
+
+    def hopeless(self, now: float, explain: Explain) -> BaseException | None:
+        """Why one of them waits in vain, if that is so."""
+        for task in self.firsts():
+            if (wait := task.wait) is None:
+                continue
+            late = task.timeout if now > task.since + task.timeout else 0.0
+            error = explain(wait, task.handle.what(), late)
+            with self._turn:  # what it waits for may have come before the other left
+                if error is not None and not wait.over():
+                    return error
+        return None
+
+    def clear(self) -> list[Task]:
+        """Drop all tasks: those."""
+        with self._turn, self._lock:
+            left = [task for tasks in self._queues.values() for task in tasks]
+            self._queues.clear()
+        return left
+
+    def _remove(self, name: Hashable) -> None:
+        with self._lock:
+            self._queues[name].popleft()
+            if not self._queues[name]:
+                del self._queues[name]
+
+
+def plain() -> bool:
+    """Whether what this thread asks of torch is done as it stands. Else the engine's thread does
+    the whole operation: a tracker would count it, and a default device would lead it astray."""
+    return not (
+        torch.is_inference_mode_enabled()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+    )
