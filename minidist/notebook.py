@@ -1,4 +1,4 @@
-"""`%%ranks`: a notebook cell that runs on every rank. Used by all lessons; shown in Lesson 1.
+"""`%%ranks`: a notebook cell that runs on every rank. Used by all lessons; Lesson: rank.
 
     %load_ext minidist
 
@@ -10,15 +10,18 @@ pool itself: `r(fn)` calls a function on every rank, `r.get("x", rank=1)` brings
 """
 
 import inspect
+import re
+import symtable
 from typing import Any
 
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
+from IPython.display import Image, display
 
 from minidist.rank import ranks as start_ranks
-from minidist.runtime import Pool, forkserver
+from minidist.runtime import Pool, RankError, forkserver
 from minidist.runtime.cell import remember, run_cell
 
 
@@ -36,6 +39,8 @@ class RanksMagic(Magics):
         super().__init__(shell)
         self._pool: Pool | None = None
         self._options: dict[str, Any] = {"world_size": 4}
+        # Which cell gave the ranks a name, and in which era of the pool.
+        self._definitions: dict[str, tuple[str, object]] = {}
 
     @magic_arguments()
     @argument("-n", dest="world_size", type=int, help="how many ranks (4, or as many as there are)")
@@ -43,17 +48,20 @@ class RanksMagic(Magics):
     @argument("--fresh", action="store_true", help="start new ranks, with empty namespaces")
     @argument("--nodes", type=int, help="spread the ranks over so many nodes, in name")
     @argument("--backend", help="auto, shm, gloo or nccl")
-    @argument("--timeout", type=float, help="seconds that a rank waits for another")
+    @argument("--timeout", type=float, help="seconds that a rank waits for another (30)")
     @line_cell_magic
     def ranks(self, line: str, cell: str | None = None) -> Pool | None:
-        """Run a cell on every rank; as a line, `r = %ranks`, give the pool of ranks itself."""
+        """Run a cell on every rank; as a line, `r = %ranks`, give the pool of ranks itself.
+
+        -n, --nodes, --backend and --timeout hold for later cells too, until a cell gives others.
+        """
         arguments = vars(parse_argstring(self.ranks, line))
         only, fresh = arguments.pop("only"), arguments.pop("fresh")
         if cell is not None:
-            # The magic is the cell's first line: errors shall name the line that the reader sees.
+            # The magic is the cell's first line: so errors name the line that the reader sees.
             source, name = "\n" + cell, self._cell_name()
             remember(source, name)
-            compile(source, name, "exec")  # a SyntaxError is told here, once
+            _check_syntax(source, name)  # here, once, and not on every rank
         try:
             pool = self._pool_with(arguments, fresh)
             chosen = _numbers(only, pool.world_size)
@@ -61,8 +69,38 @@ class RanksMagic(Magics):
             raise UsageError(str(error)) from None
         if cell is None:
             return pool
-        pool.on(chosen, run_cell, source, name)
+        try:
+            drawn = pool.on(chosen, run_cell, source, name)
+        except RankError as error:
+            if advice := self._advice(error, pool):
+                message = f"{error}\n\n{advice}"
+                raise RankError(message, error.rank, error.tracebacks) from error.__cause__
+            raise
+        finally:
+            self._definitions |= dict.fromkeys(_names(source, name), (name, pool.era))
+        for rank, pictures in zip(chosen, drawn, strict=True):
+            for picture in pictures:
+                print(f"[rank {rank}]")
+                display(Image(picture))
         return None
+
+    def _advice(self, error: RankError, pool: Pool) -> str:
+        """What helps against a name that the ranks do not know, if something does."""
+        if not (
+            found := re.match(r".* raised NameError: name '(\w+)' is not defined\n", str(error))
+        ):
+            return ""
+        name = found[1]
+        cell, era = self._definitions.get(name, ("", pool.era))
+        if era is not pool.era:
+            return f"{cell} defined {name!r} on earlier ranks, which are gone: run that cell again."
+        assert self.shell is not None
+        if not cell and name in self.shell.user_ns:
+            return (
+                f"The notebook has {name!r}, and ranks do not see its names: define it in a "
+                f"%%ranks cell, or give it to a function, `r = %ranks; r(function, {name})`."
+            )
+        return ""
 
     def _cell_name(self) -> str:
         """`Cell In[3]`, as IPython's own tracebacks say."""
@@ -83,6 +121,26 @@ class RanksMagic(Magics):
                 self._pool.close()
             self._pool, self._options = pool, wanted
         return self._pool
+
+
+def _check_syntax(source: str, name: str) -> None:
+    try:
+        compile(source, name, "exec")
+    except SyntaxError as error:
+        if re.match(r"\s*(\w+\s*=\s*)?[%!]", error.text or ""):
+            error.msg += (
+                ". A %%ranks cell is plain Python: line magics (%) and shell commands (!) "
+                "belong in a cell of their own"
+            )
+        elif re.search("await|async", error.msg):
+            error.msg += ". A rank has no event loop: write asyncio.run(...)"
+        raise
+
+
+def _names(source: str, name: str) -> list[str]:
+    """The names that a cell gives to something."""
+    symbols = symtable.symtable(source, name, "exec").get_symbols()
+    return [s.get_name() for s in symbols if s.is_assigned() or s.is_imported()]
 
 
 def _numbers(text: str | None, world_size: int) -> list[int]:

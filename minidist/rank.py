@@ -1,8 +1,8 @@
-"""Lesson 1: what makes a process a rank.
+"""What makes a process a rank. Lesson: rank.
 
-Training on many devices is many copies of one program. Each copy is told, by environment
-variables, which one it is: its *rank*, out of *world size* ranks. Ranks find each other at a
-*rendezvous*, and from then on send each other tensors in a *process group*.
+Training on many devices is many copies of one program. Environment variables say to each copy
+which one it is: its *rank*, out of *world size* ranks. Ranks find each other at a *rendezvous*, and
+from then on send each other tensors in a *process group*.
 
 `torchrun` starts such copies from a terminal. `launch` and `ranks` start them from a notebook
 cell, with the same variables, so the same function runs under both.
@@ -44,7 +44,7 @@ class Place:
 
     @classmethod
     def here(cls, environ: Mapping[str, str] = os.environ) -> "Place":
-        """The place that torchrun's variables tell. Raises RuntimeError where there are none."""
+        """The place that torchrun's variables name. Raises RuntimeError where there are none."""
         try:
             return cls(
                 rank=int(environ["RANK"]),
@@ -88,7 +88,7 @@ def join(
     MASTER_ADDR and MASTER_PORT. `backend` "auto" is NCCL (and gloo for CPU tensors) where every
     rank of a node has a GPU of its own; else shm where all ranks are on one machine; else gloo; and
     shm where a link is emulated. No collective waits longer than `timeout` seconds. Yields a
-    function that counts this rank's operations so far, in any group. Lesson 1.
+    function that counts this rank's operations so far, in any group. Lesson: rank.
     """
     place = Place.here()
     if backend == "auto":
@@ -149,7 +149,7 @@ def ranks(
     many nodes, in name only: it sets (node_rank, local_rank). `timeout` (seconds) bounds every wait
     for another rank; `threads` is each rank's number of CPU threads for torch. `link` is a network
     that backend "shm" emulates; "auto" is then shm. Raises ValueError on numbers that make no
-    sense, RankError if a rank fails. Lesson 1.
+    sense, RankError if a rank fails. Lesson: rank.
     """
     if world_size < 1:
         raise ValueError(f"world_size must be 1 or more, not {world_size}")
@@ -166,7 +166,8 @@ def ranks(
         raise ValueError(f'only backend "shm" emulates a link, not {backend!r}')
     places = [Place.of(rank, world_size, nodes) for rank in range(world_size)]
     environs = [_environ(place, threads) | Link.environ(link) for place in places]
-    return Pool(environs, partial(_stage, backend, timeout, threads), timeout)
+    shm = ["minidist.backend.process_group"] if backend in ("auto", "shm") else []
+    return Pool(environs, partial(_stage, backend, timeout, threads), timeout, shm)
 
 
 def launch(fn: Callable[..., Any], *args: Any, world_size: int = 4, **options: Any) -> list[Any]:
@@ -174,7 +175,8 @@ def launch(fn: Callable[..., Any], *args: Any, world_size: int = 4, **options: A
 
     `options` are those of `ranks`. Under torchrun the ranks are there already: `fn` runs in this
     one, and every rank returns the list; how many there are, on how many nodes, is torchrun's to
-    say. So a script that ends in `md.launch(main)` runs by `python` and by `torchrun`. Lesson 1.
+    say. So a script that ends in `md.launch(main)` runs by `python` and by `torchrun`.
+    Lesson: rank.
     """
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         os.environ |= Link.environ(options.get("link"))

@@ -14,6 +14,7 @@ import threading
 import time
 from multiprocessing import forkserver as pythons_forkserver
 
+import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -351,22 +352,94 @@ def kill_the_forkserver():
 
 
 @pytest.mark.parametrize("when", ["between two calls", "in a call"])
-def test_a_killed_forkserver_ends_the_call_and_a_new_one_is_started(ranks, when):
+def test_a_killed_forkserver_hurts_nobody_and_a_new_one_is_started(ranks, when):
     pids = ranks(os.getpid)
     if when == "in a call":
         killer = threading.Timer(0.3, kill_the_forkserver)
         killer.start()
-        error = failing(ranks, sleep)
+        assert ranks(time.sleep, 1) == [None] * SIZE
         killer.join()
     else:
         kill_the_forkserver()
-        error = failing(ranks, sleep)
-    assert str(error).startswith(
-        "rank 0 exited early, with code 255, or else the forkserver was killed\n"
+    assert ranks(os.getpid) == pids
+    assert md.launch(work, world_size=SIZE) == [10.0] * SIZE
+
+
+@pytest.mark.parametrize("away", [sleep, hold_the_gil, stop], ids=lambda away: away.__name__)
+def test_a_killed_supervisor_ends_the_call_and_the_ranks(ranks, away):
+    pids = ranks(os.getpid)
+
+    def kill_it():
+        if dist.get_rank() == 2:
+            threading.Timer(0.3, os.kill, (os.getppid(), signal.SIGKILL)).start()
+        away() if dist.get_rank() == 0 else sleep()
+
+    error = failing(ranks, kill_it)
+    ended = "was ended, since the process that supervises the ranks was killed"
+    assert str(error) == (
+        f"rank 0 {ended}\n\nWhere the other ranks were:\n  ranks 1, 2, 3: {ended}\n\n{ENDED}"
     )
-    assert ranks(work) == [10.0] * SIZE
-    # They were the forkserver's children: who buries them now is the system's first process.
+    # Nobody waits for them but the system's first process.
     assert eventually(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), SOON)
+    assert ranks(work) == [10.0] * SIZE
+
+
+@pytest.mark.parametrize("dies", ["rank", "pool"])
+def test_a_rank_with_ranks_of_its_own_may_die(ranks, dies):
+    """What it leaves must not take the program's sockets along."""
+
+    def start_two():
+        import __main__
+
+        __main__.inner = md.ranks(2, "gloo")
+        return __main__.inner(os.getpid)
+
+    grandchildren = ranks.on([1], start_two)[0]
+    if dies == "rank":
+        os.kill(ranks(os.getpid)[1], signal.SIGKILL)
+    failing(ranks, os._exit, 1)
+    assert eventually(lambda: not any(os.path.exists(f"/proc/{p}") for p in grandchildren), SOON)
+    assert md.launch(work, world_size=SIZE) == [10.0] * SIZE
+
+
+def test_a_rank_that_closes_all_its_files_ends_the_call(ranks):
+    def close():
+        if dist.get_rank() == 1:
+            os.closerange(3, 1000)
+
+    assert str(failing(ranks, close)).startswith(f"rank 1 {KILLED}\n")
+
+
+@pytest.mark.parametrize("way", ["the timeout", "an interrupt"])
+def test_a_call_that_a_stopped_rank_does_not_take_ends(way):
+    with md.ranks(3, timeout=1 if way == "the timeout" else 60) as ranks:
+        os.kill(ranks(os.getpid)[1], signal.SIGSTOP)
+        start = time.monotonic()
+        if way == "the timeout":
+            with pytest.raises(md.RankError) as raised:
+                ranks(len, bytes(10_000_000))
+            assert str(raised.value).startswith(
+                "rank 1 did not take its call within 1 s. "
+                "It gave no answer (in native code, or stopped)\n\nWhere the other ranks were:\n"
+            )
+            assert str(raised.value).endswith(f"rank 2: had not begun\n\n{ENDED}")
+        else:
+            handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+            main = threading.main_thread().ident
+            interrupt = threading.Timer(1.5, signal.pthread_kill, (main, signal.SIGINT))
+            interrupt.start()
+            try:
+                with pytest.raises(KeyboardInterrupt) as raised:
+                    ranks(len, bytes(10_000_000))
+            finally:
+                interrupt.join()
+                signal.signal(signal.SIGINT, handler)
+            assert str(raised.value) == (
+                "The ranks were ended. Where they were:\n  rank 0: had finished\n"
+                "  rank 1: gave no answer (in native code, or stopped)\n  rank 2: had not begun"
+            )
+        assert time.monotonic() - start < SOON
+        assert ranks(dist.get_rank) == [0, 1, 2]
 
 
 def test_a_rank_that_fails_to_start_is_an_error_at_once(monkeypatch):
@@ -379,6 +452,66 @@ def test_a_rank_that_fails_to_start_is_an_error_at_once(monkeypatch):
     ) as raised:
         md.ranks(2)
     assert str(raised.value).endswith(ENDED)
+
+
+def test_a_rank_that_stops_while_it_sends_its_result_ends_the_call():
+    def stop_soon():
+        if dist.get_rank() == 1:
+            frame = sys._getframe()
+            while "pipes" not in frame.f_locals:
+                frame = frame.f_back
+            calls = frame.f_locals["pipes"].calls
+            os.write(calls.fileno(), b"\0\0\1\0half of it")  # 256 bytes are announced
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    with md.ranks(2, timeout=1) as ranks:
+        assert str(failing(ranks, stop_soon)).startswith(
+            "rank 1 did not send its whole result within 1 s. "
+            "It gave no answer (in native code, or stopped)\n"
+        )
+        assert ranks(dist.get_rank) == [0, 1]
+
+
+def test_what_a_rank_sent_before_it_died_counts(ranks):
+    """The supervisor's note of its end may be seen first."""
+
+    def die_after_the_answer():
+        if dist.get_rank() == 1:
+            frame = sys._getframe()
+            while "pipes" not in frame.f_locals:
+                frame = frame.f_back
+            number = frame.f_locals["number"]
+            answer = cloudpickle.dumps((number, "sent", None, 0))
+            for _ in range(3):
+                frame.f_locals["pipes"].calls.send_bytes(answer)
+            os._exit(1)
+        time.sleep(0.5)
+
+    assert ranks(die_after_the_answer) == [None, "sent", None, None]
+    assert str(failing(ranks, work)).startswith("rank 1 exited early, with code 1\n")
+
+
+def test_a_rank_that_is_refused_a_call_at_its_start_names_it(monkeypatch):
+    def refused(*_):
+        try:
+            os.close(10**6)
+        except OSError as error:
+            lost = "Connection closed by peer: rank 1 has died, or runs on another machine"
+            raise RuntimeError(lost) from error
+
+    monkeypatch.setattr(md.rank, "_stage", refused)
+    with pytest.raises(md.RankError) as raised:
+        md.ranks(2)
+    line = refused.__code__.co_firstlineno
+    here = os.path.relpath(__file__)
+    assert str(raised.value) == (
+        "every rank raised RuntimeError: Connection closed by peer: rank 1 has died, or runs on "
+        "another machine\n\n"
+        "The system had refused a call: OSError: [Errno 9] Bad file descriptor\n"
+        f"  {here}, line {line + 2}, in refused\n      os.close(10**6)\n\n"
+        f"  {here}, line {line + 5}, in refused\n      raise RuntimeError(lost) from error\n\n"
+        + ENDED
+    )
 
 
 # ---- the program is interrupted -----------------------------------------------------------
@@ -452,7 +585,9 @@ def test_an_interrupted_call_ends_soon_and_tells_each_ranks_line(to, tmp_path):
         drained.join()
 
 
-def test_interrupts_at_any_moment_leave_nothing(tmp_path):
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("rounds", [20, pytest.param(200, marks=pytest.mark.soak)])
+def test_interrupts_at_any_moment_leave_nothing(rounds, tmp_path):
     """While ranks start, while they work, while they are closed."""
     source = """
 import gc, os, random, sys, time
@@ -466,7 +601,7 @@ with md.ranks(2) as r:
 main, generator = sys.modules["__main__"], random.Random(0)
 signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
 interrupted = 0
-for _ in range(60):
+for _ in range(ROUNDS):
     try:
         try:
             signal.setitimer(signal.ITIMER_REAL, generator.uniform(0.001, 0.15))
@@ -478,14 +613,14 @@ for _ in range(60):
         interrupted += 1
     r = None
     assert sys.modules["__main__"] is main
-assert interrupted > 15, interrupted
+assert interrupted > ROUNDS // 4, interrupted
 gc.collect()
 print("done", flush=True)
 time.sleep(2)
 with md.ranks(2) as r:
     print(r(dist.get_rank), flush=True)
 """
-    with Program(source, tmp_path) as program:
+    with Program(source.replace("ROUNDS", str(rounds)), tmp_path) as program:
         assert program.line() == "done"
         assert eventually(lambda: len(program.alive()) == 3, 1.5)  # with forkserver and tracker
         assert not [name for name in program.temporary() if name.startswith("minidist-")]
@@ -501,6 +636,8 @@ KILLED_WHEN = {
     "idle": "r(leave_children); print('now', flush=True); time.sleep(60)",
     "in a call": "r(leave_children); print('now', flush=True); r(time.sleep, 60)",
     "in a barrier": "print('now', flush=True); r(stay_away)",
+    "in a regular expression": "print('now', flush=True); r(hold_the_gil)",
+    "with a rank that is stopped": "print('now', flush=True); r(stop)",
     "while ranks start": "print('now', flush=True)\nwhile True: md.launch(len, [], world_size=8)",
 }
 
@@ -508,11 +645,18 @@ KILLED_WHEN = {
 @pytest.mark.parametrize("when", KILLED_WHEN)
 def test_a_killed_program_takes_all_with_it(when, tmp_path):
     source = f"""
-import os, subprocess, sys, time
+import os, re, signal, subprocess, sys, time
 import minidist as md, torch.distributed as dist
 
 def leave_children():
     subprocess.Popen(["sleep", "60"]).returncode = 0
+
+def hold_the_gil():
+    leave_children()
+    re.match("(a+)+$", "a" * 40 + "b") if dist.get_rank() == 1 else dist.barrier()
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP) if dist.get_rank() == 1 else dist.barrier()
 
 def stay_away():
     time.sleep(60) if dist.get_rank() == 2 else dist.barrier()

@@ -29,13 +29,14 @@ class Shown:
     results: list[str] = field(default_factory=list)
     error: str = ""  # as nbval compares it: ename and evalue
     traceback: str = ""  # as the reader sees it
+    pictures: int = 0
 
 
 class Kernel(Family):
     """A notebook's kernel, which pytest does not know of unless `environ` says so."""
 
     def __init__(self, tmp_path, **environ: str) -> None:
-        super().__init__(tmp_path)
+        super().__init__()
         self.manager = KernelManager(kernel_name="python3", transport="ipc")
         self.manager.connection_file = str(tmp_path / "kernel.json")
         there = {k: v for k, v in self.environ().items() if k != "PYTEST_CURRENT_TEST"}
@@ -67,6 +68,9 @@ class Kernel(Family):
             kind, content = message["msg_type"], message["content"]
             if kind == "stream":
                 setattr(shown, content["name"], getattr(shown, content["name"]) + content["text"])
+            elif kind == "display_data":
+                shown.stdout += "<picture>\n"
+                shown.pictures += content["data"].get("image/png", "").startswith("iVBOR")
             elif kind == "execute_result":
                 shown.results.append(content["data"]["text/plain"])
             elif kind == "error":
@@ -181,7 +185,9 @@ def test_fresh_ranks_know_nothing_and_another_number_makes_fresh_ones(kernel):
         "'2'", (0, 1)
     )
     assert kernel.run("%%ranks\n1 + 1").stdout == by_rank("2", (0, 1))
-    assert eventually(lambda: len(kernel.alive()) == 5, SOON)  # kernel, forkserver, tracker, two
+    assert eventually(
+        lambda: len(kernel.alive()) == 6, SOON
+    )  # with forkserver, tracker, supervisor
 
 
 def test_nodes_are_told_to_the_ranks(kernel):
@@ -276,6 +282,67 @@ def test_output_before_an_error_is_shown(kernel):
     assert shown.error.startswith("RankError: every rank raised ZeroDivisionError")
 
 
+def test_what_a_cell_draws_is_shown_with_its_rank(kernel):
+    plot = (
+        "import matplotlib.pyplot as plt\nplt.plot([1, 2]); plt.show(); plt.bar(1, 2)\nprint('all')"
+    )
+    shown = kernel.run(f"%%ranks --only 2,0\n{plot}")
+    pictures = "".join(f"[rank {r}]\n<picture>\n" * 2 for r in (2, 0))
+    assert shown == Shown(by_rank("all", (0, 2)) + pictures, pictures=4)
+    assert kernel.run("%%ranks\n'none' if dist.get_rank() else None").pictures == 0
+    kernel.run(
+        "def draw():\n    import matplotlib.pyplot as plt\n    plt.plot([1, 2])\n    plt.show()"
+    )
+    assert kernel.run("r = %ranks\nr.on([1], draw)") == Shown(
+        by_rank(
+            "A figure is shown from a %%ranks cell only: here, return it to the notebook.", [1]
+        ),
+        results=["[None]"],
+    )
+
+
+@pytest.mark.parametrize("line", ["%time x = 1", "!ls", "files = !ls", "x = %pwd"])
+def test_magics_within_a_cell_are_said_to_be_none(kernel, line):
+    n = number(kernel)
+    assert kernel.run(f"%%ranks\n{line}").error == (
+        "SyntaxError: invalid syntax. A %%ranks cell is plain Python: line magics (%) and shell "
+        f"commands (!) belong in a cell of their own (Cell In[{n}], line 2)"
+    )
+
+
+def test_await_at_the_top_of_a_cell_is_said_to_need_a_loop(kernel):
+    n = number(kernel)
+    assert kernel.run("%%ranks\nimport asyncio\nawait asyncio.sleep(0)").error == (
+        "SyntaxError: 'await' outside function. A rank has no event loop: write asyncio.run(...) "
+        f"(Cell In[{n}], line 3)"
+    )
+
+
+def test_a_name_that_only_the_notebook_has_is_said_to_be_so(kernel):
+    kernel.run("only_here = 1")
+    n = number(kernel)
+    assert kernel.run("%%ranks\nonly_here").error == (
+        "RankError: every rank raised NameError: name 'only_here' is not defined\n\n"
+        f"  Cell In[{n}], line 2\n      only_here{LASTS}\n\n"
+        "The notebook has 'only_here', and ranks do not see its names: define it in a %%ranks "
+        "cell, or give it to a function, `r = %ranks; r(function, only_here)`."
+    )
+    assert kernel.run("%%ranks\nnowhere").error.endswith(LASTS)
+
+
+def test_a_name_that_went_with_earlier_ranks_names_the_cell_to_run_again(kernel):
+    n = number(kernel)
+    kernel.run("%%ranks\nimport math as numbers\ndef model(): pass")
+    kernel.run("%%ranks\nmodel; os._exit(1)")
+    for name in ("model", "numbers"):
+        assert kernel.run(f"%%ranks\n{name}").error.endswith(
+            f"{LASTS}\n\nCell In[{n}] defined {name!r} on earlier ranks, which are gone: "
+            "run that cell again."
+        )
+    kernel.run("%%ranks\nmodel = 1")
+    assert kernel.run("%%ranks\ndel model\nmodel").error.endswith(LASTS)
+
+
 # ---- interrupts ---------------------------------------------------------------------------
 
 
@@ -297,7 +364,9 @@ def test_an_interrupted_cell_is_free_soon_and_tells_each_ranks_line(kernel):
     )
     assert shown.stdout == by_rank("begun", (1, 2))  # rank 0's was seen above
     assert kernel.run("%%ranks\n3 + 3").stdout == by_rank("6")
-    assert eventually(lambda: len(kernel.alive()) == 6, SOON)  # kernel, forkserver, tracker, three
+    assert eventually(
+        lambda: len(kernel.alive()) == 7, SOON
+    )  # with forkserver, tracker, supervisor
 
 
 def test_an_interrupt_while_the_forkserver_imports_torch_does_no_harm(own_kernel):
@@ -352,13 +421,14 @@ def own_kernel(tmp_path):
 
 
 @pytest.mark.timeout(240)
-def test_ten_restarts_show_the_same_each_time_and_leave_nothing(own_kernel):
+@pytest.mark.parametrize("restarts", [4, pytest.param(12, marks=pytest.mark.soak)])
+def test_restarts_show_the_same_each_time_and_leave_nothing(own_kernel, restarts):
     kernel = own_kernel()
-    for turn in range(10):
-        with_ranks = turn in (0, 5, 8)
+    for turn in range(restarts):  # politely and at once, with ranks and without, in turn
+        with_ranks = turn % 4 < 2
         if with_ranks:
             check_cells(kernel)
-            assert len(kernel.alive()) == 6  # kernel, forkserver, tracker, three ranks
+            assert len(kernel.alive()) == 7  # kernel, forkserver, tracker, supervisor, three ranks
         else:  # restarted while the forkserver still imports torch
             assert kernel.run("%load_ext minidist") == Shown()
         before = set(kernel.alive())

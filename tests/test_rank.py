@@ -362,7 +362,7 @@ def test_a_script_gives_the_same_results_under_python_and_torchrun(tmp_path):
     """One node of two, and two nodes of two: two torchruns that meet at a port."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    family = Family(tmp_path)
+    family = Family()
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
     meet = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{store.port}"]

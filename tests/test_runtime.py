@@ -1,10 +1,14 @@
 """The processes under the ranks: what goes in, what comes out, and that nothing stays behind."""
 
 import ctypes
+import errno
+import gc
 import json
 import multiprocessing
 import os
 import pickle
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,12 +19,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from programs import Program, eventually
+from programs import Family, Program, eventually
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 import minidist as md
-from minidist.runtime import forkserver, output
+from minidist.runtime import forkserver, output, supervisor
+from minidist.runtime.cell import run_cell
 
 needs_proc = pytest.mark.skipif(
     not os.path.exists("/proc/self/environ"), reason="finds processes by /proc"
@@ -195,6 +200,64 @@ def test_a_data_loader_has_workers_within_a_rank(ranks):
     ]
 
 
+CELL = """
+import os
+from torch.utils.data import DataLoader, Dataset
+
+class Squares(Dataset):
+    def __len__(self): return 4
+    def __getitem__(self, i): return i * i, os.getpid()
+
+squares, pids = zip(*DataLoader(Squares(), batch_size=None, num_workers=2))
+print(squares, len({os.getpid(), *pids}))
+"""
+
+
+@pytest.mark.skipif(
+    multiprocessing.get_all_start_methods()[0] != "fork" or sys.version_info >= (3, 14),
+    reason="here no program's data set of its own main module has workers",
+)
+def test_a_data_set_of_a_cell_has_workers_within_a_rank(ranks, capsys):
+    ranks(run_cell, CELL, "a cell")
+    assert capsys.readouterr().out == "".join(f"[rank {r}] (0, 1, 4, 9) 3\n" for r in range(3))
+
+
+def test_only_a_rank_itself_answers_and_no_child_that_it_forks(ranks, capsys):
+    def fork(fails):
+        if pid := os.fork():
+            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if fails:
+            raise ValueError("of the child")
+        print("child")
+
+    assert ranks(fork, False) == [0, 0, 0]
+    assert ranks(lambda: "second") == ["second"] * 3
+    assert capsys.readouterr() == ("".join(f"[rank {r}] child\n" for r in range(3)), "")
+    assert ranks(fork, True) == [1, 1, 1]
+    assert ranks(lambda: "fourth") == ["fourth"] * 3
+    assert capsys.readouterr().err.count("ValueError: of the child\n") == 3
+
+
+def test_an_answer_to_an_earlier_call_is_none(ranks):
+    def answer_before():
+        frame = sys._getframe()
+        while "pipes" not in frame.f_locals:
+            frame = frame.f_back
+        frame.f_locals["pipes"].calls.send_bytes(pickle.dumps((0, "stale", None, 0)))
+        return "true"
+
+    assert ranks(answer_before) == ["true"] * 3
+    assert ranks(answer_before) == ["true"] * 3
+
+
+def test_ranks_inherit_modules_and_no_threads_or_plots(ranks):
+    def look():
+        heavy = {"IPython", "matplotlib", "pytest"} & sys.modules.keys()
+        return heavy, len(os.listdir(f"/proc/{os.getppid()}/task"))
+
+    assert ranks(look) == [(set(), 1)] * 3
+
+
 def test_a_rank_may_start_ranks_of_its_own():
     def outer():
         return md.launch(lambda: (dist.get_rank(), os.environ["WORLD_SIZE"]), world_size=3)
@@ -340,6 +403,21 @@ def test_a_child_that_outlives_the_call_delays_nobody(ranks, capsys):
         assert pool(dist.get_rank) == [0, 1]
     assert time.monotonic() - start < 5
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("close", [lambda: os.close(1), lambda: sys.stdout.close()])
+def test_a_call_may_close_its_stdout_and_the_next_one_has_it_again(ranks, capsys, close):
+    def speak(close):
+        print("before")
+        close()
+        return dist.get_rank()
+
+    assert ranks(speak, close) == [0, 1, 2]
+    ranks(print, "after")
+    ranks(os.write, 1, b"at last")
+    assert capsys.readouterr().out == "".join(
+        f"[rank {r}] {text}\n" for text in ("before", "after", "at last") for r in range(3)
+    )
 
 
 # ---- errors -------------------------------------------------------------------------------
@@ -632,9 +710,28 @@ def test_an_interrupt_while_a_rank_starts_is_put_off_until_it_is_known(monkeypat
         started[0].is_alive()
 
 
+@pytest.mark.parametrize("what", ["the supervisor", "a pipe"])
+def test_what_cannot_be_started_leaves_no_file_open(monkeypatch, what):
+    def refused(*_):
+        raise OSError(errno.EAGAIN, "refused")
+
+    md.launch(len, [], world_size=1)
+    gc.collect()
+    before = sorted(os.listdir("/proc/self/fd"))
+    if what == "a pipe":
+        monkeypatch.setattr(supervisor, "hand_over", refused)
+    else:
+        monkeypatch.setattr(forkserver, "start", refused)
+    with pytest.raises(OSError, match="refused"):
+        md.ranks(3)
+    gc.collect()
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
 @needs_proc
-@pytest.mark.timeout(120)
-def test_two_hundred_launches_leave_nothing(tmp_path):
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("launches", [20, pytest.param(200, marks=pytest.mark.soak)])
+def test_launches_leave_nothing(launches, tmp_path):
     source = """
 import gc, os, threading, time
 import minidist as md, torch, torch.distributed as dist
@@ -650,11 +747,11 @@ def count():
 
 assert md.launch(sum_up, world_size=2) == [2.0, 2.0]
 count()
-for _ in range(200):
+for _ in range(LAUNCHES):
     assert md.launch(sum_up, world_size=2) == [2.0, 2.0]
 count()
 """
-    with Program(source, tmp_path) as program:
+    with Program(source.replace("LAUNCHES", str(launches)), tmp_path) as program:
         before = program.line()
         family, files = len(program.alive()), program.temporary()
         assert program.line() == before  # file descriptors, threads
@@ -752,6 +849,123 @@ r(print, "last")
     with Program(source, tmp_path) as program:
         out = "[rank 0] first\n[rank 1] first\nbetween\n[rank 0] last\n[rank 1] last\n"
         assert program.finish(30) == (0, out, "")
+
+
+def test_a_program_with_a_long_tmpdir(tmp_path):
+    """A socket's path may have 108 characters."""
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    source = f"""
+import os, tempfile
+os.environ["TMPDIR"] = {str(folder)!r}
+import minidist as md
+print(md.launch(tempfile.gettempdir, world_size=2) == [{str(folder)!r}] * 2)
+print(md.runtime.forkserver.socket_folder())
+"""
+    with Program(source, tmp_path) as program:
+        assert program.line() == "True"
+        sockets = program.line()
+        assert program.finish(30) == (0, "", "")
+    assert not os.path.exists(sockets)
+    assert [p for p in os.listdir(folder) if not p.startswith("torchinductor_")] == []
+
+
+def test_too_few_open_files_are_said_in_a_sentence(tmp_path):
+    source = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+import minidist as md
+try:
+    md.ranks(16)
+except OSError as error:
+    print(error)
+print(md.launch(len, [1], world_size=2))
+"""
+    with Program(source, tmp_path) as program:
+        code, out, err = program.finish(60)
+        assert (code, err) == (0, "")
+        assert out == (
+            "[Errno 24] 16 ranks need more open files than the 64 that this process may have. "
+            "Raise the limit (`ulimit -n 4096`), then start Python again\n[1, 1]\n"
+        )
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_a_host_that_handles_interrupts_in_c(tmp_path):
+    """As R does, or another program that embeds Python: here a library, loaded before Python."""
+    (tmp_path / "host.c").write_text("""
+        #include <signal.h>
+        static void handler(int number) {}
+        __attribute__((constructor)) static void install(void) { signal(SIGINT, handler); }
+    """)
+    library = tmp_path / "host.so"
+    command = ["cc", "-shared", "-fPIC", "-o", str(library), str(tmp_path / "host.c")]
+    subprocess.run(command, check=True)
+    source = """
+import os, signal
+assert signal.getsignal(signal.SIGINT) is None
+del os.environ["LD_PRELOAD"]  # no host of the forkserver, which is a program of its own
+import minidist as md
+print(md.launch(len, [1], world_size=2))
+"""
+    program = tmp_path / "program.py"
+    program.write_text(source)
+    family = Family()
+    environ = {**family.environ(), "LD_PRELOAD": str(library)}
+    run = subprocess.run([sys.executable, program], env=environ, capture_output=True, timeout=60)
+    assert (run.stdout, run.stderr) == (b"[1, 1]\n", b"")
+    assert family.gone_within(5)
+
+
+def test_a_rank_that_takes_long_to_say_what_failed_was_where_it_failed(pools):
+    class LongError(Exception):
+        def __str__(self):
+            time.sleep(20)
+            return "at last"
+
+    def fail():
+        if dist.get_rank() == 0:
+            raise ValueError("at once")
+        raise LongError
+
+    with pytest.raises(md.RankError) as caught:
+        pools(2)(fail)
+    assert "rank 0 raised ValueError: at once" in str(caught.value)
+    assert re.search(r"rank 1: at .*, in fail\n +raise LongError\n", str(caught.value))
+
+
+def test_ranks_run_the_files_of_minidist_as_they_are_now(tmp_path):
+    """Though what they import is imported before they start."""
+    copy = tmp_path / "minidist"
+    shutil.copytree(os.path.dirname(md.__file__), copy)
+    source = f"""
+import minidist as md
+
+def see():
+    return md.rank.__file__, getattr(md.rank, "EDITED", None)
+
+with md.ranks(2) as kept:
+    for number in (None, 1, 2):
+        if number:
+            with open({str(copy / "rank.py")!r}, "a") as file:
+                file.write(f"\\nEDITED = {{number}}  # {{'again' * number}}\\n")
+        print(md.launch(see, world_size=2) == [(str(md.rank.__file__), number)] * 2)
+    print(kept(see)[0][1], md.rank.__file__)
+    with open({str(copy / "rank.py")!r}, "a") as file:
+        file.write("def = 1\\n")
+    try:
+        md.launch(see)
+    except RuntimeError as error:
+        print(error)
+"""
+    with Program(source, tmp_path) as program:  # its own folder comes first in sys.path
+        code, out, err = program.finish(60)
+        assert code == 0
+        assert out == (
+            f"True\nTrue\nTrue\nNone {copy / 'rank.py'}\n"
+            "the ranks could not be started: why stands in the stderr of this program\n"
+        )
+        assert "SyntaxError: invalid syntax" in err
 
 
 WINDOWS = "minidist starts its ranks with Python's forkserver, which Windows does not have. "

@@ -2,12 +2,18 @@
 
 This room knows nothing of `torch.distributed`. It keeps a pool of processes, hands each the
 same function, brings back results, output and errors, and leaves nothing behind. What makes a
-process a *rank* (its number, its rendezvous, its process group) is Lesson 1: `minidist/rank.py`.
+process a *rank* (its number, its rendezvous, its process group) is in `minidist/rank.py`.
 
+A program starts one forkserver; that forks a supervisor for each pool; and that forks the ranks.
+A call goes from `pool` by `processes` to a rank's `worker`, and back.
+
+    pool.py        what the notebook holds: call the ranks, say what went wrong
+    processes.py   the notebook's ends of the ranks' pipes: start, feed, watch, end
     forkserver.py  how a process is started in milliseconds
-    worker.py      what runs inside it
+    supervisor.py  the ranks' parent: it forks them, and ends them without fail
+    worker.py      what runs inside a rank
     cell.py        a notebook cell, as a rank runs it
-    pool.py        the side of the notebook: start, call, watch, end
+    figures.py     what such a cell draws
     output.py      the ranks' lines, in the same order at every run
     stack.py       the reader's own lines in a rank's call stack
     report.py      who failed first, and where the others were

@@ -2,10 +2,28 @@
 
 import ast
 import linecache
+import sys
+
+pictures: list[bytes] | None = None  # what the cell that runs now has drawn, as PNG
 
 
-def run_cell(source: str, name: str) -> None:
-    """Run a cell in this rank's namespace, and show its last expression as Jupyter would."""
+def run_cell(source: str, name: str) -> list[bytes]:
+    """Run a cell in this rank's namespace, and show its last expression as Jupyter would.
+
+    Returns what it has drawn.
+    """
+    global pictures
+    pictures = []
+    try:
+        _run(source, name)
+        if figures := sys.modules.get("minidist.runtime.figures"):
+            figures.show()
+        return pictures
+    finally:
+        pictures = None
+
+
+def _run(source: str, name: str) -> None:
     import __main__
 
     remember(source, name)

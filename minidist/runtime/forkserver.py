@@ -6,28 +6,32 @@ kernel itself is never forked: it has threads, and a fork of those can hang.
 """
 
 import multiprocessing
+import os
 import signal
 import sys
+import tempfile
 import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import get_temp_dir
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext  # Windows has none
 
 # Everything slow that ranks need. `torch._dynamo` is imported by the first optimizer that a
-# process makes: 1.6 s. Not minidist itself: a rank must see the file as it is now.
+# process makes: 1.6 s. Not minidist itself: a pool must see the files as they are now.
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.distributed.fsdp", "cloudpickle"]
 
+LONGEST = 70  # characters of a temporary folder; a socket's whole path has 104 at most
 
 _main_module = threading.Lock()
 
 
 def context() -> "ForkServerContext":
-    """Python's forkserver context, told to import torch. Raises OSError where there is none."""
+    """Python's forkserver context, which will import torch. Raises OSError where there is none."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         raise OSError(
             "minidist starts its ranks with Python's forkserver, which Windows does not have. "
@@ -43,6 +47,7 @@ def warm_up() -> None:
     context()
     from multiprocessing import forkserver, resource_tracker
 
+    socket_folder()
     resource_tracker.ensure_running()  # its start would unblock the signal again
     # A kernel's interrupt goes to the forkserver too, which only ignores it after its imports.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -50,6 +55,18 @@ def warm_up() -> None:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def socket_folder() -> str:
+    """Where multiprocessing makes its sockets, whose paths may not be long: not below a long
+    TMPDIR."""
+    before = tempfile.tempdir
+    if len(os.fsencode(tempfile.gettempdir())) > LONGEST:
+        tempfile.tempdir = "/tmp"
+    try:
+        return get_temp_dir()
+    finally:
+        tempfile.tempdir = before
 
 
 def start(target: Callable[..., None], *args: Any) -> BaseProcess:

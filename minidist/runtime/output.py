@@ -92,11 +92,12 @@ class OrderedOutput:
         """A call starts: rank 0 is live again."""
         self._live = 0
 
-    def drain(self, pipe: Connection) -> None:
-        """Take what one pipe holds, and show it if its rank is live."""
+    def drain(self, pipe: Connection) -> bool:
+        """Take what one pipe holds, and show it if its rank is live. False once it has ended."""
         if pipe in self._open and not self._open[pipe].drain():
             del self._open[pipe]
         self._show_live()
+        return pipe in self._open
 
     def done(self, running: set[int]) -> None:
         """Show, in order, the ranks that have nothing more to say in this call."""

@@ -15,12 +15,13 @@ class Pool:
     """Processes that keep their state between calls.
 
     Call the pool to run a function on every rank; the results come in rank order. If a call
-    fails, `RankError` says which rank failed first, and where the others were. Taught by Lesson 1.
+    fails, `RankError` says which rank failed first, and where the others were. Lesson: rank.
 
     `environs` has one environment a rank. `stage` takes the pool's scratch folder and returns the
     context manager in which a rank serves its calls; that yields a function which counts what the
-    rank has done together with others. `timeout` (seconds) is only told in errors: whatever ranks
-    wait on must end by itself.
+    rank has done together with others. What ranks wait on must end by itself after `timeout`
+    seconds, as errors say. `imports` names modules that the stage needs: they are imported once
+    for all ranks.
     """
 
     def __init__(
@@ -28,13 +29,15 @@ class Pool:
         environs: Sequence[dict[str, str]],
         stage: Callable[[str], Any],
         timeout: float,
+        imports: Sequence[str] = (),
     ) -> None:
         self.world_size = len(environs)
-        self._environs, self._timeout = list(environs), timeout
+        self._environs, self._timeout, self._imports = list(environs), timeout, list(imports)
         self._stage = cloudpickle.dumps(stage)
         self._lock = threading.Lock()
         self._closed = False
         self._processes: Processes | None = None
+        self.era = object()  # another one whenever new processes are started
         self._started()
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -93,7 +96,10 @@ class Pool:
 
     def _started(self) -> Processes:
         if self._processes is None:
-            self._processes = processes = Processes(self._environs, self._stage)
+            self.era = object()
+            self._processes = processes = Processes(
+                self._environs, self._stage, self._imports, self._timeout
+            )
             self._attempt(processes.first_outcomes, may_last=False)
         return self._processes
 

@@ -1,88 +1,135 @@
 """The processes themselves: start, feed, watch, and end all of them."""
 
-import os
+import errno
+import selectors
 import shutil
 import signal
+import socket
+import struct
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from multiprocessing.connection import Connection, Pipe, wait
+from contextlib import contextmanager, suppress
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection, Pipe
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from typing import Any
 
 import cloudpickle
 
-from minidist.runtime import forkserver, worker
+from minidist.runtime import forkserver, supervisor
 from minidist.runtime.output import OrderedOutput
-from minidist.runtime.report import Outcome
+from minidist.runtime.report import LOST, Outcome
 from minidist.runtime.stack import Stack
 
-GRACE = 0.7  # seconds to end by oneself after the first failure; who has not, waits for the failed
+GRACE = 0.7  # seconds that ranks have, after the first failure, to end their call by themselves
 ANSWER = 1.0  # seconds for a rank to say where it is
 FAREWELL = 2.0  # seconds for a rank to leave when all is well
+PATIENCE = 5.0  # seconds for the supervisor to kill the ranks
 
 
 class Processes:
-    """One process a rank, from the first breath to the last. Used by one thread at a time."""
+    """One process a rank, and their supervisor, from start to end. Used by one thread at a time.
 
-    def __init__(self, environs: Sequence[dict[str, str]], stage: bytes) -> None:
-        self._ranks: list[BaseProcess] = []
+    A rank that takes in nothing of its call for `timeout` seconds has failed. Raises OSError if the
+    system refuses a process or a pipe.
+    """
+
+    def __init__(
+        self,
+        environs: Sequence[dict[str, str]],
+        stage: bytes,
+        imports: Sequence[str],
+        timeout: float,
+    ) -> None:
+        self._size = len(environs)
         self._calls: list[Connection] = []
         self._controls: list[Connection] = []
         outs: list[Connection] = []
         errs: list[Connection] = []
+        self._numbers = [0] * self._size  # of each rank's latest call; 0 sets the stage
         self._running: set[int] = set()
         self._outcomes: dict[int, Outcome] = {}
-        with _uninterrupted():
-            self._folder = tempfile.mkdtemp(prefix="minidist-")
-            # Should nobody end them: when this object goes, or the interpreter. multiprocessing's
+        self._exited: dict[int, int] = {}  # rank -> exit code
+        self._folders: list[str] = []  # of the ranks' files; one, as soon as it is known
+        self._silent: set[int] = set()  # ranks from which no more outcome can come
+        with _enough_files(self._size):
+            self._line = self._start_supervisor(environs, stage, imports)
+            # Where events come from, and who handles them: no bound methods, with which a pool that
+            # is forgotten would refer to itself, and stay.
+            self._selector = selectors.DefaultSelector()
+            self._selector.register(self._line, selectors.EVENT_READ, (Processes._note,))
+            try:
+                for rank in range(self._size):
+                    pairs = Pipe(), Pipe(), Pipe(duplex=False), Pipe(duplex=False)
+                    calls, control, out, err = (ours for ours, _ in pairs)
+                    self._calls.append(calls)
+                    self._controls.append(control)
+                    outs.append(out)
+                    errs.append(err)
+                    supervisor.hand_over(self._line, [theirs for _, theirs in pairs])
+                    _set_timeout(calls, timeout)
+                    receive = Processes._receive, rank
+                    self._selector.register(calls, selectors.EVENT_READ, receive)
+            except BaseException:
+                self._end_supervisor()
+                for end in (*self._calls, *self._controls, *outs, *errs):
+                    end.close()
+                raise
+        self._output = OrderedOutput(outs, errs)
+        for pipe in self._output.pipes():
+            self._selector.register(pipe, selectors.EVENT_READ, (Processes._drain, pipe))
+
+    def _start_supervisor(
+        self, environs: Sequence[dict[str, str]], stage: bytes, imports: Sequence[str]
+    ) -> Connection:
+        with _uninterrupted():  # or there could be a process that nobody knows of
+            ours, theirs = Pipe()
+            try:
+                # A rank that starts ranks shares the folder of the program's sockets.
+                litter = forkserver.socket_folder() if parent_process() is None else ""
+                plan = supervisor.Plan(environs, tempfile.gettempdir(), stage, imports, litter)
+                self._supervisor = forkserver.start(supervisor.main, theirs, plan)
+            except BaseException:
+                ours.close()
+                raise
+            finally:
+                theirs.close()
+            # If nobody ends them: when this object goes, or the interpreter. multiprocessing's
             # finalizers run before it waits for children that live on, weakref's perhaps after.
-            self._finalizer = Finalize(
-                self, _kill, args=(self._ranks, self._folder), exitpriority=0
+            self._end_supervisor = Finalize(
+                self, _end, args=(self._supervisor, ours, self._folders), exitpriority=0
             )
-        try:
-            for environ in environs:
-                calls, far_calls = Pipe()
-                control, far_control = Pipe()
-                out, far_out = Pipe(duplex=False)
-                err, far_err = Pipe(duplex=False)
-                self._calls.append(calls)
-                self._controls.append(control)
-                outs.append(out)
-                errs.append(err)
-                pipes = worker.Pipes(far_calls, far_control, far_out, far_err)
-                with _uninterrupted():  # or a process could be there that nobody knows of
-                    self._ranks.append(
-                        forkserver.start(worker.main, pipes, environ, self._folder, stage)
-                    )
-                for end in (far_calls, far_control, far_out, far_err):
-                    end.close()  # or the pipe would not end with the rank
-        except BaseException:
-            _kill(self._ranks, self._folder)
-            raise
-        finally:
-            self._output = OrderedOutput(outs, errs)
+        return ours
 
     def first_outcomes(self) -> dict[int, Outcome]:
         """Wait until every rank has set its stage."""
-        return self._collect(range(len(self._ranks)))
+        self._begin(range(self._size))
+        return self._collect()
 
     def call(self, call: bytes, ranks: Sequence[int]) -> dict[int, Outcome]:
         """Send a pickled call to some ranks, and wait for how it ends on each."""
+        self._begin(ranks)
+        for rank in ranks:
+            self._numbers[rank] += 1
         for rank in ranks:
             try:
                 self._calls[rank].send_bytes(call)
+            except BlockingIOError:  # the timeout is over: it does not read
+                self._settle(Outcome(rank, stuck="take its call"))
+                break
             except OSError:
-                pass  # it died since the last call: _collect says so
-        return self._collect(ranks)
+                pass  # it has died since the last call: the supervisor says so
+        return self._collect()
 
     def whereabouts(self) -> list[Outcome]:
         """How the call in progress ended on each rank, or where it is."""
+        self._handle_events(0)  # how it ended may have been sent already
         for rank in self._running:
-            self._ask(rank)
+            with suppress(OSError):
+                self._controls[rank].send_bytes(b"where are you?")
         deadline = time.monotonic() + ANSWER
         for rank in sorted(self._running):
             self._outcomes[rank] = Outcome(rank, stack=self._answer(rank, deadline))
@@ -92,88 +139,106 @@ class Processes:
         """Let the ranks leave in order; then end them."""
         try:
             for calls in self._calls:
-                try:
+                with suppress(OSError):
                     calls.send_bytes(b"")
-                except OSError:
-                    pass
-            leaving = [rank.sentinel for rank in self._ranks]
             deadline = time.monotonic() + FAREWELL
-            while leaving and (left := deadline - time.monotonic()) > 0:
-                for ready in wait([*leaving, *self._output.pipes()], left):
-                    if isinstance(ready, Connection):
-                        self._output.drain(ready)
-                    elif isinstance(ready, int):
-                        leaving.remove(ready)
+            while len(self._exited) < self._size and (left := deadline - time.monotonic()) > 0:
+                self._handle_events(left)
         finally:
             self.end()
 
     def end(self) -> None:
         """End every rank, and all that it started, now."""
-        self._finalizer()
+        self._end_supervisor()
         self._output.finish()
+        self._selector.close()
         for end in (*self._calls, *self._controls):
             end.close()
 
-    def _collect(self, ranks: Sequence[int]) -> dict[int, Outcome]:
-        """Watch the ranks, and show what they print, until each has an outcome."""
+    def _begin(self, ranks: Sequence[int]) -> None:
         self._outcomes = {}
         self._running = set(ranks)
         self._output.begin()
-        calls = {self._calls[rank]: rank for rank in ranks}
-        sentinels = {self._ranks[rank].sentinel: rank for rank in ranks}
+
+    def _collect(self) -> dict[int, Outcome]:
+        """Watch the ranks, and show what they print, until each has an outcome."""
         deadline: float | None = None
         while self._running:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            news = [end for end, rank in calls.items() if rank in self._running]
-            ends = [end for end, rank in sentinels.items() if rank in self._running]
-            ready = wait([*news, *ends, *self._output.pipes()], left)
-            for end in ready:
-                if isinstance(end, int):
-                    if sentinels[end] in self._running:
-                        self._bury(sentinels[end])
-                elif isinstance(end, Connection):
-                    if end in calls:
-                        self._receive(calls[end])
-                    else:
-                        self._output.drain(end)
+            for rank in self._running & self._exited.keys():
+                if rank in self._silent or not self._calls[rank].poll():
+                    self._settle(Outcome(rank, exitcode=self._exited[rank], when=time.monotonic()))
             self._output.done(self._running)
             if deadline is None and any(not o.returned for o in self._outcomes.values()):
                 deadline = time.monotonic() + GRACE
-            if deadline is not None and time.monotonic() >= deadline:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
                 self.whereabouts()
                 self._running.clear()
-                self._output.done(self._running)
+            elif self._running:
+                self._handle_events(left)
+        self._output.done(self._running)
         return dict(sorted(self._outcomes.items()))
 
+    def _settle(self, outcome: Outcome) -> None:
+        self._running.discard(outcome.rank)
+        self._outcomes[outcome.rank] = outcome
+
+    # ---- what happens --------------------------------------------------------------------------
+
+    def _handle_events(self, seconds: float | None) -> None:
+        """Wait until something happens, or so long."""
+        for key, _ in self._selector.select(seconds):
+            handler, *args = key.data
+            handler(self, *args)
+
     def _receive(self, rank: int) -> None:
+        """A rank sends how its call has ended."""
+        calls = self._calls[rank]
         try:
-            outcome = self._calls[rank].recv_bytes()
-        except (EOFError, OSError):
-            return self._bury(rank)
+            message = calls.recv_bytes()
+        except BaseException as error:  # what is left of a message cannot be read
+            self._selector.unregister(calls)
+            self._silent.add(rank)
+            if isinstance(error, BlockingIOError):  # the timeout is over
+                self._settle(Outcome(rank, stuck="send its whole result"))
+            elif not isinstance(error, EOFError | OSError):  # it has ended, or does so now
+                raise
+            return
         try:
-            value, failure, progress = cloudpickle.loads(outcome)
+            number, value, failure, progress = cloudpickle.loads(message)
         except Exception as error:
             raise TypeError(f"a result cannot be rebuilt here: {error}") from error
-        self._running.discard(rank)
-        when = failure.when if failure else time.monotonic()
-        self._outcomes[rank] = Outcome(
-            rank, failure is None, value, failure, when=when, progress=progress
-        )
+        if number == self._numbers[rank] and rank in self._running:
+            when = failure.when if failure else time.monotonic()
+            self._settle(
+                Outcome(rank, failure is None, value, failure, when=when, progress=progress)
+            )
 
-    def _bury(self, rank: int) -> None:
-        """A rank's process has ended, or is about to."""
-        self._running.discard(rank)
-        self._ranks[rank].join(ANSWER)
-        exitcode = self._ranks[rank].exitcode
-        self._outcomes[rank] = Outcome(
-            rank, exitcode=0 if exitcode is None else exitcode, when=time.monotonic()
-        )
-
-    def _ask(self, rank: int) -> None:
+    def _note(self) -> None:
+        """The supervisor says which rank has ended, or that none can be started."""
         try:
-            self._controls[rank].send_bytes(b"where are you?")
-        except OSError:
-            pass
+            note = self._line.recv()
+        except (EOFError, OSError):  # it has been killed, and the ranks with it
+            self._selector.unregister(self._line)
+            self._supervisor.join(ANSWER)
+            if self._supervisor.exitcode == 1:  # by an exception
+                raise RuntimeError(
+                    "the ranks could not be started: why stands in the stderr of this program"
+                ) from None
+            self._exited = dict.fromkeys(range(self._size), LOST) | self._exited
+            return
+        if isinstance(note, str):
+            self._folders.append(note)
+            return
+        if isinstance(note, Exception):
+            with _enough_files(self._size):
+                raise note
+        rank, exitcode = note
+        self._exited[rank] = exitcode
+
+    def _drain(self, pipe: Connection) -> None:
+        if not self._output.drain(pipe):
+            self._selector.unregister(pipe)
 
     def _answer(self, rank: int, deadline: float) -> Stack | None:
         try:
@@ -184,14 +249,42 @@ class Processes:
         return None
 
 
+def _set_timeout(end: Connection, seconds: float) -> None:
+    """Let each send and receive fail with BlockingIOError when nothing has moved for so long."""
+    interval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6) or int(seconds < 1))
+    with socket.fromfd(end.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as same:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, interval)
+
+
+@contextmanager
+def _enough_files(ranks: int) -> Iterator[None]:
+    """Say what to do where the system allows too few open files."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ETOOMANYREFS):
+            raise
+        import resource  # Windows has none
+
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise OSError(
+            error.errno,
+            f"{ranks} ranks need more open files than the {allowed} that this process may have. "
+            "Raise the limit (`ulimit -n 4096`), then start Python again",
+        ) from None
+
+
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
     """Put off a KeyboardInterrupt until the block is done."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread is interrupted
+    handler = signal.getsignal(signal.SIGINT)
+    # Only the main thread is interrupted; a handler in C, which is None here, raises nothing.
+    if handler is None or threading.current_thread() is not threading.main_thread():
+        yield
         return
     late: list[Any] = []
-    handler = signal.signal(signal.SIGINT, lambda *args: late.append(args))
+    signal.signal(signal.SIGINT, lambda *args: late.append(args))
     try:
         yield
     finally:
@@ -201,16 +294,13 @@ def _uninterrupted() -> Iterator[None]:
 
 
 @_uninterrupted()
-def _kill(ranks: list[BaseProcess], folder: str) -> None:
-    """End the ranks, and all that they started, in a session of each rank's own."""
-    for rank in ranks:
-        if rank.pid is not None:
-            try:
-                os.killpg(rank.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                rank.kill()  # it has no session yet, or is gone
-    for rank in ranks:
-        rank.join()
-        rank.close()
-    ranks.clear()
-    shutil.rmtree(folder, ignore_errors=True)
+def _end(process: BaseProcess, line: Connection, folders: list[str]) -> None:
+    """Let the supervisor kill what is left."""
+    supervisor.say_goodbye(line)
+    line.close()
+    process.join(PATIENCE)
+    process.kill()  # if it is stopped; the system ends its ranks
+    process.join()
+    process.close()
+    for folder in folders:  # which the supervisor removes, if it has not been killed
+        shutil.rmtree(folder, ignore_errors=True)

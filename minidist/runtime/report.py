@@ -2,9 +2,11 @@
 
 When one rank fails, the others fail too, or wait for ever: their errors are the noise that hides
 the cause. Each rank's end of a call is an `Outcome`; `first_failure` picks the one to blame, and
-`RankError` tells it, in words that are the same at every run (no pids, ports or times).
+`RankError` says it, in words that are the same at every run (no pids, ports or times).
 """
 
+import errno
+import os
 import re
 import signal
 import traceback
@@ -13,12 +15,14 @@ from typing import Any
 
 import cloudpickle
 
-from minidist.runtime.stack import Stack, relabel
+from minidist.runtime.stack import Frame, Stack, relabel
 
 # What a rank's backend says when the fault is another rank's.
 _LOST = re.compile(r"Connection (closed|reset)|Broken pipe|caused pair closure")
 _COMMUNICATION = re.compile(rf"gloo|NCCL|Timed out waiting|must make the same call|{_LOST.pattern}")
 _TIMEOUT = re.compile(r"[Tt]imed ?out|[Tt]imeout")
+
+LOST = 256  # no exit code: the supervisor that would know it was killed
 
 TOGETHER = 0.05  # seconds: within them, which rank was first is chance
 
@@ -35,6 +39,7 @@ class Failure:
     is_communication: bool
     is_exit: bool
     pickled: bytes | None
+    refused: tuple[str, Frame] | None  # the system's error that it came from, and the line
 
     @property
     def is_timeout(self) -> bool:
@@ -58,7 +63,13 @@ class Failure:
             ),
             is_exit=isinstance(error, SystemExit),
             pickled=pickled,
+            refused=_refused(error.__cause__),
         )
+
+
+def _refused(cause: BaseException | None) -> tuple[str, Frame] | None:
+    frames = Stack.of(cause.__traceback__).frames if isinstance(cause, OSError) else ()
+    return (f"{type(cause).__name__}: {cause}", frames[-1]) if frames else None
 
 
 def _said(error: BaseException) -> str:
@@ -79,6 +90,7 @@ class Outcome:
     exitcode: int | None = None  # its process ended
     when: float = 0.0  # time.monotonic()
     stack: Stack | None = None  # it was still running: here (None: no answer)
+    stuck: str = ""  # what it did not do in time
     progress: int = 0  # how often it communicated in this call
 
     @property
@@ -91,7 +103,7 @@ class Outcome:
         return error if isinstance(error, BaseException) else None
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """How it failed, in one line and its place: the same text means the same failure."""
         return f"{self.failure.type}: {self.failure.message}, {self.place}" if self.failure else ""
 
@@ -116,10 +128,10 @@ class Outcome:
 
 
 def _ending(exitcode: int) -> str:
+    if exitcode == LOST:
+        return "was ended, since the process that supervises the ranks was killed"
     if exitcode >= 0:
-        # multiprocessing's word for a process whose forkserver cannot tell any more.
-        perhaps = ", or else the forkserver was killed" if exitcode == 255 else ""
-        return f"exited early, with code {exitcode}{perhaps}"
+        return f"exited early, with code {exitcode}"
     name = signal.Signals(-exitcode).name
     return f"was killed by {name}" + (
         " (kill -9, or the system had no memory left)" if name == "SIGKILL" else ""
@@ -160,8 +172,8 @@ def first_failure(outcomes: list[Outcome]) -> Outcome:
     complaints = [o for o in outcomes if o.failure and o.failure.is_communication]
     if not causes and any(o.failure and o.failure.is_timeout for o in complaints):
         causes = [o for o in outcomes if o.failure is None]
-    candidates = causes or complaints
-    if len({o.told for o in candidates}) == 1:  # a typo, say: it has no first
+    candidates = causes or complaints or [o for o in outcomes if not o.returned]
+    if len({o.summary for o in candidates}) == 1:  # a typo, say: it has no first
         return candidates[0]
     first = min(candidates, key=lambda o: o.when)
     # Nor has an error on the same line at almost the same time, whatever its text.
@@ -170,11 +182,11 @@ def first_failure(outcomes: list[Outcome]) -> Outcome:
 
 
 def rank_error(outcomes: list[Outcome], timeout: float, lasts: bool) -> RankError:
-    """The one error that tells how a call failed, and whether the ranks are still there."""
+    """The one error that says how a call failed, and whether the ranks are still there."""
     first = first_failure(outcomes)
     others = [o for o in outcomes if o is not first]
     who = f"rank {first.rank}"
-    if others and first.failure and all(o.told == first.told for o in others):
+    if others and first.failure and all(o.summary == first.summary for o in others):
         who, others = "every rank", []
     parts = [f"{who} {_blame(first, others, timeout)}"]
     if others:
@@ -189,7 +201,7 @@ def rank_error(outcomes: list[Outcome], timeout: float, lasts: bool) -> RankErro
 
 
 def interruption(outcomes: list[Outcome]) -> str:
-    """What a reader who interrupts a cell is told."""
+    """What a reader who interrupts a cell reads."""
     return "The ranks were ended. Where they were:\n" + _places(outcomes)
 
 
@@ -209,16 +221,24 @@ def _blame(first: Outcome, others: list[Outcome], timeout: float) -> str:
         waited = [o.failure.stack.operation for o in others if o.failure]
         where = f"{first.place}." if first.returned else first.place
         where = f"was {where}" if where.startswith(("in ", "at ")) else where
+        if first.stuck:
+            return f"did not {first.stuck} within {timeout:g} s. It {where}"
         return f"did not join {waited[0] or 'the others'} within {timeout:g} s. It {where}"
     if first.failure.is_exit:
         code = f"sys.exit({first.failure.message})"
         return f"exited early: {code}" + _lines(first.failure.stack)
     message = relabel(first.failure.message)
     said = f"raised {first.failure.type}" + (f": {message}" if message else "")
-    if first.failure.is_timeout:
-        said = f"waited {timeout:g} s in {first.failure.stack.operation}, in vain"
-    elif first.failure.is_communication and _LOST.search(message):
-        said = f"lost the connection to another rank in {first.failure.stack.operation}"
+    operation = first.failure.stack.operation  # None: it did not come as far
+    if operation and first.failure.is_timeout:
+        said = f"waited {timeout:g} s in {operation}, in vain"
+    elif operation and first.failure.is_communication and _LOST.search(message):
+        said = f"lost the connection to another rank in {operation}"
+    elif first.failure.refused:
+        what, line = first.failure.refused
+        said += f"\n\nThe system had refused a call: {what}\n  " + str(line).replace("\n", "\n  ")
+    if os.strerror(errno.EMFILE) in message:
+        said += ". `ulimit -n` says how many it may open; raise that before you start Python"
     return said + _lines(first.failure.stack)
 
 

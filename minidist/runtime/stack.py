@@ -1,4 +1,4 @@
-"""Call stacks that can leave their process, told as the reader knows them.
+"""Call stacks that can leave their process, in names that the reader knows.
 
 A stack of a rank is mostly not the reader's: it begins in our worker and ends inside torch. What
 helps is the line of the cell, and what that line called.
@@ -66,9 +66,9 @@ def _label(filename: str) -> str:
 
 
 def relabel(text: str) -> str:
-    """A text in which lines are told as Python tells them, `File "a.py", line 3`: now as a reader
+    """A text that names lines as Python does, `File "a.py", line 3`: now as a reader
     knows them."""
-    return re.sub(r'File "(.+?)", line', lambda told: f"{_label(told[1])}, line", text)
+    return re.sub(r'File "(.+?)", line', lambda found: f"{_label(found[1])}, line", text)
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,28 @@
 """What runs inside a rank's process: take a call, run it, send back how it ended."""
 
 import ctypes
+import itertools
 import multiprocessing
 import os
-import shutil
 import signal
 import sys
 import threading
 import time
+import traceback
 import types
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection, wait
-from multiprocessing.util import get_temp_dir
+from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
 
 from minidist.runtime.report import Failure
 from minidist.runtime.stack import Stack
+
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 @dataclass
@@ -32,6 +34,10 @@ class Pipes:
     stdout: Connection
     stderr: Connection
 
+    def close(self) -> None:
+        for end in (self.calls, self.control, self.stdout, self.stderr):
+            end.close()
+
 
 def main(pipes: Pipes, environ: dict[str, str], folder: str, stage: bytes) -> None:
     """Set the stage, serve calls until an empty one says that it is over, and clear the stage.
@@ -39,9 +45,8 @@ def main(pipes: Pipes, environ: dict[str, str], folder: str, stage: bytes) -> No
     `stage` is a pickled function that takes the scratch folder and returns a context manager.
     """
     _settle(pipes, environ)
-    watched = (pipes.control, folder, threading.get_ident())
-    watch = threading.Thread(target=_watch, args=watched, daemon=True)
-    watch.start()
+    watched = pipes.control, threading.get_ident()
+    threading.Thread(target=_watch, args=watched, daemon=True).start()
     with ExitStack() as stack:
         progress: Callable[[], int] = int  # int() == 0: nothing yet
 
@@ -50,11 +55,14 @@ def main(pipes: Pipes, environ: dict[str, str], folder: str, stage: bytes) -> No
             progress = stack.enter_context(cloudpickle.loads(stage)(folder))
 
         try:
-            _answer(pipes.calls, enter, progress)
-            while call := pipes.calls.recv_bytes():
-                _answer(pipes.calls, partial(_perform, call), progress)
+            _answer(pipes, 0, enter, progress)
+            for number in itertools.count(1):
+                call = pipes.calls.recv_bytes()
+                if not call:
+                    break
+                _answer(pipes, number, partial(_perform, call), progress)
         except (EOFError, OSError):
-            watch.join()  # the pool is gone, without a farewell: the watch ends this process
+            os.killpg(0, signal.SIGKILL)  # the pool is gone, or a call has closed the pipe
 
 
 def _settle(pipes: Pipes, environ: dict[str, str]) -> None:
@@ -62,41 +70,37 @@ def _settle(pipes: Pipes, environ: dict[str, str]) -> None:
     # reach it, and one signal ends it with all its children, a DataLoader's workers too.
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # At the level of file descriptors, so that output of C++ is caught as well.
-    os.dup2(pipes.stdout.fileno(), 1)
-    os.dup2(pipes.stderr.fileno(), 2)
-    pipes.stdout.close()
-    pipes.stderr.close()
-    for fd, name in ((1, "stdout"), (2, "stderr")):
-        stream = open(fd, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
+    if sys.platform == "linux":  # should the supervisor be killed, the system ends its ranks
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _open_streams(pipes)
     # The forkserver's own environment dates from when it started.
     os.environ.clear()
     os.environ.update(environ)
+    if "inline" in environ.get("MPLBACKEND", ""):  # it draws into a kernel, and this is none
+        os.environ["MPLBACKEND"] = "module://minidist.runtime.figures"
     sys.modules["__main__"] = types.ModuleType("__main__")
+    # Children that a rank starts, such as a DataLoader's workers, start as in any program.
+    multiprocessing.set_start_method(None, force=True)
 
 
-def _watch(control: Connection, folder: str, main_thread: int) -> None:
-    """Answer where the main thread is; end this rank, and its children, with its parent."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
+def _open_streams(pipes: Pipes) -> None:
+    """Let stdout and stderr be the rank's pipes, for C++ as well."""
+    for fd, name, pipe in ((1, "stdout", pipes.stdout), (2, "stderr", pipes.stderr)):
+        os.dup2(pipe.fileno(), fd)
+        stream = open(fd, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _watch(control: Connection, main_thread: int) -> None:
+    """Answer where the main thread is; end this rank, and its children, with the pool."""
     try:
-        while parent.sentinel not in wait([control, parent.sentinel]):
+        while True:
             control.recv_bytes()
-            stack = Stack.of(sys._current_frames()[main_thread])
-            control.send_bytes(cloudpickle.dumps(_from_call(stack)))
+            stack = _where(sys._current_frames()[main_thread])
+            control.send_bytes(cloudpickle.dumps(stack))
     except (EOFError, OSError):
-        pass  # the pool is gone
-    if wait([parent.sentinel], timeout=0):
-        # The program is gone, without a farewell. Wait a moment before the folder goes too: a
-        # rank that has just started and finds no rendezvous there would keep the GIL, and live.
-        time.sleep(0.3)
-        for path in (folder, get_temp_dir()):  # the parent's: its forkserver's socket
-            for _ in range(100):  # while others still make files in it
-                if os.path.exists(path):
-                    shutil.rmtree(path, ignore_errors=True)
-    os.killpg(0, signal.SIGKILL)
+        os.killpg(0, signal.SIGKILL)
 
 
 def _perform(call: bytes) -> Any:
@@ -104,23 +108,40 @@ def _perform(call: bytes) -> Any:
     return function(*args, **kwargs)
 
 
-def _answer(calls: Connection, action: Callable[[], Any], progress: Callable[[], int]) -> None:
+def _answer(
+    pipes: Pipes, number: int, action: Callable[[], Any], progress: Callable[[], int]
+) -> None:
     """Run one action, and send how it ended: its value, or its failure, and the progress made."""
-    before = progress()
+    before, rank, code = progress(), os.getpid(), 0
     try:
         value = action()
-        outcome = _pickle_result(value, progress() - before)
+        outcome = _pickle_result(number, value, progress() - before)
     except BaseException as error:  # SystemExit too: the pool says what it means
-        outcome = cloudpickle.dumps((None, _take_apart(error), progress() - before))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    ctypes.CDLL(None).fflush(None)  # what C++ has printed
-    calls.send_bytes(outcome)
+        outcome = cloudpickle.dumps((number, None, _take_apart(error), progress() - before))
+        if os.getpid() != rank:
+            traceback.print_exception(error)
+            code = 1
+    _flush(pipes)
+    if os.getpid() != rank:  # the action has forked: only the rank itself answers
+        os._exit(code)
+    pipes.calls.send_bytes(outcome)
 
 
-def _pickle_result(value: Any, progress: int) -> bytes:
+def _flush(pipes: Pipes) -> None:
+    """Send what Python and C++ have printed; a call may have closed where it goes."""
     try:
-        return cloudpickle.dumps((value, None, progress))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.fstat(1)
+        os.fstat(2)
+    except (AttributeError, OSError, ValueError):
+        _open_streams(pipes)
+    ctypes.CDLL(None).fflush(None)
+
+
+def _pickle_result(number: int, value: Any, progress: int) -> bytes:
+    try:
+        return cloudpickle.dumps((number, value, None, progress))
     except Exception as error:
         kind = type(value).__name__
         raise TypeError(f"the result, a {kind}, cannot be sent back: {error}") from error
@@ -136,7 +157,18 @@ def _take_apart(error: BaseException) -> Failure:
     return Failure.of(error, when, pickled)
 
 
+def _where(frame: types.FrameType) -> Stack:
+    """Where the call is; or where it failed, while its failure is taken apart."""
+    outer: types.FrameType | None = frame
+    while outer is not None:
+        if outer.f_code is _take_apart.__code__:
+            return _from_call(Stack.of(outer.f_locals["error"].__traceback__))
+        outer = outer.f_back
+    return _from_call(Stack.of(frame))
+
+
 def _from_call(stack: Stack) -> Stack:
-    """The stack without the frames of this file, which started the call."""
+    """The stack from where this file runs the call; empty if there is none."""
     ours = [i for i, frame in enumerate(stack.frames) if frame.filename == __file__]
-    return Stack(stack.frames[ours[-1] + 1 :] if ours else stack.frames)
+    in_call = any(stack.frames[i].function == _answer.__name__ for i in ours)
+    return Stack(stack.frames[ours[-1] + 1 :] if in_call else ())
