@@ -2,6 +2,8 @@
 
 import functools
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,25 +14,252 @@ import pytest
 from minidist import bench
 from minidist.bench import (
     NAMES,
+    Noise,
     Row,
+    Target,
+    Times,
+    alone,
+    bare,
     collectives,
     ddp,
     fsdp,
     in_turns,
+    litmus,
     mpich,
     pipeline,
+    quiet,
+    shared,
     show,
     tensor,
     training,
+    turns,
     zero,
 )
+from minidist.bench.rows import noise
+
+# ---- moments in which others take the machine ---------------------------------------------
 
 
-def test_subjects_are_timed_in_turns():
-    calls = []
-    subjects = {name: lambda name=name: calls.append(name) or len(calls) for name in "ab"}
-    assert in_turns(subjects, 3) == {"a": [1, 3, 5], "b": [2, 4, 6]}
+class Calls(list):
+    """Subjects that write down their calls and return how many there were."""
+
+    def __call__(self, name):
+        self.append(name)
+        return float(len(self))
+
+    def subjects(self, names="ab"):
+        return {name: functools.partial(self, name) for name in names}
+
+
+@pytest.fixture
+def shares(monkeypatch):
+    """What others take in each moment, one after the other; then nothing."""
+    left = []
+
+    class Moment:
+        def __init__(self, root):
+            pass
+
+        def share(self):
+            return left.pop(0) if left else 0.0
+
+    monkeypatch.setattr(turns, "Moment", Moment)
+    return left
+
+
+def burn(seconds):
+    """Processor time, whatever the machine does beside."""
+    start = time.process_time()
+    while time.process_time() < start + seconds:
+        pass
+
+
+BURN = "import time\nwhile time.process_time() < {}: pass"
+
+
+def test_subjects_are_timed_in_turns(shares):
+    calls = Calls()
+    assert in_turns(calls.subjects(), 3) == {"a": [1, 3, 5], "b": [2, 4, 6]}
     assert calls == list("ababab")
+
+
+def test_the_first_rounds_do_not_count(shares):
+    assert in_turns(Calls().subjects(), 2, warm=2) == {"a": [5, 7], "b": [6, 8]}
+
+
+def test_rounds_in_which_others_compute_are_thrown_away_and_taken_again(shares):
+    shares += [0.0, 0.2, turns.LIMIT]  # one round, then the two others together
+    taken, calls = Calls(), Calls()
+    times = in_turns(taken.subjects(), 3)
+    assert times == {"a": [1, 7, 9], "b": [2, 8, 10]}
+    assert (times.noise.thrown, times.noise.kept) == (2, 0)
+    shares += [0.2] * 99
+    times = in_turns(calls.subjects(), 1)
+    assert times.noise.thrown == turns.PATIENCE // quiet.MOMENT
+    assert times == {"a": [2 * times.noise.thrown + 1], "b": [len(calls)]}
+    assert times.noise.kept == 1 and len(calls) == 2 * times.noise.thrown + 2
+
+
+def test_a_busy_process_is_seen_and_its_rounds_are_counted(capsys):
+    hogs = []
+    script = f"import os\nif pid := os.fork(): print(pid, flush=True); os._exit(0)\n{BURN}"
+    try:
+        for _ in range(os.cpu_count()):  # each is nobody's child, and would end by itself
+            command = [sys.executable, "-c", script.format(60)]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            hogs.append(int(process.stdout.readline()))
+            process.stdout.close()
+            assert process.wait() == 0
+        times = in_turns({"a nap": lambda: time.sleep(0.05) or 0.05}, rounds=3)
+    finally:
+        for hog in hogs:
+            os.kill(hog, signal.SIGKILL)
+    assert times == {"a nap": [0.05] * 3}
+    assert times.noise.thrown >= 1 and times.noise.kept >= 1
+    show("naps", [times.row("a nap", "a nap", "a nap")])
+    said = f"took part of the machine: {times.noise.thrown}; kept all the same: {times.noise.kept}"
+    assert said in capsys.readouterr().out
+
+
+def test_what_our_own_processes_take_is_not_others():
+    if not Path("/proc/stat").exists():
+        pytest.skip("needs /proc")
+    stranger = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        # In one moment: to us and our children it is ours; to a stranger it is others'.
+        moments = quiet.Moment(os.getpid()), quiet.Moment(stranger.pid)
+        ended = subprocess.Popen([sys.executable, "-c", BURN.format(0.3)])
+        lives = subprocess.Popen(
+            [sys.executable, "-c", BURN.format(0.3) + "\nprint(flush=True); input()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        burn(0.2)
+        assert ended.wait() == 0 and lives.stdout.readline()
+        seconds = moments[0].lasted()
+        ours, theirs = (moment.share() for moment in moments)
+        lives.communicate(b"\n")
+    finally:
+        stranger.communicate(b"\n")
+    taken = 0.8 / (max(seconds, quiet.MOMENT) * os.cpu_count())
+    assert 0 <= ours <= 1 and 0.8 * taken < theirs - ours < 1.6 * taken
+
+
+def test_a_machine_that_does_not_say_throws_nothing_away(monkeypatch, tmp_path, capsys):
+    for there in (tmp_path / "no such folder", tmp_path):  # macOS; a sandbox that shows zeros
+        (tmp_path / "stat").write_text("cpu  0 0 0 0 0 0 0 0 0 0\ncpu0 0 0 0 0 0 0 0 0 0 0\n")
+        monkeypatch.setattr(quiet, "PROC", there)
+        assert quiet.Moment(os.getpid()).share() == quiet.UNKNOWN
+        times = in_turns(Calls().subjects(), 3)
+        assert len(times["a"]) == 3 and not times.noise.watched and not times.noise.thrown
+        row = times.row("a", "a", "b")
+        show("a table", [row])
+        assert "nothing was thrown away: this machine does not say" in capsys.readouterr().out
+        assert row.record()["rounds thrown away"] is None
+
+
+def test_ranks_agree_on_times_and_on_what_is_thrown_away(pools):
+    def on_rank(root):
+        import torch.distributed as dist
+
+        def subject():
+            burn(0.1)
+            return float(dist.get_rank())
+
+        return in_turns({"a": subject}, 3, root=root)
+
+    stranger = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:  # to the stranger's family, the ranks themselves are the others
+        found = pools(2)(on_rank, stranger.pid)
+    finally:
+        stranger.communicate(b"\n")
+    assert [dict(times) for times in found] == [{"a": [1.0] * 3}] * 2  # the slowest rank's
+    assert found[0].noise.thrown == found[1].noise.thrown
+    if Path("/proc/stat").exists():
+        assert found[0].noise.thrown >= 1
+
+
+def test_each_alone_is_timed_in_blocks(shares):
+    asked = []
+
+    def program(name):
+        def run(rounds):
+            asked.append((name, rounds))
+            return Times({name: [1.0] * rounds}, Noise(thrown=1))
+
+        return run
+
+    times = alone({name: program(name) for name in "ab"}, 5)
+    assert asked == [("a", 2), ("b", 2), ("a", 3), ("b", 3)]
+    assert times == {"a": [1.0] * 5, "b": [1.0] * 5} and times.noise.thrown == 4
+    assert alone({"a": program("a")}, 1) == {"a": [1.0]}
+
+
+def test_a_program_is_started_again_if_others_computed_meanwhile(shares):
+    shares += [0.5]
+    calls = Calls()
+    times = turns.by_program(lambda: [calls("x")] * 4, "x")
+    assert times == {"x": [2.0] * 4} and times.noise.thrown == 4 and not times.noise.kept
+    shares += [0.5] * turns.TRIES
+    times = turns.by_program(lambda: [calls("x")] * 4, "x")
+    assert times.noise.thrown == 4 * (turns.TRIES - 1) and times.noise.kept == 4
+
+
+# ---- rows, targets, and the file -----------------------------------------------------------
+
+
+def test_the_noise_of_a_measurement_counts_once():
+    times = Times({"a": [1.0], "b": [2.0]}, Noise(thrown=3, kept=1))
+    total = noise([times.row("x", "a", "b"), times.row("y", "b", "a"), Row("z", [1.0])])
+    assert (total.thrown, total.kept, total.watched) == (3, 1, True)
+
+
+def test_how_a_target_stands():
+    rows = [Row("a", [1.0, 1.0, 1.0], "gloo", (2.0, 3.0, 9.0)), Row("b", [1.0], "gloo", (1.0,))]
+    reach = {("a", "gloo"): 3.0}
+    assert Target("t", reach).line(rows) == "met          t: 3 × (reach 3 ×)"
+    assert Target("t", reach | {("b", "gloo"): 1.5}).stands(rows) == "missed"
+    assert Target("t", reach | {("a", "MPICH"): 1}).stands(rows) == "not measured"
+    some = Target("t", {("a", "MPICH"): 1, ("b", "gloo"): 1.5})
+    assert some.line(rows) == "missed       t: – / 1 × (reach 1 / 1.5 ×)"
+
+
+def test_every_target_is_of_a_row_that_is_measured(monkeypatch, pools, tmp_path):
+    def times(*names):
+        return Times({name: [2.0] for name in names})
+
+    monkeypatch.setattr(shared, "on", lambda pool, name, size, hows, rounds: times(*hows))
+    monkeypatch.setattr(shared, "_bare", lambda size, rounds: times(shared.BARE))
+    monkeypatch.setattr(shared, "_mpich", lambda *_: times(shared.MPICH))
+    rows = shared.rows(2, 1, with_mpich=True)
+    for module in (ddp, pipeline, tensor, fsdp):
+        monkeypatch.setattr(module, "measure", lambda pool, ways, *_: times(*ways))
+        monkeypatch.setattr(module, "peaks", lambda pool, ways, _: {}, raising=False)
+        monkeypatch.setattr(module, "WORLD_SIZES", [2])
+        rows += module.run(1, tmp_path / "picture.png")
+    targets = [t for m in (collectives, ddp, pipeline, tensor, fsdp) for t in m.TARGETS]
+    assert len(targets) == 11
+    for target in targets:
+        assert None not in target.measured(rows), target.name
+
+
+def test_all_figures_go_into_a_file(monkeypatch, tmp_path, capsys):
+    times = Times({"ours": [1.0, 3.0, 2.0], "theirs": [2.0, 3.0, 8.0]}, Noise(thrown=5))
+    monkeypatch.setattr(ddp, "run", lambda rounds, picture: [times.row("x", "ours", "theirs")])
+    monkeypatch.setattr(ddp, "TARGETS", [Target("fast", {("x", "theirs"): 2.5})])
+    bench.run(["ddp"], 3, tmp_path, tmp_path / "found.json")
+    found = json.loads((tmp_path / "found.json").read_text())
+    (row,) = found["benchmarks"]["ddp"]
+    assert row["seconds"] == {"median": 2.0, "min": 1.0, "max": 3.0, "all": [1.0, 3.0, 2.0]}
+    assert row["against"]["what"] == "theirs" and row["against"]["seconds"]["median"] == 3.0
+    assert row["times faster"] == {"median": 2.0, "min": 1.0, "max": 4.0, "all": [2.0, 1.0, 4.0]}
+    assert row["rounds thrown away"] == 5 and row["noisy rounds kept"] == 0
+    (target,) = found["targets"]
+    assert target["stands"] == "missed"
+    case = {"what": "x", "against": "theirs", "reach": 2.5, "measured": 2.0}
+    assert target["cases"] == [case]
+    assert set(found["machine"]) == {"cores", "processor", "platform", "python", "torch"}
+    assert "missed       fast: 2 × (reach 2.5 ×)" in capsys.readouterr().out
 
 
 def test_a_ratio_is_that_of_each_pair(capsys):
@@ -38,12 +267,6 @@ def test_a_ratio_is_that_of_each_pair(capsys):
     assert row.ratios == [2.0, 0.5] and Row("alone", [1.0]).ratios == []
     show("a table", [row])
     assert "1.25× (0.5–2)" in capsys.readouterr().out
-
-
-def test_a_step_lasts_as_long_as_its_slowest_rank():
-    times = [{"plain": [1.0, 5.0]}, {"plain": [2.0, 4.0]}]
-    taken = ddp.measure(lambda *_: times, {"plain": ddp.plain}, 2, 2)
-    assert taken == {"plain": [2.0, 5.0]}
 
 
 def test_every_kind_of_ddp_is_timed(pools):
@@ -110,7 +333,7 @@ def test_a_step_that_trains_another_model_is_told(pools):
 @pytest.mark.parametrize("name", ["pipeline", "tensor"])
 def test_a_table_and_a_picture_of_steps(monkeypatch, tmp_path, capsys, name):
     module = {"pipeline": pipeline, "tensor": tensor}[name]
-    monkeypatch.setattr(module, "measure", lambda pool, ways, *_: dict.fromkeys(ways, [2.0]))
+    monkeypatch.setattr(module, "measure", lambda pool, ways, *_: Times(dict.fromkeys(ways, [2.0])))
     monkeypatch.setattr(module, "WORLD_SIZES", [1])
     bench.run([name], 1, tmp_path)
     lines = capsys.readouterr().out.splitlines()
@@ -122,7 +345,7 @@ def test_a_table_and_a_picture_of_steps(monkeypatch, tmp_path, capsys, name):
 
 @pytest.mark.parametrize("module", [zero, fsdp])
 def test_a_table_and_a_picture_of_sharded_steps(monkeypatch, tmp_path, capsys, module):
-    monkeypatch.setattr(module, "measure", lambda pool, ways, *_: dict.fromkeys(ways, [2.0]))
+    monkeypatch.setattr(module, "measure", lambda pool, ways, *_: Times(dict.fromkeys(ways, [2.0])))
     monkeypatch.setattr(module, "peaks", lambda pool, ways, _: dict.fromkeys(ways, 12345))
     monkeypatch.setattr(module, "WORLD_SIZES", [1])
     name = module.__name__.rpartition(".")[2]
@@ -135,13 +358,57 @@ def test_a_table_and_a_picture_of_sharded_steps(monkeypatch, tmp_path, capsys, m
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_shared_memory_is_timed_beside_gloo(monkeypatch, world_size):
-    monkeypatch.setattr(collectives, "SHARED", {"all_reduce": [12000], "all_gather": [12000]})
-    rows = collectives.by_shared_memory(world_size, rounds=1)
-    assert [row.what.partition(": ")[2] for row in rows] == ["shm", "shm, in its arena", "shm"]
+def test_shared_memory_is_timed_beside_gloo_in_turns_and_alone(monkeypatch, world_size):
+    cases = {name: [size and 12000 for size in sizes[:1]] for name, sizes in shared.CASES.items()}
+    if world_size == 3:
+        cases = {name: cases[name] for name in ("send/recv", "barrier", "reduce_scatter")}
+    monkeypatch.setattr(shared, "CASES", cases)
+    rows = shared.rows(world_size, rounds=1)
+    for name, (size,) in cases.items():
+        if name == "send/recv" and world_size == 3:
+            continue  # it is between two
+        what = shared.case(name, world_size, size)
+        hows = ["shm"] if name in shared.SMALL else ["shm", "shm in its arena"]
+        expected = [f"{what}: {how}, {mode}" for mode in ("in turns", "alone") for how in hows]
+        assert [row.what for row in rows if row.what.startswith(f"{what}: ")] == expected
     for row in rows:
-        assert f"{world_size} ranks, 12 kB" in row.what and row.against == "gloo"
-        assert len(row.seconds) == len(row.theirs) == 2 and min(row.seconds) > 0
+        assert row.against == "gloo"
+        assert len(row.seconds) == len(row.theirs) == 1 and min(row.seconds) > 0
+    assert "send/recv, 3 ranks" not in str(rows)
+
+
+def test_bare_processes_are_timed_and_come_to_the_sum():
+    taken = bare.seconds(9 * 10**6, rounds=3)  # two pieces and a bit
+    assert len(taken) == 3 and min(taken) > 0
+    with pytest.raises(RuntimeError, match="two bare processes: "):
+        bare.seconds(-4, rounds=1)
+
+
+def test_a_bare_process_whose_other_one_is_killed_ends():
+    command = [sys.executable, bare.__file__, "100000000", "987654", "1", str(1 << 22)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        while len(there := _group(process.pid)) < 2:
+            assert process.poll() is None
+            time.sleep(0.05)
+    finally:
+        process.kill()  # the first; the second sees it
+        process.wait()
+    deadline = time.monotonic() + 30
+    try:
+        while there := _group(process.pid):
+            assert time.monotonic() < deadline, there
+            time.sleep(0.05)
+    finally:
+        for pid in there:
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def _group(leader):
+    """The processes of a group that are not dead."""
+    said = subprocess.check_output(["ps", "-A", "-o", "pgid=,stat=,pid="], text=True)
+    lines = [line.split() for line in said.splitlines()]
+    return [pid for pgid, state, pid in lines if int(pgid) == leader and "Z" not in state]
 
 
 def test_a_check_is_a_part_of_its_call():
@@ -156,14 +423,14 @@ def test_a_check_is_a_part_of_its_call():
 def test_without_mpi4py_the_bench_says_so_and_goes_on(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     monkeypatch.setattr(collectives, "SIZES", [64, 128])
-    monkeypatch.setattr(collectives, "SHARED", {"all_reduce": [16000]})
+    monkeypatch.setattr(shared, "CASES", {"all_reduce": [16000]})
     collectives.run(1, tmp_path / "picture.png")
     said = [line for line in capsys.readouterr().out.splitlines() if "MPICH" in line]
     (line,) = said
     assert line.startswith("MPICH is left out: mpi4py is not installed") and ".[mpi]" in line
 
 
-@pytest.mark.parametrize("name", collectives.SHARED)
+@pytest.mark.parametrize("name", [name for name in shared.CASES if name not in shared.SMALL])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_mpich_is_timed(name, world_size):
     if lacking := mpich.missing():
@@ -219,9 +486,9 @@ def test_a_failure_of_mpich_leaves_the_rest_of_the_table(monkeypatch, tmp_path, 
     mpiexec.write_text("#!/bin/sh\necho 'no such host' >&2\nexit 3\n")
     mpiexec.chmod(0o755)
     monkeypatch.setattr(mpich, "_mpiexec", lambda: str(mpiexec))
-    monkeypatch.setattr(collectives, "SHARED", {"all_gather": [12000, 24000]})
-    rows = collectives.by_shared_memory(2, rounds=1, with_mpich=True)
-    assert [row.against for row in rows] == ["gloo", "gloo"]
+    monkeypatch.setattr(shared, "CASES", {"all_gather": [12000, 24000]})
+    rows = shared.rows(2, rounds=1, with_mpich=True)
+    assert [row.against for row in rows] == ["gloo"] * 8
     said = (
         "MPICH is left out from all_gather, 2 ranks, 12 kB on: mpiexec ended with 3: no such host\n"
     )
@@ -230,12 +497,18 @@ def test_a_failure_of_mpich_leaves_the_rest_of_the_table(monkeypatch, tmp_path, 
 
 def test_mpich_stands_beside_gloo(monkeypatch):
     monkeypatch.setattr(mpich, "seconds", lambda name, world_size, size, rounds: [1.0] * rounds)
-    monkeypatch.setattr(collectives, "SHARED", {"all_gather": [12000]})
-    rows = collectives.by_shared_memory(2, rounds=1, with_mpich=True)
+    monkeypatch.setattr(shared, "CASES", {"all_gather": [12000]})
+    rows = shared.rows(2, rounds=1, with_mpich=True)
+    what = "all_gather, 2 ranks, 12 kB: shm"
     assert [(row.against, row.what) for row in rows] == [
-        ("gloo", "all_gather, 2 ranks, 12 kB: shm"),
-        ("MPICH", "all_gather, 2 ranks, 12 kB: shm"),
+        ("gloo", f"{what}, in turns"),
+        ("gloo", f"{what} in its arena, in turns"),
+        ("gloo", f"{what}, alone"),
+        ("MPICH", f"{what}, alone"),
+        ("gloo", f"{what} in its arena, alone"),
+        ("MPICH", f"{what} in its arena, alone"),
     ]
+    assert rows[3].theirs == (1.0,)
 
 
 @pytest.mark.parametrize(
@@ -244,12 +517,45 @@ def test_mpich_stands_beside_gloo(monkeypatch):
         (["speed"], f"there is no benchmark speed; there are {', '.join(NAMES)}"),
         (["ddp", "--rounds", "0"], "--rounds must be 1 or more"),
         (["ddp", "--out", "no/such/folder"], "no such folder"),
+        (["ddp", "--json", "no/such/file"], "--json no/such/file: no file can be written there"),
+        (["ddp", "--json", "."], "--json .: no file can be written there"),
     ],
 )
 def test_the_command_says_what_it_cannot_do(arguments, complaint):
     command = [sys.executable, "-m", "minidist", "bench", *arguments]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 2 and complaint in ran.stderr
+
+
+def test_the_help_says_what_each_benchmark_is():
+    command = [sys.executable, "-m", "minidist", "bench", "--help"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    for name in NAMES:
+        (line,) = [line for line in said.splitlines() if line.startswith(f"  {name} ")]
+        assert len(line.split()) > 5
+
+
+# ---- the litmus test ------------------------------------------------------------------------
+
+
+def test_no_message_is_torn_or_early(pools):
+    seconds, torn, early = litmus.measure(pools(2), 5_000, rounds=2)
+    assert (torn, early) == (0, 0) and len(seconds) == 2 and min(seconds) > 0
+
+
+@pytest.mark.parametrize("before", [0, 512])
+def test_the_litmus_test_sees_a_flag_that_is_published_too_early(pools, before):
+    def flag_first(words, room, number):
+        text = litmus.message(number)
+        room[:before] = text[:before]
+        words[litmus.POSTED] = number
+        time.sleep(0)  # the other rank may come first
+        room[before:] = text[before:]
+
+    _, torn, early = litmus.measure(pools(2), 5_000, 2, flag_first)
+    assert torn + early > 0
+    if before:
+        assert torn > 0 and early == 0
 
 
 def test_algorithms_are_timed_by_size(pools):

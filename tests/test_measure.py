@@ -308,6 +308,7 @@ def _a_step() -> Timeline:
     return timeline
 
 
+@pytest.mark.alone
 def test_a_timeline_shows_a_collective_as_one_span(pools):
     timelines = pools(2)(_a_step)
     for r, timeline in enumerate(timelines):
@@ -327,6 +328,7 @@ def test_a_timeline_shows_a_collective_as_one_span(pools):
     assert early.spans[1].end > late.spans[0].end > early.spans[0].end + 0.05
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_an_asynchronous_call_lasts_until_it_is_done_a_message_of_gloo_until_its_wait(backend):
     def overlap() -> list[Span]:

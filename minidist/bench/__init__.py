@@ -1,99 +1,85 @@
-"""`python -m minidist bench`: our figures beside torch's, taken in turns in one run.
+"""`python -m minidist bench`: our figures beside those of others, taken in one run.
 
 A laptop's speed drifts, so a time alone says little. Here A, B, A, B, … are timed in turns, and
 the *ratio* of each pair is what counts: its median, and its spread from the smallest to the
-largest. Each benchmark is a module of this room with `run(rounds, folder)`.
+largest. A round in which other processes took part of the machine is thrown away (`quiet`).
+
+A benchmark is a module of this room whose name stands in `NAMES`. It has
+
+- a docstring, whose first line says what is compared: `bench --help` prints it;
+- `run(rounds, picture)`, which measures, prints its tables (`show`), leaves a PNG at the path
+  `picture` (`draw`, say) and returns its rows, a list of `Row`;
+- `TARGETS`, if there are any: a list of `Target`, each with the ratios that some rows shall reach.
+  How they stand is said at the end of a run; a target that is missed is no error.
+
+Times come from `in_turns(subjects, rounds)`, where a subject is a function that returns seconds.
+It also works on ranks, if all of them call it: then pass `root=`, the pid of the program. `alone`
+takes times in blocks. `times.row(what, ours, theirs)` makes a `Row` of two of the subjects.
 """
 
+import ast
 import importlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import json
+import os
+import platform
 from pathlib import Path
-from statistics import median
+from typing import Any
 
 import torch
 
+from minidist.bench.rows import Noise, Row, Target, draw, show
+from minidist.bench.turns import Times, alone, in_turns
 
-@dataclass(frozen=True)
-class Row:
-    """Something timed, beside what it is compared with: seconds of each round."""
+__all__ = ["NAMES", "Noise", "Row", "Target", "Times", "alone", "draw", "in_turns", "run", "show"]
 
-    what: str
-    seconds: list[float]
-    against: str = ""
-    theirs: tuple[float, ...] = ()
-
-    @property
-    def ratios(self) -> list[float]:
-        """How many times faster than the other, round by round."""
-        return [t / s for s, t in zip(self.seconds, self.theirs, strict=bool(self.theirs))]
+NAMES = ["launch", "collectives", "litmus", "link", "ddp", "pipeline", "tensor", "zero", "fsdp"]
 
 
-def in_turns(subjects: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Call each subject once a round: the seconds that each one reports."""
-    taken: dict[str, list[float]] = {name: [] for name in subjects}
-    for _ in range(rounds):
-        for name, subject in subjects.items():
-            taken[name].append(subject())
-    return taken
+def about(name: str) -> str:
+    """The first line of a benchmark's docstring, for which nothing is imported."""
+    source = Path(__file__).with_name(f"{name}.py").read_text()
+    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
 
 
-def show(title: str, rows: list[Row]) -> None:
-    """Print a table: times in milliseconds, median (smallest to largest)."""
-    print(f"\n{title}")
-    table = [("", "ms", "against", "ms", "times faster")]
-    for row in rows:
-        ours, theirs, ratio = _spread(row.seconds, 1e3), "", ""
-        if row.theirs:
-            theirs, ratio = _spread(row.theirs, 1e3), _spread(row.ratios, unit="×")
-        table.append((row.what, ours, row.against, theirs, ratio))
-    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
-    for line in table:
-        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
-        print("  ".join([line[0].ljust(widths[0]), *cells[1:]]).rstrip())
-
-
-def _spread(values: Sequence[float], scale: float = 1, unit: str = "") -> str:
-    ordered = (scale * value for value in (min(values), median(values), max(values)))
-    low, middle, high = (f"{v:,.0f}" if v >= 100 else f"{v:.3g}" for v in ordered)
-    return f"{middle}{unit} ({low}–{high})"
-
-
-def draw(title: str, rows: list[Row], picture: Path) -> None:
-    """The same as a picture: dots are medians, lines reach from the smallest to the largest."""
-    from minidist.plot import human_time, palette
-
-    with palette.style() as plt:
-        figure, axes = plt.subplots(figsize=(8, 1.2 + 0.5 * len(rows)), layout="constrained")
-        for y, row in enumerate(rows):
-            sides = [("minidist", row.seconds, -0.12, palette.RANKS[0])]
-            if row.theirs:
-                sides.append((row.against, list(row.theirs), 0.12, palette.INK))
-            for name, seconds, shift, shade in sides:
-                middle = median(seconds)
-                axes.plot([min(seconds), max(seconds)], [y + shift] * 2, color=shade, linewidth=2)
-                axes.plot(middle, y + shift, "o", color=shade)
-                text = f"  {name} {human_time(middle)}"
-                axes.annotate(text, (max(seconds), y + shift), va="center", color=shade)
-        axes.set_xscale("log")
-        axes.set_xlim(right=10 * axes.get_xlim()[1])  # room for the names
-        axes.set_yticks(range(len(rows)), [row.what for row in rows])
-        axes.set_ylim(len(rows) - 0.5, -0.5)
-        axes.set_xlabel("seconds")
-        axes.set_title(title, loc="left", fontweight="bold")
-        axes.spines[["top", "right"]].set_visible(False)
-        figure.savefig(picture)
-        plt.close(figure)
-
-
-def run(names: list[str], rounds: int, folder: Path) -> None:
-    """Run benchmarks by name, and leave a PNG of each in `folder`."""
-    benchmarks = {name: importlib.import_module(f"minidist.bench.{name}").run for name in names}
+def run(names: list[str], rounds: int, folder: Path, record: Path | None = None) -> None:
+    """Run benchmarks by name, leave a PNG of each in `folder`, and say how the targets stand. All
+    that was measured goes into the file `record`, as JSON."""
+    benchmarks = {name: importlib.import_module(f"minidist.bench.{name}") for name in names}
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads in this process")
-    for name in names:
+    taken: dict[str, list[Row]] = {}
+    for name, module in benchmarks.items():
         picture = folder / f"bench_{name}.png"
-        benchmarks[name](rounds, picture)
+        taken[name] = module.run(rounds, picture) or []
         print(f"drawn: {picture}")
+    rows = [row for found in taken.values() for row in found]
+    targets = [t for module in benchmarks.values() for t in getattr(module, "TARGETS", [])]
+    if targets:
+        print("\nhow the targets stand: times faster")
+        print(*[target.line(rows) for target in targets], sep="\n")
+    if record:
+        found = {name: [row.record() for row in rows] for name, rows in taken.items()}
+        stand = [
+            {"name": t.name, "stands": t.stands(rows), "cases": _cases(t, rows)} for t in targets
+        ]
+        everything = {"machine": machine(), "rounds": rounds, "benchmarks": found, "targets": stand}
+        record.write_text(json.dumps(everything, indent=1, ensure_ascii=False) + "\n")
+        print(f"written: {record}")
 
 
-NAMES = ["launch", "collectives", "ddp", "pipeline", "tensor", "zero", "fsdp"]
+def machine() -> dict[str, Any]:
+    """What the figures are from."""
+    return {
+        "cores": os.cpu_count(),
+        "processor": platform.machine(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _cases(target: Target, rows: list[Row]) -> list[dict[str, Any]]:
+    pairs = zip(target.reach.items(), target.measured(rows), strict=True)
+    return [
+        {"what": what, "against": against, "reach": reach, "measured": measured}
+        for ((what, against), reach), measured in pairs
+    ]

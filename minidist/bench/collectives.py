@@ -1,59 +1,56 @@
-"""Collectives by message size: the algorithms of Lesson 2 and the backend "shm", against gloo;
-"shm" against MPICH too, where it is installed. Lesson 2."""
+"""All_reduce by size, algorithm by algorithm; collectives of "shm" against gloo and MPICH.
 
+The algorithms are those of the lesson, over gloo. MPICH is timed where it is installed.
+Lesson: collectives
+"""
+
+import os
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import minidist as md
-from minidist.bench import Row, mpich, show
+from minidist.bench import Row, Times, in_turns, mpich, shared, show
+from minidist.bench.shared import TARGETS as TARGETS
 from minidist.runtime import Pool
 
 WORLD_SIZE = 4
 SIZES = [1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24]  # bytes of float32
 ALGORITHMS = ["naive", "ring", "tree", "recursive_doubling", "halving_doubling"]
 
-SHARED = {  # collective: bytes of the whole vector, a multiple of 16
-    "all_reduce": [1000, 10**6, 16 * 10**6, 100 * 10**6],
-    "all_gather": [16 * 10**6],
-    "reduce_scatter": [16 * 10**6],
-    "broadcast": [16 * 10**6],
-}
-
 Samples = dict[str, list[tuple[int, float]]]  # algorithm -> (bytes, seconds)
 
 
-def run(rounds: int, picture: Path) -> None:
-    """Time each algorithm in turns at each size, on 4 ranks over gloo."""
+def run(rounds: int, picture: Path) -> list[Row]:
+    """Time each algorithm in turns at each size, on 4 ranks over gloo; then the backend "shm"."""
     lacking = mpich.missing()
     if lacking:
         print(f"MPICH is left out: {lacking}")
     with md.ranks(WORLD_SIZE, backend="gloo") as pool:
         # Messages are short and the scheduler's slices long: one round says less than in others.
-        samples = measure(pool, SIZES, ["gloo", *ALGORITHMS], 3 * rounds)
+        taken = by_size(pool, SIZES, ["gloo", *ALGORITHMS], 3 * rounds)
     rows = []
-    for size in SIZES:
-        seconds = {name: [s for n, s in taken if n == size] for name, taken in samples.items()}
-        for name in ALGORITHMS:
-            what = f"{name}, {_human(size)}"
-            rows.append(Row(what, seconds[name], "gloo", tuple(seconds["gloo"])))
-        what = f"ring, {_human(size)}"
-        rows.append(Row(what, seconds["ring"], "naive", tuple(seconds["naive"])))
+    for size, times in taken.items():
+        rows += [times.row(f"{name}, {_human(size)}", name, "gloo") for name in ALGORITHMS]
+        rows.append(times.row(f"ring, {_human(size)}", "ring", "naive"))
     show("collectives: all_reduce of float32, 4 ranks", rows)
-    shared = [row for p in (2, 4) for row in by_shared_memory(p, rounds, with_mpich=not lacking)]
-    shared += [by_checking(world_size, rounds) for world_size in (2, 4)]
-    show("collectives of float32 by shared memory", shared)
+    by_shared_memory = [
+        row for p in (2, 4) for row in shared.rows(p, 2 * rounds, with_mpich=not lacking)
+    ]
+    by_shared_memory += [by_checking(world_size, rounds) for world_size in (2, 4)]
+    show("collectives of float32 by shared memory", by_shared_memory)
     from matplotlib import pyplot as plt
 
     from minidist import plot
 
-    figure = plot.time_against_size(samples).get_figure(root=True)
+    figure = plot.time_against_size(samples(taken)).get_figure(root=True)
     assert figure is not None
     figure.savefig(picture)
     plt.close(figure)
+    return rows + by_shared_memory
 
 
 def measure(pool: Pool, sizes: list[int], names: list[str], rounds: int) -> Samples:
@@ -61,84 +58,35 @@ def measure(pool: Pool, sizes: list[int], names: list[str], rounds: int) -> Samp
 
     The names are those of algorithms, and that of the pool's backend for its own all_reduce.
     """
-    by_rank = pool(_measure_here, sizes, names, rounds)
-    return {
-        name: [
-            (samples[0][0], max(seconds for _, seconds in samples))
-            for samples in zip(*(taken[name] for taken in by_rank), strict=True)
-        ]
-        for name in names
-    }
+    return samples(by_size(pool, sizes, names, rounds))
 
 
-def _measure_here(sizes: list[int], names: list[str], rounds: int) -> Samples:
-    samples: Samples = {name: [] for name in names}
-    for size in sizes:
-        tensor = torch.ones(size // 4)
-        for turn in range(rounds + 1):
-            for name in names:
-                tensor.fill_(1)
-                dist.barrier()
-                start = time.perf_counter()
-                if name == dist.get_backend():
-                    dist.all_reduce(tensor)
-                else:
-                    md.collectives.all_reduce(tensor, algorithm=name)
-                if turn > 0:  # the first one touches memory that is new
-                    samples[name].append((size, time.perf_counter() - start))
-    return samples
+def samples(taken: dict[int, Times]) -> Samples:
+    """The same as a plot takes it."""
+    names = next(iter(taken.values()))
+    return {n: [(size, s) for size, times in taken.items() for s in times[n]] for n in names}
 
 
-def by_shared_memory(world_size: int, rounds: int, with_mpich: bool = False) -> list[Row]:
-    """The backend "shm" against gloo on the same ranks, in turns.
-
-    MPICH has ranks of its own: all its rounds of a case follow those of the others, which sleep.
-    """
-    rows = []
-    with md.ranks(world_size, backend="gloo") as pool:
-        for name, sizes in SHARED.items():
-            for size in sizes:
-                taken = [
-                    [max(times) for times in zip(*each, strict=True)]
-                    for each in zip(*pool(_shared_here, name, size, 2 * rounds), strict=True)
-                ]
-                gloo, *ours = taken
-                case, others = f"{name}, {world_size} ranks, {_human(size)}", {"gloo": gloo}
-                if with_mpich:
-                    try:
-                        others["MPICH"] = mpich.seconds(name, world_size, size, 2 * rounds)
-                    except RuntimeError as error:
-                        print(f"MPICH is left out from {case} on: {error}")
-                        with_mpich = False
-                for how, seconds in zip(["shm", "shm, in its arena"], ours, strict=False):
-                    for other, theirs in others.items():
-                        rows.append(Row(f"{case}: {how}", seconds, other, tuple(theirs)))
-    return rows
+def by_size(pool: Pool, sizes: list[int], names: list[str], rounds: int) -> dict[int, Times]:
+    """See `measure`."""
+    return {size: pool(_here, size, names, rounds, os.getpid())[0] for size in sizes}
 
 
-def _shared_here(name: str, size: int, rounds: int) -> list[list[float]]:
-    group, n, p = dist.new_group(backend="shm"), size // 4, dist.get_world_size()
-    whole, part = torch.zeros(n), torch.zeros(n // p)
-    calls: dict[str, Callable[[torch.Tensor, dist.ProcessGroup | None], object]] = {
-        "all_reduce": lambda x, where: dist.all_reduce(x, group=where),
-        "broadcast": lambda x, where: dist.broadcast(x, 0, group=where),
-        "all_gather": lambda x, where: dist.all_gather(list(x.chunk(p)), part, group=where),
-        "reduce_scatter": lambda x, where: dist.reduce_scatter(part, list(x.chunk(p)), group=where),
-    }
-    subjects = [(whole, None), (whole, group)]
-    if name == "all_reduce":
-        subjects.append((md.backend.empty(n, group=group).zero_(), group))
-    taken: list[list[float]] = [[] for _ in subjects]
-    for turn in range(rounds + 1):
-        for times, (x, where) in zip(taken, subjects, strict=True):
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(mpich.in_a_row(size)):
-                calls[name](x, where)
-            if turn > 0:
-                times.append((time.perf_counter() - start) / mpich.in_a_row(size))
-    dist.destroy_process_group(group)
-    return taken
+def _here(size: int, names: list[str], rounds: int, root: int) -> Times:
+    tensor = torch.ones(size // 4)
+
+    def seconds(name: str) -> float:
+        tensor.fill_(1)
+        dist.barrier()
+        start = time.perf_counter()
+        if name == dist.get_backend():
+            dist.all_reduce(tensor)
+        else:
+            md.collectives.all_reduce(tensor, algorithm=name)
+        return time.perf_counter() - start
+
+    subjects = {name: partial(seconds, name) for name in names}
+    return in_turns(subjects, rounds, 1, root)  # the first one touches memory that is new
 
 
 def by_checking(world_size: int, rounds: int) -> Row:
@@ -151,7 +99,7 @@ def by_checking(world_size: int, rounds: int) -> Row:
 
 def _checking_here(rounds: int) -> tuple[list[float], list[float]]:
     """Of an all_reduce of 1 kB: the seconds it takes, and those of them that its check takes."""
-    from minidist.backend.checks import tell
+    from minidist.backend.checks import describe
     from minidist.backend.group import Group, caller
 
     group, x = dist.new_group(backend="shm"), torch.zeros(250)
@@ -166,12 +114,12 @@ def _checking_here(rounds: int) -> tuple[list[float], list[float]]:
         dist.barrier()
         start = time.perf_counter()
         for _ in range(20):
-            group.members.call(f"all_reduce({tell(x)}, op=SUM)", caller(), 0, 0)
+            group.members.call(f"all_reduce({describe(x)}, op=SUM)", caller())
         seconds = time.perf_counter() - start
         dist.barrier()  # nobody reads what another still writes
         start = time.perf_counter()
         for _ in range(20):
-            group.members.compare()
+            group.members.same()
         check.append((seconds + time.perf_counter() - start) / 20)
     dist.destroy_process_group(group)
     return whole, check

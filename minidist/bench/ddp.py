@@ -1,7 +1,12 @@
-"""A step of DistributedDataParallel: ours, torch's, and none at all. Lesson 4."""
+"""A step of DistributedDataParallel: ours, torch's, and none at all.
 
+Lesson: distributed_data_parallel
+"""
+
+import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -11,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minidist as md
-from minidist.bench import Row, show
+from minidist.bench import Row, Target, Times, in_turns, show
 from minidist.runtime import Pool
 
 SIZES = 1024, 2048, 2048, 1024  # of the layers: 8,393,728 parameters
@@ -60,7 +65,18 @@ PAIRS = [
 ]
 
 
-def run(rounds: int, picture: Path) -> None:
+TARGETS = [
+    Target(
+        "a DDP step on shm, batch 64, against torch's over gloo, and without communication",
+        {
+            ("2 ranks, batch 64: minidist, shm", "torch"): 1.6,
+            ("2 ranks, batch 64: minidist, shm", "no communication"): 1 / 1.15,
+        },
+    )
+]
+
+
+def run(rounds: int, picture: Path) -> list[Row]:
     """Time forward and backward in turns, by world size and batch; over gloo, if not said."""
     rows, steps = [], {}
     for world_size in WORLD_SIZES:
@@ -70,18 +86,17 @@ def run(rounds: int, picture: Path) -> None:
                 taken = measure(pool, WRAPPERS, batch, 5 * rounds)
                 what = f"{world_size} ranks, batch {batch}"
                 steps[what] = taken
-                for ours, theirs in PAIRS:
-                    row = Row(f"{what}: {ours}", taken[ours], theirs, tuple(taken[theirs]))
-                    rows.append(row)
+                rows += [taken.row(f"{what}: {ours}", ours, theirs) for ours, theirs in PAIRS]
     title = "ddp: forward and backward, 8.4 million parameters"
     show(title, rows)
     for row in rows:
         ratio = median(row.seconds) / median(row.theirs)
         print(f"{row.what}: {ratio:.2f} × the median time of {row.against}")
     _draw(title, steps, picture)
+    return rows
 
 
-def _draw(title: str, steps: dict[str, dict[str, list[float]]], picture: Path) -> None:
+def _draw(title: str, steps: dict[str, Times], picture: Path) -> None:
     """A group of lines for each case: dots are medians, lines reach from fastest to slowest."""
     from minidist.plot import frame, palette
 
@@ -113,28 +128,22 @@ def measure(
     batch: int,
     rounds: int,
     sizes: tuple[int, ...] = SIZES,
-) -> dict[str, list[float]]:
+) -> Times:
     """Seconds of each step, by wrapper, taken in turns; it lasts as long as its slowest rank."""
-    by_rank = pool(_measure_here, wrappers, batch, rounds, sizes)
-    return {
-        name: [max(times) for times in zip(*(taken[name] for taken in by_rank), strict=True)]
-        for name in wrappers
-    }
+    return pool(_here, wrappers, batch, rounds, sizes, os.getpid())[0]
 
 
-def _measure_here(
-    wrappers: Wrappers, batch: int, rounds: int, sizes: tuple[int, ...]
-) -> dict[str, list[float]]:
+def _here(wrappers: Wrappers, batch: int, rounds: int, sizes: tuple[int, ...], root: int) -> Times:
     models = {name: wrap(md.zoo.mlp(*sizes)) for name, wrap in wrappers.items()}
     generator = torch.Generator().manual_seed(dist.get_rank())
     x = torch.randn(batch, sizes[0], generator=generator)  # (B, D)
-    taken: dict[str, list[float]] = {name: [] for name in wrappers}
-    for turn in range(WARM + rounds):
-        for name, model in models.items():
-            model.zero_grad()
-            dist.barrier()
-            start = time.perf_counter()
-            model(x).square().mean().backward()
-            if turn >= WARM:
-                taken[name].append(time.perf_counter() - start)
-    return taken
+
+    def step(model: nn.Module) -> float:
+        model.zero_grad()
+        dist.barrier()
+        start = time.perf_counter()
+        model(x).square().mean().backward()
+        return time.perf_counter() - start
+
+    subjects = {name: partial(step, model) for name, model in models.items()}
+    return in_turns(subjects, rounds, WARM, root)

@@ -1,4 +1,7 @@
-"""A step of fully sharded training, with Adam: ours, torch's FSDP1 and `fully_shard`. Lesson 9."""
+"""A step of fully sharded training, with Adam: ours, torch's FSDP1 and `fully_shard`.
+
+Lesson: fully_sharded
+"""
 
 import warnings
 from collections.abc import Callable
@@ -15,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import minidist as md
-from minidist.bench import Row, draw, show
+from minidist.bench import Row, Target, draw, show
 from minidist.bench.training import Make, Trainer, measure, peaks, trainer, vectors
 from minidist.fully_sharded import by_class
 
@@ -55,7 +58,16 @@ STRATEGIES: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-def run(rounds: int, picture: Path) -> None:
+TARGETS = [
+    Target(
+        f"an FSDP step on shm, batch 8 and 64, against {there}",
+        {(f"2 ranks, batch {batch}, shm", there): reach for batch in BATCHES},
+    )
+    for there, reach in (("torch fully_shard, gloo", 2.5), ("torch FSDP1, shm", 1.3))
+]
+
+
+def run(rounds: int, picture: Path) -> list[Row]:
     """Time whole steps in turns, by batch, backend and world size; and count their memory."""
     rows = []
     for world_size in WORLD_SIZES:
@@ -63,13 +75,9 @@ def run(rounds: int, picture: Path) -> None:
             for batch in BATCHES:
                 data = partial(vectors, batch, SIZES[0], SIZES[-1])
                 taken = measure(pool, ways(), rounds, data)
+                what = f"{world_size} ranks, batch {batch}, {{}}"
                 rows += [
-                    Row(
-                        f"{world_size} ranks, batch {batch}, {backend}",
-                        taken[f"minidist, {backend}"],
-                        there,
-                        tuple(taken[there]),
-                    )
+                    taken.row(what.format(backend), f"minidist, {backend}", there)
                     for backend in BACKENDS
                     for there in taken
                     if not there.startswith("minidist") and there.endswith(("gloo", backend))
@@ -81,6 +89,7 @@ def run(rounds: int, picture: Path) -> None:
     title = "fsdp: a step with Adam, 8.4 million parameters in eight units"
     show(title, rows)
     draw(title, rows, picture)
+    return rows
 
 
 def ways(sizes: tuple[int, ...] = SIZES) -> dict[str, Make]:

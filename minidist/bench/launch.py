@@ -1,8 +1,12 @@
-"""How long until ranks are ready: `md.ranks` against `torch.multiprocessing.spawn`. Lesson 1."""
+"""How long ranks take to start and leave: `md.launch` against `torch.multiprocessing.spawn`.
+
+Lesson: rank.
+"""
 
 import os.path
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -10,32 +14,51 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import minidist as md
-from minidist.bench import Row, draw, in_turns, show
+from minidist.bench import Row, Target, draw, in_turns, show
 from minidist.runtime import Pool
 from minidist.runtime.cell import run_cell
 
 WORLD_SIZE = 4
 
 
-def run(rounds: int, picture: Path) -> None:
-    """Time 4 ranks to their first all_reduce, and a call of ranks that are kept."""
-    by_ranks()  # the forkserver is warm from here on, as in a notebook after its first cell
-    taken = in_turns({"md.ranks": by_ranks, "spawn": by_spawn}, rounds)
+FIRST, WHOLE = "4 warm ranks, first all_reduce", "a whole launch of 4 ranks"
+SPAWN = "spawn, gloo"
+TARGETS = [
+    Target("4 warm ranks to their first all_reduce, against mp.spawn", {(FIRST, SPAWN): 25}),
+    Target("a whole launch of 4 ranks, against mp.spawn", {(WHOLE, SPAWN): 20}),
+]
+
+
+def run(rounds: int, picture: Path) -> list[Row]:
+    """Time 4 ranks to their first all_reduce and to their end, and a call of kept ranks."""
+    launched()  # the forkserver is warm from here on, as in a notebook after its first cell
+    whole: dict[str, float] = {}
+
+    def first(name: str, start: Callable[[], tuple[float, float]]) -> float:
+        seconds, whole[name] = start()
+        return seconds
+
+    times = in_turns(
+        {
+            "ours, first": lambda: first("ours", launched),
+            "ours, whole": lambda: whole["ours"],  # of the launch that has just ended
+            "theirs, first": lambda: first("theirs", spawned),
+            "theirs, whole": lambda: whole["theirs"],
+        },
+        rounds,
+    )
     with md.ranks(WORLD_SIZE) as pool:
         _cell(pool)
         trips = [_cell(pool) for _ in range(20 * rounds)]
     rows = [
-        Row(
-            "4 warm ranks, first all_reduce",
-            taken["md.ranks"],
-            "spawn, gloo",
-            tuple(taken["spawn"]),
-        ),
+        times.row(FIRST, "ours, first", "theirs, first", SPAWN),
+        times.row(WHOLE, "ours, whole", "theirs, whole", SPAWN),
         Row("a %%ranks cell, there and back", trips),
     ]
     title = "launch: 4 ranks"
     show(title, rows)
     draw(title, rows, picture)
+    return rows
 
 
 def _first_all_reduce() -> float:
@@ -43,20 +66,31 @@ def _first_all_reduce() -> float:
     return time.monotonic()
 
 
-def by_ranks() -> float:
-    """Seconds from `md.ranks` to the end of the last rank's first all_reduce."""
+def launched() -> tuple[float, float]:
+    """Seconds from `md.launch` to the last rank's first all_reduce, and to its return."""
     start = time.monotonic()
-    with md.ranks(WORLD_SIZE) as pool:
-        return max(pool(_first_all_reduce)) - start
+    ends = md.launch(_first_all_reduce, world_size=WORLD_SIZE)
+    return max(ends) - start, time.monotonic() - start
 
 
-def by_spawn() -> float:
+def spawned() -> tuple[float, float]:
     """The same with `torch.multiprocessing.spawn`, whose processes import torch anew."""
     ends = torch.zeros(WORLD_SIZE, dtype=torch.float64).share_memory_()
     with tempfile.TemporaryDirectory() as folder:
         start = time.monotonic()
         mp.spawn(_spawned, (os.path.join(folder, "rendezvous"), ends), nprocs=WORLD_SIZE)
-    return ends.max().item() - start
+        whole = time.monotonic() - start
+    return ends.max().item() - start, whole
+
+
+def by_ranks() -> float:
+    """Seconds from `md.launch` to the end of the last rank's first all_reduce."""
+    return launched()[0]
+
+
+def by_spawn() -> float:
+    """The same with `torch.multiprocessing.spawn`."""
+    return spawned()[0]
 
 
 def _spawned(rank: int, rendezvous: str, ends: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
-"""The same collectives by MPICH, which runs on processes of its own. Lesson 2.
+"""The same collectives by MPICH, which runs on processes of its own. Lesson: collectives
 
 `seconds` has mpiexec start this file, once for each case. The ranks time their rounds as those of
-`bench.collectives` do, and rank 0 prints the times as JSON. The file is started by its path, so no
+`bench.shared` do, and rank 0 prints the times as JSON. The file is started by its path, so no
 rank imports torch and a start takes a fraction of a second.
 
 MPICH waits by spinning. Where ranks are more than cores, one that waits holds the core that another
@@ -29,6 +29,10 @@ INSTALL = "in a clone of minidist: python -m pip install -c constraints.txt -e '
 NOISE = "=", "[", "Abort(", "This typically refers", "Please see the FAQ"
 
 
+class MpichError(RuntimeError):
+    """Why there are no times of MPICH, in one line."""
+
+
 def missing() -> str | None:
     """What MPICH would need here, and how to install it, in one line; None if all is there."""
     if importlib.util.find_spec("mpi4py") is None:
@@ -45,7 +49,7 @@ def _mpiexec() -> str | None:
 def seconds(name: str, world_size: int, size: int, rounds: int) -> list[float]:
     """Time a collective on `size` bytes: a round lasts as long as its slowest rank.
 
-    RuntimeError says in one line why there are no times. No rank is left behind: ranks end with
+    MpichError says in one line why there are no times. No rank is left behind: ranks end with
     their mpiexec, which is killed if this call is interrupted, and ends itself after the limit.
     """
     ranks = [_mpiexec() or "mpiexec", "-n", str(world_size)]
@@ -61,13 +65,13 @@ def seconds(name: str, world_size: int, size: int, rounds: int) -> list[float]:
             timeout=LIMIT,
         )
     except OSError as error:
-        raise RuntimeError(f"mpiexec does not start: {error}") from error
+        raise MpichError(f"mpiexec does not start: {error}") from error
     except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"mpiexec took longer than {LIMIT} s") from error
+        raise MpichError(f"mpiexec took longer than {LIMIT} s") from error
     if ran.returncode:
         told = [line for line in (ran.stdout + ran.stderr).splitlines() if line.strip()]
         told = [line for line in told if not line.startswith(NOISE)] or told[:1] or ["said nothing"]
-        raise RuntimeError(f"mpiexec ended with {ran.returncode}: {told[-1].strip()}")
+        raise MpichError(f"mpiexec ended with {ran.returncode}: {told[-1].strip()}")
     return parse(ran.stdout, world_size, rounds)
 
 
@@ -75,12 +79,12 @@ def parse(printed: str, world_size: int, rounds: int) -> list[float]:
     """The times that rank 0 printed, if it was MPICH that ran, on so many ranks."""
     found = [line for line in printed.splitlines() if line.startswith('{"library"')]
     if not found:
-        raise RuntimeError("no times came back from mpiexec")
+        raise MpichError("no times came back from mpiexec")
     times = json.loads(found[0])
     if times["library"] != "MPICH":
-        raise RuntimeError(f"mpi4py runs on {times['library']} here, not on MPICH")
+        raise MpichError(f"mpi4py runs on {times['library']} here, not on MPICH")
     if times["ranks"] != world_size:  # an mpiexec of another MPI starts ranks that stay alone
-        raise RuntimeError(f"{world_size} ranks were started, and {times['ranks']} met")
+        raise MpichError(f"{world_size} ranks were started, and {times['ranks']} met")
     assert len(times["seconds"]) == rounds
     return [float(each) for each in times["seconds"]]
 
@@ -88,7 +92,7 @@ def parse(printed: str, world_size: int, rounds: int) -> list[float]:
 def in_a_row(size: int) -> int:
     """Calls that a round times together, one after another: a short call alone would say more of
     when the ranks leave the barrier before it."""
-    return max(1, min(20, 4 * 10**6 // size))
+    return max(1, min(20, 4 * 10**6 // max(size, 1)))
 
 
 def forget_segments() -> None:

@@ -1,4 +1,7 @@
-"""A step of a pipeline: ours and torch.distributed.pipelining's, schedule by schedule. Lesson 5."""
+"""A step of a pipeline: ours and torch.distributed.pipelining's, schedule by schedule.
+
+Lesson: layer_splitting
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +15,7 @@ from torch import nn
 from torch.distributed import pipelining
 
 import minidist as md
-from minidist.bench import Row, draw, show
+from minidist.bench import Row, Target, draw, show
 from minidist.bench.training import Make, Trainer, measure, text, transformer
 from minidist.pipeline import balance_by_parameters
 
@@ -31,7 +34,20 @@ PAIRS: dict[str, tuple[Callable[..., Any], int]] = {
 }
 
 
-def run(rounds: int, picture: Path) -> None:
+TARGETS = [
+    Target(
+        "a pipeline step by gpipe, 1f1b, interleaved, zero_bubble, against torch's on the same "
+        "backend, gloo and shm",
+        {
+            (f"2 ranks, {schedule}, {backend}", f"torch, {backend}"): 1.05
+            for backend in BACKENDS
+            for schedule in PAIRS
+        },
+    )
+]
+
+
+def run(rounds: int, picture: Path) -> list[Row]:
     """Time forward and backward in turns, by schedule, backend and world size."""
     rows = []
     for world_size in WORLD_SIZES:
@@ -40,13 +56,14 @@ def run(rounds: int, picture: Path) -> None:
                 taken = measure(pool, ways(schedule), rounds, partial(text, ROWS, LENGTH))
                 what = f"{world_size} ranks, {schedule}"
                 rows += [
-                    Row(f"{what}, {backend}", taken[ours(backend)], there, tuple(taken[there]))
+                    taken.row(f"{what}, {backend}", ours(backend), there)
                     for backend in BACKENDS
                     for there in dict.fromkeys(["torch, gloo", f"torch, {backend}"])
                 ]
     title = f"pipeline: forward and backward of {MICROBATCHES} micro-batches"
     show(title, rows)
     draw(title, rows, picture)
+    return rows
 
 
 def ours(backend: str) -> str:

@@ -1,4 +1,7 @@
-"""A step of a transformer split by features: ours, and torch's `parallelize_module`. Lesson 6."""
+"""A step of a transformer split by features: ours, and torch's `parallelize_module`.
+
+Lesson: feature_splitting
+"""
 
 from functools import partial
 from pathlib import Path
@@ -22,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import minidist as md
-from minidist.bench import Row, draw, show
+from minidist.bench import Row, Target, draw, show
 from minidist.bench.training import Make, Trainer, measure, text, transformer
 from minidist.tensor_parallel import parallelize
 
@@ -32,7 +35,15 @@ BACKENDS = ["gloo", "shm"]
 KINDS = {"": False, ", sequence parallel": True}
 
 
-def run(rounds: int, picture: Path) -> None:
+TARGETS = [
+    Target(
+        "a tensor parallel step on shm, plain and sequence parallel, against torch's over gloo",
+        {(f"2 ranks{kind}, shm", "torch, gloo"): 2.3 for kind in KINDS},
+    )
+]
+
+
+def run(rounds: int, picture: Path) -> list[Row]:
     """Time forward and backward in turns, by backend and world size."""
     rows = []
     for world_size in WORLD_SIZES:
@@ -40,13 +51,16 @@ def run(rounds: int, picture: Path) -> None:
             taken = measure(pool, ways(), 2 * rounds, partial(text, ROWS, LENGTH))
         for kind in KINDS:
             for backend in BACKENDS:
-                mine = taken[f"minidist, {backend}{kind}"]
                 for there in dict.fromkeys(["torch, gloo", f"torch, {backend}"]):
-                    theirs = tuple(taken[there + kind])
-                    rows.append(Row(f"{world_size} ranks{kind}, {backend}", mine, there, theirs))
+                    what, ours = (
+                        f"{world_size} ranks{kind}, {backend}",
+                        f"minidist, {backend}{kind}",
+                    )
+                    rows.append(taken.row(what, ours, there + kind, there))
     title = "tensor: forward and backward of a transformer split by features"
     show(title, rows)
     draw(title, rows, picture)
+    return rows
 
 
 def ways(**sizes: int) -> dict[str, Make]:

@@ -2,9 +2,11 @@
 memory."""
 
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import minidist as md
+from minidist.bench.turns import Times, in_turns
 from minidist.runtime import Pool
 
 WARM = 3  # steps before the first that counts: buffers are made, memory is touched
@@ -68,49 +71,45 @@ def text(rows: int, length: int) -> Batch:
     return inputs[:rows], targets[:rows]
 
 
-def measure(
-    pool: Pool, ways: dict[str, Make], rounds: int, batch: Callable[[], Batch]
-) -> dict[str, list[float]]:
+def measure(pool: Pool, ways: dict[str, Make], rounds: int, batch: Callable[[], Batch]) -> Times:
     """Seconds of each step, by way, taken in turns; it lasts as long as its slowest rank. Every way
     trains a model of its own on the same batch. Raises RuntimeError if they do not all come to the
     same loss."""
-    by_rank = pool(_measure_here, ways, rounds, batch)
-    known = [(name, loss) for name in ways for found in by_rank for loss in found[name][1]]
+    by_rank = pool(_here, ways, rounds, batch, os.getpid())
+    known = [(name, loss) for name in ways for _, found in by_rank for loss in found[name]]
     for name, loss in known:
         if not math.isclose(loss, known[0][1], rel_tol=CLOSE):
             raise RuntimeError(
                 f"{name} comes to a loss of {loss}, and {known[0][0]} to {known[0][1]}"
             )
-    untold = set(ways) - {name for name, _ in known}
-    if untold:
-        raise RuntimeError(f"no rank knows the loss of {', '.join(sorted(untold))}")
-    return {
-        name: [max(times) for times in zip(*(found[name][0] for found in by_rank), strict=True)]
-        for name in ways
-    }
+    unknown = set(ways) - {name for name, _ in known}
+    if unknown:
+        raise RuntimeError(f"no rank knows the loss of {', '.join(sorted(unknown))}")
+    return by_rank[0][0]
 
 
-def _measure_here(
-    ways: dict[str, Make], rounds: int, batch: Callable[[], Batch]
-) -> dict[str, tuple[list[float], list[float]]]:
-    """By way: the seconds, and the loss of the last step, where it is known."""
+def _here(
+    ways: dict[str, Make], rounds: int, batch: Callable[[], Batch], root: int
+) -> tuple[Times, dict[str, list[float]]]:
+    """The times; and by way the loss of the last step, where it is known."""
     inputs, targets = batch()
     trainers = {name: make() for name, make in ways.items()}
-    taken: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ways}
-    for turn in range(WARM + rounds):
-        for name, trainer in trainers.items():
-            for parameter in trainer.parameters:
-                parameter.grad = None
-            dist.barrier()
-            start = time.perf_counter()
-            loss = trainer.step(inputs, targets)
-            seconds, losses = taken[name]
-            if turn >= WARM:
-                seconds.append(time.perf_counter() - start)
-            losses[:] = [] if loss is None else [loss]
-            if trainer.optimizer is None:
-                _descend(trainer.parameters)
-    return taken
+    losses: dict[str, list[float]] = {name: [] for name in ways}
+
+    def step(name: str) -> float:
+        trainer = trainers[name]
+        for parameter in trainer.parameters:
+            parameter.grad = None
+        dist.barrier()
+        start = time.perf_counter()
+        loss = trainer.step(inputs, targets)
+        seconds = time.perf_counter() - start
+        losses[name][:] = [] if loss is None else [loss]
+        if trainer.optimizer is None:
+            _descend(trainer.parameters)
+        return seconds
+
+    return in_turns({name: partial(step, name) for name in ways}, rounds, WARM, root), losses
 
 
 def peaks(pool: Pool, ways: dict[str, Make], batch: Callable[[], Batch]) -> dict[str, int]:

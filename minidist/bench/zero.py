@@ -1,4 +1,7 @@
-"""A step of ZeRO, stages 1 and 2, with Adam: ours, and torch's stage 1. Lesson 8."""
+"""A step of ZeRO, stages 1 and 2, with Adam: ours, and torch's stage 1.
+
+Lesson: zero
+"""
 
 import warnings
 from collections.abc import Callable
@@ -23,7 +26,7 @@ Wrapped = tuple[nn.Module, torch.optim.Optimizer]
 
 
 def ours_1(model: nn.Module, group: dist.ProcessGroup) -> Wrapped:
-    """Gradients by lesson 4, on every rank; optimizer states are shared out."""
+    """Gradients by DDP, on every rank; optimizer states are shared out."""
     wrapped = md.DistributedDataParallel(model, process_group=group)
     return wrapped, _ours(model, group)
 
@@ -61,7 +64,7 @@ STRATEGIES: dict[str, Callable[..., Wrapped]] = {
 }
 
 
-def run(rounds: int, picture: Path) -> None:
+def run(rounds: int, picture: Path) -> list[Row]:
     """Time whole steps in turns, by batch, backend and world size; and count their memory."""
     rows = []
     for world_size in WORLD_SIZES:
@@ -73,8 +76,7 @@ def run(rounds: int, picture: Path) -> None:
                     for backend in BACKENDS:
                         what = f"{world_size} ranks, batch {batch}, {name[10:]}, {backend}"
                         for there in ("torch, stage 1, gloo", f"minidist, DDP, {backend}"):
-                            mine = taken[f"{name}, {backend}"]
-                            rows.append(Row(what, mine, there, tuple(taken[there])))
+                            rows.append(taken.row(what, f"{name}, {backend}", there))
             gloo = {name: make for name, make in ways().items() if name.endswith("gloo")}
             print(f"\nthe most bytes that live on one of {world_size} ranks, batch {batch}")
             for name, nbytes in peaks(pool, gloo, data).items():
@@ -82,6 +84,7 @@ def run(rounds: int, picture: Path) -> None:
     title = "zero: a step with Adam, 8.4 million parameters"
     show(title, rows)
     draw(title, rows, picture)
+    return rows
 
 
 def ways(sizes: tuple[int, ...] = SIZES) -> dict[str, Make]:
