@@ -1,6 +1,7 @@
 # make lab    opens the course in JupyterLab
 # make test   lints, runs the tests, and runs every notebook against its stored outputs
-# Both make the environment first when it is missing or out of date.
+# make soak   runs the long tests: hundreds of launches, interrupts and kills
+# All make the environment first when it is missing or out of date.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,7 +13,7 @@ LAB_ARGS ?=
 TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test lint notebooks img
+.PHONY: help setup lab test soak lint notebooks img
 .DELETE_ON_ERROR:
 
 help:
@@ -56,8 +57,16 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
+# Tests mostly wait, so several files run at a time; what measures time runs alone (tests/turns.py).
+WORKERS ?= 3
+# Ranks import minidist in each pool: where an image forbids bytecode, each would compile it.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --color=no -p no:cacheprovider --durations=10 -n $(WORKERS)
+
 # One run of pytest over the tests and the notebooks, so that one summary at the end names
 # what failed, and what was skipped and why.
 test: lint
-	$(BIN)/python -m pytest tests notebooks --nbval --nbval-current-env --nbval-cell-timeout=120 \
-	    --nbval-sanitize-with=notebooks/sanitize.cfg --color=no -p no:cacheprovider $(TEST_ARGS)
+	$(PYTEST) tests notebooks --dist loadfile --nbval --nbval-current-env \
+	    --nbval-cell-timeout=120 --nbval-sanitize-with=notebooks/sanitize.cfg $(TEST_ARGS)
+
+soak: $(READY)
+	$(PYTEST) tests -m soak --dist worksteal $(TEST_ARGS)

@@ -1,18 +1,25 @@
 """What every test file uses: pools of ranks that are kept from one test to the next."""
 
+import functools
+import re
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import cloudpickle
 import pytest
 import torch
+from turns import pytest_runtest_protocol  # noqa: F401  (a hook)
 
 import minidist as md
 from minidist.runtime import Pool
 
+# For this process; ranks set their own. On a busy machine threads spend minutes on small tensors,
+# since those that wait for each other do so by computing.
+torch.set_num_threads(1)
+
 # What communicates in its own way is tested on both backends for the CPU.
 ON_BOTH = {
-    "test_checkpointing",
     "test_collectives",
     "test_distributed_data_parallel",
     "test_fully_sharded",
@@ -54,10 +61,20 @@ def by_value(request: pytest.FixtureRequest) -> None:
     cloudpickle.register_pickle_by_value(sys.modules[request.module.__name__])
 
 
+@functools.cache
+def measures_time(notebook: Path) -> bool:
+    """Whether any of its cells reads a clock, or prints what nbval shall not compare."""
+    clocks = "perf_counter|monotonic|process_time|thread_time|Timeline|nbval-ignore-output"
+    return bool(re.search(clocks, notebook.read_text()))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `gpu(n)` where there are fewer than n GPUs (one if it says nothing)."""
+    """The cells of a notebook that measures time are `alone`. Skip what is marked `gpu(n)` where
+    there are fewer than n GPUs (one if it says nothing)."""
     there = torch.cuda.device_count()
     for item in items:
+        if item.path.suffix == ".ipynb" and measures_time(item.path):
+            item.add_marker("alone")
         marker = item.get_closest_marker("gpu")
         needed = (marker.args or (1,))[0] if marker else 0
         if needed > there:

@@ -6,11 +6,14 @@ left even after their parents are gone.
 """
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,10 +28,11 @@ LISTEN_TO_SIGINT = "import signal; signal.signal(signal.SIGINT, signal.default_i
 class Family:
     """All processes that carry one mark, and the folder that holds their temporary files."""
 
-    def __init__(self, tmp_path: Path) -> None:
+    def __init__(self) -> None:
         self.mark = f"MINIDIST_TEST={uuid.uuid4()}"
-        self.tmp = tmp_path / "tmp"
-        self.tmp.mkdir()
+        # Not in pytest's tmp_path: sockets are made here, whose whole path has 107 characters.
+        self.tmp = Path(tempfile.mkdtemp(prefix="test-"))
+        weakref.finalize(self, shutil.rmtree, self.tmp, ignore_errors=True)
 
     def environ(self) -> dict[str, str]:
         name, value = self.mark.split("=")
@@ -67,7 +71,7 @@ class Program(Family):
     """A Python program in a session of its own. Its warnings are errors."""
 
     def __init__(self, source: str, tmp_path: Path, *, file: Path | None = None) -> None:
-        super().__init__(tmp_path)
+        super().__init__()
         self.file = file or tmp_path / "program.py"
         self.file.write_text(LISTEN_TO_SIGINT + source)
         self.process = subprocess.Popen(

@@ -1373,7 +1373,7 @@ if __name__ == "__main__":
 @pytest.mark.timeout(120)
 def test_a_script_trains_under_python_and_under_torchrun(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
-    family = Family(tmp_path)
+    family = Family()
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environ = {**family.environ(), "OMP_NUM_THREADS": "1"}
     try:

@@ -104,18 +104,25 @@ def test_idle_time_and_activations_in_flight_are_those_of_the_formulas():
 
 def test_a_prediction_by_hand():
     schedule = SCHEDULES["gpipe"](2, 2)
-    first, second = simulate(schedule, [1, 2], 3, [0, 10], link=5).spans
+    link = md.Link(gbps=16e-9, latency_us=3e6)  # 2 bytes a second, and 3 s until they arrive
+    first, second = simulate(schedule, [1, 2], 3, [0, 10], link, nbytes=4).spans
     spans = [(str(span.instruction), span.start, span.end) for span in first + second]
     assert spans == [
         ("Forward(0, 0)", 0, 1),
         ("Forward(0, 1)", 1, 2),
-        ("Backward(0, 0)", 31, 34),
-        ("Backward(0, 1)", 44, 47),
-        ("Forward(1, 0)", 6, 8),  # sent from 1 to 6
-        ("Forward(1, 1)", 11, 13),  # from 6 to 11: one after the other
-        ("Backward(1, 0)", 13, 26),
-        ("Backward(1, 1)", 26, 39),
+        ("Backward(0, 0)", 28, 31),
+        ("Backward(0, 1)", 41, 44),
+        ("Forward(1, 0)", 6, 8),  # its input on the line from 1 to 3
+        ("Forward(1, 1)", 8, 10),  # from 3 to 5: one after the other, but for their latency
+        ("Backward(1, 0)", 10, 23),
+        ("Backward(1, 1)", 23, 36),
     ]
+    # Two stages of a node share its cable to the next; within a node each pair has a line.
+    link = md.Link(gbps=8e-9, inter=md.Link(gbps=1e-9))  # a byte a second; an eighth between
+    four = SCHEDULES["gpipe"](4, 1)
+    assert [simulate(four, link=link, nbytes=2, nodes=n).time for n in (1, 2, 4)] == [24, 52, 108]
+    both = with_messages("both", [[Forward(0, 0), Forward(2, 0)], [Forward(1, 0)]], 3, 1)
+    assert simulate(both, link=link, nbytes=2).spans[0][1].start == 1 + 2 + 1 + 2
     assert simulate(SCHEDULES["naive"](1, 1)).idle == 0
     never = Schedule("mine", 2, 1, [[Backward(0, 0)], [Forward(1, 0)]])
     with pytest.raises(ValueError, match=r"rank 0 at Backward\(0, 0\); rank 1 at Forward\(1, 0\)"):
@@ -304,6 +311,7 @@ class Slow(nn.Module):
         return x
 
 
+@pytest.mark.alone
 def test_balance_by_parameters_and_by_measured_cost(pools):
     module = nn.Sequential(Slow(), Slow(), nn.Linear(4, 4), nn.Linear(4, 4), Slow(), Slow())
     assert balance_by_parameters(module, 2) == [3, 3]
@@ -741,6 +749,7 @@ class Takes(nn.Module):
         )
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_measured_idle_time_is_that_predicted(pools, name):
     m, second = 6 if name != "interleaved" else 8, 0.02 if name != "interleaved" else 0.01

@@ -3,17 +3,19 @@ are counted on ranks."""
 
 import math
 import sys
+import time
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 import minidist as md
 from minidist import planner
 from minidist.__main__ import main
-from minidist.planner.speed import fit
+from minidist.planner.speed import COLLECTIVES, Machine, fit
 
 # ZeRO (arXiv 1910.02054), Table 1: GB a device with P_os, P_os+g, P_os+g+p. The first column is
 # rounded, the others are cut off.
@@ -228,6 +230,48 @@ def test_calibrate(pools, world_size):
     assert machine.flops > 0
     assert (machine.alpha > 0) == (world_size == 2)
     assert md.planner.step_time(1e6, world_size, 2, tokens=8, machine=machine).total > 0
+
+
+def on_a_link(start, stage, parameters):
+    """Seconds of the collectives of a step, one after another."""
+    size, x = dist.get_world_size(), torch.zeros(parameters)
+    blocks = list(x.chunk(size))
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(x),
+        "all_gather": lambda: dist.all_gather(blocks, blocks[0].clone()),
+        "reduce_scatter": lambda: dist.reduce_scatter(blocks[0].clone(), blocks),
+    }
+    time.sleep(max(0.0, start - time.monotonic()))
+    for operations in COLLECTIVES[stage]:
+        for operation in operations:
+            calls[operation]()
+    return time.monotonic() - start
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_on_a_link_a_step_takes_what_is_planned(nodes):
+    link, parameters = md.Link(gbps=0.04, latency_us=5000), 120_000
+    machine = Machine.on(link, flops=1e9)
+    with md.ranks(3, "shm", nodes, link=link) as ranks:
+        for stage in range(4):
+            planned = md.planner.step_time(
+                parameters, 3, stage, tokens=1, machine=machine, precision="float32"
+            ).communication
+            for _ in range(6):  # another process may have been in the way
+                start = time.monotonic() + 0.05
+                measured = max(ranks(on_a_link, start, stage, parameters))
+                assert measured > 0.999 * planned
+                if measured < 1.05 * planned:
+                    break
+            else:
+                raise AssertionError(f"stage {stage}: {measured:.4f} s, planned {planned:.4f} s")
+
+
+def test_a_machine_on_a_link_with_nodes_has_its_cable():
+    link = md.Link(100, 5, inter=md.Link(8, 20))
+    machine = Machine.on(link, 1e12)
+    assert (machine.alpha, machine.beta) == pytest.approx((20e-6, 1e-9))
 
 
 # ---- python -m minidist plan ------------------------------------------------------------------

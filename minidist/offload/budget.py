@@ -85,7 +85,7 @@ class _LimitedLedger(Ledger):
 
     def _require_room(self, more: int) -> None:
         held: Counter[str] = Counter()
-        for record in self._live.values():
+        for record in list(self._live.values()):  # other threads may free some meanwhile
             held[CATEGORIES[record.rank]] += record.nbytes
         if more > 0 and held.total() + more > self._budget:
             rows = [f"  {name:<22}{held[name]:>15,}" for name in CATEGORIES if held[name]]

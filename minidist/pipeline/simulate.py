@@ -1,8 +1,11 @@
-"""When each rank would do what, if computations took so long and messages so long (lesson 5)."""
+"""When each rank would do what, if computations took so long and messages went over such a link
+(lesson 5)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from minidist.backend.lines import Lines
+from minidist.backend.link import Link, Network
 from minidist.pipeline.instructions import (
     Backward,
     BackwardInputs,
@@ -54,18 +57,26 @@ def simulate(
     forward: Time = 1.0,
     backward_inputs: Time = 1.0,
     backward_weights: Time = 1.0,
-    link: float = 0.0,
+    link: Link | None = None,
+    nbytes: float = 0.0,
+    nodes: int = 1,
 ) -> Prediction:
     """Predict a training step. Lesson 5.
 
     forward, backward_inputs, backward_weights: of one micro-batch, in any unit of time; a number
         for every stage, or one for each. A whole backward takes as long as both its parts.
-    link: the time of a message. A rank sends one message at a time, while it goes on computing.
+    link: over which a rank sends messages while it goes on computing; then the unit is a second. It
+        is that of `md.ranks`, with the same lines: one between two ranks of a node, each way, and a
+        cable for all ranks of a node to those of others.
+    nbytes: of a message, an activation or a gradient of a micro-batch.
+    nodes: over which the ranks are spread.
 
     Raises ValueError, with what each rank waits for, if they all wait for ever.
     """
     ranks, position = schedule.ranks, [0] * len(schedule.ranks)
-    clock, way_out = [0.0] * len(ranks), [0.0] * len(ranks)
+    clock = [0.0] * len(ranks)
+    node_of = [rank * nodes // len(ranks) for rank in range(len(ranks))]
+    network = Network(link, range(len(ranks)), node_of, Lines()) if link is not None else None
     spans: list[list[Span]] = [[] for _ in ranks]
     arrival: dict[Instruction, float] = {}
 
@@ -91,8 +102,10 @@ def simulate(
             clock[rank] = start + duration(instruction)
             spans[rank].append(Span(instruction, start, clock[rank]))
             if message := gives(instruction, schedule.stages):
-                way_out[rank] = max(way_out[rank], clock[rank]) + link
-                arrival[other_end(message)] = way_out[rank]
+                receive = other_end(message)
+                to = schedule.rank_of(receive.stage)
+                trip = network.send(rank, to, nbytes, clock[rank]) if network else None
+                arrival[receive] = trip.due if trip else clock[rank]
         return True
 
     while waiting := [rank for rank in range(len(ranks)) if position[rank] < len(ranks[rank])]:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from minidist.backend.link import Link
 from minidist.collectives.cost import Cost, cost
 from minidist.planner.states import PRECISIONS, STAGES, require_counts, require_one_of
 
@@ -44,6 +45,14 @@ class Machine:
                 "a machine has more than 0 FLOP/s, and alpha and beta of 0 s or more, not "
                 f"{self.flops}, {self.alpha} and {self.beta}"
             )
+
+    @classmethod
+    def on(cls, link: Link, flops: float) -> "Machine":
+        """With such a link between any two ranks, or `link.inter` if it has one. A ring sends one
+        block at a time through a node's cable, so it does not matter how many ranks share that; but
+        what it waits for latency is then less than this says."""
+        line = link.inter or link
+        return cls(flops, alpha=line.seconds(0), beta=line.seconds(1) - line.seconds(0))
 
 
 @dataclass(frozen=True)
