@@ -1,12 +1,10 @@
 """What every test file uses: pools of ranks that are kept from one test to the next."""
 
-import functools
-import re
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import cloudpickle
+import least
 import pytest
 import torch
 from turns import pytest_runtest_protocol  # noqa: F401  (a hook)
@@ -40,7 +38,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pools(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Pool]]:
     """`pools(4)` is a pool of four ranks, the same one at every call within a file.
 
-    Not beyond: a fault that one file makes, such as a killed forkserver, ends all pools there are.
+    Not beyond: a fault that one file makes ends no other file's pools.
     """
     backend = getattr(request, "param", "auto")
     kept: dict[int, Pool] = {}
@@ -58,22 +56,16 @@ def pools(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Pool]]:
 @pytest.fixture(autouse=True, scope="module")
 def by_value(request: pytest.FixtureRequest) -> None:
     """Send a test's functions to the ranks by value, so that no rank imports pytest."""
-    cloudpickle.register_pickle_by_value(sys.modules[request.module.__name__])
-
-
-@functools.cache
-def measures_time(notebook: Path) -> bool:
-    """Whether any of its cells reads a clock, or prints what nbval shall not compare."""
-    clocks = "perf_counter|monotonic|process_time|thread_time|Timeline|nbval-ignore-output"
-    return bool(re.search(clocks, notebook.read_text()))
+    for module in (least, sys.modules[request.module.__name__]):
+        cloudpickle.register_pickle_by_value(module)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The cells of a notebook that measures time are `alone`. Skip what is marked `gpu(n)` where
-    there are fewer than n GPUs (one if it says nothing)."""
+    """A notebook's cells with the tag "alone" are `alone`. Skip what is marked `gpu(n)` where there
+    are fewer than n GPUs (one if it says nothing)."""
     there = torch.cuda.device_count()
     for item in items:
-        if item.path.suffix == ".ipynb" and measures_time(item.path):
+        if item.path.suffix == ".ipynb" and "alone" in item.cell.metadata.get("tags", []):
             item.add_marker("alone")
         marker = item.get_closest_marker("gpu")
         needed = (marker.args or (1,))[0] if marker else 0

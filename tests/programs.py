@@ -14,8 +14,11 @@ import tempfile
 import time
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import minidist as md
 
@@ -23,6 +26,15 @@ HERE = Path(md.__file__).parents[1]  # the minidist under test, installed or not
 
 # A program that a shell starts in the background ignores SIGINT, and so do its children.
 LISTEN_TO_SIGINT = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+
+
+def few(cases: Iterable[str], kept: set[str]) -> list[Any]:
+    """The cases of a test of programs, of which `make test` runs the kept ones, and `make soak` the
+    others: a program imports torch, and again in its forkserver."""
+    unknown = kept - set(cases := list(cases))
+    assert not unknown, unknown
+    soak = pytest.mark.soak
+    return [each if each in kept else pytest.param(each, marks=soak) for each in cases]
 
 
 class Family:

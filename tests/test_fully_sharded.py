@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from least import least_memory_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, fully_shard
@@ -413,14 +414,13 @@ def measured(sizes=(64, 32, 10), steps=2, **options):
     def step():
         model(x).sum().backward()
         optimizer.step()
+        optimizer.zero_grad()
 
     for _ in range(steps):
         step()
-        optimizer.zero_grad()
-    with md.measure.TrafficCounter() as traffic, md.measure.MemoryTracker(model, optimizer) as m:
-        step()
+    memory, traffic = least_memory_of(step, model, optimizer)
     pieces = len(list(model.parameters()))
-    return m.after("backward"), m.peak_of, traffic.calls, pieces
+    return memory.after("backward"), memory.peak_of, traffic.calls, pieces
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

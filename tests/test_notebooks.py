@@ -74,8 +74,15 @@ def outputs_are_compared(notebook: NotebookNode) -> Iterator[str]:
             yield f"cell {cell.execution_count} ignores its output and asserts nothing"
 
 
+def timed_alone(notebook: NotebookNode) -> Iterator[str]:
+    """Where other tests run beside it, a cell measures them, too."""
+    for cell in code_cells(notebook):
+        if "nbval-ignore-output" in tags(cell) and "alone" not in tags(cell):
+            yield f"cell {cell.execution_count} ignores its output and is not tagged alone"
+
+
 def nothing_is_skipped(notebook: NotebookNode) -> Iterator[str]:
-    """The two tags above are the only ones; nbval's others, and its comments, hide more."""
+    """The two tags of nbval above are the only ones; its others, and its comments, hide more."""
     for cell in code_cells(notebook):
         others = {tag for tag in tags(cell) if tag.startswith("nbval-")} - {"nbval-ignore-output"}
         if others or re.search(r"^\s*#\s*(NBVAL_|PYTEST_VALIDATE_)", cell.source, re.MULTILINE):
@@ -106,6 +113,7 @@ CHECKS: list[Check] = [
     ran_in_order,
     errors_are_meant,
     outputs_are_compared,
+    timed_alone,
     nothing_is_skipped,
     pictures_are_png,
     no_machine_paths,
@@ -125,7 +133,7 @@ def cell(source: str = "1", count: int | None = 1, tag: str = "", output: object
     return nbformat.v4.new_code_cell(
         source,
         execution_count=count,
-        metadata={"tags": [tag]} if tag else {},
+        metadata={"tags": tag.split()} if tag else {},
         outputs=[output] if output else [],
     )
 
@@ -135,7 +143,7 @@ def notebook(*cells: NotebookNode) -> NotebookNode:
 
 
 def timings(tagged: int, plain: int) -> list[NotebookNode]:
-    return [cell("assert 1", tag="nbval-ignore-output") for _ in range(tagged)] + [
+    return [cell("assert 1", tag="nbval-ignore-output alone") for _ in range(tagged)] + [
         cell() for _ in range(plain)
     ]
 
@@ -152,6 +160,7 @@ FAULTS = [
     (errors_are_meant, [cell(tag="raises-exception")]),
     (outputs_are_compared, [cell("# assert", tag="nbval-ignore-output")]),
     (outputs_are_compared, timings(2, 17)),
+    (timed_alone, [cell("assert 1", tag="nbval-ignore-output")]),
     (nothing_is_skipped, [cell(tag="nbval-skip")]),
     (nothing_is_skipped, [cell("#NBVAL_IGNORE_OUTPUT\n1")]),
     (pictures_are_png, [cell(output=SVG)]),
