@@ -3,6 +3,7 @@
 import contextlib
 import random
 import signal
+import sys
 import threading
 import time
 from array import array
@@ -78,6 +79,57 @@ def test_an_interrupt_at_any_moment_ends_the_call_on_every_rank(ranks, call):
         (mine, short), (theirs, wait) = ranks(2)(interrupted, chance.uniform(0.001, 0.02), call)
         assert mine == "interrupt" and short < SOON
         assert "rank 0 has left" in theirs and wait < SOON
+
+
+def interrupted_at(known, call):
+    """Rank 0 is interrupted in the backend, as soon as it comes to a place that is not yet known.
+    Python may do so where a function begins, and after each call of one in C. What the call raised
+    on each rank, how long call and farewell took, and the place."""
+    group, rank = dist.new_group(), dist.get_rank()
+    x, places = torch.ones(1), []
+    dist.barrier(group)
+
+    def interrupt(frame, event, _):
+        code = frame.f_code
+        place = code.co_filename.rpartition("backend")[2], code.co_name, frame.f_lineno, event
+        if event in ("call", "c_return") and "backend" in code.co_filename and place not in known:
+            sys.setprofile(None)
+            places.append(place)
+            raise KeyboardInterrupt
+
+    start, seen = time.monotonic(), None
+    time.sleep(0.01 * rank)  # so that rank 0 has to wait
+    try:
+        sys.setprofile(interrupt if rank == 0 else None)
+        if call == "all_reduce":
+            dist.all_reduce(x, group=group)
+        elif (rank == 0) == (call == "send"):
+            dist.send(x, 1 - rank, group=group)
+        else:
+            dist.recv(x, 1 - rank, group=group)
+    except KeyboardInterrupt:
+        seen = "interrupt"
+    except RuntimeError as error:
+        seen = str(error)
+    finally:
+        sys.setprofile(None)
+    with contextlib.suppress(RuntimeError):
+        dist.destroy_process_group(group)
+    return seen, time.monotonic() - start, places
+
+
+@pytest.mark.parametrize("call", ["send", "recv", "all_reduce"])
+def test_an_interrupt_at_each_place_of_a_call_ends_it_on_every_rank(ranks, call):
+    known, calm = [], 0  # how often no new place was found: the way depends on who comes first
+    while calm < 5:
+        (mine, short, place), (theirs, wait, _) = ranks(2)(interrupted_at, known, call)
+        assert max(short, wait) < SOON, place
+        assert theirs is None or "rank 0 has left" in theirs
+        # Python itself swallows one in a generator that it closes because nobody has it any more.
+        assert mine == ("interrupt" if place else None) or place[0][1] == "receive"
+        known, calm = known + place, 0 if place else calm + 1
+    names = {name for _, name, _, _ in known}
+    assert "submit" in names and (call == "send" or "_left" in names)  # a short send never waits
 
 
 # ---- several threads ----------------------------------------------------------------------

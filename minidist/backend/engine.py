@@ -12,21 +12,21 @@ and then ring.
 
 import atexit
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Hashable
-from functools import partial
 
 from minidist.backend.bell import THREAD, WAITER, Bell
 from minidist.backend.handle import Handle
-from minidist.backend.queues import NAP, Explain, Operation, Queues, Task, plain
-
-give_way = getattr(os, "sched_yield", partial(time.sleep, 0))  # macOS has none
+from minidist.backend.queues import NAP, Explain, Operation, Queues, Task, give_way, plain
 
 SPIN = 2e-4  # seconds that a driver asks again and again, giving way to others, before it sleeps
 WATCH = 0.1  # seconds between two looks at whether the other ranks are still there
 IDLE = 1.0  # seconds that the thread sleeps while nothing is under way
+
+
+class Here(threading.local):
+    calls_back = False  # whether this thread runs what is called when an operation has ended
 
 
 class Engine:
@@ -38,12 +38,7 @@ class Engine:
     thread ends, for whatever reason.
     """
 
-    def __init__(
-        self,
-        bell: Bell,
-        explain: Explain,
-        farewell: Callable[[], None],
-    ) -> None:
+    def __init__(self, bell: Bell, explain: Explain, farewell: Callable[[], None]) -> None:
         self._bell, self._explain, self._farewell = bell, explain, farewell
         self._queues = Queues()
         # The lock guards who drives and the bell. Taken as it is, and not by the condition, an
@@ -51,7 +46,7 @@ class Engine:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._driver: int | None = None  # a thread
-        self._here = threading.local()
+        self._here = Here()
         self._followers = 0
         self._failure: BaseException | None = None
         self._closing = self._closed = False
@@ -134,7 +129,7 @@ class Engine:
     def _end(self, tasks: list[Task]) -> None:
         """Say that they have ended. This calls back, and what is called may call us: so nobody
         holds a lock, or drives."""
-        outer, self._here.calls_back = self._calls_back(), True
+        outer, self._here.calls_back = self._here.calls_back, True
         try:
             for task in tasks:
                 if task.failure is not None:
@@ -147,10 +142,6 @@ class Engine:
                 self._changed.notify_all()
                 if not self._closed:
                     self._bell.ring()
-
-    def _calls_back(self) -> bool:
-        """Whether this thread runs what is called when an operation has ended."""
-        return getattr(self._here, "calls_back", False)
 
     def _fail(self, error: BaseException) -> None:
         """Our own thread sees this, and ends all operations."""
@@ -165,7 +156,7 @@ class Engine:
         """Go on with what is under way until this has ended, or for so long if that is not 0."""
         end, me = time.monotonic() + seconds if seconds else math.inf, threading.get_ident()
         # Of two callbacks the second must not run within the first, which it may have to wait for.
-        here = plain() and not self._calls_back()
+        here = plain() and not self._here.calls_back
         if not here and threading.current_thread() is self._thread:
             self._start()
         try:
@@ -191,7 +182,8 @@ class Engine:
             return self._drive(handle, end) if self._driver == me else []
         finally:
             if self._driver == me:
-                self._leave()
+                self._driver = None  # at once: an interrupt may come when a function begins
+                self._left()
 
     def _follow(self, seconds: float) -> None:
         """Wait until something has ended, or nobody drives any more. Called with the lock."""
@@ -203,19 +195,17 @@ class Engine:
         finally:
             self._followers -= 1
 
-    def _leave(self) -> None:
-        """Drive no more."""
-        self._driver = None
+    def _left(self) -> None:
+        """Somebody drives no more."""
         self._entrust()
         if self._followers:
             with self._lock:
                 self._changed.notify_all()
 
     def _hand_over(self) -> None:
-        """Wake our own thread for what came before the bell rang for it, and for what has a time of
-        its own."""
+        """Wake our own thread for what came before the bell rang for it, or has its own time."""
         # Within a callback no other one may run, and so no work be done.
-        if self._calls_back() or self._work() or any(w.due() for w in self._queues.waits()):
+        if self._here.calls_back or self._work() or any(w.due() for w in self._queues.waits()):
             self.wake()
 
     def _drive(self, handle: Handle, end: float) -> list[Task]:

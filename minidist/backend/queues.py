@@ -5,10 +5,12 @@ when that is over. So many operations are under way at a time, on any thread, an
 another. Those of one queue go one after the other; those of other queues go on beside them.
 """
 
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Hashable
+from functools import partial
 
 import torch
 
@@ -53,6 +55,7 @@ Operation = Generator[Wait, None, None]
 # Of a wait, in a call, for so many seconds already if that is too long (else 0): why it is in vain.
 Explain = Callable[[Wait, str, float], BaseException | None]
 
+give_way = getattr(os, "sched_yield", partial(time.sleep, 0))  # macOS has none
 NAP = 0.01  # seconds, the longest sleep of a driver: a ring that got lost delays it no more
 WAKE = 1e-4  # seconds that a sleep may last longer than it was asked to
 AT_ONCE = 4  # steps of a short operation that the call itself takes
@@ -133,9 +136,9 @@ class Queues:
         """Take the first steps of a task here and now. False if another thread has the turn, or if
         the task would overtake one that came before: of two receives, the first begun gets the
         first message."""
-        if not self._turn.acquire(blocking=False):
+        if self._turn.locked():
             return False
-        try:
+        with self._turn:  # not `acquire`: after it an interrupt would leave the turn taken for ever
             if len(self._queues) > 1 and any(
                 [first.wait is None for first in self.firsts() if first is not task]
             ):
@@ -146,8 +149,6 @@ class Queues:
                 if task.ended:
                     self._remove(name)
             return True
-        finally:
-            self._turn.release()
 
     def hopeless(self, now: float, explain: Explain) -> BaseException | None:
         """Why one of them waits in vain, if that is so."""

@@ -1,21 +1,15 @@
 """The processes themselves: start, feed, watch, and end all of them."""
 
-import errno
 import selectors
 import shutil
-import signal
-import socket
-import struct
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
-from typing import Any
 
 import cloudpickle
 
@@ -23,6 +17,7 @@ from minidist.runtime import forkserver, supervisor
 from minidist.runtime.output import OrderedOutput
 from minidist.runtime.report import LOST, Outcome
 from minidist.runtime.stack import Stack
+from minidist.runtime.system import enough_files, set_timeout, uninterrupted
 
 GRACE = 0.7  # seconds that ranks have, after the first failure, to end their call by themselves
 ANSWER = 1.0  # seconds for a rank to say where it is
@@ -55,7 +50,7 @@ class Processes:
         self._exited: dict[int, int] = {}  # rank -> exit code
         self._folders: list[str] = []  # of the ranks' files; one, as soon as it is known
         self._silent: set[int] = set()  # ranks from which no more outcome can come
-        with _enough_files(self._size):
+        with enough_files(self._size):
             self._line = self._start_supervisor(environs, stage, imports)
             # Where events come from, and who handles them: no bound methods, with which a pool that
             # is forgotten would refer to itself, and stay.
@@ -70,7 +65,7 @@ class Processes:
                     outs.append(out)
                     errs.append(err)
                     supervisor.hand_over(self._line, [theirs for _, theirs in pairs])
-                    _set_timeout(calls, timeout)
+                    set_timeout(calls, timeout)
                     receive = Processes._receive, rank
                     self._selector.register(calls, selectors.EVENT_READ, receive)
             except BaseException:
@@ -85,7 +80,7 @@ class Processes:
     def _start_supervisor(
         self, environs: Sequence[dict[str, str]], stage: bytes, imports: Sequence[str]
     ) -> Connection:
-        with _uninterrupted():  # or there could be a process that nobody knows of
+        with uninterrupted():  # or there could be a process that nobody knows of
             ours, theirs = Pipe()
             try:
                 # A rank that starts ranks shares the folder of the program's sockets.
@@ -231,7 +226,7 @@ class Processes:
             self._folders.append(note)
             return
         if isinstance(note, Exception):
-            with _enough_files(self._size):
+            with enough_files(self._size):
                 raise note
         rank, exitcode = note
         self._exited[rank] = exitcode
@@ -249,51 +244,7 @@ class Processes:
         return None
 
 
-def _set_timeout(end: Connection, seconds: float) -> None:
-    """Let each send and receive fail with BlockingIOError when nothing has moved for so long."""
-    interval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6) or int(seconds < 1))
-    with socket.fromfd(end.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as same:
-        same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
-        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, interval)
-
-
-@contextmanager
-def _enough_files(ranks: int) -> Iterator[None]:
-    """Say what to do where the system allows too few open files."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.EMFILE, errno.ETOOMANYREFS):
-            raise
-        import resource  # Windows has none
-
-        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        raise OSError(
-            error.errno,
-            f"{ranks} ranks need more open files than the {allowed} that this process may have. "
-            "Raise the limit (`ulimit -n 4096`), then start Python again",
-        ) from None
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Put off a KeyboardInterrupt until the block is done."""
-    handler = signal.getsignal(signal.SIGINT)
-    # Only the main thread is interrupted; a handler in C, which is None here, raises nothing.
-    if handler is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    late: list[Any] = []
-    signal.signal(signal.SIGINT, lambda *args: late.append(args))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if late:
-            signal.raise_signal(signal.SIGINT)
-
-
-@_uninterrupted()
+@uninterrupted()
 def _end(process: BaseProcess, line: Connection, folders: list[str]) -> None:
     """Let the supervisor kill what is left."""
     supervisor.say_goodbye(line)

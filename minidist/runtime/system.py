@@ -1,0 +1,55 @@
+"""What the operating system does to a pool: too few files, interrupts, pipes that nobody reads."""
+
+import errno
+import signal
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+def set_timeout(end: Connection, seconds: float) -> None:
+    """Let each send and receive fail with BlockingIOError when nothing has moved for so long."""
+    interval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6) or int(seconds < 1))
+    with socket.fromfd(end.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as same:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, interval)
+
+
+@contextmanager
+def enough_files(ranks: int) -> Iterator[None]:
+    """Say what to do where the system allows too few open files."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ETOOMANYREFS):
+            raise
+        import resource  # Windows has none
+
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise OSError(
+            error.errno,
+            f"{ranks} ranks need more open files than the {allowed} that this process may have. "
+            "Raise the limit (`ulimit -n 4096`), then start Python again",
+        ) from None
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Put off a KeyboardInterrupt until the block is done."""
+    handler = signal.getsignal(signal.SIGINT)
+    # Only the main thread is interrupted; a handler in C, which is None here, raises nothing.
+    if handler is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    late: list[Any] = []
+    signal.signal(signal.SIGINT, lambda *args: late.append(args))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if late:
+            signal.raise_signal(signal.SIGINT)
