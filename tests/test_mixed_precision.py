@@ -253,7 +253,7 @@ def test_a_rank_without_gradients_and_a_group_of_some(pools):
         p = nn.Parameter(torch.ones(3))
         q = nn.Parameter(torch.ones(3))
         optimizer = torch.optim.SGD([p, q], lr=1.0)
-        scaler = md.ShardedGradScaler(group, init_scale=4.0)
+        scaler = md.ShardedGradScaler(process_group=group, init_scale=4.0)
         scales = []
         for bad in (1.0, float("inf")):
             optimizer.zero_grad()

@@ -18,6 +18,7 @@ import minidist as md
 from minidist.distributed_data_parallel import bf16_compress_hook
 from minidist.parity.states import state_of
 from minidist.zero import partition
+from minidist.zero.messages import ALL_GATHER, REDUCE_SCATTER
 
 ADAM = torch.optim.Adam, {"lr": 1e-3}
 ADAMW = torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.1}
@@ -488,8 +489,8 @@ def test_traffic(pools, stage, cap):
     for backend, _, _, calls, flats, _ in pools(2)(counted):
         n, nbytes = len(flats), 4 * sum(flats)
         assert n == (1 if cap == LARGE else 2)
-        gathered = {"gloo": ("broadcast", (2 * n, nbytes)), "shm": ("all_gather", (n, nbytes))}
-        reduced = {"gloo": ("reduce", (2 * n, nbytes)), "shm": ("reduce_scatter", (n, nbytes))}
+        gathered = {"gloo": ("broadcast", (2 * n, nbytes)), "shm": (ALL_GATHER, (n, nbytes))}
+        reduced = {"gloo": ("reduce", (2 * n, nbytes)), "shm": (REDUCE_SCATTER, (n, nbytes))}
         expected = dict([gathered[backend]])
         if stage is stage1:
             expected["all_reduce"] = 1, 4 * 2410
