@@ -273,7 +273,7 @@ def _problem(module: Any, mesh: DeviceMesh) -> Exception | None:
         return ValueError(f"the axes of the mesh must be {', '.join(AXES)}, not {', '.join(names)}")
     if mesh.size() != dist.get_world_size():
         return ValueError(f"a mesh of {mesh.size()} ranks is not of all {dist.get_world_size()}")
-    if not hasattr(module, "sequential"):
+    if isinstance(module, Wrapper) or not hasattr(module, "sequential"):
         found = type(module).__name__
         return TypeError(f"MixedParallel takes a zoo.Transformer or a model like it, not {found}")
     return None

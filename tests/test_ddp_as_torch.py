@@ -263,6 +263,10 @@ def test_the_modules_attributes_are_the_wrappers(pools):
         assert twice.describe() == "4 wide"
         linear = md.FullyShardedDataParallel(nn.Linear(3, 5))
         assert linear.in_features == 3
+        # What a wrapper has of its module is not taken for its own.
+        md.FullyShardedDataParallel(nn.Sequential(md.checkpoint_wrapper(linear)))
+        mixed = raised(md.mixed.MixedParallel, OURS(md.zoo.Transformer()), md.mixed.mesh(data=2), 1)
+        assert mixed is not None and "not DistributedDataParallel" in mixed[1]
         return raised(lambda: ddp.depth)
 
     assert pools(2)(look) == [("AttributeError", "'Model' object has no attribute 'depth'")] * 2

@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 import minidist as md
 from minidist.fully_sharded import by_class, by_size
 from minidist.parity.states import state_of
-from minidist.zero.messages import ALL_GATHER, REDUCE_SCATTER
 
 ADAM = torch.optim.Adam, {"lr": 1e-3}
 ADAMW = torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.1}
@@ -522,7 +521,7 @@ def test_traffic(pools, reshard):
 
     nbytes, gathers, flags = 4 * (64 * 32 + 32 + 32 * 10 + 10), 1 + reshard, 4
     for backend, _, _, calls, _ in pools(2)(counted):
-        names = {"gloo": ("broadcast", "reduce"), "shm": (ALL_GATHER, REDUCE_SCATTER)}
+        names = {"gloo": ("broadcast", "reduce"), "shm": ("all_gather", "reduce_scatter")}
         each = 2 if backend == "gloo" else 1
         gather, reduce = names[backend]
         assert calls == {

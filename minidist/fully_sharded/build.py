@@ -49,7 +49,7 @@ def describe(module: nn.Module, parts: Set[nn.Module]) -> Iterator[str]:
             for slot in (slot for flat in each.unit.flats for slot in flat.slots):
                 yield words("parameter", slot.names[0], slot.piece.whole)
                 home[id(slot.piece.own)] = name
-        elif isinstance(each, Wrapper) and hasattr(each, "process_group"):
+        elif isinstance(each, Wrapper) and "process_group" in vars(each):
             raise ValueError(
                 f"{name or 'the module'} is a {type(each).__name__}, which sees to its gradients "
                 "itself: wrap the module that is in it"

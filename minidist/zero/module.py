@@ -113,6 +113,12 @@ class ShardedDataParallel(Wrapper):
             raise TypeError(f"a communication hook is a function, not {type(hook).__name__}")
         self._reducer.comm_hook = hook, state
 
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            "a ShardedDataParallel cannot be copied or saved: its optimizer has its gradients. "
+            "Copy its module, or save its state_dict()"
+        )
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Of the parameters, and of this rank's shards."""
         super().zero_grad(set_to_none)
