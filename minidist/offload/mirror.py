@@ -77,18 +77,19 @@ class Mirror:
         copy of the parameter more travels to the host. In 16 bits, an element that is as it was
         sent keeps the bits that only the host has.
         """
-        source = self.parameter.detach()
-        if self.master.dtype == source.dtype:
-            self.lane.copy(self.master.detach(), source)
+        master, source = self.master.detach(), self.parameter.detach()
+        if master.dtype == source.dtype:
+            self.lane.copy(master, source)
             return
         now = _empty(self.parameter, source.dtype)
         self.lane.copy(now, source)
         self.lane.host_waits()
+        if not self._sent:
+            master.copy_(now)
+            return
         with on_host():
-            wide = now.to(self.master.dtype)
-            if self._sent:
-                wide = torch.where(self.master.to(now.dtype) == now, self.master, wide)
-            self.master.copy_(wide)
+            as_sent = master.to(now.dtype) == now
+            torch.where(as_sent, master, now.to(master.dtype), out=master)
 
     def write(self) -> None:
         """Begin to send the master to the device."""

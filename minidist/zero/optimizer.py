@@ -192,7 +192,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         if self._whole_states is None:
             raise RuntimeError(
                 "the optimizer's states are on all ranks. First call, on every rank, "
-                f"consolidate_state_dict(to={dist.get_rank(self.process_group)}); None is all ranks"
+                f"consolidate_state_dict(to={dist.get_rank(self.process_group)})"
             )
         return {**super().state_dict(), "state": self._whole_states}
 
