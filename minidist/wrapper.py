@@ -4,12 +4,9 @@ Lessons 3 to 9 each wrap a module. A checkpoint must not tell which one was in u
 `state_dict()` are those of the bare module, so it loads in any other strategy, and without one.
 """
 
-import copy
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 MODULE = "module."
 
@@ -19,8 +16,7 @@ class Wrapper(nn.Module):
 
     Its attributes are those of `module` as well. Its `state_dict` reads and writes the names of
     `module` itself, on its own and as a part of a larger module; a checkpoint of torch's
-    DistributedDataParallel, with "module." before each name, loads too. `copy.deepcopy` copies the
-    module, and the ranks stay the same.
+    DistributedDataParallel, with "module." before each name, loads too.
     """
 
     module: nn.Module
@@ -41,14 +37,6 @@ class Wrapper(nn.Module):
             if inner is None or name.startswith("__"):
                 raise
             return getattr(inner, name)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        for value in vars(self).values():
-            if isinstance(value, dist.ProcessGroup | DeviceMesh):
-                memo[id(value)] = value  # what connects ranks cannot be copied
-        memo[id(self)] = copied = self.__class__.__new__(self.__class__)
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return copied
 
 
 def _without_prefix(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:

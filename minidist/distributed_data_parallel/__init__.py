@@ -7,6 +7,7 @@ leave while backward still computes), and this file. Li et al., "PyTorch Distrib
 Accelerating Data Parallel Training" (arXiv 2006.15704).
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import methodcaller
@@ -226,6 +227,12 @@ class DistributedDataParallel(Wrapper, Joinable):
         return self.process_group
 
     # ---- copies ----------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self.process_group)] = self.process_group  # the ranks stay the same
+        memo[id(self)] = copied = self.__class__.__new__(self.__class__)
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
 
     def __getstate__(self) -> dict[str, Any]:
         """What `copy.deepcopy` and `torch.save` take: not what belongs to this process alone."""
