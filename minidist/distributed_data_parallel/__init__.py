@@ -3,13 +3,13 @@
 Every rank holds the whole model and takes its own share of the batch. After the backward pass all
 ranks hold the mean of their gradients, so that replicas that were equal stay equal. To read, in
 this order: `replicas` (they begin equal), `buckets` (gradients travel together), `reducer` (they
-leave while backward still computes), and this file. Li et al., "PyTorch Distributed: Experiences on
-Accelerating Data Parallel Training" (arXiv 2006.15704).
+leave while backward still computes), and this file. The edges: `sync`, `join` and `arguments`.
+Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (arXiv
+2006.15704).
 """
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from operator import methodcaller
 from typing import Any
 
@@ -24,19 +24,19 @@ from minidist.distributed_data_parallel.arguments import device_of, group_of, re
 from minidist.distributed_data_parallel.buckets import Bucket
 from minidist.distributed_data_parallel.hooks import bf16_compress_hook
 from minidist.distributed_data_parallel.join import Shadow
-from minidist.distributed_data_parallel.reducer import CommHook, Reducer
+from minidist.distributed_data_parallel.reducer import Reducer
 from minidist.distributed_data_parallel.replicas import (
     broadcast_state,
     require_group,
     require_same_model,
 )
+from minidist.distributed_data_parallel.sync import Synchronized
 from minidist.guard import Guard
-from minidist.wrapper import Wrapper
 
 __all__ = ["Bucket", "DistributedDataParallel", "bf16_compress_hook"]
 
 
-class DistributedDataParallel(Wrapper, Joinable):
+class DistributedDataParallel(Synchronized, Joinable):
     """Trains replicas of `module`, one on each rank of a group, as one model. Lesson 4.
 
         model = md.DistributedDataParallel(model)       # then train as on one process:
@@ -95,7 +95,7 @@ class DistributedDataParallel(Wrapper, Joinable):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
     ) -> None:
-        Wrapper.__init__(self, module)
+        Synchronized.__init__(self, module)
         Joinable.__init__(self)
         require_supported(
             dim=dim,
@@ -114,7 +114,6 @@ class DistributedDataParallel(Wrapper, Joinable):
         self.find_unused_parameters = find_unused_parameters or static_graph
         broadcast = broadcast_buffers is not False
         self.broadcast_buffers = broadcast if forward_sync_buffers is None else forward_sync_buffers
-        self.require_backward_grad_sync = True
         self._stale_buffers = self.broadcast_buffers  # rank 0 may change some until the first pass
         self._divide_by_initial_world_size = True
         if init_sync:
@@ -145,25 +144,6 @@ class DistributedDataParallel(Wrapper, Joinable):
         output = self.module(*inputs, **kwargs)
         self._reducer.watch(output)
         return output
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Do not average after the forward passes within the block: their gradients add up on each
-        rank. The backward pass of the next forward pass outside averages the sums."""
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
-
-    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
-        """Let `hook(state, bucket)` average the buckets, instead of all_reduce. As in torch it
-        returns a Future of the average, of shape (n,), and divides by the world size itself."""
-        if self._reducer.comm_hook is not None:
-            raise RuntimeError("a communication hook is registered already")
-        if not callable(hook):
-            raise TypeError(f"a communication hook is a function, not {type(hook).__name__}")
-        self._reducer.comm_hook = hook, state
 
     def _prepare(self, sync: bool, active: bool = True) -> bool:
         """What the ranks do together before a forward pass. `active`: this one still has batches.

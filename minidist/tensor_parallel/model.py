@@ -11,7 +11,7 @@ from torch import nn
 
 from minidist.distributed_data_parallel.replicas import require_group
 from minidist.guard import abandon
-from minidist.pipeline.norm import norm_over_ranks
+from minidist.norm import norm_over_ranks
 from minidist.tensor_parallel.block import ParallelBlock, SequenceParallel
 from minidist.tensor_parallel.layer import ParallelLayer
 from minidist.tensor_parallel.operators import Group, scatter_to_group

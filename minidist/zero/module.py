@@ -1,7 +1,6 @@
 """Stage 2 (lesson 8): a rank also holds no more of the gradients than its shard."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,20 +8,19 @@ import torch.distributed as dist
 from torch import nn
 
 from minidist.agree import raise_on_every_rank
-from minidist.distributed_data_parallel.reducer import CommHook
 from minidist.distributed_data_parallel.replicas import (
     broadcast_state,
     require_group,
     require_same_model,
 )
+from minidist.distributed_data_parallel.sync import Synchronized
 from minidist.guard import Guard
-from minidist.pipeline.norm import norm_over_ranks
-from minidist.wrapper import Wrapper
+from minidist.norm import clip_over_ranks
 from minidist.zero.optimizer import ZeroRedundancyOptimizer
 from minidist.zero.reducer import ShardingReducer
 
 
-class ShardedDataParallel(Wrapper):
+class ShardedDataParallel(Synchronized):
     """Trains replicas of `module` whose gradients and optimizer states are shared out. ZeRO, stage
     2. Lesson 8.
 
@@ -69,7 +67,6 @@ class ShardedDataParallel(Wrapper):
         require_same_model(module, group)
         broadcast_state([*module.parameters(), *module.buffers()], group)
         self.process_group = group
-        self.require_backward_grad_sync = True
         self._optimizers = optimizers
         self._stale_buffers = True  # rank 0 may change some until the first pass
         self._guard = Guard(module, "ShardedDataParallel")
@@ -94,25 +91,6 @@ class ShardedDataParallel(Wrapper):
         self._reducer.watch(output)
         return output
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Do not average after the forward passes within the block: their gradients add up on each
-        rank, whole. The backward pass of the next forward pass outside averages the sums."""
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
-
-    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
-        """Let `hook(state, bucket)` average the buckets, as with `DistributedDataParallel`. It
-        averages whole buckets, of which each rank then keeps its shard."""
-        if self._reducer.comm_hook is not None:
-            raise RuntimeError("a communication hook is registered already")
-        if not callable(hook):
-            raise TypeError(f"a communication hook is a function, not {type(hook).__name__}")
-        self._reducer.comm_hook = hook, state
-
     def __getstate__(self) -> Any:
         raise TypeError(
             "a ShardedDataParallel cannot be copied or saved: its optimizer has its gradients. "
@@ -132,13 +110,8 @@ class ShardedDataParallel(Wrapper):
         torch.nn.utils.clip_grad_norm_ finds no gradient in the parameters, and clips nothing.
         """
         shards = [shard for optimizer in self._optimizers for shard in optimizer.shards]
-        gradients = [shard.grad for shard in shards if shard.grad is not None]
-        # As float64 on every rank: one without gradients would have no other dtype to choose.
-        norm = torch.nn.utils.get_total_norm(gradients, norm_type)
-        norm = norm.to(next(self.module.parameters()).device, torch.float64)
-        norm = norm_over_ranks(norm, norm_type, self.process_group)
-        torch.nn.utils.clip_grads_with_norm_(shards, max_norm, norm)
-        return norm
+        device = next(self.module.parameters()).device
+        return clip_over_ranks(shards, max_norm, norm_type, self.process_group, device)
 
 
 def _problem(
