@@ -5,7 +5,7 @@ parameter that comes later would train on each rank alone, and replicas would pa
 An optimizer that still has a parameter of before would train nothing. Both are refused by name.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, NoReturn
@@ -101,3 +101,11 @@ def abandon(parameter: nn.Parameter, why: str) -> None:
     parameter.grad = None
     parameter.__class__ = Abandoned
     parameter.why = why  # type: ignore[attr-defined]
+
+
+def abandon_replaced(before: Iterable[nn.Parameter], module: nn.Module, why: str) -> None:
+    """Abandon those of the parameters that `module` had before and has no more."""
+    kept = set(module.parameters())
+    for parameter in before:
+        if parameter not in kept:
+            abandon(parameter, why)

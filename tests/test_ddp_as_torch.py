@@ -92,6 +92,15 @@ def test_it_trains_with_torchs_arguments(pools, what):
     assert max(pools(2)(train)) < 1e-12
 
 
+@pytest.mark.gpu(1)
+def test_inputs_are_moved_to_the_device_that_is_named():
+    def train():
+        ddp = OURS(smooth().cuda(), device_ids=[0])
+        return ddp(share(0)).device.type, OURS(smooth().cuda())(share(0).cuda()).device.type
+
+    assert md.launch(train, world_size=1) == [("cuda", "cuda")]
+
+
 REFUSED = {
     "two devices": (
         lambda: OURS(smooth(), [0, 1]),

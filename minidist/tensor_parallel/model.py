@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from minidist.distributed_data_parallel.replicas import require_group
-from minidist.guard import abandon
+from minidist.guard import abandon_replaced
 from minidist.norm import norm_over_ranks
 from minidist.tensor_parallel.block import ParallelBlock, SequenceParallel
 from minidist.tensor_parallel.layer import ParallelLayer
@@ -56,10 +56,7 @@ def parallelize(
         whole.positions.register_forward_hook(
             lambda _, __, output: scatter_to_group(output, -2, process_group)
         )
-    kept = set(model.parameters())
-    for parameter in before:
-        if parameter not in kept:
-            abandon(parameter, SPLIT)
+    abandon_replaced(before, model, SPLIT)
     return model
 
 
