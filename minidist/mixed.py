@@ -31,9 +31,10 @@ from minidist.distributed_data_parallel.replicas import (
     require_group,
     require_same_model,
 )
+from minidist.guard import Guard
 from minidist.measure import TrafficCounter
+from minidist.norm import norm_over_ranks
 from minidist.pipeline import Pipeline, Schedule
-from minidist.pipeline.norm import norm_over_ranks
 from minidist.pipeline.worker import Loss
 from minidist.rank import device
 from minidist.tensor_parallel import (
@@ -151,6 +152,7 @@ class MixedParallel(Wrapper):
             Bucket(number, parameters, number == len(buckets) - 1, self._data)
             for number, parameters in enumerate(buckets)
         ]
+        self._guard = Guard(module, "MixedParallel")
 
     def _split(self, sequence_parallel: bool) -> ValueError | None:
         try:
@@ -172,9 +174,11 @@ class MixedParallel(Wrapper):
             one for that.
 
         Raises on every rank what `Pipeline.train_step` does, and ValueError if ranks along `tensor`
-        pass different batches. A layer must fail on all ranks along `tensor`, or the others wait
-        for it until their group's timeout.
+        pass different batches; RuntimeError if a parameter was added, replaced or unfrozen since
+        the model was wrapped. A layer must fail on all ranks along `tensor`, or the others wait for
+        it until their group's timeout.
         """
+        self._guard.require_unchanged()
         weight = self._weight(inputs, targets)
         loss, problem = torch.zeros(()), None
         try:
@@ -269,7 +273,7 @@ def _problem(module: Any, mesh: DeviceMesh) -> Exception | None:
         return ValueError(f"the axes of the mesh must be {', '.join(AXES)}, not {', '.join(names)}")
     if mesh.size() != dist.get_world_size():
         return ValueError(f"a mesh of {mesh.size()} ranks is not of all {dist.get_world_size()}")
-    if not hasattr(module, "sequential"):
+    if isinstance(module, Wrapper) or not hasattr(module, "sequential"):
         found = type(module).__name__
         return TypeError(f"MixedParallel takes a zoo.Transformer or a model like it, not {found}")
     return None

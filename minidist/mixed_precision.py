@@ -24,8 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from minidist import rank
 from minidist.distributed_data_parallel.replicas import require_group
-from minidist.rank import device
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -45,35 +45,39 @@ class ShardedGradScaler(torch.amp.GradScaler):
     `ZeroRedundancyOptimizer`, `Pipeline`, and with parameters that are sharded themselves. A rank
     may have none.
 
+    device: the kind of device that has the gradients, "cpu" or "cuda"; None is that of the rank's.
     process_group: the ranks that step together; None is the default group.
-    The others, and all methods, are those of torch.amp.GradScaler, on the rank's device. In a
-    pipeline only the rank with the loss calls `scale`; every rank calls all else. Each optimizer's
-    step costs one all_reduce of four numbers: in `unscale_` if you call it, else in `step`.
+    These and the others are in the order of torch.distributed.fsdp's ShardedGradScaler. The methods
+    are those of torch.amp.GradScaler. In a pipeline only the rank with the loss calls `scale`;
+    every rank calls all else. Each optimizer's step costs one all_reduce of four numbers: in
+    `unscale_` if you call it, else in `step`.
 
-    Raises RuntimeError without a process group; in `unscale_` or `step`, on every rank, if no rank
-    has a gradient, or if the ranks have different scales, such as those of checkpoints of different
-    steps: the weights are as before then.
+    Raises RuntimeError without a process group; TypeError for a device that is none; in `unscale_`
+    or `step`, on every rank, RuntimeError if no rank has a gradient, or if the ranks have different
+    scales, such as those of checkpoints of different steps: the weights are as before then.
     """
 
     def __init__(
         self,
-        process_group: dist.ProcessGroup | None = None,
+        device: str | None = None,
         init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
+        growth_factor: float = 2.0,
         growth_interval: int = 2000,
         enabled: bool = True,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        if not isinstance(device, str | None):
+            raise TypeError(f'device is "cpu", "cuda" or None, not {device!r}')
         self.process_group = require_group(process_group, "ShardedGradScaler")
-        super().__init__(
-            device().type, init_scale, growth_factor, backoff_factor, growth_interval, enabled
-        )
+        kind = device or rank.device().type
+        super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
         """The scale, and the steps since it changed: there also where no loss has been scaled, as
         in all but the last stage of a pipeline."""
         if self._scale is None:
-            self._lazy_init_scale_growth_tracker(device())
+            self._lazy_init_scale_growth_tracker(rank.device())
         return super()._check_scale_growth_tracker(funcname)
 
     # Both ways to a step lead through here: that of `unscale_`, and that of an optimizer which

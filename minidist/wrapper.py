@@ -8,10 +8,16 @@ from typing import Any
 
 from torch import nn
 
+MODULE = "module."
+
 
 class Wrapper(nn.Module):
-    """A module around `module`. Its `state_dict` reads and writes the names of `module` itself,
-    on its own and as a part of a larger module."""
+    """A module around `module`, to be used in its place.
+
+    Its attributes are those of `module` as well. Its `state_dict` reads and writes the names of
+    `module` itself, on its own and as a part of a larger module; a checkpoint of torch's
+    DistributedDataParallel, with "module." before each name, loads too.
+    """
 
     module: nn.Module
 
@@ -20,18 +26,54 @@ class Wrapper(nn.Module):
         self.module = module
         self.register_state_dict_post_hook(_without_prefix)
         self.register_load_state_dict_pre_hook(_with_prefix)
+        self.register_load_state_dict_post_hook(_tell_without_prefix)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            inner = self.__dict__.get("_modules", {}).get("module")
+            # What Python itself asks for, such as __deepcopy__, is about the wrapper.
+            if inner is None or name.startswith("__"):
+                raise
+            return getattr(inner, name)
 
 
 def _without_prefix(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
-    _rename(state, prefix + "module.", prefix)
+    _rename(state, prefix + MODULE, prefix)
     metadata = getattr(state, "_metadata", {})  # of each module, its version
-    for key in [key for key in metadata if f"{key}.".startswith(prefix + "module.")]:
-        name = prefix + f"{key}.".removeprefix(prefix + "module.")
+    for key in [key for key in metadata if f"{key}.".startswith(prefix + MODULE)]:
+        name = prefix + f"{key}.".removeprefix(prefix + MODULE)
         metadata[name.rstrip(".")] = metadata.pop(key)
 
 
-def _with_prefix(_: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    _rename(state, prefix, prefix + "module.")
+def _with_prefix(
+    wrapper: nn.Module, state: dict[str, Any], prefix: str, _: Any, __: Any, *problems: list[str]
+) -> None:
+    wrapper.__dict__["_loading"] = prefix, problems
+    if not _is_torchs(
+        wrapper, [key.removeprefix(prefix) for key in state if key.startswith(prefix)]
+    ):
+        _rename(state, prefix, prefix + MODULE)
+
+
+def _tell_without_prefix(wrapper: nn.Module, _: Any) -> None:
+    """After a load: what is missing, unexpected or wrong has the names that the user knows."""
+    prefix, problems = wrapper.__dict__.pop("_loading")
+    for told in problems:
+        told[:] = [words.replace(prefix + MODULE, prefix, 1) for words in told]
+
+
+def _is_torchs(wrapper: nn.Module, names: list[str]) -> bool:
+    """Whether these are the names of a checkpoint of torch's DistributedDataParallel: each has one
+    "module." more than the module has."""
+    if not names or not all(name.startswith(MODULE) for name in names):
+        return False
+    inner: Any = wrapper
+    while isinstance(inner, Wrapper):
+        inner = inner.module
+    own = {*inner._modules, *inner._parameters, *inner._buffers}
+    return "module" not in own or all(name.split(".")[1] in own for name in names)
 
 
 def _rename(entries: dict[str, Any], old: str, new: str) -> None:

@@ -18,7 +18,9 @@ torch.set_num_threads(1)
 
 # What communicates in its own way is tested on both backends for the CPU.
 ON_BOTH = {
+    "test_changed_after_wrapping",
     "test_collectives",
+    "test_ddp_as_torch",
     "test_distributed_data_parallel",
     "test_fully_sharded",
     "test_measure",

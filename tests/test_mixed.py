@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import minidist as md
 from minidist import tensor_parallel as tp
 from minidist.mixed import AXES, MixedParallel, mesh, traffic_by_axis
-from minidist.tensor_parallel.operators import REDUCE_SCATTER
 
 PAIRS = {
     "data x pipeline": {"data": 2, "pipeline": 2},
@@ -264,9 +263,9 @@ def test_bytes_by_axis(pools, eight, sequence_parallel):
         words = 2 * 6 * 8  # bytes of one number for each
         blocks, messages, nbytes = (2, 2 * 9, 9) if first else (1, 2 * 7, 5)
         if sequence_parallel:
-            assert set(axes["tensor"]) <= {"all_gather", REDUCE_SCATTER, "all_reduce"}
+            assert set(axes["tensor"]) <= {"all_gather", "reduce_scatter", "all_reduce"}
             if first:  # forward 2 a block, backward 2 a block; the embedding's forward
-                assert axes["tensor"][REDUCE_SCATTER] == (2 * 9, 2 * 9 * activation)
+                assert axes["tensor"]["reduce_scatter"] == (2 * 9, 2 * 9 * activation)
         elif first:  # four a block, and one for the embedding
             assert axes["tensor"] == {"all_reduce": (2 * 9, 2 * 9 * activation)}
         else:  # four a block; the input of the head, backward; the loss: 12 + 2, and 24 numbers

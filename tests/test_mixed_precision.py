@@ -2,6 +2,7 @@
 torch.amp.GradScaler in one process, and against training without a scale."""
 
 import copy
+import inspect
 from functools import partial
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchsScaler
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minidist as md
@@ -253,7 +255,7 @@ def test_a_rank_without_gradients_and_a_group_of_some(pools):
         p = nn.Parameter(torch.ones(3))
         q = nn.Parameter(torch.ones(3))
         optimizer = torch.optim.SGD([p, q], lr=1.0)
-        scaler = md.ShardedGradScaler(group, init_scale=4.0)
+        scaler = md.ShardedGradScaler(process_group=group, init_scale=4.0)
         scales = []
         for bad in (1.0, float("inf")):
             optimizer.zero_grad()
@@ -362,6 +364,28 @@ def test_mistakes_are_told_on_every_rank(pools, name):
 
     for found in pools(2)(told):
         assert found is not None and found[0] == kind and words in found[1], found
+
+
+def test_its_arguments_are_torchs(pools):
+    ours, theirs = (
+        list(inspect.signature(kind).parameters) for kind in (md.ShardedGradScaler, TorchsScaler)
+    )
+    assert ours == theirs
+
+    def make():
+        told = []
+        for device in (dist.group.WORLD, torch.device("cpu")):
+            try:
+                md.ShardedGradScaler(device)
+            except TypeError as error:
+                told.append(str(error))
+        scaler = md.ShardedGradScaler("cpu", 8.0, 0.25, 4.0, 3)
+        told.append(scaler.state_dict() == TorchsScaler("cpu", 8.0, 0.25, 4.0, 3).state_dict())
+        return told
+
+    for group, device, same in pools(2)(make):
+        assert group.startswith('device is "cpu", "cuda" or None, not <')
+        assert device == 'device is "cpu", "cuda" or None, not device(type=\'cpu\')' and same
 
 
 def test_no_process_group():

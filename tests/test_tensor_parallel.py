@@ -770,10 +770,10 @@ def test_sequence_parallel_moves_the_same_bytes(pair, backend):
     those of two norms, of C each and with a bias, and two biases."""
     nbytes = 2 * 8 * 16 * 4
     for forward, backward in pair[backend](traffic_of_a_block, True):
-        assert forward == {"all_gather": (2, 2 * nbytes), REDUCE_SCATTER: (2, 2 * nbytes)}
+        assert forward == {"all_gather": (2, 2 * nbytes), "reduce_scatter": (2, 2 * nbytes)}
         assert backward == {
             "all_gather": (2 + 2, 4 * nbytes),
-            REDUCE_SCATTER: (2, 2 * nbytes),
+            "reduce_scatter": (2, 2 * nbytes),
             "all_reduce": (6, 6 * 16 * 4),
         }
 

@@ -43,3 +43,80 @@ def test_a_checkpoint_has_the_names_of_the_bare_module(way: str) -> None:
     plain.load_state_dict(wrapped.state_dict())
     with pytest.raises(RuntimeError, match="Missing key"):
         wrapped.load_state_dict(dict(list(theirs.items())[1:]))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_checkpoint_with_module_before_each_name_loads(way: str) -> None:
+    """As torch's DistributedDataParallel saves it, in place of ours."""
+    wrapped, plain = (make() for make in WAYS[way])
+    at = "0." if way == "within a module" else ""
+    theirs = {
+        f"{at}module.{name.removeprefix(at)}" if name.startswith(at) else name: value
+        for name, value in plain.state_dict().items()
+    }
+    before = list(theirs)
+    assert not any(wrapped.load_state_dict(theirs))
+    assert list(theirs) == before
+    for name, value in plain.state_dict().items():
+        assert torch.equal(wrapped.state_dict()[name], value)
+
+
+class Inner(nn.Module):
+    """A model of whose parts one is called module."""
+
+    def __init__(self, *more: str) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 2)
+        for name in more:
+            self.add_module(name, nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("more", [(), ("head",)])
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_a_part_that_is_called_module(more: tuple[str, ...], prefix: str) -> None:
+    wrapped, plain = Plain(Inner(*more)), Inner(*more)
+    wrapped.load_state_dict({prefix + k: v for k, v in plain.state_dict().items()})
+    for name, value in plain.state_dict().items():
+        assert torch.equal(wrapped.state_dict()[name], value)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_does_not_fit_has_the_names_of_the_bare_module(way: str) -> None:
+    wrapped, plain = (make() for make in WAYS[way])
+    wrong = plain.state_dict()
+    names = list(wrong)
+    del wrong[names[0]]
+    wrong[names[1]] = torch.zeros(7)
+    wrong[names[0].replace("weight", "other")] = torch.zeros(1)
+    told = []
+    for model in (wrapped, plain):
+        with pytest.raises(RuntimeError) as raised:
+            model.load_state_dict(wrong)
+        told.append(str(raised.value).split(":", 1)[1])
+    assert told[0] == told[1]
+    wrong[names[1]] = plain.state_dict()[names[1]]
+    ours, theirs = (model.load_state_dict(wrong, strict=False) for model in (wrapped, plain))
+    assert ours == theirs and len(ours.missing_keys) == len(ours.unexpected_keys) == 1
+
+
+def test_attributes_of_the_module_and_copies() -> None:
+    inner = bare()
+    inner.width = 7
+    wrapped = Plain(Plain(inner))
+    assert wrapped.width == 7 and not hasattr(wrapped, "depth")
+    with pytest.raises(AttributeError, match="'Sequential' object has no attribute 'depth'"):
+        _ = wrapped.depth
+    copied = copy.deepcopy(wrapped)
+    assert type(copied) is Plain and copied.width == 7
+    assert all(p is not q for p, q in zip(copied.parameters(), wrapped.parameters(), strict=True))
+
+
+class Copying(nn.Linear):
+    def __deepcopy__(self, memo: dict) -> "Copying":
+        return self
+
+
+def test_a_module_that_copies_itself_in_its_own_way_is_copied_in_its_wrapper() -> None:
+    inner = Copying(2, 2)
+    copied = copy.deepcopy(Plain(inner))
+    assert type(copied) is Plain and copied.module is inner

@@ -354,6 +354,95 @@ def test_a_group_that_is_added_later(pools):
     assert pools(2)(grow) == [[]] * 2
 
 
+@pytest.mark.parametrize("loop", LOOPS[:2] + LOOPS[-2:], ids=["plain", "accumulate", "inf", "1"])
+def test_gradients_of_several_optimizers(pools, loop):
+    """One for the weights and one for the biases: of another kind."""
+
+    class Both:
+        """Used like one optimizer."""
+
+        def __init__(self, module, make):
+            named = dict(module.named_parameters())
+            self.each = [
+                make([p for name, p in named.items() if ("bias" in name) == biases], *kind)
+                for biases, kind in ((False, ADAM), (True, SGD))
+            ]
+
+        def zero_grad(self):
+            for each in self.each:
+                each.zero_grad()
+
+        def step(self):
+            for each in self.each:
+                each.step()
+
+    def train():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        module = net()
+        plain = copy.deepcopy(module)
+        both = Both(module, lambda p, kind, options: zero(p, kind, **options))
+        alone = Both(plain, lambda p, kind, options: kind(p, **options))
+        model = md.ShardedDataParallel(module, both.each)
+        clip = partial(torch.nn.utils.clip_grad_norm_, list(plain.parameters()))
+        for step in range(3):
+            loop(model, both, [share(rank, step)], model.no_sync, model.clip_grad_norm_, step)
+            shares = [share(r, step) for r in range(size)]
+            loop(plain, alone, shares, contextlib.nullcontext, clip, step)
+        return apart(model.state_dict(), plain.state_dict())
+
+    assert pools(2)(train) == [[], []]
+
+
+class Scaled(torch.optim.SGD):
+    """Its step takes more than a closure."""
+
+    @torch.no_grad()
+    def step(self, closure=None, *, scale=1.0):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p -= group["lr"] * scale * p.grad
+
+
+def test_what_the_optimizers_own_step_takes(pools):
+    def train():
+        module = net()
+        plain = copy.deepcopy(module)
+        optimizer, alone = (
+            zero(module.parameters(), Scaled, lr=0.1),
+            Scaled(plain.parameters(), 0.1),
+        )
+
+        def closure():
+            loss_of(module(share(0))).backward()
+            return 3
+
+        assert optimizer.step(closure, scale=0.5) == 3
+        loss_of(plain(share(0))).backward()
+        alone.step(scale=0.5)
+        return apart(module.state_dict(), plain.state_dict())
+
+    assert pools(2)(train) == [[], []]
+
+
+def test_states_on_all_ranks_at_once(pools):
+    def train():
+        module = net()
+        model, optimizer = stage1(module, ADAM)
+        plainly(model, optimizer, [share(dist.get_rank())], None, None, 0)
+        optimizer.consolidate_state_dict(to=None)
+        at_once = optimizer.state_dict()["state"]
+        found = []
+        for to in range(2):
+            optimizer.consolidate_state_dict(to)
+            if to == dist.get_rank():
+                for number, states in optimizer.state_dict()["state"].items():
+                    found += [torch.equal(states[name], at_once[number][name]) for name in states]
+        return len(found) == len(at_once) * 3 and all(found)
+
+    assert pools(2)(train) == [True, True]
+
+
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_low_precision_and_a_group_of_some_ranks(pools, stage, dtype):
@@ -496,6 +585,25 @@ def test_traffic(pools, stage, cap):
         else:  # and which parameters have a gradient, a byte each
             expected |= dict([reduced[backend]]) | {"all_reduce": (1, 4)}
         assert calls == expected
+
+
+@BOTH
+def test_no_list_of_shards_travels(pools, stage):
+    """NCCL would copy each of them once more."""
+
+    def train():
+        def refuse(*args, **options):
+            raise AssertionError("a list of tensors")
+
+        model, optimizer = stage(net(), ADAM)
+        functions = dist.all_gather, dist.reduce_scatter
+        dist.all_gather = dist.reduce_scatter = refuse
+        try:
+            plainly(model, optimizer, [share(dist.get_rank())], None, None, 0)
+        finally:
+            dist.all_gather, dist.reduce_scatter = functions
+
+    assert pools(2)(train) == [None, None]
 
 
 # ---- checkpoints ------------------------------------------------------------------------------
@@ -697,6 +805,22 @@ MISTAKES = {
         lambda rank: wrap(lambda m: zero((m if rank else net()).parameters())),
         "ValueError",
         "rank 0: the optimizer does not have the module's parameter 0.weight",
+    ),
+    "two owners": (
+        lambda rank: wrap(lambda m: [zero(m.parameters()), zero(m[0].parameters())]),
+        "ValueError",
+        "2 parameters are in two optimizers: each needs one owner",
+    ),
+    "no optimizers": (lambda rank: wrap(lambda m: []), "TypeError", "not list"),
+    "one of another kind": (
+        lambda rank: wrap(lambda m: [zero(m.parameters()), torch.optim.SGD(m.parameters())]),
+        "TypeError",
+        "needs a ZeroRedundancyOptimizer, which tells who owns what, not SGD",
+    ),
+    "copied": (
+        lambda rank: copy.deepcopy(stage2(net(), ADAM)[0]),
+        "TypeError",
+        "a ShardedDataParallel cannot be copied or saved: its optimizer has its gradients. Copy",
     ),
     "more parameters": (
         lambda rank: wrap(lambda m: zero([*m.parameters(), *net(6, 3).parameters()])),

@@ -3,33 +3,40 @@
 Every rank holds the whole model and takes its own share of the batch. After the backward pass all
 ranks hold the mean of their gradients, so that replicas that were equal stay equal. To read, in
 this order: `replicas` (they begin equal), `buckets` (gradients travel together), `reducer` (they
-leave while backward still computes), and this file. Li et al., "PyTorch Distributed: Experiences on
-Accelerating Data Parallel Training" (arXiv 2006.15704).
+leave while backward still computes), and this file. The edges: `sync`, `join` and `arguments`.
+Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (arXiv
+2006.15704).
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import copy
+from collections.abc import Sequence
+from operator import methodcaller
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map_only
 
+from minidist.distributed_data_parallel.arguments import device_of, group_of, require_supported
 from minidist.distributed_data_parallel.buckets import Bucket
 from minidist.distributed_data_parallel.hooks import bf16_compress_hook
-from minidist.distributed_data_parallel.reducer import CommHook, Reducer
+from minidist.distributed_data_parallel.join import Shadow
+from minidist.distributed_data_parallel.reducer import Reducer
 from minidist.distributed_data_parallel.replicas import (
     broadcast_state,
     require_group,
     require_same_model,
 )
-from minidist.wrapper import Wrapper
+from minidist.distributed_data_parallel.sync import Synchronized
+from minidist.guard import Guard
 
 __all__ = ["Bucket", "DistributedDataParallel", "bf16_compress_hook"]
 
 
-class DistributedDataParallel(Wrapper, Joinable):
+class DistributedDataParallel(Synchronized, Joinable):
     """Trains replicas of `module`, one on each rank of a group, as one model. Lesson 4.
 
         model = md.DistributedDataParallel(model)       # then train as on one process:
@@ -37,84 +44,106 @@ class DistributedDataParallel(Wrapper, Joinable):
         optimizer.step()                                # each .grad is the mean over all ranks
 
     At construction every rank takes rank 0's parameters and buffers. When `backward()` returns,
-    each `.grad` is the mean over the ranks, and a view into a bucket.
+    each `.grad` is the mean over the ranks, and a view into a bucket. The arguments are those of
+    torch's class, in its order:
 
-    process_group: the ranks that take part; None is the default group.
-    bucket_cap_mb: a bucket is full at so many MiB (the first one at 1 MiB), as in torch.
-    broadcast_buffers: the forward pass after one for training first gives every rank rank 0's
-        buffers, such as the running means of batch norm.
+    device_ids, output_device: None, or the one device of the module. If it is named, inputs are
+        moved to it. A module on the CPU is there whatever the number.
+    broadcast_buffers: the first forward pass, and each that follows one for training, first gives
+        every rank rank 0's buffers, such as the running means of batch norm. False: they are never
+        broadcast. forward_sync_buffers: the same, but False broadcasts them at construction still.
+    init_sync: False broadcasts nothing at construction, and compares nothing: the ranks' models
+        must be the same then.
+    process_group: the ranks that take part; None is the default group. Or device_mesh, of one axis.
+    bucket_cap_mb: a bucket is full at so many MiB (the first one at 1 MiB); None is 25.
     find_unused_parameters: a parameter may be left without gradient by a backward pass. Left out
         on some ranks, it counts there as zero; on all, its `.grad` stays as it was. Costs a small
         message a pass, and the overlap of the buckets that wait for such a parameter.
+    static_graph: allows the same.
+    gradient_as_bucket_view, batched_grad_copy, check_reduction: change nothing.
+    dim, mixed_precision and the other three: refused, with the reason.
+
+    `copy.deepcopy` and `torch.save` give a wrapper whose gradients are averaged too, without the
+    communication hook. One that was saved is loaded in the default group.
 
     Raises RuntimeError without a process group; ValueError, on every rank, if the ranks have
-    different models or nothing to train. `forward` raises RuntimeError if a parameter has changed
-    its shape, dtype or device since; `backward`, if a parameter is left without gradient unasked.
+    different models or nothing to train; TypeError for DTensor parameters. `forward` raises
+    RuntimeError if a parameter has changed since (see `minidist.guard`); `backward`, if one is left
+    without gradient unasked.
     """
 
     def __init__(
         self,
         module: nn.Module,
+        device_ids: Sequence[int | str | torch.device] | None = None,
+        output_device: int | str | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float = 25,
-        broadcast_buffers: bool = True,
+        bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Any = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
     ) -> None:
-        Wrapper.__init__(self, module)
+        Synchronized.__init__(self, module)
         Joinable.__init__(self)
-        if bucket_cap_mb <= 0:
+        require_supported(
+            dim=dim,
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce,
+            mixed_precision=mixed_precision,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            bucket_cap_mb_list=bucket_cap_mb_list,
+        )
+        self.bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
+        if self.bucket_cap_mb <= 0:
             raise ValueError(f"bucket_cap_mb must be more than 0, not {bucket_cap_mb}")
-        self.process_group = require_group(process_group, "DistributedDataParallel")
-        require_same_model(module, self.process_group)
-        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.device = next(module.parameters(), torch.empty(0)).device
+        self._inputs_go_to = device_of(module, device_ids, output_device)
+        self.process_group = group_of(process_group, device_mesh)
+        self.find_unused_parameters = find_unused_parameters or static_graph
+        broadcast = broadcast_buffers is not False
+        self.broadcast_buffers = broadcast if forward_sync_buffers is None else forward_sync_buffers
+        self._stale_buffers = self.broadcast_buffers  # rank 0 may change some until the first pass
+        self._divide_by_initial_world_size = True
+        if init_sync:
+            require_same_model(module, self.process_group)
+            buffers = module.buffers() if broadcast or forward_sync_buffers is not None else []
+            broadcast_state([*module.parameters(), *buffers], self.process_group)
+        self._watch()
+
+    def _watch(self) -> None:
+        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         if not trained:
             raise ValueError("DistributedDataParallel: the module has no parameter to train")
-        broadcast_state([*module.parameters(), *module.buffers()], self.process_group)
-        self.broadcast_buffers = broadcast_buffers
-        self.require_backward_grad_sync = True
-        self._stale_buffers = False
-        self._divide_by_initial_world_size = True
-        self._trained = [(name, parameter, _kind(parameter)) for name, parameter in trained.items()]
-        cap = int(bucket_cap_mb * 2**20)
-        self._reducer = Reducer(trained, self.process_group, cap, find_unused_parameters)
+        self._guard = Guard(self.module, "DistributedDataParallel")
+        cap, unused = int(self.bucket_cap_mb * 2**20), self.find_unused_parameters
+        self._reducer = Reducer(trained, self.process_group, cap, unused)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's own, between what the ranks do together before and after."""
         if self._reducer.begun:  # computed again within its backward pass, by a checkpoint
             return self.module(*inputs, **kwargs)
-        self._require_unchanged()
+        if torch.is_grad_enabled():
+            self._guard.require_unchanged()
         Join.notify_join_context(self)
         self._prepare(torch.is_grad_enabled() and self.require_backward_grad_sync)
+        if self._inputs_go_to is not None:
+            move = methodcaller("to", self._inputs_go_to, non_blocking=True)
+            inputs, kwargs = tree_map_only(torch.Tensor, move, (inputs, kwargs))
         output = self.module(*inputs, **kwargs)
         self._reducer.watch(output)
         return output
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Do not average after the forward passes within the block: their gradients add up on each
-        rank. The backward pass of the next forward pass outside averages the sums."""
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
-
-    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
-        """Let `hook(state, bucket)` average the buckets, instead of all_reduce. As in torch it
-        returns a Future of the average, of shape (n,), and divides by the world size itself."""
-        if self._reducer.comm_hook is not None:
-            raise RuntimeError("a communication hook is registered already")
-        if not callable(hook):
-            raise TypeError(f"a communication hook is a function, not {type(hook).__name__}")
-        self._reducer.comm_hook = hook, state
-
-    def _require_unchanged(self) -> None:
-        for name, parameter, kind in self._trained:
-            if _kind(parameter) != kind:
-                raise RuntimeError(
-                    f"parameter {name} has changed since it was wrapped, from {_tell(kind)} to "
-                    f"{_tell(_kind(parameter))}. Change a module first, and wrap it then."
-                )
 
     def _prepare(self, sync: bool, active: bool = True) -> bool:
         """What the ranks do together before a forward pass. `active`: this one still has batches.
@@ -165,43 +194,42 @@ class DistributedDataParallel(Wrapper, Joinable):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For torch's `Join`."""
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        return _Shadow(self)
+        return Shadow(self)
 
     @property
     def join_device(self) -> torch.device:
         """For torch's `Join`: where its small messages live."""
-        return self._trained[0][1].device
+        return self.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
         """For torch's `Join`."""
         return self.process_group
 
+    # ---- copies ----------------------------------------------------------------------------
 
-class _Shadow(JoinHook):
-    """What a rank without batches does while others train."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self.process_group)] = self.process_group  # the ranks stay the same
+        memo[id(self)] = copied = self.__class__.__new__(self.__class__)
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._ddp = ddp
+    def __getstate__(self) -> dict[str, Any]:
+        """What `copy.deepcopy` and `torch.save` take: not what belongs to this process alone."""
+        state = {k: v for k, v in vars(self).items() if k not in ("_guard", "_reducer")}
+        if self.process_group is dist.group.WORLD:
+            state["process_group"] = None
+        return state
 
-    def main_hook(self) -> None:
-        """Answer the collectives of one forward and one backward pass."""
-        if self._ddp._prepare(sync=False, active=False):
-            self._ddp._reducer.answer()
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.process_group = require_group(self.process_group, "DistributedDataParallel")
+        self._watch()
 
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Take the model of a rank that has trained until the end."""
-        ddp, group = self._ddp, self._ddp.process_group
-        rank = dist.get_rank(group) if is_last_joiner else -1
-        last = torch.tensor([rank], device=ddp.join_device)
-        dist.all_reduce(last, dist.ReduceOp.MAX, group)
-        broadcast_state([*ddp.module.parameters(), *ddp.module.buffers()], group, int(last))
-
-
-def _kind(parameter: torch.Tensor) -> tuple[Any, ...]:
-    return parameter.shape, parameter.dtype, parameter.device
-
-
-def _tell(kind: tuple[Any, ...]) -> str:
-    shape, dtype, device = kind
-    return f"shape {tuple(shape)}, {str(dtype).removeprefix('torch.')}, on {device}"
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.process_group is not dist.group.WORLD:
+            raise TypeError(
+                "a DistributedDataParallel can be saved if its group is the default one. Save its "
+                "state_dict() or its module"
+            )
+        return super().__reduce_ex__(protocol)

@@ -31,7 +31,13 @@ def require_group(group: dist.ProcessGroup | None, who: str) -> dist.ProcessGrou
 def require_same_model(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Raises ValueError, on every rank of the group, that names the first parameter or buffer
     that is not the same as rank 0's: its name, shape, dtype, layout, kind of device, or whether it
-    is trained."""
+    is trained. Raises TypeError for a DTensor."""
+    for name, parameter in module.named_parameters():
+        if hasattr(parameter, "placements"):
+            raise TypeError(
+                f"parameter {name} is a DTensor, which torch's own strategies take. The ones here "
+                "take plain tensors, such as those of md.tensor_parallel's layers"
+            )
     require_same_lines(list(_describe(module)), group)
 
 

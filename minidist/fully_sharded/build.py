@@ -10,22 +10,15 @@ from minidist.distributed_data_parallel.replicas import words
 from minidist.fully_sharded.flat import FlatParameter, Kind, Place
 from minidist.fully_sharded.state_dicts import StateDicts
 from minidist.fully_sharded.wrap import within
+from minidist.guard import Abandoned, abandon
 from minidist.wrapper import Wrapper
 
 Modules = Sequence[tuple[str, nn.Module]]
 
-
-class Abandoned(nn.Parameter):
-    """What becomes of a parameter that has been sharded. An optimizer that was made before has it
-    still, and would pass over it, step after step, without a word."""
-
-    @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        """Raises RuntimeError."""
-        raise RuntimeError(
-            "this parameter is no more: FullyShardedDataParallel has put shards in its place. Make "
-            "the optimizer after wrapping the module, of the wrapper's parameters()"
-        )
+SHARDED = (
+    "FullyShardedDataParallel has put shards in its place. Make the optimizer after wrapping the "
+    "module, of the wrapper's parameters()"
+)
 
 
 def own_modules(module: nn.Module, others: Set[nn.Module] = frozenset()) -> Modules:
@@ -56,7 +49,7 @@ def describe(module: nn.Module, parts: Set[nn.Module]) -> Iterator[str]:
             for slot in (slot for flat in each.unit.flats for slot in flat.slots):
                 yield words("parameter", slot.names[0], slot.piece.whole)
                 home[id(slot.piece.own)] = name
-        elif isinstance(each, Wrapper) and hasattr(each, "process_group"):
+        elif isinstance(each, Wrapper) and "process_group" in vars(each):
             raise ValueError(
                 f"{name or 'the module'} is a {type(each).__name__}, which sees to its gradients "
                 "itself: wrap the module that is in it"
@@ -138,9 +131,7 @@ def flatten(own: Modules, kind: Kind) -> list[FlatParameter]:
         for slot, (_, _, parameter) in zip(flat.slots, named, strict=True):
             for module, name in slot.places:
                 module._parameters[name] = slot.piece.own
-            parameter.data = parameter.data.new_empty(0)
-            parameter.grad = None
-            parameter.__class__ = Abandoned
+            abandon(parameter, SHARDED)
     return flats
 
 

@@ -23,7 +23,7 @@ from minidist.fully_sharded.schedule import Schedule, in_backward
 from minidist.fully_sharded.state_dicts import StateDicts
 from minidist.fully_sharded.unit import Unit
 from minidist.fully_sharded.wrap import Policy, chosen, replace
-from minidist.pipeline.norm import norm_over_ranks
+from minidist.norm import norm_over_ranks
 from minidist.wrapper import Wrapper
 
 if TYPE_CHECKING:

@@ -57,6 +57,15 @@ _receivers: list[Callable[[object], None]] = []
 _here = threading.local()  # of this thread; .scopes: what it is in the middle of, outermost first;
 # .call: it is within a call that is recorded
 
+# The same collectives, of one tensor instead of a list. Their names differ by torch's version.
+ONE_TENSOR = {
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_single": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+
 
 def active() -> bool:
     """Whether anybody observes."""
@@ -125,6 +134,7 @@ def begin(
     """Record that a communication starts now, within the scope of the calling thread."""
     name, control = _scopes()[-1] if _scopes() else (None, False)
     now = time.perf_counter()
+    operation = ONE_TENSOR.get(operation, operation)
     event = Event(operation, kind, peer, nbytes, now, None, control, name, tuple(group))
     with _lock:
         for events in _observers:

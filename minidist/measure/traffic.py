@@ -26,7 +26,7 @@ class TrafficCounter(Meter):
       each collective of `md.collectives`. No other count includes it;
     - `calls`: collectives handed to torch's backend as a whole, whose messages cannot be seen:
       {operation: (calls, bytes)}. The bytes are those of the whole vector, n in
-      `md.collectives.cost`;
+      `md.collectives.cost`; all_gather_into_tensor is an all_gather;
     - `by_group`: messages sent and collectives, by the ranks of the group that communicates:
       {ranks: {operation: (calls, bytes)}}.
 

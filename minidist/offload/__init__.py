@@ -6,9 +6,11 @@ the host's, which has more memory and a processor of its own:
 
     device:  4 of the parameter, and the gradients, 4, or a layer's at a time
     host:    4 of its own copy of the parameter, 4 of the gradient, 8 of two optimizer states
-    between: 4 of the gradient on its way down, and 4 of the new parameter on its way up
+    between: 4 of the gradient and 4 of the parameter on their way down, 4 of the new one back up
 
-In 16 bits the device has 2 + 2, and the host keeps its copy and its states in float32.
+In 16 bits the device has 2 + 2, and the host keeps its copy and its states in float32. (The paper
+sends no parameter down. Ours does: between two steps others may change it, by a clamp, a broadcast
+or a checkpoint, and no counter tells of each way to do so.)
 Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (arXiv 2101.06840), sections
 3 and 4.
 

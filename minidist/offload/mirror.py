@@ -49,7 +49,7 @@ class Mirror:
             requires_grad=parameter.requires_grad,
         )
         self.gradients = 0  # that have been added up in the buffer
-        self._seen: Any = None  # what the parameter was, when the master was last the same
+        self._sent = False  # whether the parameter has last been made of the master
 
     def receive(self, gradient: torch.Tensor) -> None:
         """Begin to fetch a gradient, to add it to those that are here."""
@@ -72,24 +72,24 @@ class Mirror:
         self.gradients, self.master.grad = 0, None
 
     def read(self) -> None:
-        """Let the master follow the parameter where that is not what it was made: another
-        checkpoint, an average, a broadcast. Other elements keep the bits that only the host has.
-
-        A part of a larger memory (a shard, lesson 8) may have been changed through another part's
-        name, unseen: that is read each time.
+        """Begin to let the master follow the parameter: another checkpoint, an average, a clamp, a
+        broadcast may have changed it. `p.data.clamp_()` leaves no trace, so it is read each time: a
+        copy of the parameter more travels to the host. In 16 bits, an element that is as it was
+        sent keeps the bits that only the host has.
         """
-        alone = self.parameter.untyped_storage().nbytes() == self.parameter.nbytes
-        if alone and self._seen == self._state():
+        master, source = self.master.detach(), self.parameter.detach()
+        if master.dtype == source.dtype:
+            self.lane.copy(master, source)
             return
-        now = _empty(self.parameter, self.parameter.dtype)
-        self.lane.copy(now, self.parameter.detach())
+        now = _empty(self.parameter, source.dtype)
+        self.lane.copy(now, source)
         self.lane.host_waits()
+        if not self._sent:
+            master.copy_(now)
+            return
         with on_host():
-            if self._seen is None:
-                self.master.copy_(now)
-            else:
-                same = self.master.to(now.dtype) == now
-                self.master.copy_(torch.where(same, self.master, now.to(self.master.dtype)))
+            as_sent = master.to(now.dtype) == now
+            torch.where(as_sent, master, now.to(master.dtype), out=master)
 
     def write(self) -> None:
         """Begin to send the master to the device."""
@@ -97,23 +97,20 @@ class Mirror:
         if source.dtype != self.buffer.dtype:
             source = self.buffer.copy_(source)  # here, so that it travels in half the bytes
         self.lane.copy(self.parameter, source)
-        self._seen = self._state()
+        self._sent = True
 
     def forget(self) -> None:
         """Whatever the master is, the parameter counts."""
-        self._seen = None
-
-    def _state(self) -> tuple[int, int]:
-        return self.parameter._version, self.parameter.data_ptr()
+        self._sent = False
 
     def require_unchanged(self) -> None:
         """Raises RuntimeError if the parameter is another kind of tensor than it was."""
+        gradient = self.parameter.grad  # raises for one that a strategy has put shards in place of
         if (self.parameter.dtype, self.parameter.shape) != (self.buffer.dtype, self.buffer.shape):
             raise RuntimeError(
                 "a parameter has been converted since the optimizer was made. Change a model "
                 "first, and make its optimizer then"
             )
-        gradient = self.parameter.grad
         if gradient is not None and gradient.layout is not torch.strided:
             raise RuntimeError("a sparse gradient cannot be offloaded: sparse=True")
 

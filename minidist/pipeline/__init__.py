@@ -25,9 +25,9 @@ from minidist.distributed_data_parallel.replicas import (
     require_group,
     require_same_model,
 )
+from minidist.norm import norm_over_ranks
 from minidist.pipeline.instructions import Schedule
 from minidist.pipeline.messages import Messages
-from minidist.pipeline.norm import norm_over_ranks
 from minidist.pipeline.partition import balance_by_cost, balance_by_parameters
 from minidist.pipeline.schedules import SCHEDULES, forward_only, interleaved, with_messages
 from minidist.pipeline.simulate import Prediction, Span, simulate

@@ -54,7 +54,8 @@ class QKVParallelLinear(ColumnParallelLinear):
     is summed over the ranks.
 
     heads, kv_heads: how many there are in the whole layer; None means `heads`. The other arguments
-        are those of `ColumnParallelLinear`.
+        are those of `ColumnParallelLinear`, but for `gather_output`: attention takes this rank's
+        heads.
 
     Raises ValueError unless `heads` is a multiple of the number of ranks and of `kv_heads`, and one
     of `kv_heads` and the number of ranks a multiple of the other.
@@ -71,6 +72,11 @@ class QKVParallelLinear(ColumnParallelLinear):
         kv_heads: int | None = None,
         **options: Any,
     ) -> None:
+        if options.get("gather_output"):
+            raise ValueError(
+                "gather_output: a QKVParallelLinear leaves queries, keys and values with the rank "
+                "that has their heads. Gather what attention makes of them, or its inputs"
+            )
         self.heads, self.kv_heads = heads, kv_heads or heads
         require_multiple(out_features, self.heads + 2 * self.kv_heads, "out_features over heads")
         self.head_dim = out_features // (self.heads + 2 * self.kv_heads)

@@ -10,11 +10,17 @@ import torch.distributed as dist
 from torch import nn
 
 from minidist.distributed_data_parallel.replicas import require_group
-from minidist.pipeline.norm import norm_over_ranks
+from minidist.guard import abandon_replaced
+from minidist.norm import norm_over_ranks
 from minidist.tensor_parallel.block import ParallelBlock, SequenceParallel
 from minidist.tensor_parallel.layer import ParallelLayer
 from minidist.tensor_parallel.operators import Group, scatter_to_group
 from minidist.tensor_parallel.vocabulary import VocabParallelEmbedding, VocabParallelLinear
+
+SPLIT = (
+    "the model has been split by features, and this rank has a shard in its place. Make the "
+    "optimizer after parallelize or MixedParallel, of the model's parameters()"
+)
 
 
 def parallelize(
@@ -32,9 +38,12 @@ def parallelize(
     sequence_parallel: between the parallel regions, activations are sharded along the sequence; T
         must be a multiple of the number of ranks.
 
-    Returns the model. Raises ValueError if the ranks cannot share its heads or features evenly.
+    Returns the model. Make its optimizer afterwards: an optimizer that was made before gets a
+    RuntimeError for each parameter that is no longer there. Raises ValueError if the ranks cannot
+    share its heads or features evenly.
     """
     whole: Any = model
+    before = list(model.parameters())
     split: dict[str, Any] = dict(process_group=process_group, sequence_parallel=sequence_parallel)
     blocks = [ParallelBlock.from_dense(block, **split) for block in whole.blocks]
     tokens = VocabParallelEmbedding.from_dense(whole.tokens, **split)
@@ -47,6 +56,7 @@ def parallelize(
         whole.positions.register_forward_hook(
             lambda _, __, output: scatter_to_group(output, -2, process_group)
         )
+    abandon_replaced(before, model, SPLIT)
     return model
 
 

@@ -13,6 +13,16 @@ import torch.distributed as dist
 # reductions, of a shard each do the same up to four times faster.
 _BY_SHARD = "gloo"
 
+# Between one tensor and its shards: with a list of shards NCCL would copy all of them once more.
+# By their names of torch 2.13, where the older ones warn.
+ALL_GATHER, REDUCE_SCATTER = (
+    next(name for name in names if hasattr(dist, name))
+    for names in (
+        ("all_gather_single", "all_gather_into_tensor"),
+        ("reduce_scatter_single", "reduce_scatter_tensor"),
+    )
+)
+
 
 def all_gather(
     x: torch.Tensor, group: dist.ProcessGroup, own: torch.Tensor | None = None
@@ -30,7 +40,7 @@ def all_gather(
         ]
     else:
         own = place if own is None else own
-        works = [dist.all_gather(list(shards), own, group=group, async_op=True)]
+        works = [getattr(dist, ALL_GATHER)(x, own, group=group, async_op=True)]
     return lambda: _wait(works)
 
 
@@ -46,7 +56,7 @@ def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], to
             for rank, shard in enumerate(shards)
         ]
     else:
-        works = [dist.reduce_scatter(total, list(shards), group=group, async_op=True)]
+        works = [getattr(dist, REDUCE_SCATTER)(total, x, group=group, async_op=True)]
 
     def wait() -> torch.Tensor:
         _wait(works)

@@ -1,7 +1,6 @@
 """Stage 2 (lesson 8): a rank also holds no more of the gradients than its shard."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,19 +8,19 @@ import torch.distributed as dist
 from torch import nn
 
 from minidist.agree import raise_on_every_rank
-from minidist.distributed_data_parallel.reducer import CommHook
 from minidist.distributed_data_parallel.replicas import (
     broadcast_state,
     require_group,
     require_same_model,
 )
-from minidist.pipeline.norm import norm_over_ranks
-from minidist.wrapper import Wrapper
+from minidist.distributed_data_parallel.sync import Synchronized
+from minidist.guard import Guard
+from minidist.norm import clip_over_ranks
 from minidist.zero.optimizer import ZeroRedundancyOptimizer
 from minidist.zero.reducer import ShardingReducer
 
 
-class ShardedDataParallel(Wrapper):
+class ShardedDataParallel(Synchronized):
     """Trains replicas of `module` whose gradients and optimizer states are shared out. ZeRO, stage
     2. Lesson 8.
 
@@ -34,9 +33,10 @@ class ShardedDataParallel(Wrapper):
     some ranks counts there as zero; on all ranks, the optimizer passes over it. After FairScale's
     ShardedDDP.
 
-    optimizer: a `ZeroRedundancyOptimizer` of all parameters of the module that are trained. Their
-        gradients leave in buckets, its last parameters first: as backward comes to them, if it has
-        the order of the module. Else more of them wait in memory.
+    optimizer: a `ZeroRedundancyOptimizer` of all parameters of the module that are trained, or
+        several that share them. Their gradients leave in buckets, the last parameters first: as
+        backward comes to them, if an optimizer has the order of the module. Else more of them wait
+        in memory.
     process_group: the ranks that take part; None is the optimizer's, and no other will do.
 
     At construction, and for buffers before each forward pass, every rank takes what rank 0 has.
@@ -47,26 +47,29 @@ class ShardedDataParallel(Wrapper):
     def __init__(
         self,
         module: nn.Module,
-        optimizer: ZeroRedundancyOptimizer,
+        optimizer: ZeroRedundancyOptimizer | Sequence[ZeroRedundancyOptimizer],
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(module)
-        if not isinstance(optimizer, ZeroRedundancyOptimizer):
-            raise TypeError(
-                "ShardedDataParallel needs a ZeroRedundancyOptimizer, which tells who owns what, "
-                f"not {type(optimizer).__name__}"
-            )
-        group = require_group(process_group or optimizer.process_group, "ShardedDataParallel")
-        flats = optimizer._flats
+        several = isinstance(optimizer, list | tuple) and len(optimizer) > 0
+        optimizers: list[Any] = list(optimizer) if several else [optimizer]  # type: ignore[arg-type]
+        for each in optimizers:
+            if not isinstance(each, ZeroRedundancyOptimizer):
+                raise TypeError(
+                    "ShardedDataParallel needs a ZeroRedundancyOptimizer, which tells who owns "
+                    f"what, not {type(each).__name__}"
+                )
+        group = require_group(process_group or optimizers[0].process_group, "ShardedDataParallel")
+        flats = [flat for each in optimizers for flat in each._flats]
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        owned = {parameter for flat in flats for parameter in flat.parameters}
-        raise_on_every_rank(optimizer.process_group, _problem(trained, owned, optimizer, group))
+        owned = [parameter for flat in flats for parameter in flat.parameters]
+        raise_on_every_rank(group, _problem(trained, owned, optimizers, group))
         require_same_model(module, group)
         broadcast_state([*module.parameters(), *module.buffers()], group)
         self.process_group = group
-        self.require_backward_grad_sync = True
-        self._optimizer = optimizer
-        self._stale_buffers = False
+        self._optimizers = optimizers
+        self._stale_buffers = True  # rank 0 may change some until the first pass
+        self._guard = Guard(module, "ShardedDataParallel")
         self._reducer = ShardingReducer(trained, flats, group)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -74,7 +77,10 @@ class ShardedDataParallel(Wrapper):
         rank 0's count."""
         if self._reducer.begun:  # computed again within its backward pass, by a checkpoint
             return self.module(*inputs, **kwargs)
-        self._optimizer._require_unchanged()
+        if torch.is_grad_enabled():
+            self._guard.require_unchanged()
+            for optimizer in self._optimizers:
+                optimizer._require_unchanged()
         if self._stale_buffers:
             broadcast_state(self.module.buffers(), self.process_group)
         self._stale_buffers = torch.is_grad_enabled() and self.require_backward_grad_sync
@@ -85,29 +91,17 @@ class ShardedDataParallel(Wrapper):
         self._reducer.watch(output)
         return output
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Do not average after the forward passes within the block: their gradients add up on each
-        rank, whole. The backward pass of the next forward pass outside averages the sums."""
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
-
-    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
-        """Let `hook(state, bucket)` average the buckets, as with `DistributedDataParallel`. It
-        averages whole buckets, of which each rank then keeps its shard."""
-        if self._reducer.comm_hook is not None:
-            raise RuntimeError("a communication hook is registered already")
-        if not callable(hook):
-            raise TypeError(f"a communication hook is a function, not {type(hook).__name__}")
-        self._reducer.comm_hook = hook, state
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            "a ShardedDataParallel cannot be copied or saved: its optimizer has its gradients. "
+            "Copy its module, or save its state_dict()"
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Of the parameters, and of this rank's shards."""
         super().zero_grad(set_to_none)
-        self._optimizer.zero_grad(set_to_none)
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients so that their norm, that of all shards together, is at most
@@ -115,30 +109,30 @@ class ShardedDataParallel(Wrapper):
 
         torch.nn.utils.clip_grad_norm_ finds no gradient in the parameters, and clips nothing.
         """
-        shards = self._optimizer.shards
-        gradients = [shard.grad for shard in shards if shard.grad is not None]
-        # As float64 on every rank: one without gradients would have no other dtype to choose.
-        norm = torch.nn.utils.get_total_norm(gradients, norm_type)
-        norm = norm.to(next(self.module.parameters()).device, torch.float64)
-        norm = norm_over_ranks(norm, norm_type, self.process_group)
-        torch.nn.utils.clip_grads_with_norm_(shards, max_norm, norm)
-        return norm
+        shards = [shard for optimizer in self._optimizers for shard in optimizer.shards]
+        device = next(self.module.parameters()).device
+        return clip_over_ranks(shards, max_norm, norm_type, self.process_group, device)
 
 
 def _problem(
     trained: dict[str, nn.Parameter],
-    owned: set[nn.Parameter],
-    optimizer: ZeroRedundancyOptimizer,
+    owned: list[nn.Parameter],
+    optimizers: list[ZeroRedundancyOptimizer],
     group: dist.ProcessGroup,
 ) -> ValueError | None:
-    if group is not optimizer.process_group:
+    if any(group is not optimizer.process_group for optimizer in optimizers):
         return ValueError("the optimizer was made for another process group")
+    once = set(owned)
     for name, parameter in trained.items():
-        if parameter not in owned:
+        if parameter not in once:
             return ValueError(
                 f"the optimizer does not have the module's parameter {name}: make it of "
                 "module.parameters(), after the module is moved, unfrozen or changed"
             )
+    if len(once) < len(owned):
+        return ValueError(
+            f"{len(owned) - len(once)} parameters are in two optimizers: each needs one owner"
+        )
     if len(owned) > len(trained):
         return ValueError(
             f"the optimizer has {len(owned) - len(trained)} parameters that the module does not "

@@ -105,8 +105,9 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     # ---- a step ----------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this rank's shard, and gather the others'. All ranks must call it.
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Update this rank's shard, and gather the others'. All ranks must call it. `options` are
+        those of the optimizer's own step.
 
         Raises RuntimeError if a parameter has been moved, converted or unfrozen since.
         """
@@ -118,7 +119,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._whole_states = None
         lent = self._lend_gradients()
         _copy_options(self, self._inner)
-        self._inner.step()
+        self._inner.step(**options)
         _copy_options(self._inner, self)
         for piece in lent:
             piece.own.grad = None
@@ -163,9 +164,9 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     # ---- checkpoints -----------------------------------------------------------------------
 
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gather the states of all ranks on rank `to` of the group, on its CPU. All ranks must call
-        it before `state_dict`, since the last step."""
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
+        """Gather the states of all ranks on rank `to` of the group, on its CPU; None is all ranks.
+        All ranks must call it before `state_dict`, since the last step."""
         spans = {piece.whole: piece.span for piece in self._pieces}
         parameters = list(self._parameters())
         own = {
@@ -173,10 +174,14 @@ class ZeroRedundancyOptimizer(Optimizer):
             for number, p in enumerate(parameters)
             if p in self.state
         }
-        receives = dist.get_rank(self.process_group) == to
-        ranks: Any = [None] * dist.get_world_size(self.process_group) if receives else None
-        dist.gather_object(own, ranks, group=self.process_group, group_dst=to)
-        if receives:
+        group = self.process_group
+        ranks: Any = [None] * dist.get_world_size(group)
+        if to is None:
+            dist.all_gather_object(ranks, own, group=group)
+        else:
+            receives = dist.get_rank(group) == to
+            dist.gather_object(own, ranks if receives else None, group=group, group_dst=to)
+        if to in (None, dist.get_rank(group)):
             self._whole_states = join(parameters, ranks)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,0 +1,111 @@
+"""Parameters that changed after a strategy has taken them: one guard for all strategies.
+
+A strategy averages, shards or cuts the parameters that it found when it wrapped the module. A
+parameter that comes later would train on each rank alone, and replicas would part without a word.
+An optimizer that still has a parameter of before would train nothing. Both are refused by name.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+_kind = attrgetter("shape", "dtype", "device")
+_is_trained = attrgetter("requires_grad")
+
+
+class Guard:
+    """Notices when the parameters of `module` are no longer those that `who` has found in it: one
+    was added, replaced, removed or unfrozen, or is another kind of tensor.
+
+    A check takes about half a microsecond a parameter. It compares what is in the modules' own
+    tables, and builds no names. To freeze a parameter for a while, to rename one, or to add a
+    frozen one is no change.
+    """
+
+    def __init__(self, module: nn.Module, who: str) -> None:
+        self._module, self._who = module, who
+        self._trained = {p: name for name, p in module.named_parameters() if p.requires_grad}
+        self._kinds = list(map(_kind, self._trained))
+        self._look()
+
+    def require_unchanged(self) -> None:
+        """Raises RuntimeError that names the first parameter that changed, how, and what to do."""
+        if not self._is_as_seen():
+            self._require_same_parameters()
+            self._look()
+        now = list(map(_kind, self._trained))
+        if now != self._kinds:
+            for name, before, after in zip(self._trained.values(), self._kinds, now, strict=True):
+                if before != after:
+                    self._refuse(name, "changed", f", from {_tell(before)} to {_tell(after)}")
+
+    def _look(self) -> None:
+        """Remember what is where in the module."""
+        modules: Iterator[Any] = self._module.modules()
+        self._tables: list[dict[str, Any]] = [
+            table for m in modules for table in (m._parameters, m._modules)
+        ]
+        self._seen = list(self._now())
+        self._frozen = [p for p in self._module.parameters() if p not in self._trained]
+
+    def _now(self) -> Iterator[Any]:
+        # With a mark at the end, so that one more or one less in the last table is seen.
+        return chain(chain.from_iterable(map(dict.values, self._tables)), [self._trained])
+
+    def _is_as_seen(self) -> bool:
+        return all(map(is_, self._now(), self._seen)) and not any(map(_is_trained, self._frozen))
+
+    def _require_same_parameters(self) -> None:
+        now = {p: name for name, p in self._module.named_parameters()}
+        names, frozen = set(self._trained.values()), set(self._frozen)
+        for parameter, name in now.items():
+            if parameter.requires_grad and parameter not in self._trained:
+                if parameter in frozen:
+                    self._refuse(name, "been unfrozen")
+                self._refuse(name, "been replaced" if name in names else "been added")
+        for parameter, name in self._trained.items():
+            if parameter not in now:
+                self._refuse(name, "been removed")
+
+    def _refuse(self, name: str, how: str, more: str = "") -> NoReturn:
+        raise RuntimeError(
+            f"parameter {name} has {how} since it was wrapped{more}. Change a module first, and "
+            f"wrap it then: {self._who} trains the parameters that it found"
+        )
+
+
+def _tell(kind: tuple[Any, ...]) -> str:
+    shape, dtype, device = kind
+    return f"shape {tuple(shape)}, {str(dtype).removeprefix('torch.')}, on {device}"
+
+
+class Abandoned(nn.Parameter):
+    """What becomes of a parameter in whose place a strategy has put shards. An optimizer that was
+    made before has it still, and would pass over it, step after step, without a word."""
+
+    why: str
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """Raises RuntimeError."""
+        raise RuntimeError(f"this parameter is no more: {self.why}")
+
+
+def abandon(parameter: nn.Parameter, why: str) -> None:
+    """Free a parameter that the module has no more. Who asks for its gradient is told `why`."""
+    parameter.data = parameter.data.new_empty(0)
+    parameter.grad = None
+    parameter.__class__ = Abandoned
+    parameter.why = why  # type: ignore[attr-defined]
+
+
+def abandon_replaced(before: Iterable[nn.Parameter], module: nn.Module, why: str) -> None:
+    """Abandon those of the parameters that `module` had before and has no more."""
+    kept = set(module.parameters())
+    for parameter in before:
+        if parameter not in kept:
+            abandon(parameter, why)
