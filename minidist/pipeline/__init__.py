@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.utils._pytree import tree_flatten
 
 from minidist import agree
 from minidist.collectives.peers import Peers
@@ -166,10 +167,11 @@ class Pipeline(Wrapper):
         _, outputs = self._run(inputs, kwargs)
         last = dist.get_world_size(self.process_group) - 1
         y = join(outputs) if outputs else None
-        told = [Outline.of(y)]
+        told = [Outline.of(y).tree()]
         dist.broadcast_object_list(told, group=self.process_group, group_src=last)
         if not outputs:
-            y = told[0].filled([spec.empty(self._device) for spec in told[0].tensors()])
+            outline = Outline(*tree_flatten(told[0]))
+            y = outline.filled([spec.empty(self._device) for spec in outline.tensors()])
         broadcast_state(tensors_of(y), self.process_group, last)
         return y
 

@@ -53,8 +53,9 @@ def backward_inputs(
     # From the later use of a weight, the way to it leads over the earlier: both parts at once.
     several = [weight for weight, count in uses.items() if count > 1]
     edges = [edge for own, _ in forks for edge in own]
+    wanted: list[Any] = [*inputs, *several, *edges]
     found = torch.autograd.grad(
-        ends, [*inputs, *several, *edges], gradients, retain_graph=bool(forks), allow_unused=True
+        ends, wanted, gradients, retain_graph=bool(forks), allow_unused=True
     )
     for weight, own in zip(several, found[len(inputs) :], strict=False):
         if own is not None:

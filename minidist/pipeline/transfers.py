@@ -67,8 +67,11 @@ class Outline:
         return cls([_spec(leaf) for leaf in leaves], structure)
 
     def __str__(self) -> str:
-        outputs, kwargs = tree_unflatten(self.leaves, self.structure)
+        outputs, kwargs = self.tree()
         return f"{outputs}" + (f" and {kwargs}" if kwargs else "")
+
+    def tree(self) -> Any:
+        return tree_unflatten(self.leaves, self.structure)
 
     def tensors(self) -> list[TensorSpec]:
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
@@ -191,7 +194,8 @@ class Transfers:
                 _wait(leaving.popleft()[1])
 
     def _tell(self, outline: Outline | None, to: int) -> None:
-        data = torch.frombuffer(bytearray(pickle.dumps(outline)), dtype=torch.uint8)
+        told = pickle.dumps(None if outline is None else (outline.tree(),))
+        data = torch.frombuffer(bytearray(told), dtype=torch.uint8)
         length = torch.tensor([len(data)])
         self._isend([x.to(self._peers.device) for x in (length, data)], to)
 
@@ -200,18 +204,20 @@ class Transfers:
         _wait(self._irecv([length], source))
         data = torch.empty(int(length), dtype=torch.uint8, device=self._peers.device)
         _wait(self._irecv([data], source))
-        return pickle.loads(data.cpu().numpy().tobytes())
+        told = pickle.loads(data.cpu().numpy().tobytes())
+        return None if told is None else Outline(*tree_flatten(*told))
 
     def _isend(self, tensors: list[torch.Tensor], to: int) -> None:
         leaving, group = self._leaving[to], self._peers.group
-        works = [dist.isend(x, group=group, group_dst=to, tag=TAG) for x in _flat(tensors)]
+        works: Any = [dist.isend(x, group=group, group_dst=to, tag=TAG) for x in _flat(tensors)]
         leaving.append((tensors, works))
         if len(leaving) > IN_FLIGHT:
             _wait(leaving.popleft()[1])
 
     def _irecv(self, tensors: list[torch.Tensor], source: int) -> list[dist.Work]:
-        group = self._peers.group
-        return [dist.irecv(x, group=group, group_src=source, tag=TAG) for x in _flat(tensors)]
+        group, flat = self._peers.group, _flat(tensors)
+        works: Any = [dist.irecv(x, group=group, group_src=source, tag=TAG) for x in flat]
+        return works
 
     def _boundary(self, message: Instruction) -> Boundary:
         leads_on = isinstance(message, (SendActivation, ReceiveGradient))
