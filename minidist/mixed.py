@@ -33,8 +33,8 @@ from minidist.distributed_data_parallel.replicas import (
 )
 from minidist.measure import TrafficCounter
 from minidist.pipeline import Pipeline, Schedule
-from minidist.pipeline.executor import Loss
 from minidist.pipeline.norm import norm_over_ranks
+from minidist.pipeline.opening import Loss
 from minidist.rank import device
 from minidist.tensor_parallel import (
     full_state_dict,

@@ -28,10 +28,10 @@ from minidist.distributed_data_parallel.replicas import (
 )
 from minidist.pipeline.balance import balance_by_cost, balance_by_parameters
 from minidist.pipeline.batch import join, tensors_of
-from minidist.pipeline.executor import Batch, Executor, Loss
+from minidist.pipeline.executor import Executor
 from minidist.pipeline.instructions import Schedule
 from minidist.pipeline.norm import norm_over_ranks
-from minidist.pipeline.opening import Opening
+from minidist.pipeline.opening import Loss, Opening
 from minidist.pipeline.schedules import SCHEDULES, forward_only, interleaved, with_messages
 from minidist.pipeline.simulate import Prediction, Span, simulate
 from minidist.pipeline.stage import Layers, Stage, keywords_of
@@ -179,13 +179,11 @@ class Pipeline(Wrapper):
         self, inputs: Any, kwargs: dict[str, Any], training: tuple[Loss, Any] | None = None
     ) -> tuple[torch.Tensor, list[Any]]:
         """Returns the loss, on every rank, and the outputs, on the last."""
-        outlines, plan = self._opening.open(inputs, kwargs, training is not None), self.schedule
-        rows, parts = self._opening.rows, self._opening.parts
+        batch, plan = self._opening.open(inputs, kwargs, training), self.schedule
         if training is None:
-            plan = forward_only(self._peers.size, plan.stages, len(rows))
+            plan = forward_only(self._peers.size, plan.stages, len(batch.rows))
         stages = {stage: Stage(own, self._recompute) for stage, own in self._layers.items()}
-        transfers = Transfers(self._peers, outlines, rows, self._device)
-        batch = Batch(rows, parts, training)
+        transfers = Transfers(self._peers, batch.outlines, batch.rows, self._device)
         executor = Executor(plan, stages, self._keywords, transfers, batch)
         executor.run(plan.ranks[self._peers.rank])
         self.trace = executor.trace
@@ -193,7 +191,7 @@ class Pipeline(Wrapper):
         told = torch.tensor([loss, executor.failed], dtype=torch.float64, device=self._peers.device)
         dist.all_reduce(told, group=self.process_group)
         if told[1]:
-            self._opening.forget()
+            batch.outlines.forget()
             agree.raise_on_every_rank(self.process_group, executor.problem)
         return told[0], executor.outputs
 

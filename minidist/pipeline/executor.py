@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -21,25 +20,10 @@ from minidist.pipeline.instructions import (
     gives,
     needs,
 )
+from minidist.pipeline.opening import Batch
 from minidist.pipeline.simulate import Span
 from minidist.pipeline.stage import Stage
 from minidist.pipeline.transfers import Outline, Transfers
-
-Loss = Callable[[Any, Any], torch.Tensor]
-
-
-@dataclass
-class Batch:
-    """What a rank knows of a batch.
-
-    rows: of each micro-batch. inputs: what the first layer gets of each, and the keyword arguments;
-    on the rank of the first stage. loss_fn, targets: used where the last stage is; None: there is
-    no backward pass, and the last stage's outputs are collected.
-    """
-
-    rows: Sequence[int]
-    inputs: Sequence[tuple[Any, dict[str, Any]]]
-    training: tuple[Loss, Any] | None = None
 
 
 class Executor:

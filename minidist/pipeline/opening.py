@@ -7,6 +7,8 @@ seen, and the numbers of all ranks together are the key to the outlines. This ta
 each rank, once a step.
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +21,23 @@ from minidist.collectives.peers import Peers
 from minidist.pipeline.batch import count_rows, cut, rows_of
 from minidist.pipeline.transfers import Outlines
 
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass
+class Batch:
+    """What a rank knows of a batch.
+
+    rows: of each micro-batch. inputs: of each, what the first layer gets, and keyword arguments; on
+    the rank of the first stage. training: loss_fn and targets, used where the last stage is; None:
+    there is no backward pass. outlines: of all activations, as far as they are known.
+    """
+
+    rows: Sequence[int]
+    inputs: Sequence[tuple[Any, dict[str, Any]]]
+    training: tuple[Loss, Any] | None
+    outlines: Outlines
+
 
 class Opening:
     """Of all steps of a pipeline. layers: of this rank. keywords: all that some layer takes."""
@@ -30,19 +49,15 @@ class Opening:
         self._modules, self._parameters = list(layers.modules()), list(layers.parameters())
         self._numbers: dict[str, int] = {}  # of states
         self._outlines: dict[tuple[int, ...], Outlines] = {}
-        # Of the step that has been opened last:
-        self.key: tuple[int, ...] = ()
-        self.rows: list[int] = []  # of each micro-batch
-        self.parts: list[tuple[Any, dict[str, Any]]] = []  # the micro-batches, on the first rank
 
-    def open(self, inputs: Any, kwargs: dict[str, Any], trains: bool) -> Outlines:
+    def open(self, inputs: Any, kwargs: dict[str, Any], training: tuple[Loss, Any] | None) -> Batch:
         """Every rank calls this. Raises on all of them if the batch of the first cannot be cut."""
-        seen, total, problem = [trains, self._state()], 0, None
-        self.parts = []
+        trains = training is not None
+        seen, total, parts, problem = [trains, self._state()], 0, [], None
         if self._peers.rank == 0:
             try:
                 total = self._count(inputs, kwargs, trains)
-                self.parts = cut("inputs", (inputs, kwargs), self._rows(total, trains))
+                parts = cut("inputs", (inputs, kwargs), self._rows(total, trains))
                 seen.append(_looks((inputs, kwargs)))
             except (TypeError, ValueError) as error:
                 problem = error
@@ -54,12 +69,8 @@ class Opening:
         if numbers[0] < 0:
             assert self._peers.group is not None
             agree.raise_on_every_rank(self._peers.group, problem)
-        self.key, self.rows = tuple(numbers), self._rows(totals[0], trains)
-        return self._outlines.setdefault(self.key, Outlines())
-
-    def forget(self) -> None:
-        """The step has failed, and its outlines may lack something. Every rank calls this."""
-        del self._outlines[self.key]
+        outlines = self._outlines.setdefault(tuple(numbers), Outlines())
+        return Batch(self._rows(totals[0], trains), parts, training, outlines)
 
     def _count(self, inputs: Any, kwargs: dict[str, Any], trains: bool) -> int:
         for name in kwargs.keys() - self._keywords:

@@ -112,6 +112,11 @@ class Outlines:
     known: dict[Boundary, Outline | None] = field(default_factory=dict)
     told: set[Boundary] = field(default_factory=set)  # to the rank of the next stage
 
+    def forget(self) -> None:
+        """The step has failed, and they may lack something. Every rank calls this."""
+        self.known.clear()
+        self.told.clear()
+
 
 class Transfers:
     """This rank's messages of one step. rows: of each micro-batch."""
