@@ -340,7 +340,7 @@ WRONG_MODELS = {
     "module": (lambda: build({"data": 4}, lambda: md.zoo.mlp(2, 2)), "TypeError: rank 0: Mixed"),
     "heads": (
         lambda: build({"tensor": 4}),
-        "ValueError: rank 0: heads over 4 ranks: 2 is not a multiple of 4",
+        "ValueError: rank 0: blocks.0: heads over 4 ranks: 2 is not a multiple of 4",
     ),
     "stages": (
         lambda: build({"pipeline": 2, "data": 2}, schedule="interleaved", balance=[1] * 8),

@@ -81,14 +81,14 @@ class GPT2Attention(nn.Module):
 class Llama(nn.Module):
     """With `head_norm`, queries are normalized by head, as in Qwen 3."""
 
-    def __init__(self, layers=2, heads=8, kv_heads=4, head_norm=False):
+    def __init__(self, layers=2, heads=8, kv_heads=4, head_norm=False, words=WORDS):
         super().__init__()
         torch.manual_seed(0)
         blocks = [LlamaBlock(heads, kv_heads, head_norm) for _ in range(layers)]
         self.model = nn.Module()
-        self.model.embed_tokens = nn.Embedding(WORDS, WIDTH)
+        self.model.embed_tokens = nn.Embedding(words, WIDTH)
         self.model.layers, self.model.norm = nn.ModuleList(blocks), nn.RMSNorm(WIDTH)
-        self.lm_head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.lm_head = nn.Linear(WIDTH, words, bias=False)
 
     def forward(self, tokens):
         x = self.model.embed_tokens(tokens)
@@ -241,10 +241,8 @@ def replicated_between(model):
 
 @pytest.mark.parametrize("plan", [of_torch, replicated_between])
 def test_a_plan_of_torchs_styles(pools, plan):
-    def even():
-        global WORDS
-        WORDS = 252  # a head that is gathered must be of equal parts
-        return Llama()
+    def even():  # a head that is gathered must be of equal parts
+        return Llama(words=252)
 
     def run():
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor",))
@@ -385,6 +383,16 @@ def test_a_mesh_of_several_axes_is_refused(pools):
         return str(refused.value)
 
     words = 'a model is split along one axis, as mesh["tensor"], not along data, tensor'
+    assert pools(2)(run) == [words] * 2
+
+
+def test_without_a_plan_it_must_be_the_zoos_transformer(pools):
+    def run():
+        with pytest.raises(TypeError) as refused:
+            tp.parallelize(Llama())
+        return str(refused.value)
+
+    words = "a Llama is not a zoo.Transformer: a plan must say how it is split"
     assert pools(2)(run) == [words] * 2
 
 

@@ -12,11 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minidist.distributed_data_parallel.replicas import require_group
 from minidist.pipeline.norm import norm_over_ranks
-from minidist.tensor_parallel.block import ParallelBlock, SequenceParallel
 from minidist.tensor_parallel.layer import ParallelLayer
-from minidist.tensor_parallel.operators import Group, scatter_to_group
+from minidist.tensor_parallel.operators import Group
 from minidist.tensor_parallel.plan import Where, split_by
-from minidist.tensor_parallel.vocabulary import VocabParallelEmbedding, VocabParallelLinear
+from minidist.tensor_parallel.ready_plans import transformer_plan
 
 
 def parallelize(
@@ -68,23 +67,13 @@ def parallelize(
     does not split.
     """
     group = _group(mesh)
-    if plan is not None:
-        ranks = dist.get_world_size(require_group(group, "parallelize"))
-        split_by(model, plan, Where(group, ranks, sequence_parallel))
-        return model
-    whole: Any = model
-    split: dict[str, Any] = dict(process_group=group, sequence_parallel=sequence_parallel)
-    blocks = [ParallelBlock.from_dense(block, **split) for block in whole.blocks]
-    tokens = VocabParallelEmbedding.from_dense(whole.tokens, **split)
-    head = VocabParallelLinear.from_dense(whole.head, **split)
-    if whole.head.weight is whole.tokens.weight:
-        head.weight = tokens.weight
-    whole.blocks, whole.tokens, whole.head = nn.Sequential(*blocks), tokens, head
-    if sequence_parallel:
-        whole.norm = SequenceParallel(whole.norm, group)
-        whole.positions.register_forward_hook(
-            lambda _, __, output: scatter_to_group(output, -2, group)
-        )
+    if plan is None:
+        if not hasattr(model, "blocks"):
+            name = type(model).__name__
+            raise TypeError(f"a {name} is not a zoo.Transformer: a plan must say how it is split")
+        plan = transformer_plan(model)
+    ranks = dist.get_world_size(require_group(group, "parallelize"))
+    split_by(model, plan, Where(group, ranks, sequence_parallel))
     return model
 
 
