@@ -46,11 +46,16 @@ def keywords_of(layer: nn.Module) -> set[str]:
 @dataclass
 class _Kept:
     """What a forward pass leaves for its backward pass: the tensors that have come in and need a
-    gradient, and the graph that autograd has recorded, by its ends (none: nothing in it is
-    trained). Not the outputs: they have left."""
+    gradient, and the graph that autograd has recorded, by its end at each output for which a
+    gradient comes back (None: nothing there is trained). Not the outputs: they have left."""
 
     received: list[torch.Tensor]
-    ends: list[GradientEdge]
+    ends: list[GradientEdge | None]
+
+    def begin(self, gradients: Gradients) -> tuple[list[GradientEdge], Gradients]:
+        """Where backward passes begin, and with what."""
+        pairs = [(end, g) for end, g in zip(self.ends, gradients, strict=False) if end is not None]
+        return [end for end, _ in pairs], [gradient for _, gradient in pairs]
 
 
 class Stage:
@@ -74,35 +79,43 @@ class Stage:
         arguments. Backward passes begin at the tensors in it that need a gradient."""
         if not self._recompute:
             made = finish(self.layers(*_entered(inputs)))
-            kept = _keep(inputs, made)
+            kept = _keep(inputs, made, lambda y: y.requires_grad)
             self._kept[microbatch] = lambda: kept
             return made
         replay = Replay(self.layers.sequence, tensors_of(inputs))
 
         def again() -> _Kept:
             with replay.same_again():
-                return _keep(inputs, finish(self.layers(*_entered(inputs))))
+                return _keep(inputs, finish(self.layers(*_entered(inputs))), _takes_gradient)
 
         self._kept[microbatch] = again
-        # A layer may overwrite what comes in, which is needed once more. The graph of this pass
-        # goes as soon as the outputs have left it.
-        return finish(self.layers(*tree_map_only(torch.Tensor, torch.clone, inputs)))
+        trained = any(p.requires_grad for p in self.layers.sequence.parameters())
+        wanted = trained or bool(_received(inputs))
+
+        def as_with_graph(y: torch.Tensor) -> torch.Tensor:
+            return y.detach().requires_grad_(wanted and _takes_gradient(y))
+
+        with torch.no_grad():  # on copies: a layer may overwrite what is needed once more
+            made = finish(self.layers(*tree_map_only(torch.Tensor, torch.clone, inputs)))
+        return tree_map_only(torch.Tensor, as_with_graph, made)
 
     def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
         """Add to the gradients of the weights, and return those for what has come in. `gradients`
         are those for the outputs; None stands for a loss's own, which is 1."""
         kept = self._kept.pop(microbatch)()
-        if kept.ends:
-            torch.autograd.backward(kept.ends, gradients)
+        ends, gradients = kept.begin(gradients)
+        if ends:
+            torch.autograd.backward(ends, gradients)
         return [x.grad for x in kept.received]
 
     def backward_inputs(self, microbatch: int, gradients: Gradients) -> Gradients:
         """Return the gradients for what has come in. `backward_weights` does the rest."""
         kept = self._kept.pop(microbatch)()
-        self._deferred[microbatch] = []
-        if not kept.ends:
+        ends, gradients = kept.begin(gradients)
+        if not ends:
+            self._deferred[microbatch] = []
             return [None for _ in kept.received]
-        found, self._deferred[microbatch] = backward_inputs(kept.ends, gradients, kept.received)
+        found, self._deferred[microbatch] = backward_inputs(ends, gradients, kept.received)
         return found
 
     def backward_weights(self, microbatch: int) -> None:
@@ -116,9 +129,17 @@ def _received(inputs: Any) -> list[torch.Tensor]:
     return [x for x in tensors_of(inputs) if x.requires_grad and x.is_leaf]
 
 
-def _keep(inputs: Any, made: Any) -> _Kept:
-    ends = [get_gradient_edge(y) for y in tensors_of(made) if y.requires_grad]
-    return _Kept(_received(inputs), ends)
+def _takes_gradient(y: torch.Tensor) -> bool:
+    """Whether it could: without a graph one cannot know more."""
+    return y.is_floating_point() or y.is_complex()
+
+
+def _keep(inputs: Any, made: Any, gets_gradient: Callable[[torch.Tensor], bool]) -> _Kept:
+    """gets_gradient: whether a gradient comes back for an output."""
+    outputs = [y for y in tensors_of(made) if gets_gradient(y)]
+    return _Kept(
+        _received(inputs), [get_gradient_edge(y) if y.requires_grad else None for y in outputs]
+    )
 
 
 def _entered(inputs: Any) -> Any:

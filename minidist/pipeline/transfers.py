@@ -147,21 +147,17 @@ class Transfers:
         ever."""
         boundary, to = self._boundary(send), other_end(send).stage % self._peers.size
         outline = self._outlines.known.setdefault(boundary, None)
-        onward = isinstance(send, SendActivation)
+        onward, leaving = isinstance(send, SendActivation), []
         if onward and boundary not in self._outlines.told:
             self._outlines.told.add(boundary)
-            self._tell(outline, to)
-        if outline is None:
-            return
-        specs = outline.tensors() if onward else outline.gradients()
-        found = [None] * len(specs) if tensors is None else tensors
-        self._isend(
-            [
-                spec.empty(self._device).zero_() if x is None else x.contiguous()
-                for spec, x in zip(specs, found, strict=True)
-            ],
-            to,
-        )
+            leaving += self._told(outline)
+        if outline is not None:
+            specs = outline.tensors() if onward else outline.gradients()
+            found = [None] * len(specs) if tensors is None else tensors
+            for spec, x in zip(specs, found, strict=True):
+                whole = spec.empty(self._device).zero_() if x is None else x.contiguous()
+                leaving.append(whole)
+        self._isend(leaving, to)
 
     def expect(self, receive: Instruction) -> None:
         """Let the message come in, and ahead of it its outline, if that is not known yet."""
@@ -198,11 +194,12 @@ class Transfers:
             while leaving:
                 _wait(leaving.popleft()[1])
 
-    def _tell(self, outline: Outline | None, to: int) -> None:
+    def _told(self, outline: Outline | None) -> list[torch.Tensor]:
+        """An outline as tensors: how many bytes, and these."""
         told = pickle.dumps(None if outline is None else (outline.tree(),))
         data = torch.frombuffer(bytearray(told), dtype=torch.uint8)
         length = torch.tensor([len(data)])
-        self._isend([x.to(self._peers.device) for x in (length, data)], to)
+        return [x.to(self._peers.device) for x in (length, data)]
 
     def _hear(self, source: int) -> Outline | None:
         length = torch.zeros(1, dtype=torch.int64, device=self._peers.device)
