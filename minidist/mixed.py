@@ -35,7 +35,7 @@ from minidist.guard import Guard
 from minidist.measure import TrafficCounter
 from minidist.norm import norm_over_ranks
 from minidist.pipeline import Pipeline, Schedule
-from minidist.pipeline.worker import Loss
+from minidist.pipeline.opening import Loss
 from minidist.rank import device
 from minidist.tensor_parallel import (
     full_state_dict,

@@ -6,7 +6,9 @@ import copy
 import dataclasses
 import gc
 import itertools
+import queue
 import random
+import threading
 import time
 import weakref
 from collections import Counter
@@ -29,6 +31,7 @@ from minidist.pipeline import (
     simulate,
     validate,
 )
+from minidist.pipeline.balance import balance
 from minidist.pipeline.instructions import (
     RECEIVES,
     SENDS,
@@ -44,9 +47,9 @@ from minidist.pipeline.instructions import (
     needs,
     other_end,
 )
-from minidist.pipeline.partition import balance
 from minidist.pipeline.schedules import forward_only, with_messages
 from minidist.pipeline.split import backward_inputs
+from minidist.pipeline.stage import Layers, Stage
 
 apart = md.parity.relative_difference
 
@@ -572,6 +575,203 @@ def test_other_dtypes(pools, shm, backend, dtype, allowed):
     assert max((pools(3) if backend == "gloo" else shm)(run)) <= allowed
 
 
+class Branches(nn.Module):
+    """One tensor in; out come several, of which two get a gradient, and what is no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6).double()
+
+    def forward(self, x):
+        whole = (10 * x).long()
+        return {"h": self.linear(x), "mask": x > 0, "skip": [x, None, 0.5], "rows": (whole,)}
+
+
+class Joins(nn.Module):
+    """Takes what `Branches` gives, and gives the like; `norm` depends on no input."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.side = nn.Linear(6, 6).double(), nn.Linear(6, 6).double()
+
+    def forward(self, several):
+        x, none, scale = several["skip"]
+        assert none is None and several["rows"][0].dtype == torch.int64
+        h = self.linear(several["h"]).masked_fill(several["mask"], 0.0)
+        side = scale * self.side(x) + several["rows"][0]
+        out = {"h": h, "mask": ~several["mask"], "skip": [side, None, 0.5], "rows": several["rows"]}
+        return out | {"norm": self.linear.weight.square().sum() + several.get("norm", 0.0)}
+
+
+class Ends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 3).double()
+
+    def forward(self, several):
+        return self.linear(several["h"] + several["skip"][0]) * several["norm"]
+
+
+def several():
+    torch.manual_seed(0)
+    return nn.Sequential(Branches(), Joins(), Joins(), Ends())
+
+
+def lstm():
+    torch.manual_seed(0)
+    layers = [nn.Unflatten(1, (2, 3)), nn.LSTM(3, 4, batch_first=True), First(), nn.Linear(4, 3)]
+    return nn.Sequential(*layers).double()
+
+
+class First(nn.Module):
+    def forward(self, outputs):
+        return outputs[0][:, -1]
+
+
+def overwriting():
+    """Stages that begin with an operation in place."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6)) for _ in range(3)]
+    return nn.Sequential(nn.Linear(6, 6), *layers, nn.Linear(6, 3)).double()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize(
+    ("make", "balance"),
+    [(several, [1, 1, 1, 1]), (lstm, [1, 1, 1, 1]), (overwriting, [1, 1, 1, 2])],
+    ids=["dicts", "lstm", "in place"],
+)
+def test_what_travels_between_stages(pools, make, balance, schedule, recompute):
+    found = pools(4)(train, make, digits, 4, schedule, balance=balance, recompute=recompute)
+    assert set.union(*found) == names(make())
+
+
+def test_a_dict_in_another_order_is_refused(pools):
+    class Turns(nn.Module):
+        calls = 0
+
+        def forward(self, x):
+            Turns.calls += 1
+            return {"a": x, "b": 2 * x} if Turns.calls == 1 else {"b": 2 * x, "a": x}
+
+    class Takes(nn.Module):
+        def forward(self, several):
+            return several["a"]
+
+    def run():
+        Turns.calls = 0
+        model = md.Pipeline(nn.Sequential(nn.Linear(3, 3), Turns(), Takes()), 2, balance=[2, 1])
+        model.train_step(torch.ones(4, 3), torch.ones(4, 3), F.mse_loss)
+
+    assert all("this stage gives {'b': shape (2, 3)" in words for _, words in told(pools(2), run))
+
+
+class Masked(nn.Module):
+    def __init__(self, outputs=6):
+        super().__init__()
+        self.linear = nn.Linear(6, outputs).double()
+
+    def forward(self, x, mask, scale=1.0):
+        return scale * self.linear(x).masked_fill(mask, 0.0)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zero_bubble"])
+def test_keyword_arguments_go_to_the_layers_that_name_them(pools, schedule):
+    def run():
+        torch.manual_seed(0)
+        layers = [Masked(), nn.Tanh(), nn.Linear(6, 6).double(), Masked(), nn.Linear(6, 3).double()]
+        plain = nn.Sequential(*layers)
+        model = md.Pipeline(copy.deepcopy(plain), 4, schedule)
+        found = []
+        for step, scale in enumerate((0.5, 2.0)):
+            inputs, targets = digits(step)
+            x, mask = inputs, inputs > 0.3
+            for layer in plain:
+                x = layer(x, mask, scale) if isinstance(layer, Masked) else layer(x)
+            F.cross_entropy(x, targets).backward()
+            batch = [inputs, dict(mask=mask, scale=scale)] if dist.get_rank() == 0 else [None, {}]
+            model.train_step(batch[0], targets, F.cross_entropy, **batch[1])
+            found.append(apart(model(batch[0], **batch[1]), x))
+        ours = model.module.named_parameters()
+        return max(found + [apart(p.grad, plain.get_parameter(k).grad) for k, p in ours])
+
+    assert max(pools(2)(run)) <= 1e-12
+
+
+def other_rows(step):
+    return digits(step, rows=(11, 4, 11, 13)[step])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_batches_of_other_shapes(pools, schedule):
+    assert set.union(*pools(2)(train, mlp, other_rows, 4, schedule, steps=4)) == names(mlp())
+
+
+def test_other_lengths_and_dtypes_of_inputs(pools):
+    def run():
+        plain = md.zoo.Transformer(vocabulary=17, length=8, width=8, layers=3).sequential().double()
+        model, found = md.Pipeline(copy.deepcopy(plain), 4), []
+        for length, dtype in (
+            (5, torch.int64),
+            (8, torch.int64),
+            (5, torch.int32),
+            (5, torch.int64),
+        ):
+            tokens = torch.randint(17, (8, length), generator=torch.Generator().manual_seed(length))
+            plain.zero_grad(), model.zero_grad()
+            loss = md.parity.cross_entropy(plain(tokens.to(dtype)), tokens)
+            loss.backward()
+            given = tokens.to(dtype) if dist.get_rank() == 0 else None
+            found.append(apart(model.train_step(given, tokens, md.parity.cross_entropy), loss))
+            ours = model.module.named_parameters()
+            found += [apart(p.grad, plain.get_parameter(name).grad) for name, p in ours]
+        return max(found)
+
+    assert max(pools(2)(run)) <= 1e-12
+
+
+class OnlyInTraining(nn.Module):
+    """Gives other shapes in training."""
+
+    def forward(self, x):
+        return torch.cat([x, x], -1) if self.training else x
+
+
+class Halves(nn.Module):
+    def forward(self, x):
+        return x[..., :6]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_layers_that_are_frozen_or_change_their_mode_between_steps(pools, schedule):
+    def run():
+        torch.manual_seed(0)
+        layers = [nn.Linear(6, 6), OnlyInTraining(), Halves(), nn.Linear(6, 6), nn.Linear(6, 3)]
+        plain = nn.Sequential(*layers).double()
+        model = md.Pipeline(copy.deepcopy(plain), 4, schedule, balance=[2, 2, 1])
+        found = []
+        for step, (trains, mode) in enumerate([(0, 1), (1, 1), (1, 0), (0, 0), (1, 1)]):
+            for each in (plain, model.module):
+                each.train(bool(mode)).zero_grad()
+                for name, p in each.named_parameters():
+                    p.requires_grad_(bool(trains) or name.startswith("4"))
+            inputs, targets = digits(step // 2)
+            F.cross_entropy(plain(inputs), targets).backward()
+            with md.measure.TrafficCounter() as traffic:
+                model.train_step(inputs, targets, F.cross_entropy)
+            for name, p in model.module.named_parameters():
+                wanted = plain.get_parameter(name).grad
+                assert (p.grad is None) == (wanted is None), name
+                found += [] if wanted is None else [apart(p.grad, wanted)]
+            rank = dist.get_rank()  # a gradient goes back only to what is trained
+            assert (sum(traffic.sent_to[:rank]) > 0) == (trains == 1 and rank > 0)
+            found.append(apart(model(inputs), plain(inputs)))
+        return max(found)
+
+    assert max(pools(3)(run)) <= 1e-12
+
+
 # ---- backward in two parts --------------------------------------------------------------------
 
 
@@ -594,7 +794,7 @@ def test_neither_part_of_backward_does_the_others_work():
         loss.backward()
     output = model(x).sum()
     with Counted() as first:
-        gradient, left = backward_inputs(get_gradient_edge(output), None, x)
+        (gradient,), left = backward_inputs([get_gradient_edge(output)], [None], [x])
     assert all(p.grad is None for p in model.parameters())
     with Counted() as second:
         for deferred in left:
@@ -610,7 +810,7 @@ def test_neither_part_of_backward_does_the_others_work():
 
 def test_the_graph_is_gone_after_both_parts():
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(2, 4)
-    stage = md.pipeline.Stage(model, recompute=False)
+    stage = Stage(Layers(model), recompute=False)
     saved = []
 
     def pack(tensor):
@@ -623,9 +823,9 @@ def test_the_graph_is_gone_after_both_parts():
         return sum(box() is not None for box in saved)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box):
-        stage.forward(0, x.requires_grad_())
+        stage.forward(0, (x.requires_grad_(), {}), lambda y: y)
     kept = alive()
-    stage.backward_inputs(0, torch.ones(2, 4))
+    stage.backward_inputs(0, [torch.ones(2, 4)])
     assert alive() == kept == len(saved) > 0
     stage.backward_weights(0)
     assert alive() == 0 and all(p.grad is not None for p in model.parameters())
@@ -709,18 +909,103 @@ def test_bytes_that_travel(pools, schedule, v):
     def run():
         module = nn.Sequential(*[nn.Linear(6, 6) for _ in range(8)])
         model = md.Pipeline(module, 4, schedule)
-        with md.measure.TrafficCounter() as traffic:
-            model.train_step(torch.ones(8, 6), torch.ones(8, 6), F.mse_loss)
-        return traffic
+        steps = []
+        for rows in (8, 8, 4, 8):
+            with md.measure.TrafficCounter() as traffic:
+                model.train_step(torch.ones(rows, 6), torch.ones(rows, 6), F.mse_loss)
+            steps.append(traffic)
+        return steps
 
-    p, m, activation = 2, 4, 2 * 6 * 4
-    ranks = pools(2)(run)
-    wires = p * v - 1
-    headers = wires
-    assert sum(rank.sent_messages for rank in ranks) == 2 * wires * m + headers
-    assert sum(rank.sent_bytes for rank in ranks) == 2 * wires * m * activation + headers * 128
-    # The loss, and that all went well.
-    assert [rank.calls for rank in ranks] == [{"all_reduce": (1, 16)}] * p
+    p, m, row = 2, 4, 6 * 4
+    boundaries = p * v - 1
+    told = 2 * boundaries  # outlines: how long, and what
+    steps = zip((8, 8, 4, 8), (True, False, True, False), *pools(2)(run), strict=True)
+    for rows, new, *ranks in steps:
+        messages = 2 * boundaries * m
+        assert sum(rank.sent_messages for rank in ranks) == messages + new * told
+        nbytes = 2 * boundaries * rows * row
+        found = sum(rank.sent_bytes for rank in ranks)
+        assert found > nbytes if new else found == nbytes
+        # What rows there are; the loss, and that all went well.
+        calls = {"all_gather": (1, 16 * p), "all_reduce": (1, 16)}
+        assert [rank.calls for rank in ranks] == [calls] * p
+
+
+class Work:
+    def __init__(self):
+        self.done = threading.Event()
+
+    def wait(self):
+        if not self.done.wait(8):
+            raise RuntimeError("waits for ever")
+
+
+class OneQueue:
+    """torch.distributed by NCCL's rule, over any backend: two ranks have one queue for what they
+    send each other, both ways; a message begins when the one before it has ended, and ends only
+    with the other rank's receive."""
+
+    def __init__(self):
+        self.queues = {}
+
+    def __getattr__(self, name):
+        return getattr(dist, name)
+
+    def put(self, peer, *message):
+        if peer not in self.queues:
+            self.queues[peer] = queue.Queue()
+            threading.Thread(target=self.run, args=(peer, self.queues[peer]), daemon=True).start()
+        work = Work()
+        self.queues[peer].put((work, *message))
+        return work
+
+    def run(self, peer, messages):
+        ready = torch.zeros(1)
+        while (message := messages.get()) is not None:
+            work, sends, x, group = message
+            if sends:
+                dist.recv(ready, group=group, group_src=peer, tag=7)
+                dist.send(x, group=group, group_dst=peer, tag=8)
+            else:
+                dist.send(ready, group=group, group_dst=peer, tag=7)
+                dist.recv(x, group=group, group_src=peer, tag=8)
+            work.done.set()
+
+    def isend(self, x, group=None, group_dst=None, tag=0):
+        return self.put(group_dst, True, x, group)
+
+    def irecv(self, x, group=None, group_src=None, tag=0):
+        return self.put(group_src, False, x, group)
+
+    def close(self):
+        for messages in self.queues.values():
+            messages.put(None)
+
+
+def with_one_queue(*args, **options):
+    from minidist.pipeline import ties, transfers
+
+    ties.dist = transfers.dist = one = OneQueue()
+    try:
+        return train(*args, **options)
+    finally:
+        one.close()
+        ties.dist = transfers.dist = dist
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_one_queue_for_each_pair_of_ranks_is_enough(pools, ranks, schedule):
+    balance = None if schedule != "interleaved" else [1] * (2 * ranks - 1) + [10 - 2 * ranks]
+    found = pools(ranks)(with_one_queue, transformer, words, 4, schedule, balance=balance)
+    assert set.union(*found) == names(transformer())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_queue_is_enough_for_any_schedule_that_the_validator_accepts(pools, seed):
+    schedule = any_order(2, 4, 6, seed)
+    found = pools(2)(with_one_queue, mlp, digits, 6, schedule)
+    assert set.union(*found) == names(mlp())
 
 
 class Sleeps(torch.autograd.Function):
@@ -759,6 +1044,7 @@ def test_measured_idle_time_is_that_predicted(pools, name):
     def run():
         module = nn.Sequential(*[Takes(second) for _ in range(schedule.stages)])
         model, batch = md.Pipeline(module, m, name), torch.zeros(m, 1)
+        model.train_step(batch, batch, F.mse_loss)  # here the stages learn what travels
         dist.barrier()
         start = time.perf_counter()
         model.train_step(batch, batch, F.mse_loss)
@@ -881,8 +1167,8 @@ class Grows(nn.Module):
 
     def forward(self, x):
         self.calls += 1
-        if self.kind == "int":
-            return x.long()
+        if self.kind == "set":
+            return {1}
         if self.calls < 3 or not self.training:
             return x
         if self.kind == "shape":
@@ -891,6 +1177,8 @@ class Grows(nn.Module):
             return x.double()
         if self.kind == "rows":
             return x[:1]
+        if self.kind == "gradient":
+            return x.detach()
         raise ZeroDivisionError("the third")
 
 
@@ -912,31 +1200,62 @@ FAILURES = {
         third("shape"),
         "ValueError",
         "rank 1: this stage gives shape (3, 4), float32; after what it gave for other "
-        "micro-batches of this step it must be (3, 3), float32 (at Forward(1, 2) of the pipeline)",
+        "micro-batches it must be shape (3, 3), float32 (at Forward(1, 2) of the pipeline)",
     ),
     "dtype": (third("dtype"), "ValueError", "rank 1: this stage gives shape (3, 3), float64; "),
-    "rows": (third("rows"), "ValueError", "or a multiple of them; this stage gives shape (1, 3)"),
+    "rows": (
+        third("rows"),
+        "ValueError",
+        "rank 1: this stage gives shape (1, 3), float32; after what it gave for other "
+        "micro-batches it must be shape (3, 3), float32 (at Forward(1, 2) of the pipeline)",
+    ),
+    "gradient": (
+        third("gradient"),
+        "ValueError",
+        "rank 1: this stage gives shape (3, 3), float32, without gradient; after",
+    ),
     "a layer raises": (
         third("error"),
         "RuntimeError",
         "rank 1: ZeroDivisionError: the third (at Forward(1, 2) of the pipeline)",
     ),
-    "no tensor": (
-        lambda: steps([nn.LSTM(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)]),
+    "what cannot travel": (
+        lambda: steps([Grows("set"), nn.Linear(3, 3), nn.Linear(3, 3)]),
         "TypeError",
-        "rank 0: a stage gives one tensor, not a tuple (at Forward(0, 0) of the pipeline)",
+        "rank 0: between stages travel tensors, numbers, strings and None, in tuples, lists and "
+        "dicts; this stage gives a set (at Forward(0, 0) of the pipeline)",
     ),
     "a stage in the middle": (
         lambda: steps(
-            [*four()[:2], nn.LSTM(3, 3), *four()[:3]], schedule="interleaved", balance=[1] * 6
+            [*four()[:2], Grows("set"), *four()[:3]], schedule="interleaved", balance=[1] * 6
         ),
         "TypeError",
-        "rank 2: a stage gives one tensor, not a tuple (at Forward(2, 0) of the pipeline)",
+        "rank 2: between stages travel tensors, numbers, strings and None, in tuples, lists and "
+        "dicts; this stage gives a set (at Forward(2, 0) of the pipeline)",
     ),
-    "integers": (
-        lambda: steps([Grows("int"), nn.Linear(3, 3), nn.Linear(3, 3)]),
+    "a layer that takes no tuple": (
+        lambda: steps([nn.LSTM(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)]),
         "TypeError",
-        "rank 0: between stages goes a floating dtype, not int64",
+        "rank 1: linear(): argument 'input' (position 1) must be Tensor, not tuple (at Forward(",
+    ),
+    "no inputs": (
+        lambda: md.Pipeline(four(), 3).train_step(None, torch.ones(9, 3), F.mse_loss),
+        "TypeError",
+        "rank 0: the inputs of a pipeline are a tensor, its rows first, or several of these",
+    ),
+    "inputs of different lengths": (
+        lambda: md.Pipeline(four(), 3).train_step(
+            (torch.ones(9, 3), torch.ones(8, 3)), torch.ones(9, 3), F.mse_loss
+        ),
+        "ValueError",
+        "rank 0: the inputs of a batch of 9 rows have as many, not (8, 3)",
+    ),
+    "a keyword that no layer takes": (
+        lambda: md.Pipeline(four(), 3).train_step(
+            torch.ones(9, 3), torch.ones(9, 3), F.mse_loss, mask=torch.ones(9, 3)
+        ),
+        "TypeError",
+        "rank 0: no layer has an argument 'mask'",
     ),
     "few rows": (
         lambda: steps(four(), rows=2, targets=2),

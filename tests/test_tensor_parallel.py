@@ -973,7 +973,7 @@ def test_sizes_that_cannot_be_split_are_refused(pools):
         "ValueError: heads over 3 ranks: 4 is not a multiple of 3",
         "ValueError: heads over key-value heads: 6 is not a multiple of 4",
         "ValueError: ranks over key-value heads: 3 is not a multiple of 2",
-        "ValueError: heads over 3 ranks: 2 is not a multiple of 3",
+        "ValueError: blocks.0: heads over 3 ranks: 2 is not a multiple of 3",
         "ValueError: a VocabParallelEmbedding has no padding_idx",
         "IndexError: tokens from 3 to 9 are not all in a vocabulary of 9",
         "IndexError: tokens from -1 to -1 are not all in a vocabulary of 9",

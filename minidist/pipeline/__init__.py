@@ -3,10 +3,10 @@
 Each rank has a stage, or several, and passes activations on to the next and gradients back. So that
 ranks do not wait for one another all the time, the batch is cut into micro-batches, and a schedule
 says who does what when. To read, in this order: `instructions` (a schedule is data), `schedules`
-(five of them), `simulate` and `validate` (what can be known before anything runs), `partition`
-(where to cut), `stage`, `replay` and `split` (computing, computing again, and backward in two
-parts), `messages`, `worker` (runs a schedule), `ties` (parameters of two stages), `norm`, and this
-file.
+(five of them), `simulate` and `validate` (what can be known before anything runs), `balance`
+(where to cut the model), `batch` (and the batch), `stage`, `replay` and `split` (computing,
+computing again, and backward in two parts), `transfers`, `executor` (runs a schedule), `ties`
+(parameters of two stages), `norm`, and this file.
 """
 
 import copy
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.utils._pytree import tree_flatten
 
 from minidist import agree
 from minidist.collectives.peers import Peers
@@ -26,15 +27,17 @@ from minidist.distributed_data_parallel.replicas import (
     require_same_model,
 )
 from minidist.norm import norm_over_ranks
+from minidist.pipeline.balance import balance_by_cost, balance_by_parameters
+from minidist.pipeline.batch import join, tensors_of
+from minidist.pipeline.executor import Executor
 from minidist.pipeline.instructions import Schedule
-from minidist.pipeline.messages import Messages
-from minidist.pipeline.partition import balance_by_cost, balance_by_parameters
+from minidist.pipeline.opening import Loss, Opening
 from minidist.pipeline.schedules import SCHEDULES, forward_only, interleaved, with_messages
 from minidist.pipeline.simulate import Prediction, Span, simulate
-from minidist.pipeline.stage import Stage
+from minidist.pipeline.stage import Layers, Stage, keywords_of
 from minidist.pipeline.ties import find_ties, summed
+from minidist.pipeline.transfers import Outline, Transfers
 from minidist.pipeline.validate import ScheduleError, validate
-from minidist.pipeline.worker import Loss, Worker
 from minidist.wrapper import Wrapper
 
 __all__ = [
@@ -70,6 +73,11 @@ class Pipeline(Wrapper):
         the number of stages: the number of ranks, or for "interleaved" a multiple (None: twice).
     process_group: the ranks that take part; None is the default group.
     recompute: keep a stage's inputs only, and compute its activations again for backward.
+
+    A layer takes what the one before it gives, as in any nn.Sequential: a tensor, or tensors and
+    plain values in tuples, lists and dicts; tensors of whole numbers and masks get no gradient.
+    What a stage gives may depend on the shape of the inputs, but not on their values. The first
+    step with inputs of a new shape finds out what travels (`transfers`).
 
     A parameter that layers of several ranks share, as a tied embedding and head do, is kept by
     each, and gets the sum of their gradients. Batch norm takes its means over a micro-batch, not
@@ -107,7 +115,10 @@ class Pipeline(Wrapper):
         ties = find_ties([m for _, m in layers], [plan.rank_of(stage) for stage in stage_of])
         stages = {stage: nn.Sequential() for stage in range(rank, plan.stages, ranks)}
         own = nn.Sequential()
+        # Of each stage, here or on another rank: the keyword arguments that its layers take.
+        keywords = [set[str]() for _ in counts]
         for (name, layer), stage in zip(layers, stage_of, strict=True):
+            keywords[stage] |= keywords_of(layer)
             if stage in stages:
                 stages[stage].add_module(name, layer)
                 own.add_module(name, layer)
@@ -115,65 +126,74 @@ class Pipeline(Wrapper):
         self.process_group, self.schedule, self.balance = group, plan, counts
         # Of the last step or evaluation: what this rank did, and when (on a GPU: queued).
         self.trace: list[Span] = []
-        self._stages, self._recompute = stages, recompute
+        self._layers = {stage: Layers(sequence) for stage, sequence in stages.items()}
+        self._recompute = recompute
         self._ties = [tie for tie in ties if rank in tie.ranks]
         # Parameters of ours that another rank has too, and counts in norms.
         self.counted_elsewhere = {t.parameter for t in self._ties if t.ranks[0] != rank}
         self._names = list(module.state_dict())
         first = next((p for p in module.parameters()), torch.empty(0))
         self._device, self._peers = first.device, Peers(group)
+        self._keywords = keywords
+        self._opening = Opening(self._peers, own, microbatches, set[str]().union(*keywords))
 
-    def train_step(
-        self, inputs: torch.Tensor, targets: torch.Tensor, loss_fn: Loss
-    ) -> torch.Tensor:
+    def train_step(self, inputs: Any, targets: Any, loss_fn: Loss, **kwargs: Any) -> torch.Tensor:
         """Forward and backward for one batch: adds to each parameter's `.grad`, as `backward()`
         does, and returns the batch's loss, on every rank. Every rank calls this.
 
-        inputs: (rows, …), used on the first rank only. targets: (rows, …), and loss_fn: used on the
-        last. The others may pass the same, or None.
+        inputs: (rows, …), or several such tensors in a tuple, list or dict, for the first layer.
+        kwargs: go to each layer whose `forward` has an argument of that name, such as a mask
+        (rows, …). Tensors are cut by rows, all else is the same for all micro-batches. Used on the
+        first rank only. targets: (rows, …), or several, and loss_fn: used on the last. The others
+        may pass the same, or None.
         loss_fn: called with the outputs and targets of a micro-batch; returns the *mean* over its
         rows. Micro-batches may differ by a row, so each counts by its rows; the sum is the mean
         over the batch. (A mean over what is not the same in all rows, such as words that are not
         padding, is another one in parts than in the whole.)
 
         If anything fails on a rank, all ranks raise: ValueError for fewer rows than micro-batches,
-        or targets of another number of rows, or a stage whose outputs change shape or dtype from
+        or tensors of another number of rows, or a stage whose outputs change shape or dtype from
         one micro-batch to the next; RuntimeError for what a layer or loss_fn raised. Gradients then
         make no sense, and are to be set to None.
         """
         with summed(self._ties, self.process_group):
-            loss, _ = self._run(self.schedule, inputs, (loss_fn, targets))
+            loss, _ = self._run(inputs, kwargs, (loss_fn, targets))
         return loss
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: Any, **kwargs: Any) -> Any:
         """The outputs for the inputs, on every rank, without gradients. Every rank calls this;
-        `inputs` are used on the first. There may be fewer rows than micro-batches. Raises on every
-        rank if a stage fails."""
-        rank, ranks = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
-        plan = forward_only(ranks, self.schedule.stages, self.schedule.microbatches)
-        _, outputs = self._run(plan, inputs)
-        y = torch.cat(outputs) if outputs else torch.empty(0)
-        told = [(y.shape, y.dtype)]
-        dist.broadcast_object_list(told, group=self.process_group, group_src=ranks - 1)
-        if rank != ranks - 1:
-            shape, dtype = told[0]
-            y = torch.empty(shape, dtype=dtype, device=self._device)
-        broadcast_state([y], self.process_group, ranks - 1)
+        `inputs` and `kwargs` are those of `train_step`, used on the first. There may be fewer rows
+        than micro-batches. Raises on every rank if a stage fails."""
+        _, outputs = self._run(inputs, kwargs)
+        last = dist.get_world_size(self.process_group) - 1
+        y = join(outputs) if outputs else None
+        told = [Outline.of(y).tree()]
+        dist.broadcast_object_list(told, group=self.process_group, group_src=last)
+        if not outputs:
+            outline = Outline(*tree_flatten(told[0]))
+            y = outline.filled([spec.empty(self._device) for spec in outline.tensors()])
+        broadcast_state(tensors_of(y), self.process_group, last)
         return y
 
-    def _run(self, schedule: Schedule, *batch: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def _run(
+        self, inputs: Any, kwargs: dict[str, Any], training: tuple[Loss, Any] | None = None
+    ) -> tuple[torch.Tensor, list[Any]]:
         """Returns the loss, on every rank, and the outputs, on the last."""
-        messages = Messages(self._peers, schedule.microbatches, self._device)
-        stages = {stage: Stage(own, self._recompute) for stage, own in self._stages.items()}
-        worker = Worker(schedule, stages, messages, *batch)
-        worker.run(schedule.ranks[dist.get_rank(self.process_group)])
-        self.trace = worker.trace
-        loss = sum(loss.item() for loss in worker.losses)
-        result = torch.tensor([loss, worker.failed], dtype=torch.float64, device=self._peers.device)
-        dist.all_reduce(result, group=self.process_group)
-        if result[1]:
-            agree.raise_on_every_rank(self.process_group, worker.problem)
-        return result[0], worker.outputs
+        batch, plan = self._opening.open(inputs, kwargs, training), self.schedule
+        if training is None:
+            plan = forward_only(self._peers.size, plan.stages, len(batch.rows))
+        stages = {stage: Stage(own, self._recompute) for stage, own in self._layers.items()}
+        transfers = Transfers(self._peers, batch.outlines, batch.rows, self._device)
+        executor = Executor(plan, stages, self._keywords, transfers, batch)
+        executor.run(plan.ranks[self._peers.rank])
+        self.trace = executor.trace
+        loss = sum(loss.item() for loss in executor.losses)
+        told = torch.tensor([loss, executor.failed], dtype=torch.float64, device=self._peers.device)
+        dist.all_reduce(told, group=self.process_group)
+        if told[1]:
+            batch.outlines.forget()
+            agree.raise_on_every_rank(self.process_group, executor.problem)
+        return told[0], executor.outputs
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients of all stages so that their norm, taken over all of them, is at most

@@ -11,6 +11,7 @@ With p ranks, m micro-batches and v stages a rank, where backward takes twice as
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 
 from minidist.pipeline.instructions import (
     Backward,
@@ -121,6 +122,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 }
 
 
+@cache
 def forward_only(ranks: int, stages: int, microbatches: int) -> Schedule:
     """Forward passes alone, for evaluation."""
     orders: list[Order] = [

@@ -14,7 +14,7 @@ Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241).
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,63 +39,64 @@ class Deferred:
 
 
 def backward_inputs(
-    end: GradientEdge, gradient: torch.Tensor | None, x: torch.Tensor
-) -> tuple[torch.Tensor | None, list[Deferred]]:
-    """The gradient for `x`, and what is left to do for the weights. The graph ends in `end`, where
-    `gradient` comes in (None stands for a loss's own, 1). Inputs that get no gradient leave
-    everything for later."""
-    forks = _forks(end, get_gradient_edge(x).node) if x.requires_grad else None
-    if forks is None:
-        return None, [Deferred([end], [gradient], None)]
+    ends: Sequence[GradientEdge],
+    gradients: Sequence[torch.Tensor | None],
+    inputs: Sequence[torch.Tensor],
+) -> tuple[list[torch.Tensor | None], list[Deferred]]:
+    """The gradients for `inputs`, and what is left to do for the weights. The graph ends in `ends`,
+    where `gradients` come in (None stands for a loss's own, 1). Without inputs everything is left
+    for later."""
+    if not inputs:
+        return [], [Deferred(list(ends), list(gradients), None)]
+    forks = _forks(ends, {get_gradient_edge(x).node for x in inputs})
     uses = Counter(weight for _, weights in forks for weight in weights)
     # From the later use of a weight, the way to it leads over the earlier: both parts at once.
     several = [weight for weight, count in uses.items() if count > 1]
     edges = [edge for own, _ in forks for edge in own]
-    wanted: list[Any] = [x, *several, *edges]
+    wanted: list[Any] = [*inputs, *several, *edges]
     found = torch.autograd.grad(
-        [end], wanted, [gradient], retain_graph=bool(forks), allow_unused=True
+        ends, wanted, gradients, retain_graph=bool(forks), allow_unused=True
     )
-    for weight, own in zip(several, found[1:], strict=False):
-        weight.grad = own if weight.grad is None else weight.grad + own
-    at = dict(zip(edges, found[1 + len(several) :], strict=True))
+    for weight, own in zip(several, found[len(inputs) :], strict=False):
+        if own is not None:
+            weight.grad = own if weight.grad is None else weight.grad + own
+    at = dict(zip(edges, found[len(inputs) + len(several) :], strict=True))
     left = []
     for own_edges, weights in forks:
         once = [weight for weight in weights if uses[weight] == 1]
         reached = {edge: at[edge] for edge in own_edges if at[edge] is not None}
         if once and reached:
             left.append(Deferred(list(reached), list(reached.values()), once))
-    return found[0], left
+    return list(found[: len(inputs)]), left
 
 
-def _forks(end: GradientEdge, x: Node) -> list[_Fork] | None:
-    """The nodes on the way to `x` from which weights branch off: the edges by which gradients come
-    to each, and those weights. None if no way leads to `x`."""
+def _forks(ends: Sequence[GradientEdge], inputs: set[Node]) -> list[_Fork]:
+    """The nodes on the way to the inputs from which weights branch off, and those ends from which
+    no way leads there: the edges by which gradients come to each, and the weights."""
     edges: dict[Any, dict[int, None]] = defaultdict(dict)  # by which gradients come to a node
-    edges[end.node][end.output_nr] = None
-    leads_to_x: dict[Any, bool] = {}
+    for end in ends:
+        edges[end.node][end.output_nr] = None
+    leads_on: dict[Any, bool] = {}  # to an input
     weights: dict[Any, dict[torch.Tensor, None]] = {}  # off the way, at or beyond a node
-    forks = []
-    for node in _nodes(end.node):
+    roots = dict.fromkeys(end.node for end in ends)
+    for node in _nodes(roots):
         following = [(child, number) for child, number in node.next_functions if child]
         for child, number in following:
             edges[child][number] = None
-        leads_to_x[node] = node is x or any(leads_to_x[child] for child, _ in following)
+        leads_on[node] = node in inputs or any(leads_on[child] for child, _ in following)
         leaf = getattr(node, "variable", None)
-        weights[node] = {} if leaf is None or node is x else {leaf: None}
+        weights[node] = {} if leaf is None or node in inputs else {leaf: None}
         for child, _ in following:
-            if not leads_to_x[child]:
+            if not leads_on[child]:
                 weights[node] |= weights[child]
-        if leads_to_x[node] and weights[node]:
-            forks.append((node, list(weights[node])))
-    if not leads_to_x[end.node]:
-        return None
-    return [([GradientEdge(node, i) for i in edges[node]], found) for node, found in forks]
+    forks = [node for node in weights if weights[node] and (leads_on[node] or node in roots)]
+    return [([GradientEdge(node, i) for i in edges[node]], list(weights[node])) for node in forks]
 
 
-def _nodes(root: Any) -> Iterator[Any]:
+def _nodes(roots: Iterable[Any]) -> Iterator[Any]:
     """All nodes of a graph, each after those that it leads to."""
     done: set[Any] = set()
-    stack = [root]
+    stack = list(roots)
     while stack:
         node = stack[-1]
         new = [child for child, _ in node.next_functions if child and child not in done]

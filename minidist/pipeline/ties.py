@@ -52,18 +52,21 @@ def summed(ties: Sequence[Tie], group: dist.ProcessGroup) -> Iterator[None]:
 
 def _sum(tie: Tie, group: dist.ProcessGroup) -> torch.Tensor:
     """Each rank sends its part to all others (mostly there is one) and adds up in the order of the
-    ranks, so that all have the same bits."""
+    ranks, so that all have the same bits. Of two ranks, the first sends first: where they have one
+    queue, as with NCCL, two sends would wait for each other."""
     rank, parameter = dist.get_rank(group), tie.parameter
     mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
     parts = {other: mine if other == rank else torch.empty_like(mine) for other in tie.ranks}
     works = []
     for other in tie.ranks:
-        if other != rank:
-            sent, came = (as_bytes(x.view(-1)) for x in (mine, parts[other]))
-            works += [
-                dist.isend(sent, group=group, group_dst=other, tag=TAG),
-                dist.irecv(came, group=group, group_src=other, tag=TAG),
-            ]
+        if other == rank:
+            continue
+        sent, came = (as_bytes(x.view(-1)) for x in (mine, parts[other]))
+        for sends in (rank < other, rank > other):
+            if sends:
+                works.append(dist.isend(sent, group=group, group_dst=other, tag=TAG))
+            else:
+                works.append(dist.irecv(came, group=group, group_src=other, tag=TAG))
     for work in works:
         assert work is not None
         work.wait()

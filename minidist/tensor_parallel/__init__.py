@@ -3,7 +3,8 @@
 All ranks see the same batch, and each has a part of every large weight. To read, in this order:
 `operators` (how tensors enter and leave a region that ranks compute apart), `layer` and `linear`
 (layers cut by columns and by rows), `vocabulary` (embedding, output layer and loss), `random`
-(dropout that differs where it must), `block` (a transformer block), `model` (a whole model).
+(dropout that differs where it must), `block` (a transformer block), `model` (a whole model), `plan`
+and `ready_plans` (any model, by the names of its parts).
 Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
 Parallelism" (arXiv 1909.08053).
 """
@@ -26,7 +27,9 @@ from minidist.tensor_parallel.operators import (
     reduce_scatter_to_sequence,
     scatter_to_group,
 )
+from minidist.tensor_parallel.plan import heads, qkv
 from minidist.tensor_parallel.random import fork_rng
+from minidist.tensor_parallel.ready_plans import gpt2_plan, llama_plan, transformer_plan
 from minidist.tensor_parallel.vocabulary import (
     VocabParallelEmbedding,
     VocabParallelLinear,
@@ -48,11 +51,16 @@ __all__ = [
     "full_state_dict",
     "gather_from_group",
     "gather_from_sequence",
+    "gpt2_plan",
     "grad_norm",
+    "heads",
+    "llama_plan",
     "load_full_state_dict",
     "parallelize",
+    "qkv",
     "reduce_from_group",
     "reduce_scatter_to_sequence",
     "scatter_to_group",
+    "transformer_plan",
     "vocab_parallel_cross_entropy",
 ]

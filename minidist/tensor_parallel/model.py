@@ -2,20 +2,21 @@
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from minidist.distributed_data_parallel.replicas import require_group
 from minidist.guard import abandon_replaced
 from minidist.norm import norm_over_ranks
-from minidist.tensor_parallel.block import ParallelBlock, SequenceParallel
 from minidist.tensor_parallel.layer import ParallelLayer
-from minidist.tensor_parallel.operators import Group, scatter_to_group
-from minidist.tensor_parallel.vocabulary import VocabParallelEmbedding, VocabParallelLinear
+from minidist.tensor_parallel.operators import Group
+from minidist.tensor_parallel.plan import Where, split_by
+from minidist.tensor_parallel.ready_plans import transformer_plan
 
 SPLIT = (
     "the model has been split by features, and this rank has a shard in its place. Make the "
@@ -24,40 +25,74 @@ SPLIT = (
 
 
 def parallelize(
-    model: nn.Module, process_group: Group = None, *, sequence_parallel: bool = False
+    model: nn.Module,
+    mesh: DeviceMesh | Group = None,
+    plan: Mapping[str, Any] | None = None,
+    *,
+    sequence_parallel: bool = False,
 ) -> nn.Module:
-    """Split a `zoo.Transformer` by features, in place: embedding, blocks and head. Lesson 6.
+    """Split a model by features, in place. Lesson 6.
 
         model = parallelize(md.zoo.Transformer())       # the same model on every rank
         loss = md.vocab_parallel_cross_entropy(model(tokens), targets)
 
-    Every rank sees the same tokens (B, T), and has the logits (B, T, V_r) of its own words. A head
-    that is tied to the embedding stays so. The norms, and the embedding of positions, are
-    replicated.
+        parallelize(mine, mesh["tensor"], {
+            "layers.*.attention": tensor_parallel.heads("n_heads", "n_kv_heads"),
+            "layers.*.attention.[qkv]": "columns", "layers.*.attention.out": "rows",
+            "layers.*.mlp.up": "columns", "layers.*.mlp.down": "rows",
+            "embedding": "words", "head": "words",
+        })
 
+    mesh: the ranks that share the model: a mesh of one axis, or a group; None is the default group.
+    plan: of each module what happens to it, by its name; `*` stands for any part of a name. None
+        is for a `zoo.Transformer`. There are ready ones: `transformer_plan`, `gpt2_plan` and
+        `llama_plan`. A style is
+
+        "columns", "rows"   an nn.Linear becomes a `ColumnParallelLinear`, a `RowParallelLinear`
+        qkv(heads, …)       one for queries, keys and values becomes a `QKVParallelLinear`
+        "words"             an nn.Embedding, or the nn.Linear of the logits, is split by words
+        heads(name, …)      numbers that the module has as attributes, such as of heads, are divided
+                            by that of ranks, so that its `forward` counts this rank's
+        "copied"            what is replicated between columns and rows, such as a norm of each
+                            head: its gradients are summed over the ranks
+        "sequence"          what is replicated elsewhere, such as a norm: "copied", where it sees a
+                            part of the words on each rank, with `sequence_parallel`
+        "scattered"         its outputs (…, T, C) are cut along T, with `sequence_parallel`
+
+        or torch's ColwiseParallel(…), RowwiseParallel(…) or SequenceParallel(); those take layouts
+        of their own, whatever `sequence_parallel` says.
     sequence_parallel: between the parallel regions, activations are sharded along the sequence; T
         must be a multiple of the number of ranks.
 
+    Every rank sees the same tokens (B, T), and has the logits (B, T, V_r) of its own words, if the
+    head is split by words. One weight in two layers, such as a tied head, stays one. What no style
+    names is replicated. Dropout between columns and rows drops the same of each rank's features.
+
     Returns the model. Make its optimizer afterwards: an optimizer that was made before gets a
-    RuntimeError for each parameter that is no longer there. Raises ValueError if the ranks cannot
-    share its heads or features evenly.
+    RuntimeError for each parameter that is no longer there. Raises ValueError, and changes nothing,
+    if the ranks cannot share its heads or features evenly, or a name of the plan matches nothing;
+    TypeError for a layer that a style does not split.
     """
-    whole: Any = model
+    group = _group(mesh)
+    if plan is None:
+        if not hasattr(model, "blocks"):
+            name = type(model).__name__
+            raise TypeError(f"a {name} is not a zoo.Transformer: a plan must say how it is split")
+        plan = transformer_plan(model)
+    ranks = dist.get_world_size(require_group(group, "parallelize"))
     before = list(model.parameters())
-    split: dict[str, Any] = dict(process_group=process_group, sequence_parallel=sequence_parallel)
-    blocks = [ParallelBlock.from_dense(block, **split) for block in whole.blocks]
-    tokens = VocabParallelEmbedding.from_dense(whole.tokens, **split)
-    head = VocabParallelLinear.from_dense(whole.head, **split)
-    if whole.head.weight is whole.tokens.weight:
-        head.weight = tokens.weight
-    whole.blocks, whole.tokens, whole.head = nn.Sequential(*blocks), tokens, head
-    if sequence_parallel:
-        whole.norm = SequenceParallel(whole.norm, process_group)
-        whole.positions.register_forward_hook(
-            lambda _, __, output: scatter_to_group(output, -2, process_group)
-        )
+    split_by(model, plan, Where(group, ranks, sequence_parallel))
     abandon_replaced(before, model, SPLIT)
     return model
+
+
+def _group(mesh: DeviceMesh | Group) -> Group:
+    if not isinstance(mesh, DeviceMesh):
+        return mesh
+    if mesh.ndim != 1:
+        names = ", ".join(mesh.mesh_dim_names or ())
+        raise ValueError(f'a model is split along one axis, as mesh["tensor"], not along {names}')
+    return mesh.get_group()
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:

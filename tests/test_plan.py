@@ -1,0 +1,406 @@
+"""Lesson 6: a model of any make, split by a plan, trains as one process does; and a plan that does
+not fit says where."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+import minidist as md
+from minidist import tensor_parallel as tp
+
+WORDS, LENGTH, WIDTH = 251, 8, 32
+
+
+def attention(q, k, v):
+    """(B, T, H, D), of fewer keys and values than queries, to (B, T, H D)."""
+    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+class GPT2(nn.Module):
+    def __init__(self, layers=2, heads=4):
+        super().__init__()
+        torch.manual_seed(0)
+        parts = dict(
+            wte=nn.Embedding(WORDS, WIDTH),
+            wpe=nn.Embedding(LENGTH, WIDTH),
+            h=nn.ModuleList([GPT2Block(heads) for _ in range(layers)]),
+            ln_f=nn.LayerNorm(WIDTH),
+        )
+        self.transformer = nn.ModuleDict(parts)
+        self.lm_head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.lm_head.weight = self.transformer.wte.weight
+
+    def forward(self, tokens):
+        x = self.transformer.wte(tokens) + self.transformer.wpe(torch.arange(tokens.shape[1]))
+        for block in self.transformer.h:
+            x = block(x)
+        return self.lm_head(self.transformer.ln_f(x))
+
+
+class GPT2Block(nn.Module):
+    def __init__(self, heads):
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attn = GPT2Attention(heads)
+        layers = dict(c_fc=nn.Linear(WIDTH, 4 * WIDTH), act=nn.GELU())
+        self.mlp = nn.Sequential()
+        for name, layer in (layers | dict(c_proj=nn.Linear(4 * WIDTH, WIDTH))).items():
+            self.mlp.add_module(name, layer)
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT2Attention(nn.Module):
+    def __init__(self, heads):
+        super().__init__()
+        self.n_head, self.c_attn = heads, nn.Linear(WIDTH, 3 * WIDTH)
+        self.c_proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        q, k, v = (e.unflatten(-1, (self.n_head, -1)) for e in self.c_attn(x).chunk(3, -1))
+        return self.c_proj(attention(q, k, v))
+
+
+class Llama(nn.Module):
+    """With `head_norm`, queries are normalized by head, as in Qwen 3."""
+
+    def __init__(self, layers=2, heads=8, kv_heads=4, head_norm=False, words=WORDS):
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = [LlamaBlock(heads, kv_heads, head_norm) for _ in range(layers)]
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(words, WIDTH)
+        self.model.layers, self.model.norm = nn.ModuleList(blocks), nn.RMSNorm(WIDTH)
+        self.lm_head = nn.Linear(WIDTH, words, bias=False)
+
+    def forward(self, tokens):
+        x = self.model.embed_tokens(tokens)
+        for block in self.model.layers:
+            x = block(x)
+        return self.lm_head(self.model.norm(x))
+
+
+class LlamaBlock(nn.Module):
+    def __init__(self, heads, kv_heads, head_norm):
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.self_attn, self.mlp = LlamaAttention(heads, kv_heads, head_norm), LlamaMLP()
+
+    def forward(self, x):
+        x = x + self.self_attn(self.input_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class LlamaMLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.up_proj = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.down_proj = nn.Linear(3 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class LlamaAttention(nn.Module):
+    def __init__(self, heads, kv_heads, head_norm):
+        super().__init__()
+        D = WIDTH // heads
+        self.n_heads, self.n_kv_heads = heads, kv_heads
+        self.q_proj = nn.Linear(WIDTH, heads * D, bias=False)
+        self.k_proj = nn.Linear(WIDTH, kv_heads * D, bias=False)
+        self.v_proj = nn.Linear(WIDTH, kv_heads * D, bias=False)
+        self.o_proj = nn.Linear(heads * D, WIDTH, bias=False)
+        self.q_norm = nn.RMSNorm(D) if head_norm else nn.Identity()
+        angles = torch.arange(LENGTH)[:, None] / 100 ** (torch.arange(0, D, 2) / D)
+        self.register_buffer("cos", angles.cos().repeat(1, 2)[:, None])  # (T, 1, D)
+        self.register_buffer("sin", angles.sin().repeat(1, 2)[:, None], persistent=False)
+
+    def forward(self, x):
+        q = self.q_norm(self.q_proj(x).unflatten(-1, (self.n_heads, -1)))  # (B, T, H, D)
+        k, v = (f(x).unflatten(-1, (self.n_kv_heads, -1)) for f in (self.k_proj, self.v_proj))
+        return self.o_proj(attention(self.turn(q), self.turn(k), v))
+
+    def turn(self, x):
+        a, b = x.chunk(2, -1)
+        T = x.shape[1]
+        return x * self.cos[:T] + torch.cat([-b, a], -1) * self.sin[:T]
+
+
+def zoo():
+    return md.zoo.Transformer(WORDS, LENGTH, WIDTH, heads=4)
+
+
+def llama_with_a_norm_of_each_head():
+    return Llama(head_norm=True)
+
+
+def its_plan(model):
+    return tp.llama_plan(model) | {"model.layers.*.self_attn.q_norm": "copied"}
+
+
+MODELS = {
+    "zoo": (zoo, tp.transformer_plan),
+    "gpt2": (GPT2, tp.gpt2_plan),
+    "llama": (Llama, tp.llama_plan),
+    "norms of heads": (llama_with_a_norm_of_each_head, its_plan),
+}
+
+
+def apart(named):
+    differences = {name: md.parity.relative_difference(a, b) for name, (a, b) in named.items()}
+    return [f"{name}: {d:.1e}" for name, d in differences.items() if not d <= 1e-12]
+
+
+def train(make, plan, sequence_parallel=False, gathered=False, mesh=None, steps=3):
+    """SGD with clipping, beside one process: the loss, the norm, gradients and weights."""
+    dense = make().double()
+    model = copy.deepcopy(dense)
+    assert tp.parallelize(model, mesh, plan(model), sequence_parallel=sequence_parallel) is model
+    optimizers = [torch.optim.SGD(m.parameters(), 0.5, momentum=0.9) for m in (model, dense)]
+    for step in range(steps):
+        tokens = torch.randint(WORDS, (2, 3, LENGTH), generator=torch.Generator().manual_seed(step))
+        inputs, targets = tokens
+        loss = md.parity.cross_entropy if gathered else md.vocab_parallel_cross_entropy
+        ours, wanted = loss(model(inputs), targets), md.parity.cross_entropy(dense(inputs), targets)
+        for each, optimizer in zip((ours, wanted), optimizers, strict=True):
+            optimizer.zero_grad()
+            each.backward()
+        norm = tp.clip_grad_norm_(model, 0.3)
+        expected = nn.utils.clip_grad_norm_(dense.parameters(), 0.3)
+        assert expected > 0.6  # it does clip
+        found = apart({"loss": (ours, wanted), "norm": (norm, expected)})
+        for optimizer in optimizers:
+            optimizer.step()
+        tp.check_replicas(model)
+        state, full = dense.state_dict(), tp.full_state_dict(model)
+        found += ["names"] * (full.keys() != state.keys())
+        found += apart({name: (full[name], tensor) for name, tensor in state.items()})
+        if found:
+            return f"step {step}: {found}"
+    ours, whole = (sum(p.numel() for p in m.parameters()) for m in (model, dense))
+    return ours / whole
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_that_is_split_by_a_plan_trains_as_in_one_process(
+    pools, name, ranks, sequence_parallel
+):
+    make, plan = MODELS[name]
+    for share in pools(ranks)(train, make, plan, sequence_parallel):
+        assert isinstance(share, float) and share < 1.1 / ranks, share
+
+
+def of_torch(model):
+    """As torch's tutorial has it, for a model with a head that is gathered."""
+    sharded = Shard(1)
+    block = {f"{n}_proj": ColwiseParallel(input_layouts=sharded) for n in "qkv"}
+    block["o_proj"] = RowwiseParallel(output_layouts=sharded)
+    plan = {f"model.layers.*.self_attn.{name}": style for name, style in block.items()}
+    return plan | {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=sharded),
+        "model.layers.*.self_attn": tp.heads("n_heads", "n_kv_heads"),
+        "model.layers.*.*norm": SequenceParallel(),
+        "model.layers.*.mlp.gate_proj": ColwiseParallel(input_layouts=sharded),
+        "model.layers.*.mlp.up_proj": ColwiseParallel(input_layouts=sharded),
+        "model.layers.*.mlp.down_proj": RowwiseParallel(output_layouts=sharded),
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=sharded, output_layouts=Replicate()),
+    }
+
+
+def replicated_between(model):
+    columns = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
+    columns += ["mlp.gate_proj", "mlp.up_proj"]
+    rows = ["self_attn.o_proj", "mlp.down_proj"]
+    plan = {f"model.layers.*.{name}": ColwiseParallel() for name in columns}
+    plan |= {f"model.layers.*.{name}": RowwiseParallel() for name in rows}
+    plan["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate())
+    plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())
+    return plan | {"model.layers.*.self_attn": tp.heads("n_heads", "n_kv_heads")}
+
+
+@pytest.mark.parametrize("plan", [of_torch, replicated_between])
+def test_a_plan_of_torchs_styles(pools, plan):
+    def even():  # a head that is gathered must be of equal parts
+        return Llama(words=252)
+
+    def run():
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor",))
+        return train(even, plan, gathered=True, mesh=mesh["tensor"])
+
+    for share in pools(2)(run):
+        assert isinstance(share, float) and share < 0.55, share
+
+
+# ---- what does not fit ------------------------------------------------------------------------
+
+
+def changed(plan, **styles):
+    return lambda model: plan(model) | {k.replace("__", "."): v for k, v in styles.items()}
+
+
+class Gate(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def with_a_gate():
+    model = Llama()
+    model.model.layers[1].mlp.up_proj = Gate(WIDTH, 3 * WIDTH)
+    return model
+
+
+def tied():
+    model = Llama()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
+def gathers():
+    return PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+
+
+LLAMA = tp.llama_plan
+WRONG = {
+    "a name": (
+        Llama,
+        lambda m: {"model.layers.*.attention.q_proj": "columns"},
+        "ValueError: the plan's 'model.layers.*.attention.q_proj' matches no module: "
+        "model.layers.0 has input_layernorm, post_attention_layernorm, self_attn, mlp",
+    ),
+    "the first part of a name": (
+        Llama,
+        lambda m: {"transformer.h.*": "columns"},
+        "ValueError: the plan's 'transformer.h.*' matches no module: the model has model, lm_head",
+    ),
+    "a name of a leaf": (
+        Llama,
+        lambda m: {"lm_head.weight": "columns"},
+        "ValueError: the plan's 'lm_head.weight' matches no module: lm_head has no parts",
+    ),
+    "twice": (
+        Llama,
+        lambda m: LLAMA(m) | {"model.layers.*.self_attn.*": "columns"},
+        "ValueError: model.layers.0.self_attn.q_proj: the plan names it twice, by "
+        "'model.layers.*.self_attn.q_proj' and 'model.layers.*.self_attn.*'",
+    ),
+    "heads": (
+        lambda: Llama(heads=8, kv_heads=1),
+        LLAMA,
+        "ValueError: model.layers.0.self_attn: n_kv_heads over 2 ranks: 1 is not a multiple of 2",
+    ),
+    "no such number": (
+        Llama,
+        lambda m: {"model.layers.*.self_attn": tp.heads("heads")},
+        "ValueError: model.layers.0.self_attn: a LlamaAttention has no number 'heads' to divide",
+    ),
+    "features": (
+        lambda: md.zoo.mlp(4, 3, 2),
+        lambda m: {"0": "columns"},
+        "ValueError: 0: ColumnParallelLinear: 2 ranks cannot share out_features=3, which is not a "
+        "multiple of 2",
+    ),
+    "a norm by columns": (
+        Llama,
+        lambda m: LLAMA(m) | {"model.norm": "columns"},
+        "TypeError: model.norm: 'columns' splits an nn.Linear, not a RMSNorm",
+    ),
+    "a layer of their own": (
+        with_a_gate,
+        LLAMA,
+        "TypeError: model.layers.1.mlp.up_proj: 'columns' splits an nn.Linear, not a Gate",
+    ),
+    "a tie of which one end is split": (
+        tied,
+        lambda m: {k: v for k, v in LLAMA(m).items() if k != "lm_head"},
+        "ValueError: model.embed_tokens.weight and lm_head.weight are one parameter, and the plan "
+        "does not split both in the same way",
+    ),
+    "a style": (
+        Llama,
+        lambda m: {"lm_head": "column"},
+        "ValueError: the plan's 'lm_head': no style 'column'; there are columns, rows, words, ",
+    ),
+    "a style of torch": (
+        Llama,
+        lambda m: {
+            "model.layers.*": PrepareModuleInput(
+                input_layouts=Shard(1), desired_input_layouts=Replicate()
+            )
+        },
+        "TypeError: the plan's 'model.layers.*': minidist has nothing for",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_plan_that_does_not_fit_says_where_and_changes_nothing(pools, what):
+    make, plan, words = WRONG[what]
+
+    def run():
+        model = make()
+        before = str(model), {k: v.clone() for k, v in model.state_dict().items()}
+        try:
+            tp.parallelize(model, None, plan(model))
+        except (TypeError, ValueError) as error:
+            after = model.state_dict()
+            same = str(model) == before[0] and all(
+                torch.equal(v, after[k]) for k, v in before[1].items()
+            )
+            return f"{type(error).__name__}: {error}", same
+        return "nothing", False
+
+    for told, same in pools(2)(run):
+        assert told.startswith(words), told
+        assert same
+
+
+def test_a_mesh_of_several_axes_is_refused(pools):
+    def run():
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+        with pytest.raises(ValueError, match="along one axis") as refused:
+            tp.parallelize(Llama(), mesh, {"lm_head": "words"})
+        return str(refused.value)
+
+    words = 'a model is split along one axis, as mesh["tensor"], not along data, tensor'
+    assert pools(2)(run) == [words] * 2
+
+
+def test_without_a_plan_it_must_be_the_zoos_transformer(pools):
+    def run():
+        with pytest.raises(TypeError) as refused:
+            tp.parallelize(Llama())
+        return str(refused.value)
+
+    words = "a Llama is not a zoo.Transformer: a plan must say how it is split"
+    assert pools(2)(run) == [words] * 2
+
+
+def test_a_tied_head_stays_tied(pools):
+    def run():
+        model = tied()
+        tp.parallelize(model, None, tp.llama_plan(model))
+        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        return model.lm_head.weight is model.model.embed_tokens.weight, len(names)
+
+    assert all(same for same, _ in pools(2)(run))
