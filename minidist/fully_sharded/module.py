@@ -110,7 +110,8 @@ class FullyShardedDataParallel(StateDicts):
             getattr(mixed_precision, "reduce_dtype", None),
         )
         build.cast_buffers(own, getattr(mixed_precision, "buffer_dtype", None))
-        self.unit = Unit(build.flatten(own, kind), reshard_after_forward)
+        modules = [each for _, each in own]
+        self.unit = Unit(build.flatten(own, kind), modules, reshard_after_forward)
         inner = [each.unit for each in self.units() if each is not self]
         self._schedule = Schedule([self.unit, *inner], prefetch)
         for each in self.units():
@@ -161,6 +162,8 @@ class FullyShardedDataParallel(StateDicts):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's own, between gathering its parameters and freeing them."""
+        if self.unit.lent:
+            return self.module(*inputs, **kwargs)
         schedule, computed_again = self._schedule, in_backward()
         begins = self._is_root and not computed_again
         if begins:
@@ -212,11 +215,14 @@ class FullyShardedDataParallel(StateDicts):
         """Scale the gradients so that their norm, that of all shards together, is at most
         `max_norm`. Returns what it was, a number. All ranks must call it.
 
-        torch.nn.utils.clip_grad_norm_ would take the norm of this rank's shards alone.
+        torch.nn.utils.clip_grad_norm_ would take the norm of this rank's shards alone, and raises.
+        Raises RuntimeError for gradients of a pass within `no_sync`, which are not reduced yet.
         """
+        if any(flat.gradient.kept for flat in self._schedule.flats):
+            raise RuntimeError("clip_grad_norm_ before the pass that reduces, after no_sync()")
         pieces = [p for p in self.parameters() if p.grad is not None and p.numel()]
-        own = get_total_norm([p.grad for p in pieces if p.grad is not None], norm_type)
-        own = own.to(self._device, torch.float64)
+        shards = [p.grad.as_subclass(torch.Tensor) for p in pieces if p.grad is not None]
+        own = get_total_norm(shards, norm_type).to(self._device, torch.float64)
         norm = norm_over_ranks(own, norm_type, self.process_group)
         clip_grads_with_norm_(pieces, max_norm, norm)
         return norm
@@ -239,20 +245,20 @@ class FullyShardedDataParallel(StateDicts):
 
     @contextmanager
     def summon_full_params(self, writeback: bool = True) -> Iterator[None]:
-        """Within the block the module has its whole parameters, in their own dtype. After it, each
-        rank keeps its shard of what they have become, if `writeback`: so change them alike on all
-        ranks. All ranks must call it."""
+        """Within the block the module has its full parameters, in their own dtype, for any use but
+        training: rank 0 alone may call it. After it, each rank keeps its shard of what they have
+        become, if `writeback`: so change them alike on all ranks. All ranks must enter it."""
         if self._schedule.running or in_backward():
             raise RuntimeError("summon_full_params within a forward or backward pass")
-        flats = [flat for each in self.units() for flat in each.unit.flats]
+        units = [each.unit for each in self.units()]
         self._schedule.abandon()
         try:
-            for flat in flats:
-                states.lend(flat)
+            for unit in units:
+                states.lend(unit)
             yield
         finally:
-            for flat in flats:
-                states.take_back(flat, writeback)
+            for unit in units:
+                states.take_back(unit, writeback)
 
 
 def _groups(

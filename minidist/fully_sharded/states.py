@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from minidist.fully_sharded.flat import FlatParameter, Slot
+from minidist.fully_sharded.unit import Unit, enlist
 from minidist.zero.partition import in_memory_order
 from minidist.zero.states import States, require_states_of
 
@@ -72,25 +73,40 @@ def cut_hook(wrapper: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
                     state[name] = part(slot, state[name])
 
 
-def lend(flat: FlatParameter) -> None:
-    """Put the whole parameters where the modules have their pieces."""
-    flat.lent = flat.gather()
-    for slot, view in zip(flat.slots, flat.views(flat.lent), strict=True):
-        whole = nn.Parameter(view, flat.trained)
-        for module, name in slot.places:
-            module._parameters[name] = whole
+def lend(unit: Unit) -> None:
+    """Put the full parameters where the modules have their pieces."""
+    unit.lent = True
+    for flat in unit.flats:
+        flat.lent = flat.gather()
+        for slot, view in zip(flat.slots, flat.views(flat.lent), strict=True):
+            whole = nn.Parameter(view, slot.piece.own.requires_grad)
+            if whole.requires_grad:
+                whole.register_hook(_refuse)
+            for module, name in slot.places:
+                module._parameters[name] = whole
+                enlist(module)
 
 
-def take_back(flat: FlatParameter, writeback: bool) -> None:
+def take_back(unit: Unit, writeback: bool) -> None:
     """The opposite of `lend`. Keep this rank's shard of what has become of them."""
-    if flat.lent is None:
-        return
-    lent, flat.lent = flat.lent, None
-    if writeback:
-        flat.shard.copy_(lent.view(-1, len(flat.shard))[flat.rank])
-    for slot in flat.slots:
-        for module, name in slot.places:
-            module._parameters[name] = slot.piece.own
+    unit.lent = False
+    for flat in unit.flats:
+        if flat.lent is None:
+            continue
+        lent, flat.lent = flat.lent, None
+        if writeback:
+            flat.shard.copy_(flat.own_shard(lent))
+        for slot in flat.slots:
+            for module, name in slot.places:
+                module._parameters[name] = slot.piece.own
+                enlist(module)
+
+
+def _refuse(_: torch.Tensor) -> None:
+    raise RuntimeError(
+        "backward() of a forward pass within summon_full_params: its parameters are copies, and "
+        "no rank would get the gradients. Train outside of the block"
+    )
 
 
 # ---- states of an optimizer, by the number of the parameter --------------------------------------
