@@ -7,9 +7,10 @@ next needed: what autograd has saved are views of this storage, and they see it 
 is empty, their version is another one. So autograd raises where it would read what is not there.
 """
 
+import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,8 +46,8 @@ class Kind:
 @dataclass(frozen=True)
 class Slot:
     """A parameter of the unit. Several `names` and `places`: it is tied. `piece.whole` tells its
-    shape and layout, on the device "meta"; `piece.own` (n,) is what this rank has of it, a view of
-    the shard, and what the optimizer trains."""
+    shape and layout, on the device "meta"; `piece.own` is what this rank has of it, a view of the
+    shard, and what the optimizer trains: (n,), of a matrix (n, 1), and so on."""
 
     names: tuple[str, ...]
     places: tuple[Place, ...]
@@ -102,12 +103,16 @@ class FlatParameter:
     ) -> Slot:
         found = next((piece for piece in pieces if piece.whole is parameter), None)
         span, place = (found.span, found.place) if found else (slice(0, 0), slice(0, 0))
-        own = nn.Parameter(self.shard[place], self.trained)
+        own = self._piece(place, parameter.ndim, self.trained)
         meta = torch.empty_strided(
             parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta"
         )
         piece = Piece(nn.Parameter(meta, self.trained), span, own, place)
         return Slot(names, places, piece, int(parameter.storage_offset()))
+
+    def _piece(self, place: slice, ndim: int, trained: bool) -> nn.Parameter:
+        """It keeps the parameter's number of dimensions, by which some tell weights from biases."""
+        return nn.Parameter(self.shard[place].view(-1, *[1] * (ndim - 1)), trained)
 
     def views(self, of: torch.Tensor | None = None) -> list[torch.Tensor]:
         """The parameters, as views of the whole, or of another tensor (N S,)."""
@@ -162,6 +167,33 @@ class FlatParameter:
         if len(whole):
             all_gather(whole, self.group, self.own_shard(whole).copy_(own))()
         return whole
+
+    # ---- copy.deepcopy of a wrapper --------------------------------------------------------
+
+    def copied(self, memo: dict[int, Any]) -> "FlatParameter":
+        """One with shards of its own, of the same modules as yet, and its pieces in the memo."""
+        new = memo[id(self)] = copy.copy(self)
+        new.shard = backend.empty(
+            len(self.shard), dtype=self.shard.dtype, device=self.shard.device, group=self.group
+        ).copy_(self.shard)
+        new.whole = torch.empty_like(self.whole)
+        new._seen, new.there, new.kept = new.whole.data, True, True
+        new.open, new.gradient = set(), FlatGradient()
+        new.slots = []
+        for slot in self.slots:
+            whole, old = slot.piece.whole, slot.piece.own
+            own = new._piece(slot.piece.place, whole.ndim, old.requires_grad)
+            new.slots.append(replace(slot, piece=replace(slot.piece, own=own)))
+            memo[id(old)] = own
+        new.free()
+        return new
+
+    def move(self, memo: dict[int, Any]) -> None:
+        """To the copies of its modules."""
+        self.slots = [
+            replace(slot, places=tuple((memo[id(module)], name) for module, name in slot.places))
+            for slot in self.slots
+        ]
 
 
 def _set_version(tensor: torch.Tensor, version: int) -> None:

@@ -24,22 +24,27 @@ CHANGED = (
 
 class ShardGradient(torch.Tensor):
     """The `.grad` of a piece: an ordinary tensor, except that it refuses to be taken for the whole
-    gradient. Ranks that clip by the norms of their own shards scale differently."""
+    gradient. Ranks that scale by the norms of their own shards scale differently."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Raises RuntimeError for a norm; the rest is computed with ordinary tensors."""
-        if func.__name__.endswith("norm"):
+        """Raises RuntimeError for a norm."""
+        name = func.__name__
+        if name.endswith("norm"):
             raise RuntimeError(
-                "this .grad is only a rank's shard of a gradient, so its norm is another one on "
-                "each rank, and torch.nn.utils.clip_grad_norm_ would clip differently. Call "
-                "clip_grad_norm_ of the FullyShardedDataParallel"
+                "this .grad is only a rank's shard of a gradient, and so its norm is another one "
+                "on each rank. Instead of torch.nn.utils.clip_grad_norm_, call clip_grad_norm_ of "
+                "the FullyShardedDataParallel. Optimizers that take norms (LARS, Muon) do not work"
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-        return result.as_subclass(cls) if func is torch.Tensor.detach else result
+        first = args[0] if args else None
+        alike = isinstance(first, cls) and isinstance(result, torch.Tensor) and result is not first
+        if not alike or result.shape != first.shape or name == "clone" or name.endswith("_like"):
+            return result  # states of optimizers are ordinary tensors
+        return result.as_subclass(cls)
 
 
 class FlatGradient:
@@ -103,7 +108,7 @@ class FlatGradient:
             own = slot.piece.own
             if total is None or not there or not own.requires_grad:
                 continue
-            gradient = total[slot.piece.place].as_subclass(ShardGradient)
+            gradient = total[slot.piece.place].view_as(own).as_subclass(ShardGradient)
             if own.grad is None:
                 own.grad = gradient
             else:
@@ -121,7 +126,7 @@ class FlatGradient:
             own, before = slot.piece.own, slot.piece.own.grad
             note = None
             if number in self.touched:
-                copy = part[slot.piece.place].to(own.device, copy=True)
+                copy = part[slot.piece.place].view_as(own).to(own.device, copy=True)
                 own.grad = copy.as_subclass(ShardGradient)
                 note = own.grad, own.grad._version, before
             self._notes.append(note)

@@ -1,5 +1,6 @@
 """Stage 3 (lesson 9): a rank holds no more of anything than its shard."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -39,8 +40,9 @@ class FullyShardedDataParallel(StateDicts):
     Then train as with `DistributedDataParallel`. A module that is wrapped is a unit: its parameters
     are gathered for its forward and its backward pass, and freed after each. Wrap parts of a model
     by hand, then the whole; or have the parts chosen by a policy. `parameters()` are this rank's
-    pieces of the parameters, (n,), of which some may be empty; the optimizer must be an elementwise
-    one (Adam, SGD, ...; not Adafactor or LBFGS). When `backward()` returns, the `.grad` of each
+    pieces of the parameters, of which some may be empty: (n,), of matrices (n, 1), and so on, so
+    that groups by `p.dim()` stay what they are. The optimizer must be an elementwise one (Adam, SGD,
+    ...; not Adafactor, LBFGS or Muon). When `backward()` returns, the `.grad` of each
     piece is its part of the mean gradient. A parameter without gradient on some ranks counts there
     as zero; on all ranks, its `.grad` stays as it was. All ranks must use the same units, in the
     same order.
@@ -112,6 +114,7 @@ class FullyShardedDataParallel(StateDicts):
         build.cast_buffers(own, getattr(mixed_precision, "buffer_dtype", None))
         modules = [each for _, each in own]
         self.unit = Unit(build.flatten(own, kind), modules, reshard_after_forward)
+        self._watch_states()
         inner = [each.unit for each in self.units() if each is not self]
         self._schedule = Schedule([self.unit, *inner], prefetch)
         for each in self.units():
@@ -199,6 +202,15 @@ class FullyShardedDataParallel(StateDicts):
                 broadcast_state(self.module.buffers(), group)
         self._stale_buffers = torch.is_grad_enabled() and self._schedule.sync
 
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """False does what `no_sync` does, until it is True again. Scripts for DDP set it."""
+        return self._schedule.sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, sync: bool) -> None:
+        self._require_root("require_backward_grad_sync").sync = sync
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Do not reduce after the forward passes within the block: their gradients add up on each
@@ -226,6 +238,29 @@ class FullyShardedDataParallel(StateDicts):
         norm = norm_over_ranks(own, norm_type, self.process_group)
         clip_grads_with_norm_(pieces, max_norm, norm)
         return norm
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FullyShardedDataParallel":
+        """One on the same ranks, with shards of its own, without gradients: for averaged weights.
+        No rank needs the others for it."""
+        if id(self.process_group) not in memo:
+            self._require_root("copy.deepcopy").abandon()
+            memo |= {id(each): each for each in (*self.groups, self.mesh)}
+            for flat in self._schedule.flats:
+                flat.copied(memo)
+        new = memo[id(self)] = type(self).__new__(type(self))
+        for name, value in self.__dict__.items():
+            new.__dict__[name] = copy.deepcopy(value, memo)
+        if self._is_root:
+            for flat in new._schedule.flats:
+                flat.move(memo)
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises TypeError."""
+        raise TypeError(
+            "a FullyShardedDataParallel has process groups and only a rank's shards, so torch.save "
+            "cannot write it: save its state_dict()"
+        )
 
     def _require_root(self, what: str) -> Schedule:
         if not self._is_root:

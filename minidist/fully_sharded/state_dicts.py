@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,9 +31,16 @@ class StateDicts(Wrapper):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self.form: Callable[[FlatParameter], Iterator[torch.Tensor]] = states.wholes
-        self.register_state_dict_post_hook(states.whole_hook)
         self.register_load_state_dict_pre_hook(states.cut_hook)
+
+    def _watch_states(self) -> None:
+        """The module's own state_dict is whole, too; that of a part of a unit raises."""
+        self.module.register_state_dict_post_hook(partial(states.whole_hook, self.unit))
+        for module in {
+            place[0] for flat in self.unit.flats for s in flat.slots for place in s.places
+        }:
+            if module is not self.module:
+                module.register_state_dict_pre_hook(states.refuse_hook)
 
     def units(self) -> Iterator[Any]:
         """This wrapper, and all within it."""
@@ -96,12 +104,12 @@ class StateDicts(Wrapper):
     def _formed(self, form: Callable[[FlatParameter], Iterator[torch.Tensor]]) -> Iterator[None]:
         """Within the block `state_dict` has what `form` makes of the parameters."""
         for each in self.units():
-            each.form = form
+            each.unit.form = form
         try:
             yield
         finally:
             for each in self.units():
-                each.form = states.wholes
+                each.unit.form = None
 
     def mesh_of_shards(self) -> DeviceMesh:
         """The ranks that have a shard each, as the last axis of a mesh."""

@@ -22,11 +22,11 @@ def wholes(flat: FlatParameter, own: torch.Tensor | None = None) -> Iterator[tor
 
 
 def part(slot: Slot, value: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor like the parameter: (n,). Of a sharded one, all ranks call
-    this."""
+    """This rank's part of a tensor like the parameter, in the shape of its piece. Of a sharded one,
+    all ranks call this."""
     if isinstance(value, DTensor):
         value = value.full_tensor()
-    return in_memory_order(value, slot.piece.whole)[slot.piece.span]
+    return in_memory_order(value, slot.piece.whole)[slot.piece.span].view_as(slot.piece.own)
 
 
 def shapes(flat: FlatParameter) -> Iterator[torch.Tensor]:
@@ -56,12 +56,21 @@ def as_rows(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     )
 
 
-def whole_hook(wrapper: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """What `wrapper.form` makes of the parameters, in the place of this rank's pieces."""
-    for flat in wrapper.unit.flats:
-        for slot, value in zip(flat.slots, wrapper.form(flat), strict=True):
+def whole_hook(unit: Unit, _: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+    """What `unit.form` makes of the parameters, in the place of this rank's pieces."""
+    for flat in unit.flats:
+        for slot, value in zip(flat.slots, (unit.form or wholes)(flat), strict=True):
             for name in slot.names:
                 state[prefix + name] = value
+
+
+def refuse_hook(module: nn.Module, prefix: str, _: bool) -> None:
+    """Raises RuntimeError for the state of a part of a unit, on its own."""
+    if not prefix:
+        raise RuntimeError(
+            f"this {type(module).__name__} has only this rank's shards of its parameters: call "
+            "state_dict() of the FullyShardedDataParallel around it"
+        )
 
 
 def cut_hook(wrapper: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -130,7 +139,7 @@ def of_optimizer(
             for piece in pieces:
                 if _elementwise(name, values[piece.own], piece.own):
                     own = own.to(values[piece.own].dtype)
-                    own[piece.place] = values[piece.own]
+                    own[piece.place] = values[piece.own].flatten()
                 else:
                     found[numbers[piece.own]][name] = values.pop(piece.own)
             if not values:

@@ -24,7 +24,9 @@ class Unit:
         self.flats, self.modules = flats, modules
         self.reshard_after_forward = reshard_after_forward
         self.before: Any = None  # what came before it in the last forward pass
-        self.lent = False  # its modules have whole parameters, by `summon_full_params`
+        self.lent = False  # its modules have full parameters, by `summon_full_params`
+        # What a state_dict has of a flat parameter's parameters; None: whole tensors.
+        self.form: Callable[[FlatParameter], Iterator[torch.Tensor]] | None = None
 
     def start(self) -> None:
         """Begin to gather its parameters."""
