@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import minidist as md
-from minidist.fully_sharded import by_class
+from minidist.fully_sharded import by_class, by_size
 
 LAYERS = by_class(nn.Linear)
 wrapped = partial(md.FullyShardedDataParallel, auto_wrap_policy=LAYERS)
@@ -307,7 +309,7 @@ def used_by_the_last(model, rank, step):
 
 def hybrid(module, **options):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    return md.FullyShardedDataParallel(module, mesh=mesh, **options)
+    return md.FullyShardedDataParallel(module, device_mesh=mesh, **options)
 
 
 @pytest.mark.parametrize("used", [used_by_rank_0, used_by_the_last])
@@ -385,6 +387,269 @@ def test_gradients_of_inputs_alone_reduce_nothing(pools):
     for calls, none, missing in pools(2)(run):
         assert calls == ["all_gather"] or calls == ["broadcast"]
         assert none and not any(missing)
+
+
+# ---- whole modules of others ------------------------------------------------------------------
+
+
+class Encoders(nn.Module):
+    def __init__(self, layers=1):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True, dtype=torch.float64)
+        self.first = double(6, 6)
+        self.layer = nn.TransformerEncoder(layer, 2) if layers > 1 else layer
+
+    def forward(self, x):
+        return self.layer(self.first(x).view(1, -1, 6))
+
+
+class Normed(nn.Module):
+    """Batch norms see the same on all ranks, or their statistics would differ."""
+
+    def __init__(self, dtype=torch.float64):
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 8, dtype=dtype), nn.BatchNorm1d(8, dtype=dtype)
+        self.last = nn.Linear(8, 3, dtype=dtype)
+
+    def forward(self, x):
+        x = self.first(x)
+        y = self.norm(x.relu())
+        self.seen = [x.dtype, self.norm.weight.dtype, y.dtype]
+        return self.last(y)
+
+
+class Quantized(nn.Module):
+    """Frozen numbers of 8 bits, beside a trained layer, and a mask of bools."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = double(6, 3)
+        self.numbers = nn.Parameter(torch.arange(250, 256).to(torch.int8), requires_grad=False)
+        self.mask = nn.Parameter(torch.arange(6) % 2 == 0, requires_grad=False)
+
+    def forward(self, x):
+        assert self.numbers.dtype == torch.int8 and self.numbers.tolist() == [*range(-6, 0)]
+        return self.last((x * self.numbers * self.mask).to(x.dtype))
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("policy", [by_size(40), LAYERS, by_class(nn.TransformerEncoderLayer)])
+def test_encoder_layers_of_torch(pools, layers, policy):
+    """They read the parameters of their children, and in eval mode those of all at once."""
+
+    def run():
+        torch.manual_seed(0)
+        make = partial(Encoders, layers)
+        found = trained(make, md.FullyShardedDataParallel, squares, auto_wrap_policy=policy)
+        module = make()
+        plain = copy.deepcopy(module).eval()
+        model = md.FullyShardedDataParallel(module, auto_wrap_policy=policy).eval()
+        with torch.no_grad():
+            difference = (model(share(0)) - plain(share(0))).abs().max()
+        return found, float(difference) < 1e-12
+
+    assert pools(2)(run) == [(FINE, True)] * 2
+
+
+def test_frozen_integers(pools):
+    assert pools(2)(trained, Quantized, md.FullyShardedDataParallel, squares) == [FINE] * 2
+
+
+def test_batch_norms_keep_their_precision(pools):
+    def run(**precision):
+        policy = MixedPrecision(torch.bfloat16, **precision)
+        model = wrapped(Normed(torch.float32), mixed_precision=policy)
+        squares(model, 0, 0).backward()
+        model.eval()(share(0))
+        return model.module.seen, {b.dtype for b in model.buffers()}
+
+    kept = {torch.float32, torch.int64}
+    for buffers in ({}, {"buffer_dtype": torch.bfloat16}):
+        seen = [torch.bfloat16, torch.float32, torch.bfloat16]
+        assert pools(2)(run, **buffers) == [(seen, kept)] * 2
+
+
+def test_which_inputs_are_cast(pools):
+    """As with torch: those of the root, and those of units if it is said so."""
+
+    def run(**casts):
+        found = []
+
+        class Sees(nn.Linear):
+            def forward(self, x, table=None):
+                found.append(table.dtype if table is not None else x.dtype)
+                return super().forward(x)
+
+        class Gives(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a, self.b = Sees(6, 6), Sees(6, 6)
+
+            def forward(self, x):
+                return self.b(self.a(x), torch.ones(3))
+
+        policy = MixedPrecision(torch.bfloat16, **casts)
+        units = by_class(Sees)
+        md.FullyShardedDataParallel(Gives(), None, units, policy)(share(0).bfloat16())
+        return found
+
+    b, f = torch.bfloat16, torch.float32
+    assert pools(2)(run) == [[b, f]] * 2
+    assert pools(2)(run, cast_forward_inputs=True) == [[b, b]] * 2
+
+
+# ---- scripts of others ------------------------------------------------------------------------
+
+
+def decayed(model):
+    """The usual groups: no weight decay for biases and norms."""
+    weights = [p for p in model.parameters() if p.dim() >= 2]
+    rest = [p for p in model.parameters() if p.dim() < 2]
+    return [{"params": weights, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0}]
+
+
+def test_groups_by_dimensions(pools):
+    def run():
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Conv1d(1, 2, 2, dtype=torch.float64), nn.Flatten(), double(10, 3))
+        plain = copy.deepcopy(module)
+        model = wrapped(module)
+        adam = [torch.optim.AdamW(decayed(m), lr=0.1) for m in (model, plain)]
+        rank, size = dist.get_rank(), dist.get_world_size()
+        for step in range(3):
+            for m, optimizer, ranks in zip(
+                (model, plain), adam, ([rank], range(size)), strict=True
+            ):
+                optimizer.zero_grad()
+                for each in ranks:
+                    (m(share(each, step)[:, None]).pow(2).mean() / len(ranks)).backward()
+                optimizer.step()
+        found = apart(model.state_dict(), plain.state_dict())
+        ours = model.optim_state_dict(adam[0])["state"]
+        for number, state in adam[1].state_dict()["state"].items():
+            found |= apart(ours[number], state)
+        new = torch.optim.AdamW(decayed(model), lr=0.1)
+        model.load_optim_state_dict(new, adam[1].state_dict())
+        for p, state in new.state.items():
+            assert state["exp_avg"].shape == p.shape
+            found |= apart(state, adam[0].state[p])
+        return found, [p.ndim for p in model.parameters()] == [p.ndim for p in plain.parameters()]
+
+    assert pools(3)(run) == [({}, True)] * 3
+
+
+def test_the_state_of_the_module_itself_is_whole(pools):
+    def run():
+        torch.manual_seed(0)
+        module = nn.Sequential(double(6, 5), nn.BatchNorm1d(5, dtype=torch.float64))
+        plain = copy.deepcopy(module)
+        model = wrapped(module)
+        found = apart(model.module.state_dict(), plain.state_dict(), 0)
+        with_prefix = nn.ModuleDict({"x": model}).state_dict()
+        found |= apart(with_prefix, nn.ModuleDict({"x": plain}).state_dict(), 0)
+        return found, told(lambda _: model.module[1].state_dict())
+
+    for found, refused in pools(2)(run):
+        assert found == {} and refused[0] == "RuntimeError" and "BatchNorm1d has only" in refused[1]
+
+
+def test_accumulation_by_a_flag(pools):
+    """As scripts for DistributedDataParallel do it."""
+
+    def run():
+        torch.manual_seed(0)
+        module = double(6, 5, 4)
+        plain = copy.deepcopy(module)
+        model = wrapped(module)
+        assert model.require_backward_grad_sync
+        with md.measure.TrafficCounter() as traffic:
+            for k in range(4):
+                model.require_backward_grad_sync = k == 3
+                squares(model, dist.get_rank(), k).backward()
+                for rank in range(2):
+                    (squares(plain, rank, k) / 2).backward()
+        for m in (model, plain):
+            torch.optim.SGD(m.parameters(), lr=0.1).step()
+        return apart(model.state_dict(), plain.state_dict()), traffic.calls["all_reduce"][0]
+
+    assert pools(2)(run) == [({}, 1)] * 2
+
+
+def test_averaged_weights_in_a_copy(pools):
+    """A deep copy, as for an exponential moving average: trained on, evaluated and saved."""
+
+    def averages(model, wrap):
+        averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        for step in range(3):
+            optimizer.zero_grad()
+            for each in [rank] if wrap else range(size):
+                (squares(model, each, step) / (1 if wrap else size)).backward()
+            optimizer.step()
+            averaged.update_parameters(model)
+        state = {**averaged.module.state_dict(), "output": averaged(share(7)).detach()}
+        assert not any(p.grad is not None for p in averaged.parameters())
+        squares(averaged, rank, 0).backward()  # the copy can be trained, too
+        return state, all(p.grad is not None for p in averaged.parameters())
+
+    def run():
+        torch.manual_seed(0)
+        module = nn.Sequential(*double(6, 5, 4), nn.LSTM(4, 3, dtype=torch.float64), Last())
+        plain = copy.deepcopy(module)
+        (ours, trains), (wanted, _) = averages(wrapped(module), True), averages(plain, False)
+        return apart(ours, wanted), trains
+
+    assert pools(2)(run) == [({}, True)] * 2
+
+
+class Last(nn.Module):
+    def forward(self, x):
+        return x[0]
+
+
+class Buffered(nn.Module):
+    """What is ignored stays: a frozen table, a head that each rank trains for itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.own = double(6, 6), double(6, 3)
+        self.scale = nn.Parameter(torch.ones(6, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.own(self.first(x) * self.scale)
+
+
+@pytest.mark.parametrize("policy", [None, LAYERS])
+def test_what_is_ignored_stays_on_each_rank(pools, policy):
+    def run(how):
+        torch.manual_seed(dist.get_rank())
+        module = Buffered()
+        plain = copy.deepcopy(module)
+        given = [module.own] if how == "ignored_modules" else [module.own, module.scale]
+        model = md.FullyShardedDataParallel(module, auto_wrap_policy=policy, **{how: given})
+        assert isinstance(module.own[0], nn.Linear) and module.own[0].weight.shape == (3, 6)
+        plain.first.load_state_dict(model.module.first.state_dict() if policy else first(model))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        squares(model, dist.get_rank(), 0).backward()
+        squares(plain, dist.get_rank(), 0).backward()
+        found = apart({"g": module.own[0].weight.grad}, {"g": plain.own[0].weight.grad})
+        norm = model.clip_grad_norm_(1e9)
+        optimizer.step()
+        states = model.optim_state_dict(optimizer)
+        model.load_optim_state_dict(optimizer, states)
+        state = model.state_dict()
+        model.load_state_dict(state)
+        return found, {k: tuple(v.shape) for k, v in state.items()}, float(norm) > 0
+
+    shapes = {k: tuple(v.shape) for k, v in Buffered().state_dict().items()}
+    for how in ("ignored_modules", "ignored_states"):
+        assert pools(2)(run, how) == [({}, shapes, True)] * 2
+
+
+def first(model):
+    state = model.state_dict()
+    return {k.removeprefix("first."): v for k, v in state.items() if k.startswith("first.")}
 
 
 # ---- full parameters for a moment -------------------------------------------------------------
@@ -486,7 +751,56 @@ class BackwardInForward(Forces):
         return self.last(x)
 
 
+def saved_by_torch(rank):
+    import io
+
+    torch.save(wrapped(double(6, 4)), io.BytesIO())
+
+
+def copied_in_part(rank):
+    copy.deepcopy(wrapped(double(6, 4)).module[0])
+
+
+def muon(rank):
+    model = wrapped(nn.Sequential(nn.Linear(6, 4, bias=False)))
+    model(share(rank).float()).sum().backward()
+    torch.optim.Muon(model.parameters(), lr=0.1).step()
+
+
+def given(**options):
+    return lambda rank: wrapped(double(6, 4), **options)
+
+
 REFUSED = {
+    "torch.save": (saved_by_torch, "save its state_dict()"),
+    "deepcopy of a unit": (copied_in_part, "call copy.deepcopy of the root"),
+    "Muon": (muon, "Optimizers that take norms"),
+    "NO_SHARD": (
+        given(sharding_strategy=ShardingStrategy.NO_SHARD),
+        "That is DistributedDataParallel",
+    ),
+    "HYBRID_SHARD": (
+        given(sharding_strategy=ShardingStrategy.HYBRID_SHARD),
+        "a device_mesh of two",
+    ),
+    "no strategy": (given(sharding_strategy="full"), "is a ShardingStrategy, not 'full'"),
+    "BACKWARD_POST": (
+        given(backward_prefetch=BackwardPrefetch.BACKWARD_POST),
+        "backward_prefetch BACKWARD_POST",
+    ),
+    "cpu_offload": (given(cpu_offload=True), "cpu_offload is a CPUOffload, not True"),
+    "mixed_precision": (
+        given(mixed_precision=torch.half),
+        "is a MixedPrecision",
+    ),
+    "low precision gradients": (
+        given(mixed_precision=MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)),
+        "keep_low_precision_grads",
+    ),
+    "another device": (given(device_id=torch.device("meta")), "device_id is meta"),
+    "ignored twice": (given(ignored_modules=[], ignored_states=[]), "not both"),
+    "ignored names": (given(ignored_states=["0.weight"]), "modules or parameters, not str"),
+    "unknown": (given(sharding=1), "has no argument sharding"),
     "backward with full parameters": (backward_within, "within summon_full_params"),
     "scaled in no_sync": (scaled_in_no_sync, "was changed after a pass within no_sync()"),
     "replaced in no_sync": (
@@ -508,8 +822,11 @@ REFUSED = {
 }
 
 
+KINDS = ("RuntimeError", "TypeError", "ValueError")
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(pools, name):
     fault, words = REFUSED[name]
     for found in pools(2)(told, fault):
-        assert found is not None and found[0] == "RuntimeError" and words in found[1], found
+        assert found is not None and found[0] in KINDS and words in found[1], found

@@ -40,11 +40,10 @@ class ShardGradient(torch.Tensor):
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-        first = args[0] if args else None
-        alike = isinstance(first, cls) and isinstance(result, torch.Tensor) and result is not first
-        if not alike or result.shape != first.shape or name == "clone" or name.endswith("_like"):
+        if name == "clone" or name.endswith("_like") or not isinstance(result, torch.Tensor):
             return result  # states of optimizers are ordinary tensors
-        return result.as_subclass(cls)
+        of_gradient = isinstance(args[0], cls) and result.numel() == args[0].numel()
+        return result.as_subclass(cls) if of_gradient and result is not args[0] else result
 
 
 class FlatGradient:

@@ -93,7 +93,7 @@ class StateDicts(Wrapper):
         flats, whole = list(self._schedule.flats), state_dict["state"]
         problem = None
         try:
-            states.require_fitting(optimizer, flats, state_dict)
+            states.require_fitting(optimizer, flats, self.parameters(), state_dict)
         except Exception as error:
             problem = error
         self.raise_on_every_rank(problem)

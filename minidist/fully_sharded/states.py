@@ -127,8 +127,13 @@ def of_optimizer(
     form: Callable[[torch.Tensor], torch.Tensor],
 ) -> States:
     """The states of whole parameters, as `form` makes them. All ranks call this."""
-    numbers = _numbers(optimizer)
-    found: States = {}
+    numbers, flats = _numbers(optimizer), list(flats)
+    ours = {slot.piece.own for flat in flats for slot in flat.slots}
+    found: States = {  # what was ignored is whole
+        number: dict(optimizer.state[parameter])
+        for parameter, number in numbers.items()
+        if parameter not in ours and parameter in optimizer.state
+    }
     for flat in flats:
         pieces = [slot.piece for slot in flat.slots if slot.piece.own in optimizer.state]
         for piece in pieces:
@@ -154,7 +159,7 @@ def for_optimizer(
     optimizer: torch.optim.Optimizer, flats: Iterable[FlatParameter], whole: States
 ) -> States:
     """This rank's part of them. All ranks call this."""
-    numbers, own = _numbers(optimizer), {}
+    numbers, own = _numbers(optimizer), dict(whole)
     for slot in (slot for flat in flats for slot in flat.slots):
         number = numbers.get(slot.piece.own)
         if number in whole:
@@ -166,11 +171,14 @@ def for_optimizer(
 
 
 def require_fitting(
-    optimizer: torch.optim.Optimizer, flats: Iterable[FlatParameter], state: dict[str, Any]
+    optimizer: torch.optim.Optimizer,
+    flats: Iterable[FlatParameter],
+    parameters: Iterable[torch.Tensor],
+    state: dict[str, Any],
 ) -> None:
     """Raises ValueError if the optimizer is not that of these parameters, or the state is that of
     other ones."""
-    by_piece: dict[torch.Tensor, torch.Tensor] = {
+    by_piece: dict[torch.Tensor, torch.Tensor] = {each: each for each in parameters} | {
         slot.piece.own: slot.piece.whole for flat in flats for slot in flat.slots
     }
     numbers = _numbers(optimizer)
