@@ -4,11 +4,14 @@ other scripts. Held against one process. Lesson: fully_sharded"""
 import contextlib
 import copy
 import gc
+import subprocess
+import sys
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from programs import Family
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
@@ -650,6 +653,121 @@ def test_what_is_ignored_stays_on_each_rank(pools, policy):
 def first(model):
     state = model.state_dict()
     return {k.removeprefix("first."): v for k, v in state.items() if k.startswith("first.")}
+
+
+SCRIPT = """
+import functools, os, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullStateDictConfig
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictType
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from {library} import FullyShardedDataParallel as FSDP
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).relu())
+
+class Model(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.width = width
+        self.embedding = nn.Embedding(16, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(3)])
+        self.head = nn.Linear(width, 16)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+dist.init_process_group("gloo")
+rank, device = dist.get_rank(), torch.device("cpu")
+torch.manual_seed(0)
+model = FSDP(
+    Model(),
+    sharding_strategy=ShardingStrategy.{strategy},
+    cpu_offload=CPUOffload(offload_params=False),
+    auto_wrap_policy=functools.partial(
+        transformer_auto_wrap_policy, transformer_layer_cls={{Block}}
+    ),
+    backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+    mixed_precision=MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.float32),
+    device_id=device,
+    sync_module_states=False,
+    forward_prefetch=True,
+    limit_all_gathers=True,
+    use_orig_params=True,
+)
+assert model.width == 8
+decay = [p for name, p in model.named_parameters() if not name.endswith("bias")]
+rest = [p for name, p in model.named_parameters() if name.endswith("bias")]
+groups = [dict(params=decay, weight_decay=0.1), dict(params=rest, weight_decay=0.0)]
+optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
+generator = torch.Generator().manual_seed(rank)
+norms = []
+for step in range(4):
+    optimizer.zero_grad()
+    tokens = torch.randint(16, (3, 2, 5), generator=generator)
+    with model.no_sync():
+        for part in tokens[:2]:
+            nn.functional.cross_entropy(model(part).flatten(0, 1), part.flatten()).backward()
+    nn.functional.cross_entropy(model(tokens[2]).flatten(0, 1), tokens[2].flatten()).backward()
+    norms.append(float(model.clip_grad_norm_(0.5)))
+    optimizer.step()
+    schedule.step()
+    if step == 1:
+        states = FSDP.optim_state_dict(model, optimizer)
+        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, states))
+
+model.eval()
+with torch.no_grad():
+    loss = nn.functional.cross_entropy(model(tokens[0]).flatten(0, 1), tokens[0].flatten())
+    dist.all_reduce(loss)
+with FSDP.summon_full_params(model, writeback=False):
+    total = sum(p.double().sum() for p in model.parameters()).item()
+config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+    state = model.state_dict()
+if rank == 0:
+    torch.save((state, norms, loss, total), sys.argv[1])
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_a_script_for_torchs_class_with_one_line_changed(tmp_path, strategy):
+    family, runs = Family(), []
+    environ = {**family.environ(), "OMP_NUM_THREADS": "1"}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    try:
+        for who, library in (("ours", "minidist"), ("theirs", "torch.distributed.fsdp")):
+            script = SCRIPT.format(library=library, strategy=strategy)
+            (tmp_path / f"{who}.py").write_text(script)
+            command = [sys.executable, *torchrun, f"{who}.py", f"{who}.pt"]
+            runs.append(
+                subprocess.Popen(command, env=environ, cwd=tmp_path, stderr=subprocess.PIPE)
+            )
+        words = [run.communicate(timeout=100)[1].decode() for run in runs]
+        assert [run.returncode for run in runs] == [0, 0], "\n".join(words)
+        (ours, *found), (theirs, *wanted) = (
+            torch.load(tmp_path / f"{who}.pt") for who in ("ours", "theirs")
+        )
+        assert list(ours) == list(theirs) and apart(ours, theirs, 1e-5) == {}
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), rtol=1e-5, atol=0)
+        assert family.gone_within(5)
+    finally:
+        family.end()
 
 
 # ---- full parameters for a moment -------------------------------------------------------------

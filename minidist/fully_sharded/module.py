@@ -259,7 +259,9 @@ class FullyShardedDataParallel(StateDicts):
         if any(flat.gradient.kept for flat in self._schedule.flats):
             raise RuntimeError("clip_grad_norm_ before the pass that reduces, after no_sync()")
         slots = (slot for flat in self._schedule.flats for slot in flat.slots)
-        pieces = [s.piece.own for s in slots if s.piece.own.grad is not None and s.piece.own.numel()]
+        pieces = [
+            s.piece.own for s in slots if s.piece.own.grad is not None and s.piece.own.numel()
+        ]
         shards = [p.grad.as_subclass(torch.Tensor) for p in pieces if p.grad is not None]
         own = get_total_norm(shards, norm_type).to(self._device, torch.float64)
         norm = norm_over_ranks(own, norm_type, self.process_group)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import StateDictType
 
 from minidist import agree
 from minidist.fully_sharded import states
@@ -90,26 +91,47 @@ class StateDicts(Wrapper):
         """Load this rank's part into the optimizer, of what `optim_state_dict` gives, or the
         optimizer of one process. Raises ValueError, on every rank, and changes nothing, if it is of
         another model. All ranks must call it."""
-        flats, whole = list(self._schedule.flats), state_dict["state"]
-        problem = None
+        optimizer.load_state_dict(self.optim_state_dict_to_load(optimizer, state_dict))
+
+    def optim_state_dict_to_load(
+        self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The same, for the optimizer's own `load_state_dict`."""
+        flats, problem = list(self._schedule.flats), None
         try:
             states.require_fitting(optimizer, flats, self.parameters(), state_dict)
         except Exception as error:
             problem = error
         self.raise_on_every_rank(problem)
-        own = states.for_optimizer(optimizer, flats, whole)
-        optimizer.load_state_dict({**state_dict, "state": own})
+        own = states.for_optimizer(optimizer, flats, state_dict["state"])
+        return {**state_dict, "state": own}
+
+    @contextmanager
+    def state_dict_type(
+        self, state_dict_type: StateDictType, *configs: Any, **more: Any
+    ) -> Iterator[None]:
+        """As torch has it: within the block, `state_dict` is whole (FULL_STATE_DICT, as without),
+        or in shards. Its configurations save memory in torch, and change nothing here. Raises
+        ValueError for LOCAL_STATE_DICT."""
+        if state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            raise ValueError("LOCAL_STATE_DICT fits this number of ranks only: SHARDED_STATE_DICT")
+        mesh = self.mesh_of_shards()
+        sharded = state_dict_type is StateDictType.SHARDED_STATE_DICT
+        with self._formed((lambda flat: states.rows(flat, mesh)) if sharded else states.wholes):
+            yield
 
     @contextmanager
     def _formed(self, form: Callable[[FlatParameter], Iterator[torch.Tensor]]) -> Iterator[None]:
         """Within the block `state_dict` has what `form` makes of the parameters."""
-        for each in self.units():
-            each.unit.form = form
+        units = [each.unit for each in self.units()]
+        before = [unit.form for unit in units]
         try:
+            for unit in units:
+                unit.form = form
             yield
         finally:
-            for each in self.units():
-                each.unit.form = None
+            for unit, form_before in zip(units, before, strict=True):
+                unit.form = form_before
 
     def mesh_of_shards(self) -> DeviceMesh:
         """The ranks that have a shard each, as the last axis of a mesh."""
