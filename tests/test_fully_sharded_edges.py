@@ -734,7 +734,7 @@ with torch.no_grad():
     dist.all_reduce(loss)
 with FSDP.summon_full_params(model, writeback=False):
     total = sum(p.double().sum() for p in model.parameters()).item()
-config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+config = FullStateDictConfig()
 with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
     state = model.state_dict()
 if rank == 0:

@@ -68,7 +68,7 @@ def describe(module: nn.Module, parts: Set[nn.Module], ignored: Ignored) -> Iter
         ):
             raise ValueError(
                 f"{name or 'the module'} is a {type(each).__name__}, which sees to its gradients "
-                "itself: wrap the module that is in it"
+                "itself, and would find only shards: wrap the model without it"
             )
     roots = [("", module), *((n, m) for n, m in module.named_modules() if m in parts)]
     for unit, root in roots:

@@ -1,6 +1,5 @@
 """Stage 3 (lesson 9): a rank holds no more of anything than its shard."""
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +18,7 @@ from minidist.distributed_data_parallel.replicas import (
     require_group,
     require_same_lines,
 )
-from minidist.fully_sharded import build, options, states
+from minidist.fully_sharded import build, options
 from minidist.fully_sharded.flat import Kind
 from minidist.fully_sharded.schedule import Schedule, in_backward
 from minidist.fully_sharded.state_dicts import StateDicts
@@ -268,34 +267,6 @@ class FullyShardedDataParallel(StateDicts):
         clip_grads_with_norm_(pieces, max_norm, norm)
         return norm
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "FullyShardedDataParallel":
-        """One on the same ranks, with shards of its own, without gradients: for averaged weights.
-        No rank needs the others for it."""
-        if id(self.process_group) not in memo:
-            self._require_root("copy.deepcopy").abandon()
-            memo |= {id(each): each for each in (*self.groups, self.mesh)}
-            for flat in self._schedule.flats:
-                flat.copied(memo)
-        new = memo[id(self)] = type(self).__new__(type(self))
-        for name, value in self.__dict__.items():
-            new.__dict__[name] = copy.deepcopy(value, memo)
-        if self._is_root:
-            for flat in new._schedule.flats:
-                flat.move(memo)
-        return new
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raises TypeError."""
-        raise TypeError(
-            "a FullyShardedDataParallel has process groups and only a rank's shards, so torch.save "
-            "cannot write it: save its state_dict()"
-        )
-
-    def _require_root(self, what: str) -> Schedule:
-        if not self._is_root:
-            raise RuntimeError(f"call {what} of the root, the outermost wrapper")
-        return self._schedule
-
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         for flat in self._schedule.flats:
             if fn(flat.shard) is not flat.shard:
@@ -304,25 +275,6 @@ class FullyShardedDataParallel(StateDicts):
                     "wrap it then"
                 )
         return super()._apply(fn, recurse)
-
-    # ---- whole parameters ------------------------------------------------------------------
-
-    @contextmanager
-    def summon_full_params(self, writeback: bool = True) -> Iterator[None]:
-        """Within the block the module has its full parameters, in their own dtype, for any use but
-        training: rank 0 alone may call it. After it, each rank keeps its shard of what they have
-        become, if `writeback`: so change them alike on all ranks. All ranks must enter it."""
-        if self._schedule.running or in_backward():
-            raise RuntimeError("summon_full_params within a forward or backward pass")
-        units = [each.unit for each in self.units()]
-        self._schedule.abandon()
-        try:
-            for unit in units:
-                states.lend(unit)
-            yield
-        finally:
-            for unit in units:
-                states.take_back(unit, writeback)
 
 
 def _groups(

@@ -11,7 +11,6 @@ known from the one before it; a backward pass goes the way of the forward pass, 
 al., "PyTorch FSDP" (arXiv 2304.11277), sections 3.3 and 4.
 """
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,34 +22,8 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
 from minidist.fully_sharded.flat import FlatParameter
+from minidist.fully_sharded.journey import Journey, Visit
 from minidist.fully_sharded.unit import Unit, hide, tensors_in
-
-
-class Visit:
-    """A forward pass of a unit, and the one that ended before it did: the next in the backward
-    pass. `task` is the backward pass that has come to it."""
-
-    def __init__(self, unit: Unit, previous: "Visit | None") -> None:
-        self.unit, self.previous = unit, previous
-        self.since = torch.autograd._get_sequence_nr()  # the first node of its graph
-        self.task: int | None = None
-        self.entered = self.left = 0  # places in the journey
-
-
-class Journey:
-    """What happened in a forward pass of the root, in this order, the same on all ranks: a flat
-    parameter of a unit was gathered (visit, flat), a unit was left (visit, None).
-
-    Autograd goes back in exactly this order, node by node: a backward pass that comes to an event
-    has done with all that was later. What it has not come to by then is not in this rank's graph.
-    It may be in another rank's: gather and reduce it all the same.
-    """
-
-    _numbers = itertools.count()
-
-    def __init__(self) -> None:
-        self.number = next(self._numbers)
-        self.events: list[tuple[Visit, FlatParameter | None]] = []
 
 
 class Schedule:
@@ -113,7 +86,7 @@ class Schedule:
         found, trained = list(tensors_in(output)), torch.is_grad_enabled()
         made = unit.made(visit.since, found) if trained else []
         # A graph of which we see no end, or a view: somebody else will read the parameters.
-        unseen = trained and not made and (_has_graph(unit, inputs))
+        unseen = trained and not made and _has_graph(unit, inputs)
         if not again:  # else a checkpoint computes again: soon this will be needed
             for flat in unit.flats:
                 flat.open.discard(visit)
@@ -178,7 +151,7 @@ class Schedule:
             for later in self._latest_first():
                 if later.number > journey.number:
                     self._go_to(later, 0)
-            place = visit.left if flat is None else _place(visit, flat)
+            place = visit.left if flat is None else visit.place(flat)
             self._go_to(journey, place + 1)
             self._back[journey] = min(self._back[journey], place)
         self._event(journey, visit, flat)
@@ -193,10 +166,10 @@ class Schedule:
         return sorted(self._back, key=lambda journey: -journey.number)
 
     def _event(self, journey: Journey | None, visit: Visit, flat: FlatParameter | None) -> None:
-        if flat is None:
-            self._open(journey, visit)
-        else:
+        if flat is not None:
             self._close(visit, flat)
+        else:
+            self._open(journey, visit)
 
     def _open(self, journey: Journey | None, visit: Visit) -> None:
         if visit.task is not None and all(visit in flat.open for flat in visit.unit.flats):
@@ -308,10 +281,6 @@ class Schedule:
 def in_backward() -> bool:
     """Whether autograd computes a backward pass, on this thread."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _place(visit: Visit, flat: FlatParameter) -> int:
-    return visit.entered + visit.unit.flats.index(flat)
 
 
 def _has_graph(unit: Unit, inputs: Any) -> bool:

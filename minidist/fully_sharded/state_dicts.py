@@ -1,5 +1,6 @@
-"""What a wrapper can save and load (lesson 9)."""
+"""What a wrapper can save, load, lend and copy. Lesson: fully_sharded"""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import StateDictType
 from minidist import agree
 from minidist.fully_sharded import states
 from minidist.fully_sharded.flat import FlatParameter
-from minidist.fully_sharded.schedule import Schedule
+from minidist.fully_sharded.schedule import Schedule, in_backward
 from minidist.fully_sharded.unit import Unit
 from minidist.wrapper import Wrapper
 
@@ -142,6 +143,53 @@ class StateDicts(Wrapper):
     def raise_on_every_rank(self, problem: Exception | None) -> None:
         """The first rank's problem, if any has one."""
         agree.raise_along(self.groups, problem)
+
+    # ---- full parameters, and copies -------------------------------------------------------
+
+    @contextmanager
+    def summon_full_params(self, writeback: bool = True) -> Iterator[None]:
+        """Within the block the module has its full parameters, in their own dtype, for any use but
+        training: rank 0 alone may call it. After it, each rank keeps its shard of what they have
+        become, if `writeback`: so change them alike on all ranks. All ranks must enter it."""
+        if self._schedule.running or in_backward():
+            raise RuntimeError("summon_full_params within a forward or backward pass")
+        units = [each.unit for each in self.units()]
+        self._schedule.abandon()
+        try:
+            for unit in units:
+                states.lend(unit)
+            yield
+        finally:
+            for unit in units:
+                states.take_back(unit, writeback)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StateDicts":
+        """One on the same ranks, with shards of its own, without gradients: for averaged weights.
+        No rank needs the others for it."""
+        if id(self.process_group) not in memo:
+            self._require_root("copy.deepcopy").abandon()
+            memo |= {id(each): each for each in (*self.groups, self.mesh)}
+            for flat in self._schedule.flats:
+                flat.copied(memo)
+        new = memo[id(self)] = type(self).__new__(type(self))
+        for name, value in self.__dict__.items():
+            new.__dict__[name] = copy.deepcopy(value, memo)
+        if self._is_root:
+            for flat in new._schedule.flats:
+                flat.move(memo)
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises TypeError."""
+        raise TypeError(
+            "a FullyShardedDataParallel has process groups and only a rank's shards, so torch.save "
+            "cannot write it: save its state_dict()"
+        )
+
+    def _require_root(self, what: str) -> Schedule:
+        if not self._is_root:
+            raise RuntimeError(f"call {what} of the root, the outermost wrapper")
+        return self._schedule
 
 
 def _misfit(wanted: Any, state: Any, strict: bool) -> Exception | None:

@@ -20,8 +20,9 @@ WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 def by_class(*classes: type[nn.Module]) -> Policy:
-    """A policy that wraps all modules of these classes, such as the blocks of a transformer.
-    Lesson 9."""
+    """A policy that wraps all modules of these classes, such as the blocks of a transformer; not
+    what is within torch's `nn.TransformerEncoderLayer` and `nn.MultiheadAttention`, which read the
+    parameters of their parts themselves. Lesson 9."""
 
     def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
         return recurse or isinstance(module, classes)
