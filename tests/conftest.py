@@ -23,6 +23,7 @@ ON_BOTH = {
     "test_ddp_as_torch",
     "test_distributed_data_parallel",
     "test_fully_sharded",
+    "test_fully_sharded_edges",
     "test_measure",
     "test_memory",
     "test_mixed_precision",

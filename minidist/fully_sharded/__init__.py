@@ -5,9 +5,10 @@ the parameters. Here it keeps its shard of everything, 16Ψ/N bytes, and a unit 
 only while it computes: the shards, and the unit that computes, and the one that comes next. The
 price is a second all_gather: 3Ψ(N-1)/N elements a step are sent, where lessons 4 and 8 send 2Ψ.
 
-To read, in this order: `flat` (one tensor and its shards), `unit` (seen by modules, and by
-autograd), `schedule` (what is gathered and freed when), `wrap` (which modules are units), `build`
-(from a module to its units), `module` (the wrapper); then `states` and `checkpoint`.
+To read, in this order: `flat` (one tensor and its shards) and its `gradient`, `unit` (seen by
+modules, and by autograd), `schedule` (what is gathered and freed when), `wrap` (which modules are
+units), `build` (from a module to its units), `module` (the wrapper); then `options` (torch's),
+`states` and `checkpoint`.
 Rajbhandari et al., "ZeRO" (arXiv 1910.02054), section 5.3; Zhao et al., "PyTorch FSDP: Experiences
 on Scaling Fully Sharded Data Parallel" (arXiv 2304.11277).
 """

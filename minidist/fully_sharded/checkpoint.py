@@ -74,7 +74,7 @@ def load(
             whole["state"].setdefault(int(number), {})[key] = value
         whole["param_groups"] = json.loads(state.get("optimizer.param_groups", "[]"))
         flats = list(model._schedule.flats)
-        _together(model, lambda: require_fitting(optimizer, flats, whole))
+        _together(model, lambda: require_fitting(optimizer, flats, model.parameters(), whole))
     model.load_state_dict(_under("model.", state))
     if optimizer is not None:
         model.load_optim_state_dict(optimizer, whole)

@@ -1,15 +1,16 @@
 """The parameters of a unit, in one flat tensor of which every rank keeps a shard (lesson 9).
 
     shard (S,)  --all_gather-->  whole (N S,), that the forward and backward passes read
-    shard of the gradient (S,)  <--reduce_scatter--  gradient (N S,)
 
 The whole is there only while it is read. Then its storage is emptied, and filled again when it is
-next needed: what autograd has saved are views of this storage, and they see it come back.
+next needed: what autograd has saved are views of this storage, and they see it come back. While it
+is empty, their version is another one. So autograd raises where it would read what is not there.
 """
 
+import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ import torch.distributed as dist
 from torch import nn
 
 from minidist import backend
-from minidist.zero.messages import all_gather, reduce_scatter
+from minidist.fully_sharded.gradient import FlatGradient
+from minidist.zero.messages import all_gather
 from minidist.zero.partition import FlatParameters, Piece
 
 Place = tuple[nn.Module, str]  # a module, and what it calls the parameter
+EMPTY = 2**30  # the version of a whole that is not there
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,8 @@ class Kind:
 @dataclass(frozen=True)
 class Slot:
     """A parameter of the unit. Several `names` and `places`: it is tied. `piece.whole` tells its
-    shape and layout, on the device "meta"; `piece.own` (n,) is what this rank has of it, a view of
-    the shard, and what the optimizer trains."""
+    shape and layout, on the device "meta"; `piece.own` is what this rank has of it, a view of the
+    shard, and what the optimizer trains: (n,), of a matrix (n, 1), and so on."""
 
     names: tuple[str, ...]
     places: tuple[Place, ...]
@@ -71,20 +74,25 @@ class FlatParameter:
             laid.shard, dtype=laid.flat.dtype, device=kind.home, group=group
         ).copy_(laid.flat.chunk(size)[rank])
         self.whole = torch.empty(
-            len(laid.flat), dtype=kind.param_dtype or self.shard.dtype, device=kind.device
+            len(laid.flat),
+            dtype=(self.shard.is_floating_point() and kind.param_dtype) or self.shard.dtype,
+            device=kind.device,
         )  # (N S,)
-        self._used = sum(parameter.numel() for parameter in parameters)
+        # What modules see. It has a version of its own: a whole that comes back has not changed.
+        self._seen, self._version = self.whole.data, 0
+        self.used = sum(parameter.numel() for parameter in parameters)  # without padding
         self.slots = [self._slot(*each, laid.pieces) for each in named]
-        self.open: set[Any] = set()  # passes whose backward needs the whole
-        self.there = True
+        self.open: set[Any] = set()  # passes that need the whole now
+        self.there = self.kept = True
         self._arrived: Callable[[], None] | None = None
-        self.gradient: torch.Tensor | None = None  # (N S,), not yet reduced
-        self.touched: set[int] = set()  # slots with a gradient
+        self.gradient = FlatGradient()
         self.lent: torch.Tensor | None = None  # (N S,), by `summon_full_params`
-        self.total: torch.Tensor | None = None  # (S,), the mean
-        self._end: Callable[[], torch.Tensor] | None = None
-        self._notes: list[tuple[torch.Tensor, int, torch.Tensor | None] | None] = []
         self.free()
+
+    @property
+    def trains(self) -> bool:
+        """Whether a backward pass is to give it a gradient: all may have been frozen since."""
+        return self.trained and any(slot.piece.own.requires_grad for slot in self.slots)
 
     def _slot(
         self,
@@ -95,17 +103,20 @@ class FlatParameter:
     ) -> Slot:
         found = next((piece for piece in pieces if piece.whole is parameter), None)
         span, place = (found.span, found.place) if found else (slice(0, 0), slice(0, 0))
-        own = nn.Parameter(self.shard[place], self.trained)
+        own = self._piece(place, parameter.ndim, self.trained)
         meta = torch.empty_strided(
             parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta"
         )
         piece = Piece(nn.Parameter(meta, self.trained), span, own, place)
         return Slot(names, places, piece, int(parameter.storage_offset()))
 
+    def _piece(self, place: slice, ndim: int, trained: bool) -> nn.Parameter:
+        """It keeps the parameter's number of dimensions, by which some tell weights from biases."""
+        return nn.Parameter(self.shard[place].view(-1, *[1] * (ndim - 1)), trained)
+
     def views(self, of: torch.Tensor | None = None) -> list[torch.Tensor]:
         """The parameters, as views of the whole, or of another tensor (N S,)."""
-        # `.data`, for a version of its own: a whole that comes back has not changed.
-        flat = self.whole.data if of is None else of
+        flat = self._seen if of is None else of
         return [
             flat.as_strided(slot.piece.whole.shape, slot.piece.whole.stride(), slot.offset)
             for slot in self.slots
@@ -117,15 +128,17 @@ class FlatParameter:
         """Begin to gather the whole, if it is neither there nor on its way."""
         if self.there:
             return
-        self.there = True
-        self.whole.untyped_storage().resize_(self.whole.nbytes)
+        if not self.kept:
+            self.whole.untyped_storage().resize_(self.whole.nbytes)
+            _set_version(self._seen, self._version)
+        self.there = self.kept = True
         if len(self.whole):
             own = self.shard
             if (own.dtype, own.device) != (self.whole.dtype, self.whole.device):
-                own = self._own(self.whole).copy_(own)  # as those that compute want it
+                own = self.own_shard(self.whole).copy_(own)  # as those that compute want it
             self._arrived = all_gather(self.whole, self.group, own)
 
-    def _own(self, of: torch.Tensor) -> torch.Tensor:
+    def own_shard(self, of: torch.Tensor) -> torch.Tensor:
         """The place of this rank's shard in a tensor (N S,)."""
         return of.chunk(dist.get_world_size(self.group))[self.rank]
 
@@ -135,11 +148,16 @@ class FlatParameter:
             arrived, self._arrived = self._arrived, None
             arrived()
 
-    def free(self) -> None:
-        """Give back the memory of the whole."""
+    def free(self, keep: bool = False) -> None:
+        """The whole is not needed. Give back its memory, unless somebody may read it, unseen by us:
+        then `keep` it. It is gathered again all the same, as on the other ranks."""
         self.wait()
         self.there = False
-        self.whole.untyped_storage().resize_(0)
+        if self.kept and not keep:
+            self._version = self._seen._version
+            _set_version(self._seen, EMPTY)
+            self.whole.untyped_storage().resize_(0)
+        self.kept = self.kept and keep
 
     def gather(self, own: torch.Tensor | None = None) -> torch.Tensor:
         """The shards of all ranks, or what else each has as its `own` (S,), in full precision:
@@ -147,100 +165,36 @@ class FlatParameter:
         own = self.shard if own is None else own
         whole = own.new_empty(len(self.whole), device=self.kind.device)
         if len(whole):
-            all_gather(whole, self.group, self._own(whole).copy_(own))()
+            all_gather(whole, self.group, self.own_shard(whole).copy_(own))()
         return whole
 
-    # ---- the gradient ----------------------------------------------------------------------
+    # ---- copy.deepcopy of a wrapper --------------------------------------------------------
 
-    def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Put gradients of the parameters, divided by the number of ranks, into the flat one."""
-        scale = 1 / self.kind.ranks
-        fresh = self.gradient is None
-        if self.gradient is None:
-            self.gradient = backend.scratch(
-                len(self.whole), dtype=self.shard.dtype, device=self.kind.device, group=self.group
-            )
-            self.gradient[self._used :] = 0
-        for number, (view, g) in enumerate(zip(self.views(self.gradient), gradients, strict=True)):
-            if g is None:
-                if fresh:
-                    view.zero_()
-                continue
-            if g.layout is not torch.strided:
-                raise RuntimeError("a sparse gradient cannot be cut into shards: sparse=True")
-            self.touched.add(number)
-            if fresh:
-                torch.mul(g, scale, out=view)
-            else:
-                view.add_(g, alpha=scale)
+    def copied(self, memo: dict[int, Any]) -> "FlatParameter":
+        """One with shards of its own, of the same modules as yet, and its pieces in the memo."""
+        new = memo[id(self)] = copy.copy(self)
+        new.shard = backend.empty(
+            len(self.shard), dtype=self.shard.dtype, device=self.shard.device, group=self.group
+        ).copy_(self.shard)
+        new.whole = torch.empty_like(self.whole)
+        new._seen, new.there, new.kept = new.whole.data, True, True
+        new.open, new.gradient = set(), FlatGradient()
+        new.slots = []
+        for slot in self.slots:
+            whole, old = slot.piece.whole, slot.piece.own
+            own = new._piece(slot.piece.place, whole.ndim, old.requires_grad)
+            new.slots.append(replace(slot, piece=replace(slot.piece, own=own)))
+            memo[id(old)] = own
+        new.free()
+        return new
 
-    def reduce(self) -> None:
-        """Begin to add up the ranks' gradients. `arrive` waits for it."""
-        self.arrive()
-        assert self.gradient is not None
-        gradient, self.gradient = self.gradient, None
-        self._end = reduce_scatter(gradient.to(self.kind.reduce_dtype), self.group)
+    def move(self, memo: dict[int, Any]) -> None:
+        """To the copies of its modules."""
+        self.slots = [
+            replace(slot, places=tuple((memo[id(module)], name) for module, name in slot.places))
+            for slot in self.slots
+        ]
 
-    def arrive(self) -> None:
-        """Wait until this rank's shard of the mean is there, if it is on its way."""
-        if self._end is None:
-            return
-        end, self._end = self._end, None
-        mean = end()
-        if len(self.kind.groups) > 1:
-            dist.all_reduce(mean, group=self.kind.groups[1])
-        mean = mean.to(self.shard)
-        self.total = mean if self.total is None else self.total.add_(mean)
 
-    def deliver(self, anywhere: list[bool]) -> None:
-        """To the `.grad` of each piece whose parameter has a gradient `anywhere`."""
-        total, self.total = self.total, None
-        self.touched.clear()
-        for slot, there in zip(self.slots, anywhere, strict=True):
-            own = slot.piece.own
-            if total is None or not there or not own.requires_grad:
-                continue
-            gradient = total[slot.piece.place]
-            if own.grad is None:
-                own.grad = gradient
-            else:
-                own.grad += gradient
-
-    # Without synchronization the gradient stays, flat and whole. So that `zero_grad` of any
-    # optimizer finds something to forget, each piece has its part of it for a `.grad`.
-
-    def leave(self) -> None:
-        """Keep the gradient for a later pass."""
-        if self.gradient is None:
-            return
-        part = self.gradient.chunk(dist.get_world_size(self.group))[self.rank]
-        for number, slot in enumerate(self.slots):
-            own, before = slot.piece.own, slot.piece.own.grad
-            note = None
-            if number in self.touched:
-                own.grad = part[slot.piece.place].to(own.device, copy=True)
-                note = own.grad, own.grad._version, before
-            self._notes.append(note)
-
-    def resume(self) -> None:
-        """Forget what has been zeroed since; the rest will be added to."""
-        if not self._notes:
-            return
-        assert self.gradient is not None
-        notes, self._notes = self._notes, []
-        for number, (note, view) in enumerate(zip(notes, self.views(self.gradient), strict=True)):
-            if note is None:
-                continue
-            own, (left, version, before) = self.slots[number].piece.own, note
-            if own.grad is left and left._version == version:
-                own.grad = before
-            else:
-                view.zero_()
-                self.touched.discard(number)
-
-    def reset(self) -> None:
-        """Forget a pass that has failed on its way."""
-        self.open.clear()
-        self._end = self.gradient = self.total = None
-        self._notes = []
-        self.touched.clear()
+def _set_version(tensor: torch.Tensor, version: int) -> None:
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from minidist.fully_sharded.flat import FlatParameter, Slot
+from minidist.fully_sharded.unit import Unit, enlist
 from minidist.zero.partition import in_memory_order
 from minidist.zero.states import States, require_states_of
 
@@ -21,11 +22,11 @@ def wholes(flat: FlatParameter, own: torch.Tensor | None = None) -> Iterator[tor
 
 
 def part(slot: Slot, value: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor like the parameter: (n,). Of a sharded one, all ranks call
-    this."""
+    """This rank's part of a tensor like the parameter, in the shape of its piece. Of a sharded one,
+    all ranks call this."""
     if isinstance(value, DTensor):
         value = value.full_tensor()
-    return in_memory_order(value, slot.piece.whole)[slot.piece.span]
+    return in_memory_order(value, slot.piece.whole)[slot.piece.span].view_as(slot.piece.own)
 
 
 def shapes(flat: FlatParameter) -> Iterator[torch.Tensor]:
@@ -55,12 +56,21 @@ def as_rows(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     )
 
 
-def whole_hook(wrapper: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """What `wrapper.form` makes of the parameters, in the place of this rank's pieces."""
-    for flat in wrapper.unit.flats:
-        for slot, value in zip(flat.slots, wrapper.form(flat), strict=True):
+def whole_hook(unit: Unit, _: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+    """What `unit.form` makes of the parameters, in the place of this rank's pieces."""
+    for flat in unit.flats:
+        for slot, value in zip(flat.slots, (unit.form or wholes)(flat), strict=True):
             for name in slot.names:
                 state[prefix + name] = value
+
+
+def refuse_hook(module: nn.Module, prefix: str, _: bool) -> None:
+    """Raises RuntimeError for the state of a part of a unit, on its own."""
+    if not prefix:
+        raise RuntimeError(
+            f"this {type(module).__name__} has only this rank's shards of its parameters: call "
+            "state_dict() of the FullyShardedDataParallel around it"
+        )
 
 
 def cut_hook(wrapper: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -72,25 +82,40 @@ def cut_hook(wrapper: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
                     state[name] = part(slot, state[name])
 
 
-def lend(flat: FlatParameter) -> None:
-    """Put the whole parameters where the modules have their pieces."""
-    flat.lent = flat.gather()
-    for slot, view in zip(flat.slots, flat.views(flat.lent), strict=True):
-        whole = nn.Parameter(view, flat.trained)
-        for module, name in slot.places:
-            module._parameters[name] = whole
+def lend(unit: Unit) -> None:
+    """Put the full parameters where the modules have their pieces."""
+    unit.lent = True
+    for flat in unit.flats:
+        flat.lent = flat.gather()
+        for slot, view in zip(flat.slots, flat.views(flat.lent), strict=True):
+            whole = nn.Parameter(view, slot.piece.own.requires_grad)
+            if whole.requires_grad:
+                whole.register_hook(_refuse)
+            for module, name in slot.places:
+                module._parameters[name] = whole
+                enlist(module)
 
 
-def take_back(flat: FlatParameter, writeback: bool) -> None:
+def take_back(unit: Unit, writeback: bool) -> None:
     """The opposite of `lend`. Keep this rank's shard of what has become of them."""
-    if flat.lent is None:
-        return
-    lent, flat.lent = flat.lent, None
-    if writeback:
-        flat.shard.copy_(lent.view(-1, len(flat.shard))[flat.rank])
-    for slot in flat.slots:
-        for module, name in slot.places:
-            module._parameters[name] = slot.piece.own
+    unit.lent = False
+    for flat in unit.flats:
+        if flat.lent is None:
+            continue
+        lent, flat.lent = flat.lent, None
+        if writeback:
+            flat.shard.copy_(flat.own_shard(lent))
+        for slot in flat.slots:
+            for module, name in slot.places:
+                module._parameters[name] = slot.piece.own
+                enlist(module)
+
+
+def _refuse(_: torch.Tensor) -> None:
+    raise RuntimeError(
+        "backward() of a forward pass within summon_full_params: its parameters are copies, and "
+        "no rank would get the gradients. Train outside of the block"
+    )
 
 
 # ---- states of an optimizer, by the number of the parameter --------------------------------------
@@ -102,8 +127,13 @@ def of_optimizer(
     form: Callable[[torch.Tensor], torch.Tensor],
 ) -> States:
     """The states of whole parameters, as `form` makes them. All ranks call this."""
-    numbers = _numbers(optimizer)
-    found: States = {}
+    numbers, flats = _numbers(optimizer), list(flats)
+    ours = {slot.piece.own for flat in flats for slot in flat.slots}
+    found: States = {  # what was ignored is whole
+        number: dict(optimizer.state[parameter])
+        for parameter, number in numbers.items()
+        if parameter not in ours and parameter in optimizer.state
+    }
     for flat in flats:
         pieces = [slot.piece for slot in flat.slots if slot.piece.own in optimizer.state]
         for piece in pieces:
@@ -114,7 +144,7 @@ def of_optimizer(
             for piece in pieces:
                 if _elementwise(name, values[piece.own], piece.own):
                     own = own.to(values[piece.own].dtype)
-                    own[piece.place] = values[piece.own]
+                    own[piece.place] = values[piece.own].flatten()
                 else:
                     found[numbers[piece.own]][name] = values.pop(piece.own)
             if not values:
@@ -129,7 +159,7 @@ def for_optimizer(
     optimizer: torch.optim.Optimizer, flats: Iterable[FlatParameter], whole: States
 ) -> States:
     """This rank's part of them. All ranks call this."""
-    numbers, own = _numbers(optimizer), {}
+    numbers, own = _numbers(optimizer), dict(whole)
     for slot in (slot for flat in flats for slot in flat.slots):
         number = numbers.get(slot.piece.own)
         if number in whole:
@@ -141,11 +171,14 @@ def for_optimizer(
 
 
 def require_fitting(
-    optimizer: torch.optim.Optimizer, flats: Iterable[FlatParameter], state: dict[str, Any]
+    optimizer: torch.optim.Optimizer,
+    flats: Iterable[FlatParameter],
+    parameters: Iterable[torch.Tensor],
+    state: dict[str, Any],
 ) -> None:
     """Raises ValueError if the optimizer is not that of these parameters, or the state is that of
     other ones."""
-    by_piece: dict[torch.Tensor, torch.Tensor] = {
+    by_piece: dict[torch.Tensor, torch.Tensor] = {each: each for each in parameters} | {
         slot.piece.own: slot.piece.whole for flat in flats for slot in flat.slots
     }
     numbers = _numbers(optimizer)

@@ -1,21 +1,32 @@
-"""A unit: what is gathered, computed with and freed together (lesson 9)."""
+"""A unit: what is gathered, computed with and freed together. Lesson: fully_sharded"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_leaves
 
 from minidist.fully_sharded.flat import FlatParameter
+
+DEPTH = 4  # of objects within objects, in which tensors are looked for
+_OF_TORCH = frozenset(nn.Module().__dict__)  # attributes that every module has
 
 
 class Unit:
     """The flat parameters of one wrapper: one for each dtype, trained and frozen ones apart."""
 
-    def __init__(self, flats: list[FlatParameter], reshard_after_forward: bool) -> None:
-        self.flats = flats
+    def __init__(
+        self, flats: list[FlatParameter], modules: Sequence[nn.Module], reshard_after_forward: bool
+    ) -> None:
+        self.flats, self.modules = flats, modules
         self.reshard_after_forward = reshard_after_forward
         self.before: Any = None  # what came before it in the last forward pass
+        self.lent = False  # its modules have full parameters, by `summon_full_params`
+        # What a state_dict has of a flat parameter's parameters; None: whole tensors.
+        self.form: Callable[[FlatParameter], Iterator[torch.Tensor]] | None = None
 
     def start(self) -> None:
         """Begin to gather its parameters."""
@@ -30,11 +41,52 @@ class Unit:
             flat.wait()
             show(flat, arrived)
 
-    def free(self) -> None:
-        """Give back the memory of its parameters; each module has its pieces again."""
+    def free(self, keep: bool = False) -> None:
+        """Give back the memory of its parameters, or `keep` it; each module has its pieces."""
         for flat in self.flats:
             if not flat.open:
-                hide(flat)
+                hide(flat, keep)
+
+    def made(self, since: int, output: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What a forward pass that began at autograd's node `since` has put into its graph: of the
+        output, and of the attributes of its modules."""
+        kept = [
+            value
+            for module in self.modules
+            for name, value in module.__dict__.items()
+            if name not in _OF_TORCH and name not in module._parameters and name != "_flat_weights"
+        ]
+        found = [*output, *tensors_in(kept, depth=0)]
+        return [t for t in found if t.grad_fn is not None and t.grad_fn._sequence_nr() >= since]
+
+    def lends(self, output: list[torch.Tensor]) -> bool:
+        """Whether the output is, in part, a view of the parameters."""
+        ours = [flat.whole.untyped_storage().data_ptr() for flat in self.flats if flat.there]
+        strided = (tensor for tensor in output if tensor.layout is torch.strided)
+        return any(tensor.untyped_storage().data_ptr() in ours for tensor in strided)
+
+
+def tensors_in(value: Any, depth: int = DEPTH) -> Iterator[torch.Tensor]:
+    """All tensors in it, nested in lists, dicts and objects."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif isinstance(leaf, set | frozenset):
+            yield from tensors_in(list(leaf), depth)
+        elif depth and not isinstance(leaf, _NO_CONTAINERS):
+            slots = getattr(type(leaf), "__slots__", ())
+            names = {
+                *getattr(leaf, "__dict__", ()),
+                *([slots] if isinstance(slots, str) else slots),
+            }
+            if names:
+                yield from tensors_in([getattr(leaf, name, None) for name in names], depth - 1)
+
+
+_NO_CONTAINERS = (
+    *(int, float, complex, str, bytes, type(None), type, nn.Module),
+    *(FunctionType, MethodType, ModuleType, torch.dtype, torch.device, torch.Size),
+)
 
 
 def show(flat: FlatParameter, arrived: Callable[[FlatParameter, Any], None]) -> None:
@@ -48,28 +100,35 @@ def show(flat: FlatParameter, arrived: Callable[[FlatParameter, Any], None]) -> 
             )
         views: Any = flat.views()
     elif torch.is_grad_enabled():
-        views = _Whole.apply(flat, arrived, *pieces)
+        views = _FullParameters.apply(flat, arrived, *pieces)
     else:
         views = flat.views()
     for slot, view in zip(flat.slots, views, strict=True):
         for module, name in slot.places:
             module.__dict__[name] = view
-            if hasattr(module, "_flat_weights_names"):  # nn.LSTM and the like have a list as well
-                module._flat_weights = [getattr(module, n) for n in module._flat_weights_names]  # type: ignore[assignment, union-attr]
+            enlist(module)
 
 
-def hide(flat: FlatParameter) -> None:
-    """The opposite of `show`. Frees the whole."""
+def enlist(module: nn.Module) -> None:
+    """nn.LSTM and the like have their parameters in a list as well."""
+    if hasattr(module, "_flat_weights_names"):
+        names: Any = module._flat_weights_names
+        module._flat_weights = [getattr(module, name) for name in names]  # type: ignore[assignment]
+
+
+def hide(flat: FlatParameter, keep: bool = False) -> None:
+    """The opposite of `show`. Frees the whole, unless it is to `keep` its memory."""
     if flat.there:
         for slot in flat.slots:
             for module, name in slot.places:
                 module.__dict__.pop(name, None)
                 if "_flat_weights" in module.__dict__:
                     module._flat_weights = []  # type: ignore[assignment]
-        flat.free()
+    if flat.there or (flat.kept and not keep):
+        flat.free(keep)
 
 
-class _Whole(torch.autograd.Function):
+class _FullParameters(torch.autograd.Function):
     """From the pieces of all ranks to whole parameters: forward, an all_gather, which is done
     already; backward, a reduce_scatter, which is begun. Its result is awaited only at the end of
     the pass, so no gradient is given back to autograd here."""

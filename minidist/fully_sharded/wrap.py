@@ -6,7 +6,7 @@ torch's own serve as well, such as `ModuleWrapPolicy` and `size_based_auto_wrap_
 `nonwrapped_numel` parameters are in no unit yet.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 
 from torch import nn
 
@@ -15,11 +15,14 @@ from minidist.wrapper import Wrapper
 
 Policy = Callable[..., bool]
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward pass that could gather
+# These read the parameters of what is in them without calling it: no unit begins within them.
+WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 def by_class(*classes: type[nn.Module]) -> Policy:
-    """A policy that wraps all modules of these classes, such as the blocks of a transformer.
-    Lesson 9."""
+    """A policy that wraps all modules of these classes, such as the blocks of a transformer; not
+    what is within torch's `nn.TransformerEncoderLayer` and `nn.MultiheadAttention`, which read the
+    parameters of their parts themselves. Lesson 9."""
 
     def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
         return recurse or isinstance(module, classes)
@@ -39,18 +42,20 @@ def by_size(min_num_params: int) -> Policy:
     return policy
 
 
-def chosen(module: nn.Module, policy: Policy) -> dict[str, nn.Module]:
+def chosen(
+    module: nn.Module, policy: Policy, ignored: Set[nn.Module] = frozenset()
+) -> dict[str, nn.Module]:
     """The modules within this one that the policy wants to be units, by name: inner ones first."""
     found: dict[str, nn.Module] = {}
 
     def look(module: nn.Module, name: str, top: bool) -> int:
         """How many parameters are in units, in the end."""
-        if isinstance(module, StateDicts) or module in found.values():
+        if isinstance(module, StateDicts) or module in ignored or module in found.values():
             return _numel(module)
         numel, wrapped = _numel(module), 0
         if not policy(module=module, recurse=True, nonwrapped_numel=numel):
             return 0
-        for child_name, child in module.named_children():
+        for child_name, child in () if isinstance(module, WHOLE) else module.named_children():
             wrapped += look(child, f"{name}.{child_name}".lstrip("."), False)
         left = numel - wrapped
         if top or not policy(module=module, recurse=False, nonwrapped_numel=left):

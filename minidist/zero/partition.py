@@ -61,7 +61,9 @@ class FlatParameters:
                     Piece(
                         parameter,
                         slice(start - offset, stop - offset),
-                        nn.Parameter(self.flat[start:stop]),
+                        nn.Parameter(
+                            self.flat[start:stop], first.is_floating_point() or first.is_complex()
+                        ),
                         slice(start - mine.start, stop - mine.start),
                     )
                 )
