@@ -37,3 +37,8 @@ class Journey:
     def __init__(self) -> None:
         self.number = next(self._numbers)
         self.events: list[tuple[Visit, FlatParameter | None]] = []
+
+
+def in_backward() -> bool:
+    """Whether autograd computes a backward pass, on this thread."""
+    return torch._C._current_graph_task_id() != -1

@@ -20,7 +20,8 @@ from minidist.distributed_data_parallel.replicas import (
 )
 from minidist.fully_sharded import build, options
 from minidist.fully_sharded.flat import Kind
-from minidist.fully_sharded.schedule import Schedule, in_backward
+from minidist.fully_sharded.journey import in_backward
+from minidist.fully_sharded.schedule import Schedule
 from minidist.fully_sharded.state_dicts import StateDicts
 from minidist.fully_sharded.unit import Unit
 from minidist.fully_sharded.wrap import Policy, chosen, replace

@@ -22,7 +22,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
 from minidist.fully_sharded.flat import FlatParameter
-from minidist.fully_sharded.journey import Journey, Visit
+from minidist.fully_sharded.journey import Journey, Visit, in_backward
 from minidist.fully_sharded.unit import Unit, hide, tensors_in
 
 
@@ -276,11 +276,6 @@ class Schedule:
         self._awaited = False
         for flat in self.flats:
             flat.gradient.reset()
-
-
-def in_backward() -> bool:
-    """Whether autograd computes a backward pass, on this thread."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _has_graph(unit: Unit, inputs: Any) -> bool:

@@ -15,7 +15,8 @@ from torch.distributed.fsdp import StateDictType
 from minidist import agree
 from minidist.fully_sharded import states
 from minidist.fully_sharded.flat import FlatParameter
-from minidist.fully_sharded.schedule import Schedule, in_backward
+from minidist.fully_sharded.journey import in_backward
+from minidist.fully_sharded.schedule import Schedule
 from minidist.fully_sharded.unit import Unit
 from minidist.wrapper import Wrapper
 
