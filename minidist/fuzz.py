@@ -178,7 +178,7 @@ def wrap(trial: Trial, module: nn.Module) -> tuple[Any, torch.optim.Optimizer]:
         units = policy[options.pop("units")]
         options["auto_wrap_policy"] = None if tied else units  # ties stay within a unit
         if options.pop("hybrid") and trial.world_size == 4:
-            options["mesh"] = dist.init_device_mesh("cpu", (2, 2))
+            options["device_mesh"] = dist.init_device_mesh("cpu", (2, 2))
         model: Any = md.FullyShardedDataParallel(module, **options)
     elif trial.strategy == "pipeline":
         model = md.Pipeline(module, **options)  # type: ignore[arg-type]
