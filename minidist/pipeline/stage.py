@@ -142,13 +142,16 @@ def _keep(inputs: Any, made: Any, gets_gradient: Callable[[torch.Tensor], bool])
     )
 
 
-def _entered(inputs: Any) -> Any:
+def _entered(inputs: tuple[Any, Any]) -> tuple[Any, Any]:
     """The same, but for the leaves of the graph: a layer must not overwrite these, as
     nn.ReLU(inplace=True) would, so it gets their memory by another name."""
 
     def enter(x: torch.Tensor) -> torch.Tensor:
         return _Enter.apply(x) if x.requires_grad and x.is_leaf else x
 
+    x, kwargs = inputs
+    if isinstance(x, torch.Tensor) and not kwargs:  # mostly, and faster
+        return enter(x), kwargs
     return tree_map_only(torch.Tensor, enter, inputs)
 
 
