@@ -101,12 +101,11 @@ class Engine:
         """Take a task's first steps. True if our own thread need not be woken: the task has ended,
         or waits for a rank that will ring."""
         for _ in range(2):  # the second time for what came before the bell was expected
-            if not self._queues.begin(queue, task):
-                break
-            if task.ended:
-                self._end([task])
+            begun, ended = self._queues.begin(queue, task)
+            if ended:
+                self._end(ended)
                 return True
-            if task.wait is None or task.wait.due():
+            if not begun or task.wait is None or task.wait.due():
                 break
             self._entrust()
         else:

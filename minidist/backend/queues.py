@@ -132,23 +132,26 @@ class Queues:
                         ended.append(task)
         return moved, ended
 
-    def begin(self, name: Hashable, task: Task) -> bool:
-        """Take the first steps of a task here and now. False if another thread has the turn, or if
+    def begin(self, name: Hashable, task: Task) -> tuple[bool, list[Task]]:
+        """Take the first steps of a task here and now: whether that could be, and the task if it
+        has ended with them. It cannot if another thread has the turn or has done the task, or if
         the task would overtake one that came before: of two receives, the first begun gets the
         first message."""
         if self._turn.locked():
-            return False
+            return False, []
         with self._turn:  # not `acquire`: after it an interrupt would leave the turn taken for ever
-            if len(self._queues) > 1 and any(
-                [first.wait is None for first in self.firsts() if first is not task]
+            if task.ended or (
+                len(self._queues) > 1
+                and any([each.wait is None for each in self.firsts() if each is not task])
             ):
-                return False
+                return False, []
             for _ in range(AT_ONCE):
-                if task.ended or self._queues[name][0] is not task or not task.step():
+                if self._queues[name][0] is not task or not task.step():
                     break
                 if task.ended:
                     self._remove(name)
-            return True
+                    return True, [task]
+            return True, []
 
     def hopeless(self, now: float, explain: Explain) -> BaseException | None:
         """Why one of them waits in vain, if that is so."""
