@@ -51,9 +51,10 @@ def attach(
         bell = Bell.attach(segment.words, pipes)
         opened.callback(bell.close)
         return segment, bell, (int(number), born)
-    except (FileNotFoundError, ProcessLookupError):
-        raise RuntimeError(f"Connection closed by peer: rank {rank} has died") from None
     except OSError as error:
+        gone = isinstance(error, (FileNotFoundError, ProcessLookupError))
+        if gone or ended(int(number), born):  # whatever the error is while it dies
+            raise RuntimeError(f"Connection closed by peer: rank {rank} has died") from None
         raise RuntimeError(f"the memory of rank {rank} cannot be opened: {error}") from error
 
 
