@@ -26,8 +26,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from minidist.common.wrapper import Wrapper
 from minidist.pipeline.replay import Replay
-from minidist.wrapper import Wrapper
 
 
 class CheckpointWrapper(Wrapper):

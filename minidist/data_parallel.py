@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from minidist.wrapper import Wrapper
+from minidist.common.wrapper import Wrapper
 
 Device = str | int | torch.device
 

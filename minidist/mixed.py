@@ -24,16 +24,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.utils import clip_grads_with_norm_
 
-from minidist import agree
-from minidist.distributed_data_parallel.buckets import Bucket, assign
-from minidist.distributed_data_parallel.replicas import (
+from minidist.common import agree
+from minidist.common.guard import Guard
+from minidist.common.norm import norm_over_ranks
+from minidist.common.replicas import (
     broadcast_state,
     require_group,
     require_same_model,
 )
-from minidist.guard import Guard
+from minidist.common.wrapper import Wrapper
+from minidist.distributed_data_parallel.buckets import Bucket, assign
 from minidist.measure import TrafficCounter
-from minidist.norm import norm_over_ranks
 from minidist.pipeline import Pipeline, Schedule
 from minidist.pipeline.opening import Loss
 from minidist.rank import device
@@ -45,7 +46,6 @@ from minidist.tensor_parallel import (
     vocab_parallel_cross_entropy,
 )
 from minidist.tensor_parallel.layer import gather_shards, shard
-from minidist.wrapper import Wrapper
 
 __all__ = ["AXES", "MixedParallel", "mesh", "traffic_by_axis"]
 

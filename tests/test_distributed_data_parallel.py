@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import minidist as md
+from minidist.common.replicas import broadcast_state
 from minidist.distributed_data_parallel import bf16_compress_hook
 from minidist.distributed_data_parallel.buckets import assign
-from minidist.distributed_data_parallel.replicas import broadcast_state
 
 OURS = md.DistributedDataParallel
 TINY = 1e-4  # MiB: a bucket of some 13 float64 parameters, so that models of a few have several

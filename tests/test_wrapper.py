@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from minidist.wrapper import Wrapper
+from minidist.common.wrapper import Wrapper
 
 
 class Plain(Wrapper):

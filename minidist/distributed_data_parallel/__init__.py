@@ -20,18 +20,18 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
+from minidist.common.guard import Guard
+from minidist.common.replicas import (
+    broadcast_state,
+    require_group,
+    require_same_model,
+)
 from minidist.distributed_data_parallel.arguments import device_of, group_of, require_supported
 from minidist.distributed_data_parallel.buckets import Bucket
 from minidist.distributed_data_parallel.hooks import bf16_compress_hook
 from minidist.distributed_data_parallel.join import Shadow
 from minidist.distributed_data_parallel.reducer import Reducer
-from minidist.distributed_data_parallel.replicas import (
-    broadcast_state,
-    require_group,
-    require_same_model,
-)
 from minidist.distributed_data_parallel.sync import Synchronized
-from minidist.guard import Guard
 
 __all__ = ["Bucket", "DistributedDataParallel", "bf16_compress_hook"]
 
@@ -68,8 +68,8 @@ class DistributedDataParallel(Synchronized, Joinable):
 
     Raises RuntimeError without a process group; ValueError, on every rank, if the ranks have
     different models or nothing to train; TypeError for DTensor parameters. `forward` raises
-    RuntimeError if a parameter has changed since (see `minidist.guard`); `backward`, if one is left
-    without gradient unasked.
+    RuntimeError if a parameter has changed since (see `minidist.common.guard`); `backward`,
+    if one is left without gradient unasked.
     """
 
     def __init__(

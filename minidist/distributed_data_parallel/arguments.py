@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from minidist.distributed_data_parallel.replicas import require_group
+from minidist.common.replicas import require_group
 
 NOT_HERE = {
     "dim": "inputs are not cut here. Give each rank its own share of the batch",

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
-from minidist.distributed_data_parallel.replicas import broadcast_state
+from minidist.common.replicas import broadcast_state
 
 
 class Shadow(JoinHook):

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from minidist.common.wrapper import Wrapper
 from minidist.distributed_data_parallel.reducer import CommHook, Reducer
-from minidist.wrapper import Wrapper
 
 
 class Synchronized(Wrapper):

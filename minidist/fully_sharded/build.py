@@ -10,13 +10,13 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from minidist import rank
-from minidist.distributed_data_parallel.replicas import words
+from minidist.common.guard import Abandoned, abandon
+from minidist.common.replicas import words
+from minidist.common.wrapper import Wrapper
 from minidist.fully_sharded.flat import FlatParameter, Kind, Place
 from minidist.fully_sharded.options import Ignored, Precision
 from minidist.fully_sharded.state_dicts import StateDicts
 from minidist.fully_sharded.wrap import within
-from minidist.guard import Abandoned, abandon
-from minidist.wrapper import Wrapper
 
 Modules = Sequence[tuple[str, nn.Module]]
 

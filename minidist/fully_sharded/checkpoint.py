@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from minidist import agree
+from minidist.common import agree
 from minidist.fully_sharded.module import FullyShardedDataParallel
 from minidist.fully_sharded.states import as_rows, require_fitting
 

@@ -12,12 +12,14 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils._pytree import tree_map
 
-from minidist import agree
-from minidist.distributed_data_parallel.replicas import (
+from minidist.common import agree
+from minidist.common.norm import norm_over_ranks
+from minidist.common.replicas import (
     broadcast_state,
     require_group,
     require_same_lines,
 )
+from minidist.common.wrapper import Wrapper
 from minidist.fully_sharded import build, options
 from minidist.fully_sharded.flat import Kind
 from minidist.fully_sharded.journey import in_backward
@@ -25,8 +27,6 @@ from minidist.fully_sharded.schedule import Schedule
 from minidist.fully_sharded.state_dicts import StateDicts
 from minidist.fully_sharded.unit import Unit
 from minidist.fully_sharded.wrap import Policy, chosen, replace
-from minidist.norm import norm_over_ranks
-from minidist.wrapper import Wrapper
 
 
 class FullyShardedDataParallel(StateDicts):

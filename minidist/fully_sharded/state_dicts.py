@@ -12,13 +12,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import StateDictType
 
-from minidist import agree
+from minidist.common import agree
+from minidist.common.wrapper import Wrapper
 from minidist.fully_sharded import states
 from minidist.fully_sharded.flat import FlatParameter
 from minidist.fully_sharded.journey import in_backward
 from minidist.fully_sharded.schedule import Schedule
 from minidist.fully_sharded.unit import Unit
-from minidist.wrapper import Wrapper
 
 
 class StateDicts(Wrapper):

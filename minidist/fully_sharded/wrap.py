@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Set
 
 from torch import nn
 
+from minidist.common.wrapper import Wrapper
 from minidist.fully_sharded.state_dicts import StateDicts
-from minidist.wrapper import Wrapper
 
 Policy = Callable[..., bool]
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward pass that could gather

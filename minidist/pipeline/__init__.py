@@ -19,14 +19,15 @@ from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils._pytree import tree_flatten
 
-from minidist import agree
 from minidist.collectives.peers import Peers
-from minidist.distributed_data_parallel.replicas import (
+from minidist.common import agree
+from minidist.common.norm import norm_over_ranks
+from minidist.common.replicas import (
     broadcast_state,
     require_group,
     require_same_model,
 )
-from minidist.norm import norm_over_ranks
+from minidist.common.wrapper import Wrapper
 from minidist.pipeline.balance import balance_by_cost, balance_by_parameters
 from minidist.pipeline.batch import join, tensors_of
 from minidist.pipeline.executor import Executor
@@ -38,7 +39,6 @@ from minidist.pipeline.stage import Layers, Stage, keywords_of
 from minidist.pipeline.ties import find_ties, summed
 from minidist.pipeline.transfers import Outline, Transfers
 from minidist.pipeline.validate import ScheduleError, validate
-from minidist.wrapper import Wrapper
 
 __all__ = [
     "SCHEDULES",

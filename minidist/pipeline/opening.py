@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from minidist import agree
 from minidist.collectives.peers import Peers
+from minidist.common import agree
 from minidist.pipeline.batch import count_rows, cut, rows_of
 from minidist.pipeline.transfers import Outlines
 

@@ -10,10 +10,10 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map_only
 
+from minidist.common.wrapper import Wrapper
 from minidist.pipeline.batch import tensors_of
 from minidist.pipeline.replay import Replay
 from minidist.pipeline.split import Deferred, backward_inputs
-from minidist.wrapper import Wrapper
 
 Gradients = list[torch.Tensor | None]
 Finish = Callable[[Any], Any]  # what is made of the outputs

@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from minidist.common.wrapper import Wrapper
 from minidist.tensor_parallel.layer import require_multiple, shard
 from minidist.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from minidist.tensor_parallel.operators import Group, copy_to_group
 from minidist.tensor_parallel.random import fork_rng
-from minidist.wrapper import Wrapper
 
 
 class SequenceParallel(Wrapper):

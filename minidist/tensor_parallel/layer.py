@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minidist.distributed_data_parallel.replicas import require_group
+from minidist.common.replicas import require_group
 from minidist.tensor_parallel.operators import Group
 
 

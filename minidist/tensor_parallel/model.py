@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from minidist.distributed_data_parallel.replicas import require_group
-from minidist.guard import abandon_replaced
-from minidist.norm import norm_over_ranks
+from minidist.common.guard import abandon_replaced
+from minidist.common.norm import norm_over_ranks
+from minidist.common.replicas import require_group
 from minidist.tensor_parallel.layer import ParallelLayer
 from minidist.tensor_parallel.operators import Group
 from minidist.tensor_parallel.plan import Where, split_by

@@ -7,15 +7,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minidist.agree import raise_on_every_rank
-from minidist.distributed_data_parallel.replicas import (
+from minidist.common.agree import raise_on_every_rank
+from minidist.common.guard import Guard
+from minidist.common.norm import clip_over_ranks
+from minidist.common.replicas import (
     broadcast_state,
     require_group,
     require_same_model,
 )
 from minidist.distributed_data_parallel.sync import Synchronized
-from minidist.guard import Guard
-from minidist.norm import clip_over_ranks
 from minidist.zero.optimizer import ZeroRedundancyOptimizer
 from minidist.zero.reducer import ShardingReducer
 

@@ -1,0 +1,9 @@
+"""What every strategy needs, before its own idea begins.
+
+file          what it gives
+wrapper       the module around a module: names in checkpoints, attributes
+replicas      every rank begins with the same model and rank 0's values
+agree         arguments that must be alike, errors that all ranks must hear of
+guard         parameters that changed after wrapping
+norm          the norm of gradients on several ranks, and clipping by it
+"""
