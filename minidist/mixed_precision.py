@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from minidist import rank
-from minidist.common.replicas import require_group
+from minidist.common.groups import require_group
 
 
 class ShardedGradScaler(torch.amp.GradScaler):

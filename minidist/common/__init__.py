@@ -2,8 +2,11 @@
 
 file          what it gives
 wrapper       the module around a module: names in checkpoints, attributes
+groups        which ranks take part: torch's process_group and device_mesh
 replicas      every rank begins with the same model and rank 0's values
 agree         arguments that must be alike, errors that all ranks must hear of
 guard         parameters that changed after wrapping
 norm          the norm of gradients on several ranks, and clipping by it
+no_sync       accumulation without averaging
+single        all_gather and reduce_scatter between a tensor and its shards
 """

@@ -1,10 +1,54 @@
-"""The norm of what lies on several ranks: the norm of the ranks' norms."""
+"""The norm of gradients that lie on several ranks: the norm of the ranks' norms."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+
+def grad_norm(
+    parameters: Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    *,
+    groups: Iterable[dist.ProcessGroup | None],
+    device: torch.device,
+    elsewhere: Set[torch.Tensor] = frozenset(),
+) -> torch.Tensor:
+    """The norm of the gradients of all ranks' `parameters`: the same number on every rank.
+
+    parameters: this rank's: its shards, its layers, or both.
+    groups: the ranks that have the others, along each axis of a mesh. One all_reduce of one number
+        for each group, which all of its ranks must call.
+    device: where that number is.
+    elsewhere: those of `parameters` that another rank has too, and counts. They are left out.
+
+    Raises ValueError for a `norm_type` of 0 or less.
+    """
+    # As plain tensors: the gradients of shards may be of a class that torch's clipping refuses.
+    counted = [
+        p.grad.as_subclass(torch.Tensor)
+        for p in parameters
+        if p.grad is not None and p.grad.numel() and p not in elsewhere
+    ]
+    # As float64 on every rank: one without gradients would have no other dtype to choose.
+    total = get_total_norm(counted, norm_type).to(device, torch.float64)
+    for group in groups:
+        total = norm_over_ranks(total, norm_type, group)
+    return total
+
+
+def clip_grad_norm_(
+    parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0, **ranks: Any
+) -> torch.Tensor:
+    """Scale these gradients so that their norm is at most `max_norm`, and return what it was.
+    `ranks` are the other arguments of `grad_norm`; gradients that count elsewhere are scaled too.
+    """
+    own = list(parameters)
+    total = grad_norm(own, norm_type, **ranks)
+    clip_grads_with_norm_(own, max_norm, total)
+    return total
 
 
 def norm_over_ranks(
@@ -22,21 +66,3 @@ def norm_over_ranks(
     total = own**norm_type
     dist.all_reduce(total, group=group)
     return total ** (1 / norm_type)
-
-
-def clip_over_ranks(
-    parameters: Iterable[torch.Tensor],
-    max_norm: float,
-    norm_type: float,
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> torch.Tensor:
-    """Scale the gradients of all ranks' `parameters` so that their norm is at most `max_norm`.
-    Returns what it was, a number on `device`. All ranks must call it."""
-    own = list(parameters)
-    gradients = [p.grad for p in own if p.grad is not None]
-    # As float64 on every rank: one without gradients would have no other dtype to choose.
-    norm = get_total_norm(gradients, norm_type).to(device, torch.float64)
-    total = norm_over_ranks(norm, norm_type, group)
-    clip_grads_with_norm_(own, max_norm, total)
-    return total

@@ -1,31 +1,19 @@
-"""Replicas begin equal (lesson 4): every rank has the same parameters, and rank 0's values.
+"""Replicas begin equal: every rank has the same parameters, and rank 0's values.
 
 Averaged gradients keep equal replicas equal. They cannot make them so.
+Lesson: distributed_data_parallel.
 """
 
 from collections.abc import Iterable, Iterator
 from itertools import zip_longest
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from minidist.common.groups import require_group as require_group  # its place of before
+
 CHUNK = 25 * 2**20  # bytes of one message, as torch has it: large, and soon given back
-
-
-def require_group(group: dist.ProcessGroup | None, who: str) -> dist.ProcessGroup:
-    """The group that was given, or the default one. Raises RuntimeError where there is none, and
-    ValueError where this rank is not a member."""
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            f"{who} works within a process group, and there is none. Start ranks by a %%ranks "
-            "cell, md.ranks or md.launch; or call torch.distributed.init_process_group first."
-        )
-    found: Any = dist.group.WORLD if group is None else group
-    if found is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(f"{who}: rank {dist.get_rank()} is not in the process group it was given")
-    return found
 
 
 def require_same_model(module: nn.Module, group: dist.ProcessGroup) -> None:
@@ -85,7 +73,7 @@ def broadcast_state(
     """Give every rank of the group the values that `source` (its rank in the group) has.
 
     Tensors of any dtypes travel together, as bytes: one message for each 25 MiB of a device. Small
-    messages cost their latency, not their size (lesson 2).
+    messages cost their latency, not their size. Lesson: communication.
     """
     for chunk in _chunks(tensors):
         if len(chunk) == 1 and chunk[0].is_contiguous():

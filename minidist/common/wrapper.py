@@ -1,6 +1,6 @@
 """What every strategy of the course is to its user: the module that it wraps, and then some.
 
-Lessons 3 to 9 each wrap a module. A checkpoint must not tell which one was in use: the names in
+Each strategy wraps a module. A checkpoint must not tell which one was in use: the names in
 `state_dict()` are those of the bare module, so it loads in any other strategy, and without one.
 """
 

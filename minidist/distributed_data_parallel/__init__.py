@@ -3,7 +3,7 @@
 Every rank holds the whole model and takes its own share of the batch. After the backward pass all
 ranks hold the mean of their gradients, so that replicas that were equal stay equal. To read, in
 this order: `replicas` (they begin equal), `buckets` (gradients travel together), `reducer` (they
-leave while backward still computes), and this file. The edges: `sync`, `join` and `arguments`.
+leave while backward still computes), and this file. The edges: `join` and `arguments`.
 Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (arXiv
 2006.15704).
 """
@@ -20,18 +20,15 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
+from minidist.common.groups import groups_of, require_group
 from minidist.common.guard import Guard
-from minidist.common.replicas import (
-    broadcast_state,
-    require_group,
-    require_same_model,
-)
-from minidist.distributed_data_parallel.arguments import device_of, group_of, require_supported
+from minidist.common.no_sync import Synchronized
+from minidist.common.replicas import broadcast_state, require_same_model
+from minidist.distributed_data_parallel.arguments import device_of, require_supported
 from minidist.distributed_data_parallel.buckets import Bucket
 from minidist.distributed_data_parallel.hooks import bf16_compress_hook
 from minidist.distributed_data_parallel.join import Shadow
-from minidist.distributed_data_parallel.reducer import Reducer
-from minidist.distributed_data_parallel.sync import Synchronized
+from minidist.distributed_data_parallel.reducer import CommHook, Reducer
 
 __all__ = ["Bucket", "DistributedDataParallel", "bf16_compress_hook"]
 
@@ -110,7 +107,7 @@ class DistributedDataParallel(Synchronized, Joinable):
             raise ValueError(f"bucket_cap_mb must be more than 0, not {bucket_cap_mb}")
         self.device = next(module.parameters(), torch.empty(0)).device
         self._inputs_go_to = device_of(module, device_ids, output_device)
-        self.process_group = group_of(process_group, device_mesh)
+        (self.process_group,) = groups_of(process_group, device_mesh, "DistributedDataParallel")
         self.find_unused_parameters = find_unused_parameters or static_graph
         broadcast = broadcast_buffers is not False
         self.broadcast_buffers = broadcast if forward_sync_buffers is None else forward_sync_buffers
@@ -169,6 +166,15 @@ class DistributedDataParallel(Synchronized, Joinable):
         if torch.is_grad_enabled():  # an evaluation in between changes nothing
             self._reducer.expect(sync, contributors)
         return sync
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Let `hook(state, bucket)` average the buckets, instead of an all_reduce. As in torch it
+        returns a Future of the average, of shape (n,), and divides by the world size itself."""
+        if self._reducer.comm_hook is not None:
+            raise RuntimeError("a communication hook is registered already")
+        if not callable(hook):
+            raise TypeError(f"a communication hook is a function, not {type(hook).__name__}")
+        self._reducer.comm_hook = hook, state
 
     # ---- ranks with different numbers of batches -------------------------------------------
 

@@ -4,11 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-
-from minidist.common.replicas import require_group
 
 NOT_HERE = {
     "dim": "inputs are not cut here. Give each rank its own share of the batch",
@@ -27,21 +23,6 @@ def require_supported(**arguments: Any) -> None:
             raise ValueError(
                 f"DistributedDataParallel: {name}={value!r} is not there: {NOT_HERE[name]}"
             )
-
-
-def group_of(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.ProcessGroup:
-    """The ranks that take part."""
-    if mesh is not None:
-        if process_group is not None:
-            raise ValueError(
-                "give DistributedDataParallel a device_mesh or a process_group, not both"
-            )
-        if mesh.ndim != 1:
-            raise ValueError(
-                f"device_mesh must have one axis, not {mesh.ndim}: mesh['data'] is one"
-            )
-        process_group = mesh.get_group()
-    return require_group(process_group, "DistributedDataParallel")
 
 
 def device_of(

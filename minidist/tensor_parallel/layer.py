@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minidist.common.replicas import require_group
-from minidist.tensor_parallel.operators import Group
+from minidist.common.groups import require_group
+from minidist.tensor_parallel.operators import Group, begin_all_gather
 
 
 class ParallelLayer(nn.Module):
@@ -106,8 +106,8 @@ def gather_shards(
     shape[dim] = max(sizes)
     own = piece.new_zeros(shape)
     own.narrow(dim, 0, piece.shape[dim]).copy_(piece)
-    padded = [torch.empty_like(own) for _ in sizes]
-    dist.all_gather(padded, own, group=group)
+    padded, work = begin_all_gather(own, group)
+    work.wait()
     return [each.narrow(dim, 0, size) for each, size in zip(padded, sizes, strict=True)]
 
 

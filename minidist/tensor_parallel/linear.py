@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from minidist.tensor_parallel.layer import ParallelLayer, require_multiple
 from minidist.tensor_parallel.operators import (
     Group,
+    begin_all_gather,
     begin_reduce_scatter,
     copy_to_group,
     gather_from_group,
@@ -218,8 +219,7 @@ class _GatherLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         grad_x = work = None
-        whole = [torch.empty_like(x) for _ in range(dist.get_world_size(ctx.group))]
-        gathering = dist.all_gather(whole, x.contiguous(), group=ctx.group, async_op=True)
+        whole, gathering = begin_all_gather(x, ctx.group)
         if ctx.needs_input_grad[0]:
             grad_x, work = begin_reduce_scatter(grad @ weight, -2, ctx.group)
         gathering.wait()

@@ -1,7 +1,6 @@
 """A whole model that is split by features (lesson 6): cut it, clip it, check it, join it."""
 
 import hashlib
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
@@ -10,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from minidist.common import norm
+from minidist.common.groups import require_group
 from minidist.common.guard import abandon_replaced
-from minidist.common.norm import norm_over_ranks
-from minidist.common.replicas import require_group
 from minidist.tensor_parallel.layer import ParallelLayer
 from minidist.tensor_parallel.operators import Group
 from minidist.tensor_parallel.plan import Where, split_by
@@ -135,21 +134,22 @@ def grad_norm(
     A sharded parameter counts with the shards of all ranks, a replicated one once, and those in
     `without` not at all. One all_reduce of one number; all ranks must call it.
     """
-    norms: list[torch.Tensor] = []  # of replicated gradients
-    shards: dict[Group, list[torch.Tensor]] = defaultdict(list)
-    for _, parameter, layer in _parameters(model):
-        if parameter.grad is not None and parameter not in without:
-            norm = torch.linalg.vector_norm(parameter.grad, norm_type)
-            (norms if layer is None else shards[layer.process_group]).append(norm)
-    for group, own in shards.items():
-        total = torch.linalg.vector_norm(torch.stack(own), norm_type)
-        norms.append(norm_over_ranks(total, norm_type, group))
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+    found = [(parameter, layer) for _, parameter, layer in _parameters(model)]
+    groups = {layer.process_group or dist.group.WORLD for _, layer in found if layer is not None}
+    if len(groups) > 1:
+        raise ValueError("a model has one norm if all of its layers are split over one group")
+    first = found[0][0] if found else torch.zeros(())
+    elsewhere = set(without)
+    if any(dist.get_rank(group) > 0 for group in groups):  # the first rank counts replicas
+        elsewhere |= {parameter for parameter, layer in found if layer is None}
+    own = [parameter for parameter, _ in found]
+    total = norm.grad_norm(own, norm_type, groups=groups, device=first.device, elsewhere=elsewhere)
+    return total.to(first.dtype)
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scale the gradients so that their norm, that of the dense model, is at most `max_norm`.
-    Returns what the norm was. Lesson 6.
+    Returns what the norm was. Lesson: feature_splitting.
 
     `torch.nn.utils.clip_grad_norm_` would clip each rank by the norm of its own shards, and let the
     replicated parameters part.

@@ -39,10 +39,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# By its name of torch 2.13, where the older one warns.
-REDUCE_SCATTER = next(
-    name for name in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, name)
-)
+from minidist.common.single import all_gather_single, reduce_scatter_single
 
 Group = dist.ProcessGroup | None  # None: the default group
 Map = Callable[[torch.Tensor], torch.Tensor]
@@ -135,10 +132,15 @@ def cut(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
 
 def join(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     """The parts of all ranks as one."""
-    size = dist.get_world_size(group)
-    pieces = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(size)]
-    dist.all_gather(pieces, x.contiguous(), group=group)
+    pieces, work = begin_all_gather(x, group)
+    work.wait()
     return torch.cat(pieces, dim)
+
+
+def begin_all_gather(x: torch.Tensor, group: Group) -> tuple[list[torch.Tensor], dist.Work]:
+    """The parts of all ranks, which are there when the work has been waited for."""
+    whole = x.new_empty((dist.get_world_size(group), *x.shape))  # (p, *)
+    return list(whole), all_gather_single(whole, x.contiguous(), group)
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
@@ -152,9 +154,7 @@ def begin_reduce_scatter(x: torch.Tensor, dim: int, group: Group) -> tuple[torch
     """The same, which is there when the work has been waited for."""
     pieces = parts(x, dim, group)
     own = torch.empty_like(pieces[0], memory_format=torch.contiguous_format)
-    # Not dist.reduce_scatter: with a list gloo takes up to three times as long.
-    work = getattr(dist, REDUCE_SCATTER)(own, torch.cat(pieces), group=group, async_op=True)
-    return own, work
+    return own, reduce_scatter_single(own, torch.cat(pieces), group)
 
 
 def parts(x: torch.Tensor, dim: int, group: Group) -> list[torch.Tensor]:

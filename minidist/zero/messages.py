@@ -9,19 +9,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from minidist.common.single import all_gather_single, reduce_scatter_single
+
 # Gloo makes an all_gather of copies, and a reduce_scatter of a whole all_reduce. N broadcasts, or N
 # reductions, of a shard each do the same up to four times faster.
 _BY_SHARD = "gloo"
-
-# Between one tensor and its shards: with a list of shards NCCL would copy all of them once more.
-# By their names of torch 2.13, where the older ones warn.
-ALL_GATHER, REDUCE_SCATTER = (
-    next(name for name in names if hasattr(dist, name))
-    for names in (
-        ("all_gather_single", "all_gather_into_tensor"),
-        ("reduce_scatter_single", "reduce_scatter_tensor"),
-    )
-)
 
 
 def all_gather(
@@ -40,7 +32,7 @@ def all_gather(
         ]
     else:
         own = place if own is None else own
-        works = [getattr(dist, ALL_GATHER)(x, own, group=group, async_op=True)]
+        works = [all_gather_single(x, own, group)]
     return lambda: _wait(works)
 
 
@@ -56,7 +48,7 @@ def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], to
             for rank, shard in enumerate(shards)
         ]
     else:
-        works = [getattr(dist, REDUCE_SCATTER)(total, x, group=group, async_op=True)]
+        works = [reduce_scatter_single(total, x, group)]
 
     def wait() -> torch.Tensor:
         _wait(works)

@@ -8,14 +8,11 @@ import torch.distributed as dist
 from torch import nn
 
 from minidist.common.agree import raise_on_every_rank
+from minidist.common.groups import require_group
 from minidist.common.guard import Guard
-from minidist.common.norm import clip_over_ranks
-from minidist.common.replicas import (
-    broadcast_state,
-    require_group,
-    require_same_model,
-)
-from minidist.distributed_data_parallel.sync import Synchronized
+from minidist.common.no_sync import Synchronized
+from minidist.common.norm import clip_grad_norm_
+from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.zero.optimizer import ZeroRedundancyOptimizer
 from minidist.zero.reducer import ShardingReducer
 
@@ -111,7 +108,8 @@ class ShardedDataParallel(Synchronized):
         """
         shards = [shard for optimizer in self._optimizers for shard in optimizer.shards]
         device = next(self.module.parameters()).device
-        return clip_over_ranks(shards, max_norm, norm_type, self.process_group, device)
+        groups = [self.process_group]
+        return clip_grad_norm_(shards, max_norm, norm_type, groups=groups, device=device)
 
 
 def _problem(

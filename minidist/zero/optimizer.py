@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from minidist.common.agree import raise_on_every_rank, require_same
-from minidist.common.replicas import require_group
+from minidist.common.groups import require_group
 from minidist.zero.elementwise import require_elementwise
 from minidist.zero.messages import all_gather
 from minidist.zero.partition import FlatParameters, Piece, in_memory_order, partition

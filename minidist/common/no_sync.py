@@ -1,0 +1,23 @@
+"""Accumulation: backward passes whose gradients stay on their rank until a later one."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from minidist.common.wrapper import Wrapper
+
+
+class Synchronized(Wrapper):
+    """A wrapper that averages gradients over the ranks, if `require_backward_grad_sync` is True at
+    the forward pass. Scripts for torch's DistributedDataParallel set it, or use `no_sync`."""
+
+    require_backward_grad_sync = True
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Do not average after the forward passes within the block: their gradients add up on each
+        rank. The backward pass of the next forward pass outside averages the sums."""
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
