@@ -1,4 +1,4 @@
-"""The pictures of lesson 2: collectives, ring_all_reduce, all_reduce_algorithms."""
+"""The pictures of the lesson collectives: collectives, ring_all_reduce, all_reduce_algorithms."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""The picture of lesson 3: the four operations of DataParallel, forward and backward."""
+"""The picture: the four operations of DataParallel, forward and backward."""
 
 from style import INK, PALE, RANKS, Axes, arrow, box, paper, save, stripes
 

@@ -1,4 +1,4 @@
-"""The picture of lesson 4: ddp_buckets."""
+"""The picture of the lesson distributed_data_parallel: ddp_buckets."""
 
 from matplotlib.patches import Rectangle
 from style import PALE, Axes, arrow, box, ink, paper, save

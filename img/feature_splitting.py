@@ -1,4 +1,4 @@
-"""The picture of lesson 6: feature_split_model_parallel."""
+"""The picture of the lesson feature_splitting: feature_split_model_parallel."""
 
 from matplotlib.patches import Rectangle
 from style import INK, PALE, RANKS, Axes, arrow, box, ink, paper, save

@@ -1,4 +1,4 @@
-"""The picture of lesson 9: fsdp_unit."""
+"""The picture of the lesson fully_sharded: fsdp_unit."""
 
 from style import EMPTY, PALE, Axes, arrow, bar, ink, paper, save, words
 

@@ -1,4 +1,4 @@
-"""The pictures of lesson 5: model_parallelism, layer_split_model_parallel, pipeline_schedules."""
+"""The pictures: model_parallelism, layer_split_model_parallel, pipeline_schedules."""
 
 from style import INK, PALE, RANKS, Axes, arrow, box, ink, name, paper, plt, save, words
 
@@ -18,11 +18,11 @@ def model_parallelism() -> None:
     """Two ways to cut one model."""
     figure, axes = paper(9.6, 4.3)
     for left, title, says, lesson in (
-        (0.25, "by layers", "a rank has some of the layers, whole", 5),
-        (5.05, "by features", "a rank has a part of every layer", 6),
+        (0.25, "by layers", "a rank has some of the layers, whole", "layer_splitting"),
+        (5.05, "by features", "a rank has a part of every layer", "feature_splitting"),
     ):
         box(axes, left, 0.15, 4.3, 4.0, facecolor="#F6F6F6", edgecolor="none")
-        axes.text(left + 0.2, 3.8, f"{title} (lesson {lesson})", fontsize=11.5, fontweight="bold")
+        axes.text(left + 0.2, 3.8, f"{title}: {lesson}", fontsize=11.5, fontweight="bold")
         axes.text(left + 0.2, 3.53, says, fontsize=9.5, color=PALE)
     for number in range(4):
         x = 0.45 + 1.0 * number

@@ -1,4 +1,4 @@
-"""The picture of lesson 10: memory_savers."""
+"""The picture of the lesson memory_savers: memory_savers."""
 
 from style import EMPTY, PALE, arrow, bar, box, ink, paper, save, words
 
@@ -16,7 +16,7 @@ def memory_savers() -> None:
         (
             "sharded",
             dict.fromkeys(list(KINDS)[:3], 0.25),
-            ("price: communication", "(lessons 8 and 9)"),
+            ("price: communication", "(zero, fully_sharded)"),
         ),
         ("checkpointed", {"activations": 0.125}, ("price: forward", "once more")),
         ("in 16 bits", {"activations": 0.5}, ("price: digits,", "or range")),

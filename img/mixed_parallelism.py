@@ -1,4 +1,4 @@
-"""The picture of lesson 7: mixed_model_parallel."""
+"""The picture of the lesson mixed_parallelism: mixed_model_parallel."""
 
 from matplotlib.patches import Rectangle
 from style import PALE, RANKS, Axes, arrow, box, name, paper, save

@@ -1,4 +1,4 @@
-"""The pictures of lesson 1: rank, send_recv, rendezvous."""
+"""The pictures of the lesson rank: rank, send_recv, rendezvous."""
 
 from math import cos, pi, sin
 

@@ -1,4 +1,4 @@
-"""The pictures of lesson 8: zero, zero1, zero2, zero3."""
+"""The pictures of the lesson zero: zero, zero1, zero2, zero3."""
 
 from style import EMPTY, INK, PALE, RANKS, Axes, arrow, bar, box, ink, paper, save, words
 

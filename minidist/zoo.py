@@ -140,6 +140,6 @@ class Transformer(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
     def sequential(self) -> nn.Sequential:
-        """The same layers, with the same parameters, as a sequence that can be cut (lesson 5)."""
+        """The same layers, with the same parameters, as a sequence that stages can cut."""
         embedding = Embedding(self.tokens, self.positions)
         return nn.Sequential(embedding, *self.blocks, self.norm, self.head)

@@ -1,4 +1,4 @@
-"""Lesson 2: every collective, against plain torch on all ranks' data and against gloo's own."""
+"""Lesson: collectives. Each of them against plain torch on all ranks' data, and gloo's own."""
 
 import hashlib
 import math

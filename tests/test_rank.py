@@ -1,4 +1,4 @@
-"""Lesson 1: who a rank is, where it stands, and how it gets there."""
+"""Lesson: rank. Who a rank is, where it stands, and how it gets there."""
 
 import json
 import os

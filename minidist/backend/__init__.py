@@ -1,4 +1,4 @@
-"""The backend "shm" (lesson 2): `torch.distributed` for the ranks of one machine, by shared memory.
+"""The backend "shm": `torch.distributed` for the ranks of one machine, by shared memory.
 
     dist.init_process_group("shm")          # also by md.ranks(4, backend="shm"), and under torchrun
 
@@ -37,7 +37,8 @@ def empty(
 
     The other ranks read such a tensor where it lies, in all_reduce, all_gather, reduce_scatter and
     broadcast: nothing is copied for them. With other backends it is an ordinary tensor. `group`:
-    the default group if None. Raises MemoryError if the machine has not so much memory. Lesson 2.
+    the default group if None. Raises MemoryError if the machine has not so much memory.
+    Lesson: communication.
     """
     arena = _arena(group, device)
     if arena is None:

@@ -1,4 +1,4 @@
-"""Lesson 2: the nine collectives, made of nothing but send and receive.
+"""Lesson: collectives. The nine collectives, made of nothing but send and receive.
 
     md.collectives.all_reduce(tensor, op=dist.ReduceOp.SUM, algorithm="ring")
 
@@ -66,7 +66,7 @@ def broadcast(
     *,
     algorithm: str = "tree",
 ) -> None:
-    """Copy `tensor` of rank `src` into `tensor` of every rank, in place. Lesson 2.
+    """Copy `tensor` of rank `src` into `tensor` of every rank, in place. Lesson: collectives.
 
     The shape and dtype are the same on every rank. Give either `src` or `group_src`.
 
@@ -93,13 +93,14 @@ def reduce(
     *,
     algorithm: str = "tree",
 ) -> None:
-    """Combine the ranks' `tensor` by `op` into `tensor` of rank `dst`, in place. Lesson 2.
+    """Combine the ranks' `tensor` by `op` into `tensor` of rank `dst`, in place.
 
     The shape and dtype are the same on every rank. On ranks other than `dst`, `tensor` keeps its
     values (torch leaves them open). Give either `dst` or `group_dst`.
 
     algorithm: "flat", the root takes from one after another: (p-1)(α + nβ); "tree", binomial:
     ⌈lg p⌉(α + nβ) (Thakur et al. 2005).
+    Lesson: collectives.
     """
     call = Call("reduce", Peers(group), algorithm)
     call.tensor("tensor", tensor, written=True)
@@ -120,7 +121,7 @@ def all_reduce(
     *,
     algorithm: str = "ring",
 ) -> None:
-    """Combine the ranks' `tensor` by `op` into `tensor` of every rank, in place. Lesson 2.
+    """Combine the ranks' `tensor` by `op` into `tensor` of every rank, in place.
 
     The shape and dtype are the same on every rank, and so are the bits of the result.
 
@@ -131,6 +132,7 @@ def all_reduce(
     - "recursive_doubling": lg p (α + nβ), the fewest messages (Thakur et al. 2005);
     - "halving_doubling": 2 lg p α + 2(p-1)/p nβ (Rabenseifner 2004).
     The last two cost 2(α + nβ) more where p is not a power of two.
+    Lesson: collectives.
     """
     call = Call("all_reduce", Peers(group), algorithm)
     call.tensor("tensor", tensor, written=True)
@@ -152,12 +154,13 @@ def scatter(
     *,
     algorithm: str = "flat",
 ) -> None:
-    """Copy `scatter_list[i]` of rank `src` into `tensor` of the group's rank i. Lesson 2.
+    """Copy `scatter_list[i]` of rank `src` into `tensor` of the group's rank i.
 
     All tensors have one shape and dtype. `scatter_list` is for the root only, one tensor a rank.
     The root is rank 0 of the world unless `src` or `group_src` says otherwise.
 
     algorithm: "flat", the root sends to one after another: (p-1)α + (p-1)/p nβ.
+    Lesson: collectives.
     """
     call = Call("scatter", Peers(group), algorithm)
     call.tensor("tensor", tensor, written=True)
@@ -182,7 +185,7 @@ def gather(
     *,
     algorithm: str = "flat",
 ) -> None:
-    """Copy `tensor` of the group's rank i into `gather_list[i]` of rank `dst`. Lesson 2.
+    """Copy `tensor` of the group's rank i into `gather_list[i]` of rank `dst`. Lesson: collectives.
 
     All tensors have one shape and dtype. `gather_list` is for the root only, one tensor a rank.
     The root is rank 0 of the world unless `dst` or `group_dst` says otherwise.
@@ -210,7 +213,7 @@ def all_gather(
     *,
     algorithm: str = "ring",
 ) -> None:
-    """Copy `tensor` of the group's rank i into `tensor_list[i]` of every rank. Lesson 2.
+    """Copy `tensor` of the group's rank i into `tensor_list[i]` of every rank. Lesson: collectives.
 
     The tensors of the ranks may differ in shape, as `tensor_list` says, alike on every rank; their
     dtype is one.
@@ -237,12 +240,13 @@ def reduce_scatter(
     *,
     algorithm: str = "ring",
 ) -> None:
-    """Combine the ranks' `input_list[i]` by `op` into `output` of the group's rank i. Lesson 2.
+    """Combine the ranks' `input_list[i]` by `op` into `output` of the group's rank i.
 
     The tensors of a list may differ in shape, but the lists of all ranks are alike, and `output`
     of rank i is like `input_list[i]`. Their dtype is one. The inputs keep their values.
 
     algorithm: "ring": (p-1)α + (p-1)/p nβ (Patarasuk and Yuan 2009).
+    Lesson: collectives.
     """
     call = Call("reduce_scatter", Peers(group), algorithm)
     call.tensor("output", output, written=True, shared=False)
@@ -263,7 +267,7 @@ def all_to_all(
     algorithm: str = "pairwise",
 ) -> None:
     """Copy `input_tensor_list[j]` of rank i into `output_tensor_list[i]` of rank j, for all ranks i
-    and j of the group: a transposition. Lesson 2.
+    and j of the group: a transposition. Lesson: collectives.
 
     Every pair may have a shape of its own, the same at both ends; the dtype is one.
 
@@ -283,7 +287,7 @@ def all_to_all(
 
 
 def barrier(group: Group = None, *, algorithm: str = "dissemination") -> None:
-    """Return only when every rank of the group has called it. Lesson 2.
+    """Return only when every rank of the group has called it. Lesson: collectives.
 
     algorithm: "dissemination": ⌈lg p⌉ messages of one byte, α each (Hensgen, Finkel and Manber
     1988).

@@ -1,4 +1,4 @@
-"""Before a collective, the ranks agree that they all mean the same call (lesson 2).
+"""Before a collective, the ranks agree that they all mean the same call (lesson: collectives).
 
 Without this, a rank that passes another shape, another dtype or another root than the others
 makes them wait for ever, or gives wrong numbers silently. So each rank condenses its call into a

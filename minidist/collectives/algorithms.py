@@ -1,4 +1,4 @@
-"""The algorithms of lesson 2, each a few lines on top of send and receive.
+"""The algorithms of the lesson collectives, each a few lines on top of send and receive.
 
 All of them work on flat tensors. `p` is the number of ranks, `r` our own rank, both within the
 group; `whole` is the vector of n elements, `block` a list of p pieces of it, one for each rank.

@@ -1,4 +1,4 @@
-"""What the collectives cost, from formulas alone (lesson 2).
+"""What the collectives cost, from formulas alone (lesson: collectives).
 
 The α-β model: a message of n bytes takes α + nβ seconds, whoever else is sending. α is the
 latency, β the inverse of the bandwidth. What a rank computes meanwhile (the additions of a
@@ -48,7 +48,7 @@ class Sent(NamedTuple):
 
 
 def cost(operation: str, algorithm: str, world_size: int, nbytes: float) -> Cost:
-    """The cost of a collective of `world_size` ranks over a vector of `nbytes`. Lesson 2.
+    """The cost of a collective of `world_size` ranks over a vector of `nbytes`.
 
     The vector is the tensor of broadcast, reduce and all_reduce; for the others, all blocks
     together: what the root scatters or gathers, what every rank has after an all_gather or
@@ -78,6 +78,7 @@ def cost(operation: str, algorithm: str, world_size: int, nbytes: float) -> Cost
     Raises ValueError for unknown names, a world size below 1 or a negative size. Sources: Thakur,
     Rabenseifner and Gropp (2005), "Optimization of Collective Communication Operations in MPICH";
     the ring: Patarasuk and Yuan (2009).
+    Lesson: collectives.
     """
     p, n = _check(operation, algorithm, world_size, nbytes), nbytes
     rounds = (p - 1).bit_length()  # ⌈lg p⌉
@@ -118,7 +119,7 @@ def sent(
     itemsize: int = 4,
     root: int = 0,
 ) -> Sent:
-    """Exactly what `rank` sends in a collective, by formula. Lesson 2.
+    """Exactly what `rank` sends in a collective, by formula. Lesson: collectives.
 
     `numel` counts the elements of the whole vector, as `cost` defines it, each of `itemsize`
     bytes. Where it is cut into blocks, they are those of `torch.tensor_split`: the first

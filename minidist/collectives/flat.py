@@ -1,4 +1,4 @@
-"""Tensors of any shape as vectors, and back: the algorithms of lesson 2 only know vectors."""
+"""Tensors of any shape as vectors, and back: the algorithms only know vectors."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Messages between the ranks of a group (lesson 2): all that the algorithms know of the network.
+"""Messages between the ranks of a group: all that the algorithms know of the network.
 
 An algorithm names its peers by their rank *within the group*; a number outside 0..size-1 wraps
 round, so that `rank + 1` is the right-hand neighbour on a ring. It hands over flat, contiguous

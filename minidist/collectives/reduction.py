@@ -1,4 +1,4 @@
-"""What `dist.ReduceOp` means, element by element (lesson 2)."""
+"""What `dist.ReduceOp` means, element by element (lesson: collectives)."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Measuring what ranks do, while they do it: bytes sent, time (lesson 2) and memory (lesson 4)."""
+"""Measuring what ranks do, while they do it: bytes sent, time and memory."""
 
 from minidist.measure import record
 from minidist.measure.memory import MemoryTracker, Phase

@@ -1,4 +1,4 @@
-"""What holds a rank's memory, and when: parameters, gradients, activations, … (lesson 4)."""
+"""What holds a rank's memory, and when: parameters, gradients, activations, …."""
 
 import contextlib
 import functools
@@ -18,7 +18,7 @@ from minidist.measure.storages import Ledger
 class Phase:
     """A part of a training step. `start` and `end` are places in the lists of
     `MemoryTracker.history`: those of the bytes before its first change and after its last.
-    Lesson 4."""
+    Lesson: distributed_data_parallel."""
 
     name: str
     start: int
@@ -26,7 +26,7 @@ class Phase:
 
 
 class MemoryTracker(Measurement):
-    """Counts the bytes that live on one rank within a `with` block, by what they are. Lesson 4.
+    """Counts the bytes that live on one rank within a `with` block, by what they are.
 
         with md.measure.MemoryTracker(model, optimizer) as memory:
             loss_of(model(x), y).backward()
@@ -65,6 +65,7 @@ class MemoryTracker(Measurement):
 
     Raises TypeError if `module` is no nn.Module, or `optimizer` has no state or no hooks, and
     RuntimeError when entered twice at the same time.
+    Lesson: distributed_data_parallel.
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -137,14 +138,14 @@ class MemoryTracker(Measurement):
         """Find out what the module and the optimizer hold now."""
         mark, parameters = self._ledger.mark, list(self._module.parameters())
         mark(parameters, "parameters")
-        for module in self._module.modules():  # whole ones, where ranks keep shards (lesson 9)
+        for module in self._module.modules():  # whole ones, where ranks keep shards (FSDP)
             mark(getattr(module, "unsharded", []), "parameters")
         mark(list(self._module.buffers()), "buffers")
         if self._optimizer is not None:
             groups = [group["params"] for group in self._optimizer.param_groups]
             mark((dict(self._optimizer.state), groups), "optimizer states")
             parameters += [parameter for group in groups for parameter in group]
-            parameters += getattr(self._optimizer, "shards", [])  # of the parameters (lesson 8)
+            parameters += getattr(self._optimizer, "shards", [])  # of the parameters (lesson: zero)
         mark([parameter.grad for parameter in parameters], "gradients")
 
     def _hooks(self) -> Iterator[Any]:

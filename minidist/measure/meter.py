@@ -1,4 +1,4 @@
-"""What the measuring blocks share: entered and left, they become plain data (lesson 2)."""
+"""What the measuring blocks share: entered and left, they become plain data."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""The record of what a rank communicates (lesson 2): the one place that every meter reads.
+"""The record of what a rank communicates: the one place that every meter reads.
 
 Events come from `torch_calls`, for calls of `torch.distributed`; from the backend "shm", for calls
 that torch makes in C++; from `scope`, for the collectives of minidist. Observers (TrafficCounter,

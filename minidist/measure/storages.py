@@ -1,4 +1,4 @@
-"""The storages that hold tensors, followed from the op that makes them to their end (lesson 4)."""
+"""The storages that hold tensors, followed from the op that makes them to their end."""
 
 import weakref
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a rank was doing, and when (lesson 2)."""
+"""What a rank was doing, and when (lesson: collectives)."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ from minidist.measure.record import Event
 @dataclass(frozen=True)
 class Span:
     """A piece of a rank's time. `start` and `end` are seconds of `time.perf_counter`, which is
-    one clock for all processes of a Linux machine. Lesson 2."""
+    one clock for all processes of a Linux machine. Lesson: collectives."""
 
     name: str
     category: str
@@ -24,7 +24,7 @@ class Span:
 
 
 class Timeline(Meter):
-    """Records what one rank does within a `with` block, as spans of time. Lesson 2.
+    """Records what one rank does within a `with` block, as spans of time. Lesson: collectives.
 
         with md.measure.Timeline() as timeline:
             with timeline.span("forward"):
@@ -70,7 +70,7 @@ class Timeline(Meter):
 
 def save_chrome_trace(timelines: Sequence[Timeline], path: str | os.PathLike[str]) -> None:
     """Write the timelines of several ranks as one trace for chrome://tracing or ui.perfetto.dev.
-    Lesson 2.
+    Lesson: collectives.
 
     Each rank is a process of the trace, with one row for each category; times are microseconds
     since the first span of all.

@@ -1,4 +1,4 @@
-"""Calls of `torch.distributed`, seen from outside (lesson 2): they feed `record`.
+"""Calls of `torch.distributed`, seen from outside (lesson: collectives): they feed `record`.
 
 While somebody observes, the functions below are replaced in `torch.distributed` by wrappers that
 note the call and pass it on. Calls as `dist.all_reduce(...)` are seen, from any thread; a function

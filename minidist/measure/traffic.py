@@ -1,4 +1,4 @@
-"""Who sent how much to whom, to the byte (lesson 2)."""
+"""Who sent how much to whom, to the byte (lesson: collectives)."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from minidist.measure.record import Event
 
 
 class TrafficCounter(Meter):
-    """Counts what one rank sends and receives within a `with` block. Lesson 2.
+    """Counts what one rank sends and receives within a `with` block. Lesson: collectives.
 
         with md.measure.TrafficCounter() as traffic:
             md.collectives.all_reduce(tensor)
@@ -83,7 +83,7 @@ def _by_operation(events: Sequence[Event]) -> dict[str, tuple[int, int]]:
 
 
 def traffic_matrix(counters: Sequence[TrafficCounter]) -> list[list[int]]:
-    """Bytes from every rank to every rank: row = sender, column = receiver. Lesson 2.
+    """Bytes from every rank to every rank: row = sender, column = receiver. Lesson: collectives.
 
     Takes the counters of all ranks, in any order. Raises ValueError if one is missing, or there
     twice.

@@ -1,4 +1,4 @@
-"""The charts of lessons 1 and 2. Bytes and seconds go in; kB, MB, µs and ms are shown."""
+"""The charts of bytes, time and loss. Bytes and seconds go in; kB, MB, µs and ms are shown."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class RankSpans(Spans, Protocol):
 
 
 def traffic(counters: Iterable[Counter], ax: Axes | None = None) -> Axes:
-    """Lesson 2: a heat map of bytes sent, a row a sender and a column a receiver.
+    """Lesson: collectives. A heat map of bytes sent, a row a sender and a column a receiver.
 
     `counters` are those of all ranks, in any order. Behind each row stands what that rank sent
     in all, under each column what that rank received.
@@ -115,7 +115,7 @@ def traffic(counters: Iterable[Counter], ax: Axes | None = None) -> Axes:
 
 
 def timeline(timelines: Iterable[RankSpans] | Mapping[str, Spans], ax: Axes | None = None) -> Axes:
-    """Lessons 1 to 4: a Gantt chart, a rank a row, in ms since the first span of any row.
+    """Lesson: rank. A Gantt chart, a rank a row, in ms since the first span of any row.
 
     A mapping names its rows itself, from top to bottom: {"replica 0": timeline, …}.
     All spans are in seconds on one clock. A span has the colour of its name if that is an
@@ -166,7 +166,7 @@ def time_against_size(
     predicted: Mapping[str, Sequence[tuple[float, float]]] | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Lesson 2: time against message size, both logarithmic, a line an algorithm.
+    """Lesson: collectives. Time against message size, both logarithmic, a line an algorithm.
 
     Both mappings go from an algorithm to (bytes, seconds) pairs. A size measured several times
     shows its median in a band from the fastest to the slowest; a prediction is dashed.
@@ -211,9 +211,10 @@ def bytes_per_rank(
     predicted: Mapping[str, Sequence[float]] | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Lesson 2: bars of the bytes counted on each rank; a black line marks the prediction.
+    """Bars of the bytes counted on each rank; a black line marks the prediction.
 
     Both mappings go from an algorithm to the bytes of rank 0, 1, …
+    Lesson: collectives.
     """
     predicted = predicted or {}
     if not measured or not all(map(len, measured.values())):
@@ -241,7 +242,7 @@ def bytes_per_rank(
 
 
 def loss(curves: Mapping[str, Sequence[float]], ax: Axes | None = None) -> Axes:
-    """Lesson 2: loss against step, from step 1 on, a line a name.
+    """Lesson: collectives. Loss against step, from step 1 on, a line a name.
 
     The first curve is wide and pale, those after it narrow and dashed: where two are equal
     both are seen.

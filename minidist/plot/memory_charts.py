@@ -1,4 +1,4 @@
-"""The charts of lesson 4: what a rank's memory holds. Bytes go in; kB and MB are shown."""
+"""The charts: what a rank's memory holds. Bytes go in; kB and MB are shown."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ class Tracker(Protocol):
 
 
 def memory(tracker: Tracker, ax: Axes | None = None) -> Axes:
-    """Lesson 4: the live bytes of one rank, stacked by what they are, over its allocations.
+    """The live bytes of one rank, stacked by what they are, over its allocations.
 
     Each allocation and each free is one place to the right, however long it took: the picture is
     the same at every run. The strip on top shows the phases, the dot the peak.
+    Lesson: distributed_data_parallel.
     """
     history = tracker.history
     kinds = _kinds([{name: max(live, default=0) for name, live in history.items()}])
@@ -70,10 +71,11 @@ def memory_by_rank(
     predicted: Mapping[str, Mapping[str, float]] | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Lesson 4: a stacked bar of bytes a rank, by what they are; black lines mark the formula.
+    """A stacked bar of bytes a rank, by what they are; black lines mark the formula.
 
     Both mappings go from a bar's name to {category: bytes}: {"rank 0": tracker.after("backward")}.
     The lines stand where the parts of the bar would end by the formula, and its sum beside them.
+    Lesson: distributed_data_parallel.
     """
     predicted = predicted or {}
     kinds = _kinds([*measured.values(), *predicted.values()])

@@ -1,4 +1,4 @@
-"""The chart of lesson 5: what each rank of a pipeline does when."""
+"""The chart of the lesson layer_splitting: what each rank of a pipeline does when."""
 
 from __future__ import annotations
 
@@ -45,12 +45,13 @@ def schedule(
     title: str = "Schedule",
     unit: str | None = None,
 ) -> Axes:
-    """Lesson 5: a Gantt chart of a pipeline, a rank a row; a bar has the number of its micro-batch.
+    """A Gantt chart of a pipeline, a rank a row; a bar has the number of its micro-batch.
 
     ranks: for each rank, its spans: predicted (`simulate(…).spans`) or measured (`pipeline.trace`).
     Messages among them are left out. Time counts from the first span of any rank; rows are grey
     where their rank is idle. A bar of a rank's second stage is paler, of its third one paler still.
     unit: of the spans' time, to be written below. None: they are in seconds, and shown in ms.
+    Lesson: layer_splitting.
     """
     rows = [[s for s in rank if type(s.instruction).__name__ in KINDS] for rank in ranks]
     spans = [span for row in rows for span in row]
