@@ -41,6 +41,7 @@ class RanksMagic(Magics):
         self._options: dict[str, Any] = {"world_size": 4}
         # Which cell gave the ranks a name, and in which era of the pool.
         self._definitions: dict[str, tuple[str, object]] = {}
+        self._first: tuple[str, object] = ("", None)  # the first cell that did, in this era
 
     @magic_arguments()
     @argument("-n", dest="world_size", type=int, help="how many ranks (4, or as many as there are)")
@@ -73,34 +74,49 @@ class RanksMagic(Magics):
             drawn = pool.on(chosen, run_cell, source, name)
         except RankError as error:
             if advice := self._advice(error, pool):
-                message = f"{error}\n\n{advice}"
+                message = "\n\n".join([str(error), *advice])
                 raise RankError(message, error.rank, error.tracebacks) from error.__cause__
             raise
         finally:
-            self._definitions |= dict.fromkeys(_names(source, name), (name, pool.era))
+            if names := _names(source, name):
+                self._definitions |= dict.fromkeys(names, (name, pool.era))
+                if self._first[1] is not pool.era:
+                    self._first = (name, pool.era)
         for rank, pictures in zip(chosen, drawn, strict=True):
             for picture in pictures:
                 print(f"[rank {rank}]")
                 display(Image(picture))
         return None
 
-    def _advice(self, error: RankError, pool: Pool) -> str:
-        """What helps against a name that the ranks do not know, if something does."""
-        if not (
-            found := re.match(r".* raised NameError: name '(\w+)' is not defined\n", str(error))
-        ):
-            return ""
-        name = found[1]
+    def _advice(self, error: RankError, pool: Pool) -> list[str]:
+        """What the reader can do about it, where that is known."""
+        said, advice = str(error), []
+        cell, era = self._first
+        if "\nThe ranks were ended" in said and cell and era is pool.era:
+            advice.append(f"Run {cell} again, and the cells after it whose names you need.")
+        seconds = self._options.get("timeout")
+        if seconds and re.match(rf".*(within|waited) {seconds:g} s\b", said):
+            advice.append(
+                f"--timeout {seconds:g} holds for later cells too: --timeout 30 takes it back."
+            )
+        if unknown := re.match(r".* raised NameError: name '(\w+)' is not defined\n", said):
+            advice += self._about(unknown[1], pool)
+        return advice
+
+    def _about(self, name: str, pool: Pool) -> list[str]:
+        """What helps against a name that the ranks do not know."""
         cell, era = self._definitions.get(name, ("", pool.era))
         if era is not pool.era:
-            return f"{cell} defined {name!r} on earlier ranks, which are gone: run that cell again."
+            return [
+                f"{cell} defined {name!r} on earlier ranks, which are gone: run that cell again."
+            ]
         assert self.shell is not None
         if not cell and name in self.shell.user_ns:
-            return (
+            return [
                 f"The notebook has {name!r}, and ranks do not see its names: define it in a "
                 f"%%ranks cell, or give it to a function, `r = %ranks; r(function, {name})`."
-            )
-        return ""
+            ]
+        return []
 
     def _cell_name(self) -> str:
         """`Cell In[3]`, as IPython's own tracebacks say."""

@@ -221,6 +221,11 @@ LASTS = "\n\nThe ranks are still there, with all that they hold."
 ENDED = "\n\nThe ranks were ended, and what they held is lost; the next call starts new ones."
 
 
+def again(n):
+    """What follows `ENDED`, where the cell `n` was the first to define a name."""
+    return f"\n\nRun Cell In[{n}] again, and the cells after it whose names you need."
+
+
 def number(kernel):
     """The number that the next cell will have."""
     return int(kernel.run("len(In)").results[0])
@@ -235,7 +240,7 @@ def test_an_error_names_the_line_of_the_cell(kernel):
         f"RankError: rank 1 raised ZeroDivisionError: division by zero\n\n"
         f"  Cell In[{n}], line 5\n      x / 0  # here\n\n"
         f"Where the other ranks were:\n"
-        f"  ranks 0, 2: in barrier, Cell In[{n}], line 6\n      dist.barrier(){ENDED}"
+        f"  ranks 0, 2: in barrier, Cell In[{n}], line 6\n      dist.barrier(){ENDED}{again(n - 2)}"
     )
     assert shown.error == told
     assert shown.traceback == told
@@ -343,6 +348,25 @@ def test_a_name_that_went_with_earlier_ranks_names_the_cell_to_run_again(kernel)
     assert kernel.run("%%ranks\ndel model\nmodel").error.endswith(LASTS)
 
 
+def test_ranks_that_ended_name_the_first_cell_to_run_again(kernel):
+    assert again(number(kernel) - 2) in kernel.run("%%ranks\nos._exit(1)").error
+    # Of new ranks it is another cell, and none while nothing was defined.
+    assert kernel.run("%%ranks\n__import__('os')._exit(1)").error.endswith(ENDED)
+    n = number(kernel)
+    kernel.run("%%ranks\nimport os")
+    kernel.run("%%ranks\nx = 1")
+    assert kernel.run("%%ranks\nos._exit(1)").error.endswith(ENDED + again(n))
+
+
+def test_a_timeout_that_stays_is_said(kernel):
+    late = "\nif dist.get_rank() == 1: time.sleep(100)\ndist.barrier()"
+    kept = "--timeout 1 holds for later cells too: --timeout 30 takes it back."
+    first = kernel.run(f"%%ranks --timeout 1\n{IMPORTS}{late}").error
+    assert "within 1 s" in first and first.endswith(kept)
+    assert kernel.run(f"%%ranks\n{IMPORTS}{late}").error.endswith(kept)
+    assert kept not in kernel.run("%%ranks\n1 / 0").error  # which has to do with no timeout
+
+
 # ---- interrupts ---------------------------------------------------------------------------
 
 
@@ -394,7 +418,7 @@ CELLS = {
     "r = %ranks\nr.get('rank')": Shown(results=["[0, 1, 2]"]),
     "%%ranks\nif rank == 2: os._exit(0)\ndist.barrier()": Shown(
         error="RankError: rank 2 exited early, with code 0\n\nWhere the other ranks were:\n"
-        f"  ranks 0, 1: in barrier, Cell In[6], line 3\n      dist.barrier(){ENDED}"
+        f"  ranks 0, 1: in barrier, Cell In[6], line 3\n      dist.barrier(){ENDED}{again(2)}"
     ),
     "%%ranks\n'alive'": Shown(by_rank("'alive'")),
 }

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from minidist.collectives import algorithms
 from minidist.collectives.agreement import Call
-from minidist.collectives.cost import ALGORITHMS, Cost, Sent, cost, sent
+from minidist.collectives.cost import ALGORITHMS, Cost, Sent, cost, sent, total
 from minidist.collectives.flat import flat, nbytes, put_back, put_back_all
 from minidist.collectives.peers import Peers
 from minidist.collectives.reduction import Reduction
@@ -52,6 +52,7 @@ __all__ = [
     "reduce_scatter",
     "scatter",
     "sent",
+    "total",
 ]
 
 Group = dist.ProcessGroup | None

@@ -30,7 +30,8 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Cost:
-    """A collective's critical path: `messages` one after another, `nbytes` in them together."""
+    """What takes time: so many `messages`, with `nbytes` in them together. Of `cost` they are those
+    of the critical path, one after another; of `total` those of all ranks."""
 
     messages: int
     nbytes: float
@@ -108,6 +109,17 @@ def cost(operation: str, algorithm: str, world_size: int, nbytes: float) -> Cost
             return Cost(rounds, rounds)
         case _:  # scatter, gather, ring all_gather and reduce_scatter, pairwise all_to_all
             return Cost(p - 1, most)
+
+
+def total(operation: str, algorithm: str, world_size: int, numel: int, itemsize: int = 4) -> Cost:
+    """What all ranks together send in a collective: the sum of `sent` over the ranks.
+
+    On one machine the ranks share its cores and its memory, which carry every message: there it is
+    the total that takes time, and not the critical path. Lesson: communication.
+    """
+    ranks = range(_check(operation, algorithm, world_size, numel))
+    each = [sent(operation, algorithm, world_size, rank, numel, itemsize) for rank in ranks]
+    return Cost(sum(one.messages for one in each), sum(one.nbytes for one in each))
 
 
 def sent(

@@ -2,6 +2,7 @@
 
 from minidist.measure import record
 from minidist.measure.memory import MemoryTracker, Phase
+from minidist.measure.ping_pong import fit, medians, ping_pong
 from minidist.measure.timeline import Span, Timeline, save_chrome_trace
 from minidist.measure.torch_calls import TorchCalls
 from minidist.measure.traffic import TrafficCounter, traffic_matrix
@@ -12,6 +13,9 @@ __all__ = [
     "Span",
     "Timeline",
     "TrafficCounter",
+    "fit",
+    "medians",
+    "ping_pong",
     "save_chrome_trace",
     "traffic_matrix",
 ]

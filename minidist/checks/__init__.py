@@ -1,0 +1,13 @@
+"""Checks of the puzzles and exercises, a module for each lesson. Used by all lessons.
+
+    from minidist.checks import rank as check
+
+    check.shift(shift)      # in a notebook: shows a sentence, "Right: …" or "Not yet: …"
+
+A check takes the answer, whatever that is, and returns a `Verdict`. It looks at what an answer
+does, not at how: every right answer passes. `verdict` holds what the checks share.
+"""
+
+from minidist.checks.verdict import Verdict
+
+__all__ = ["Verdict"]

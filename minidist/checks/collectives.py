@@ -1,0 +1,94 @@
+"""The puzzles and the exercise of the lesson collectives."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from minidist.checks.verdict import NotYet, check, function, number, on_ranks, ranks, shown
+
+# What each of the four situations asks for.
+WANTED = ["broadcast", "all_gather", "reduce_scatter", "all_to_all"]
+
+
+@check
+def which(answer: Any) -> str:
+    """Which collective serves in each of four situations."""
+    try:
+        names = [_plain(each) for each in answer]
+    except Exception:
+        raise NotYet(f"give a list of four names, not {shown(answer)}.") from None
+    if len(names) != len(WANTED):
+        raise NotYet(f"give four names, not {len(names)}.")
+    for place, (name, wanted) in enumerate(zip(names, WANTED, strict=True), start=1):
+        if name == "all_reduce" and wanted == "reduce_scatter":
+            raise NotYet("in 3 all_reduce gives every rank the whole sum: more than it needs.")
+        if name != wanted:
+            raise NotYet(f"in {place} it is not {shown(name)}.")
+    return "the last three are what FSDP and mixtures of experts consist of."
+
+
+def _plain(name: Any) -> str:
+    """`dist.all_gather_single`, "all-gather", "All gather": all are all_gather."""
+    text = name if isinstance(name, str) else name.__name__
+    text = text.lower().strip().replace("-", "_").replace(" ", "_").rpartition(".")[2]
+    for ending in ("_into_tensor", "_tensor", "_single"):
+        text = text.removesuffix(ending)
+    return text
+
+
+@check
+def whole_gradient(answer: object) -> str:
+    """The gradient of four images: three with mean 4 on rank 0, one with 8 on rank 1."""
+    number(
+        answer,
+        5,
+        wrong={
+            6: "the mean of the means counts the image on rank 1 three times as much as the others",
+            12: "that is the sum of the two means",
+            20: "that is the sum over all four images",
+            7: "rank 0 has three of the images, not one",
+        },
+    )
+    return "(3 × 4 + 1 × 8) / 4. With unequal shares, weigh each rank by its images."
+
+
+@check
+def scan(answer: object) -> str:
+    """x becomes the sum over the ranks up to this one."""
+    scan = function(answer)
+    for world_size in range(1, 6):
+        results = on_ranks(_scan, scan, world_size=world_size, where=" over gloo", backend="gloo")
+        for rank, said in enumerate(results):
+            if said:
+                raise NotYet(f"on {ranks(world_size)}, rank {rank} {said}.")
+    return "on 1, 2, 3, 4 and 5 ranks."
+
+
+def _scan(scan: Callable[..., Any]) -> str:
+    """What is wrong on this rank, if anything."""
+    # One call after another: each must take its own messages. Who is wrong goes on: others wait.
+    return next(filter(None, [_scan_of(n, scan) for n in (1, 7, 0, 1000)]), "")
+
+
+def _scan_of(n: int, scan: Callable[..., Any]) -> str:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    parts = [torch.arange(1, n + 1) * 10**other for other in range(world_size)]
+    x = parts[rank].clone()
+    result = scan(x)
+    wanted = torch.stack(parts[: rank + 1]).sum(0)
+    if torch.equal(x, wanted):
+        return ""
+    if x.shape != wanted.shape or x.dtype != wanted.dtype:
+        return "has changed the shape or the dtype of x"
+    if isinstance(result, torch.Tensor) and torch.equal(result, wanted):
+        return "returns the right sum, but x does not hold it"
+    if torch.equal(x, torch.stack(parts).sum(0)):
+        return f"has the sum over all ranks, not over 0 to {rank}"
+    if torch.equal(x, parts[rank] * 0 if rank == 0 else torch.stack(parts[:rank]).sum(0)):
+        return "leaves out its own x"
+    if torch.equal(x, torch.stack(parts[rank:]).sum(0)):
+        return "has the sum over itself and the ranks after it, not before it"
+    got, right = x[0].item(), wanted[0].item()
+    return f"has {got}, not {right}, where each rank began with 10 to the power of its number"

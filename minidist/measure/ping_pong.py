@@ -1,0 +1,54 @@
+"""What one message costs: there and back, by size, and the α and β of it. Lesson: communication."""
+
+import time
+from collections.abc import Iterable, Sequence
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+Samples = list[tuple[int, float]]  # (bytes, seconds)
+
+
+def ping_pong(sizes: Iterable[int], repeats: int = 21) -> Samples:
+    """Messages of so many bytes from rank 0 to rank 1 and back: half of the time there and back.
+
+    All ranks may call it; the others return an empty list. One round of each size comes first
+    that is not counted: it touches memory that is new.
+    """
+    rank, samples = dist.get_rank(), Samples()
+    if rank > 1:
+        return samples
+    for nbytes in sizes:
+        x = torch.zeros(nbytes, dtype=torch.uint8)
+        for round_ in range(1 + repeats):
+            start = time.perf_counter()
+            if rank == 0:
+                dist.send(x, dst=1)
+                dist.recv(x, src=1)
+            else:
+                dist.recv(x, src=0)
+                dist.send(x, dst=0)
+            if round_:
+                samples.append((nbytes, (time.perf_counter() - start) / 2))
+    return samples
+
+
+def medians(samples: Sequence[tuple[int, float]]) -> dict[int, float]:
+    """The median of the seconds of each size."""
+    by_size: dict[int, list[float]] = {}
+    for nbytes, seconds in samples:
+        by_size.setdefault(nbytes, []).append(seconds)
+    return {nbytes: median(taken) for nbytes, taken in by_size.items()}
+
+
+def fit(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """α and β, in seconds and seconds a byte, of the line α + nβ through the medians.
+
+    Least squares of the relative errors, so that short messages count as much as long ones.
+    """
+    points = torch.tensor(list(medians(samples).items()), dtype=torch.float64)  # (sizes, 2)
+    sizes, seconds = points.unbind(1)
+    columns = torch.stack([1 / seconds, sizes / seconds], dim=1)  # α/t + nβ/t = 1
+    alpha, beta = torch.linalg.lstsq(columns, torch.ones(len(sizes), 1).double()).solution
+    return alpha.item(), beta.item()

@@ -1,0 +1,163 @@
+"""Each check accepts every right answer and refuses the wrong ones that people give.
+
+The answers to a lesson's puzzles and exercise stand in `answers/LESSON.py`, as `ANSWERS`: a check,
+its right answers, its wrong ones.
+"""
+
+import importlib
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+import cloudpickle
+import nbformat
+import pytest
+
+from minidist.checks import Verdict
+
+ROOT = Path(__file__).resolve().parents[1]
+LESSONS = sorted(
+    path.stem for path in ROOT.glob("tests/answers/*.py") if not path.stem.startswith("_")
+)
+MODULES = {lesson: importlib.import_module(f"answers.{lesson}") for lesson in LESSONS}
+CHECKS = [(lesson, check) for lesson in LESSONS for check in MODULES[lesson].ANSWERS]
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def answers_by_value():
+    for module in MODULES.values():
+        cloudpickle.register_pickle_by_value(module)
+
+
+def said_of(check, answer) -> Verdict:
+    """The verdict, which must be a sentence, and soon."""
+    start = time.monotonic()
+    verdict = check(answer)
+    assert time.monotonic() - start < 20
+    assert repr(verdict) == verdict.says
+    assert verdict.says.startswith("Right: " if verdict.right else "Not yet: ")
+    assert verdict.says.endswith(".") and "\n" not in verdict.says and len(verdict.says) < 400
+    return verdict
+
+
+def cases(which: int) -> list:
+    return [
+        pytest.param(check, answer, id=f"{lesson}-{check.__name__}-{name(answer)}-{number}")
+        for lesson in LESSONS
+        for check, answers in MODULES[lesson].ANSWERS.items()
+        for number, answer in enumerate(answers[which])
+    ]
+
+
+def name(answer) -> str:
+    return getattr(answer, "__name__", re.sub(r"\W+", "_", repr(answer))[:20])
+
+
+@pytest.mark.parametrize(("check", "answer"), cases(0))
+def test_a_right_answer_passes(check, answer) -> None:
+    verdict = said_of(check, answer)
+    assert verdict.right, verdict
+
+
+@pytest.mark.parametrize(("check", "answer"), cases(1))
+def test_a_wrong_answer_gets_a_sentence(check, answer) -> None:
+    assert not said_of(check, answer).right
+
+
+class Odd:
+    def __repr__(self):
+        raise ValueError("no repr")
+
+    def __iter__(self):
+        raise ValueError("no iter")
+
+    def __float__(self):
+        raise ValueError("no float")
+
+
+def endless(*_):
+    while True:
+        pass
+
+
+def gone(*_):
+    os._exit(3)
+
+
+def left(*_):
+    sys.exit(0)
+
+
+def raises(*_):
+    raise ValueError("two\n\nlines")
+
+
+def none(*_):
+    return None
+
+
+def no_parameters():
+    return 0
+
+
+MALFORMED = [
+    *(None, (), (1, 2), "", "x", True, float("nan"), 1j, {}, {1: 2}, [[None]], [[0.5]], object()),
+    *(Odd(), int, Exception, endless, gone, left, raises, none, no_parameters),
+]
+
+
+@pytest.mark.parametrize("malformed", MALFORMED, ids=lambda x: getattr(x, "__name__", type(x)))
+@pytest.mark.parametrize(("lesson", "check"), CHECKS, ids=lambda x: getattr(x, "__name__", x))
+def test_a_malformed_answer_gets_a_sentence(lesson, check, malformed) -> None:
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    assert not said_of(check, malformed).right
+
+
+# ---- lessons, their checks, and their solutions ---------------------------------------------
+
+
+def sources(path: Path) -> str:
+    return "\n".join(
+        cell.source for cell in nbformat.read(path, 4).cells if cell.cell_type == "code"
+    )
+
+
+def has_checks(lesson: str) -> list[str]:
+    module = importlib.import_module(f"minidist.checks.{lesson}")
+    return [
+        name
+        for name, thing in vars(module).items()
+        if hasattr(thing, "__wrapped__") and thing.__module__ == module.__name__
+    ]
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_every_check_is_listed_used_and_solved(lesson) -> None:
+    listed = {check.__name__ for check in MODULES[lesson].ANSWERS}
+    assert listed == set(has_checks(lesson))
+    assert all(right and wrong for right, wrong in MODULES[lesson].ANSWERS.values())
+    for folder in ("notebooks", "notebooks/solutions"):
+        (path,) = ROOT.glob(f"{folder}/??_{lesson}.ipynb")
+        assert set(re.findall(r"\bcheck\.(\w+)\(", sources(path))) == listed
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_the_lesson_leaves_its_answers_open_and_the_solution_gives_them(lesson) -> None:
+    for folder, right in ("notebooks", False), ("notebooks/solutions", True):
+        (path,) = ROOT.glob(f"{folder}/??_{lesson}.ipynb")
+        said = re.findall(r"^(Right|Not yet): ", shown(path), re.MULTILINE)
+        assert said and set(said) == {"Right" if right else "Not yet"}
+
+
+def shown(path: Path) -> str:
+    outputs = [o for cell in nbformat.read(path, 4).cells for o in cell.get("outputs", [])]
+    return "\n".join(o.data["text/plain"] for o in outputs if "data" in o)
+
+
+def test_every_module_of_checks_has_answers() -> None:
+    there = {path.stem for path in ROOT.glob("minidist/checks/*.py")}
+    assert there - {"__init__", "verdict"} == set(LESSONS)
