@@ -11,11 +11,9 @@ import torch
 import torch.distributed as dist
 from least import least_memory_of
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minidist as md
-from minidist.distributed_data_parallel import bf16_compress_hook
 from minidist.parity.states import state_of
 from minidist.zero import partition
 
@@ -473,23 +471,6 @@ def pytest_raises(kind):
     except kind:
         return
     raise AssertionError(f"no {kind.__name__}")
-
-
-@pytest.mark.parametrize("hook", [default_hooks.allreduce_hook, bf16_compress_hook])
-def test_communication_hooks(pools, hook):
-    def hooked():
-        model, optimizer = stage2(net(), SGD)
-        other, its = stage1(net(), SGD)
-        for each in (model, other):
-            each.register_comm_hook(None, hook)
-        for step in range(3):
-            for each in ((model, optimizer), (other, its)):
-                plainly(*each, [share(dist.get_rank(), step)], None, None, step)
-        with pytest_raises(RuntimeError):
-            model.register_comm_hook(None, hook)
-        return apart(model.state_dict(), other.state_dict())
-
-    assert pools(2)(hooked) == [[]] * 2
 
 
 # ---- torch's own ------------------------------------------------------------------------------
