@@ -1,4 +1,4 @@
-"""Gradients travel in buckets (lesson 4): few messages, the first of them early.
+"""Gradients travel in buckets: few messages, the first of them early.
 
 A bucket is one flat tensor. The gradients of its parameters are views into it: packing costs no
 copy of its own, and the mean arrives where the optimizer reads it. Li et al., "PyTorch Distributed:
