@@ -46,7 +46,7 @@ def stage2(module, kind, params=None, cap=TINY, group=None):
     with buckets(cap):
         params = list(module.parameters()) if params is None else params
         optimizer = md.ZeroRedundancyOptimizer(params, optimizer_class, group, **options)
-    return md.ShardedDataParallel(module, optimizer, group), optimizer
+    return md.ShardedDataParallel(module, optimizer), optimizer
 
 
 stage1_torch = partial(stage1, wrap=TorchDDP)
@@ -741,7 +741,7 @@ MISTAKES = {
     "shapes": (
         other_shapes,
         "ValueError",
-        "about parameter 0 of group 0: rank 0 says (5, 6) float64, rank 1 ",
+        "about parameter 0 of group 0: rank 0 says shape (5, 6), float64, rank 1 ",
     ),
     "one less": (one_less, "ValueError", "disagree about the number of parameters in group 0"),
     "nothing on one": (nothing_on_one, "ValueError", "rank 1: optimizer got an empty parameter"),

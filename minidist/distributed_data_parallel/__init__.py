@@ -8,7 +8,7 @@ To read, in this order:
     naive      the idea: broadcast once, average each gradient
     buckets    gradients travel together, in few messages
     reducer    the buckets leave while backward still computes
-    module     the wrapper: what happens before and after a forward pass
+    ddp        the wrapper: what happens before and after a forward pass
 
 And the edges: `watch` (when does a backward pass begin and end), `join` (ranks with different
 numbers of batches), `arguments` (torch's), `hooks` (gradients of 16 bits).
@@ -17,7 +17,7 @@ Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Train
 """
 
 from minidist.distributed_data_parallel.buckets import Bucket
+from minidist.distributed_data_parallel.ddp import DistributedDataParallel
 from minidist.distributed_data_parallel.hooks import bf16_compress_hook
-from minidist.distributed_data_parallel.module import DistributedDataParallel
 
 __all__ = ["Bucket", "DistributedDataParallel", "bf16_compress_hook"]

@@ -38,7 +38,10 @@ class Bucket:
 
     @cached_property
     def _flat(self) -> torch.Tensor:
-        """(n,)"""
+        return self.allocate()
+
+    def allocate(self) -> torch.Tensor:
+        """The memory of all gradients, (n,)."""
         first = self._parameters[0]
         # Where ranks share memory, in that memory: all_reduce then has nothing to copy.
         return backend.empty(self._size, dtype=first.dtype, device=first.device, group=self._group)
