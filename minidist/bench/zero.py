@@ -34,7 +34,7 @@ def ours_1(model: nn.Module, group: dist.ProcessGroup) -> Wrapped:
 def ours_2(model: nn.Module, group: dist.ProcessGroup) -> Wrapped:
     """Gradients are shared out as well."""
     optimizer = _ours(model, group)
-    return md.ShardedDataParallel(model, optimizer, group), optimizer
+    return md.ShardedDataParallel(model, optimizer), optimizer
 
 
 def _ours(model: nn.Module, group: dist.ProcessGroup) -> md.ZeroRedundancyOptimizer:

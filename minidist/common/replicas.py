@@ -26,7 +26,7 @@ def require_same_model(module: nn.Module, group: dist.ProcessGroup) -> None:
                 f"parameter {name} is a DTensor, which torch's own strategies take. The ones here "
                 "take plain tensors, such as those of md.tensor_parallel's layers"
             )
-    require_same_lines(list(_describe(module)), group)
+    require_same_lines(list(_lines(module)), group)
 
 
 def require_same_lines(mine: list[str], group: dist.ProcessGroup) -> None:
@@ -43,7 +43,7 @@ def require_same_lines(mine: list[str], group: dist.ProcessGroup) -> None:
                 )
 
 
-def _describe(module: nn.Module) -> Iterator[str]:
+def _lines(module: nn.Module) -> Iterator[str]:
     for name, parameter in module.named_parameters():
         yield words("parameter", name, parameter)
     for name, buffer in module.named_buffers():
@@ -52,15 +52,20 @@ def _describe(module: nn.Module) -> Iterator[str]:
 
 def words(kind: str, name: str, tensor: torch.Tensor) -> str:
     """A tensor of a model, as messages name it."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    told = f"{kind} {name}, shape {tuple(tensor.shape)}, {dtype}"
-    if tensor.device.type != "cpu":
-        told += f", on {tensor.device.type}"
-    if kind == "buffer":
-        return told
-    if not tensor.is_contiguous():  # its gradient lies in a bucket as it does itself
-        told += f", strides {tensor.stride()}"
-    return told + ("" if tensor.requires_grad else ", frozen")
+    return f"{kind} {name}, {_tensor(tensor) if kind == 'buffer' else describe(tensor)}"
+
+
+def describe(parameter: torch.Tensor) -> str:
+    """A parameter, without its name."""
+    told = _tensor(parameter)
+    if not parameter.is_contiguous():  # its gradient lies in a bucket as it does itself
+        told += f", strides {parameter.stride()}"
+    return told + ("" if parameter.requires_grad else ", frozen")
+
+
+def _tensor(tensor: torch.Tensor) -> str:
+    told = f"shape {tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}"
+    return told if tensor.device.type == "cpu" else f"{told}, on {tensor.device.type}"
 
 
 def _tell(description: str | None) -> str:

@@ -1,4 +1,4 @@
-"""Gradients travel in buckets (lesson 4): few messages, the first of them early.
+"""Gradients travel in buckets: few messages, the first of them early.
 
 A bucket is one flat tensor. The gradients of its parameters are views into it: packing costs no
 copy of its own, and the mean arrives where the optimizer reads it. Li et al., "PyTorch Distributed:
@@ -38,7 +38,10 @@ class Bucket:
 
     @cached_property
     def _flat(self) -> torch.Tensor:
-        """(n,)"""
+        return self.allocate()
+
+    def allocate(self) -> torch.Tensor:
+        """The memory of all gradients, (n,)."""
         first = self._parameters[0]
         # Where ranks share memory, in that memory: all_reduce then has nothing to copy.
         return backend.empty(self._size, dtype=first.dtype, device=first.device, group=self._group)

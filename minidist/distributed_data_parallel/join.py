@@ -1,15 +1,89 @@
-"""Ranks with different numbers of batches (lesson 4), by torch's `Join`."""
+"""Ranks with different numbers of batches, by torch's `Join`. Lesson: distributed_data_parallel.
 
+A rank whose batches are used up answers the collectives of those that still train, and in the end
+takes their model. For that the ranks vote before each forward pass: who is there, and what is next.
+"""
+
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from minidist.common.replicas import broadcast_state
 
 
-class Shadow(JoinHook):
+@dataclass(frozen=True)
+class Step:
+    """What the ranks do together in a step: average the gradients; make the buckets anew, and
+    broadcast the buffers, both as rank `source` has them. The mean is over `contributors` ranks."""
+
+    sync: bool
+    rebuild: bool
+    broadcast: bool
+    contributors: int
+    source: int = 0
+
+
+class UnevenBatches(Joinable):
+    """What `Join` asks of a module."""
+
+    process_group: dist.ProcessGroup
+    device: torch.device
+    _divide_by_initial_world_size = True
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Train within this block when ranks have different numbers of batches, as in torch.
+
+        A rank whose batches are used up answers the collectives of the others, and in the end takes
+        their model. The sum of the gradients is divided by the number of all ranks, or by that of
+        the ranks that still train. Several modules or optimizers: torch's `Join([...])`.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For torch's `Join`."""
+        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return _Answering(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """For torch's `Join`: where its small messages live."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """For torch's `Join`."""
+        return self.process_group
+
+    def _vote(self, mine: Step, trains: bool) -> Step:
+        """What the ranks will do in this step. `trains`: whether this one still has batches. If it
+        has none, it goes along with the others."""
+        votes = torch.zeros(3 + mine.contributors, device=self.device)
+        if trains:
+            votes[:3] = torch.tensor([mine.sync, mine.rebuild, mine.broadcast])
+            votes[3 + dist.get_rank(self.process_group)] = 1
+        dist.all_reduce(votes, group=self.process_group)
+        sync, rebuild, broadcast = (votes[:3] > 0).tolist()
+        there = votes[3:].nonzero().flatten().tolist()
+        step = Step(sync, rebuild, broadcast, mine.contributors, source=there[0])
+        if self._divide_by_initial_world_size:
+            return step
+        return replace(step, contributors=len(there))
+
+
+class _Answering(JoinHook):
     """What a rank without batches does while others train `ddp`."""
 
     def __init__(self, ddp: Any) -> None:
@@ -17,13 +91,13 @@ class Shadow(JoinHook):
 
     def main_hook(self) -> None:
         """Answer the collectives of one forward and one backward pass."""
-        if self._ddp._prepare(sync=False, active=False):
+        if self._ddp._begin_step(sync=False, trains=False):
             self._ddp._reducer.answer()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take the model of a rank that has trained until the end."""
         ddp, group = self._ddp, self._ddp.process_group
         rank = dist.get_rank(group) if is_last_joiner else -1
-        last = torch.tensor([rank], device=ddp.join_device)
+        last = torch.tensor([rank], device=ddp.device)
         dist.all_reduce(last, dist.ReduceOp.MAX, group)
         broadcast_state([*ddp.module.parameters(), *ddp.module.buffers()], group, int(last))

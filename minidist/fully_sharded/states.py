@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from minidist.fully_sharded.flat import FlatParameter, Slot
 from minidist.fully_sharded.unit import Unit, enlist
+from minidist.zero.optimizer_states import States, require_states_of
 from minidist.zero.partition import in_memory_order
-from minidist.zero.states import States, require_states_of
 
 
 def wholes(flat: FlatParameter, own: torch.Tensor | None = None) -> Iterator[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Lesson 10: ZeRO-Offload. What only the optimizer reads need not be on the device.
+"""ZeRO-Offload. What only the optimizer reads need not be on the device.
 
 With Adam in float32 a device holds 16 bytes for each of Ψ parameters. `OffloadedOptimizer` leaves
 there the parameters, and of the gradients what backward makes; its states, and the step itself, are
@@ -17,11 +17,17 @@ Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (arXiv 21
 A machine without a GPU has only one memory. There `Budget` emulates a device: it counts the bytes
 that are not the host's, and what would be too much raises `OutOfMemory`.
 
-To read, in this order: `budget` (a device of so many bytes, and what is not on it), `mirror` (a
-parameter's copy on the host, and the traffic between both) and `optimizer`.
+To read, in this order:
+
+    naive                 the idea: a step on copies of the parameters
+    budget                a device of so many bytes, and what is not on it
+    mirror                a parameter's copy on the host, and the traffic between both
+    offloaded_optimizer   a step, and what both sides know
+
+Lesson: memory_savers.
 """
 
 from minidist.offload.budget import Budget, OutOfMemory, on_host, put_on_host
-from minidist.offload.optimizer import OffloadedOptimizer
+from minidist.offload.offloaded_optimizer import OffloadedOptimizer
 
 __all__ = ["Budget", "OffloadedOptimizer", "OutOfMemory", "on_host", "put_on_host"]

@@ -1,12 +1,17 @@
-"""Lesson 6: feature splitting, also called tensor parallelism. One layer, computed by many ranks.
+"""Feature splitting, also called tensor parallelism. One layer, computed by many ranks.
 
 All ranks see the same batch, and each has a part of every large weight. To read, in this order:
-`operators` (how tensors enter and leave a region that ranks compute apart), `layer` and `linear`
-(layers cut by columns and by rows), `vocabulary` (embedding, output layer and loss), `random`
-(dropout that differs where it must), `block` (a transformer block), `model` (a whole model), `plan`
-and `ready_plans` (any model, by the names of its parts).
+
+    naive        the idea: two layers, and one all_reduce each way
+    operators    how tensors enter and leave a region that ranks compute apart
+    linear       layers cut by columns and by rows (`layer`: what all such layers have in common)
+    vocabulary   embedding, output layer and loss
+    block        attention by heads, a transformer block (`random`: dropout on sharded tensors)
+    plan         any model, by the names of its parts (`parallelize`, `ready_plans`)
+    model        a whole model: its norm, its replicas, its checkpoint
+
 Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
-Parallelism" (arXiv 1909.08053).
+Parallelism" (arXiv 1909.08053). Lesson: feature_splitting.
 """
 
 from minidist.tensor_parallel.block import ParallelBlock, QKVParallelLinear, SequenceParallel

@@ -139,8 +139,10 @@ def join(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
 
 def begin_all_gather(x: torch.Tensor, group: Group) -> tuple[list[torch.Tensor], dist.Work]:
     """The parts of all ranks, which are there when the work has been waited for."""
-    whole = x.new_empty((dist.get_world_size(group), *x.shape))  # (p, *)
-    return list(whole), all_gather_single(whole, x.contiguous(), group)
+    size = dist.get_world_size(group)
+    whole = x.new_empty(size * x.numel())  # flat, as gloo wants it
+    work = all_gather_single(whole, x.contiguous().view(-1), group)
+    return list(whole.view(size, *x.shape)), work
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:

@@ -11,10 +11,11 @@ from torch.utils._pytree import tree_map_only
 
 from minidist.common.agree import raise_on_every_rank, require_same
 from minidist.common.groups import require_group
+from minidist.common.replicas import describe
 from minidist.zero.elementwise import require_elementwise
 from minidist.zero.messages import all_gather
+from minidist.zero.optimizer_states import cut, join, require_states_of
 from minidist.zero.partition import FlatParameters, Piece, in_memory_order, partition
-from minidist.zero.states import cut, join, require_states_of
 
 
 class ZeroRedundancyOptimizer(Optimizer):
@@ -81,13 +82,7 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     def _share_out(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Partition the parameters of these groups. Returns the groups of what this rank owns."""
-        told: dict[str, Any] = {"the number of parameter groups": len(groups)}
-        for number, group in enumerate(groups):
-            told[f"the number of parameters in group {number}"] = len(group["params"])
-            for position, parameter in enumerate(group["params"]):
-                told[f"parameter {position} of group {number}"] = _tell(parameter)
-            told[f"the options of group {number}"] = _plain(_options(group))
-        require_same(self.process_group, told)
+        require_same(self.process_group, _described(groups))
         trained = [p for group in groups for p in group["params"] if p.requires_grad]
         flats = partition(trained, self.process_group)
         self._flats += flats
@@ -221,19 +216,19 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def _plain(options: dict[str, Any]) -> dict[str, Any]:
-    """Those that ranks can compare."""
-    return {k: v for k, v in options.items() if isinstance(v, (bool, int, float, str))}
+def _described(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """What all ranks must have alike."""
+    found: dict[str, Any] = {"the number of parameter groups": len(groups)}
+    for number, group in enumerate(groups):
+        found[f"the number of parameters in group {number}"] = len(group["params"])
+        for position, parameter in enumerate(group["params"]):
+            found[f"parameter {position} of group {number}"] = describe(parameter)
+        found[f"the options of group {number}"] = {
+            k: v for k, v in _options(group).items() if isinstance(v, bool | int | float | str)
+        }
+    return found
 
 
 def _copy_options(source: Optimizer, target: Optimizer) -> None:
     for old, new in zip(source.param_groups, target.param_groups, strict=True):
         new.update(_options(old))
-
-
-def _tell(parameter: torch.Tensor) -> str:
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    words = f"{tuple(parameter.shape)} {dtype}"
-    if not parameter.is_contiguous():
-        words += f", strides {parameter.stride()}"
-    return words + ("" if parameter.requires_grad else ", frozen")

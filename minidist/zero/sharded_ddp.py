@@ -8,13 +8,12 @@ import torch.distributed as dist
 from torch import nn
 
 from minidist.common.agree import raise_on_every_rank
-from minidist.common.groups import require_group
 from minidist.common.guard import Guard
 from minidist.common.no_sync import Synchronized
 from minidist.common.norm import clip_grad_norm_
 from minidist.common.replicas import broadcast_state, require_same_model
-from minidist.zero.optimizer import ZeroRedundancyOptimizer
-from minidist.zero.reducer import ShardingReducer
+from minidist.zero.shard_reducer import ShardReducer
+from minidist.zero.sharded_optimizer import ZeroRedundancyOptimizer
 
 
 class ShardedDataParallel(Synchronized):
@@ -34,18 +33,17 @@ class ShardedDataParallel(Synchronized):
         several that share them. Their gradients leave in buckets, the last parameters first: as
         backward comes to them, if an optimizer has the order of the module. Else more of them wait
         in memory.
-    process_group: the ranks that take part; None is the optimizer's, and no other will do.
 
     At construction, and for buffers before each forward pass, every rank takes what rank 0 has.
     Raises TypeError for another optimizer; ValueError, on every rank, if the ranks have different
-    models, or the optimizer has other parameters than the module.
+    models, or the optimizers have other groups, or other
+    parameters than the module.
     """
 
     def __init__(
         self,
         module: nn.Module,
         optimizer: ZeroRedundancyOptimizer | Sequence[ZeroRedundancyOptimizer],
-        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(module)
         several = isinstance(optimizer, list | tuple) and len(optimizer) > 0
@@ -56,7 +54,7 @@ class ShardedDataParallel(Synchronized):
                     "ShardedDataParallel needs a ZeroRedundancyOptimizer, which tells who owns "
                     f"what, not {type(each).__name__}"
                 )
-        group = require_group(process_group or optimizers[0].process_group, "ShardedDataParallel")
+        group = optimizers[0].process_group
         flats = [flat for each in optimizers for flat in each._flats]
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         owned = [parameter for flat in flats for parameter in flat.parameters]
@@ -67,7 +65,7 @@ class ShardedDataParallel(Synchronized):
         self._optimizers = optimizers
         self._stale_buffers = True  # rank 0 may change some until the first pass
         self._guard = Guard(module, "ShardedDataParallel")
-        self._reducer = ShardingReducer(trained, flats, group)
+        self._reducer = ShardReducer(trained, flats, group)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's own. The pass before it, if it was to train, has left buffers that differ:
@@ -82,8 +80,7 @@ class ShardedDataParallel(Synchronized):
             broadcast_state(self.module.buffers(), self.process_group)
         self._stale_buffers = torch.is_grad_enabled() and self.require_backward_grad_sync
         if torch.is_grad_enabled():
-            ranks = dist.get_world_size(self.process_group)
-            self._reducer.expect(self.require_backward_grad_sync, ranks)
+            self._reducer.expect(self.require_backward_grad_sync)
         output = self.module(*inputs, **kwargs)
         self._reducer.watch(output)
         return output
@@ -119,7 +116,7 @@ def _problem(
     group: dist.ProcessGroup,
 ) -> ValueError | None:
     if any(group is not optimizer.process_group for optimizer in optimizers):
-        return ValueError("the optimizer was made for another process group")
+        return ValueError("the optimizers were made for different process groups")
     once = set(owned)
     for name, parameter in trained.items():
         if parameter not in once:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from minidist.offload.budget import on_host, put_on_host
 from minidist.offload.mirror import Lane, Mirror
-from minidist.zero.states import require_states_of
+from minidist.zero.optimizer_states import require_states_of
 
 
 class OffloadedOptimizer(Optimizer):

@@ -1,0 +1,183 @@
+"""The wrapper: what the ranks do before and after a forward pass."""
+
+import copy
+from collections.abc import Sequence
+from operator import methodcaller
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map_only
+
+from minidist.common.groups import groups_of, require_group
+from minidist.common.guard import Guard
+from minidist.common.no_sync import Synchronized
+from minidist.common.replicas import broadcast_state, require_same_model
+from minidist.distributed_data_parallel.arguments import device_of, require_supported
+from minidist.distributed_data_parallel.join import Step, UnevenBatches
+from minidist.distributed_data_parallel.reducer import CommHook, Reducer
+
+
+class DistributedDataParallel(Synchronized, UnevenBatches):
+    """Trains replicas of `module`, one on each rank of a group, as one model.
+
+        model = md.DistributedDataParallel(model)       # then train as on one process:
+        loss_fn(model(my_share), my_targets).backward()
+        optimizer.step()                                # each .grad is the mean over all ranks
+
+    At construction every rank takes rank 0's parameters and buffers. When `backward()` returns,
+    each `.grad` is the mean over the ranks, and a view into a bucket. The arguments are those of
+    torch's class, in its order:
+
+    device_ids, output_device: None, or the one device of the module. If it is named, inputs are
+        moved to it. A module on the CPU is there whatever the number.
+    broadcast_buffers: the first forward pass, and each that follows one for training, first gives
+        every rank rank 0's buffers, such as the running means of batch norm. False: they are never
+        broadcast. forward_sync_buffers: the same, but False broadcasts them at construction still.
+    init_sync: False broadcasts nothing at construction, and compares nothing: the ranks' models
+        must be the same then.
+    process_group: the ranks that take part; None is the default group. Or device_mesh, of one axis.
+    bucket_cap_mb: a bucket is full at so many MiB (the first one at 1 MiB); None is 25.
+    find_unused_parameters: a parameter may be left without gradient by a backward pass. Left out
+        on some ranks, it counts there as zero; on all, its `.grad` stays as it was. Costs a small
+        message a pass, and the overlap of the buckets that wait for such a parameter.
+    static_graph: allows the same.
+    gradient_as_bucket_view, batched_grad_copy, check_reduction: change nothing.
+    dim, mixed_precision and the other three: refused, with the reason.
+
+    `copy.deepcopy` and `torch.save` give a wrapper whose gradients are averaged too, without the
+    communication hook. One that was saved is loaded in the default group.
+
+    Raises RuntimeError without a process group; ValueError, on every rank, if the ranks have
+    different models or nothing to train; TypeError for DTensor parameters. `forward` raises
+    RuntimeError if a parameter has changed since (see `minidist.common.guard`); `backward`,
+    if one is left without gradient unasked.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | str | torch.device] | None = None,
+        output_device: int | str | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Any = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+    ) -> None:
+        Synchronized.__init__(self, module)
+        UnevenBatches.__init__(self)
+        require_supported(
+            dim=dim,
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce,
+            mixed_precision=mixed_precision,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            bucket_cap_mb_list=bucket_cap_mb_list,
+        )
+        self.bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
+        if self.bucket_cap_mb <= 0:
+            raise ValueError(f"bucket_cap_mb must be more than 0, not {bucket_cap_mb}")
+        self.device = next(module.parameters(), torch.empty(0)).device
+        self._inputs_go_to = device_of(module, device_ids, output_device)
+        (self.process_group,) = groups_of(process_group, device_mesh, "DistributedDataParallel")
+        self.find_unused_parameters = find_unused_parameters or static_graph
+        broadcast = broadcast_buffers is not False
+        self.broadcast_buffers = broadcast if forward_sync_buffers is None else forward_sync_buffers
+        self._stale_buffers = self.broadcast_buffers  # rank 0 may change some until the first pass
+        if init_sync:
+            require_same_model(module, self.process_group)
+            buffers = module.buffers() if broadcast or forward_sync_buffers is not None else []
+            broadcast_state([*module.parameters(), *buffers], self.process_group)
+        self._watch()
+
+    def _watch(self) -> None:
+        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        if not trained:
+            raise ValueError("DistributedDataParallel: the module has no parameter to train")
+        self._guard = Guard(self.module, "DistributedDataParallel")
+        cap, unused = int(self.bucket_cap_mb * 2**20), self.find_unused_parameters
+        self._reducer = Reducer(trained, self.process_group, cap, unused)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's own, between what the ranks do together before and after."""
+        if self._reducer.begun:  # computed again within its backward pass, by a checkpoint
+            return self.module(*inputs, **kwargs)
+        if torch.is_grad_enabled():
+            self._guard.require_unchanged()
+        Join.notify_join_context(self)
+        self._begin_step(torch.is_grad_enabled() and self.require_backward_grad_sync)
+        if self._inputs_go_to is not None:
+            move = methodcaller("to", self._inputs_go_to, non_blocking=True)
+            inputs, kwargs = tree_map_only(torch.Tensor, move, (inputs, kwargs))
+        output = self.module(*inputs, **kwargs)
+        self._reducer.watch(output)
+        return output
+
+    def _begin_step(self, sync: bool, trains: bool = True) -> bool:
+        """What the ranks do together before a forward pass. `trains`: this one still has batches.
+        Returns whether they will average after it."""
+        rebuild, ranks = sync and self._reducer.may_rebuild, dist.get_world_size(self.process_group)
+        step = Step(sync, rebuild, self._stale_buffers, ranks)
+        if self._join_config.enable:
+            step = self._vote(step, trains)
+        if step.rebuild:
+            self._reducer.rebuild(step.source)
+        if step.broadcast:
+            broadcast_state(self.module.buffers(), self.process_group, step.source)
+        self._stale_buffers = step.sync and self.broadcast_buffers
+        if torch.is_grad_enabled():  # an evaluation in between changes nothing
+            self._reducer.expect_from(step.contributors, step.sync)
+        return step.sync
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Let `hook(state, bucket)` average the buckets, instead of an all_reduce. As in torch it
+        returns a Future of the average, of shape (n,), and divides by the world size itself."""
+        if self._reducer.comm_hook is not None:
+            raise RuntimeError("a communication hook is registered already")
+        if not callable(hook):
+            raise TypeError(f"a communication hook is a function, not {type(hook).__name__}")
+        self._reducer.comm_hook = hook, state
+
+    # ---- copies ----------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self.process_group)] = self.process_group  # the ranks stay the same
+        memo[id(self)] = copied = self.__class__.__new__(self.__class__)
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What `copy.deepcopy` and `torch.save` take: not what belongs to this process alone."""
+        state = {k: v for k, v in vars(self).items() if k not in ("_guard", "_reducer")}
+        if self.process_group is dist.group.WORLD:
+            state["process_group"] = None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.process_group = require_group(self.process_group, "DistributedDataParallel")
+        self._watch()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.process_group is not dist.group.WORLD:
+            raise TypeError(
+                "a DistributedDataParallel can be saved if its group is the default one. Save its "
+                "state_dict() or its module"
+            )
+        return super().__reduce_ex__(protocol)

@@ -1,0 +1,151 @@
+"""Backward passes, as a wrapper meets them: each gradient as it is complete, and the end."""
+
+import dataclasses
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
+
+
+class GradientWatch(ABC):
+    """Follows the backward passes that give gradients to `parameters`, by name.
+
+    A pass is averaged if its forward pass asked for it by `expect`: then each gradient goes to
+    `add` and, when all are there, those that did not come to `finish`, before `backward()` returns.
+    allow_unused: whether gradients may be missing.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter], allow_unused: bool) -> None:
+        self.parameters, self._names = list(parameters.values()), list(parameters)
+        self.positions = {parameter: i for i, parameter in enumerate(self.parameters)}
+        self.arrived: dict[nn.Parameter, None] = {}  # in this pass, in this order
+        self._allow_unused = allow_unused
+        self._sync = False  # whether to average the passes after the last forward pass
+        self._awaited = False  # whether the first of those has yet to end
+        self._pass: weakref.ref[Callable[[], None]] | None = None
+        self._lock = threading.RLock()  # autograd has a thread for each device
+        self._register_hooks()
+
+    @abstractmethod
+    def add(self, parameter: nn.Parameter) -> None:
+        """This gradient is complete, and is to be averaged."""
+
+    @abstractmethod
+    def keep(self, parameter: nn.Parameter) -> None:
+        """This gradient is complete, and waits for a later pass: `no_sync`."""
+
+    @abstractmethod
+    def finish(self, unused: list[nn.Parameter]) -> None:
+        """All other gradients are there: average the rest, and wait until all are averaged."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """A backward pass has ended, or has failed on its way."""
+
+    # ---- before ----------------------------------------------------------------------------
+
+    def expect(self, sync: bool) -> None:
+        """A forward pass begins, and `sync` says whether to average after it."""
+        # Not less than before: one backward pass may be for several forward passes.
+        self._sync = self._awaited = sync or self._awaited
+        self._reset()
+
+    def watch(self, output: Any) -> None:
+        """The forward pass has ended: learn when a backward pass comes to these tensors, nested as
+        they may be. They hold us: the gradients are averaged even if the wrapper is dropped."""
+        for tensor in tensors(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(lambda _: self._begin())
+
+    def _register_hooks(self) -> None:
+        """These hooks hold us weakly, and go when we go."""
+        me = weakref.ref(self)
+
+        def arrive(parameter: torch.Tensor) -> None:
+            if (watch := me()) is not None:
+                watch._arrive(parameter)
+
+        hooks = [p.register_post_accumulate_grad_hook(arrive) for p in self.parameters]
+        weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
+
+    # ---- during ----------------------------------------------------------------------------
+
+    @property
+    def begun(self) -> bool:
+        """Whether a backward pass is on its way."""
+        return self._pass is not None
+
+    def _begin(self) -> None:
+        # At once: a hook may run in a backward pass within this one, which ends before it.
+        with self._lock:
+            if self._pass is None:
+
+                def end() -> None:
+                    self._end()
+
+                # If the pass fails, autograd drops `end` instead of calling it.
+                self._pass = weakref.ref(end, lambda _: self._reset())
+                Variable._execution_engine.queue_callback(end)
+
+    def _arrive(self, parameter: Any) -> None:
+        with self._lock:
+            if self._awaited or (self.begun and self._sync):
+                self._require_first(parameter)
+                self._begin()
+                self.arrived[parameter] = None
+                self.add(parameter)
+            elif self.begun and not torch.is_grad_enabled():
+                self.keep(parameter)
+            # Else the pass is of another wrapper of the module, or of none.
+
+    def _require_first(self, parameter: nn.Parameter) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError("gradients of gradients are not averaged: create_graph=True")
+        if parameter in self.arrived:
+            raise RuntimeError(
+                f"the gradient of {self._names[self.positions[parameter]]} arrived twice in one "
+                "backward pass. Parts of a model that are recomputed one by one must not share "
+                "parameters."
+            )
+
+    # ---- after -----------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        try:
+            # Without an arrival it is torch.autograd.grad, which wants none of our gradients.
+            if self._sync and (self.arrived or self._allow_unused):
+                self._awaited = False
+                unused = [p for p in self.parameters if p not in self.arrived]
+                if unused and not self._allow_unused:
+                    raise RuntimeError(self._complaint(unused))
+                self.finish(unused)
+        finally:
+            self._reset()
+
+    def _reset(self) -> None:
+        self._pass, self.arrived = None, {}
+        self.forget()
+
+    def _complaint(self, unused: list[nn.Parameter]) -> str:
+        names = [self._names[self.positions[parameter]] for parameter in unused]
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        return (
+            f"this backward pass gave no gradient to {', '.join(names[:5])}{more}, for which the "
+            "other ranks wait. Was a part of the model not used, or has it been frozen or replaced "
+            "since it was wrapped? With find_unused_parameters=True a parameter may be left out."
+        )
+
+
+def tensors(output: Any) -> Iterator[torch.Tensor]:
+    """All tensors in it, nested in lists, dicts and dataclasses."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])

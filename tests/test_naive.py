@@ -1,0 +1,135 @@
+"""Each room begins with its idea, in a file that is called naive: short, and it really trains."""
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import minidist as md
+from minidist.distributed_data_parallel.naive import NaiveDDP
+from minidist.offload.naive import NaiveOffload
+from minidist.tensor_parallel.naive import NaiveTensorParallelMLP
+from minidist.zero.naive import NaiveZero
+
+NAIVE = sorted(Path(md.__file__).parent.glob("*/naive.py"))
+RANKS, STEPS = 3, 3
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with md.ranks(RANKS) as pool:
+        yield pool
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 2)).double()
+
+
+def batch(rank, step):
+    """Other inputs and targets on each rank, in each step."""
+    random = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(5, 6, generator=random, dtype=torch.float64).split([4, 2], dim=1)
+
+
+def adam(of, optimizer_class=torch.optim.Adam, *more):
+    return optimizer_class(of, *more, lr=0.1)
+
+
+def train(model, optimizer, shares):
+    """Some steps, on the mean of the losses of so many ranks' batches."""
+    for step in range(STEPS):
+        for parameter in model.parameters():
+            parameter.grad = None
+        losses = [nn.functional.mse_loss(model(x), y) for x, y in (batch(r, step) for r in shares)]
+        (sum(losses) / len(losses)).backward()
+        optimizer.step()
+
+
+def apart(ours, theirs):
+    """The names of what differs."""
+    return [
+        name
+        for name, value in theirs.items()
+        if md.parity.relative_difference(ours[name].detach(), value.detach()) > 1e-12
+    ]
+
+
+def one_process(shares):
+    model = net()
+    train(model, adam(model.parameters()), shares)
+    return dict(model.named_parameters())
+
+
+def ddp():
+    model = NaiveDDP(net(seed=dist.get_rank()))
+    train(model, adam(model.parameters()), [dist.get_rank()])
+    return apart(dict(model.module.named_parameters()), one_process(range(RANKS)))
+
+
+def zero():
+    model = net()
+    optimizer = adam(model.parameters(), NaiveZero, torch.optim.Adam)
+    train(model, optimizer, [dist.get_rank()])
+    states = sum(s.numel() for s in optimizer.optimizer.state[optimizer.shard].values())
+    assert states == 2 * 22 + 1  # a third of 65 parameters, rounded up; and the count of steps
+    return apart(dict(model.named_parameters()), one_process(range(RANKS)))
+
+
+def tensor_parallel():
+    up, act, down = net()
+    model = NaiveTensorParallelMLP(up, down, act)
+    train(model, adam(model.parameters()), [0])  # all ranks see the same batch
+    part = dist.get_rank()
+    whole = one_process([0])
+    return apart(
+        {"up": model.up, "up_bias": model.up_bias, "down": model.down, "bias": model.bias},
+        {
+            "up": whole["0.weight"].chunk(RANKS)[part],
+            "up_bias": whole["0.bias"].chunk(RANKS)[part],
+            "down": whole["2.weight"].chunk(RANKS, 1)[part],
+            "bias": whole["2.bias"],
+        },
+    )
+
+
+def gradient_of_the_input():
+    """Each rank has only its own features' part of it, before the ranks add them up."""
+    up, act, down = net()
+    given = [batch(0, 0)[0].requires_grad_() for _ in range(2)]
+    for x, model in zip(given, (net(), NaiveTensorParallelMLP(up, down, act)), strict=True):
+        model(x).square().sum().backward()
+    return apart({"x": given[1].grad}, {"x": given[0].grad})
+
+
+def offload():
+    model = net()
+    train(model, adam(model.parameters(), NaiveOffload, torch.optim.Adam), [dist.get_rank()])
+    return apart(dict(model.named_parameters()), one_process([dist.get_rank()]))
+
+
+@pytest.mark.parametrize("idea", [ddp, zero, tensor_parallel, gradient_of_the_input, offload])
+def test_the_idea_trains_as_one_process_does(ranks, idea):
+    assert ranks(idea) == [[]] * RANKS
+
+
+@pytest.mark.parametrize("file", NAIVE, ids=lambda file: file.parent.name)
+def test_the_idea_is_short_and_comes_first(file):
+    tree = ast.parse(file.read_text())
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    words = {
+        line
+        for node in ast.walk(tree)
+        if isinstance(node, documented) and ast.get_docstring(node)
+        for line in range(node.body[0].lineno, node.body[0].end_lineno + 1)
+    }
+    lines = file.read_text().splitlines()
+    code = [i for i, line in enumerate(lines, 1) if line.strip() and i not in words]
+    assert len(lines) <= 60 and len(code) <= 50
+    room = importlib.import_module(f"minidist.{file.parent.name}").__doc__
+    first = room.partition("To read, in this order")[2].split()[1]
+    assert first.strip("`") == "naive"
