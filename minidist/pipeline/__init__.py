@@ -1,12 +1,18 @@
-"""Lesson 5: a pipeline. A model too large for one rank is cut into stages, by layers.
+"""A pipeline: a model too large for one rank is cut into stages, by layers.
 
 Each rank has a stage, or several, and passes activations on to the next and gradients back. So that
 ranks do not wait for one another all the time, the batch is cut into micro-batches, and a schedule
-says who does what when. To read, in this order: `instructions` (a schedule is data), `schedules`
-(five of them), `simulate` and `validate` (what can be known before anything runs), `balance`
-(where to cut the model), `batch` (and the batch), `stage`, `replay` and `split` (computing,
-computing again, and backward in two parts), `transfers`, `executor` (runs a schedule), `ties`
-(parameters of two stages), `norm`, and this file.
+says who does what when. To read, in this order:
+
+    naive           the idea: GPipe in one function
+    instructions    a schedule is data: a list of what each rank does
+    schedules       five of them; `simulate` and `validate` say what can be known of one before it
+                    runs, `balance` where to cut the model
+    executor        runs a rank's list; `stage` computes, `transfers` sends and receives
+
+and the edges: `opening`, `microbatches` and `outlines` (what ranks must know before a step),
+`split` (backward in two parts), `replay` (forward a second time), `ties` (parameters of two
+stages). Lesson: layer_splitting.
 """
 
 import copy
@@ -16,28 +22,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.utils._pytree import tree_flatten
 
 from minidist.collectives.peers import Peers
 from minidist.common import agree
-from minidist.common.norm import norm_over_ranks
-from minidist.common.replicas import (
-    broadcast_state,
-    require_group,
-    require_same_model,
-)
+from minidist.common.norm import clip_over_ranks
+from minidist.common.replicas import broadcast_state, require_group, require_same_model
 from minidist.common.wrapper import Wrapper
 from minidist.pipeline.balance import balance_by_cost, balance_by_parameters
-from minidist.pipeline.batch import join, tensors_of
 from minidist.pipeline.executor import Executor
-from minidist.pipeline.instructions import Schedule
+from minidist.pipeline.instructions import Instruction, Schedule
+from minidist.pipeline.microbatches import join, tensors_of
 from minidist.pipeline.opening import Loss, Opening
-from minidist.pipeline.schedules import SCHEDULES, forward_only, interleaved, with_messages
+from minidist.pipeline.schedules import (
+    SCHEDULES,
+    forward_only,
+    interleaved,
+    receive_early,
+    with_messages,
+)
 from minidist.pipeline.simulate import Prediction, Span, simulate
 from minidist.pipeline.stage import Layers, Stage, keywords_of
 from minidist.pipeline.ties import find_ties, summed
-from minidist.pipeline.transfers import Outline, Transfers
+from minidist.pipeline.transfers import Transfers
 from minidist.pipeline.validate import ScheduleError, validate
 
 __all__ = [
@@ -56,7 +62,7 @@ __all__ = [
 
 
 class Pipeline(Wrapper):
-    """Trains `module`, an nn.Sequential, its layers spread over the ranks of a group. Lesson 5.
+    """Trains `module`, an nn.Sequential, its layers spread over the ranks of a group.
 
         model = md.Pipeline(model, microbatches=8)
         optimizer = torch.optim.Adam(model.parameters())     # of this rank's layers
@@ -76,16 +82,21 @@ class Pipeline(Wrapper):
 
     A layer takes what the one before it gives, as in any nn.Sequential: a tensor, or tensors and
     plain values in tuples, lists and dicts; tensors of whole numbers and masks get no gradient.
-    What a stage gives may depend on the shape of the inputs, but not on their values. The first
-    step with inputs of a new shape finds out what travels (`transfers`).
+    What a stage gives may depend on the shape of the inputs, but not on their values. Before the
+    first step with inputs of a new shape, each stage runs a micro-batch once more, to find out what
+    travels (`outlines`); random numbers and buffers are then put back.
 
     A parameter that layers of several ranks share, as a tied embedding and head do, is kept by
     each, and gets the sum of their gradients. Batch norm takes its means over a micro-batch, not
     over the batch, and moves its running means once for each.
 
-    Raises RuntimeError without a process group; on every rank, TypeError if the module is no
-    nn.Sequential, and ValueError if it cannot be cut so, the schedule cannot take so many
-    micro-batches, or the ranks disagree about any of this.
+    `copy.deepcopy` gives a pipeline of the same ranks, each with a copy of its own layers, as for
+    an average of weights. `torch.save` raises TypeError: save `state_dict()` or
+    `full_state_dict()`.
+
+    Lesson: layer_splitting. Raises RuntimeError without a process group; on every rank, TypeError
+    if the module is no nn.Sequential, and ValueError if it cannot be cut so, the schedule cannot
+    take so many micro-batches, or the ranks disagree about any of this.
     """
 
     def __init__(
@@ -126,16 +137,19 @@ class Pipeline(Wrapper):
         self.process_group, self.schedule, self.balance = group, plan, counts
         # Of the last step or evaluation: what this rank did, and when (on a GPU: queued).
         self.trace: list[Span] = []
-        self._layers = {stage: Layers(sequence) for stage, sequence in stages.items()}
-        self._recompute = recompute
+        self._layers = {
+            stage: Layers(sequence, set[str]().union(*keywords[stage + 1 :]))
+            for stage, sequence in stages.items()
+        }
+        self._recompute, self._names = recompute, list(module.state_dict())
         self._ties = [tie for tie in ties if rank in tie.ranks]
         # Parameters of ours that another rank has too, and counts in norms.
         self.counted_elsewhere = {t.parameter for t in self._ties if t.ranks[0] != rank}
-        self._names = list(module.state_dict())
-        first = next((p for p in module.parameters()), torch.empty(0))
-        self._device, self._peers = first.device, Peers(group)
-        self._keywords = keywords
-        self._opening = Opening(self._peers, own, microbatches, set[str]().union(*keywords))
+        self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        self._peers, every = Peers(group), set[str]().union(*keywords)
+        self._opening = Opening(
+            self._peers, own, self._layers, plan.stages, microbatches, every, self._device
+        )
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: Loss, **kwargs: Any) -> torch.Tensor:
         """Forward and backward for one batch: adds to each parameter's `.grad`, as `backward()`
@@ -164,47 +178,49 @@ class Pipeline(Wrapper):
         """The outputs for the inputs, on every rank, without gradients. Every rank calls this;
         `inputs` and `kwargs` are those of `train_step`, used on the first. There may be fewer rows
         than micro-batches. Raises on every rank if a stage fails."""
-        _, outputs = self._run(inputs, kwargs)
-        last = dist.get_world_size(self.process_group) - 1
-        y = join(outputs) if outputs else None
-        told = [Outline.of(y).tree()]
-        dist.broadcast_object_list(told, group=self.process_group, group_src=last)
-        if not outputs:
-            outline = Outline(*tree_flatten(told[0]))
-            y = outline.filled([spec.empty(self._device) for spec in outline.tensors()])
+        last = self.schedule.rank_of(self.schedule.stages - 1)
+        y = self._run(inputs, kwargs)[1]
         broadcast_state(tensors_of(y), self.process_group, last)
         return y
 
     def _run(
         self, inputs: Any, kwargs: dict[str, Any], training: tuple[Loss, Any] | None = None
-    ) -> tuple[torch.Tensor, list[Any]]:
-        """Returns the loss, on every rank, and the outputs, on the last."""
+    ) -> tuple[torch.Tensor, Any]:
+        """Returns the loss, on every rank; or the outputs, which only the last has made."""
         batch, plan = self._opening.open(inputs, kwargs, training), self.schedule
         if training is None:
             plan = forward_only(self._peers.size, plan.stages, len(batch.rows))
         stages = {stage: Stage(own, self._recompute) for stage, own in self._layers.items()}
-        transfers = Transfers(self._peers, batch.outlines, batch.rows, self._device)
-        executor = Executor(plan, stages, self._keywords, transfers, batch)
-        executor.run(plan.ranks[self._peers.rank])
+        transfers = Transfers(self._peers, self._device)
+        executor = Executor(stages, plan.stages - 1, transfers, batch)
+        executor.run(self._instructions(plan))
         self.trace = executor.trace
         loss = sum(loss.item() for loss in executor.losses)
-        told = torch.tensor([loss, executor.failed], dtype=torch.float64, device=self._peers.device)
+        told = torch.tensor([loss, executor.problem is not None], dtype=torch.float64)
+        told = told.to(self._peers.device)
         dist.all_reduce(told, group=self.process_group)
         if told[1]:
-            batch.outlines.forget()
+            self._opening.forget()
             agree.raise_on_every_rank(self.process_group, executor.problem)
-        return told[0], executor.outputs
+        if training is not None:
+            return told[0], None
+        empty = [batch.outlines[plan.stages - 1, n].empty(self._device) for n in batch.rows]
+        return told[0], join(executor.outputs or [y for y, _ in empty])
+
+    def _instructions(self, plan: Schedule) -> list[Instruction]:
+        # With NCCL, two ranks have one queue for all that they send each other. There a receive
+        # that stands early would block what comes after it.
+        one_queue = "nccl" in self._peers.backends
+        rank = self._peers.rank
+        return plan.ranks[rank] if one_queue else receive_early(plan, rank)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients of all stages so that their norm, taken over all of them, is at most
         `max_norm`; what it was is returned. As `torch.nn.utils.clip_grad_norm_` of the whole
         module: parameters on several ranks count once. Every rank calls this."""
-        counted = set(self.parameters()) - self.counted_elsewhere
-        gradients = [p.grad for p in counted if p.grad is not None]
-        own = get_total_norm(gradients, norm_type).to(self._peers.device, torch.float64)
-        total = norm_over_ranks(own, norm_type, self.process_group)
-        clip_grads_with_norm_(self.parameters(), max_norm, total)
-        return total
+        parameters, elsewhere = list(self.parameters()), self.counted_elsewhere
+        device, group = self._peers.device, self.process_group
+        return clip_over_ranks(parameters, max_norm, norm_type, group, device, elsewhere)
 
     def full_state_dict(self) -> dict[str, Any]:
         """The `state_dict` of the whole module, on the CPU of every rank, which must have room for
@@ -218,6 +234,19 @@ class Pipeline(Wrapper):
         for name in set(self._names) - set(self.state_dict()):
             own.pop(name, None)
         return super().load_state_dict(own, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Pipeline":
+        for same in (self.process_group, self.schedule):
+            memo[id(same)] = same
+        memo[id(self)] = copied = self.__class__.__new__(self.__class__)
+        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a Pipeline cannot be saved: it has the layers of one rank. Save its state_dict(), or "
+            "its full_state_dict(), which is that of the whole module"
+        )
 
 
 def _plan(

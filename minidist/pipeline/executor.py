@@ -1,4 +1,4 @@
-"""One rank runs its list of instructions (lesson 5)."""
+"""One rank runs its list of instructions: a method for each kind."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -7,139 +7,165 @@ from typing import Any
 
 import torch
 
-from minidist.pipeline.batch import cut
 from minidist.pipeline.instructions import (
-    RECEIVES,
-    SENDS,
     Backward,
     BackwardInputs,
     BackwardWeights,
     Forward,
     Instruction,
-    Schedule,
-    gives,
-    needs,
+    ReceiveActivation,
+    ReceiveGradient,
+    SendActivation,
+    SendGradient,
 )
+from minidist.pipeline.microbatches import cut
 from minidist.pipeline.opening import Batch
+from minidist.pipeline.outlines import Outline
 from minidist.pipeline.simulate import Span
-from minidist.pipeline.stage import Stage
-from minidist.pipeline.transfers import Outline, Transfers
+from minidist.pipeline.stage import Gradients, Stage
+from minidist.pipeline.transfers import Arrival, Transfers
+
+Place = tuple[int, int]  # a stage and a micro-batch
 
 
 class Executor:
     """Interprets the instructions of one rank, for one batch.
 
-    keywords: of each stage, the keyword arguments that its layers take.
+    stages: of this rank. last: the last stage of all, wherever it is.
 
     If a stage fails, the rank goes on through its list, but computes nothing and sends zeros: so no
     other rank waits for ever, and all of them can be told at the end. After the run:
 
     losses: of the last stage, one for each micro-batch, whose sum is the mean over the batch.
     outputs: of the last stage, in an evaluation. trace: each instruction and when, which for a
-    computation is after the wait for its message. failed: whether something went wrong, here or at
-    a stage before; problem: what it was, if here.
+    computation is after the wait for its message. problem: what went wrong here.
     """
 
     def __init__(
-        self,
-        schedule: Schedule,
-        stages: Mapping[int, Stage],
-        keywords: Sequence[set[str]],
-        transfers: Transfers,
-        batch: Batch,
+        self, stages: Mapping[int, Stage], last: int, transfers: Transfers, batch: Batch
     ) -> None:
-        self._schedule, self._stages, self._keywords = schedule, stages, keywords
+        self._stages, self._last = stages, last
         self._transfers, self._batch = transfers, batch
-        self._made: dict[Instruction, Any] = {}  # the tensors that are to be sent
+        self._coming: dict[Place, Arrival] = {}  # activations
+        self._made: dict[Place, list[torch.Tensor] | None] = {}  # activations; None: failed
+        self._coming_back: dict[Place, Arrival] = {}  # gradients
+        self._found: dict[Place, Gradients | None] = {}  # gradients
         self.losses: list[torch.Tensor] = []
         self.outputs: list[Any] = []
         self.trace: list[Span] = []
-        self.failed = False
         self.problem: Exception | None = None
 
     def run(self, instructions: Sequence[Instruction]) -> None:
         """Do it all, in order."""
+        do: dict[type[Instruction], Callable[[int, int], None]] = {
+            Forward: self._forward,
+            Backward: self._backward,
+            BackwardInputs: self._backward_inputs,
+            BackwardWeights: self._backward_weights,
+            SendActivation: self._send_activation,
+            ReceiveActivation: self._receive_activation,
+            SendGradient: self._send_gradient,
+            ReceiveGradient: self._receive_gradient,
+        }
         for instruction in instructions:
-            start = time.perf_counter()
-            if isinstance(instruction, RECEIVES):
-                self._transfers.expect(instruction)
-            elif isinstance(instruction, SENDS):
-                self._transfers.send(instruction, self._made.pop(instruction))
-            else:
-                start = self._compute(instruction)
-            self.trace.append(Span(instruction, start, time.perf_counter()))
+            self._now, self._start = instruction, time.perf_counter()
+            do[type(instruction)](instruction.stage, instruction.microbatch)
+            self.trace.append(Span(instruction, self._start, time.perf_counter()))
         self._transfers.finish()
 
-    def _compute(self, instruction: Instruction) -> float:
-        """Returns when it began, after the wait for its message."""
-        stages = self._schedule.stages
-        needed, send = needs(instruction, stages), gives(instruction, stages)
-        received = self._transfers.take(needed) if needed else None
-        start, made = time.perf_counter(), None
-        self.failed |= needed is not None and received is None
-        if not self.failed:
-            try:
-                made = self._work(instruction, received)
-            except Exception as problem:
-                self.failed, self.problem = True, problem
-                problem.add_note(f"(at {instruction} of the pipeline)")
-        if send:
-            self._made[send] = made
-        return start
+    # ---- messages --------------------------------------------------------------------------
 
-    def _work(self, instruction: Instruction, received: Any) -> Any:
-        """The tensors that are to be sent, if any."""
-        stage, microbatch = self._stages[instruction.stage], instruction.microbatch
-        match instruction:
-            case Forward():
-                return self._forward(stage, instruction, received)
-            case Backward():
-                return stage.backward(microbatch, [None] if received is None else received)
-            case BackwardInputs():
-                return stage.backward_inputs(microbatch, [None] if received is None else received)
-            case BackwardWeights():
-                stage.backward_weights(microbatch)
-        return None
+    def _send_activation(self, stage: int, i: int) -> None:
+        made = self._made.pop((stage, i))
+        self._transfers.send(made, self._outline(stage, i).tensors, stage + 1)
 
-    def _forward(self, stage: Stage, instruction: Forward, received: Any) -> Any:
-        number, microbatch = instruction.stage, instruction.microbatch
-        last = number == self._schedule.stages - 1
-        x, kwargs = inputs = self._batch.inputs[microbatch] if received is None else received
-        if self._batch.training is None:
-            y = stage.evaluate(x, kwargs)
-            if last:
-                Outline.of(y)  # raises unless the other ranks can be told of it
-                self.outputs.append(y)
-                return None
-            made = self._onward(y, kwargs, number)
-        elif last:
-            loss = stage.forward(microbatch, inputs, self._weighted_loss(microbatch))
-            self.losses.append(loss.detach())
-            return None
+    def _receive_activation(self, stage: int, i: int) -> None:
+        specs = self._outline(stage - 1, i).tensors
+        self._coming[stage, i] = self._transfers.expect(specs, stage - 1)
+
+    def _send_gradient(self, stage: int, i: int) -> None:
+        found = self._found.pop((stage, i))
+        self._transfers.send(found, self._outline(stage - 1, i).gradients, stage - 1)
+
+    def _receive_gradient(self, stage: int, i: int) -> None:
+        specs = self._outline(stage, i).gradients
+        self._coming_back[stage, i] = self._transfers.expect(specs, stage + 1)
+
+    def _outline(self, stage: int, i: int) -> Outline:
+        """Of what a stage gives."""
+        return self._batch.outlines[stage, self._batch.rows[i]]
+
+    # ---- computations ----------------------------------------------------------------------
+
+    def _forward(self, stage: int, i: int) -> None:
+        if stage == 0:
+            inputs = self._batch.inputs[i]
         else:
-            made = stage.forward(microbatch, inputs, lambda y: self._onward(y, kwargs, number))
-        send = gives(instruction, self._schedule.stages)
-        assert send is not None  # this is not the last stage
-        return self._transfers.declare(send, made)
+            came = self._coming.pop((stage, i)).wait()
+            inputs = self._outline(stage - 1, i).put_together(came)
+        made = self._compute(self._output if stage == self._last else self._activation, i, inputs)
+        if stage < self._last:
+            self._made[stage, i] = made
 
-    def _onward(self, y: Any, kwargs: dict[str, Any], stage: int) -> tuple[Any, dict[str, Any]]:
-        """What goes to the next stage: of the keyword arguments those that a later layer takes."""
-        if kwargs:
-            later = set[str]().union(*self._keywords[stage + 1 :])
-            kwargs = {name: value for name, value in kwargs.items() if name in later}
-        return y, kwargs
+    def _backward(self, stage: int, i: int) -> None:
+        self._go_back(stage, i, self._stages[stage].backward)
 
-    def _weighted_loss(self, microbatch: int) -> Callable[[Any], torch.Tensor]:
+    def _backward_inputs(self, stage: int, i: int) -> None:
+        self._go_back(stage, i, self._stages[stage].backward_inputs)
+
+    def _backward_weights(self, stage: int, i: int) -> None:
+        self._compute(self._stages[stage].backward_weights, i)
+
+    def _go_back(self, stage: int, i: int, way: Callable[[int, Gradients], Gradients]) -> None:
+        a_loss: Gradients = [None]
+        came = a_loss if stage == self._last else [*self._coming_back.pop((stage, i)).wait()]
+        found = self._compute(way, i, came)
+        if stage > 0:
+            self._found[stage, i] = found
+
+    def _compute(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """The result of some work. None if it fails, or another has failed here before."""
+        self._start = time.perf_counter()
+        if self.problem is not None:
+            return None
+        try:
+            return work(*arguments)
+        except Exception as problem:
+            self.problem = problem
+            problem.add_note(f"(at {self._now} of the pipeline)")
+            return None
+
+    def _activation(self, i: int, inputs: tuple[Any, Any]) -> list[torch.Tensor]:
+        """What a stage gives, which is to be sent."""
+        number = self._now.stage
+        stage, outline = self._stages[number], self._outline(number, i)
+        if self._batch.training is None:
+            return outline.take_apart(stage.evaluate(inputs, stage.layers.onward))
+        if stage.recompute:
+            outline = outline.without_graph
+        return outline.take_apart(stage.forward(i, inputs, stage.layers.onward))
+
+    def _output(self, i: int, inputs: tuple[Any, Any]) -> None:
+        """What the last stage gives, which stays here: outputs, or in training a loss."""
+        stage = self._stages[self._last]
+        if self._batch.training is None:
+            made = stage.evaluate(inputs, stage.layers.onward)
+            self._outline(self._last, i).take_apart(made)  # the other ranks know no other
+            self.outputs.append(made[0])
+        else:
+            self.losses.append(stage.forward(i, inputs, self._weighted_loss(i)).detach())
+
+    def _weighted_loss(self, i: int) -> Callable[[Any, Any], torch.Tensor]:
         """A micro-batch's part of the batch's mean loss: fewer rows count for less."""
         assert self._batch.training is not None
         loss_fn, rows = self._batch.training[0], self._batch.rows
-        own = self._targets[microbatch]
+        targets = self._targets[i]
 
-        def finish(outputs: Any) -> torch.Tensor:
-            loss = loss_fn(outputs, own)
+        def finish(outputs: Any, _: Any) -> torch.Tensor:
+            loss = loss_fn(outputs, targets)
             if not isinstance(loss, torch.Tensor) or loss.ndim:
                 raise ValueError("loss_fn must return one number, the mean over its rows")
-            return loss * (rows[microbatch] / sum(rows))
+            return loss * (rows[i] / sum(rows))
 
         return finish
 

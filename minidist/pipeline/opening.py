@@ -1,5 +1,5 @@
-"""What all ranks must know before a step (lesson 5): how many rows are in the batch, and whether
-the outlines of its activations are known already.
+"""What all ranks must know before a step: how many rows are in the batch, and the outlines of its
+activations.
 
 Outlines depend on the inputs, which the first rank has, and on what each rank has done with its
 layers: a frozen parameter, a layer in evaluation mode. So each rank numbers the states that it has
@@ -7,7 +7,7 @@ seen, and the numbers of all ranks together are the key to the outlines. This ta
 each rank, once a step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,10 @@ from torch.utils._pytree import tree_flatten
 
 from minidist.collectives.peers import Peers
 from minidist.common import agree
-from minidist.pipeline.batch import count_rows, cut, rows_of
-from minidist.pipeline.transfers import Outlines
+from minidist.common.guard import Guard
+from minidist.pipeline.microbatches import count_rows, cut, rows_of
+from minidist.pipeline.outlines import Outlines, learn
+from minidist.pipeline.stage import Layers
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -30,7 +32,7 @@ class Batch:
 
     rows: of each micro-batch. inputs: of each, what the first layer gets, and keyword arguments; on
     the rank of the first stage. training: loss_fn and targets, used where the last stage is; None:
-    there is no backward pass. outlines: of all activations, as far as they are known.
+    there is no backward pass. outlines: of the activations that this rank sends and receives.
     """
 
     rows: Sequence[int]
@@ -40,37 +42,66 @@ class Batch:
 
 
 class Opening:
-    """Of all steps of a pipeline. layers: of this rank. keywords: all that some layer takes."""
+    """Of all steps of a pipeline.
+
+    module: this rank's layers; layers: the same, by stage. stages: of all ranks. keywords: all that
+    some layer takes. device: where activations are.
+    """
 
     def __init__(
-        self, peers: Peers, layers: nn.Module, microbatches: int, keywords: set[str]
+        self,
+        peers: Peers,
+        module: nn.Module,
+        layers: Mapping[int, Layers],
+        stages: int,
+        microbatches: int,
+        keywords: Set[str],
+        device: torch.device,
     ) -> None:
-        self._peers, self._microbatches, self._keywords = peers, microbatches, keywords
-        self._modules, self._parameters = list(layers.modules()), list(layers.parameters())
+        self._peers, self._layers, self._stages = peers, layers, stages
+        self._microbatches, self._keywords, self._device = microbatches, keywords, device
+        self._modules, self._parameters = list(module.modules()), list(module.parameters())
+        self._guard = Guard(module, "Pipeline")
         self._numbers: dict[str, int] = {}  # of states
         self._outlines: dict[tuple[int, ...], Outlines] = {}
 
     def open(self, inputs: Any, kwargs: dict[str, Any], training: tuple[Loss, Any] | None) -> Batch:
-        """Every rank calls this. Raises on all of them if the batch of the first cannot be cut."""
+        """Every rank calls this. Raises on all of them if the batch of the first cannot be cut, or
+        if the parameters of one have changed."""
         trains = training is not None
         seen, total, parts, problem = [trains, self._state()], 0, [], None
-        if self._peers.rank == 0:
-            try:
+        try:
+            if trains:
+                self._guard.require_unchanged()
+            if self._peers.rank == 0:
                 total = self._count(inputs, kwargs, trains)
                 parts = cut("inputs", (inputs, kwargs), self._rows(total, trains))
                 seen.append(_looks((inputs, kwargs)))
-            except (TypeError, ValueError) as error:
-                problem = error
+        except (TypeError, ValueError, RuntimeError) as error:
+            problem = error
         number = self._numbers.setdefault(repr(seen), len(self._numbers))
         mine = torch.tensor([-1 if problem else number, total], device=self._peers.device)
-        everyone = [torch.empty_like(mine) for _ in range(self._peers.size)]
-        dist.all_gather(everyone, mine, group=self._peers.group)
-        numbers, totals = torch.stack(everyone).T.tolist()
-        if numbers[0] < 0:
+        everyone = mine.new_empty(2 * self._peers.size)
+        dist.all_gather_single(everyone, mine, group=self._peers.group)
+        numbers, totals = everyone.view(-1, 2).T.tolist()
+        if min(numbers) < 0:
             assert self._peers.group is not None
             agree.raise_on_every_rank(self._peers.group, problem)
-        outlines = self._outlines.setdefault(tuple(numbers), Outlines())
-        return Batch(self._rows(totals[0], trains), parts, training, outlines)
+        rows, key = self._rows(totals[0], trains), tuple(numbers)
+        if key not in self._outlines:
+            self._outlines[key] = self._learn(rows, parts, trains)
+        return Batch(rows, parts, training, self._outlines[key])
+
+    def forget(self) -> None:
+        """A step has failed: learn all outlines again. Every rank calls this."""
+        self._outlines.clear()
+
+    def _learn(self, rows: list[int], parts: Sequence[Any], trains: bool) -> Outlines:
+        first = {size: parts[rows.index(size)] if parts else None for size in set(rows)}
+        loss = {self._stages - 1} if trains else set()  # what the last stage gives goes nowhere
+        run = {n: own.rehearse for n, own in self._layers.items() if n not in loss}
+        with torch.set_grad_enabled(trains):
+            return learn(self._peers, self._stages, run, first, self._device)
 
     def _count(self, inputs: Any, kwargs: dict[str, Any], trains: bool) -> int:
         for name in kwargs.keys() - self._keywords:
@@ -85,7 +116,7 @@ class Opening:
 
     def _state(self) -> Any:
         """On what the outlines of this rank's layers depend, besides their inputs."""
-        device = next((p.device for p in self._parameters), torch.device("cpu")).type
+        device = self._device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         modes = [module.training for module in self._modules]
         return autocast, modes, [(p.requires_grad, p.dtype) for p in self._parameters]

@@ -10,10 +10,12 @@ With p ranks, m micro-batches and v stages a rank, where backward takes twice as
     zero_bubble   (p-1) / (3 m), if m ≥ p   min(m, p)
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
 from minidist.pipeline.instructions import (
+    RECEIVES,
     Backward,
     BackwardInputs,
     BackwardWeights,
@@ -22,6 +24,7 @@ from minidist.pipeline.instructions import (
     Instruction,
     Schedule,
     gives,
+    needs,
     other_end,
 )
 from minidist.pipeline.simulate import simulate
@@ -162,3 +165,27 @@ def with_messages(
             ranks[rank].append(send)
             ranks[bare.rank_of(receive.stage)].append(receive)
     return Schedule(name, stages, microbatches, ranks)
+
+
+def receive_early(schedule: Schedule, rank: int) -> list[Instruction]:
+    """The list of a rank, with each receive before the computation that takes the one before it
+    from the same rank, if it does not stand there already. So there is room for a message when it
+    arrives, and it need not wait until its receiver asks for it. Messages between two ranks keep
+    their order."""
+
+    def source(receive: Instruction) -> int:
+        return schedule.rank_of(other_end(receive).stage)
+
+    receives = [x for x in schedule.ranks[rank] if isinstance(x, RECEIVES)]
+    waiting = {source(x): deque(y for y in receives if source(y) == source(x)) for x in receives}
+    early: list[Instruction] = [queue.popleft() for queue in waiting.values()]
+    for instruction in schedule.ranks[rank]:
+        if isinstance(instruction, RECEIVES):
+            while instruction in waiting[source(instruction)]:
+                early.append(waiting[source(instruction)].popleft())
+            continue
+        needed = needs(instruction, schedule.stages)
+        if needed and waiting[source(needed)]:
+            early.append(waiting[source(needed)].popleft())
+        early.append(instruction)
+    return early

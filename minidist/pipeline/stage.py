@@ -1,7 +1,7 @@
-"""One stage computes (lesson 5): forward, backward, or backward in two parts."""
+"""One stage computes: forward, backward, or backward in two parts."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,26 +11,40 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map_only
 
 from minidist.common.wrapper import Wrapper
-from minidist.pipeline.batch import tensors_of
+from minidist.pipeline.microbatches import tensors_of
 from minidist.pipeline.replay import Replay
 from minidist.pipeline.split import Deferred, backward_inputs
 
 Gradients = list[torch.Tensor | None]
-Finish = Callable[[Any], Any]  # what is made of the outputs
+Finish = Callable[[Any, dict[str, Any]], Any]  # what is made of outputs and keyword arguments
 
 
 class Layers:
     """The layers of a stage, one after another. Each takes what the one before it gives, and of the
-    keyword arguments those that its `forward` names."""
+    keyword arguments those that its `forward` names.
 
-    def __init__(self, layers: nn.Sequential) -> None:
-        self.sequence = layers
+    later: the keyword arguments that a layer of a later stage takes.
+    """
+
+    def __init__(self, layers: nn.Sequential, later: Set[str] = frozenset()) -> None:
+        self.sequence, self._later = layers, later
         self._names = [keywords_of(layer) for layer in layers]
 
     def __call__(self, x: Any, kwargs: dict[str, Any]) -> Any:
         for layer, names in zip(self.sequence, self._names, strict=True):
             x = layer(x, **{n: v for n, v in kwargs.items() if n in names}) if kwargs else layer(x)
         return x
+
+    def onward(self, y: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """What goes to the next stage."""
+        return y, {name: value for name, value in kwargs.items() if name in self._later}
+
+    def rehearse(self, inputs: tuple[Any, dict[str, Any]]) -> Any:
+        """What would go to the next stage. Random numbers, buffers and the inputs stay as they
+        are."""
+        with Replay(self.sequence, tensors_of(inputs)).same_again():
+            x, kwargs = tree_map_only(torch.Tensor, torch.clone, inputs)
+            return self.onward(self(x, kwargs), kwargs)
 
 
 def keywords_of(layer: nn.Module) -> set[str]:
@@ -46,16 +60,11 @@ def keywords_of(layer: nn.Module) -> set[str]:
 @dataclass
 class _Kept:
     """What a forward pass leaves for its backward pass: the tensors that have come in and need a
-    gradient, and the graph that autograd has recorded, by its end at each output for which a
-    gradient comes back (None: nothing there is trained). Not the outputs: they have left."""
+    gradient, and the graph that autograd has recorded, by its end at each output that needs one.
+    Not the outputs: they have left."""
 
     received: list[torch.Tensor]
-    ends: list[GradientEdge | None]
-
-    def begin(self, gradients: Gradients) -> tuple[list[GradientEdge], Gradients]:
-        """Where backward passes begin, and with what."""
-        pairs = [(end, g) for end, g in zip(self.ends, gradients, strict=False) if end is not None]
-        return [end for end, _ in pairs], [gradient for _, gradient in pairs]
+    ends: list[GradientEdge]
 
 
 class Stage:
@@ -65,57 +74,55 @@ class Stage:
     """
 
     def __init__(self, layers: Layers, recompute: bool) -> None:
-        self.layers, self._recompute = layers, recompute
+        self.layers, self.recompute = layers, recompute
         self._kept: dict[int, Callable[[], _Kept]] = {}
         self._deferred: dict[int, list[Deferred]] = {}
 
-    def evaluate(self, x: Any, kwargs: dict[str, Any]) -> Any:
-        """The outputs for inputs `x`, with nothing kept for a backward pass."""
+    def evaluate(self, inputs: tuple[Any, Any], finish: Finish) -> Any:
+        """The same as `forward`, with nothing kept for a backward pass."""
         with torch.no_grad():
-            return self.layers(x, kwargs)
+            return finish(self.layers(*inputs), inputs[1])
 
     def forward(self, microbatch: int, inputs: tuple[Any, Any], finish: Finish) -> Any:
         """What `finish` makes of the outputs for `inputs`: what the first layer takes, and keyword
-        arguments. Backward passes begin at the tensors in it that need a gradient."""
-        if not self._recompute:
-            made = finish(self.layers(*_entered(inputs)))
-            kept = _keep(inputs, made, lambda y: y.requires_grad)
+        arguments. Backward passes begin at the tensors in it that need a gradient. With `recompute`
+        it has no graph yet."""
+
+        def compute() -> Any:
+            return finish(self.layers(*_entered(inputs)), inputs[1])
+
+        if not self.recompute:
+            made = compute()
+            kept = _keep(inputs, made)
             self._kept[microbatch] = lambda: kept
             return made
         replay = Replay(self.layers.sequence, tensors_of(inputs))
 
         def again() -> _Kept:
             with replay.same_again():
-                return _keep(inputs, finish(self.layers(*_entered(inputs))), _takes_gradient)
+                return _keep(inputs, compute())
 
         self._kept[microbatch] = again
-        trained = any(p.requires_grad for p in self.layers.sequence.parameters())
-        wanted = trained or bool(_received(inputs))
-
-        def as_with_graph(y: torch.Tensor) -> torch.Tensor:
-            return y.detach().requires_grad_(wanted and _takes_gradient(y))
-
-        with torch.no_grad():  # on copies: a layer may overwrite what is needed once more
-            made = finish(self.layers(*tree_map_only(torch.Tensor, torch.clone, inputs)))
-        return tree_map_only(torch.Tensor, as_with_graph, made)
+        # On copies: a layer may overwrite what is needed once more.
+        copies = tree_map_only(torch.Tensor, lambda x: x.detach().clone(), inputs)
+        return self.evaluate(copies, finish)
 
     def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
         """Add to the gradients of the weights, and return those for what has come in. `gradients`
         are those for the outputs; None stands for a loss's own, which is 1."""
         kept = self._kept.pop(microbatch)()
-        ends, gradients = kept.begin(gradients)
-        if ends:
-            torch.autograd.backward(ends, gradients)
+        if kept.ends:
+            torch.autograd.backward(kept.ends, gradients)
         return [x.grad for x in kept.received]
 
     def backward_inputs(self, microbatch: int, gradients: Gradients) -> Gradients:
         """Return the gradients for what has come in. `backward_weights` does the rest."""
         kept = self._kept.pop(microbatch)()
-        ends, gradients = kept.begin(gradients)
-        if not ends:
+        if not kept.ends:
             self._deferred[microbatch] = []
             return [None for _ in kept.received]
-        found, self._deferred[microbatch] = backward_inputs(ends, gradients, kept.received)
+        found, left = backward_inputs(kept.ends, gradients, kept.received)
+        self._deferred[microbatch] = left
         return found
 
     def backward_weights(self, microbatch: int) -> None:
@@ -124,22 +131,10 @@ class Stage:
             deferred.run()
 
 
-def _received(inputs: Any) -> list[torch.Tensor]:
-    """Those tensors for which a gradient is to be sent back."""
-    return [x for x in tensors_of(inputs) if x.requires_grad and x.is_leaf]
-
-
-def _takes_gradient(y: torch.Tensor) -> bool:
-    """Whether it could: without a graph one cannot know more."""
-    return y.is_floating_point() or y.is_complex()
-
-
-def _keep(inputs: Any, made: Any, gets_gradient: Callable[[torch.Tensor], bool]) -> _Kept:
-    """gets_gradient: whether a gradient comes back for an output."""
-    outputs = [y for y in tensors_of(made) if gets_gradient(y)]
-    return _Kept(
-        _received(inputs), [get_gradient_edge(y) if y.requires_grad else None for y in outputs]
-    )
+def _keep(inputs: Any, made: Any) -> _Kept:
+    # A gradient is to be sent back for the leaves among the inputs.
+    received = [x for x in tensors_of(inputs) if x.requires_grad and x.is_leaf]
+    return _Kept(received, [get_gradient_edge(y) for y in tensors_of(made) if y.requires_grad])
 
 
 def _entered(inputs: tuple[Any, Any]) -> tuple[Any, Any]:

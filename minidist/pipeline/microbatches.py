@@ -1,4 +1,4 @@
-"""A batch is cut into micro-batches, by rows (lesson 5)."""
+"""A batch is cut into micro-batches, by rows."""
 
 from collections.abc import Sequence
 from typing import Any
