@@ -1,17 +1,19 @@
 """The measurements that the course speaks of, a planner of memory and time, and random trials.
 
 python -m minidist bench launch collectives
-python -m minidist plan --params 7.5e9 --world-size 64
+python -m minidist plan --model llama-3-8b --gpu h100 --world-size 8 --tensor 2
 python -m minidist fuzz --minutes 10
 """
 
 import argparse
 import sys
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import minidist as md
 from minidist import bench, fuzz, planner
-from minidist.planner.report import report, speeds
+from minidist.planner.page import page, states_page
 
 
 def main() -> None:
@@ -56,18 +58,28 @@ Rounds in which other processes took part of the machine are thrown away and cou
 
 
 def _plan(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--params", type=float, help="of the model, such as 7.5e9")
-    sub.add_argument("--world-size", type=int, default=1, help="ranks (1)")
-    sub.add_argument("--memory", type=float, default=80, help="GB that a rank has (80)")
+    sub.add_argument("--model", choices=planner.MODELS, metavar="MODEL", help=_list(planner.MODELS))
+    sub.add_argument("--gpu", default="h100", choices=planner.GPUS, help="what a rank is (h100)")
+    sub.add_argument("--params", type=float, help="in place of a model: its size, such as 7.5e9")
     sub.add_argument("--optimizer", default="adam", choices=planner.OPTIMIZERS)
     sub.add_argument("--precision", default="mixed", choices=planner.PRECISIONS)
-    sub.add_argument("--tokens", type=float, help="a rank and step: also plan the time, as here")
-    shape = sub.add_argument_group("a transformer, with its activations")
-    for name in "layers", "width", "heads":
+    shape = sub.add_argument_group("a model of your own, or what differs from --model")
+    for name in "layers", "width", "heads", "kv-heads", "hidden", "length", "vocabulary":
         shape.add_argument(f"--{name}", type=int)
-    shape.add_argument("--length", type=int, default=2048, help="tokens of a sequence (2048)")
-    shape.add_argument("--batch", type=int, default=1, help="sequences a rank (1)")
-    shape.add_argument("--recompute", default="nothing", choices=planner.RECOMPUTE)
+    shape.add_argument("--llama", action="store_true", help="gated MLP, RMS norms, no biases")
+    lay = sub.add_argument_group("how it is laid out")
+    for name in "world-size", "tensor", "pipeline", "micro-batch", "chunks":
+        lay.add_argument(f"--{name}", type=int, default=1, help="1 by default")
+    lay.add_argument("--micro-batches", type=int, help="of a step (1; 4 a stage in a pipeline)")
+    lay.add_argument("--stage", type=int, choices=planner.STAGES, help="of ZeRO (what fits first)")
+    lay.add_argument("--sequence-parallel", action="store_true")
+    lay.add_argument("--stored-attention", action="store_true", help="no flash attention")
+    lay.add_argument("--recompute", default="nothing", choices=planner.RECOMPUTE)
+    gpu = sub.add_argument_group("what differs from --gpu")
+    gpu.add_argument("--memory", type=float, metavar="GB")
+    gpu.add_argument("--flops", type=float, help="peak of operations a second, such as 989e12")
+    gpu.add_argument("--utilisation", type=float, help="the part of them that is reached")
+    gpu.add_argument("--gbps", type=float, nargs="+", help="of a rank: in a node, and to others")
 
     def run(arguments: argparse.Namespace) -> None:
         try:
@@ -76,6 +88,10 @@ def _plan(sub: argparse.ArgumentParser) -> None:
             sub.error(str(error))
 
     sub.set_defaults(run=run)
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(names)
 
 
 def _fuzz(sub: argparse.ArgumentParser) -> None:
@@ -95,25 +111,48 @@ def _fuzz(sub: argparse.ArgumentParser) -> None:
 
 
 def _answer(given: argparse.Namespace) -> str:
-    if not given.memory > 0:
-        raise ValueError(f"nothing fits in {given.memory:g} GB: say how much --memory a rank has")
-    parameters, activations = given.params, 0.0
-    if any((given.layers, given.width, given.heads)):
-        if not all((given.layers, given.width, given.heads)):
-            raise ValueError("a transformer needs --layers, --width and --heads")
-        model = planner.Transformer(given.layers, given.width, given.heads, given.length)
-        activations = model.activations(given.batch, recompute=given.recompute)
-        parameters = model.parameters if parameters is None else parameters
-    if parameters is None:
-        raise ValueError("how large is the model? Say --params, or --layers, --width and --heads")
-    options = {"optimizer": given.optimizer, "precision": given.precision}
-    options["activations"] = activations
-    said = [report(parameters, given.world_size, given.memory * 1e9, **options)]
-    if given.tokens is not None:
-        with md.ranks(2) as ranks:
-            machine = planner.calibrate(ranks)
-        said.append(speeds(parameters, given.world_size, given.tokens, machine, given.precision))
-    return "\n\n".join(said)
+    recipe = {"optimizer": given.optimizer, "precision": given.precision}
+    device = _device(given)
+    sizes = ("layers", "width", "heads", "kv_heads", "hidden", "length", "vocabulary")
+    shape = {name: getattr(given, name) for name in sizes if getattr(given, name) is not None}
+    if given.params is not None and not given.model and not shape:
+        return states_page(given.params, given.world_size, device.memory, **recipe)
+    if given.params is not None:
+        raise ValueError("--params is a model of which only the size is known: leave it away")
+    if given.model:
+        model = replace(planner.MODELS[given.model], **shape)
+    elif {"layers", "width", "heads"} <= shape.keys():
+        model = planner.Transformer(**shape, llama=given.llama, tied=not given.llama)
+    elif shape:
+        raise ValueError("a transformer needs --layers, --width and --heads")
+    else:
+        raise ValueError("which model? Say --model, or --params, or --layers, --width and --heads")
+    micro_batches = given.micro_batches
+    if micro_batches is None:
+        micro_batches = 4 * given.pipeline if given.pipeline > 1 else 1
+    names = ["world_size", "tensor", "pipeline", "micro_batch", "chunks"]
+    names += ["sequence_parallel", "stored_attention", "recompute"]
+    layout = planner.Layout(
+        micro_batches=micro_batches, **{name: getattr(given, name) for name in names}
+    )
+    return page(given.model or "This model", model, layout, device, given.stage, **recipe)
+
+
+def _device(given: argparse.Namespace) -> planner.Device:
+    device = planner.GPUS[given.gpu]
+    if given.memory is not None:
+        device = replace(device, memory=given.memory * 1e9)
+    if given.flops is not None:
+        device = replace(device, flops=given.flops)
+    if given.utilisation is not None:
+        device = replace(device, utilisation=given.utilisation)
+    if given.gbps is not None:
+        if len(given.gbps) > 2:
+            raise ValueError("--gbps takes one number or two: in a node, and to other nodes")
+        inside, outside = given.gbps[0], given.gbps[-1]
+        cable = md.Link(device.per_node * outside, latency_us=10)
+        device = replace(device, link=md.Link(inside, latency_us=3, inter=cable))
+    return device
 
 
 if __name__ == "__main__":

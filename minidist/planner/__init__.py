@@ -1,19 +1,23 @@
-"""Lesson 12: what a model needs before anything runs: bytes a rank, and seconds a step.
+"""What a model needs before anything runs: bytes a rank, and seconds a step. Lesson: zero.
 
     md.planner.memory(7.5e9, world_size=64, stage=2).total    # 16.6e9 bytes
     md.planner.largest_model(80e9, world_size=64, stage=3)    # 320e9 parameters
-    machine = md.planner.calibrate(ranks)                     # a small run, on a pool
-    md.planner.step_time(7.5e9, 64, 2, tokens=2048, machine=machine).total
 
-Stages are those of ZeRO: 0 is DDP (lesson 4), 1 and 2 share out the optimizer states and the
-gradients (lesson 8), 3 also the parameters (lesson 9). `python -m minidist plan` prints it all.
+    model, gpu = md.planner.MODELS["llama-3-8b"], md.planner.GPUS["h100"]
+    layout = md.planner.Layout(world_size=8, tensor=2, stage=1)
+    md.planner.peak(model, layout).total                      # bytes of the fullest rank
+    md.planner.step_time(model, layout, gpu).total            # seconds
 
-To read: `states` (parameters, gradients, optimizer states), `transformer` (activations), `speed`
-(the time of a step), `report` (the tables).
+`python -m minidist plan` prints it all, and says what to turn on next.
+
+To read: `model_states` (the formulas of ZeRO), `transformer` and `layout` (a model's shape, and how
+it is laid out), `peak` (what a step adds), `device` and `step_time` (how long it takes), `advice`
+(what to turn on), `zero_table` (the paper's table).
 """
 
-from minidist.planner.speed import Machine, StepTime, calibrate, step_time, traffic
-from minidist.planner.states import (
+from minidist.planner.device import GPUS, Device
+from minidist.planner.layout import RECOMPUTE, Layout
+from minidist.planner.model_states import (
     OPTIMIZERS,
     PRECISIONS,
     STAGES,
@@ -23,22 +27,30 @@ from minidist.planner.states import (
     memory,
     smallest_world_size,
 )
-from minidist.planner.transformer import RECOMPUTE, Transformer
+from minidist.planner.peak import layer_activations, peak
+from minidist.planner.step_time import StepTime, step_time, traffic
+from minidist.planner.transformer import MODELS, Transformer
+from minidist.planner.zero_table import zero_table
 
 __all__ = [
+    "GPUS",
+    "MODELS",
     "OPTIMIZERS",
     "PRECISIONS",
     "RECOMPUTE",
     "STAGES",
-    "Machine",
+    "Device",
+    "Layout",
     "Memory",
     "Precision",
     "StepTime",
     "Transformer",
-    "calibrate",
     "largest_model",
+    "layer_activations",
     "memory",
+    "peak",
     "smallest_world_size",
     "step_time",
     "traffic",
+    "zero_table",
 ]

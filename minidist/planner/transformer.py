@@ -1,17 +1,25 @@
-"""What a transformer's activations take, and how many parameters it has (lesson 12)."""
+"""The shape of a transformer: its parameters, and the operations of its forward pass. Models with
+published shapes are in MODELS. Lesson: zero."""
 
 from dataclasses import dataclass, fields
+from typing import Any
 
-RECOMPUTE = "nothing", "attention", "layers"
+from minidist.planner.model_states import require_whole
 
 
 @dataclass(frozen=True)
 class Transformer:
-    """A transformer like GPT, of `layers` layers that are `width` wide.
+    """A decoder of `layers` layers, `width` wide (h), with sequences of `length` tokens (s).
 
-    length: of a sequence, in tokens; vocabulary: how many tokens there are.
-    Raises ValueError for a number that is not a whole one from 1 on, and heads that do not divide
-    the width.
+    Like GPT: biases, layer norms, learned positions, an MLP of two matrices. With `llama`: no
+    biases, RMS norms, rotary positions, a gated MLP of three matrices.
+
+    kv_heads: of keys and values, for grouped queries; None means `heads`.
+    hidden: how wide the MLP is; None means 4h.
+    tied: the head's weights are the embedding's.
+    dropout: behind the attention scores, the attention, and the MLP; it only costs memory here.
+
+    Raises ValueError for a number that is no whole one from 1 on, and for heads that do not divide.
     """
 
     layers: int
@@ -19,54 +27,100 @@ class Transformer:
     heads: int
     length: int = 2048
     vocabulary: int = 51200
+    kv_heads: int | None = None
+    hidden: int | None = None
+    llama: bool = False
+    tied: bool = True
+    dropout: bool = False
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not (isinstance(value, int) and value >= 1):
-                raise ValueError(f"{field.name} must be a whole number from 1 on, not {value}")
+        for name, number in [(each.name, getattr(self, each.name)) for each in fields(self)[:7]]:
+            if number is not None:
+                require_whole(name, number)
         if self.width % self.heads:
             raise ValueError(f"a width of {self.width} cannot be shared by {self.heads} heads")
+        if self.heads % (self.kv_heads or 1):
+            raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} key-value heads")
+
+    def kv_width(self, tensor: int = 1) -> int:
+        """How wide the keys are, on one of `tensor` ranks. Each has one head at least."""
+        heads = self.kv_heads or self.heads
+        return self.width // self.heads * max(1, heads // tensor)
+
+    @property
+    def mlp_width(self) -> int:
+        return self.hidden or 4 * self.width
+
+    def layer_parameters(self, tensor: int = 1) -> int:
+        """Of one layer, on one of `tensor` ranks: qkv and the MLP's first matrices are cut by
+        columns, the others by rows (arXiv 1909.08053, section 3). Lesson: feature_splitting."""
+        h, f, t = self.width, self.mlp_width, tensor
+        columns = h // t + 2 * self.kv_width(t) + (2 if self.llama else 1) * f // t
+        rows = h // t + f // t
+        if self.llama:
+            return h * (columns + rows) + 2 * h
+        return h * (columns + rows) + (columns + 2 * h) + 4 * h  # with biases, and those of norms
+
+    def embedding_parameters(self, tensor: int = 1) -> int:
+        words = -(-self.vocabulary // tensor)
+        return (words + (0 if self.llama else self.length)) * self.width
+
+    def head_parameters(self, tensor: int = 1, tied: bool = False) -> int:
+        """The last norm and, unless it is the embedding's (`tied`), the matrix to the logits."""
+        words = 0 if tied else -(-self.vocabulary // tensor)
+        return (words + (1 if self.llama else 2)) * self.width
 
     @property
     def parameters(self) -> int:
-        """Narayanan et al. (arXiv 2104.04473), equation 2. Output weights are the embedding's."""
-        L, h = self.layers, self.width
-        return L * (12 * h * h + 13 * h) + (self.vocabulary + self.length) * h
+        """All of them, each once."""
+        ends = self.embedding_parameters() + self.head_parameters(tied=self.tied)
+        return self.layers * self.layer_parameters() + ends
 
-    def activations(
-        self,
-        batch: int,
-        *,
-        tensor_parallel: int = 1,
-        sequence_parallel: bool = False,
-        recompute: str = "nothing",
-    ) -> float:
-        """Bytes that the layers keep for backward, in 16 bits, of `batch` sequences. Lessons 6, 10.
+    @property
+    def attention_flops(self) -> int:
+        """Operations a token, of Q Kᵀ and of scores V in one layer, forward; the causal half is not
+        taken off, as in most papers (arXiv 2104.04473, appendix; arXiv 2204.02311, appendix B)."""
+        return 4 * self.length * self.width
 
-        Korthikanti et al. (arXiv 2205.05198), Table 2. With s tokens, b sequences, a heads, h wide,
-        and t ranks that share each layer by features:
+    @property
+    def layer_flops(self) -> int:
+        """Operations a token, of one layer, forward: 2 a weight, and attention."""
+        matrices = 3 if self.llama else 2
+        weights = 2 * self.width + 2 * self.kv_width() + matrices * self.mlp_width
+        return 2 * self.width * weights + self.attention_flops
 
-        | | a layer |
-        |---|---|
-        | one rank | sbh (34 + 5as/h) |
-        | tensor parallel | sbh (10 + 24/t + 5as/(ht)) |
-        | and sequence parallel | sbh (34/t + 5as/(ht)) |
-        | recompute="attention" ("selective") | without 5as/(ht) |
-        | recompute="layers" ("full") | 2sbh |
+    @property
+    def head_flops(self) -> int:
+        return 2 * self.width * self.vocabulary
 
-        Those of the embedding and of the loss are left out, as there. An attention that never
-        stores its (s, s) scores (`scaled_dot_product_attention`) is like recompute="attention".
-        Raises ValueError for numbers below 1, or an unknown `recompute`.
-        """
-        if not (batch >= 1 and tensor_parallel >= 1):
-            raise ValueError(
-                f"batch and tensor_parallel are 1 or more, not {batch} and {tensor_parallel}"
-            )
-        if recompute not in RECOMPUTE:
-            raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}, not {recompute!r}")
-        s, b, a, h, t = self.length, batch, self.heads, self.width, tensor_parallel
-        whole = 10 / t if sequence_parallel else 10  # layer norms, dropouts and inputs
-        scores = 0 if recompute == "attention" else 5 * a * s / h / t
-        layer = 2 if recompute == "layers" else whole + 24 / t + scores
-        return self.layers * s * b * h * layer
+    @property
+    def flops(self) -> int:
+        """Operations a token, of a step: forward, and twice as many backward."""
+        return 3 * (self.layers * self.layer_flops + self.head_flops)
+
+
+def _llama(layers: int, width: int, heads: int, hidden: int, **others: Any) -> Transformer:
+    sizes: dict[str, Any] = {"length": 8192, "vocabulary": 128256, "kv_heads": 8} | others
+    return Transformer(layers, width, heads, hidden=hidden, llama=True, tied=False, **sizes)
+
+
+_LLAMA_2 = {"length": 4096, "vocabulary": 32000}
+MODELS = {
+    # Radford et al. (2019), and the released weights; Brown et al. (arXiv 2005.14165), Table 2.1;
+    # Smith et al. (arXiv 2201.11990), section 2.3, vocabulary padded.
+    "gpt-2": Transformer(12, 768, 12, 1024, 50257),
+    "gpt-2-medium": Transformer(24, 1024, 16, 1024, 50257),
+    "gpt-2-large": Transformer(36, 1280, 20, 1024, 50257),
+    "gpt-2-xl": Transformer(48, 1600, 25, 1024, 50257),
+    "gpt-3-175b": Transformer(96, 12288, 96, 2048, 50257),
+    "mt-nlg-530b": Transformer(105, 20480, 128, 2048, 51200),
+    # Touvron et al. (arXiv 2307.09288) and the released config.json; Grattafiori et al. (arXiv
+    # 2407.21783), Table 3; Jiang et al. (arXiv 2310.06825), Table 1.
+    "llama-2-7b": _llama(32, 4096, 32, 11008, kv_heads=32, **_LLAMA_2),
+    "llama-2-13b": _llama(40, 5120, 40, 13824, kv_heads=40, **_LLAMA_2),
+    "llama-2-70b": _llama(80, 8192, 64, 28672, **_LLAMA_2),
+    "llama-3-8b": _llama(32, 4096, 32, 14336),
+    "llama-3-70b": _llama(80, 8192, 64, 28672),
+    "llama-3-405b": _llama(126, 16384, 128, 53248),
+    "mistral-7b": _llama(32, 4096, 32, 14336, vocabulary=32000),
+}

@@ -1,0 +1,105 @@
+"""What a rank holds at the peak of a step: model states, activations, the loss, and copies.
+Korthikanti et al., "Reducing Activation Recomputation" (arXiv 2205.05198), section 4. Lessons:
+sequence_parallel, activation_checkpointing.
+
+With s tokens, b sequences, a heads, h wide, in 16 bits, t ranks that share each layer, for GPT with
+dropout, a layer keeps (Table 2):
+
+| | bytes |
+|---|---|
+| one rank, stored attention | sbh (34 + 5as/h) |
+| tensor parallel | sbh (10 + 24/t + 5as/(ht)) |
+| and sequence parallel | sbh (34/t + 5as/(ht)) |
+| flash attention, or recompute="attention" | without 5as/(ht) |
+| recompute="layers" | 2sbh; with sequence parallel 2sbh/t |
+
+Left out, a few numbers a token: what norms and flash attention keep beside their tensors.
+"""
+
+from dataclasses import replace
+
+from minidist.planner.layout import Layout, stages
+from minidist.planner.model_states import PRECISIONS, Memory, memory
+from minidist.planner.transformer import Transformer
+
+
+def layer_activations(model: Transformer, layout: Layout, precision: str = "mixed") -> float:
+    """Bytes that one layer keeps of one micro-batch for backward, if nothing is recomputed."""
+    c, h, t, masks = PRECISIONS[precision].compute, model.width, layout.tensor, model.dropout
+    whole = c * 4 * h + (2 * h if masks else 0)  # inputs and outputs of both norms
+    qkv_and_out = 2 * h // t + 2 * model.kv_width(t)
+    mlp = (4 if model.llama else 2) * model.mlp_width // t  # gated: gate, up, silu(gate), product
+    kept = whole / (t if layout.sequence_parallel else 1) + c * (qkv_and_out + mlp)
+    return layout.micro_batch * model.length * kept + _scores(model, layout, c)
+
+
+def kept_activations(model: Transformer, layout: Layout, precision: str = "mixed") -> float:
+    """Bytes that one layer keeps of one micro-batch from forward to backward, as `recompute` says:
+    backward computes the rest of `layer_activations` again, one layer at a time."""
+    c = PRECISIONS[precision].compute
+    if layout.recompute == "layers":
+        inputs = layout.micro_batch * model.length * model.width * c
+        return inputs / (layout.tensor if layout.sequence_parallel else 1)
+    layer = layer_activations(model, layout, precision)
+    return layer - (_scores(model, layout, c) if layout.recompute == "attention" else 0)
+
+
+def logits(model: Transformer, layout: Layout, precision: str = "mixed") -> float:
+    """Bytes at the loss of one micro-batch, of a vocabulary that is shared by the tensor ranks: the
+    logits; and in float32 their log softmax and the gradients of both, 4 bytes each."""
+    c, t = PRECISIONS[precision].compute, layout.tensor
+    inputs = 2 * c * model.width / (t if layout.sequence_parallel else 1)  # of norm and head
+    return layout.micro_batch * model.length * (inputs + (c + 12) * model.vocabulary / t)
+
+
+def copies(
+    model: Transformer, layout: Layout, parameters: float, precision: str = "mixed"
+) -> float:
+    """Bytes of parameters that are there while they compute. In ZeRO-3 two units, one at work and
+    one prefetched, and the gradients of the first; each layer is a unit, and embedding and head
+    are; if these are tied they stay. With autocast, a copy of all in 16 bits. Lesson:
+    fully_sharded."""
+    size = PRECISIONS[precision]
+    if layout.stage < 3:
+        return size.compute * parameters if size.compute < size.parameter else 0
+    layer = model.layer_parameters(layout.tensor)
+    end = max(
+        model.embedding_parameters(layout.tensor), model.head_parameters(layout.tensor, model.tied)
+    )
+    stays = end if model.tied else 0
+    gathered = layer + max(layer, end - stays) + stays
+    return size.compute * gathered + size.gradient * (max(layer, end - stays) + stays)
+
+
+def peak(
+    model: Transformer, layout: Layout, *, optimizer: str = "adam", precision: str = "mixed"
+) -> Memory:
+    """Bytes at the peak of a step, of the rank that needs most. Lesson: zero.
+
+    The first pipeline stage has the embedding and most micro-batches in flight, the last one the
+    loss; tied weights are on both. Raises ValueError as `memory`, and if the model cannot be cut.
+    """
+    held = []
+    for stage in stages(model, layout):
+        own = stage.parameters(model, layout.tensor)
+        states = memory(own, layout.data, layout.stage, optimizer=optimizer, precision=precision)
+        kept = kept_activations(model, layout, precision)
+        again = layer_activations(model, layout, precision) - kept
+        loss = logits(model, layout, precision) if stage.last else 0.0
+        each = replace(
+            states,
+            activations=layout.in_flight(stage.number) * stage.layers * kept
+            + (again if again > loss else 0),  # the loss has gone when a layer is computed again
+            logits=loss if loss >= again else 0,
+            copies=copies(model, layout, own, precision),
+        )
+        held.append(each)
+    return max(held, key=lambda each: each.total)
+
+
+def _scores(model: Transformer, layout: Layout, c: int) -> float:
+    """Bytes of stored scores: softmax; with dropout its mask, a byte, and what that leaves."""
+    if not layout.stored_attention:
+        return 0.0
+    each = c + (1 + c if model.dropout else 0)
+    return layout.micro_batch * model.heads * model.length**2 * each / layout.tensor
