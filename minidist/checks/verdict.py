@@ -22,7 +22,7 @@ WAIT = 3.0  # seconds that a rank waits for another
 DEADLINE = 6.0  # seconds that an answer may take, once
 
 
-class NotYet(Exception):
+class NotYet(Exception):  # noqa: N818 (it is what a check says, not a fault)
     """The answer is wrong, for this reason."""
 
 

@@ -1,6 +1,7 @@
 """What a rank was doing, and when (lesson: collectives)."""
 
 import contextlib
+import copy
 import json
 import os
 import time
@@ -63,6 +64,20 @@ class Timeline(Meter):
             yield
         finally:
             self.spans.append(Span(name, category, start, time.perf_counter()))
+
+    def excerpt(self, name: str, first: int, last: int) -> "Timeline":
+        """The part from the end of the first-th span of this name to the end of the last-th."""
+        ends = [span.end for span in self.spans if span.name == name]
+        part = copy.copy(self)
+        part.spans = [s for s in self.spans if ends[first] <= s.start and s.end <= ends[last]]
+        return part
+
+    def seconds(self) -> dict[str, float]:
+        """The seconds spent in each category."""
+        spent: dict[str, float] = {}
+        for span in self.spans:
+            spent[span.category] = spent.get(span.category, 0.0) + span.end - span.start
+        return spent
 
     def __repr__(self) -> str:
         return f"Timeline(rank {self.rank}: {len(self.spans)} spans)"

@@ -1,4 +1,4 @@
-"""Every rank tells its place: run it by `python places.py`, or by torchrun."""
+"""Every rank says where it is: run it by `python places.py`, or by torchrun."""
 
 import os
 
