@@ -25,7 +25,7 @@ from torch import nn
 
 from minidist.collectives.peers import Peers
 from minidist.common import agree
-from minidist.common.norm import clip_over_ranks
+from minidist.common.norm import clip_grad_norm_
 from minidist.common.replicas import broadcast_state, require_group, require_same_model
 from minidist.common.wrapper import Wrapper
 from minidist.pipeline.balance import balance_by_cost, balance_by_parameters
@@ -218,9 +218,14 @@ class Pipeline(Wrapper):
         """Scale the gradients of all stages so that their norm, taken over all of them, is at most
         `max_norm`; what it was is returned. As `torch.nn.utils.clip_grad_norm_` of the whole
         module: parameters on several ranks count once. Every rank calls this."""
-        parameters, elsewhere = list(self.parameters()), self.counted_elsewhere
-        device, group = self._peers.device, self.process_group
-        return clip_over_ranks(parameters, max_norm, norm_type, group, device, elsewhere)
+        return clip_grad_norm_(
+            self.parameters(),
+            max_norm,
+            norm_type,
+            groups=[self.process_group],
+            device=self._peers.device,
+            elsewhere=self.counted_elsewhere,
+        )
 
     def full_state_dict(self) -> dict[str, Any]:
         """The `state_dict` of the whole module, on the CPU of every rank, which must have room for
