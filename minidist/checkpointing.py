@@ -1,4 +1,4 @@
-"""Lesson 10: activations that are computed twice instead of kept.
+"""Lesson: memory_savers. Activations that are computed twice instead of kept.
 
 Autograd keeps what backward will need of every op: for a block of a transformer, dozens of tensors
 of the size of its input. `checkpoint_wrapper` keeps the input alone. Backward, when it comes to the
@@ -31,7 +31,7 @@ from minidist.pipeline.replay import Replay
 
 
 class CheckpointWrapper(Wrapper):
-    """What `checkpoint_wrapper` returns. Lesson 10."""
+    """What `checkpoint_wrapper` returns. Lesson: memory_savers."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -44,7 +44,7 @@ class CheckpointWrapper(Wrapper):
 
 
 def checkpoint_wrapper(module: nn.Module) -> CheckpointWrapper:
-    """The same module, of which only the inputs are kept for backward. Lesson 10.
+    """The same module, of which only the inputs are kept for backward. Lesson: memory_savers.
 
         model.blocks = nn.Sequential(*map(md.checkpoint_wrapper, model.blocks))
 

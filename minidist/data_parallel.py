@@ -1,4 +1,4 @@
-"""Lesson 3: data parallelism in one process, with a thread for each device.
+"""Lesson: data_parallel. Data parallelism in one process, with a thread for each device.
 
 One forward pass of `DataParallel` is four operations, each a function of its own here:
 
@@ -30,7 +30,7 @@ Device = str | int | torch.device
 
 
 class DataParallel(Wrapper):
-    """`module` on several devices at once: each runs it on its share of the batch. Lesson 3.
+    """`module` on several devices at once: each runs it on its share of the batch.
 
         model = DataParallel(module, devices=["cuda:0", "cuda:1"])
         loss_fn(model(x), y).backward()        # adds the gradients up in module.parameters()
@@ -47,6 +47,7 @@ class DataParallel(Wrapper):
     Raises ValueError if there is no device, or not this one; if the module is elsewhere; and if
     the inputs' sizes along `dim` differ. An exception of a replica is raised with a note that
     names the replica.
+    Lesson: data_parallel.
     """
 
     def __init__(
@@ -83,13 +84,14 @@ class DataParallel(Wrapper):
 
 
 def scatter(inputs: Any, devices: Sequence[Device], dim: int = 0) -> list[Any]:
-    """Cut every tensor among `inputs` along `dim`: the list of the devices' shares. Lesson 3.
+    """Cut every tensor among `inputs` along `dim`: the list of the devices' shares.
 
     `inputs` is a tensor, or tuples, lists and dicts, nested in any way; each share has the same
     form, and in the place of whatever is no tensor the same object. Tensors are cut as
     `torch.chunk` does: the last share can be smaller, and there can be fewer shares than devices.
     Without any tensor there is one share (torch: one for each device). Raises ValueError if the
     tensors' sizes differ.
+    Lesson: data_parallel.
     """
     devices = _devices(devices)
     leaves, form = tree_flatten(inputs)
@@ -110,13 +112,14 @@ def scatter(inputs: Any, devices: Sequence[Device], dim: int = 0) -> list[Any]:
 
 
 def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
-    """Copies of `module`, one for each device, whose gradients arrive in `module`. Lesson 3.
+    """Copies of `module`, one for each device, whose gradients arrive in `module`.
 
     A replica's parameters are not leaves: they are results of an operation upon the module's own,
     and its backward sums the gradients of all replicas. The first replica shares the memory of
     the module's parameters and buffers if it is on their device. A parameter that stands in several
     places does so in each replica. Everything else, hooks too, is the same object in all. Unlike
     torch's, a replica has its copies in `parameters()`.
+    Lesson: data_parallel.
     """
     devices = _devices(devices)
     tensors = chain(module.parameters(), module.buffers())
@@ -149,12 +152,13 @@ def parallel_apply(
     kwargs: Sequence[dict[str, Any]] | None = None,
     devices: Sequence[Device] | None = None,
 ) -> list[Any]:
-    """Run `replicas[i](*inputs[i], **kwargs[i])` for all i at once: the list of outputs. Lesson 3.
+    """Run `replicas[i](*inputs[i], **kwargs[i])` for all i at once: the list of outputs.
 
     Each call has a thread of its own, named "replica i", in which grad mode, inference mode and
     autocast are as in the caller's; a single call runs in the caller's thread. An input that is
     no tuple or list is the only argument. `devices` None means that of each call's first tensor.
     If calls fail, the exception of the first of them is raised, with a note of replica and device.
+    Lesson: data_parallel.
     """
     kwargs = [{}] * len(replicas) if kwargs is None else kwargs
     if devices is None:
@@ -203,7 +207,7 @@ def gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Any:
     An output is a tensor, or tuples, lists and dicts of tensors, nested in any way but the same
     in each replica. Tensors without a dimension, such as losses, become a vector, an element a
     replica (torch warns of that; there is no other way). None stays None. Raises TypeError for
-    anything else, ValueError if the forms differ. Lesson 3.
+    anything else, ValueError if the forms differ. Lesson: data_parallel.
     """
     device = _device(output_device)
 

@@ -1,4 +1,4 @@
-"""The arguments of torch's DistributedDataParallel (lesson 4): what they mean here, or why not."""
+"""The arguments of torch's DistributedDataParallel: what they mean here, or why not."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ NOT_HERE = {
     "dim": "inputs are not cut here. Give each rank its own share of the batch",
     "delay_all_reduce_named_params": "all gradients leave in buckets",
     "param_to_hook_all_reduce": "all gradients leave in buckets",
-    "mixed_precision": "use torch.autocast (lesson 10), and a communication hook for the gradients",
+    "mixed_precision": "use torch.autocast, and a communication hook for the gradients",
     "skip_all_reduce_unused_params": "a parameter that is never used can be frozen instead",
     "bucket_cap_mb_list": "all buckets are of bucket_cap_mb, but for the first",
 }

@@ -1,4 +1,4 @@
-"""Communication hooks (lesson 4): what is done with a bucket instead of a plain all_reduce.
+"""Communication hooks: what is done with a bucket instead of a plain all_reduce.
 
 They have torch's form, hook(state, bucket) -> Future of a tensor, so they serve torch's own
 DistributedDataParallel too, and torch's hooks serve ours. `state` is the process group, or None.

@@ -1,4 +1,4 @@
-"""A device of so many bytes, emulated where there is none (lesson 10)."""
+"""A device of so many bytes, emulated where there is none (lesson: memory_savers)."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -16,13 +16,14 @@ _within = ContextVar("within on_host", default=False)
 
 
 class OutOfMemory(torch.OutOfMemoryError):
-    """An allocation that does not fit: on an emulated device, or on the host. Lesson 10."""
+    """An allocation that does not fit: on an emulated device, or on the host.
+    Lesson: memory_savers."""
 
 
 @contextmanager
 def on_host() -> Iterator[None]:
     """What is allocated within this block is in the host's memory, not on the emulated device.
-    Lesson 10."""
+    Lesson: memory_savers."""
     token = _within.set(True)
     try:
         yield
@@ -32,14 +33,14 @@ def on_host() -> Iterator[None]:
 
 def put_on_host(tensors: Any) -> None:
     """From now on these tensors, in any nesting, are in the host's memory. For those that were
-    made outside of any `Budget`; a real device needs no such word. Lesson 10."""
+    made outside of any `Budget`; a real device needs no such word. Lesson: memory_savers."""
     for storage in storages(tensors):
         storage.on_host = True  # type: ignore[attr-defined]
 
 
 class Budget(MemoryTracker):
     """A device with `nbytes` of memory, for a `with` block: who asks for more gets `OutOfMemory`,
-    with the table of who holds what. Lesson 10.
+    with the table of who holds what. Lesson: memory_savers.
 
         with md.offload.Budget(2_000_000, model, optimizer) as device:
             train(model, optimizer)

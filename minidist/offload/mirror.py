@@ -1,4 +1,4 @@
-"""A parameter on the device, its copy on the host, and the traffic between both (lesson 10)."""
+"""A parameter on the device, its copy on the host, and the traffic between both."""
 
 from typing import Any
 

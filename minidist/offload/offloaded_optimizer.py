@@ -1,4 +1,4 @@
-"""ZeRO-Offload (lesson 10): any optimizer, its states and its step on the host."""
+"""ZeRO-Offload (lesson: memory_savers): any optimizer, its states and its step on the host."""
 
 import weakref
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from minidist.zero.optimizer_states import require_states_of
 
 
 class OffloadedOptimizer(Optimizer):
-    """An optimizer that lives on the host, for parameters on a device. ZeRO-Offload. Lesson 10.
+    """An optimizer that lives on the host, for parameters on a device. ZeRO-Offload.
 
         optimizer = md.OffloadedOptimizer(model.parameters(), torch.optim.Adam, lr=1e-3)
 
@@ -37,6 +37,7 @@ class OffloadedOptimizer(Optimizer):
     Raises TypeError for an optimizer_class that is none; `OutOfMemory` if the host has no room:
     here, for copies and gradients, or in the first step, for the states. Parameters and states are
     then what they were before.
+    Lesson: memory_savers.
     """
 
     def __init__(self, params: Any, optimizer_class: type[Optimizer], **defaults: Any) -> None:

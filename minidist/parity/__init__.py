@@ -1,4 +1,4 @@
-"""The course's one oracle (lesson 4): does a strategy train as one process does?
+"""The course's one oracle: does a strategy train as one process does?
 
 Rank r takes every p-th example of each batch, from the r-th on; one process takes the whole batch.
 After every step the weights, the buffers, the optimizer's states and the loss must be the same. In
@@ -102,7 +102,7 @@ def check(
     tolerance: float | None = None,
     ranks: Pool | None = None,
 ) -> Parity:
-    """Train `model()` by `strategy` on ranks and by one process, and compare them. Lesson 4.
+    """Train `model()` by `strategy` on ranks and by one process, and compare them.
 
         md.parity.check(md.DistributedDataParallel, world_size=4)
 
@@ -123,6 +123,7 @@ def check(
 
     Returns a `Parity`. Raises ParityError that names the first tensor that differs, by how much, at
     which step and on which rank; ValueError and TypeError for arguments that make no sense.
+    Lesson: distributed_data_parallel.
     """
     world_size = ranks.world_size if ranks else world_size
     batch_size = 16 * world_size if batch_size is None else batch_size

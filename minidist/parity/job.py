@@ -1,4 +1,4 @@
-"""The same training, in one process and on a rank (lesson 4)."""
+"""The same training, in one process and on a rank (lesson: distributed_data_parallel)."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field

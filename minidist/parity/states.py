@@ -1,5 +1,5 @@
 """What a training step leaves: weights, buffers and optimizer states; and how far two of them are
-apart (lesson 4)."""
+apart (lesson: distributed_data_parallel)."""
 
 import math
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
 
 
 def _states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    """Of each parameter, whole also where a rank has only a part (lessons 8 and 9)."""
+    """Of each parameter, whole also where a rank has only a part of it."""
     if isinstance(model, md.FullyShardedDataParallel):
         whole = model.optim_state_dict(optimizer)
     elif isinstance(optimizer, md.ZeroRedundancyOptimizer):
@@ -74,9 +74,10 @@ def differs(what: str, difference: float) -> tuple[str, float]:
 
 
 def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """max|a - b| / max|b|: 0 if all elements are equal, nan if one is not a number. Lesson 4.
+    """max|a - b| / max|b|: 0 if all elements are equal, nan if one is not a number.
 
     Raises ValueError if the shapes differ, which broadcasting would hide.
+    Lesson: distributed_data_parallel.
     """
     if a.shape != b.shape:
         raise ValueError(f"tensors of shapes {tuple(a.shape)} and {tuple(b.shape)} do not compare")

@@ -1,4 +1,4 @@
-"""A transformer block that is split by features (lesson 6): two messages forward, two backward.
+"""A transformer block that is split by features: two messages forward, two backward.
 
     x + out(attention(qkv(norm1(x))))    qkv: column, whole heads to each rank;    out: row
     x + mlp(norm2(x))                    mlp: column, GELU, row
@@ -25,9 +25,10 @@ from minidist.tensor_parallel.random import fork_rng
 
 
 class SequenceParallel(Wrapper):
-    """A replicated module, such as a norm, that sees only this rank's part of the tokens. Lesson 6.
+    """A replicated module, such as a norm, that sees only this rank's part of the tokens.
 
     Its weights go through `copy_to_group`: in backward, their gradients are summed over the ranks.
+    Lesson: feature_splitting.
     """
 
     def __init__(self, module: nn.Module, process_group: Group = None) -> None:
@@ -43,7 +44,7 @@ class SequenceParallel(Wrapper):
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    """Queries, keys and values of a rank's heads: (B, T, C) to (B, T, q + k + v). Lesson 6.
+    """Queries, keys and values of a rank's heads: (B, T, C) to (B, T, q + k + v).
 
     The dense layer is an `nn.Linear` whose outputs are all queries, then all keys, then all values;
     here each rank has all three of its own heads. With fewer key-value heads than query heads
@@ -59,6 +60,7 @@ class QKVParallelLinear(ColumnParallelLinear):
 
     Raises ValueError unless `heads` is a multiple of the number of ranks and of `kv_heads`, and one
     of `kv_heads` and the number of ranks a multiple of the other.
+    Lesson: feature_splitting.
     """
 
     def __init__(
@@ -130,7 +132,7 @@ class QKVParallelLinear(ColumnParallelLinear):
 
 
 class ParallelBlock(nn.Module):
-    """A transformer block, (B, T, C) to (B, T, C), that is split by features. Lesson 6.
+    """A transformer block, (B, T, C) to (B, T, C), that is split by features.
 
     Equal to `zoo.Block`, with the same names and, for one seed, the same weights.
 
@@ -141,6 +143,7 @@ class ParallelBlock(nn.Module):
     sequence_parallel: x is sharded along the sequence, (B, T / p, C).
 
     Raises ValueError if the ranks cannot share the heads, or the hidden features, evenly.
+    Lesson: feature_splitting.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What the layers of lesson 6 have in common: each rank of a group holds a shard of the weights."""
+"""What the layers have in common: each rank of a group holds a shard of the weights."""
 
 from abc import abstractmethod
 from typing import Any, ClassVar, Self
@@ -12,7 +12,7 @@ from minidist.tensor_parallel.operators import Group, begin_all_gather
 
 
 class ParallelLayer(nn.Module):
-    """A layer of torch whose weights are split over the ranks of a group. Lesson 6.
+    """A layer of torch whose weights are split over the ranks of a group.
 
     Its parameters have the names of the dense layer's, and so has its `state_dict`; their shapes
     are those of the shards. `from_dense` and `to_dense` lead from the one to the other.
@@ -20,6 +20,7 @@ class ParallelLayer(nn.Module):
     A layer that is made anew holds its shard of what the dense layer would hold: with one seed on
     all ranks, that is one dense layer, and torch's generator goes on as after making it. For that
     the dense layer is made first, and for a moment needs its memory.
+    Lesson: feature_splitting.
     """
 
     split: ClassVar[str]  # the attribute that says how many rows (or columns) are split

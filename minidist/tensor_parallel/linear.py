@@ -1,4 +1,4 @@
-"""Linear layers that are split by features (lesson 6).
+"""Linear layers that are split by features (lesson: feature_splitting).
 
     column: W = [W_0; ...; W_(p-1)]     y_r = x W_r^T                 x replicated, y sharded
     row:    W = [W_0, ..., W_(p-1)]     y = sum over r of x_r W_r^T   x sharded, y replicated
@@ -70,7 +70,7 @@ class _ParallelLinear(ParallelLayer):
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """A linear layer of which each rank computes a part of the output features. Lesson 6.
+    """A linear layer of which each rank computes a part of the output features.
 
         hidden = md.ColumnParallelLinear(C, 4 * C)(x)       # (B, T, C) to (B, T, 4C / p)
         y = md.RowParallelLinear(4 * C, C)(F.gelu(hidden))  # and back to (B, T, C)
@@ -88,6 +88,7 @@ class ColumnParallelLinear(_ParallelLinear):
     Raises ValueError if `out_features` is not a multiple of the number of ranks: a step takes as
     long as its slowest rank, and attention cannot cut a head. There are no gradients of gradients;
     `F.linear` between the operators of this lesson has them.
+    Lesson: feature_splitting.
     """
 
     split = "out_features"
@@ -129,7 +130,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
 
 class RowParallelLinear(_ParallelLinear):
-    """A linear layer of which each rank takes a part of the input features. Lesson 6.
+    """A linear layer of which each rank takes a part of the input features.
 
     The input (*, in_features / p) is sharded, as a `ColumnParallelLinear` leaves it; the output
     (*, out_features) is the sum over the ranks, replicated. The bias is replicated, and added once.
@@ -142,6 +143,7 @@ class RowParallelLinear(_ParallelLinear):
         ranks.
 
     Raises ValueError if `in_features` is not a multiple of the number of ranks.
+    Lesson: feature_splitting.
     """
 
     split = "in_features"

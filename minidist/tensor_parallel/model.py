@@ -1,4 +1,4 @@
-"""A whole model that is split by features (lesson 6): cut it, clip it, check it, join it."""
+"""A whole model that is split by features: cut it, clip it, check it, join it."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Set
@@ -30,7 +30,7 @@ def parallelize(
     *,
     sequence_parallel: bool = False,
 ) -> nn.Module:
-    """Split a model by features, in place. Lesson 6.
+    """Split a model by features, in place. Lesson: feature_splitting.
 
         model = parallelize(md.zoo.Transformer())       # the same model on every rank
         loss = md.vocab_parallel_cross_entropy(model(tokens), targets)
@@ -95,7 +95,8 @@ def _group(mesh: DeviceMesh | Group) -> Group:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The `state_dict` of the dense model, on every rank. All ranks must call it. Lesson 6."""
+    """The `state_dict` of the dense model, on every rank. All ranks must call it.
+    Lesson: feature_splitting."""
     state = model.state_dict()
     for place, layer in model.named_modules():
         if isinstance(layer, ParallelLayer):
@@ -109,7 +110,8 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def load_full_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
     """Load this rank's shards of the `state_dict` of the dense model, in place. Raises
-    RuntimeError, as `load_state_dict` does, if the names or shapes are others. Lesson 6."""
+    RuntimeError, as `load_state_dict` does, if the names or shapes are others.
+    Lesson: feature_splitting."""
     shards = dict(state)
     for place, layer in model.named_modules():
         if isinstance(layer, ParallelLayer):
@@ -129,7 +131,7 @@ def grad_norm(
     model: nn.Module, norm_type: float = 2.0, without: Set[nn.Parameter] = frozenset()
 ) -> torch.Tensor:
     """The norm of the gradients of the dense model, as `torch.nn.utils.get_total_norm` has it: a
-    number, the same on every rank. Lesson 6.
+    number, the same on every rank. Lesson: feature_splitting.
 
     A sharded parameter counts with the shards of all ranks, a replicated one once, and those in
     `without` not at all. One all_reduce of one number; all ranks must call it.
@@ -161,7 +163,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
 def check_replicas(model: nn.Module, process_group: Group = None) -> None:
     """Make sure that what is replicated is the same on every rank of the group, to the bit: the
-    parameters that no layer has cut, and the buffers. Lesson 6.
+    parameters that no layer has cut, and the buffers. Lesson: feature_splitting.
 
     Before `parallelize` it checks the dense model. All ranks must call it. Raises RuntimeError, on
     every rank, that names the parameter and the ranks that differ from the first.

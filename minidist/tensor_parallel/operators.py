@@ -1,4 +1,4 @@
-"""The conjugate operators (lesson 6): how tensors enter and leave what ranks compute apart.
+"""The conjugate operators: how tensors enter and leave what ranks compute apart.
 
 A tensor lies on the p ranks of a group in one of four ways:
 
@@ -46,23 +46,24 @@ Map = Callable[[torch.Tensor], torch.Tensor]
 
 
 def copy_to_group(x: torch.Tensor, group: Group = None) -> torch.Tensor:
-    """Forward: x as it is. Backward: the gradients of all ranks are summed. Lesson 6.
+    """Forward: x as it is. Backward: the gradients of all ranks are summed.
 
     For the input of a layer that is split by features, and for a replicated weight that sees other
     tokens on each rank.
+    Lesson: feature_splitting.
     """
     return _Conjugate.apply(x, _identity, partial(all_reduce, group=group))
 
 
 def reduce_from_group(x: torch.Tensor, group: Group = None) -> torch.Tensor:
     """Forward: the sum of the ranks' x, on every rank. Backward: the gradient as it is.
-    Lesson 6."""
+    Lesson: feature_splitting."""
     return _Conjugate.apply(x, partial(all_reduce, group=group), _identity)
 
 
 def scatter_to_group(x: torch.Tensor, dim: int = -1, group: Group = None) -> torch.Tensor:
     """Forward: this rank's part of a replicated x. Backward: the gradients of all parts are
-    gathered. Lesson 6.
+    gathered. Lesson: feature_splitting.
 
     Raises ValueError, on every rank, if x cannot be cut along `dim` into equal parts.
     """
@@ -73,7 +74,7 @@ def scatter_to_group(x: torch.Tensor, dim: int = -1, group: Group = None) -> tor
 
 def gather_from_group(x: torch.Tensor, dim: int = -1, group: Group = None) -> torch.Tensor:
     """Forward: the parts of all ranks, joined along `dim`. Backward: this rank's part of the
-    gradient, which must be replicated. Lesson 6."""
+    gradient, which must be replicated. Lesson: feature_splitting."""
     return _Conjugate.apply(
         x, partial(join, dim=dim, group=group), partial(cut, dim=dim, group=group)
     )
@@ -81,7 +82,7 @@ def gather_from_group(x: torch.Tensor, dim: int = -1, group: Group = None) -> to
 
 def gather_from_sequence(x: torch.Tensor, dim: int = -2, group: Group = None) -> torch.Tensor:
     """Forward: the parts of all ranks, joined along `dim`, as copies. Backward: the
-    gradients of all ranks are summed, and this rank takes its part. Lesson 6."""
+    gradients of all ranks are summed, and this rank takes its part. Lesson: feature_splitting."""
     return _Conjugate.apply(
         x, partial(join, dim=dim, group=group), partial(reduce_scatter, dim=dim, group=group)
     )
@@ -89,7 +90,7 @@ def gather_from_sequence(x: torch.Tensor, dim: int = -2, group: Group = None) ->
 
 def reduce_scatter_to_sequence(x: torch.Tensor, dim: int = -2, group: Group = None) -> torch.Tensor:
     """Forward: this rank's part, along `dim`, of the sum of the ranks' x. Backward: the gradients
-    of all parts are gathered. Lesson 6.
+    of all parts are gathered. Lesson: feature_splitting.
 
     Raises ValueError, on every rank, if x cannot be cut along `dim` into equal parts.
     """

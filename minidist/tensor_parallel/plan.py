@@ -1,4 +1,4 @@
-"""How a model of any make is split by features (lesson 6): a plan says it, name by name.
+"""How a model of any make is split by features: a plan says it, name by name.
 
     {"layers.*.attention": heads("n_heads", "n_kv_heads"),
      "layers.*.attention.q": "columns", ..., "layers.*.attention.out": "rows"}
@@ -102,7 +102,7 @@ class Scattered(Style):
 
 def qkv(heads: int, kv_heads: int | None = None) -> Style:
     """One nn.Linear that gives all queries, then all keys, then all values, becomes a
-    `QKVParallelLinear`. Lesson 6.
+    `QKVParallelLinear`. Lesson: feature_splitting.
 
     heads, kv_heads: how many there are in the whole layer.
     """
@@ -111,7 +111,7 @@ def qkv(heads: int, kv_heads: int | None = None) -> Style:
 
 def heads(*names: str) -> Style:
     """The module's attributes of these names, numbers such as of heads, are divided by the number
-    of ranks. Lesson 6."""
+    of ranks. Lesson: feature_splitting."""
     return Heads(names)
 
 

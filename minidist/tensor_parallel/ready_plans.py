@@ -1,4 +1,4 @@
-"""Plans for models that many people train (lesson 6). Each is a dict: print it, change it.
+"""Plans for models that many people train. Each is a dict: print it, change it.
 
 With `sequence_parallel`, attention must take the number of words from its queries: what comes into
 the block is this rank's part of the words.
@@ -12,7 +12,7 @@ from minidist.tensor_parallel.plan import heads, qkv
 
 
 def transformer_plan(model: Any) -> dict[str, Any]:
-    """For `zoo.Transformer`. Lesson 6."""
+    """For `zoo.Transformer`. Lesson: feature_splitting."""
     return {
         "tokens": "words",
         "positions": "scattered",
@@ -29,7 +29,8 @@ def transformer_plan(model: Any) -> dict[str, Any]:
 
 def gpt2_plan(model: nn.Module) -> dict[str, Any]:
     """For a model with the names of GPT-2, whose linear layers are `nn.Linear`: one for queries,
-    keys and values, and the number of heads in `n_head` or `num_heads`. Lesson 6."""
+    keys and values, and the number of heads in `n_head` or `num_heads`.
+    Lesson: feature_splitting."""
     attention = model.get_submodule("transformer.h.0.attn")
     (name,) = _there(attention, "n_head", "num_heads")
     block = "transformer.h.*"
@@ -50,7 +51,7 @@ def gpt2_plan(model: nn.Module) -> dict[str, Any]:
 def llama_plan(model: nn.Module) -> dict[str, Any]:
     """For a model with the names of Llama, as Hugging Face has them: grouped queries, and an MLP
     with a gate. If its attention counts heads, it does so in `num_heads` and `num_key_value_heads`,
-    or `n_heads` and `n_kv_heads`. Lesson 6."""
+    or `n_heads` and `n_kv_heads`. Lesson: feature_splitting."""
     block = "model.layers.*"
     names = "num_heads", "num_key_value_heads", "n_heads", "n_kv_heads"
     counted = _there(model.get_submodule("model.layers.0.self_attn"), *names)

@@ -1,4 +1,4 @@
-"""A vocabulary that is split over the ranks (lesson 6): embedding, output layer, and loss.
+"""A vocabulary that is split over the ranks: embedding, output layer, and loss.
 
 In a small model with a large vocabulary these hold most of the weights, and the logits (B, T, V)
 are the largest activation. Here each rank has the weights of its own words, and no rank ever has
@@ -26,7 +26,7 @@ from minidist.tensor_parallel.operators import (
 
 
 class VocabParallelEmbedding(ParallelLayer):
-    """An embedding of which each rank holds the rows of its own words. Lesson 6.
+    """An embedding of which each rank holds the rows of its own words. Lesson: feature_splitting.
 
     Tokens (*) are replicated. A rank looks up its own words and has zeros for the others; the sum
     over the ranks is the embedding (*, embedding_dim), replicated.
@@ -91,12 +91,13 @@ class VocabParallelEmbedding(ParallelLayer):
 
 
 class VocabParallelLinear(ColumnParallelLinear):
-    """The output layer of a language model: (*, C) to the logits of this rank's words. Lesson 6.
+    """The output layer of a language model: (*, C) to the logits of this rank's words.
 
     A `ColumnParallelLinear` that splits its outputs as `VocabParallelEmbedding` does, so that the
     two can share one weight. `vocab_parallel_cross_entropy` takes its output.
 
     Raises ValueError if there are fewer words than ranks.
+    Lesson: feature_splitting.
     """
 
     uneven = True
@@ -111,7 +112,7 @@ def vocab_parallel_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """`F.cross_entropy` of logits that are split by classes, which are never gathered. Lesson 6.
+    """`F.cross_entropy` of logits that are split by classes, which are never gathered.
 
     logits: (*, V_r), the classes of this rank; those of rank 0 come first, and so on. The ranks may
         have different numbers of classes.
@@ -125,6 +126,7 @@ def vocab_parallel_cross_entropy(
 
     Raises ValueError for shapes that do not match and an unknown reduction; IndexError, on every
     rank, for a target that is no class.
+    Lesson: feature_splitting.
     """
     if logits.shape[:-1] != targets.shape:
         raise ValueError(

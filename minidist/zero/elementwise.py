@@ -1,4 +1,4 @@
-"""Which optimizers can train shards (lesson 8): those that look at one element at a time."""
+"""Which optimizers can train shards (lesson: zero): those that look at one element at a time."""
 
 import copy
 from collections.abc import Sequence

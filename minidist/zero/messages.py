@@ -1,7 +1,7 @@
-"""The two collectives of ZeRO (lesson 8), on a flat tensor of N shards: x is (N S,).
+"""The two collectives of ZeRO (lesson: zero), on a flat tensor of N shards: x is (N S,).
 
 A reduce_scatter and an all_gather of Ψ elements each send Ψ(N-1)/N from every rank: together what
-the all_reduce of lesson 4 sends.
+the all_reduce of DistributedDataParallel sends.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Checkpoints that do not tell how many ranks there were (lesson 8): optimizer states joined, to
+"""Checkpoints that do not tell how many ranks there were: optimizer states joined, to
 those that one process has, and cut again for other ranks.
 
 A state is elementwise, of the shape of its parameter, or a number for the whole of it, such as the

@@ -1,4 +1,4 @@
-"""Who owns what (lesson 8): parameters laid end to end, and cut into N shards of one size.
+"""Who owns what (lesson: zero): parameters laid end to end, and cut into N shards of one size.
 
 A cut goes through the middle of a parameter where it has to. So each rank owns the N-th part of
 every bucket whatever the parameters' sizes, even if one embedding is half of the model: Ψ/N
@@ -16,7 +16,7 @@ from torch import nn
 from minidist import backend
 from minidist.distributed_data_parallel.buckets import assign, dense_strides
 
-BUCKET = 25 * 2**20  # bytes of a bucket, as in lesson 4
+BUCKET = 25 * 2**20  # bytes of a bucket, as in DistributedDataParallel
 
 
 @dataclass(frozen=True)

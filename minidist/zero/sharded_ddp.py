@@ -1,4 +1,4 @@
-"""Stage 2 (lesson 8): a rank also holds no more of the gradients than its shard."""
+"""Stage 2 (lesson: zero): a rank also holds no more of the gradients than its shard."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ from minidist.zero.sharded_optimizer import ZeroRedundancyOptimizer
 
 class ShardedDataParallel(Synchronized):
     """Trains replicas of `module` whose gradients and optimizer states are shared out. ZeRO, stage
-    2. Lesson 8.
+    2. Lesson: zero.
 
         optimizer = md.ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-3)
         model = md.ShardedDataParallel(model, optimizer)

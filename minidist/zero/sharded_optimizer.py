@@ -1,4 +1,4 @@
-"""Stage 1 (lesson 8): every rank holds the optimizer states of its shard of the parameters."""
+"""Stage 1 (lesson: zero): every rank holds the optimizer states of its shard of the parameters."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +19,7 @@ from minidist.zero.partition import FlatParameters, Piece, in_memory_order, part
 
 
 class ZeroRedundancyOptimizer(Optimizer):
-    """Any elementwise optimizer, its states shared out over the ranks. ZeRO, stage 1. Lesson 8.
+    """Any elementwise optimizer, its states shared out over the ranks. ZeRO, stage 1. Lesson: zero.
 
         model = md.DistributedDataParallel(model)
         optimizer = md.ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-3)
