@@ -78,7 +78,7 @@ def broadcast_state(
     """Give every rank of the group the values that `source` (its rank in the group) has.
 
     Tensors of any dtypes travel together, as bytes: one message for each 25 MiB of a device. Small
-    messages cost their latency, not their size. Lesson: communication.
+    messages cost their latency, not their size. Lesson: collectives.
     """
     for chunk in _chunks(tensors):
         if len(chunk) == 1 and chunk[0].is_contiguous():
