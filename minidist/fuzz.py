@@ -22,7 +22,7 @@ from torch.nn.utils import clip_grad_norm_
 import minidist as md
 from minidist.fully_sharded import by_class, by_size
 from minidist.parity import cross_entropy
-from minidist.parity.states import differences
+from minidist.parity.snapshot import differences
 from minidist.runtime import Pool
 from minidist.tensor_parallel import vocab_parallel_cross_entropy
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minidist as md
-from minidist.parity.states import state_of
+from minidist.parity.snapshot import state_of
 from minidist.zero import partition
 
 ADAM = torch.optim.Adam, {"lr": 1e-3}

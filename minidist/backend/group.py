@@ -21,7 +21,7 @@ from minidist.backend.engine import Engine
 from minidist.backend.handle import Handle
 from minidist.backend.link import Link
 from minidist.backend.members import Caller, Members, at_line
-from minidist.backend.messages import Post
+from minidist.backend.point_to_point import Post
 from minidist.backend.queues import Operation
 from minidist.backend.steps import Step
 from minidist.backend.uncompiled import uncompiled

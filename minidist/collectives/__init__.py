@@ -32,9 +32,9 @@ import torch.distributed as dist
 from minidist.collectives import algorithms
 from minidist.collectives.agreement import Call
 from minidist.collectives.cost import ALGORITHMS, Cost, Sent, cost, sent, total
-from minidist.collectives.flat import flat, nbytes, put_back, put_back_all
 from minidist.collectives.peers import Peers
-from minidist.collectives.reduction import Reduction
+from minidist.collectives.reduce_op import Reduction
+from minidist.collectives.vectors import flat, nbytes, put_back, put_back_all
 from minidist.measure import record
 
 __all__ = [

@@ -16,11 +16,11 @@ from typing import Any, TypeGuard
 
 import torch
 
-from minidist.collectives import reduction
+from minidist.collectives import reduce_op
 from minidist.collectives.algorithms import all_to_all_pairwise
 from minidist.collectives.cost import ALGORITHMS
 from minidist.collectives.peers import Peers
-from minidist.collectives.reduction import Reduction
+from minidist.collectives.reduce_op import Reduction
 from minidist.measure import record
 
 HEADER_BYTES = 16
@@ -120,7 +120,7 @@ class Call:
 
     def reduction(self, op: Any, tensor: object) -> None:
         """The operation of a reduction; it must be defined for the dtype of `tensor`."""
-        self._shared.append(f"op={reduction.name(op)}")
+        self._shared.append(f"op={reduce_op.name(op)}")
         try:
             if isinstance(tensor, torch.Tensor):
                 Reduction(op, tensor.dtype)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from minidist.collectives.peers import Peers
-from minidist.collectives.reduction import Reduction
+from minidist.collectives.reduce_op import Reduction
 
 Tensors = Sequence[torch.Tensor]
 

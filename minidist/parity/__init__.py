@@ -19,7 +19,7 @@ from torch import nn
 
 import minidist as md
 from minidist.parity.job import Data, Job, Loss, Report, Step
-from minidist.parity.states import differs, relative_difference
+from minidist.parity.snapshot import differs, relative_difference
 from minidist.runtime import Pool
 
 __all__ = [

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from minidist.parity.states import State, buffers_of, differences, state_of
+from minidist.parity.snapshot import State, buffers_of, differences, state_of
 from minidist.rank import device
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
