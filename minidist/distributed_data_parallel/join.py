@@ -4,7 +4,7 @@ A rank whose batches are used up answers the collectives of those that still tra
 takes their model. For that the ranks vote before each forward pass: who is there, and what is next.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -77,10 +77,8 @@ class UnevenBatches(Joinable):
         dist.all_reduce(votes, group=self.process_group)
         sync, rebuild, broadcast = (votes[:3] > 0).tolist()
         there = votes[3:].nonzero().flatten().tolist()
-        step = Step(sync, rebuild, broadcast, mine.contributors, source=there[0])
-        if self._divide_by_initial_world_size:
-            return step
-        return replace(step, contributors=len(there))
+        contributors = mine.contributors if self._divide_by_initial_world_size else len(there)
+        return Step(sync, rebuild, broadcast, contributors, source=there[0])
 
 
 class _Answering(JoinHook):

@@ -224,11 +224,8 @@ def _style(pattern: str, value: Any) -> Style:
         return STYLES[value]
     if isinstance(value, TorchSequenceParallel) and value.sequence_sharding == (Shard(1),):
         return STYLES["copied"]
-    if isinstance(value, (ColwiseParallel, RowwiseParallel)):
-        kind = type(value).__name__
-        layouts = kind, *value.input_layouts, *value.output_layouts
-        if layouts in _OF_TORCH:
-            return _OF_TORCH[layouts]
+    if isinstance(value, ColwiseParallel | RowwiseParallel) and (style := _of_torch(value)):
+        return style
     raise TypeError(
         f"the plan's {pattern!r}: minidist has nothing for {value}. It knows {', '.join(STYLES)}, "
         "qkv(...), heads(...), and ColwiseParallel, RowwiseParallel and SequenceParallel of torch, "
@@ -236,30 +233,16 @@ def _style(pattern: str, value: Any) -> Style:
     )
 
 
-_REPLICATED, _SEQUENCE, _FEATURES = Replicate(), Shard(1), Shard(-1)
-
-
-def _of_torch(name: str, kinds: Any, **options: Any) -> Style:
-    return Layer(name, kinds, dict(sequence_parallel=False) | options)
-
-
-_OF_TORCH: dict[tuple[Any, ...], Style] = {
-    ("ColwiseParallel", _REPLICATED, _FEATURES): _of_torch("ColwiseParallel", COLUMNS),
-    ("ColwiseParallel", _REPLICATED, _REPLICATED): _of_torch(
-        "ColwiseParallel", COLUMNS, gather_output=True
-    ),
-    ("ColwiseParallel", _SEQUENCE, _FEATURES): _of_torch(
-        "ColwiseParallel", COLUMNS, sequence_parallel=True
-    ),
-    ("ColwiseParallel", _SEQUENCE, _REPLICATED): _of_torch(
-        "ColwiseParallel", COLUMNS, sequence_parallel=True, gather_output=True
-    ),
-    ("RowwiseParallel", _FEATURES, _REPLICATED): _of_torch("RowwiseParallel", ROWS),
-    ("RowwiseParallel", _FEATURES, _SEQUENCE): _of_torch(
-        "RowwiseParallel", ROWS, sequence_parallel=True
-    ),
-    ("RowwiseParallel", _REPLICATED, _REPLICATED): _of_torch("RowwiseParallel", EMBEDDING),
-    ("RowwiseParallel", _REPLICATED, _SEQUENCE): _of_torch(
-        "RowwiseParallel", EMBEDDING, sequence_parallel=True
-    ),
-}
+def _of_torch(value: ColwiseParallel | RowwiseParallel) -> Style | None:
+    """Our style for one of torch's, if there is one for its layouts."""
+    (into,), (out,) = value.input_layouts, value.output_layouts
+    replicated, sequence, features = Replicate(), Shard(1), Shard(-1)
+    name = type(value).__name__
+    if isinstance(value, ColwiseParallel):
+        if into in (replicated, sequence) and out in (features, replicated):
+            options = dict(sequence_parallel=into == sequence, gather_output=out == replicated)
+            return Layer(name, COLUMNS, options)
+    elif into in (features, replicated) and out in (replicated, sequence):
+        kinds = ROWS if into == features else EMBEDDING
+        return Layer(name, kinds, dict(sequence_parallel=out == sequence))
+    return None
