@@ -5,6 +5,7 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import io
 import itertools
 import queue
 import random
@@ -28,6 +29,7 @@ from minidist.pipeline import (
     ScheduleError,
     balance_by_cost,
     balance_by_parameters,
+    naive,
     simulate,
     validate,
 )
@@ -284,6 +286,37 @@ def test_every_receive_stands_before_the_computation_during_which_its_message_co
                     assert now <= ready, (schedule, rank, instruction)
 
 
+def test_receives_stand_early_and_messages_keep_their_order():
+    moved = 0
+    for schedule, _ in every([(2, 5), (3, 3), (4, 8)]):
+        plan = forward_only(len(schedule.ranks), schedule.stages, schedule.microbatches)
+        for each, rank in itertools.product((schedule, plan), range(len(schedule.ranks))):
+            listed, early = each.ranks[rank], receive_early(each, rank)
+
+            def source(receive, each=each):
+                return each.rank_of(other_end(receive).stage)
+
+            def received(instructions, wanted, source=source):
+                return [x for x in instructions if isinstance(x, RECEIVES) and source(x) == wanted]
+
+            assert [x for x in early if not isinstance(x, RECEIVES)] == [
+                x for x in listed if not isinstance(x, RECEIVES)
+            ]
+            for other in range(len(schedule.ranks)):
+                receives = received(listed, other)
+                assert received(early, other) == receives
+                for position, receive in enumerate(receives):  # none is later than before
+                    after = listed[listed.index(receive) :]
+                    computed = [x for x in after if isinstance(x, Compute)]
+                    assert set(computed) <= set(early[early.index(receive) :])
+                    if position:  # it is there when the one before it is taken
+                        before = receives[position - 1]
+                        (takes,) = (x for x in listed if needs(x, each.stages) == before)
+                        assert early.index(receive) < early.index(takes)
+                    moved += len(after) < len(early) - early.index(receive)
+    assert moved > 100
+
+
 # ---- where to cut -----------------------------------------------------------------------------
 
 
@@ -331,6 +364,36 @@ def test_balance_by_parameters_and_by_measured_cost(pools):
         return balance_by_cost(nn.Sequential(*layers), torch.ones(1), 2)
 
     assert pools(3)(on_ranks) == [[5, 1]] * 3
+
+
+# ---- the idea, in one function ------------------------------------------------------------------
+
+
+def test_the_naive_pipeline_trains_as_one_process_does(pools):
+    widths = 6, 7, 8, 3
+
+    def run():
+        rank = dist.get_rank()
+        torch.manual_seed(0)
+        plain = nn.Sequential(*[nn.Linear(a, b) for a, b in itertools.pairwise(widths)]).double()
+        stage = copy.deepcopy(plain[rank])
+        both = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (plain, stage)]
+        found = []
+        for step in range(3):
+            inputs, targets = digits(step, rows=12)
+            loss = F.cross_entropy(plain(inputs), targets)
+            loss.backward()
+            shape = (widths[rank],)
+            ours = naive.train_step(stage, inputs, targets, F.cross_entropy, 4, shape)
+            wanted = loss if rank == 2 else torch.zeros(())
+            pairs = zip(stage.parameters(), plain[rank].parameters(), strict=True)
+            found += [(ours - wanted).abs().item(), *(apart(a.grad, b.grad) for a, b in pairs)]
+            for optimizer in both:
+                optimizer.step()
+                optimizer.zero_grad()
+        return max(found)
+
+    assert max(pools(3)(run)) <= 1e-12
 
 
 # ---- training ---------------------------------------------------------------------------------
@@ -918,17 +981,13 @@ def test_bytes_that_travel(pools, schedule, v):
 
     p, m, row = 2, 4, 6 * 4
     boundaries = p * v - 1
-    told = 2 * boundaries  # outlines: an activation as an object, its length ahead of it
     steps = zip((8, 8, 4, 8), (True, False, True, False), *pools(2)(run), strict=True)
     for rows, new, *ranks in steps:
-        messages = 2 * boundaries * m
-        assert sum(rank.sent_messages for rank in ranks) == messages + new * told
-        nbytes = 2 * boundaries * rows * row
-        found = sum(rank.sent_bytes for rank in ranks)
-        assert found > nbytes if new else found == nbytes
-        # What rows there are; the loss, and that all went well.
+        assert sum(rank.sent_messages for rank in ranks) == 2 * boundaries * m
+        assert sum(rank.sent_bytes for rank in ranks) == 2 * boundaries * rows * row
+        # What rows there are; the loss, and that all went well. With a new shape, what travels.
         calls = {"all_gather": (1, 16 * p), "all_reduce": (1, 16)}
-        assert new or [rank.calls for rank in ranks] == [calls] * p
+        assert [rank.calls == calls for rank in ranks] == [not new] * p
 
 
 class Work:
@@ -1417,6 +1476,79 @@ def test_other_ranks_layers_are_freed(pools):
 
     (first, own), (second, other) = pools(2)(run)
     assert first == own and second == other and first + second == list(range(11))
+
+
+def test_a_copy_is_a_pipeline_of_its_own(pools):
+    """As an average of weights is: it evaluates, and what one learns the other does not."""
+
+    def run():
+        model = md.Pipeline(transformer(), 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        average = torch.optim.swa_utils.AveragedModel(model)
+        plain, mean, seen = transformer(), transformer(), []
+        for step in range(3):
+            inputs, targets = words(step)
+            model.train_step(inputs, targets, md.parity.cross_entropy)
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(model)
+            seen.append(model.full_state_dict())
+        mean.load_state_dict({k: sum(s[k] for s in seen) / 3 for k in seen[0]})
+        inputs, targets = words(9)
+        found = [apart(average(inputs), mean(inputs))]
+        copied = copy.deepcopy(model)
+        plain.load_state_dict(seen[-1])
+        md.parity.cross_entropy(plain(inputs), targets).backward()
+        copied.train_step(inputs, targets, md.parity.cross_entropy)
+        assert all(p.grad is None for p in model.parameters())
+        wanted = dict(plain.named_parameters(remove_duplicate=False))  # ties are the copy's own
+        ours = copied.module.named_parameters(remove_duplicate=False)
+        found += [apart(p.grad, wanted[name].grad) for name, p in ours]
+        found.append(apart(copied.clip_grad_norm_(1.0), nn.utils.get_total_norm(
+            [p.grad for p in plain.parameters()]
+        )))  # fmt: skip
+        assert copied.process_group is model.process_group
+        with pytest.raises(TypeError, match="cannot be saved: .* full_state_dict"):
+            torch.save(model, io.BytesIO())
+        return max(found)
+
+    assert max(pools(2)(run)) <= 1e-12
+
+
+def replace(model):
+    model.module[0].weight = nn.Parameter(model.module[0].weight.detach().clone())
+
+
+def add(model):
+    model.module[0].scale = nn.Parameter(torch.ones(1))
+
+
+def unfreeze(model):
+    model.requires_grad_(True)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (replace, "rank 1: parameter 2.weight has been replaced since it was wrapped"),
+        (add, "rank 1: parameter 2.scale has been added since it was wrapped"),
+        (unfreeze, "rank 1: parameter 2.bias has been unfrozen since it was wrapped"),
+    ],
+)
+def test_parameters_that_changed_on_one_rank_are_refused_on_all(pools, change, words):
+    def run():
+        layers = four()
+        layers[2].bias.requires_grad_(False)
+        model = md.Pipeline(layers, 2, balance=[2, 2])
+        batch = torch.ones(4, 3)
+        model.train_step(batch, batch, F.mse_loss)
+        if dist.get_rank() == 1:
+            change(model)
+        model(batch)  # an evaluation may be of anything
+        model.train_step(batch, batch, F.mse_loss)
+
+    first, second = told(pools(2), run)
+    assert first == second and first[0] == "RuntimeError" and words in first[1]
 
 
 def any_order(ranks, stages, microbatches, seed):

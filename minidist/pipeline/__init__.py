@@ -25,8 +25,9 @@ from torch import nn
 
 from minidist.collectives.peers import Peers
 from minidist.common import agree
+from minidist.common.groups import require_group
 from minidist.common.norm import clip_grad_norm_
-from minidist.common.replicas import broadcast_state, require_group, require_same_model
+from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.wrapper import Wrapper
 from minidist.pipeline.balance import balance_by_cost, balance_by_parameters
 from minidist.pipeline.executor import Executor

@@ -28,11 +28,12 @@ def train_step(
         first. Rows must be a multiple of `microbatches`. loss_fn returns a mean over its rows.
     """
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    total = torch.zeros(())
+    dtype = next(stage.parameters()).dtype
+    total = torch.zeros((), dtype=dtype)
     entered, left = [], []
     for x, target in zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True):
         if rank > 0:
-            x = torch.empty(len(x), *shape, dtype=inputs.dtype)
+            x = torch.empty(len(x), *shape, dtype=dtype)
             dist.recv(x, rank - 1)
             x.requires_grad_()  # autograd's graph begins here, and the gradient ends here
         y = stage(x)

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from minidist.collectives.peers import Peers
 from minidist.common import agree
 from minidist.common.guard import Guard
+from minidist.common.single import all_gather_single
 from minidist.pipeline.microbatches import count_rows, cut, rows_of
 from minidist.pipeline.outlines import Outlines, learn
 from minidist.pipeline.stage import Layers
@@ -82,7 +82,7 @@ class Opening:
         number = self._numbers.setdefault(repr(seen), len(self._numbers))
         mine = torch.tensor([-1 if problem else number, total], device=self._peers.device)
         everyone = mine.new_empty(2 * self._peers.size)
-        dist.all_gather_single(everyone, mine, group=self._peers.group)
+        all_gather_single(everyone, mine, self._peers.group).wait()
         numbers, totals = everyone.view(-1, 2).T.tolist()
         if min(numbers) < 0:
             assert self._peers.group is not None
@@ -98,10 +98,10 @@ class Opening:
 
     def _learn(self, rows: list[int], parts: Sequence[Any], trains: bool) -> Outlines:
         first = {size: parts[rows.index(size)] if parts else None for size in set(rows)}
-        loss = {self._stages - 1} if trains else set()  # what the last stage gives goes nowhere
-        run = {n: own.rehearse for n, own in self._layers.items() if n not in loss}
+        run = {stage: own.rehearse for stage, own in self._layers.items()}
+        stages = self._stages - trains  # what the last one gives in training goes nowhere
         with torch.set_grad_enabled(trains):
-            return learn(self._peers, self._stages, run, first, self._device)
+            return learn(self._peers, stages, run, first, self._device)
 
     def _count(self, inputs: Any, kwargs: dict[str, Any], trains: bool) -> int:
         for name in kwargs.keys() - self._keywords:

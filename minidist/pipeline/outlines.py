@@ -113,8 +113,7 @@ def _spec(leaf: Any) -> Any:
     )
 
 
-# By stage, and the rows of a micro-batch: what that stage gives.
-Outlines = dict[tuple[int, int], Outline]
+Outlines = dict[tuple[int, int], Outline]  # by stage and rows of a micro-batch: what it gives
 
 
 def learn(
@@ -124,56 +123,36 @@ def learn(
     first: Mapping[int, Any],
     device: torch.device,
 ) -> Outlines:
-    """The outlines of what this rank's stages take and give, and of what the last stage of all
-    gives, if it is run. Every rank calls this, and all raise what went wrong on one.
+    """The outlines of what the first so many stages give, on every rank. All call this, and all
+    raise what went wrong on one.
 
     run: this rank's stages. first: for each number of rows, what goes into stage 0, on its rank.
     """
-    found: Outlines = {}
-    problem: Exception | None = None
-    for rows in sorted(first):
-        gives: Any = None
-        for stage in range(stages):
-            if stage % peers.size != peers.rank:
-                continue
-            takes = gives if stage else first[rows]
-            if stage and peers.size > 1:
-                takes = _receive(peers, stage - 1, device)
-                found[stage - 1, rows] = Outline.of(takes)
-            gives = None
-            if stage not in run:
-                continue
-            try:
-                gives = None if problem or takes is None else run[stage](takes)
-                found[stage, rows] = Outline.of(gives)
-            except Exception as error:
-                gives, problem = None, error
-                problem.add_note(f"(at Forward({stage}, 0) of the pipeline)")
-            if stage + 1 < stages and peers.size > 1:
-                _send(peers, gives, stage + 1)
     assert peers.group is not None
-    agree.raise_on_every_rank(peers.group, problem)
-    # All ranks have what the last stage gives in an evaluation.
-    ends = {rows: found[stages - 1, rows].tree() for rows in first if (stages - 1, rows) in found}
-    for told in agree.gather(peers.group, ends):
-        for rows, tree in told.items():
-            found[stages - 1, rows] = Outline(*tree_flatten(tree))
+    found: Outlines = {}
+    for rows in sorted(first):
+        activation = first[rows]
+        for stage in range(stages):
+            problem, told = None, [None]
+            if stage in run:
+                try:
+                    made = run[stage](activation)
+                    Outline.of(made)
+                    told = [_on(torch.device("cpu"), made)]
+                except Exception as error:
+                    problem = error
+                    problem.add_note(f"(at Forward({stage}, 0) of the pipeline)")
+            agree.raise_on_every_rank(peers.group, problem)
+            dist.broadcast_object_list(told, group=peers.group, group_src=stage % peers.size)
+            activation = _on(device, told[0])
+            found[stage, rows] = Outline.of(activation)
     return found
 
 
-def _send(peers: Peers, activation: Any, to: int) -> None:
-    def on_the_cpu(x: torch.Tensor) -> torch.Tensor:
-        return x.detach().cpu().requires_grad_(x.requires_grad)
+def _on(device: torch.device, activation: Any) -> Any:
+    """A copy without its graph."""
 
-    told = [tree_map_only(torch.Tensor, on_the_cpu, activation)]
-    dist.send_object_list(told, group=peers.group, group_dst=to % peers.size)
-
-
-def _receive(peers: Peers, source: int, device: torch.device) -> Any:
-    told: list[Any] = [None]
-    dist.recv_object_list(told, group=peers.group, group_src=source % peers.size)
-
-    def here(x: torch.Tensor) -> torch.Tensor:
+    def copied(x: torch.Tensor) -> torch.Tensor:
         return x.detach().to(device).requires_grad_(x.requires_grad)
 
-    return tree_map_only(torch.Tensor, here, told[0])
+    return tree_map_only(torch.Tensor, copied, activation)
