@@ -75,8 +75,8 @@ GB at the peak of a step, on the fullest rank; {_gb(USABLE * device.memory)} can
 {advised}
 
 Such a step takes {took.total:.3g} s: {shares}.
-Communication is {took.communication / took.total:.0%} of it; another {took.hidden:.3g} s of it \
-is hidden behind computing.
+Waiting for messages is {took.communication / took.total:.0%}; another {took.hidden:.3g} s of \
+messages travel behind computing.
 
 Assumed
 - {device.utilisation:.0%} of {device.flops / 1e12:,.4g} TFLOP/s while computing (--utilisation)

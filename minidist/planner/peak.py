@@ -55,10 +55,9 @@ def logits(model: Transformer, layout: Layout, precision: str = "mixed") -> floa
 def copies(
     model: Transformer, layout: Layout, parameters: float, precision: str = "mixed"
 ) -> float:
-    """Bytes of parameters that are there while they compute. In ZeRO-3 two units, one at work and
-    one prefetched, and the gradients of the first; each layer is a unit, and embedding and head
-    are; if these are tied they stay. With autocast, a copy of all in 16 bits. Lesson:
-    fully_sharded."""
+    """Bytes that are there while they compute. In ZeRO-3, two units' parameters and gradients, one
+    at work and one on its way; a unit is a layer, the embedding, or the head; if these two are tied
+    they stay. With autocast, a copy of all parameters in 16 bits. Lesson: fully_sharded."""
     size = PRECISIONS[precision]
     if layout.stage < 3:
         return size.compute * parameters if size.compute < size.parameter else 0
@@ -66,9 +65,8 @@ def copies(
     end = max(
         model.embedding_parameters(layout.tensor), model.head_parameters(layout.tensor, model.tied)
     )
-    stays = end if model.tied else 0
-    gathered = layer + max(layer, end - stays) + stays
-    return size.compute * gathered + size.gradient * (max(layer, end - stays) + stays)
+    units = end + 2 * layer if model.tied else layer + max(layer, end)
+    return (size.compute + size.gradient) * units
 
 
 def peak(
