@@ -2,7 +2,7 @@
 
 from minidist.measure import record
 from minidist.measure.memory import MemoryTracker, Phase
-from minidist.measure.ping_pong import fit, medians, ping_pong
+from minidist.measure.ping_pong import fit, medians, ping_pong, tie_to_cores
 from minidist.measure.timeline import Span, Timeline, save_chrome_trace
 from minidist.measure.torch_calls import TorchCalls
 from minidist.measure.traffic import TrafficCounter, traffic_matrix
@@ -16,6 +16,7 @@ __all__ = [
     "fit",
     "medians",
     "ping_pong",
+    "tie_to_cores",
     "save_chrome_trace",
     "traffic_matrix",
 ]

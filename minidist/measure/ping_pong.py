@@ -1,5 +1,6 @@
 """What one message costs: there and back, by size, and the α and β of it. Lesson: communication."""
 
+import os
 import time
 from collections.abc import Iterable, Sequence
 from statistics import median
@@ -52,3 +53,14 @@ def fit(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
     columns = torch.stack([1 / seconds, sizes / seconds], dim=1)  # α/t + nβ/t = 1
     alpha, beta = torch.linalg.lstsq(columns, torch.ones(len(sizes), 1).double()).solution
     return alpha.item(), beta.item()
+
+
+def tie_to_cores(count: int) -> bool:
+    """Tie this process to the first `count` of its cores; False where the system cannot.
+
+    Then ranks share their cores on a large machine as they do on a small one.
+    """
+    if not hasattr(os, "sched_setaffinity"):  # macOS
+        return False
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
+    return True

@@ -114,7 +114,11 @@ def traffic(counters: Iterable[Counter], ax: Axes | None = None) -> Axes:
         return ax
 
 
-def timeline(timelines: Iterable[RankSpans] | Mapping[str, Spans], ax: Axes | None = None) -> Axes:
+def timeline(
+    timelines: Iterable[RankSpans] | Mapping[str, Spans],
+    ax: Axes | None = None,
+    title: str = "Timeline",
+) -> Axes:
     """Lesson: rank. A Gantt chart, a rank a row, in ms since the first span of any row.
 
     A mapping names its rows itself, from top to bottom: {"replica 0": timeline, …}.
@@ -137,7 +141,7 @@ def timeline(timelines: Iterable[RankSpans] | Mapping[str, Spans], ax: Axes | No
     first = min(span.start for span in spans)
     order = [*COLORS, *sorted({kind(span) for span in spans} - set(COLORS))]
     shades = colors(name for name in order if name in map(kind, spans))
-    with chart(ax, "Timeline", 8, 1.2 + 0.45 * max(len(lines), 2)) as ax:
+    with chart(ax, title, 8, 1.2 + 0.45 * max(len(lines), 2)) as ax:
         from matplotlib.patches import Patch
 
         for row, (_, line) in enumerate(lines):
@@ -165,6 +169,7 @@ def time_against_size(
     measured: Mapping[str, Sequence[tuple[float, float]]],
     predicted: Mapping[str, Sequence[tuple[float, float]]] | None = None,
     ax: Axes | None = None,
+    title: str = "Time against message size",
 ) -> Axes:
     """Lesson: collectives. Time against message size, both logarithmic, a line an algorithm.
 
@@ -178,7 +183,7 @@ def time_against_size(
     if any(nbytes <= 0 or seconds <= 0 for nbytes, seconds in points):
         raise ValueError("time_against_size: bytes and seconds must be above 0 on log axes")
     shades = colors([*measured, *predicted])
-    with chart(ax, "Time against message size", 8, 4) as ax:
+    with chart(ax, title, 8, 4) as ax:
         handles: list[Any] = []
         for name, pairs in measured.items():
             samples: dict[float, list[float]] = {}
@@ -239,6 +244,37 @@ def bytes_per_rank(
         ticks(ax.yaxis, human_bytes)
         legend(ax, handles)
         return ax
+
+
+def bars(
+    series: Mapping[str, Mapping[str, float]], title: str, ylabel: str, ax: Axes | None = None
+) -> Axes:
+    """Bars side by side: for each name of a series a value of each series, written above it.
+
+    `series` goes from what a colour stands for ("measured") to {name: value}; all have the same
+    names. Lesson: communication.
+    """
+    names = list(next(iter(series.values()), {}))
+    if not names or any(list(values) != names for values in series.values()):
+        raise ValueError("bars: nothing to draw, or series of different names")
+    shades, wide = colors(series), 0.8 / len(series)
+    with chart(ax, title, 8, 3.4) as ax:
+        handles: list[Any] = []
+        for i, (label, values) in enumerate(series.items()):
+            middle = [place + (i + 0.5) * wide - 0.4 for place in range(len(names))]
+            drawn = ax.bar(middle, values.values(), 0.88 * wide, color=shades[label], label=label)
+            ax.bar_label(drawn, [_short(value) for value in values.values()], size=8.5, color=PALE)
+            handles.append(drawn)
+        ax.set_xticks(range(len(names)), [name.replace("_", "\n") for name in names])
+        ax.set_ylabel(ylabel)
+        ax.tick_params(axis="x", length=0)
+        ticks(ax.yaxis, lambda value: f"{value:g}")
+        legend(ax, handles)
+        return ax
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def loss(curves: Mapping[str, Sequence[float]], ax: Axes | None = None) -> Axes:
