@@ -10,6 +10,7 @@
 | `memory` | 4 | what a rank's memory holds, after each allocation and free |
 | `memory_by_rank` | 4 | what the memory of each rank holds beside what a formula says |
 | `schedule` | 5 | what each rank of a pipeline does when, predicted or measured |
+| `sweep` | 7 and later | what was measured beside what was predicted, for each value of something |
 
 Every chart draws into the axes that it is given, or into a new figure as wide as a notebook,
 returns the axes, and leaves matplotlib's settings as they were. Input with nothing to draw is
@@ -20,6 +21,7 @@ from minidist.plot.charts import bytes_per_rank, loss, time_against_size, timeli
 from minidist.plot.memory_charts import memory, memory_by_rank
 from minidist.plot.palette import RANKS, color, human_bytes, human_time, style
 from minidist.plot.schedule_chart import schedule
+from minidist.plot.sweep_chart import sweep
 
 __all__ = [
     "RANKS",
@@ -32,6 +34,7 @@ __all__ = [
     "memory_by_rank",
     "schedule",
     "style",
+    "sweep",
     "time_against_size",
     "timeline",
     "traffic",
