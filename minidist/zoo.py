@@ -1,5 +1,8 @@
 """The course's small models and its real data, none of which is downloaded."""
 
+import time
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -143,3 +146,40 @@ class Transformer(nn.Module):
         """The same layers, with the same parameters, as a sequence that stages can cut."""
         embedding = Embedding(self.tokens, self.positions)
         return nn.Sequential(embedding, *self.blocks, self.norm, self.head)
+
+
+class Sleep(nn.Module):
+    """A layer whose time is known: `ms_per_row` for each row forward, and twice that backward, one
+    half for the inputs and one for the weights. (rows, …) comes out as it went in.
+
+    Sleeping needs no core. So ranks on two cores take the time that they would on their own ones.
+    Lesson: layer_splitting.
+    """
+
+    def __init__(self, ms_per_row: float) -> None:
+        super().__init__()
+        self.ms_per_row, self.weight = ms_per_row, nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seconds = self.ms_per_row * len(x) / 1e3
+        for_weights = seconds if x.requires_grad else 2 * seconds  # nothing for the first inputs
+        x = _sleep(x, seconds, seconds)
+        return x + _sleep(self.weight, 0.0, for_weights)
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
+        ctx.seconds = backward
+        time.sleep(forward)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        time.sleep(ctx.seconds)
+        return gradient, None, None
+
+
+def _sleep(x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
+    slept: torch.Tensor = _Sleep.apply(x, forward, backward)
+    return slept

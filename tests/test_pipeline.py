@@ -910,27 +910,29 @@ def activations(schedule, microbatches, recompute=False, layers=8, width=16, row
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_the_activations_kept_are_those_predicted_to_the_byte(pools, ranks):
+def test_the_activations_kept_are_those_predicted(pools, ranks):
     m = 2 * ranks
     kept = {
         schedule: pools(ranks)(activations, schedule, m)
-        for schedule in ("naive", "gpipe", "1f1b", "zero_bubble")
+        for schedule in ("gpipe", "1f1b", "zero_bubble")
     }
-    one = kept["naive"]  # one micro-batch in flight
-    # What the layers gave: (4, 16) of float32 each, saved twice. What the last of a stage gave has
-    # left: it counts as communication.
-    assert one[:-1] == [4 * 16 * 4 * (8 // ranks - 1)] * (ranks - 1)
+    layers, one = 8 // ranks, 4 * 16 * 4  # what a layer gives: (4, 16) of float32
     for schedule, found in kept.items():
         in_flight = simulate(SCHEDULES[schedule](ranks, m)).in_flight
-        # The last rank's targets are among what it saves: its own, and no more is said of it.
-        assert found[:-1] == [n * b for n, b in zip(in_flight, one, strict=True)][:-1], schedule
+        # What the layers gave, and what came in; the first stage's inputs are the batch's own.
+        wanted = [n * (layers + (rank > 0)) * one for rank, n in enumerate(in_flight)]
+        more = [a - b for a, b in zip(found, wanted, strict=True)]
+        # A message waits for its turn, and one that leaves is not yet let go. The first part of
+        # zero bubble's backward frees some of it.
+        assert all(x in (0, one, 2 * one) or (schedule == "zero_bubble" and x < 0) for x in more)
+        assert more == [0] * ranks or schedule != "gpipe"
     assert all(a < b for a, b in zip(kept["1f1b"], kept["gpipe"], strict=True))
 
 
 def test_recomputing_keeps_inputs_only(pools):
-    kept = pools(2)(activations, "gpipe", 4)
-    less = pools(2)(activations, "gpipe", 4, recompute=True)
-    assert all(a <= b / 3 for a, b in zip(less, kept, strict=True))
+    m, layers, one = 6, 2, 4 * 16 * 4
+    kept = pools(4)(activations, "gpipe", m, recompute=True)
+    assert kept == [layers * one] + 3 * [(m + layers) * one]
 
 
 class Noisy(nn.Module):

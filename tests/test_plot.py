@@ -57,6 +57,7 @@ CHARTS = {  # name: what it draws, and inputs that have nothing to draw
         [[Step(Forward(0, 0), 1.0, 2.0)]],
         [[], [[]], [[Step(SendActivation(0, 0), 0, 1)]]],
     ),
+    "sweep": ({"gpipe": {1: 2.0}}, [{}, {"gpipe": {}}]),
 }
 
 
@@ -341,6 +342,20 @@ def bars(ax: Axes, row: int) -> list[tuple[float, float, str]]:
     there = [bar for bar in ax.patches if round(bar.get_center()[1]) == row]
     ends = [(bar.get_x(), bar.get_x() + bar.get_width(), shown(bar)) for bar in there]
     return [(round(a, 6), round(b, 6), shade) for a, b, shade in ends]
+
+
+def test_sweep_shows_dots_where_measured_and_lines_where_predicted() -> None:
+    measured = {"gpipe": {4: 0.5, 1: 0.75}, "1f1b": {4: 0.4}}
+    ax = plot.sweep(measured, {"gpipe": {1: 0.7, 2: 0.6, 4: 0.5}}, xlabel="micro-batches")
+    lines = [line for line in ax.lines if len(line.get_xdata())]
+    drawn = {(line.get_marker(), to_hex(line.get_color())): line.get_xydata() for line in lines}
+    assert drawn["None", color("gpipe").lower()].tolist() == [[1, 0.7], [2, 0.6], [4, 0.5]]
+    assert drawn["o", color("gpipe").lower()].tolist() == [[1, 0.75], [4, 0.5]]
+    assert drawn["D", color("1f1b").lower()].tolist() == [[4, 0.4]]
+    assert [t.get_text() for t in ax.get_xticklabels()] == ["1", "4"]
+    assert ax.get_xscale() == "log" and ax.get_ylim()[0] == 0
+    said = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert said == ["gpipe", "1f1b", "line: predicted"]
 
 
 def test_schedule_shows_predicted_and_measured_spans() -> None:

@@ -1,6 +1,7 @@
 """The models and the data: the same everywhere, real, and of the shapes that they promise."""
 
 import sys
+import time
 
 import pytest
 import torch
@@ -100,3 +101,20 @@ def test_a_transformer_as_a_sequence_is_the_same():
     tokens = md.zoo.text()[0][:4]
     assert torch.equal(layers(tokens), model(tokens)) and len(layers) == 6
     assert list(map(id, layers.parameters())) == list(map(id, model.parameters()))
+
+
+def test_a_sleeping_layer_takes_its_time_forward_and_backward():
+    def timed(work):
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+
+    x = torch.randn(4, 3, requires_grad=True)
+    layer = md.zoo.Sleep(5)
+    y = layer(x)
+    assert torch.equal(y, x)
+    assert timed(lambda: layer(x)) >= 0.02
+    assert timed(y.sum().backward) >= 0.04
+    assert torch.equal(x.grad, torch.ones_like(x)) and layer.weight.grad == 12
+    y = layer(x.detach())  # the first layer: all of backward is for its weights
+    assert timed(y.sum().backward) >= 0.04

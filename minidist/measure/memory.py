@@ -49,8 +49,8 @@ class MemoryTracker(Measurement):
     - "optimizer states": what `optimizer.state` holds, and parameters of the optimizer that are
       not the module's, such as a master copy in float32;
     - "gradients": what a parameter's `.grad` lies in, be it a bucket of many;
-    - "communication buffers": what was handed to a collective, or sent or received;
-    - "activations": what autograd saved for backward;
+    - "activations": what autograd saved for backward, also what was received or is sent;
+    - "communication buffers": what else was handed to a collective, or sent or received;
     - "other": the results of all other ops.
 
     Counted is the memory of tensors on the device of the module's first parameter. Views, and

@@ -9,14 +9,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # What a storage can be, the strongest evidence first: a gradient that is handed to a collective
-# is a gradient.
+# is a gradient, and an input that came from another rank and is kept for backward an activation.
 CATEGORIES = (
     "parameters",
     "buffers",
     "optimizer states",
     "gradients",
-    "communication buffers",
     "activations",
+    "communication buffers",
     "other",
 )
 

@@ -11,6 +11,7 @@
 | `memory` | what a rank's memory holds, after each allocation and free |
 | `memory_by_rank` | what the memory of each rank holds beside what a formula says |
 | `schedule` | what each rank of a pipeline does when, predicted or measured |
+| `sweep` | what was measured beside what was predicted, for each value of something |
 
 Every chart draws into the axes that it is given, or into a new figure as wide as a notebook,
 returns the axes, and leaves matplotlib's settings as they were. Input with nothing to draw is
@@ -21,6 +22,7 @@ from minidist.plot.charts import bars, bytes_per_rank, loss, time_against_size, 
 from minidist.plot.memory_charts import memory, memory_by_rank
 from minidist.plot.palette import RANKS, color, human_bytes, human_time, style
 from minidist.plot.schedule_chart import schedule
+from minidist.plot.sweep_chart import sweep
 
 __all__ = [
     "RANKS",
@@ -34,6 +36,7 @@ __all__ = [
     "memory_by_rank",
     "schedule",
     "style",
+    "sweep",
     "time_against_size",
     "timeline",
     "traffic",
