@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from minidist.measure import record
 from minidist.measure.meter import Measurement
@@ -49,7 +50,8 @@ class MemoryTracker(Measurement):
     - "optimizer states": what `optimizer.state` holds, and parameters of the optimizer that are
       not the module's, such as a master copy in float32;
     - "gradients": what a parameter's `.grad` lies in, be it a bucket of many;
-    - "activations": what autograd saved for backward, also what was received or is sent;
+    - "activations": what autograd saved for backward, also what was received or is sent; or a hook
+      of `saved_tensors_hooks` in its place: so also what a checkpoint computes again in backward;
     - "communication buffers": what else was handed to a collective, or sent or received;
     - "other": the results of all other ops.
 
@@ -60,8 +62,7 @@ class MemoryTracker(Measurement):
     what it has sent; the allocator of a GPU rounds them up to 512 a block. Not seen: memory that
     a kernel uses and frees within one op, that of libraries, and what other threads of the
     program make. What no op made, such as a deep copy or the bytes of an object that is gathered,
-    is taken for what was there before. What `torch.utils.checkpoint` computes again in backward
-    is "other".
+    is taken for what was there before.
 
     Raises TypeError if `module` is no nn.Module, or `optimizer` has no state or no hooks, and
     RuntimeError when entered twice at the same time.
@@ -117,7 +118,8 @@ class MemoryTracker(Measurement):
             block.enter_context(_replaced(torch.autograd, function.__name__, watched))
         resize = self._resize(torch.UntypedStorage.resize_)
         block.enter_context(_replaced(torch.UntypedStorage, "resize_", resize))
-        block.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, _saved))
+        block.enter_context(saved_tensors_hooks(self._save, _saved))
+        block.enter_context(_replaced(saved_tensors_hooks, "__init__", self._hooking()))
         sent = functools.partial(self._ledger.mark, category="communication buffers")
         block.enter_context(record.handed_over(sent))
         block.enter_context(self._ledger)
@@ -197,6 +199,21 @@ class MemoryTracker(Measurement):
         self._ledger.mark(tensor, "activations", admit=False)
         # Saved as it is, the result of an op would hold the node that holds it, for ever.
         return tensor.detach(), tensor._version
+
+    def _hooking(self) -> Callable[..., None]:
+        # Of hooks that nest, autograd calls the innermost alone: what that keeps is marked, too.
+        init = saved_tensors_hooks.__init__
+
+        @functools.wraps(init)
+        def hooks(block: Any, pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+            def watched(tensor: torch.Tensor) -> Any:
+                kept = pack(tensor)
+                self._ledger.mark(kept, "activations", admit=False)
+                return kept
+
+            init(block, watched, unpack)
+
+        return hooks
 
 
 def _saved(saved: tuple[torch.Tensor, int]) -> torch.Tensor:

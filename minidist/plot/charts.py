@@ -262,7 +262,9 @@ def bars(
         handles: list[Any] = []
         for i, (label, values) in enumerate(series.items()):
             middle = [place + (i + 0.5) * wide - 0.4 for place in range(len(names))]
-            drawn = ax.bar(middle, list(values.values()), 0.88 * wide, color=shades[label], label=label)
+            drawn = ax.bar(
+                middle, list(values.values()), 0.88 * wide, color=shades[label], label=label
+            )
             ax.bar_label(drawn, [_short(value) for value in values.values()], size=8.5, color=PALE)
             handles.append(drawn)
         ax.set_xticks(range(len(names)), [name.replace("_", "\n") for name in names])
