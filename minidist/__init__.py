@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from minidist.checkpointing import checkpoint_wrapper
     from minidist.data_parallel import DataParallel
     from minidist.distributed_data_parallel import DistributedDataParallel
-    from minidist.fully_sharded import FullyShardedDataParallel
+    from minidist.fully_sharded import FullyShardedDataParallel, fully_shard
     from minidist.mixed_precision import ShardedGradScaler
     from minidist.offload import OffloadedOptimizer
     from minidist.pipeline import Pipeline
@@ -72,6 +72,7 @@ __all__ = [
     "collectives",
     "data_parallel",
     "distributed_data_parallel",
+    "fully_shard",
     "fully_sharded",
     "launch",
     "measure",
@@ -102,6 +103,7 @@ STRATEGIES = {  # what a lesson makes, and the module that it is in
     "VocabParallelEmbedding": "tensor_parallel",
     "ZeroRedundancyOptimizer": "zero",
     "checkpoint_wrapper": "checkpointing",
+    "fully_shard": "fully_sharded",
     "vocab_parallel_cross_entropy": "tensor_parallel",
 }
 

@@ -228,7 +228,7 @@ def together(make, loop, kind=ADAM, wrap=wrapped, allowed=1e-12, grouped=None, f
             ours["norm"], wanted["norm"] = model.last_norm, plain.last_norm
         if found := apart(ours, wanted, allowed):
             return f"step {step}: {found}"
-        if freed and any(flat.there or flat.open for flat in model._schedule.flats):
+        if freed and any(flat.gathered or flat.readers for flat in model.fsdp_unit.schedule.flats):
             return f"step {step}: not all is freed"
     return None
 
@@ -475,7 +475,7 @@ def test_the_next_unit_is_gathered_while_one_computes(pools, prefetch):
         units, found = list(model.module), []
         for unit in units:
             unit.module.see = lambda when: found.append(
-                (when, [i for i, each in enumerate(units) if each.unit.flats[0].there])
+                (when, [i for i, each in enumerate(units) if each.fsdp_unit.flats[0].gathered])
             )
         for _ in range(2):  # the first finds out the order
             found.clear()
@@ -505,7 +505,9 @@ def test_what_was_gathered_ahead_for_nothing_is_freed(pools):
         found = []
         for second in (True, False):
             model(share(0, dtype=torch.float32), second)
-            found.append([f.whole.untyped_storage().nbytes() for f in model._schedule.flats])
+            found.append(
+                [f.full.untyped_storage().nbytes() for f in model.fsdp_unit.schedule.flats]
+            )
         return found
 
     for found in pools(2)(there):
@@ -611,7 +613,7 @@ def test_what_is_wrapped(pools, policy, expected):
             module[1][0][0] = md.FullyShardedDataParallel(module[1][0][0])
         model = md.FullyShardedDataParallel(module, auto_wrap_policy=policy)
         assert [name for name, _ in model.named_parameters()] == list(model.state_dict())
-        return [name for name, each in model.named_modules() if hasattr(each, "unit")]
+        return [name for name, each in model.named_modules() if "fsdp_unit" in vars(each)]
 
     assert pools(2)(units) == [["", *expected]] * 2
 
@@ -659,7 +661,7 @@ def test_mixed_precision(pools):
         assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
         assert module[1].running_mean.dtype == torch.float32  # as torch keeps batch norms
         parameters = [(n, p) for n, p in plain.named_parameters()]
-        wholes = [flat.whole for flat in model._schedule.flats]
+        wholes = [flat.full for flat in model.fsdp_unit.schedule.flats]
         assert {w.dtype for w in wholes} == {torch.bfloat16, torch.float32}
         gathered = 2 * sum(w.numel() * w.dtype.itemsize for w in wholes)  # forward and backward
         reduced = sum(4 * w.numel() for w in wholes)
@@ -710,7 +712,7 @@ def test_a_model_that_no_rank_could_hold(pools):
             with md.measure.MemoryTracker(module) as memory:
                 model = md.FullyShardedDataParallel(module, auto_wrap_policy=units)
             peaks.append(memory.peak)
-        held = sum(flat.shard.nbytes for flat in model._schedule.flats)
+        held = sum(flat.shard.nbytes for flat in model.fsdp_unit.schedule.flats)
         loss_of(model(share(dist.get_rank(), dtype=torch.float32))).backward()
         state = model.state_dict()
         assert all(value.isfinite().all() for value in state.values())

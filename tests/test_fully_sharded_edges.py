@@ -55,7 +55,7 @@ def trained(make, wrap, loss_of, steps=2, **options):
             for each in ranks:
                 (loss_of(m, each, step) / len(ranks)).backward()
             optimizer.step()
-    wholes = [flat.whole.untyped_storage().nbytes() for flat in model._schedule.flats]
+    wholes = [flat.full.untyped_storage().nbytes() for flat in model.fsdp_unit.schedule.flats]
     return apart(model.state_dict(), plain.state_dict()), sum(wholes)
 
 
@@ -578,6 +578,35 @@ def test_accumulation_by_a_flag(pools):
     assert pools(2)(run) == [({}, 1)] * 2
 
 
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("wrap", [wrapped, hybrid], ids=["one axis", "hybrid"])
+def test_clipping_by_torch(pools, norm_type, wrap):
+    """The norm is that of the whole gradient, and the same on every rank; also after an average of
+    several passes, and of shards without elements."""
+
+    def run(foreach):
+        torch.manual_seed(0)
+        module = nn.Sequential(double(6, 5, 4), nn.Linear(4, 1, bias=False).double())
+        plain = copy.deepcopy(module)
+        model = wrap(module, auto_wrap_policy=LAYERS)
+        clip = partial(torch.nn.utils.clip_grad_norm_, norm_type=norm_type, foreach=foreach)
+        norms = []
+        for step in range(2):
+            squares(model, dist.get_rank(), step).backward()
+            for rank in range(size := dist.get_world_size()):
+                (squares(plain, rank, step) / size).backward()
+            for p in (*model.parameters(), *plain.parameters()):
+                p.grad = p.grad * 3
+            norms += [clip(m.parameters(), 0.1) for m in (model, plain)]
+        for m in (model, plain):
+            torch.optim.SGD(m.parameters(), lr=0.1).step()
+        torch.testing.assert_close(norms[::2], norms[1::2], rtol=1e-12, atol=0)
+        return apart(model.state_dict(), plain.state_dict())
+
+    for foreach in (None, True):
+        assert pools(4)(run, foreach) == [{}] * 4
+
+
 def test_averaged_weights_in_a_copy(pools):
     """A deep copy, as for an exponential moving average: trained on, evaluated and saved."""
 
@@ -846,10 +875,11 @@ def clipped_in_no_sync(rank):
         model.clip_grad_norm_(1.0)
 
 
-def clipped_by_torch(rank, foreach=None):
+def clipped_by_torch_in_no_sync(rank):
     model = wrapped(double(6, 4))
-    model(share(rank)).sum().backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=foreach)
+    with model.no_sync():
+        model(share(rank)).sum().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
 def clipped_by_hand(rank):
@@ -926,11 +956,7 @@ REFUSED = {
         "was changed after a pass within no_sync()",
     ),
     "clipped in no_sync": (clipped_in_no_sync, "after no_sync()"),
-    "clipped by torch": (clipped_by_torch, "clip_grad_norm_ of the FullyShardedDataParallel"),
-    "clipped by torch, foreach": (
-        partial(clipped_by_torch, foreach=True),
-        "clip_grad_norm_ of the FullyShardedDataParallel",
-    ),
+    "clipped by torch in no_sync": (clipped_by_torch_in_no_sync, "after no_sync()"),
     "clipped by hand": (clipped_by_hand, "clip_grad_norm_ of the FullyShardedDataParallel"),
     "grad of pieces": (grad_of_pieces, "call backward()"),
     "backward in forward": (

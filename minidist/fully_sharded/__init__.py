@@ -1,19 +1,36 @@
-"""Lesson 9: fully sharded training. ZeRO, stage 3: no rank holds a whole model.
+"""Fully sharded training: ZeRO, stage 3. No rank holds a whole model.
 
-Of Ψ parameters in float32, trained with Adam on N ranks, a rank of lesson 8 still holds 4Ψ bytes,
-the parameters. Here it keeps its shard of everything, 16Ψ/N bytes, and a unit of the model is whole
-only while it computes: the shards, and the unit that computes, and the one that comes next. The
-price is a second all_gather: 3Ψ(N-1)/N elements a step are sent, where lessons 4 and 8 send 2Ψ.
+The idea is `naive_fully_sharded`, a class of fifty lines that trains. Read it first.
 
-To read, in this order: `flat` (one tensor and its shards) and its `gradient`, `unit` (seen by
-modules, and by autograd), `schedule` (what is gathered and freed when), `wrap` (which modules are
-units), `build` (from a module to its units), `module` (the wrapper); then `options` (torch's),
-`states` and `checkpoint`.
+Of Ψ parameters in float32, trained with Adam on N ranks, a rank with ZeRO's stage 2 still holds 4Ψ
+bytes, the parameters. Here it keeps its shard of everything, 16Ψ/N bytes. A part of the model, a
+unit, is gathered only while it computes. So at most two units have full parameters: the one that
+computes, and the next one. The price is a second all_gather: 3Ψ(N-1)/N elements a step are sent,
+where data parallel training sends 2Ψ(N-1)/N.
+
+One training step goes through four files: `unit_schedule` (forward), `backward_pass`,
+`flat_parameter` (gather, free) and `flat_gradient` (reduce). How it begins: `unit_policies` (which
+modules are units), `build_unit`, `units`. What users see: `fully_sharded_data_parallel` and
+`in_place`, torch's two forms of it, with `torch_arguments`. The edges: `graph_ends`,
+`shard_gradient`, `sharded_states`, `optimizer_states`, `checkpoint`.
+
 Rajbhandari et al., "ZeRO" (arXiv 1910.02054), section 5.3; Zhao et al., "PyTorch FSDP: Experiences
-on Scaling Fully Sharded Data Parallel" (arXiv 2304.11277).
+on Scaling Fully Sharded Data Parallel" (arXiv 2304.11277). Lesson: fully_sharded
 """
 
-from minidist.fully_sharded.module import FullyShardedDataParallel
-from minidist.fully_sharded.wrap import by_class, by_size
+from minidist.fully_sharded.fully_sharded_data_parallel import FullyShardedDataParallel
+from minidist.fully_sharded.in_place import FSDPModule, fully_shard
+from minidist.fully_sharded.naive_fully_sharded import NaiveFullySharded
+from minidist.fully_sharded.optimizer_states import load_optim_state_dict, optim_state_dict
+from minidist.fully_sharded.unit_policies import by_class, by_size
 
-__all__ = ["FullyShardedDataParallel", "by_class", "by_size"]
+__all__ = [
+    "FSDPModule",
+    "FullyShardedDataParallel",
+    "NaiveFullySharded",
+    "by_class",
+    "by_size",
+    "fully_shard",
+    "load_optim_state_dict",
+    "optim_state_dict",
+]

@@ -1,8 +1,8 @@
-"""Which modules become units of their own (lesson 9).
+"""Which modules become units of their own. Lesson: fully_sharded
 
 A policy is a function of torch's form, `policy(module=..., recurse=..., nonwrapped_numel=...)`, so
 torch's own serve as well, such as `ModuleWrapPolicy` and `size_based_auto_wrap_policy`. With
-`recurse` it tells whether to look into a module; without, whether to wrap it, of which
+`recurse` it says whether to look into a module; without, whether to wrap it, of which
 `nonwrapped_numel` parameters are in no unit yet.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Set
 from torch import nn
 
 from minidist.common.wrapper import Wrapper
-from minidist.fully_sharded.state_dicts import StateDicts
+from minidist.fully_sharded.units import unit_of
 
 Policy = Callable[..., bool]
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward pass that could gather
@@ -22,7 +22,7 @@ WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 def by_class(*classes: type[nn.Module]) -> Policy:
     """A policy that wraps all modules of these classes, such as the blocks of a transformer; not
     what is within torch's `nn.TransformerEncoderLayer` and `nn.MultiheadAttention`, which read the
-    parameters of their parts themselves. Lesson 9."""
+    parameters of their parts themselves. Lesson: fully_sharded"""
 
     def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
         return recurse or isinstance(module, classes)
@@ -32,7 +32,7 @@ def by_class(*classes: type[nn.Module]) -> Policy:
 
 def by_size(min_num_params: int) -> Policy:
     """A policy that wraps modules, the inner ones first, that have so many parameters which are in
-    no unit yet. Lesson 9."""
+    no unit yet. Lesson: fully_sharded"""
 
     def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
         return nonwrapped_numel >= min_num_params and (
@@ -50,7 +50,7 @@ def chosen(
 
     def look(module: nn.Module, name: str, top: bool) -> int:
         """How many parameters are in units, in the end."""
-        if isinstance(module, StateDicts) or module in ignored or module in found.values():
+        if unit_of(module) is not None or module in ignored or module in found.values():
             return _numel(module)
         numel, wrapped = _numel(module), 0
         if not policy(module=module, recurse=True, nonwrapped_numel=numel):
@@ -83,7 +83,7 @@ def within(
     module: nn.Module, stop: Callable[[nn.Module], bool], prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
     """All modules, by name, the outer ones first; but for those at which to `stop`, and what is in
-    them. One that is there twice comes twice. What a wrapper wraps (lesson 10) has its name."""
+    them. One that is there twice comes twice. A wrapper adds nothing to the names."""
     yield prefix, module
     for name, child in module._modules.items():
         if child is not None and not stop(child):

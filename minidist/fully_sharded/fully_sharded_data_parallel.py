@@ -1,0 +1,247 @@
+"""Torch's first form: a wrapper around a module, and around the parts of it that are units."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+)
+
+from minidist.common.norm import clip_over_ranks
+from minidist.common.wrapper import Wrapper
+from minidist.fully_sharded import optimizer_states, sharded_states, torch_arguments
+from minidist.fully_sharded.build_unit import build, require_alike
+from minidist.fully_sharded.torch_arguments import Options
+from minidist.fully_sharded.unit_policies import Policy, chosen, replace
+from minidist.fully_sharded.unit_schedule import Schedule
+from minidist.fully_sharded.units import Unit, root_of
+
+
+class FullyShardedDataParallel(Wrapper):
+    """Trains replicas of `module` of which no rank has a whole one. ZeRO, stage 3.
+
+        model = md.FullyShardedDataParallel(model, auto_wrap_policy=by_class(Block))
+        optimizer = torch.optim.Adam(model.parameters())     # after, not before
+
+    Then train as with `DistributedDataParallel`. A module that is wrapped is a unit: its parameters
+    are gathered for its forward and its backward pass, and freed after each. Wrap parts of a model
+    by hand, then the whole; or have the parts chosen by a policy. `parameters()` are this rank's
+    local shards, of which some may be empty: (n,), of matrices (n, 1), and so on, so that groups by
+    `p.dim()` stay what they are. The optimizer must be an elementwise one (Adam, SGD, ...; not
+    Adafactor, LBFGS or Muon). When `backward()` returns, the `.grad` of each is its part of the
+    mean gradient. A parameter without gradient on some ranks counts there as zero; on all ranks,
+    its `.grad` stays as it was. All ranks must use the same units, in the same order.
+
+    process_group: the ranks that take part; None is the default group.
+    auto_wrap_policy: which modules within this one to wrap, with the same options: `by_class`,
+        `by_size`, or one of torch's policies that are functions.
+    mixed_precision: torch's `MixedPrecision`. Parameters are cast to its `param_dtype` for the
+        forward and backward passes, and the root's inputs; inputs of units with
+        `cast_forward_inputs`; gradients to its `reduce_dtype` while they travel; buffers to its
+        `buffer_dtype` for good. Batch norms stay as they are, and so do shards and their gradients.
+    reshard_after_forward: False keeps the parameters from forward to backward. That saves one of
+        two all_gathers, and costs the memory of the whole unit.
+    param_init_fn: gives values to the parameters and buffers of a module that are on the device
+        "meta", on `minidist.rank.device()`; None calls its `reset_parameters()`. Units are made one
+        by one, so no rank ever holds the whole model.
+    prefetch: gather the next unit while one computes.
+
+    As torch's class has them: `sharding_strategy` (SHARD_GRAD_OP is `reshard_after_forward=False`);
+    `device_mesh` instead of a process group, of two axes for HYBRID_SHARD: shards along the second,
+    which are replicated along the first; `cpu_offload`: shards and their gradients, and so the
+    optimizer, are on the CPU; `backward_prefetch`; `device_id`, where the module is; and
+    `ignored_modules` or `ignored_states`: modules and parameters that stay as they are on each
+    rank, and whose gradients nobody averages. `use_orig_params`, `sync_module_states`,
+    `forward_prefetch` and `limit_all_gathers` are what is always done here.
+
+    At construction every rank takes what rank 0 has; for buffers, before each forward pass too.
+    Raises ValueError, on every rank, if the ranks have different models or wrap differently, or if
+    a parameter would be in two units; RuntimeError without a process group; ValueError or TypeError
+    for an argument that makes no sense. `forward` raises RuntimeError for a unit outside of the
+    forward pass of its root. `backward` raises autograd's RuntimeError about FullParameters, and
+    "an inplace operation", where it comes to a unit by a tensor that was neither in its output nor
+    an attribute of its modules, but in a closure: the parameters are freed by then. The parameters
+    that there were before raise RuntimeError when an optimizer asks for their gradient.
+    Lesson: fully_sharded
+    """
+
+    fsdp_unit: Unit
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | None = None,
+        auto_wrap_policy: Policy | None = None,
+        mixed_precision: MixedPrecision | None = None,
+        *,
+        reshard_after_forward: bool = True,
+        param_init_fn: Callable[[nn.Module], object] | None = None,
+        prefetch: bool = True,
+        sharding_strategy: ShardingStrategy | None = None,
+        device_mesh: DeviceMesh | None = None,
+        cpu_offload: CPUOffload | None = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        device_id: int | torch.device | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        ignored_states: Iterable[Any] | None = None,
+        **always: Any,
+    ) -> None:
+        super().__init__(module)
+        options = torch_arguments.of_wrapper(
+            process_group=process_group,
+            mesh=device_mesh,
+            precision=mixed_precision,
+            reshards=reshard_after_forward,
+            strategy=sharding_strategy,
+            offload=cpu_offload,
+            backward_prefetch=backward_prefetch,
+            prefetch=prefetch,
+            ignored_modules=ignored_modules,
+            ignored_states=ignored_states,
+            param_init_fn=param_init_fn,
+            always=always,
+        )
+
+        def choose() -> dict[str, nn.Module]:
+            ignored = options.ignored_modules
+            return chosen(module, auto_wrap_policy, ignored) if auto_wrap_policy else {}
+
+        for part in require_alike(module, options, choose).values():
+            replace(module, part, self._around(part, options, device_id))
+        self.fsdp_unit = build(module, options, sharded_states.wholes, device_id)
+
+    @classmethod
+    def _around(cls, part: nn.Module, options: Options, device_id: Any) -> nn.Module:
+        """A unit within the root, of which all ranks have agreed."""
+        wrapper = cls.__new__(cls)
+        Wrapper.__init__(wrapper, part)
+        wrapper.fsdp_unit = build(part, options, sharded_states.wholes, device_id)
+        return wrapper
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks that have a shard each."""
+        return self.fsdp_unit.groups[0]
+
+    @property
+    def unsharded(self) -> list[torch.Tensor]:
+        """Where this unit's full parameters are while they are gathered, one flat tensor (N S,) for
+        each dtype; without memory while they are not."""
+        return [flat.full for flat in self.fsdp_unit.flats]
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's local shards, by the names of the bare module."""
+        for name, parameter in super().named_parameters("", recurse, remove_duplicate):
+            at: Any = self
+            words = [prefix] if prefix else []
+            for word in name.split("."):
+                if not (isinstance(at, Wrapper) and word == "module"):
+                    words.append(word)
+                at = getattr(at, word)
+            yield ".".join(words), parameter
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        for flat in self.fsdp_unit.schedule.flats:
+            if fn(flat.shard) is not flat.shard:
+                raise RuntimeError(
+                    "shards cannot be moved or converted. Move or convert the module first, and "
+                    "wrap it then"
+                )
+        return super()._apply(fn, recurse)
+
+    # ---- training --------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's own, between gathering its parameters and freeing them."""
+        return self.fsdp_unit.schedule.run(self.fsdp_unit, self.module, inputs, kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Do not reduce after the forward passes within the block: their gradients add up on each
+        rank, whole. The backward pass of the next forward pass outside reduces the sums. Until
+        then the `.grad` of a local shard is only this rank's own."""
+        return self._root("no_sync").no_sync()
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """False does what `no_sync` does, until it is True again. Scripts for DDP set it."""
+        return self.fsdp_unit.schedule.sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, sync: bool) -> None:
+        self._root("require_backward_grad_sync").sync = sync
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale the gradients so that their norm, that of all shards together, is at most
+        `max_norm`. Returns what it was, a number. All ranks must call it.
+
+        torch.nn.utils.clip_grad_norm_ does the same, with an all_reduce for each parameter.
+        Parameters that are ignored do not count, and are not scaled.
+        Raises RuntimeError for gradients of a pass within `no_sync`, which are not reduced yet.
+        """
+        unit = self.fsdp_unit
+        flats = list(unit.schedule.flats)
+        if any(flat.gradient.pending for flat in flats):
+            raise RuntimeError("clip_grad_norm_ before the pass that reduces, after no_sync()")
+        shards = [p.local for flat in flats for p in flat.parameters if p.local.numel()]
+        with torch._C.DisableTorchFunctionSubclass():  # plain tensors, whose norms are their own
+            return clip_over_ranks(shards, max_norm, norm_type, unit.groups[0], unit.device)
+
+    # ---- states ----------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the bare module, whole, on the CPU of every rank. All ranks must call it."""
+        return super().state_dict(*args, **kwargs)
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """The same with a DTensor for each parameter, of which each rank has some rows: for
+        torch.distributed.checkpoint. No rank holds more than one unit on the way."""
+        with sharded_states.formed(self, sharded_states.in_rows):
+            return dict(self.state_dict())
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Take this rank's part of a whole state, the same on every rank, or of a sharded one. All
+        ranks must call it. Raises ValueError, on every rank, and changes nothing, if it is of
+        another model."""
+        sharded_states.require_fitting(self, state_dict, strict, assign)
+        return super().load_state_dict(state_dict, strict)
+
+    @contextmanager
+    def state_dict_type(
+        self, state_dict_type: StateDictType, *configs: Any, **more: Any
+    ) -> Iterator[None]:
+        """As torch has it: within the block, `state_dict` is whole (FULL_STATE_DICT, as without),
+        or in shards. Its configurations save memory in torch, and change nothing here. Raises
+        ValueError for LOCAL_STATE_DICT."""
+        if state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            raise ValueError("LOCAL_STATE_DICT fits this number of ranks only: SHARDED_STATE_DICT")
+        sharded = state_dict_type is StateDictType.SHARDED_STATE_DICT
+        form = sharded_states.in_rows if sharded else lambda _: sharded_states.wholes
+        with sharded_states.formed(self, form):
+            yield
+
+    optim_state_dict = optimizer_states.optim_state_dict
+    load_optim_state_dict = optimizer_states.load_optim_state_dict
+    optim_state_dict_to_load = optimizer_states.optim_state_dict_to_load
+    summon_full_params = sharded_states.summon_full_params
+    __deepcopy__ = sharded_states.deep_copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises TypeError."""
+        raise TypeError(
+            "a FullyShardedDataParallel has process groups and only a rank's shards, so torch.save "
+            "cannot write it: save its state_dict()"
+        )
+
+    def _root(self, what: str) -> Schedule:
+        return root_of(self, what)

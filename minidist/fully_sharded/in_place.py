@@ -1,0 +1,92 @@
+"""Torch's second form: `fully_shard` makes a unit of a module in place, without a wrapper."""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+from minidist.fully_sharded import sharded_states, torch_arguments
+from minidist.fully_sharded.build_unit import build, require_alike
+from minidist.fully_sharded.unit_policies import CONTAINERS
+from minidist.fully_sharded.units import Unit, unit_of, units_in
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class FSDPModule(nn.Module):
+    """What a module is, besides its own class, after `fully_shard`."""
+
+    fsdp_unit: Unit
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Its own, between gathering its parameters and freeing them."""
+        return self.fsdp_unit.schedule.run(self.fsdp_unit, super().__call__, inputs, kwargs)
+
+    def set_requires_gradient_sync(self, sync: bool, *, recurse: bool = True) -> None:
+        """False: gradients of the forward passes that follow add up on each rank, whole, until a
+        pass with True reduces the sums. Of the root, and all within it."""
+        if not recurse or self.fsdp_unit.schedule.root is not self.fsdp_unit:
+            raise ValueError("set_requires_gradient_sync of the root, with recurse: all or none")
+        self.fsdp_unit.schedule.sync = sync
+
+    def set_reshard_after_forward(self, reshards: bool, recurse: bool = True) -> None:
+        """Whether the parameters are freed after the forward pass."""
+        for unit in units_in(self) if recurse else [self.fsdp_unit]:
+            unit.reshards = reshards
+
+    __deepcopy__ = sharded_states.deep_copy
+
+
+def fully_shard(
+    module: M,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    **not_here: Any,
+) -> M:
+    """Make a unit of `module`, in place: torch's `fully_shard`.
+
+        for block in model.blocks:
+            md.fully_shard(block)
+        md.fully_shard(model)
+        optimizer = torch.optim.Adam(model.parameters())     # after, not before
+
+    The parts first, then the whole, which gets the parameters that no part has. It trains as
+    `FullyShardedDataParallel` does: the same units, the same messages. `state_dict()` has a DTensor
+    of this rank's rows for each parameter, and `load_state_dict` takes it, or whole tensors;
+    `md.fully_sharded.optim_state_dict` and `checkpoint` are for optimizers.
+    `torch.nn.utils.clip_grad_norm_` clips by the norm of the whole gradient. `parameters()` are
+    local shards, plain tensors: (n,), of matrices (n, 1). Every rank takes rank 0's values.
+
+    mesh: of one axis; of two for hybrid sharding. None is all ranks.
+    reshard_after_forward: False keeps the parameters for the backward pass. None is True here, and
+        False for the root in torch.
+    mp_policy, offload_policy: torch's. Shards on the CPU, for an optimizer there, too.
+    ignored_params: parameters that stay as they are on each rank.
+
+    Returns the module, of a class that is an `FSDPModule` as well. Raises ValueError or TypeError
+    for what else torch takes, for a list of modules, and if the ranks have different modules.
+    Lesson: fully_sharded
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"fully_shard takes one module, not {type(module).__name__}")
+    if isinstance(module, CONTAINERS):
+        raise ValueError(f"a {type(module).__name__} has no forward pass: shard what is in it")
+    if unit_of(module) is not None:
+        raise ValueError(f"this {type(module).__name__} is sharded already")
+    options = torch_arguments.of_fully_shard(
+        mesh, reshard_after_forward, mp_policy, offload_policy, ignored_params, not_here
+    )
+    require_alike(module, options, dict)
+    unit = build(module, options, sharded_states.wholes)
+    unit.form = partial(sharded_states.rows, unit.mesh)
+    module.__dict__["fsdp_unit"] = unit
+    kind = type(module)
+    module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+    return module
