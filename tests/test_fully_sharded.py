@@ -17,8 +17,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 from torch.utils.checkpoint import checkpoint
 
 import minidist as md
-from minidist.fully_sharded import by_class, by_size
-from minidist.parity.snapshot import state_of
+from minidist.fully_sharded import NaiveFullySharded, by_class, by_size
+from minidist.parity.states import state_of
 
 ADAM = torch.optim.Adam, {"lr": 1e-3}
 ADAMW = torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.1}
@@ -78,6 +78,38 @@ def test_parity_of_a_transformer_and_of_batch_norm(pools):
     check(blocks, model=transformer, data=md.zoo.text(8))
     check(partial(blocks, reshard_after_forward=False), model=transformer, data=md.zoo.text(8))
     check(md.FullyShardedDataParallel, model=md.zoo.convnet)
+
+
+def test_the_naive_one(pools):
+    """Trains as one process does; its full parameters are gathered again for the backward pass."""
+
+    def run():
+        torch.manual_seed(0)
+        module = net(6, 5, 4)
+        plain = copy.deepcopy(module)
+        model = nn.Sequential(
+            *[NaiveFullySharded(m) if len([*m.parameters()]) else m for m in module]
+        )
+        adam = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (model, plain)]
+        rank, size = dist.get_rank(), dist.get_world_size()
+        gathers = []
+        for step in range(3):
+            loss = loss_of(model(share(rank, step)))
+            with md.measure.TrafficCounter() as traffic:
+                loss.backward()
+            calls = {"gloo": "broadcast", "shm": "all_gather"}[dist.get_backend()]
+            gathers.append(traffic.calls[calls][0])
+            for each in range(size):
+                (loss_of(plain(share(each, step))) / size).backward()
+            for optimizer in adam:
+                optimizer.step()
+                optimizer.zero_grad()
+        held = sum(p.numel() for p in model.parameters())
+        outputs = {"output": model(share(7))}, {"output": plain(share(7))}
+        return apart(*outputs), held, min(gathers) > 0
+
+    held = -(-(6 * 5 + 5) // 3) - (-(5 * 4 + 4) // 3)
+    assert pools(3)(run) == [([], held, True)] * 3
 
 
 def hybrid(module, **options):
@@ -367,6 +399,17 @@ class Inside(nn.Module):
         return self.last(self.blocks(self.first(x)))
 
 
+def around():
+    module = net(6, 6)
+    return nn.Sequential(module, nn.Tanh(), module)
+
+
+def by_hand(module):
+    """The first and the last are one unit; only the first is the wrapper."""
+    module[0] = md.FullyShardedDataParallel(module[0])
+    return md.FullyShardedDataParallel(module)
+
+
 SEQUENCES = by_class(nn.Sequential)
 MODELS = {
     "layouts": (Odd, md.FullyShardedDataParallel, 1e-11),
@@ -376,6 +419,7 @@ MODELS = {
     "twice": (Twice, wrapped, 1e-12),
     "twice, in one unit": (Twice, md.FullyShardedDataParallel, 1e-12),
     "recurrent": (Recurrent, partial(wrapped, auto_wrap_policy=by_class(nn.LSTM)), 1e-12),
+    "a unit twice": (around, by_hand, 1e-12),
     **{
         f"checkpoints of {what}, {reentrant}": (
             partial(Kept, what, reentrant),
@@ -474,7 +518,7 @@ def test_the_next_unit_is_gathered_while_one_computes(pools, prefetch):
         model = wrapped(model, auto_wrap_policy=by_class(Watched), prefetch=prefetch)
         units, found = list(model.module), []
         for unit in units:
-            unit.module.see = lambda when: found.append(
+            unit.see = lambda when: found.append(
                 (when, [i for i, each in enumerate(units) if each.fsdp_unit.flats[0].gathered])
             )
         for _ in range(2):  # the first finds out the order
@@ -601,7 +645,7 @@ def test_the_same_as_torchs_own(pools):
         (ModuleWrapPolicy({nn.Linear}), ["module.0.0", "module.1.0.0", "module.2.0"]),
         (by_size(20), ["module.0.0", "module.1.0.0"]),
         (partial(size_based_auto_wrap_policy, min_num_params=20), ["module.0.0", "module.1.0.0"]),
-        (None, ["module.0", "module.1.0.0"]),
+        (None, ["module.0.module", "module.1.0.0.module"]),
     ],
     ids=["class", "torch's class", "size", "torch's size", "by hand"],
 )
@@ -615,7 +659,7 @@ def test_what_is_wrapped(pools, policy, expected):
         assert [name for name, _ in model.named_parameters()] == list(model.state_dict())
         return [name for name, each in model.named_modules() if "fsdp_unit" in vars(each)]
 
-    assert pools(2)(units) == [["", *expected]] * 2
+    assert pools(2)(units) == [["module", *expected]] * 2
 
 
 # ---- what a wrapper does ----------------------------------------------------------------------
@@ -985,13 +1029,6 @@ def around_ddp(rank):
     md.FullyShardedDataParallel(nn.Sequential(md.DistributedDataParallel(net())))
 
 
-def one_module_twice(rank):
-    module = net(6, 6)
-    both = nn.Sequential(module, module)
-    both[0] = md.FullyShardedDataParallel(module)
-    md.FullyShardedDataParallel(both)
-
-
 def stepped_between(rank):
     model = wrapped(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -1005,7 +1042,7 @@ def unfrozen(rank):
     module = net()
     module[0].bias.requires_grad_(False)
     model = wrapped(module)
-    module[0].module.bias.requires_grad_(True)
+    module[0].bias.requires_grad_(True)
     model(share(rank))
 
 
@@ -1048,7 +1085,7 @@ MISTAKES = {
         "RuntimeError",
         "rank 0: KeyError",
     ),
-    "other layers by hand": (other_layers_by_hand, "ValueError", "unit 0, wrapped by hand"),
+    "other layers by hand": (other_layers_by_hand, "ValueError", "unit 0.module, wrapped by hand"),
     "outside of the root": (outside, "RuntimeError", "outside of the forward pass of its root"),
     "optimizer before": (optimizer_before, "RuntimeError", "optimizer after wrapping"),
     "optimizer before, zero_grad": (
@@ -1063,7 +1100,6 @@ MISTAKES = {
         "must be in the same unit",
     ),
     "around DDP": (around_ddp, "ValueError", "0 is a DistributedDataParallel"),
-    "one module twice": (one_module_twice, "ValueError", "must be in the same unit"),
     "stepped between": (stepped_between, "RuntimeError", "changed since the forward pass"),
     "unfrozen": (unfrozen, "RuntimeError", "was frozen when"),
     "moved": (lambda rank: wrapped(net()).float(), "RuntimeError", "cannot be moved"),
@@ -1075,7 +1111,7 @@ MISTAKES = {
     "more": (load(6, 5, 4, 3, 2), "ValueError", "has 6.weight as well"),
     "assign": (load(assign=True), "ValueError", "assign"),
     "no_sync of a unit": (
-        lambda rank: wrapped(net()).module[0].no_sync().__enter__(),
+        lambda rank: by_hand(around()).module[0].no_sync().__enter__(),
         "RuntimeError",
         "of the root",
     ),

@@ -19,10 +19,11 @@ on Scaling Fully Sharded Data Parallel" (arXiv 2304.11277). Lesson: fully_sharde
 """
 
 from minidist.fully_sharded.fully_sharded_data_parallel import FullyShardedDataParallel
-from minidist.fully_sharded.in_place import FSDPModule, fully_shard
+from minidist.fully_sharded.in_place import fully_shard
 from minidist.fully_sharded.naive_fully_sharded import NaiveFullySharded
 from minidist.fully_sharded.optimizer_states import load_optim_state_dict, optim_state_dict
 from minidist.fully_sharded.unit_policies import by_class, by_size
+from minidist.fully_sharded.units import FSDPModule
 
 __all__ = [
     "FSDPModule",

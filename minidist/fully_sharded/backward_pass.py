@@ -181,11 +181,10 @@ class BackwardPass:
         reduced = [flat for flat in flats if flat.gradient.mean is not None]
         if not reduced:
             return
-        sharding = reduced[0].sharding
         numbers = ((flat, number) for flat in reduced for number in range(len(flat.parameters)))
         touched = [number in flat.gradient.touched for flat, number in numbers]
-        flags = torch.tensor(touched, dtype=torch.uint8, device=sharding.device)
-        for group in sharding.groups:
+        flags = torch.tensor(touched, dtype=torch.uint8, device=reduced[0].device)
+        for group in self._schedule.root.options.groups:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group)
         anywhere = iter(flags.bool().tolist())
         for flat in reduced:

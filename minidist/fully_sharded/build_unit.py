@@ -1,7 +1,6 @@
 """From a module to a unit: what a rank has of it afterwards is its shard. Lesson: fully_sharded"""
 
 from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,11 +13,11 @@ from minidist.common.guard import Abandoned, abandon
 from minidist.common.replicas import broadcast_state, require_same_lines, words
 from minidist.common.wrapper import Wrapper
 from minidist.fully_sharded import sharded_states
-from minidist.fully_sharded.flat_parameter import FlatParameter, Named, Place, Sharding
+from minidist.fully_sharded.flat_parameter import FlatParameter, Named, Place
 from minidist.fully_sharded.torch_arguments import Options, require_device
 from minidist.fully_sharded.unit_policies import within
 from minidist.fully_sharded.unit_schedule import Schedule, cast
-from minidist.fully_sharded.units import Form, Unit, unit_of, units_in
+from minidist.fully_sharded.units import Form, FSDPModule, Unit, unit_of, units_in
 
 Modules = Sequence[tuple[str, nn.Module]]
 
@@ -28,9 +27,9 @@ SHARDED = (
 )
 
 
-def build(module: nn.Module, options: Options, form: Form, device_id: Any = None) -> Unit:
-    """Shard the parameters of a module, but for those of units within it. Every rank takes what
-    rank 0 has. The module's `state_dict` has what `form` makes of them."""
+def shard(module: nn.Module, options: Options, form: Form, device_id: Any = None) -> Unit:
+    """Make a unit of a module, in place: shard its parameters, but for those of units within it.
+    Every rank takes what rank 0 has. `state_dict` has what `form` makes of the parameters."""
     own = own_modules(module, options.ignored_modules)
     device = _materialize(own, options.param_init_fn)
     require_device(device_id, device)
@@ -39,9 +38,11 @@ def build(module: nn.Module, options: Options, form: Form, device_id: Any = None
     _keep_precisions(own, options)
     flats = _flatten(own, options, device)
     modules = [each for _, each in own]
-    inner = units_in(module)
-    unit = Unit(module, modules, flats, options, device, form, options.reshards, Any)  # type: ignore[arg-type]
-    schedule = Schedule([unit, *inner], options.prefetches)
+    unit = Unit(module, modules, flats, options, device, form, options.reshards)
+    module.__dict__["fsdp_unit"] = unit
+    kind = type(module)
+    module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+    schedule = Schedule(units_in(module), options.prefetches)
     for each in schedule.units:
         each.schedule = schedule
     sharded_states.attach(unit)
@@ -75,42 +76,36 @@ def require_alike(
 
 
 def _describe(module: nn.Module, parts: Set[nn.Module], options: Options) -> Iterator[str]:
-    """Of each unit that will be, its parameters and buffers. Raises ValueError if one parameter
-    would be in two of them, or if another strategy is within."""
-    home: dict[int, str] = {}
+    """The units, and their parameters and buffers. Raises ValueError if one parameter would be in
+    two units, or if another strategy is within."""
+    home: dict[torch.Tensor, str] = {}
+    roots = {"(the root)": module}
     for name, each in module.named_modules():
         if unit := unit_of(each):
             yield f"unit {name}, wrapped by hand"
-            for sharded in (p for flat in unit.flats for p in flat.parameters):
-                yield words("parameter", sharded.names[0], sharded.full)
-                home[id(sharded.local)] = name
-        elif (
-            isinstance(each, Wrapper)
-            and "process_group" in vars(each)
-            and each not in options.ignored_modules
-        ):
-            raise ValueError(
-                f"{name or 'the module'} is a {type(each).__name__}, which sees to its gradients "
-                "itself, and would find only shards: wrap the model without it"
-            )
-    roots = [("", module), *((n, m) for n, m in module.named_modules() if m in parts)]
-    for unit_name, root in roots:
-        yield f"unit {unit_name or '(the root)'}"
+            home |= {each.local: name for flat in unit.flats for each in flat.parameters}
+        elif each in parts:
+            roots[name] = each
+        elif isinstance(each, Wrapper) and "process_group" in vars(each):
+            if each not in options.ignored_modules:
+                raise ValueError(
+                    f"{name or 'the module'} is a {type(each).__name__}, which sees to its "
+                    "gradients itself, and would find only shards: wrap the model without it"
+                )
+    for unit_name, root in roots.items():
+        yield f"unit {unit_name}"
         for prefix, owner in own_modules(root, parts | options.ignored_modules):
-            for name, parameter in owner._parameters.items():
-                if parameter is None or parameter in options.ignored_parameters:
+            for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
+                if tensor is None or tensor in options.ignored_parameters:
                     continue
-                other = home.setdefault(id(parameter), unit_name)
-                if other != unit_name or isinstance(parameter, Abandoned):
+                trained = isinstance(tensor, nn.Parameter)
+                other = home.setdefault(tensor, unit_name) if trained else unit_name
+                if other != unit_name or isinstance(tensor, Abandoned):
                     raise ValueError(
-                        f"parameter {prefix + name} of unit {unit_name or '(the root)'} is also in "
-                        f"{other or 'the root'}, or was: modules that share a parameter must be in "
-                        "the same unit"
+                        f"parameter {prefix + name} of unit {unit_name} is also in {other}, or "
+                        "was: modules that share a parameter must be in the same unit"
                     )
-                yield words("parameter", prefix + name, parameter)
-            for name, buffer in owner._buffers.items():
-                if buffer is not None:
-                    yield words("buffer", prefix + name, buffer)
+                yield words("parameter" if trained else "buffer", prefix + name, tensor)
 
 
 def _tensors(own: Modules, without: Set[nn.Parameter] = frozenset()) -> list[torch.Tensor]:
@@ -180,12 +175,9 @@ def _flatten(own: Modules, options: Options, device: torch.device) -> list[FlatP
         _, places, parameter = named
         kept = any(isinstance(module, options.kept) for module, _ in places)
         alike.setdefault((parameter.dtype, parameter.requires_grad, kept), []).append(named)
-    precision, flats = options.precision, list[FlatParameter]()
-    home = torch.device("cpu") if options.offloads else device
-    low = Sharding(options.groups, device, home, precision.param_dtype, precision.reduce_dtype)
+    flats = []
     for (_, _, kept), group in alike.items():
-        full = replace(low, param_dtype=None, reduce_dtype=None)
-        flats.append(FlatParameter(group, full if kept else low))
+        flats.append(FlatParameter(group, options, device, precise=kept))
         flats[-1].put([each.local for each in flats[-1].parameters])
         for _, _, parameter in group:
             abandon(parameter, SHARDED)

@@ -45,7 +45,7 @@ def save(
             state |= {f"optimizer.state.{number}.{name}": v for name, v in states.items()}
         state["optimizer.param_groups"] = json.dumps(found["param_groups"])
     save_number = uuid.uuid4().int >> 65
-    for group in root.groups:
+    for group in root.options.groups:
         save_number = agree.gather(group, save_number)[0]
     state[f"save.{dist.get_rank()}"] = torch.tensor(save_number)
     _together(root, lambda: dcp.save(state, checkpoint_id=folder, process_group=_all(root)))
@@ -104,7 +104,7 @@ def _under(prefix: str, state: Flat) -> Flat:
 
 def _all(root: Unit) -> dist.ProcessGroup | None:
     """The group of all ranks: of a mesh, all there are."""
-    return root.groups[0] if len(root.groups) == 1 else None
+    return root.options.groups[0] if len(root.options.groups) == 1 else None
 
 
 def _together(root: Unit, work: Callable[[], T]) -> T:
@@ -117,6 +117,6 @@ def _together(root: Unit, work: Callable[[], T]) -> T:
         problem = RuntimeError(str(next(iter(error.failures.values()))[0]))
     except Exception as error:
         problem = error
-    agree.raise_along(root.groups, problem)
+    agree.raise_along(root.options.groups, problem)
     answer: T = result
     return answer

@@ -5,6 +5,7 @@ full (N S,), of this rank  --reduce_scatter-->  mean (S,), this rank's shard
 Lesson: fully_sharded
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +33,12 @@ class FlatGradient:
 
     def add(self, flat: "FlatParameter", gradients: Sequence[torch.Tensor | None]) -> None:
         """Add gradients of the parameters, divided by the number of ranks. None counts as zero."""
-        scale, fresh = 1 / flat.sharding.world_size, self.full is None
+        scale, fresh = (
+            1 / math.prod(map(dist.get_world_size, flat.options.groups)),
+            self.full is None,
+        )
         if self.full is None:
-            dtype, device = flat.shard.dtype, flat.sharding.device
+            dtype, device = flat.shard.dtype, flat.device
             self.full = backend.scratch(
                 len(flat.full), dtype=dtype, device=device, group=flat.group
             )
@@ -59,7 +63,7 @@ class FlatGradient:
             self.add(flat, [None] * len(flat.parameters))
         assert self.full is not None
         full, self.full, self.pending = self.full, None, False
-        self._arrive = reduce_scatter(full.to(flat.sharding.reduce_dtype), flat.group)
+        self._arrive = reduce_scatter(full.to(flat.reduce_dtype), flat.group)
 
     def wait(self, flat: "FlatParameter") -> None:
         """Until this rank's shard of the mean is there, if it is in flight."""
@@ -67,7 +71,7 @@ class FlatGradient:
             return
         arrive, self._arrive = self._arrive, None
         mean = arrive()
-        for replicas in flat.sharding.groups[1:]:
+        for replicas in flat.options.groups[1:]:
             dist.all_reduce(mean, group=replicas)
         mean = mean.to(flat.shard)
         self.mean = mean if self.mean is None else self.mean.add_(mean)
@@ -114,7 +118,7 @@ class FlatGradient:
                 continue
             each, (was, version, before) = flat.parameters[number], given
             local = each.local
-            if local.grad is was and was._version == version:
+            if was._version == version and local.grad is was:
                 local.grad = before
             elif local.grad is None or (local.grad is was and not was.any()):
                 view.zero_()

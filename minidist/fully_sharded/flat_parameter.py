@@ -8,10 +8,8 @@ the saved views find their values again. While the storage is empty, its version
 one: autograd then raises instead of reading freed memory. Lesson: fully_sharded
 """
 
-import copy
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -19,33 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import MixedPrecision
 
 from minidist import backend
 from minidist.distributed_data_parallel.buckets import dense_strides
 from minidist.fully_sharded.flat_gradient import FlatGradient
+from minidist.fully_sharded.torch_arguments import Options
 from minidist.zero.messages import all_gather
 
 Place = tuple[nn.Module, str]  # a module, and what it calls the parameter
 Named = tuple[tuple[str, ...], tuple[Place, ...], nn.Parameter]
 Arrived = Callable[["FlatParameter", Any], None]
 EMPTY = 2**30  # the version of a full tensor without memory
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """How a unit's parameters are kept. `groups`: the ranks that have a shard each; and for hybrid
-    sharding those that have the same shard. A dtype of None is that of the shard."""
-
-    groups: tuple[dist.ProcessGroup, ...]
-    device: torch.device  # that computes
-    shard_device: torch.device
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-
-    @property
-    def world_size(self) -> int:
-        """The gradients are averaged over so many ranks."""
-        return math.prod(map(dist.get_world_size, self.groups))
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +51,11 @@ class FlatParameter:
     every unit, but for the padding that makes it a multiple of N.
     """
 
-    def __init__(self, named: Sequence[Named], sharding: Sharding) -> None:
-        self.sharding, self.group = sharding, sharding.groups[0]
+    def __init__(
+        self, named: Sequence[Named], options: Options, device: torch.device, precise: bool = False
+    ) -> None:
+        """`device` computes. `precise`: no dtype but the parameters' own."""
+        self.options, self.device = options, device
         self.rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
         first = named[0][2]
         self.trained = first.requires_grad
@@ -79,9 +65,12 @@ class FlatParameter:
         flat[self.used :] = 0
         for offset, (_, _, p) in zip(offsets, named, strict=True):
             flat.as_strided(p.shape, dense_strides(p), offset).copy_(p.detach())
-        self.shard = self._shared(self.own_shard(flat), sharding.shard_device)
-        dtype = (flat.is_floating_point() and sharding.param_dtype) or flat.dtype
-        self.full = flat.to(sharding.device, dtype)  # (N S,)
+        home = torch.device("cpu") if options.offloads else device
+        self.shard = self._shared(self.own_shard(flat), home)
+        precision = MixedPrecision() if precise else options.precision
+        self.reduce_dtype = precision.reduce_dtype or flat.dtype
+        dtype = (flat.is_floating_point() and precision.param_dtype) or flat.dtype
+        self.full = flat.to(device, dtype)  # (N S,)
         # What modules see. It has a version of its own: when the values come back, none changed.
         self._seen, self._version = self.full.data, 0
         self.parameters = [
@@ -114,6 +103,11 @@ class FlatParameter:
     def _local(self, in_shard: slice, ndim: int, trained: bool) -> nn.Parameter:
         """It keeps the parameter's number of dimensions, by which some tell weights from biases."""
         return nn.Parameter(self.shard[in_shard].view(-1, *[1] * (ndim - 1)), trained)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that have a shard each."""
+        return self.options.groups[0]
 
     @property
     def trains(self) -> bool:
@@ -169,7 +163,7 @@ class FlatParameter:
         """The shards of all ranks, or what else each rank has as its `own` (S,), in full precision:
         (N S,), in memory of its own."""
         own = self.shard if own is None else own
-        full = own.new_empty(len(self.full), device=self.sharding.device)
+        full = own.new_empty(len(self.full), device=self.device)
         if len(full):
             all_gather(full, self.group, self.own_shard(full).copy_(own))()
         return full
@@ -216,27 +210,28 @@ class FlatParameter:
 
     # ---- copy.deepcopy of a model ----------------------------------------------------------
 
-    def copied(self, memo: dict[int, Any]) -> "FlatParameter":
-        """One with a shard of its own, still of the same modules. The memo has its parameters."""
-        new = memo[id(self)] = copy.copy(self)
-        new.shard = self._shared(self.shard, self.shard.device)
-        new.full = torch.empty_like(self.full)
-        new._seen, new.gathered, new.has_memory = new.full.data, True, True
-        new.readers, new.gradient = set(), FlatGradient()
-        new.parameters = []
-        for each in self.parameters:
-            local = new._local(each.in_shard, each.full.ndim, each.local.requires_grad)
-            new.parameters.append(replace(each, local=local))
-            memo[id(each.local)] = local
-        new.free()
-        return new
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what is of the moment."""
+        nothing: dict[str, Any] = {
+            "full": None,
+            "_seen": None,
+            "readers": set(),
+            "gradient": FlatGradient(),
+        }
+        return vars(self) | nothing | {"full_dtype": self.full.dtype}
 
-    def move(self, memo: dict[int, Any]) -> None:
-        """To the copies of its modules."""
-        self.parameters = [
-            replace(each, places=tuple((memo[id(module)], name) for module, name in each.places))
-            for each in self.parameters
-        ]
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """The copies of the local shards are views of the copy of the shard again."""
+        dtype, shard = state.pop("full_dtype"), state["shard"]
+        vars(self).update(state)
+        self.shard = self._shared(shard, shard.device)
+        self.full = torch.empty(
+            len(shard) * dist.get_world_size(self.group), dtype=dtype, device=self.device
+        )
+        self._seen, self.has_memory = self.full.data, True
+        for each in self.parameters:
+            each.local.data = self.shard[each.in_shard].view_as(each.local)
+        self.free()
 
 
 class _FullParameters(torch.autograd.Function):

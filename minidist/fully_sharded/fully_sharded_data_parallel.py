@@ -19,9 +19,8 @@ from torch.distributed.fsdp import (
 from minidist.common.norm import clip_over_ranks
 from minidist.common.wrapper import Wrapper
 from minidist.fully_sharded import optimizer_states, sharded_states, torch_arguments
-from minidist.fully_sharded.build_unit import build, require_alike
-from minidist.fully_sharded.torch_arguments import Options
-from minidist.fully_sharded.unit_policies import Policy, chosen, replace
+from minidist.fully_sharded.build_unit import require_alike, shard
+from minidist.fully_sharded.unit_policies import Policy, chosen
 from minidist.fully_sharded.unit_schedule import Schedule
 from minidist.fully_sharded.units import Unit, root_of
 
@@ -115,28 +114,13 @@ class FullyShardedDataParallel(Wrapper):
             ignored = options.ignored_modules
             return chosen(module, auto_wrap_policy, ignored) if auto_wrap_policy else {}
 
-        for part in require_alike(module, options, choose).values():
-            replace(module, part, self._around(part, options, device_id))
-        self.fsdp_unit = build(module, options, sharded_states.wholes, device_id)
-
-    @classmethod
-    def _around(cls, part: nn.Module, options: Options, device_id: Any) -> nn.Module:
-        """A unit within the root, of which all ranks have agreed."""
-        wrapper = cls.__new__(cls)
-        Wrapper.__init__(wrapper, part)
-        wrapper.fsdp_unit = build(part, options, sharded_states.wholes, device_id)
-        return wrapper
+        for part in [*require_alike(module, options, choose).values(), module]:
+            shard(part, options, sharded_states.wholes, device_id)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The ranks that have a shard each."""
-        return self.fsdp_unit.groups[0]
-
-    @property
-    def unsharded(self) -> list[torch.Tensor]:
-        """Where this unit's full parameters are while they are gathered, one flat tensor (N S,) for
-        each dtype; without memory while they are not."""
-        return [flat.full for flat in self.fsdp_unit.flats]
+        return self.fsdp_unit.options.groups[0]
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -151,20 +135,11 @@ class FullyShardedDataParallel(Wrapper):
                 at = getattr(at, word)
             yield ".".join(words), parameter
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        for flat in self.fsdp_unit.schedule.flats:
-            if fn(flat.shard) is not flat.shard:
-                raise RuntimeError(
-                    "shards cannot be moved or converted. Move or convert the module first, and "
-                    "wrap it then"
-                )
-        return super()._apply(fn, recurse)
-
     # ---- training --------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's own, between gathering its parameters and freeing them."""
-        return self.fsdp_unit.schedule.run(self.fsdp_unit, self.module, inputs, kwargs)
+        return self.module(*inputs, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Do not reduce after the forward passes within the block: their gradients add up on each
@@ -195,16 +170,12 @@ class FullyShardedDataParallel(Wrapper):
             raise RuntimeError("clip_grad_norm_ before the pass that reduces, after no_sync()")
         shards = [p.local for flat in flats for p in flat.parameters if p.local.numel()]
         with torch._C.DisableTorchFunctionSubclass():  # plain tensors, whose norms are their own
-            return clip_over_ranks(shards, max_norm, norm_type, unit.groups[0], unit.device)
+            return clip_over_ranks(shards, max_norm, norm_type, self.process_group, unit.device)
 
     # ---- states ----------------------------------------------------------------------------
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """That of the bare module, whole, on the CPU of every rank. All ranks must call it."""
-        return super().state_dict(*args, **kwargs)
-
     def sharded_state_dict(self) -> dict[str, Any]:
-        """The same with a DTensor for each parameter, of which each rank has some rows: for
+        """The `state_dict` with a DTensor for each parameter, of which each rank has some rows: for
         torch.distributed.checkpoint. No rank holds more than one unit on the way."""
         with sharded_states.formed(self, sharded_states.in_rows):
             return dict(self.state_dict())
@@ -234,14 +205,6 @@ class FullyShardedDataParallel(Wrapper):
     load_optim_state_dict = optimizer_states.load_optim_state_dict
     optim_state_dict_to_load = optimizer_states.optim_state_dict_to_load
     summon_full_params = sharded_states.summon_full_params
-    __deepcopy__ = sharded_states.deep_copy
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raises TypeError."""
-        raise TypeError(
-            "a FullyShardedDataParallel has process groups and only a rank's shards, so torch.save "
-            "cannot write it: save its state_dict()"
-        )
 
     def _root(self, what: str) -> Schedule:
         return root_of(self, what)

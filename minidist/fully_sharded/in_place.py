@@ -9,35 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from minidist.fully_sharded import sharded_states, torch_arguments
-from minidist.fully_sharded.build_unit import build, require_alike
-from minidist.fully_sharded.unit_policies import CONTAINERS
-from minidist.fully_sharded.units import Unit, unit_of, units_in
+from minidist.fully_sharded.build_unit import require_alike, shard
+from minidist.fully_sharded.units import unit_of
 
 M = TypeVar("M", bound=nn.Module)
-
-
-class FSDPModule(nn.Module):
-    """What a module is, besides its own class, after `fully_shard`."""
-
-    fsdp_unit: Unit
-
-    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Its own, between gathering its parameters and freeing them."""
-        return self.fsdp_unit.schedule.run(self.fsdp_unit, super().__call__, inputs, kwargs)
-
-    def set_requires_gradient_sync(self, sync: bool, *, recurse: bool = True) -> None:
-        """False: gradients of the forward passes that follow add up on each rank, whole, until a
-        pass with True reduces the sums. Of the root, and all within it."""
-        if not recurse or self.fsdp_unit.schedule.root is not self.fsdp_unit:
-            raise ValueError("set_requires_gradient_sync of the root, with recurse: all or none")
-        self.fsdp_unit.schedule.sync = sync
-
-    def set_reshard_after_forward(self, reshards: bool, recurse: bool = True) -> None:
-        """Whether the parameters are freed after the forward pass."""
-        for unit in units_in(self) if recurse else [self.fsdp_unit]:
-            unit.reshards = reshards
-
-    __deepcopy__ = sharded_states.deep_copy
 
 
 def fully_shard(
@@ -76,7 +51,7 @@ def fully_shard(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard takes one module, not {type(module).__name__}")
-    if isinstance(module, CONTAINERS):
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
         raise ValueError(f"a {type(module).__name__} has no forward pass: shard what is in it")
     if unit_of(module) is not None:
         raise ValueError(f"this {type(module).__name__} is sharded already")
@@ -84,9 +59,6 @@ def fully_shard(
         mesh, reshard_after_forward, mp_policy, offload_policy, ignored_params, not_here
     )
     require_alike(module, options, dict)
-    unit = build(module, options, sharded_states.wholes)
+    unit = shard(module, options, sharded_states.wholes)
     unit.form = partial(sharded_states.rows, unit.mesh)
-    module.__dict__["fsdp_unit"] = unit
-    kind = type(module)
-    module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
     return module

@@ -4,6 +4,7 @@ A state is elementwise, of the shape of its parameter, or a number for the whole
 count of steps. Lesson: fully_sharded
 """
 
+import copy
 from typing import Any
 
 import torch
@@ -65,13 +66,15 @@ def optim_state_dict_to_load(model: nn.Module, optimizer: Optimizer, state_dict:
         require_fitting(model, optimizer, state_dict)
     except Exception as error:
         problem = error
-    agree.raise_along(schedule.root.groups, problem)
+    agree.raise_along(schedule.root.options.groups, problem)
     own: States = dict(state_dict["state"])
     for each in (each for flat in schedule.flats for each in flat.parameters):
         number = numbers.get(each.local)
         if number in own:
             own[number] = {
-                name: part(each, value) if _elementwise(name, value, each.full) else value
+                name: part(each, value).clone()
+                if _elementwise(name, value, each.full)
+                else copy.deepcopy(value)  # whose state it was may go on with it
                 for name, value in own[number].items()
             }
     return {**state_dict, "state": own}

@@ -3,7 +3,6 @@
 Lesson: fully_sharded
 """
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -112,7 +111,7 @@ def require_fitting(model: nn.Module, state: Any, strict: bool, assign: bool) ->
             problem = problem or f"it has {name} as well"
     error = ValueError(f"this state_dict is of another model: {problem}") if problem else None
     error = ValueError(NO_ASSIGN) if assign else error
-    agree.raise_along(root_of(model, "load_state_dict").root.groups, error)
+    agree.raise_along(root_of(model, "load_state_dict").root.options.groups, error)
 
 
 def _save(unit: Unit, _: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
@@ -143,7 +142,7 @@ def _refuse_part(module: nn.Module, prefix: str, _: bool) -> None:
         )
 
 
-# ---- full parameters, and copies --------------------------------------------------------------
+# ---- full parameters --------------------------------------------------------------------------
 
 
 @contextmanager
@@ -185,24 +184,3 @@ def _refuse_backward(_: torch.Tensor) -> None:
         "backward() of a forward pass within summon_full_params: its parameters are copies, and "
         "no rank would get the gradients. Train outside of the block"
     )
-
-
-def deep_copy(model: Any, memo: dict[int, Any]) -> Any:
-    """One on the same ranks, with shards of its own, without gradients: for averaged weights. No
-    rank needs the others for it."""
-    unit = model.fsdp_unit
-    if id(unit.options) not in memo:
-        root_of(model, "copy.deepcopy").abandon()
-        memo[id(unit.options)] = unit.options
-        for each in units_in(model):
-            memo |= {id(each.options): each.options, id(each.form): each.form}
-            for flat in each.flats:
-                flat.copied(memo)
-    kind: Any = type(model)
-    new = memo[id(model)] = kind.__new__(kind)
-    for name, value in vars(model).items():
-        new.__dict__[name] = copy.deepcopy(value, memo)
-    if unit.schedule.root is unit:
-        for flat in new.fsdp_unit.schedule.flats:
-            flat.move(memo)
-    return new

@@ -7,14 +7,15 @@ torch's own serve as well, such as `ModuleWrapPolicy` and `size_based_auto_wrap_
 """
 
 from collections.abc import Callable, Iterator, Set
+from functools import partial
 
 from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
 from minidist.common.wrapper import Wrapper
 from minidist.fully_sharded.units import unit_of
 
 Policy = Callable[..., bool]
-CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward pass that could gather
 # These read the parameters of what is in them without calling it: no unit begins within them.
 WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
@@ -23,23 +24,13 @@ def by_class(*classes: type[nn.Module]) -> Policy:
     """A policy that wraps all modules of these classes, such as the blocks of a transformer; not
     what is within torch's `nn.TransformerEncoderLayer` and `nn.MultiheadAttention`, which read the
     parameters of their parts themselves. Lesson: fully_sharded"""
-
-    def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-        return recurse or isinstance(module, classes)
-
-    return policy
+    return ModuleWrapPolicy(classes)
 
 
 def by_size(min_num_params: int) -> Policy:
     """A policy that wraps modules, the inner ones first, that have so many parameters which are in
     no unit yet. Lesson: fully_sharded"""
-
-    def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-        return nonwrapped_numel >= min_num_params and (
-            recurse or not isinstance(module, CONTAINERS)
-        )
-
-    return policy
+    return partial(size_based_auto_wrap_policy, min_num_params=min_num_params)
 
 
 def chosen(
@@ -69,14 +60,6 @@ def chosen(
 
 def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def replace(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Wherever it is within `root`."""
-    for parent in list(root.modules()):
-        for name, child in parent._modules.items():
-            if child is old and parent is not new:
-                setattr(parent, name, new)
 
 
 def within(

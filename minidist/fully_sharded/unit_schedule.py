@@ -85,7 +85,7 @@ class Schedule:
     def _begin(self) -> None:
         """What is gathered is from before the optimizer's step. Gather it again."""
         if self._stale_buffers:  # a pass that trained has left other ones on each rank
-            for group in self.root.groups[::-1]:
+            for group in self.root.options.groups[::-1]:
                 broadcast_state(self.root.module.buffers(), group)
         self._stale_buffers = torch.is_grad_enabled() and self.sync
         self.abandon()

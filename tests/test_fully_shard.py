@@ -1,0 +1,417 @@
+"""`md.fully_shard`, torch's form in place, as scripts for torch's use it. Held against one process
+and against torch's. Lesson: fully_sharded"""
+
+import copy
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from programs import Family
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+
+import minidist as md
+from minidist.fully_sharded import FSDPModule, checkpoint
+
+LIMIT = 1e-12
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Model(nn.Module):
+    """Blocks, and parameters of the root's own: a head, a number, and a tied one."""
+
+    def __init__(self, width=6):
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(3)])
+        self.last = nn.Linear(width, width)
+        self.last.weight = self.first.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x) * self.scale
+
+
+def sharded(model, **options):
+    for block in model.blocks:
+        assert md.fully_shard(block, **options) is block
+    return md.fully_shard(model, **options)
+
+
+def over_two_axes(model, **options):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    return sharded(model, mesh=mesh, **options)
+
+
+def share(rank, step=0):
+    """Examples of a rank, other ones on each rank and at each step."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(5, 6, dtype=torch.float64, generator=generator)
+
+
+def loss_of(model, rank, step):
+    return (model(share(rank, step)) - step).pow(2).mean()
+
+
+def apart(ours, plain, allowed=LIMIT):
+    assert ours.keys() == plain.keys()
+    whole = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in ours.items()}
+    differences = {k: md.parity.relative_difference(whole[k], v) for k, v in plain.items()}
+    return {name: d for name, d in differences.items() if not d <= allowed}
+
+
+def both(wrap, **options):
+    """On a rank: a sharded model and one alone, equal; and an optimizer of each, by groups."""
+    torch.manual_seed(0)
+    plain = Model().double()
+    model = wrap(copy.deepcopy(plain), **options)
+    adam = [
+        torch.optim.AdamW(
+            [
+                {"params": [p for p in m.parameters() if p.dim() >= 2], "weight_decay": 0.1},
+                {"params": [p for p in m.parameters() if p.dim() < 2], "weight_decay": 0.0},
+            ],
+            lr=1e-2,
+        )
+        for m in (model, plain)
+    ]
+    return model, plain, *adam
+
+
+def step_of(models, step, clip=0.05):
+    """Of both, with clipping by torch. Returns the two norms."""
+    model, plain, *optimizers = models
+    loss_of(model, dist.get_rank(), step).backward()
+    for rank in range(dist.get_world_size()):
+        (loss_of(plain, rank, step) / dist.get_world_size()).backward()
+    norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), clip) for m in (model, plain)]
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+@pytest.mark.parametrize("size, wrap", [(1, sharded), (3, sharded), (4, over_two_axes)])
+@pytest.mark.parametrize("reshards", [None, False])
+def test_parity_with_one_process(pools, size, wrap, reshards):
+    """With clipping, and groups by `p.dim()`. After a step nothing is left but shards."""
+
+    def run():
+        models = both(wrap, reshard_after_forward=reshards)
+        model, plain = models[:2]
+        for step in range(3):
+            ours, theirs = step_of(models, step)
+            torch.testing.assert_close(ours, theirs, rtol=LIMIT, atol=0)
+        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        full = sum(t.untyped_storage().nbytes() for unit in units for t in unit.unsharded)
+        output = {"output": model(share(9))}
+        found = apart(model.state_dict(), plain.state_dict()) | apart(
+            output, {"output": plain(share(9))}
+        )
+        return found, len(units), full
+
+    assert pools(size)(run) == [({}, 4, 0)] * size
+
+
+def test_it_stays_what_it_was(pools):
+    def run():
+        torch.manual_seed(0)
+        model = sharded(Model())
+        names = [name for name, _ in model.named_parameters()]
+        return (
+            isinstance(model, Model) and isinstance(model.blocks[0], Block),
+            type(model).__name__,
+            names == [name for name, _ in Model().named_parameters()],
+            sum(p.numel() for p in model.parameters()),
+        )
+
+    block, root = 2 * 6 + 2 * 72 + 18, 36 + 6 + 6 + 1
+    elements = 3 * (block // 2) + (root // 2)
+    found = pools(2)(run)
+    assert [each[:3] for each in found] == [(True, "FSDPModel", True)] * 2
+    assert sorted(each[3] for each in found) == [elements, elements + 1]
+
+
+def test_state_dict(pools):
+    """DTensors of rows, as torch's has them; whole by torch's function. Loaded from either."""
+
+    def run():
+        torch.manual_seed(dist.get_rank())
+        model, theirs = sharded(Model()), Model()
+        state = model.state_dict()
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        theirs.load_state_dict(whole)
+        found = apart(state, whole, 0)
+        for block in theirs.blocks:
+            torch_fully_shard(block)
+        theirs.scale = nn.Parameter(theirs.scale[None])  # theirs takes no number
+        torch_fully_shard(theirs)
+        rows = theirs.state_dict()
+        for name in state.keys() - {"scale"}:
+            if not torch.equal(rows[name].to_local(), state[name].to_local()):
+                found[name] = "other rows"
+        for given in (whole, state):
+            other = sharded(Model())
+            other.load_state_dict(given)
+            found |= apart(other.state_dict(), whole, 0)
+        return found, float(whole["scale"])
+
+    assert pools(2)(run) == [({}, 1.5)] * 2
+
+
+def test_checkpoints_of_optimizers(pools, tmp_path):
+    """On disk, at other numbers of ranks; and in memory, as one process has it."""
+
+    def save(folder):
+        models = both(sharded)
+        for step in range(2):
+            step_of(models, step)
+        checkpoint.save(folder, models[0], models[2])
+        return md.fully_sharded.optim_state_dict(models[0], models[2])
+
+    def load(folder, given):
+        models = both(sharded)
+        model, plain, ours, alone = models
+        checkpoint.load(folder, model, ours)
+        plain.load_state_dict(
+            get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        )
+        alone.load_state_dict(copy.deepcopy(given))
+        step_of(models, 2)
+        found = apart(model.state_dict(), plain.state_dict())
+        md.fully_sharded.load_optim_state_dict(model, ours, alone.state_dict())
+        step_of(models, 3)
+        return found | apart(model.state_dict(), plain.state_dict())
+
+    given = pools(4)(save, tmp_path)[0]
+    assert pools(2)(load, tmp_path, given) == [{}] * 2
+
+
+def test_accumulation_without_reducing(pools):
+    def run():
+        model, plain, ours, alone = both(sharded)
+        with md.measure.TrafficCounter() as traffic:
+            for step in range(3):
+                model.set_requires_gradient_sync(step == 2)
+                loss_of(model, dist.get_rank(), step).backward()
+        for step in range(3):
+            for rank in range(2):
+                (loss_of(plain, rank, step) / 2).backward()
+        ours.step()
+        alone.step()
+        names = {"gloo": ("reduce", 2), "shm": ("reduce_scatter", 1)}
+        name, each = names[dist.get_backend()]
+        return apart(model.state_dict(), plain.state_dict()), traffic.calls[name][0] / each
+
+    assert pools(2)(run) == [({}, 4)] * 2  # once for each unit
+
+
+def test_a_deep_copy(pools):
+    def run():
+        models = both(sharded)
+        before = copy.deepcopy(models[0])
+        wanted = copy.deepcopy(models[1].state_dict())
+        step_of(models, 0)
+        found = apart(before.state_dict(), wanted, 0)
+        loss_of(before, 0, 0).backward()
+        trained = all(p.grad is not None for p in before.parameters())
+        return found, trained, not any(p.grad is not None for p in models[0].parameters())
+
+    assert pools(2)(run) == [({}, True, True)] * 2
+
+
+def test_policies(pools):
+    """Casts of inputs, of the output and of gradients; shards on the CPU."""
+
+    def run():
+        seen = {}
+        torch.manual_seed(0)
+        plain = Model()
+        model = copy.deepcopy(plain)
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        for block in model.blocks:
+            md.fully_shard(block, mp_policy=policy, offload_policy=CPUOffloadPolicy())
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float64)
+        md.fully_shard(model, mp_policy=policy, offload_policy=CPUOffloadPolicy())
+        model.last.register_forward_hook(lambda _, x, y: seen.update(x=x[0].dtype, y=y.dtype))
+        output = model(share(0))
+        output.sum().backward()
+        plain(share(0).float()).sum().backward()
+        close = (output - plain(share(0).float())).abs().max() < 0.1
+        kept = {p.dtype for p in model.parameters()} | {p.grad.dtype for p in model.parameters()}
+        return seen, output.dtype, kept, bool(close)
+
+    b = torch.bfloat16
+    assert pools(2)(run) == [({"x": b, "y": b}, torch.float64, {torch.float32}, True)] * 2
+
+
+def raised(make):
+    try:
+        make()
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+def outside():
+    model = sharded(Model())
+    model(share(0).float())
+    model.blocks[0](share(0).float())
+
+
+def tied():
+    model = Model()
+    model.blocks[0].up.weight = model.blocks[1].up.weight
+    sharded(model)
+
+
+REFUSED = {
+    "a list": (lambda: md.fully_shard([nn.Linear(2, 2)]), "one module, not list"),
+    "no forward": (lambda: md.fully_shard(nn.ModuleList()), "ModuleList has no forward pass"),
+    "twice": (lambda: md.fully_shard(md.fully_shard(Model())), "is sharded already"),
+    "unknown": (lambda: md.fully_shard(Model(), shard=1), "no argument shard"),
+    "placement": (lambda: md.fully_shard(Model(), shard_placement_fn=len), "shard_placement_fn:"),
+    "axes": (lambda: md.fully_shard(Model(), dp_mesh_dims=(0, 1)), "dp_mesh_dims: give the axes"),
+    "reshard to some": (
+        lambda: md.fully_shard(Model(), reshard_after_forward=2),
+        "reshard_after_forward=2",
+    ),
+    "mp_policy": (
+        lambda: md.fully_shard(Model(), mp_policy=torch.half),
+        "mp_policy is a MixedPrecisionPolicy",
+    ),
+    "a unit alone": (outside, "outside of the forward pass of its root"),
+    "tied": (tied, "must be in the same unit"),
+    "other models": (
+        lambda: md.fully_shard(nn.Linear(2, 2 + dist.get_rank())),
+        "the ranks have different models",
+    ),
+    "assign": (
+        lambda: md.fully_shard(Model()).load_state_dict(Model().state_dict(), assign=True),
+        "cannot take the place",
+    ),
+    "sync of a part": (
+        lambda: sharded(Model()).blocks[0].set_requires_gradient_sync(False),
+        "set_requires_gradient_sync of the root",
+    ),
+    "moved": (lambda: sharded(Model()).double(), "cannot be moved or converted"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(pools, name):
+    make, words = REFUSED[name]
+    for told in pools(2)(raised, make):
+        assert told is not None and words in told[1], told
+
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from {library} import fully_shard
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).relu())
+
+class Model(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.embedding = nn.Embedding(16, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(3)])
+        self.head = nn.Linear(width, 16)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+torch.manual_seed(0)
+model = Model().double()
+policy = MixedPrecisionPolicy(param_dtype=torch.float64, cast_forward_inputs=False)
+for block in model.blocks:
+    fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+fully_shard(model, mesh=mesh, mp_policy=policy)
+decay = [p for p in model.parameters() if p.dim() >= 2]
+rest = [p for p in model.parameters() if p.dim() < 2]
+groups = [dict(params=decay, weight_decay=0.1), dict(params=rest, weight_decay=0.0)]
+optimizer = torch.optim.AdamW(groups, lr=0.01)
+generator = torch.Generator().manual_seed(dist.get_rank())
+norms = []
+for step in range(4):
+    tokens = torch.randint(16, (3, 2, 5), generator=generator)
+    for number, part in enumerate(tokens):
+        model.set_requires_gradient_sync(number == 2)
+        logits = model(part)
+        (nn.functional.cross_entropy(logits.flatten(0, 1), part.flatten()) / 3).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    norms.append((norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item())
+    optimizer.step()
+    optimizer.zero_grad()
+model.eval()
+with torch.no_grad():
+    logits = model(tokens[0])
+full = {{name: value.full_tensor() for name, value in model.state_dict().items()}}
+state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+if dist.get_rank() == 0:
+    assert all(torch.equal(full[name], value) for name, value in state.items())
+    torch.save((state, norms, logits), sys.argv[1])
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_script_for_torchs_function_with_one_line_changed(tmp_path):
+    family, runs = Family(), []
+    environ = {**family.environ(), "OMP_NUM_THREADS": "1"}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    try:
+        for who, library in (("ours", "minidist"), ("theirs", "torch.distributed.fsdp")):
+            (tmp_path / f"{who}.py").write_text(SCRIPT.format(library=library))
+            command = [sys.executable, *torchrun, f"{who}.py", f"{who}.pt"]
+            runs.append(
+                subprocess.Popen(command, env=environ, cwd=tmp_path, stderr=subprocess.PIPE)
+            )
+        words = [run.communicate(timeout=100)[1].decode() for run in runs]
+        assert [run.returncode for run in runs] == [0, 0], "\n".join(words)
+        (ours, *found), (theirs, *wanted) = (
+            torch.load(tmp_path / f"{who}.pt") for who in ("ours", "theirs")
+        )
+        assert list(ours) == list(theirs) and apart(ours, theirs) == {}
+        for a, b in zip(found, wanted, strict=True):
+            close = partial(torch.testing.assert_close, rtol=1e-11, atol=0)
+            close(torch.as_tensor(a), torch.as_tensor(b))
+        assert family.gone_within(5)
+    finally:
+        family.end()
