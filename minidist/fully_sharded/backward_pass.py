@@ -58,9 +58,11 @@ class BackwardPass:
 
     def come_to(self, trace: Trace | None, this: UnitPass) -> None:
         """Autograd is about to go back through a unit."""
+        if torch.is_grad_enabled():
+            raise RuntimeError("gradients of gradients are not reduced: create_graph=True")
         self._go_back(trace, this, None)
 
-    def gradients(
+    def add(
         self, trace: Trace | None, this: UnitPass, flat: FlatParameter, gradients: Sequence[Any]
     ) -> None:
         """It has gone through the unit, and has these gradients."""
@@ -127,7 +129,9 @@ class BackwardPass:
         for flat in this.unit.flats:
             flat.readers.add(this)
         with torch.enable_grad():  # a checkpoint within the unit computes again with these
-            this.unit.show(lambda flat, gradients: schedule.gradients(trace, this, flat, gradients))
+            this.unit.show(
+                lambda flat, gradients: schedule.backward().add(trace, this, flat, gradients)
+            )
         if this.previous is not None:
             schedule.prefetch(this.previous.unit)
 

@@ -1,7 +1,6 @@
 """From a module to a unit: what a rank has of it afterwards is its shard. Lesson: fully_sharded"""
 
 from collections.abc import Callable, Iterator, Sequence, Set
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from minidist.common.wrapper import Wrapper
 from minidist.fully_sharded import sharded_states
 from minidist.fully_sharded.flat_parameter import FlatParameter, Named, Place
 from minidist.fully_sharded.torch_arguments import Options, require_device
-from minidist.fully_sharded.unit_policies import within
 from minidist.fully_sharded.unit_schedule import Schedule, cast
 from minidist.fully_sharded.units import Form, FSDPModule, Unit, unit_of, units_in
 
@@ -30,7 +28,7 @@ SHARDED = (
 def shard(module: nn.Module, options: Options, form: Form, device_id: Any = None) -> Unit:
     """Make a unit of a module, in place: shard its parameters, but for those of units within it.
     Every rank takes what rank 0 has. `state_dict` has what `form` makes of the parameters."""
-    own = own_modules(module, options.ignored_modules)
+    own = list(own_modules(module, options.ignored_modules))
     device = _materialize(own, options.param_init_fn)
     require_device(device_id, device)
     for group in options.groups[::-1]:
@@ -49,9 +47,16 @@ def shard(module: nn.Module, options: Options, form: Form, device_id: Any = None
     return unit
 
 
-def own_modules(module: nn.Module, without: Set[nn.Module] = frozenset()) -> Modules:
-    """The modules of a unit, by name: those that are in no unit within it, nor in `without`."""
-    return list(within(module, lambda m: unit_of(m) is not None or m in without))
+def own_modules(
+    module: nn.Module, without: Set[nn.Module] = frozenset(), prefix: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a unit, by name, the outer ones first: those that are in no unit within it,
+    nor in `without`. One that is there twice comes twice. A wrapper adds nothing to the names."""
+    yield prefix, module
+    for name, child in module._modules.items():
+        if child is not None and unit_of(child) is None and child not in without:
+            inner = prefix if isinstance(module, Wrapper) else f"{prefix}{name}."
+            yield from own_modules(child, without, inner)
 
 
 def require_alike(
@@ -146,25 +151,17 @@ def _materialize(own: Modules, init: Callable[[nn.Module], object] | None) -> to
 def _keep_precisions(own: Modules, options: Options) -> None:
     """Buffers get the `buffer_dtype`, for good. Batch norms and the like keep the dtype that they
     have: their inputs are cast to it, and their outputs to the `param_dtype`."""
-    dtype = options.precision.buffer_dtype
+    low, dtype = options.precision.param_dtype, options.precision.buffer_dtype
     for _, module in own:
         if isinstance(module, options.kept):
             floating = (t.dtype for t in _tensors([("", module)]) if t.is_floating_point())
             if kept := next(floating, None):
-                module.register_forward_pre_hook(partial(_cast_inputs, kept))
-                module.register_forward_hook(partial(_cast_output, options.precision.param_dtype))
+                module.register_forward_pre_hook(lambda _, x, kept=kept: cast(x, kept))
+                module.register_forward_hook(lambda _, __, output: cast(output, low))
             continue
         for name, buffer in module._buffers.items():
             if dtype and buffer is not None and buffer.is_floating_point():
                 module._buffers[name] = buffer.to(dtype)
-
-
-def _cast_inputs(dtype: torch.dtype, _: nn.Module, inputs: Any) -> Any:
-    return cast(inputs, dtype)
-
-
-def _cast_output(dtype: torch.dtype | None, _: nn.Module, __: Any, output: Any) -> Any:
-    return cast(output, dtype)
 
 
 def _flatten(own: Modules, options: Options, device: torch.device) -> list[FlatParameter]:

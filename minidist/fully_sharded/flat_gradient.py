@@ -80,11 +80,12 @@ class FlatGradient:
         """To the `.grad` of each parameter that has a gradient on any rank."""
         mean, self.mean = self.mean, None
         self.touched.clear()
+        shared = flat.group, flat.device
         for each, there in zip(flat.parameters, anywhere, strict=True):
             local = each.local
             if mean is None or not there or not local.requires_grad:
                 continue
-            gradient = ShardGradient.of(mean[each.in_shard].view_as(local), flat.group)
+            gradient = ShardGradient.of(mean[each.in_shard].view_as(local), shared)
             if local.grad is None:
                 local.grad = gradient
             else:

@@ -97,12 +97,9 @@ class FlatParameter:
         shift = begin - offset
         full = torch.empty_strided(p.shape, dense_strides(p), dtype=p.dtype, device="meta")
         span, in_shard = slice(start + shift, stop + shift), slice(start, stop)
-        local = self._local(in_shard, p.ndim, self.trained)
+        # It keeps the number of dimensions, by which some tell weights from biases.
+        local = nn.Parameter(self.shard[in_shard].view(-1, *[1] * (p.ndim - 1)), self.trained)
         return ShardedParameter(names, places, full, local, span, in_shard, offset)
-
-    def _local(self, in_shard: slice, ndim: int, trained: bool) -> nn.Parameter:
-        """It keeps the parameter's number of dimensions, by which some tell weights from biases."""
-        return nn.Parameter(self.shard[in_shard].view(-1, *[1] * (ndim - 1)), trained)
 
     @property
     def group(self) -> dist.ProcessGroup:

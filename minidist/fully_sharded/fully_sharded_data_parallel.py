@@ -16,12 +16,11 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from minidist.common.norm import clip_over_ranks
 from minidist.common.wrapper import Wrapper
-from minidist.fully_sharded import optimizer_states, sharded_states, torch_arguments
+from minidist.fully_sharded import optimizer_states, sharded_states
+from minidist.fully_sharded import torch_arguments as given
 from minidist.fully_sharded.build_unit import require_alike, shard
 from minidist.fully_sharded.unit_policies import Policy, chosen
-from minidist.fully_sharded.unit_schedule import Schedule
 from minidist.fully_sharded.units import Unit, root_of
 
 
@@ -31,27 +30,25 @@ class FullyShardedDataParallel(Wrapper):
         model = md.FullyShardedDataParallel(model, auto_wrap_policy=by_class(Block))
         optimizer = torch.optim.Adam(model.parameters())     # after, not before
 
-    Then train as with `DistributedDataParallel`. A module that is wrapped is a unit: its parameters
-    are gathered for its forward and its backward pass, and freed after each. Wrap parts of a model
-    by hand, then the whole; or have the parts chosen by a policy. `parameters()` are this rank's
-    local shards, of which some may be empty: (n,), of matrices (n, 1), and so on, so that groups by
-    `p.dim()` stay what they are. The optimizer must be an elementwise one (Adam, SGD, ...; not
-    Adafactor, LBFGS or Muon). When `backward()` returns, the `.grad` of each is its part of the
-    mean gradient. A parameter without gradient on some ranks counts there as zero; on all ranks,
-    its `.grad` stays as it was. All ranks must use the same units, in the same order.
+    Then train as with `DistributedDataParallel`. The module becomes a unit, in place, and so do the
+    parts that the policy chooses: the parameters of a unit are gathered for its forward and its
+    backward pass, and freed after each. Parts can also be wrapped by hand, before the whole.
+    `parameters()` are this rank's local shards, of which some may be empty: (n,), of matrices
+    (n, 1), and so on, so that groups by `p.dim()` stay what they are. The optimizer must be an
+    elementwise one (Adam, SGD, ...; not Adafactor, LBFGS or Muon). When `backward()` returns, the
+    `.grad` of each is its part of the mean gradient. A parameter without gradient on some ranks
+    counts there as zero; on all ranks, its `.grad` stays as it was.
 
     process_group: the ranks that take part; None is the default group.
-    auto_wrap_policy: which modules within this one to wrap, with the same options: `by_class`,
-        `by_size`, or one of torch's policies that are functions.
+    auto_wrap_policy: `by_class`, `by_size`, or one of torch's policies that are functions.
     mixed_precision: torch's `MixedPrecision`. Parameters are cast to its `param_dtype` for the
         forward and backward passes, and the root's inputs; inputs of units with
         `cast_forward_inputs`; gradients to its `reduce_dtype` while they travel; buffers to its
         `buffer_dtype` for good. Batch norms stay as they are, and so do shards and their gradients.
     reshard_after_forward: False keeps the parameters from forward to backward. That saves one of
         two all_gathers, and costs the memory of the whole unit.
-    param_init_fn: gives values to the parameters and buffers of a module that are on the device
-        "meta", on `minidist.rank.device()`; None calls its `reset_parameters()`. Units are made one
-        by one, so no rank ever holds the whole model.
+    param_init_fn: gives values to a module on the device "meta", on `minidist.rank.device()`; None
+        calls its `reset_parameters()`. Units are made one by one: no rank holds the whole model.
     prefetch: gather the next unit while one computes.
 
     As torch's class has them: `sharding_strategy` (SHARD_GRAD_OP is `reshard_after_forward=False`);
@@ -63,14 +60,11 @@ class FullyShardedDataParallel(Wrapper):
     `forward_prefetch` and `limit_all_gathers` are what is always done here.
 
     At construction every rank takes what rank 0 has; for buffers, before each forward pass too.
-    Raises ValueError, on every rank, if the ranks have different models or wrap differently, or if
-    a parameter would be in two units; RuntimeError without a process group; ValueError or TypeError
-    for an argument that makes no sense. `forward` raises RuntimeError for a unit outside of the
-    forward pass of its root. `backward` raises autograd's RuntimeError about FullParameters, and
-    "an inplace operation", where it comes to a unit by a tensor that was neither in its output nor
-    an attribute of its modules, but in a closure: the parameters are freed by then. The parameters
-    that there were before raise RuntimeError when an optimizer asks for their gradient.
-    Lesson: fully_sharded
+    Raises ValueError, on every rank, if the ranks have different models or units, or if a parameter
+    would be in two units; RuntimeError without a process group; ValueError or TypeError for an
+    argument that makes no sense. `backward` raises autograd's RuntimeError about FullParameters and
+    "an inplace operation" where it comes to a unit by a tensor that was neither in its output nor
+    an attribute of its modules, but in a closure. Lesson: fully_sharded
     """
 
     fsdp_unit: Unit
@@ -95,24 +89,26 @@ class FullyShardedDataParallel(Wrapper):
         **always: Any,
     ) -> None:
         super().__init__(module)
-        options = torch_arguments.of_wrapper(
-            process_group=process_group,
-            mesh=device_mesh,
-            precision=mixed_precision,
-            reshards=reshard_after_forward,
-            strategy=sharding_strategy,
-            offload=cpu_offload,
-            backward_prefetch=backward_prefetch,
-            prefetch=prefetch,
-            ignored_modules=ignored_modules,
-            ignored_states=ignored_states,
+        groups = given.groups_of(process_group, device_mesh, "FullyShardedDataParallel")
+        given.require_known(always)
+        if ignored_modules is not None and ignored_states is not None:
+            raise ValueError("give ignored_modules or ignored_states, not both")
+        offload = given.of_type("cpu_offload", cpu_offload, CPUOffload)
+        modules, parameters = given.ignored([*(ignored_modules or ()), *(ignored_states or ())])
+        options = given.Options(
+            groups,
+            device_mesh,
+            given.precision(mixed_precision),
+            reshards=given.reshards(sharding_strategy, len(groups)) and reshard_after_forward,
+            prefetches=given.prefetches(backward_prefetch) and prefetch,
+            offloads=offload is not None and offload.offload_params,
             param_init_fn=param_init_fn,
-            always=always,
+            ignored_modules=modules,
+            ignored_parameters=parameters,
         )
 
         def choose() -> dict[str, nn.Module]:
-            ignored = options.ignored_modules
-            return chosen(module, auto_wrap_policy, ignored) if auto_wrap_policy else {}
+            return chosen(module, auto_wrap_policy, modules) if auto_wrap_policy else {}
 
         for part in [*require_alike(module, options, choose).values(), module]:
             shard(part, options, sharded_states.wholes, device_id)
@@ -145,7 +141,7 @@ class FullyShardedDataParallel(Wrapper):
         """Do not reduce after the forward passes within the block: their gradients add up on each
         rank, whole. The backward pass of the next forward pass outside reduces the sums. Until
         then the `.grad` of a local shard is only this rank's own."""
-        return self._root("no_sync").no_sync()
+        return root_of(self, "no_sync").no_sync()
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -154,23 +150,18 @@ class FullyShardedDataParallel(Wrapper):
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, sync: bool) -> None:
-        self._root("require_backward_grad_sync").sync = sync
+        root_of(self, "require_backward_grad_sync").sync = sync
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients so that their norm, that of all shards together, is at most
         `max_norm`. Returns what it was, a number. All ranks must call it.
 
-        torch.nn.utils.clip_grad_norm_ does the same, with an all_reduce for each parameter.
-        Parameters that are ignored do not count, and are not scaled.
-        Raises RuntimeError for gradients of a pass within `no_sync`, which are not reduced yet.
+        torch.nn.utils.clip_grad_norm_ does the same. Here ignored parameters do not count. Raises
+        RuntimeError for gradients of a pass within `no_sync`, which are not reduced yet.
         """
-        unit = self.fsdp_unit
-        flats = list(unit.schedule.flats)
-        if any(flat.gradient.pending for flat in flats):
-            raise RuntimeError("clip_grad_norm_ before the pass that reduces, after no_sync()")
-        shards = [p.local for flat in flats for p in flat.parameters if p.local.numel()]
-        with torch._C.DisableTorchFunctionSubclass():  # plain tensors, whose norms are their own
-            return clip_over_ranks(shards, max_norm, norm_type, self.process_group, unit.device)
+        flats = self.fsdp_unit.schedule.flats
+        shards = [each.local for flat in flats for each in flat.parameters]
+        return nn.utils.clip_grad_norm_(shards, max_norm, norm_type, foreach=True)
 
     # ---- states ----------------------------------------------------------------------------
 
@@ -205,6 +196,3 @@ class FullyShardedDataParallel(Wrapper):
     load_optim_state_dict = optimizer_states.load_optim_state_dict
     optim_state_dict_to_load = optimizer_states.optim_state_dict_to_load
     summon_full_params = sharded_states.summon_full_params
-
-    def _root(self, what: str) -> Schedule:
-        return root_of(self, what)

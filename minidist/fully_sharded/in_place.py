@@ -6,13 +6,23 @@ from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 
-from minidist.fully_sharded import sharded_states, torch_arguments
+from minidist.fully_sharded import sharded_states
+from minidist.fully_sharded import torch_arguments as given
 from minidist.fully_sharded.build_unit import require_alike, shard
 from minidist.fully_sharded.units import unit_of
 
 M = TypeVar("M", bound=nn.Module)
+NOT_HERE = {
+    "shard_placement_fn": "parameters are cut in one flat tensor, not along an axis of each",
+    "dp_mesh_dims": "give the axes that shard as the mesh: mesh['replicas', 'shards']",
+}
 
 
 def fully_shard(
@@ -55,8 +65,32 @@ def fully_shard(
         raise ValueError(f"a {type(module).__name__} has no forward pass: shard what is in it")
     if unit_of(module) is not None:
         raise ValueError(f"this {type(module).__name__} is sharded already")
-    options = torch_arguments.of_fully_shard(
-        mesh, reshard_after_forward, mp_policy, offload_policy, ignored_params, not_here
+    for name, value in not_here.items():
+        if name not in NOT_HERE:
+            raise TypeError(f"fully_shard has no argument {name}")
+        if value is not None:
+            raise ValueError(f"fully_shard: {name}: {NOT_HERE[name]}")
+    if not isinstance(reshard_after_forward, bool | None):
+        raise ValueError(
+            f"reshard_after_forward={reshard_after_forward}: parameters are freed after the "
+            "forward pass, or not. They cannot be resharded to a smaller group of ranks"
+        )
+    mixed = given.of_type("mp_policy", mp_policy, MixedPrecisionPolicy) or MixedPrecisionPolicy()
+    offload = given.of_type("offload_policy", offload_policy, OffloadPolicy)
+    options = given.Options(
+        given.groups_of(None, mesh, "fully_shard"),
+        mesh,
+        MixedPrecision(
+            mixed.param_dtype,
+            mixed.reduce_dtype,
+            cast_forward_inputs=mixed.cast_forward_inputs,
+            cast_root_forward_inputs=mixed.cast_forward_inputs,
+            _module_classes_to_ignore=(),
+        ),
+        mixed.output_dtype,
+        reshards=reshard_after_forward is not False,
+        offloads=isinstance(offload, CPUOffloadPolicy),
+        ignored_parameters=given.ignored(ignored_params or ())[1],
     )
     require_alike(module, options, dict)
     unit = shard(module, options, sharded_states.wholes)

@@ -15,19 +15,23 @@ CHANGED = (
     "which is not reduced yet. Scale the loss instead, or change .grad after the pass that reduces"
 )
 
+# The ranks that have the shards of a gradient, and the device by which they communicate. None: it
+# is not reduced yet.
+Shared = tuple[dist.ProcessGroup, torch.device]
+
 
 class ShardGradient(torch.Tensor):
     """An ordinary tensor but for its norm. `torch.nn.utils.clip_grad_norm_` gets that of the whole
-    gradient, over the ranks of `group`. Other norms, which optimizers take, are refused: ranks
-    that scale by the norms of their own shards scale differently."""
+    gradient, over the ranks that have its shards. Other norms, which optimizers take, are refused:
+    ranks that scale by the norms of their own shards scale differently."""
 
-    group: dist.ProcessGroup | None  # None: not reduced yet
+    shared: Shared | None
 
     @classmethod
-    def of(cls, shard: torch.Tensor, group: dist.ProcessGroup | None) -> "ShardGradient":
+    def of(cls, shard: torch.Tensor, shared: Shared | None) -> "ShardGradient":
         """The same memory, as a ShardGradient."""
         new = shard.as_subclass(cls)
-        new.group = group
+        new.shared = shared
         return new
 
     @classmethod
@@ -50,18 +54,19 @@ class ShardGradient(torch.Tensor):
                 return result  # states of optimizers are ordinary tensors
             source = args[0]
             ours = isinstance(source, cls) and result.numel() == source.numel()
-            return cls.of(result, source.group) if ours and result is not source else result
+            return cls.of(result, source.shared) if ours and result is not source else result
 
 
 def _norms(func: Any, shards: Any, norm_type: float) -> Any:
     """What `func` gives for whole gradients. All ranks call it for the same ones."""
     several = isinstance(shards, list | tuple)
     shards = list(shards) if several else [shards]
-    if any(shard.group is None for shard in shards):
+    if any(shard.shared is None for shard in shards):
         raise RuntimeError("clip_grad_norm_ before the pass that reduces, after no_sync()")
     own = [  # an empty shard has no largest element
         torch.linalg.vector_norm(s, norm_type) if s.numel() else s.new_zeros(()) for s in shards
     ]
-    norms = norm_over_ranks(torch.stack(own).to(torch.float64), norm_type, shards[0].group)
-    norms = norms.to(own[0].dtype).as_subclass(torch.Tensor)
+    group, device = shards[0].shared
+    norms = norm_over_ranks(torch.stack(own).to(device, torch.float64), norm_type, group)
+    norms = norms.to(own[0]).as_subclass(torch.Tensor)
     return list(norms) if several else norms[0]

@@ -1,28 +1,21 @@
-"""The arguments of torch's two forms of fully sharded training, in our terms; or why not.
+"""The arguments of torch's two forms of fully sharded training: what they mean here, or why not.
 
 Lesson: fully_sharded
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    CPUOffloadPolicy,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardingStrategy,
-)
+from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
 
 from minidist.common.replicas import require_group
 
+T = TypeVar("T")
 KEEPS = {  # whether a strategy keeps the parameters from the forward to the backward pass
     ShardingStrategy.FULL_SHARD: False,
     ShardingStrategy.SHARD_GRAD_OP: True,
@@ -57,109 +50,6 @@ class Options:
         return tuple(ignored) if self.precision.param_dtype else ()
 
 
-def of_wrapper(
-    process_group: dist.ProcessGroup | None,
-    mesh: DeviceMesh | None,
-    precision: MixedPrecision | None,
-    reshards: bool,
-    strategy: ShardingStrategy | None,
-    offload: CPUOffload | None,
-    backward_prefetch: BackwardPrefetch | None,
-    prefetch: bool,
-    ignored_modules: Iterable[nn.Module] | None,
-    ignored_states: Iterable[Any] | None,
-    param_init_fn: Callable[[nn.Module], object] | None,
-    always: Iterable[str],
-) -> Options:
-    """Of `FullyShardedDataParallel`. Raises TypeError or ValueError for what makes no sense."""
-    groups = groups_of(process_group, mesh, "FullyShardedDataParallel")
-    for unknown in (name for name in always if name not in ALWAYS):
-        raise TypeError(f"FullyShardedDataParallel has no argument {unknown}")
-    _require("mixed_precision", precision, MixedPrecision)
-    _require("sharding_strategy", strategy, ShardingStrategy)
-    _require("cpu_offload", offload, CPUOffload)
-    if precision is not None and precision.keep_low_precision_grads:
-        raise ValueError(
-            "keep_low_precision_grads: here a .grad has the dtype of its shard, in which the "
-            "ranks' gradients are also added up over several passes"
-        )
-    if strategy is ShardingStrategy.NO_SHARD:
-        raise ValueError(
-            "sharding_strategy NO_SHARD: every rank would have the whole model. That is "
-            "DistributedDataParallel"
-        )
-    if strategy is not None and (strategy in HYBRID) != (len(groups) == 2):
-        raise ValueError(
-            f"sharding_strategy {strategy.name} with a mesh of {len(groups)} axes: hybrid sharding "
-            "needs a device_mesh of two, (replicas, shards), and the others one"
-        )
-    if backward_prefetch is BackwardPrefetch.BACKWARD_POST:
-        raise ValueError(
-            "backward_prefetch BACKWARD_POST: here the next unit is gathered while one computes, "
-            "which is BACKWARD_PRE, or not ahead at all, which is None"
-        )
-    if ignored_modules is not None and ignored_states is not None:
-        raise ValueError("give ignored_modules or ignored_states, not both")
-    modules, parameters = _ignored([*(ignored_modules or ()), *(ignored_states or ())])
-    return Options(
-        groups,
-        mesh,
-        precision or MixedPrecision(),
-        reshards=reshards and not (strategy and KEEPS[strategy]),
-        prefetches=prefetch and backward_prefetch is not None,
-        offloads=offload is not None and offload.offload_params,
-        param_init_fn=param_init_fn,
-        ignored_modules=modules,
-        ignored_parameters=parameters,
-    )
-
-
-def of_fully_shard(
-    mesh: DeviceMesh | None,
-    reshard_after_forward: bool | None,
-    precision: MixedPrecisionPolicy | None,
-    offload: OffloadPolicy | None,
-    ignored_params: Iterable[nn.Parameter] | None,
-    not_here: dict[str, Any],
-) -> Options:
-    """Of `fully_shard`. Raises TypeError or ValueError for what makes no sense here."""
-    groups = groups_of(None, mesh, "fully_shard")
-    for name in not_here:
-        if name not in NOT_HERE:
-            raise TypeError(f"fully_shard has no argument {name}")
-        if not_here[name] is not None:
-            raise ValueError(f"fully_shard: {name}: {NOT_HERE[name]}")
-    _require("mp_policy", precision, MixedPrecisionPolicy)
-    _require("offload_policy", offload, OffloadPolicy)
-    precision = precision or MixedPrecisionPolicy()
-    if not isinstance(reshard_after_forward, bool | None):
-        raise ValueError(
-            f"reshard_after_forward={reshard_after_forward}: parameters are freed after the "
-            "forward pass, or not. They cannot be resharded to a smaller group of ranks"
-        )
-    return Options(
-        groups,
-        mesh,
-        MixedPrecision(
-            precision.param_dtype,
-            precision.reduce_dtype,
-            cast_forward_inputs=precision.cast_forward_inputs,
-            cast_root_forward_inputs=precision.cast_forward_inputs,
-            _module_classes_to_ignore=(),
-        ),
-        precision.output_dtype,
-        reshards=reshard_after_forward is not False,
-        offloads=isinstance(offload, CPUOffloadPolicy),
-        ignored_parameters=_ignored(ignored_params or ())[1],
-    )
-
-
-NOT_HERE = {
-    "shard_placement_fn": "parameters are cut in one flat tensor, not along an axis of each",
-    "dp_mesh_dims": "give the axes that shard as the mesh: mesh['replicas', 'shards']",
-}
-
-
 def groups_of(
     process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None, who: str
 ) -> tuple[dist.ProcessGroup, ...]:
@@ -174,21 +64,53 @@ def groups_of(
     return tuple(mesh.get_group(axis) for axis in range(mesh.ndim))[::-1]
 
 
-def require_device(device_id: int | torch.device | None, found: torch.device) -> None:
-    """Raises ValueError if the module is elsewhere: nothing is moved."""
-    if device_id is None:
-        return
-    wanted = torch.device(device_id)
-    if wanted.type != found.type or wanted.index not in (None, found.index):
-        raise ValueError(f"device_id is {wanted}, and the module is on {found}: move it first")
-
-
-def _require(name: str, value: Any, kind: type) -> None:
+def of_type(name: str, value: T | None, kind: type[T]) -> T | None:
+    """The value. Raises TypeError if it is something else."""
     if value is not None and not isinstance(value, kind):
         raise TypeError(f"{name} is a {kind.__name__}, not {value!r}")
+    return value
 
 
-def _ignored(found: Iterable[Any]) -> tuple[frozenset[nn.Module], frozenset[nn.Parameter]]:
+def precision(given: MixedPrecision | None) -> MixedPrecision:
+    """Raises TypeError or ValueError for what has no meaning here."""
+    given = of_type("mixed_precision", given, MixedPrecision)
+    if given is not None and given.keep_low_precision_grads:
+        raise ValueError(
+            "keep_low_precision_grads: here a .grad has the dtype of its shard, in which the "
+            "ranks' gradients are also added up over several passes"
+        )
+    return given or MixedPrecision()
+
+
+def reshards(strategy: ShardingStrategy | None, axes: int) -> bool:
+    """Whether parameters are freed after the forward pass. Raises TypeError or ValueError for a
+    strategy that does not fit a mesh of so many axes."""
+    of_type("sharding_strategy", strategy, ShardingStrategy)
+    if strategy is ShardingStrategy.NO_SHARD:
+        raise ValueError(
+            "sharding_strategy NO_SHARD: every rank would have the whole model. That is "
+            "DistributedDataParallel"
+        )
+    if strategy is not None and (strategy in HYBRID) != (axes == 2):
+        raise ValueError(
+            f"sharding_strategy {strategy.name} with a mesh of {axes} axes: hybrid sharding "
+            "needs a device_mesh of two, (replicas, shards), and the others one"
+        )
+    return strategy is None or not KEEPS[strategy]
+
+
+def prefetches(given: BackwardPrefetch | None) -> bool:
+    """Whether the next unit is gathered ahead. Raises ValueError for another time than ours."""
+    if given is BackwardPrefetch.BACKWARD_POST:
+        raise ValueError(
+            "backward_prefetch BACKWARD_POST: here the next unit is gathered while one computes, "
+            "which is BACKWARD_PRE, or not ahead at all, which is None"
+        )
+    return given is not None
+
+
+def ignored(found: Iterable[Any]) -> tuple[frozenset[nn.Module], frozenset[nn.Parameter]]:
+    """The modules, with all in them, and the parameters. Raises TypeError for anything else."""
     modules, parameters = set[nn.Module](), set[nn.Parameter]()
     for each in found:
         if isinstance(each, nn.Module):
@@ -199,3 +121,17 @@ def _ignored(found: Iterable[Any]) -> tuple[frozenset[nn.Module], frozenset[nn.P
         else:
             raise TypeError(f"ignored are modules or parameters, not {type(each).__name__}")
     return frozenset(modules), frozenset(parameters)
+
+
+def require_known(given: Iterable[str]) -> None:
+    """Raises TypeError for an argument that torch has not either."""
+    for name in given:
+        if name not in ALWAYS:
+            raise TypeError(f"FullyShardedDataParallel has no argument {name}")
+
+
+def require_device(device_id: int | torch.device | None, found: torch.device) -> None:
+    """Raises ValueError if the module is elsewhere: nothing is moved."""
+    wanted = found if device_id is None else torch.device(device_id)
+    if wanted.type != found.type or wanted.index not in (None, found.index):
+        raise ValueError(f"device_id is {wanted}, and the module is on {found}: move it first")

@@ -6,13 +6,12 @@ torch's own serve as well, such as `ModuleWrapPolicy` and `size_based_auto_wrap_
 `nonwrapped_numel` parameters are in no unit yet.
 """
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Set
 from functools import partial
 
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
-from minidist.common.wrapper import Wrapper
 from minidist.fully_sharded.units import unit_of
 
 Policy = Callable[..., bool]
@@ -60,15 +59,3 @@ def chosen(
 
 def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def within(
-    module: nn.Module, stop: Callable[[nn.Module], bool], prefix: str = ""
-) -> Iterator[tuple[str, nn.Module]]:
-    """All modules, by name, the outer ones first; but for those at which to `stop`, and what is in
-    them. One that is there twice comes twice. A wrapper adds nothing to the names."""
-    yield prefix, module
-    for name, child in module._modules.items():
-        if child is not None and not stop(child):
-            inner = prefix if isinstance(module, Wrapper) else f"{prefix}{name}."
-            yield from within(child, stop, inner)

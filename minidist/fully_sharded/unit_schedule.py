@@ -14,7 +14,6 @@ Zhao et al., "PyTorch FSDP" (arXiv 2304.11277), sections 3.3 and 4. Lesson: full
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.utils._pytree import tree_map
 
 from minidist.common.replicas import broadcast_state
 from minidist.fully_sharded.backward_pass import BackwardPass, Trace, UnitPass, in_backward
+from minidist.fully_sharded.flat_gradient import FlatGradient
 from minidist.fully_sharded.flat_parameter import FlatParameter
 from minidist.fully_sharded.graph_ends import gives_parameters, has_graph, made, tensors_in
 from minidist.fully_sharded.units import Unit
@@ -105,7 +105,8 @@ class Schedule:
                 self._trace.events += [(this, flat) for flat in unit.flats]
             for flat in unit.flats:
                 flat.readers.add(this)
-        unit.show(partial(self.gradients, None if again else self._trace, this))
+        trace = None if again else self._trace
+        unit.show(lambda flat, gradients: self.backward().add(trace, this, flat, gradients))
         if unit.flats and not again:
             self._now.append(unit)
             done = len(self._now)
@@ -134,7 +135,7 @@ class Schedule:
                 unit.free(keep=unseen or gives_parameters(unit, found))
         trace = None if again else self._trace
         for tensor in ends:
-            tensor.register_hook(partial(self._come_to, trace, this))
+            tensor.register_hook(lambda _: self.backward().come_to(trace, this))
 
     def _end(self) -> None:
         if self.ahead is not None:
@@ -169,47 +170,31 @@ class Schedule:
 
     # ---- backward --------------------------------------------------------------------------
 
-    def _come_to(self, trace: Trace | None, this: UnitPass, _: torch.Tensor) -> None:
-        """Before the backward pass of a unit."""
-        if torch.is_grad_enabled():
-            raise RuntimeError("gradients of gradients are not reduced: create_graph=True")
-        self._backward_pass().come_to(trace, this)
-
-    def gradients(
-        self, trace: Trace | None, this: UnitPass, flat: FlatParameter, gradients: Any
-    ) -> None:
-        """After it: the gradients of its parameters."""
-        self._backward_pass().gradients(trace, this, flat, gradients)
-
-    def _backward_pass(self) -> BackwardPass:
+    def backward(self) -> BackwardPass:
         """The one that autograd computes."""
         if self._backward is None:
             self._backward = backward = BackwardPass(self)
 
             def finish() -> None:
                 backward.finish()
-                self.forget_backward()
+                self._forget(backward)
 
             # If the pass fails, autograd drops `finish` instead of calling it.
-            self._lost = weakref.ref(finish, lambda _: self._reset())
+            self._lost = weakref.ref(finish, lambda _: self._forget(backward, failed=True))
             Variable._execution_engine.queue_callback(finish)
             backward.look_ahead()
         return self._backward
 
-    def forget_backward(self) -> None:
+    def _forget(self, backward: BackwardPass, failed: bool = False) -> None:
         """It is over. Nothing stays gathered."""
-        if self._backward is not None:
-            self._backward.close_all()
+        backward.close_all()
         self._lost = self._backward = self.ahead = None
         for unit in self.units:
             unit.free()
-
-    def _reset(self) -> None:
-        """Forget a backward pass that has failed on its way."""
-        self.forget_backward()
-        self.unreduced = False
-        for flat in self.flats:
-            flat.gradient = type(flat.gradient)()
+        if failed:
+            self.unreduced = False
+            for flat in self.flats:
+                flat.gradient = FlatGradient()
 
 
 def cast(values: Any, dtype: torch.dtype | None) -> Any:
