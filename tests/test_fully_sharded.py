@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import minidist as md
 from minidist.fully_sharded import NaiveFullySharded, by_class, by_size
-from minidist.parity.states import state_of
+from minidist.parity.snapshot import state_of
 
 ADAM = torch.optim.Adam, {"lr": 1e-3}
 ADAMW = torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.1}
@@ -1118,7 +1118,7 @@ MISTAKES = {
     "a mesh of three axes": (
         lambda rank: wrapped(net(), device_mesh=init_device_mesh("cpu", (1, 1, 2))),
         "ValueError",
-        "one or two axes",
+        "at most 2 axes",
     ),
 }
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import minidist as md
 from minidist.distributed_data_parallel.naive import NaiveDDP
+from minidist.fully_sharded.naive import NaiveFullySharded
 from minidist.offload.naive import NaiveOffload
 from minidist.tensor_parallel.naive import NaiveTensorParallelMLP
 from minidist.zero.naive import NaiveZero
@@ -80,6 +81,17 @@ def zero():
     return apart(dict(model.named_parameters()), one_process(range(RANKS)))
 
 
+def fully_sharded():
+    model = nn.Sequential(NaiveFullySharded(net()[:2]), NaiveFullySharded(net()[2:]))
+    train(model, adam(model.parameters()), [dist.get_rank()])
+    own = [p.numel() for p in model.parameters()]
+    assert own == [15, 7]  # a third of 45 parameters, and of 20
+    x, plain = batch(0, 9)[0], net()
+    for name, value in one_process(range(RANKS)).items():
+        plain.get_parameter(name).data = value.detach()
+    return apart({"output": model(x)}, {"output": plain(x)})
+
+
 def tensor_parallel():
     up, act, down = net()
     model = NaiveTensorParallelMLP(up, down, act)
@@ -112,7 +124,9 @@ def offload():
     return apart(dict(model.named_parameters()), one_process([dist.get_rank()]))
 
 
-@pytest.mark.parametrize("idea", [ddp, zero, tensor_parallel, gradient_of_the_input, offload])
+@pytest.mark.parametrize(
+    "idea", [ddp, zero, fully_sharded, tensor_parallel, gradient_of_the_input, offload]
+)
 def test_the_idea_trains_as_one_process_does(ranks, idea):
     assert ranks(idea) == [[]] * RANKS
 

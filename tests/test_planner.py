@@ -18,7 +18,7 @@ from torch import nn
 import minidist as md
 from minidist import planner
 from minidist.__main__ import main
-from minidist.fully_sharded.wrap import by_class
+from minidist.fully_sharded import by_class
 from minidist.pipeline import SCHEDULES, simulate
 from minidist.planner.advice import fastest, fits, ladder
 from minidist.planner.layout import stages

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from minidist.common import agree
-from minidist.fully_sharded import optimizer_states
+from minidist.fully_sharded import sharded_optimizer_states as optimizer_states
 from minidist.fully_sharded.sharded_states import as_rows, formed, in_rows
 from minidist.fully_sharded.units import Unit, root_of
 

@@ -1,7 +1,7 @@
 """Torch's first form: a wrapper around a module, and around the parts of it that are units."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,15 +16,18 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
+from minidist.common.groups import groups_of
+from minidist.common.no_sync import Synchronized
 from minidist.common.wrapper import Wrapper
-from minidist.fully_sharded import optimizer_states, sharded_states
+from minidist.fully_sharded import sharded_optimizer_states as optimizer_states
+from minidist.fully_sharded import sharded_states
 from minidist.fully_sharded import torch_arguments as given
 from minidist.fully_sharded.build_unit import require_alike, shard
 from minidist.fully_sharded.unit_policies import Policy, chosen
 from minidist.fully_sharded.units import Unit, root_of
 
 
-class FullyShardedDataParallel(Wrapper):
+class FullyShardedDataParallel(Synchronized):
     """Trains replicas of `module` of which no rank has a whole one. ZeRO, stage 3.
 
         model = md.FullyShardedDataParallel(model, auto_wrap_policy=by_class(Block))
@@ -89,7 +92,7 @@ class FullyShardedDataParallel(Wrapper):
         **always: Any,
     ) -> None:
         super().__init__(module)
-        groups = given.groups_of(process_group, device_mesh, "FullyShardedDataParallel")
+        groups = groups_of(process_group, device_mesh, type(self).__name__, most_axes=2)
         given.require_known(always)
         if ignored_modules is not None and ignored_states is not None:
             raise ValueError("give ignored_modules or ignored_states, not both")
@@ -137,15 +140,10 @@ class FullyShardedDataParallel(Wrapper):
         """The module's own, between gathering its parameters and freeing them."""
         return self.module(*inputs, **kwargs)
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Do not reduce after the forward passes within the block: their gradients add up on each
-        rank, whole. The backward pass of the next forward pass outside reduces the sums. Until
-        then the `.grad` of a local shard is only this rank's own."""
-        return root_of(self, "no_sync").no_sync()
-
     @property
     def require_backward_grad_sync(self) -> bool:
-        """False does what `no_sync` does, until it is True again. Scripts for DDP set it."""
+        """False does what `no_sync` does, until it is True again. Until then the `.grad` of a local
+        shard is only this rank's own."""
         return self.fsdp_unit.schedule.sync
 
     @require_backward_grad_sync.setter

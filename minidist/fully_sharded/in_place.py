@@ -13,6 +13,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
 )
 
+from minidist.common.groups import groups_of
 from minidist.fully_sharded import sharded_states
 from minidist.fully_sharded import torch_arguments as given
 from minidist.fully_sharded.build_unit import require_alike, shard
@@ -78,7 +79,7 @@ def fully_shard(
     mixed = given.of_type("mp_policy", mp_policy, MixedPrecisionPolicy) or MixedPrecisionPolicy()
     offload = given.of_type("offload_policy", offload_policy, OffloadPolicy)
     options = given.Options(
-        given.groups_of(None, mesh, "fully_shard"),
+        groups_of(None, mesh, "fully_shard", most_axes=2),
         mesh,
         MixedPrecision(
             mixed.param_dtype,

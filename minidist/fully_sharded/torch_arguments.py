@@ -13,8 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
 
-from minidist.common.replicas import require_group
-
 T = TypeVar("T")
 KEEPS = {  # whether a strategy keeps the parameters from the forward to the backward pass
     ShardingStrategy.FULL_SHARD: False,
@@ -48,20 +46,6 @@ class Options:
         """Classes of modules that compute in the dtype of their own parameters."""
         ignored = self.precision._module_classes_to_ignore
         return tuple(ignored) if self.precision.param_dtype else ()
-
-
-def groups_of(
-    process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None, who: str
-) -> tuple[dist.ProcessGroup, ...]:
-    """The ranks that have a shard each; of a mesh of two axes also those that have the same."""
-    if mesh is not None and process_group is not None:
-        raise ValueError(f"give {who} a device_mesh or a process group, not both")
-    if mesh is None:
-        return (require_group(process_group, who),)
-    require_group(None, who)
-    if mesh.ndim > 2:
-        raise ValueError(f"a mesh of one or two axes is needed, not of {mesh.ndim}")
-    return tuple(mesh.get_group(axis) for axis in range(mesh.ndim))[::-1]
 
 
 def of_type(name: str, value: T | None, kind: type[T]) -> T | None:

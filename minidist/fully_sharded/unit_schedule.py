@@ -13,7 +13,6 @@ Zhao et al., "PyTorch FSDP" (arXiv 2304.11277), sections 3.3 and 4. Lesson: full
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -158,15 +157,6 @@ class Schedule:
                 self.ahead.free()
             self.ahead = unit
             unit.start()
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Forward passes within the block are not reduced; see `FullyShardedDataParallel`."""
-        before, self.sync = self.sync, False
-        try:
-            yield
-        finally:
-            self.sync = before
 
     # ---- backward --------------------------------------------------------------------------
 

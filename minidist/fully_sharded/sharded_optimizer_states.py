@@ -14,7 +14,7 @@ from minidist.common import agree
 from minidist.fully_sharded.flat_parameter import FlatParameter, ShardedParameter
 from minidist.fully_sharded.sharded_states import as_rows, part, wholes
 from minidist.fully_sharded.units import root_of
-from minidist.zero.states import States, require_states_of
+from minidist.zero.optimizer_states import States, require_states_of
 
 State = dict[str, Any]
 Optimizer = torch.optim.Optimizer
