@@ -200,11 +200,10 @@ def test_optimizer_states_are_sharded_along_data(pools):
 @pytest.mark.parametrize(
     "options",
     [
-        {"sequence_parallel": True},
         {"schedule": "gpipe", "shares": [slice(0, 3), slice(3, 8)]},
         {"make": own_layers, "plan": OWN_PLAN, "schedule": "interleaved", "balance": [1, 1, 1, 2]},
     ],
-    ids=["sequence parallel", "other rows", "layers of one's own"],
+    ids=["other rows", "layers of one's own"],
 )
 def test_stages_are_fully_sharded_along_data(pools, options):
     options = {"tied": False, "shard": md.FullyShardedDataParallel} | options
