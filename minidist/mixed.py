@@ -113,7 +113,8 @@ class MixedParallel(Wrapper):
         shard(stage, device_mesh=mesh["data"]), for instance `md.FullyShardedDataParallel`, or a
         `functools.partial` of it. It is a function and not a name, since this class knows nothing
         of how a strategy shards: it only calls what is returned. Its units are gathered for every
-        micro-batch, unless `reshard_after_forward=False`. No parameter can be in two stages then.
+        micro-batch, unless `reshard_after_forward=False`. No parameter can be in two stages then,
+        and FullyShardedDataParallel refuses what `sequence_parallel` puts into a model.
     sequence_parallel: see `tensor_parallel.parallelize`. Less travels along the pipeline, too.
 
     Tied embedding and head stay so, in all replicas and stages. Along `data` gradients are averaged
@@ -176,8 +177,8 @@ class MixedParallel(Wrapper):
         _keep_only(module, set(pipeline.module.modules()))
         # Not a submodule: its layers are those of `module`, by other names.
         object.__setattr__(self, "pipeline", pipeline)
-        # A hook of lesson 4 would fire at every micro-batch, before the gradient is complete, and
-        # before the two ends of a tie are added up: the buckets leave at the end of the step.
+        # A hook of DistributedDataParallel would fire at every micro-batch, before the gradient is
+        # complete, and before the two ends of a tie are added up: the buckets leave at the end.
         trained = [p for p in reversed(list(module.parameters())) if p.requires_grad]
         averages = self._data.size() > 1 and not self._is_sharded
         buckets = assign(trained, BUCKET) if averages else []

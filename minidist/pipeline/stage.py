@@ -154,9 +154,6 @@ def _entered(inputs: tuple[Any, Any]) -> tuple[Any, Any]:
     def enter(x: torch.Tensor) -> torch.Tensor:
         return _Enter.apply(x) if x.requires_grad and x.is_leaf else x
 
-    x, kwargs = inputs
-    if isinstance(x, torch.Tensor) and not kwargs:  # mostly, and faster
-        return enter(x), kwargs
     return tree_map_only(torch.Tensor, enter, inputs)
 
 
