@@ -1,4 +1,4 @@
-"""Lesson 7: mixed parallelism. Data, pipeline and tensor parallelism at once, on a mesh of ranks.
+"""Mixed parallelism: data, pipeline and tensor parallelism at once, on a mesh of ranks.
 
 Every rank has a place (d, p, t) in a mesh, and shares a group with the others along each axis:
 
@@ -8,37 +8,41 @@ Every rank has a place (d, p, t) in a mesh, and shares a group with the others a
     tensor      other features           sums of activations, four a block and a micro-batch
 
 So the ranks along `tensor` belong closest together, and those along `data` may be far apart. All
-this is put together from the lessons before: features are cut first (lesson 6), then the cut layers
-are shared out as stages (lesson 5), and the gradients of each stage are averaged in the buckets of
-lesson 4. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
-Megatron-LM" (arXiv 2104.04473), section 3.
+this is put together from the lessons before: features are cut first (`tensor_parallel`), then the
+cut layers are shared out as stages (`pipeline`), and the gradients of each stage are averaged in
+buckets (`distributed_data_parallel`), or by a strategy that shards the stage.
+
+Lesson: mixed_parallelism. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
+Clusters Using Megatron-LM" (arXiv 2104.04473), section 3.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.utils import clip_grads_with_norm_
 
 from minidist.common import agree
+from minidist.common.groups import require_group
 from minidist.common.guard import Guard
 from minidist.common.norm import norm_over_ranks
-from minidist.common.replicas import (
-    broadcast_state,
-    require_group,
-    require_same_model,
-)
-from minidist.common.wrapper import Wrapper
+from minidist.common.replicas import broadcast_state, require_same_model
+from minidist.common.single import all_gather_single
+from minidist.common.wrapper import Wrapper, copy_on_ranks
 from minidist.distributed_data_parallel.buckets import Bucket, assign
 from minidist.measure import TrafficCounter
 from minidist.pipeline import Pipeline, Schedule
 from minidist.pipeline.opening import Loss
 from minidist.rank import device
 from minidist.tensor_parallel import (
+    ColumnParallelLinear,
     full_state_dict,
     grad_norm,
     load_full_state_dict,
@@ -50,13 +54,14 @@ from minidist.tensor_parallel.layer import gather_shards, shard
 __all__ = ["AXES", "MixedParallel", "mesh", "traffic_by_axis"]
 
 AXES = "data", "pipeline", "tensor"
-BUCKET = 25 * 2**20  # bytes, as in lesson 4
+BUCKET = 25 * 2**20  # bytes, as DistributedDataParallel has it
 
 
 def mesh(
     data: int = 1, pipeline: int = 1, tensor: int = 1, order: Sequence[str] = AXES
 ) -> DeviceMesh:
-    """All ranks as a mesh with these three axes, by torch's `init_device_mesh`. Lesson 7.
+    """All ranks as a mesh with these three axes, by torch's `init_device_mesh`.
+    Lesson: mixed_parallelism.
 
         mesh = md.mixed.mesh(data=2, pipeline=2, tensor=2)     # on 8 ranks
 
@@ -84,9 +89,10 @@ def mesh(
 
 
 class MixedParallel(Wrapper):
-    """Trains `module`, a `zoo.Transformer` or a model like it, on a mesh of ranks. Lesson 7.
+    """Trains `module`, a sequence of layers, on a mesh of ranks. Lesson: mixed_parallelism.
 
-        model = md.mixed.MixedParallel(model, md.mixed.mesh(2, 2, 2), microbatches=4)
+        mesh = md.mixed.mesh(2, 2, 2)
+        model = md.mixed.MixedParallel(model, mesh, microbatches=4)
         optimizer = torch.optim.Adam(model.parameters())        # of this rank's shards
         loss = model.train_step(inputs, targets, model.cross_entropy)
         model.clip_grad_norm_(1.0)
@@ -96,12 +102,27 @@ class MixedParallel(Wrapper):
     it keeps this rank's features of this rank's layers, under their original names.
 
     mesh: from `mesh`, or any DeviceMesh of all ranks whose axes are data, pipeline and tensor.
-    microbatches, schedule, balance, recompute: those of `Pipeline`, for each replica. Layers are
-        those of `module.sequential()`. ("zero_bubble" gains little with more than one tensor rank:
-        the backward of a column layer cannot be cut in two, and runs twice, with its message.)
+    plan: how the layers are split along `tensor`, as `tensor_parallel.parallelize` takes it, by the
+        names that modules have in `module`. None is for a `zoo.Transformer`, and for a mesh without
+        tensor parallelism.
+    microbatches, schedule, balance, recompute: those of `Pipeline`, for each replica. The layers
+        are those of `module`, an nn.Sequential, or those of `module.sequential()`. ("zero_bubble"
+        gains little with more than one tensor rank: the backward of a column layer cannot be cut in
+        two, and runs twice, with its message.)
+    shard: what shards a stage along `data`, instead of averaging its gradients: called as
+        shard(stage, device_mesh=mesh["data"]), for instance `md.FullyShardedDataParallel`, or a
+        `functools.partial` of it. It is a function and not a name, since this class knows nothing
+        of how a strategy shards: it only calls what is returned. Its units are gathered for every
+        micro-batch, unless `reshard_after_forward=False`. No parameter can be in two stages then,
+        and FullyShardedDataParallel refuses what `sequence_parallel` puts into a model.
     sequence_parallel: see `tensor_parallel.parallelize`. Less travels along the pipeline, too.
 
-    Tied embedding and head stay so, in all replicas and stages.
+    Tied embedding and head stay so, in all replicas and stages. Along `data` gradients are averaged
+    once a step, so an optimizer may shard its states there: a `md.ZeroRedundancyOptimizer` with
+    `process_group=mesh.get_group("data")` (ZeRO, stage 1).
+
+    `copy.deepcopy` gives a model on the same mesh, with a copy of this rank's shards. `torch.save`
+    raises TypeError: save `full_state_dict()`.
 
     Raises RuntimeError without a process group; on every rank, TypeError if the module is not such
     a model, and ValueError if the mesh is not of all ranks, the model cannot be cut so, or the
@@ -117,7 +138,9 @@ class MixedParallel(Wrapper):
         microbatches: int,
         schedule: str | Schedule = "1f1b",
         balance: Sequence[int] | None = None,
+        plan: Mapping[str, Any] | None = None,
         *,
+        shard: Callable[..., nn.Module] | None = None,
         sequence_parallel: bool = False,
         recompute: bool = False,
     ) -> None:
@@ -134,30 +157,41 @@ class MixedParallel(Wrapper):
         self.mesh, self._names = mesh, list(module.state_dict())
         self._data, self._pipeline, self._tensor = (mesh.get_group(axis) for axis in AXES)
         self._by_place = mesh.mesh.permute([names.index(axis) for axis in AXES])  # (d, p, t)
-        model: Any = module
-        self._words = model.head.out_features
         if self._tensor.size() > 1:
-            agree.raise_on_every_rank(world, self._split(sequence_parallel))
+            agree.raise_on_every_rank(world, self._split(plan, sequence_parallel))
+        model: Any = module
+        layers = model if isinstance(model, nn.Sequential) else model.sequential()
+        last: Any = layers[-1]
+        split = isinstance(last, ColumnParallelLinear) and not last.gather_output
+        self._words = last.out_features if split else 0  # of which a rank gives its own
         pipeline = Pipeline(
-            model.sequential(), microbatches, schedule, balance, self._pipeline, recompute
+            layers,
+            microbatches,
+            schedule,
+            balance,
+            self._pipeline,
+            recompute,
+            wrap=None if shard is None else partial(shard, device_mesh=mesh["data"]),
         )
+        self._is_sharded = shard is not None
         _keep_only(module, set(pipeline.module.modules()))
         # Not a submodule: its layers are those of `module`, by other names.
         object.__setattr__(self, "pipeline", pipeline)
-        # A hook of lesson 4 would fire at every micro-batch, before the gradient is complete, and
-        # before the two ends of a tie are added up: the buckets leave at the end of the step.
+        # A hook of DistributedDataParallel would fire at every micro-batch, before the gradient is
+        # complete, and before the two ends of a tie are added up: the buckets leave at the end.
         trained = [p for p in reversed(list(module.parameters())) if p.requires_grad]
-        buckets = assign(trained, BUCKET) if self._data.size() > 1 else []
+        averages = self._data.size() > 1 and not self._is_sharded
+        buckets = assign(trained, BUCKET) if averages else []
         self._buckets = [
             Bucket(number, parameters, number == len(buckets) - 1, self._data)
             for number, parameters in enumerate(buckets)
         ]
         self._guard = Guard(module, "MixedParallel")
 
-    def _split(self, sequence_parallel: bool) -> ValueError | None:
+    def _split(self, plan: Mapping[str, Any] | None, sequence_parallel: bool) -> Exception | None:
         try:
-            parallelize(self.module, self._tensor, sequence_parallel=sequence_parallel)
-        except ValueError as problem:
+            parallelize(self.module, self._tensor, plan, sequence_parallel=sequence_parallel)
+        except (TypeError, ValueError) as problem:
             return problem
         return None
 
@@ -178,7 +212,6 @@ class MixedParallel(Wrapper):
         the model was wrapped. A layer must fail on all ranks along `tensor`, or the others wait for
         it until their group's timeout.
         """
-        self._guard.require_unchanged()
         weight = self._weight(inputs, targets)
         loss, problem = torch.zeros(()), None
         try:
@@ -195,13 +228,21 @@ class MixedParallel(Wrapper):
         return told[0] / self._data.size()
 
     def _weight(self, inputs: Any, targets: Any) -> float:
-        """How much this replica's loss counts: its rows, over the mean of all replicas."""
+        """How much this replica's loss counts: its rows, over the mean of all replicas. Raises on
+        every rank if the parameters of one have changed."""
+        problem = None
+        try:
+            self._guard.require_unchanged()
+        except RuntimeError as error:
+            problem = error
         rows = len(inputs) if isinstance(inputs, torch.Tensor) and inputs.ndim else 0
-        mine = [rows, _digest(inputs), _digest(targets)]
+        mine = [rows, _digest(inputs), _digest(targets), problem is not None]
         told = torch.tensor(mine, dtype=torch.float64, device=device())
-        everyone = [torch.empty_like(told) for _ in range(self._by_place.numel())]
-        dist.all_gather(everyone, told)
-        placed = torch.stack(everyone).cpu()[self._by_place]  # (d, p, t, 3)
+        everyone = told.new_empty(len(mine) * self._by_place.numel())
+        all_gather_single(everyone, told, None).wait()
+        placed = everyone.cpu().view(-1, len(mine))[self._by_place]  # (d, p, t, 4)
+        if placed[..., 3].any():
+            agree.raise_on_every_rank(require_group(None, "MixedParallel"), problem)
         first, last = placed[:, 0, :, :2], placed[:, -1, :, 2]
         if (first != first[:, :1]).any() or (last != last[:, :1]).any():
             raise ValueError("ranks along the tensor axis were given different batches")
@@ -220,16 +261,18 @@ class MixedParallel(Wrapper):
             work.wait()
 
     def cross_entropy(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The mean over all words, of outputs that are split by words. For `train_step`."""
+        """The mean over all words, of outputs that may be split by words. For `train_step`."""
+        if not self._words:
+            return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
         return vocab_parallel_cross_entropy(outputs, targets, self._tensor)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """The outputs for the inputs, whole, on every rank of the replica, without gradients. Every
         rank of the replica calls this with the same inputs."""
         own = self.pipeline(inputs)  # (B, T, V_r)
-        ranks = self._tensor.size()
-        if ranks == 1:
+        if not self._words:
             return own
+        ranks = self._tensor.size()
         widths = [len(shard(self._words, rank, ranks)) for rank in range(ranks)]
         return torch.cat(gather_shards(own, own.ndim - 1, widths, self._tensor), -1)
 
@@ -238,31 +281,54 @@ class MixedParallel(Wrapper):
         what it was is returned. Every rank calls this.
 
         Shards are summed over `tensor`, and stages over `pipeline`. What is replicated counts once,
-        and so does what two stages share. Along `data` all gradients are the same.
+        and so does what two stages share. Along `data` all gradients are the same, or shards.
         """
-        own = grad_norm(self.module, norm_type, self.pipeline.counted_elsewhere)
-        total = norm_over_ranks(own.to(device(), torch.float64), norm_type, self._pipeline)
+        total = grad_norm(self.module, norm_type, self.pipeline.counted_elsewhere)
+        total = total.to(device(), torch.float64)
+        for group in [self._data] * self._is_sharded + [self._pipeline]:
+            total = norm_over_ranks(total, norm_type, group)
         clip_grads_with_norm_(self.parameters(), max_norm, total)
         return total
 
     def full_state_dict(self) -> dict[str, Any]:
         """The `state_dict` of the whole model, on the CPU of every rank. Every rank calls this.
         (`state_dict()` is that of this rank's shards.)"""
-        return agree.whole_state(self._pipeline, full_state_dict(self.module), self._names)
+        with self._whole():
+            own = full_state_dict(self.module)
+            return agree.whole_state(self._pipeline, own, self._names)
 
     def load_full_state_dict(self, state: dict[str, Any]) -> None:
         """Load this rank's shards, from a `state_dict` of the whole model. Raises RuntimeError, as
         `load_state_dict` does, if names or shapes are others."""
-        elsewhere = set(self._names) - set(self.module.state_dict())
-        own = {name: value for name, value in state.items() if name not in elsewhere}
-        load_full_state_dict(self.module, own)
+        with self._whole():
+            elsewhere = set(self._names) - set(self.module.state_dict())
+            own = {name: value for name, value in state.items() if name not in elsewhere}
+            load_full_state_dict(self.module, own)
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Within the block no parameter is sharded along `data`."""
+        with ExitStack() as block:
+            stages: Sequence[Any] = self.pipeline.wrapped if self._is_sharded else ()
+            for stage in stages:
+                block.enter_context(stage.summon_full_params())
+            yield
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "MixedParallel":
+        return copy_on_ranks(self, memo, self.mesh, self._data, self._pipeline, self._tensor)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a MixedParallel cannot be saved: it has one rank's shards of the model. "
+            "Save its full_state_dict()"
+        )
 
 
 def traffic_by_axis(
     traffic: TrafficCounter, mesh: DeviceMesh
 ) -> dict[str, dict[str, tuple[int, int]]]:
     """What this rank has sent along each axis, and its collectives: {operation: (calls, bytes)},
-    as `TrafficCounter` counts them. Lesson 7."""
+    as `TrafficCounter` counts them. Lesson: mixed_parallelism."""
     groups = {axis: tuple(dist.get_process_group_ranks(mesh.get_group(axis))) for axis in AXES}
     return {axis: traffic.by_group.get(ranks, {}) for axis, ranks in groups.items()}
 
@@ -273,9 +339,13 @@ def _problem(module: Any, mesh: DeviceMesh) -> Exception | None:
         return ValueError(f"the axes of the mesh must be {', '.join(AXES)}, not {', '.join(names)}")
     if mesh.size() != dist.get_world_size():
         return ValueError(f"a mesh of {mesh.size()} ranks is not of all {dist.get_world_size()}")
-    if isinstance(module, Wrapper) or not hasattr(module, "sequential"):
-        found = type(module).__name__
-        return TypeError(f"MixedParallel takes a zoo.Transformer or a model like it, not {found}")
+    if isinstance(module, Wrapper) or not (
+        isinstance(module, nn.Sequential) or hasattr(module, "sequential")
+    ):
+        return TypeError(
+            "MixedParallel takes an nn.Sequential, or a model whose sequential() gives its layers, "
+            f"not {type(module).__name__}"
+        )
     return None
 
 

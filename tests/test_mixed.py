@@ -1,4 +1,4 @@
-"""Lesson 7: data, pipeline and tensor parallelism on one mesh train as one process does."""
+"""Data, pipeline and tensor parallelism on one mesh train as one process does."""
 
 import copy
 import re
@@ -52,20 +52,70 @@ def batch(step, rows=8):
     return inputs[step * rows :][:rows], targets[step * rows :][:rows]
 
 
-def train(sizes, tied=True, norm_type=2.0, order=AXES, shares=None, steps=3, **options):
+class Gated(nn.Module):
+    """A layer of one's own."""
+
+    def __init__(self, width=8, hidden=12):
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, hidden)
+        self.gate, self.down = nn.Linear(width, hidden, bias=False), nn.Linear(hidden, width)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def own_layers():
+    torch.manual_seed(0)
+    words = nn.Embedding(257, 8), nn.Linear(8, 257)
+    return nn.Sequential(words[0], Gated(), Gated(), nn.LayerNorm(8), words[1]).double()
+
+
+OWN_PLAN = {
+    "0": "words",
+    "[12].norm": "sequence",
+    "[12].up": "columns",
+    "[12].gate": "columns",
+    "[12].down": "rows",
+    "3": "sequence",
+    "4": "words",
+}
+
+
+def adam(model):
+    return torch.optim.Adam(model.parameters(), lr=1e-3)
+
+
+def zero(model):
+    group = model.mesh.get_group("data")
+    return md.ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.Adam, lr=1e-3, process_group=group
+    )
+
+
+def train(
+    sizes,
+    tied=True,
+    norm_type=2.0,
+    order=AXES,
+    shares=None,
+    steps=3,
+    make=None,
+    opt=adam,
+    **options,
+):
     """Adam with clipping, beside one process: the loss, the norm, and all weights at each step.
     Each replica has rows of its own. Returns what differs."""
-    dense = transformer(tied)
+    dense = make() if make else transformer(tied)
+    of_rank_0 = [p for p in dense.parameters() if p.ndim == 1][-1]
     if dist.get_rank() == 0:
-        with torch.no_grad():
-            dense.norm.weight += 1  # all ranks take rank 0's
+        of_rank_0.data += 1  # all ranks take it
     whole = mesh(**sizes, order=order)
     model = MixedParallel(copy.deepcopy(dense), whole, 2, **options)
-    with torch.no_grad():
-        dense.norm.weight.fill_(2)
+    if dist.get_rank() > 0:
+        of_rank_0.data += 1
     before = {name: tensor.clone() for name, tensor in dense.state_dict().items()}
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    alone = torch.optim.Adam(dense.parameters(), lr=1e-3)
+    optimizer, alone = opt(model), adam(dense)
     replica, replicas = whole.get_local_rank("data"), whole["data"].size()
     for step in range(steps):
         inputs, targets = batch(step)
@@ -124,6 +174,72 @@ def test_all_three_train_as_one_process_does(pools, eight):
 )
 def test_options_of_the_parts(pools, sizes, options):
     assert pools(4)(train, PAIRS[sizes], **options) == [[]] * 4
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_layers_of_ones_own_by_a_plan(pools, sequence_parallel):
+    options = dict(make=own_layers, plan=OWN_PLAN, sequence_parallel=sequence_parallel)
+    assert pools(8)(train, ALL, **options) == [[]] * 8
+
+
+def test_optimizer_states_are_sharded_along_data(pools):
+    assert pools(8)(train, ALL, opt=zero) == [[]] * 8
+
+    def states():
+        model = MixedParallel(transformer(), mesh(**ALL), 2)
+        optimizer = zero(model)
+        model.train_step(*batch(0), model.cross_entropy)
+        optimizer.step()
+        own = sum(p.numel() for p in model.parameters())
+        held = sum(s.numel() for each in optimizer.state.values() for s in each.values() if s.ndim)
+        return held / (2 * own)  # two moments of each parameter
+
+    assert all(share < 0.55 for share in pools(8)(states))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "gpipe", "shares": [slice(0, 3), slice(3, 8)]},
+        {"make": own_layers, "plan": OWN_PLAN, "schedule": "interleaved", "balance": [1, 1, 1, 2]},
+    ],
+    ids=["other rows", "layers of one's own"],
+)
+def test_stages_are_fully_sharded_along_data(pools, options):
+    options = {"tied": False, "shard": md.FullyShardedDataParallel} | options
+    assert pools(8)(train, ALL, **options) == [[]] * 8
+
+    def held():
+        model = MixedParallel(transformer(False), mesh(**ALL), 2, shard=options["shard"])
+        return sum(p.numel() for p in model.parameters())
+
+    whole = sum(p.numel() for p in transformer(False).parameters())
+    assert sum(pools(8)(held)) < 1.1 * whole  # norms and some biases are on both along tensor
+
+
+def test_a_copy_is_a_model_on_the_same_mesh(pools):
+    def run():
+        dense, whole = transformer(), mesh(**ALL)
+        model = MixedParallel(copy.deepcopy(dense), whole, 2)
+        copied = copy.deepcopy(model)
+        inputs, targets = batch(0)
+        rows = slice(whole.get_local_rank("data"), None, 2)
+        copied.train_step(inputs[rows], targets[rows], copied.cross_entropy)
+        assert all(p.grad is None for p in model.parameters())
+        md.parity.cross_entropy(dense(inputs), targets).backward()
+        norm = nn.utils.clip_grad_norm_(dense.parameters(), 0.05)
+        found = apart({"norm": (copied.clip_grad_norm_(0.05), norm)})
+        with torch.no_grad():
+            for each in (copied, dense):
+                for p in each.parameters():
+                    p -= p.grad
+        full = copied.full_state_dict()
+        found += apart({name: (full[name], t) for name, t in dense.state_dict().items()})
+        return found + [complaint(torch.save, model, "/dev/null")]
+
+    said = "TypeError: a MixedParallel cannot be saved: it has one rank's shards of the model."
+    for found in pools(8)(run):
+        assert len(found) == 1 and found[0].startswith(said)
 
 
 def test_four_replicas_and_a_rank_alone(pools):
@@ -336,7 +452,7 @@ def one_replica_of_other_micro_batches():
 
 WRONG_MODELS = {
     "axes": (other_axes, "ValueError: rank 0: the axes of the mesh must be data, pipeline, tensor"),
-    "module": (lambda: build({"data": 4}, lambda: md.zoo.mlp(2, 2)), "TypeError: rank 0: Mixed"),
+    "module": (lambda: build({"data": 4}, lambda: nn.Linear(2, 2)), "TypeError: rank 0: Mixed"),
     "heads": (
         lambda: build({"tensor": 4}),
         "ValueError: rank 0: blocks.0: heads over 4 ranks: 2 is not a multiple of 4",

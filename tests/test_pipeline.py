@@ -1,4 +1,4 @@
-"""Lesson 5: stages on ranks train as the whole model does on one process, and schedules are what
+"""Stages on ranks train as the whole model does on one process, and schedules are what
 they are said to be: told from their lists, and measured."""
 
 import contextlib

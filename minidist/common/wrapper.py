@@ -4,6 +4,7 @@ Each strategy wraps a module. A checkpoint must not tell which one was in use: t
 `state_dict()` are those of the bare module, so it loads in any other strategy, and without one.
 """
 
+import copy
 from typing import Any
 
 from torch import nn
@@ -37,6 +38,15 @@ class Wrapper(nn.Module):
             if inner is None or name.startswith("__"):
                 raise
             return getattr(inner, name)
+
+
+def copy_on_ranks(wrapper: Any, memo: dict[int, Any], *same: Any) -> Any:
+    """For `__deepcopy__`: a copy that shares with the wrapper what is the `same`, as groups are."""
+    for each in same:
+        memo[id(each)] = each
+    memo[id(wrapper)] = copied = wrapper.__class__.__new__(wrapper.__class__)
+    copied.__setstate__(copy.deepcopy(vars(wrapper), memo))
+    return copied
 
 
 def _without_prefix(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:

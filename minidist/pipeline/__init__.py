@@ -16,7 +16,7 @@ stages). Lesson: layer_splitting.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from minidist.common import agree
 from minidist.common.groups import require_group
 from minidist.common.norm import clip_grad_norm_
 from minidist.common.replicas import broadcast_state, require_same_model
-from minidist.common.wrapper import Wrapper
+from minidist.common.wrapper import Wrapper, copy_on_ranks
 from minidist.pipeline.balance import balance_by_cost, balance_by_parameters
 from minidist.pipeline.executor import Executor
 from minidist.pipeline.instructions import Instruction, Schedule
@@ -42,7 +42,7 @@ from minidist.pipeline.schedules import (
     with_messages,
 )
 from minidist.pipeline.simulate import Prediction, Span, simulate
-from minidist.pipeline.stage import Layers, Stage, keywords_of
+from minidist.pipeline.stage import Layers, Stage, StageLayers, keywords_of
 from minidist.pipeline.ties import find_ties, summed
 from minidist.pipeline.transfers import Transfers
 from minidist.pipeline.validate import ScheduleError, validate
@@ -80,6 +80,9 @@ class Pipeline(Wrapper):
         the number of stages: the number of ranks, or for "interleaved" a multiple (None: twice).
     process_group: the ranks that take part; None is the default group.
     recompute: keep a stage's inputs only, and compute its activations again for backward.
+    wrap: a strategy along another axis of a mesh, such as FullyShardedDataParallel. It is given
+        the layers of each stage, and what it returns is run in their place. Then no parameter can
+        be in two stages, and "zero_bubble" is not for strategies that wait for backward.
 
     A layer takes what the one before it gives, as in any nn.Sequential: a tensor, or tensors and
     plain values in tuples, lists and dicts; tensors of whole numbers and masks get no gradient.
@@ -108,6 +111,7 @@ class Pipeline(Wrapper):
         balance: Sequence[int] | None = None,
         process_group: dist.ProcessGroup | None = None,
         recompute: bool = False,
+        wrap: Callable[[nn.Module], nn.Module] | None = None,
     ) -> None:
         group = require_group(process_group, "Pipeline")
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -125,7 +129,11 @@ class Pipeline(Wrapper):
         layers = list(module._modules.items())  # by name: a layer that comes twice has two
         stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
         ties = find_ties([m for _, m in layers], [plan.rank_of(stage) for stage in stage_of])
-        stages = {stage: nn.Sequential() for stage in range(rank, plan.stages, ranks)}
+        if wrap is not None and ties:
+            raise ValueError(
+                "a parameter that several stages share cannot be in a strategy of each"
+            )
+        stages = {stage: StageLayers() for stage in range(rank, plan.stages, ranks)}
         own = nn.Sequential()
         # Of each stage, here or on another rank: the keyword arguments that its layers take.
         keywords = [set[str]() for _ in counts]
@@ -138,10 +146,13 @@ class Pipeline(Wrapper):
         self.process_group, self.schedule, self.balance = group, plan, counts
         # Of the last step or evaluation: what this rank did, and when (on a GPU: queued).
         self.trace: list[Span] = []
+        later = [set[str]().union(*keywords[stage + 1 :]) for stage in range(plan.stages)]
         self._layers = {
-            stage: Layers(sequence, set[str]().union(*keywords[stage + 1 :]))
+            stage: Layers(sequence if wrap is None else wrap(sequence), later[stage])
             for stage, sequence in stages.items()
         }
+        # What `wrap` has made of each stage.
+        self.wrapped = [layers.module for layers in self._layers.values()]
         self._recompute, self._names = recompute, list(module.state_dict())
         self._ties = [tie for tie in ties if rank in tie.ranks]
         # Parameters of ours that another rank has too, and counts in norms.
@@ -241,12 +252,8 @@ class Pipeline(Wrapper):
             own.pop(name, None)
         return super().load_state_dict(own, *args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Pipeline":
-        for same in (self.process_group, self.schedule):
-            memo[id(same)] = same
-        memo[id(self)] = copied = self.__class__.__new__(self.__class__)
-        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
-        return copied
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy_on_ranks(self, memo, self.process_group, self.schedule)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

@@ -1,4 +1,4 @@
-"""Where to cut a model (lesson 5): stages of equal cost, as nearly as whole layers allow."""
+"""Where to cut a model: stages of equal cost, as nearly as whole layers allow."""
 
 import time
 from collections.abc import Sequence
@@ -13,7 +13,10 @@ from torch import nn
 
 def balance_by_parameters(module: nn.Sequential, stages: int) -> list[int]:
     """How many layers each stage takes, so that the largest stage has the fewest parameters.
-    Raises ValueError if there are fewer layers than stages. Lesson 5."""
+    Raises ValueError if there are fewer layers than stages.
+
+    Lesson: layer_splitting
+    """
     return balance([sum(p.numel() for p in layer.parameters()) for layer in module], stages)
 
 
@@ -23,7 +26,8 @@ def balance_by_cost(
     stages: int,
     process_group: dist.ProcessGroup | None = None,
 ) -> list[int]:
-    """How many layers each stage takes, so that the slowest stage is as fast as can be. Lesson 5.
+    """How many layers each stage takes, so that the slowest stage is as fast as can be.
+    Lesson: layer_splitting
 
     Each layer's forward pass is timed on `example`, a micro-batch of inputs. Where there is a
     process group, all its ranks call this, and take the mean of their times: they must cut alike.

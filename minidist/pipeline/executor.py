@@ -23,7 +23,7 @@ from minidist.pipeline.opening import Batch
 from minidist.pipeline.outlines import Outline
 from minidist.pipeline.simulate import Span
 from minidist.pipeline.stage import Gradients, Stage
-from minidist.pipeline.transfers import Arrival, Transfers
+from minidist.pipeline.transfers import Transfers, Travelling
 
 Place = tuple[int, int]  # a stage and a micro-batch
 
@@ -46,9 +46,9 @@ class Executor:
     ) -> None:
         self._stages, self._last = stages, last
         self._transfers, self._batch = transfers, batch
-        self._coming: dict[Place, Arrival] = {}  # activations
+        self._coming: dict[Place, Travelling] = {}  # activations
         self._made: dict[Place, list[torch.Tensor] | None] = {}  # activations; None: failed
-        self._coming_back: dict[Place, Arrival] = {}  # gradients
+        self._coming_back: dict[Place, Travelling] = {}  # gradients
         self._found: dict[Place, Gradients | None] = {}  # gradients
         self.losses: list[torch.Tensor] = []
         self.outputs: list[Any] = []
@@ -101,7 +101,7 @@ class Executor:
         if stage == 0:
             inputs = self._batch.inputs[i]
         else:
-            came = self._coming.pop((stage, i)).wait()
+            came = self._transfers.take(self._coming.pop((stage, i)))
             inputs = self._outline(stage - 1, i).put_together(came)
         made = self._compute(self._output if stage == self._last else self._activation, i, inputs)
         if stage < self._last:
@@ -117,9 +117,10 @@ class Executor:
         self._compute(self._stages[stage].backward_weights, i)
 
     def _go_back(self, stage: int, i: int, way: Callable[[int, Gradients], Gradients]) -> None:
-        a_loss: Gradients = [None]
-        came = a_loss if stage == self._last else [*self._coming_back.pop((stage, i)).wait()]
-        found = self._compute(way, i, came)
+        gradients: Gradients = [None]  # that of a loss is 1
+        if stage < self._last:
+            gradients = [*self._transfers.take(self._coming_back.pop((stage, i)))]
+        found = self._compute(way, i, gradients)
         if stage > 0:
             self._found[stage, i] = found
 

@@ -1,8 +1,8 @@
-"""A schedule is data: for each rank, the list of what it does in one training step (lesson 5).
+"""A schedule is data: for each rank, the list of what it does in one training step .
 
 The model is cut into stages, and the batch into micro-batches. Stage s lives on rank s modulo the
 number of ranks, so the neighbours of a stage are on the neighbouring ranks. Nothing here computes:
-the same lists are checked (`validate`), timed (`simulate`), drawn, and run (`worker`).
+the same lists are checked (`validate`), timed (`simulate`), drawn, and run (`executor`).
 """
 
 from dataclasses import dataclass, field

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 
 def rows_of(total: int, microbatches: int) -> list[int]:
@@ -15,13 +15,7 @@ def rows_of(total: int, microbatches: int) -> list[int]:
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """The tensors in nested tuples, lists and dicts, in torch's order."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if type(tree) in (tuple, list, dict):  # several times as fast as torch's function
-        parts = tree.values() if isinstance(tree, dict) else tree
-        return [tensor for part in parts for tensor in tensors_of(part)]
-    leaves, _ = tree_flatten(tree)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def count_rows(inputs: Any) -> int:

@@ -1,4 +1,4 @@
-"""A forward pass that is computed a second time, for backward (lessons 5 and 10)."""
+"""A forward pass that is computed a second time, for backward."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager

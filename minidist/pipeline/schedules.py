@@ -1,4 +1,4 @@
-"""Five schedules (lesson 5). Each is a pure function from numbers to lists of instructions.
+"""Five schedules. Each is a pure function from numbers to lists of instructions.
 
 With p ranks, m micro-batches and v stages a rank, where backward takes twice as long as forward:
 
@@ -33,7 +33,10 @@ Order = list[Compute]  # what one rank computes, without messages
 
 
 def naive(ranks: int, microbatches: int) -> Schedule:
-    """One micro-batch at a time, so one rank at a time. Lesson 5."""
+    """One micro-batch at a time, so one rank at a time.
+
+    Lesson: layer_splitting
+    """
 
     def order(rank: int) -> Order:
         return [step(rank, i) for i in range(microbatches) for step in (Forward, Backward)]
@@ -42,7 +45,10 @@ def naive(ranks: int, microbatches: int) -> Schedule:
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
-    """All forward passes, then all backward passes (Huang et al., arXiv 1811.06965). Lesson 5."""
+    """All forward passes, then all backward passes (Huang et al., arXiv 1811.06965).
+
+    Lesson: layer_splitting
+    """
 
     def order(rank: int) -> Order:
         return [step(rank, i) for step in (Forward, Backward) for i in range(microbatches)]
@@ -53,7 +59,10 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     """As few forward passes as fill the pipeline, then one forward, one backward in turns
     (Narayanan et al., arXiv 1806.03377). Idle as long as GPipe, it keeps fewer activations: those
-    of min(m, p-r) micro-batches on rank r. Lesson 5."""
+    of min(m, p-r) micro-batches on rank r.
+
+    Lesson: layer_splitting
+    """
 
     def order(rank: int) -> Order:
         forwards = [Forward(rank, i) for i in range(microbatches)]
@@ -65,7 +74,8 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
 
 def interleaved(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """1F1B with several smaller stages on each rank: the pipeline fills v times as fast, for v
-    times as many messages (Narayanan et al., arXiv 2104.04473). Lesson 5.
+    times as many messages (Narayanan et al., arXiv 2104.04473).
+    Lesson: layer_splitting
 
     Micro-batches go in groups of p through a rank's first stage, then through its second, …
     Raises ValueError unless there are 2 ranks or more, and `microbatches` is a multiple of them.
@@ -98,7 +108,10 @@ def interleaved(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sche
 def zero_bubble(ranks: int, microbatches: int) -> Schedule:
     """1F1B with the gradients for weights put off into what was idle time: ZB-H1 (Qi et al., arXiv
     2401.10241). Rank r puts off those of r micro-batches, and so every rank keeps the activations
-    of min(m, p), no more than the first rank of 1F1B. Lesson 5."""
+    of min(m, p), no more than the first rank of 1F1B.
+
+    Lesson: layer_splitting
+    """
 
     def order(rank: int) -> Order:
         done: Order = []

@@ -1,5 +1,4 @@
-"""When each rank would do what, if computations took so long and messages went over such a link
-(lesson 5)."""
+"""When each rank would do what, if computations took so long and messages went over such a link."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,7 +60,8 @@ def simulate(
     nbytes: float = 0.0,
     nodes: int = 1,
 ) -> Prediction:
-    """Predict a training step. Lesson 5.
+    """Predict a training step.
+    Lesson: layer_splitting
 
     forward, backward_inputs, backward_weights: of one micro-batch, in any unit of time; a number
         for every stage, or one for each. A whole backward takes as long as both its parts.

@@ -1,4 +1,4 @@
-"""Backward in two parts, without doing anything twice (lesson 5).
+"""Backward in two parts, without doing anything twice.
 
 Autograd's graph leads from the outputs y back to the inputs x and to the weights. Take an affine
 layer y = x Wᵀ. Its node gets dy, and computes two products:

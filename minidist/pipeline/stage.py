@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Set
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,21 +20,30 @@ Gradients = list[torch.Tensor | None]
 Finish = Callable[[Any, dict[str, Any]], Any]  # what is made of outputs and keyword arguments
 
 
+class StageLayers(nn.Sequential):
+    """Layers, one after another. Each takes what the one before it gives, and of the keyword
+    arguments those that its `forward` names."""
+
+    @cached_property
+    def _names(self) -> list[set[str]]:
+        return [keywords_of(layer) for layer in self]
+
+    def forward(self, input: Any, **kwargs: Any) -> Any:
+        for layer, names in zip(self, self._names, strict=True):
+            own = {n: v for n, v in kwargs.items() if n in names} if kwargs else kwargs
+            input = layer(input, **own)
+        return input
+
+
 class Layers:
-    """The layers of a stage, one after another. Each takes what the one before it gives, and of the
-    keyword arguments those that its `forward` names.
+    """What a stage runs. module: its layers, or a strategy around them. later: the keyword
+    arguments that a layer of a later stage takes."""
 
-    later: the keyword arguments that a layer of a later stage takes.
-    """
-
-    def __init__(self, layers: nn.Sequential, later: Set[str] = frozenset()) -> None:
-        self.sequence, self._later = layers, later
-        self._names = [keywords_of(layer) for layer in layers]
+    def __init__(self, module: nn.Module, later: Set[str] = frozenset()) -> None:
+        self.module, self._later = module, later
 
     def __call__(self, x: Any, kwargs: dict[str, Any]) -> Any:
-        for layer, names in zip(self.sequence, self._names, strict=True):
-            x = layer(x, **{n: v for n, v in kwargs.items() if n in names}) if kwargs else layer(x)
-        return x
+        return self.module(x, **kwargs)
 
     def onward(self, y: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """What goes to the next stage."""
@@ -42,7 +52,7 @@ class Layers:
     def rehearse(self, inputs: tuple[Any, dict[str, Any]]) -> Any:
         """What would go to the next stage. Random numbers, buffers and the inputs stay as they
         are."""
-        with Replay(self.sequence, tensors_of(inputs)).same_again():
+        with Replay(self.module, tensors_of(inputs)).same_again():
             x, kwargs = tree_map_only(torch.Tensor, torch.clone, inputs)
             return self.onward(self(x, kwargs), kwargs)
 
@@ -96,7 +106,7 @@ class Stage:
             kept = _keep(inputs, made)
             self._kept[microbatch] = lambda: kept
             return made
-        replay = Replay(self.layers.sequence, tensors_of(inputs))
+        replay = Replay(self.layers.module, tensors_of(inputs))
 
         def again() -> _Kept:
             with replay.same_again():
@@ -144,9 +154,6 @@ def _entered(inputs: tuple[Any, Any]) -> tuple[Any, Any]:
     def enter(x: torch.Tensor) -> torch.Tensor:
         return _Enter.apply(x) if x.requires_grad and x.is_leaf else x
 
-    x, kwargs = inputs
-    if isinstance(x, torch.Tensor) and not kwargs:  # mostly, and faster
-        return enter(x), kwargs
     return tree_map_only(torch.Tensor, enter, inputs)
 
 

@@ -1,4 +1,4 @@
-"""Parameters that stages on several ranks share (lesson 5), as a first layer and a last one do.
+"""Parameters that stages on several ranks share, as a first layer and a last one do.
 
 Each rank that uses such a parameter has a copy, and finds a part of its gradient. The sum of these
 parts is the gradient of them all, so that copies that were equal stay equal.

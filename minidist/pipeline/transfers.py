@@ -15,18 +15,8 @@ from minidist.collectives.peers import TAG, Peers, as_bytes
 from minidist.pipeline.outlines import TensorSpec
 
 Works = list[dist.Work | None]
+Travelling = tuple[list[torch.Tensor], Works]  # tensors on their way, and how to wait for them
 IN_FLIGHT = 2  # messages to one rank: as long as they travel, they take memory
-
-
-class Arrival:
-    """Tensors that are on their way to this rank."""
-
-    def __init__(self, tensors: list[torch.Tensor], works: Works) -> None:
-        self._tensors, self._works = tensors, works
-
-    def wait(self) -> list[torch.Tensor]:
-        _wait(self._works)
-        return self._tensors
 
 
 class Transfers:
@@ -34,8 +24,7 @@ class Transfers:
 
     def __init__(self, peers: Peers, device: torch.device) -> None:
         self._peers, self._device = peers, device
-        self._leaving: dict[int, deque[tuple[list[torch.Tensor], Works]]]
-        self._leaving = defaultdict(deque)
+        self._leaving: dict[int, deque[Travelling]] = defaultdict(deque)
 
     def send(
         self, tensors: Sequence[torch.Tensor | None] | None, specs: Sequence[TensorSpec], stage: int
@@ -53,12 +42,17 @@ class Transfers:
         if len(leaving) > IN_FLIGHT:
             _wait(leaving.popleft()[1])
 
-    def expect(self, specs: Sequence[TensorSpec], stage: int) -> Arrival:
+    def expect(self, specs: Sequence[TensorSpec], stage: int) -> Travelling:
         """Let tensors come in that look like `specs`, from the rank of a stage."""
         group, source = self._peers.group, stage % self._peers.size
         tensors = [spec.empty(self._device) for spec in specs]
         works = [dist.irecv(x, group=group, group_src=source, tag=TAG) for x in _bytes(tensors)]
-        return Arrival(tensors, works)
+        return tensors, works
+
+    def take(self, coming: Travelling) -> list[torch.Tensor]:
+        """Wait for tensors that are expected."""
+        _wait(coming[1])
+        return coming[0]
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived."""

@@ -1,4 +1,4 @@
-"""Is a schedule one that ranks can run? (lesson 5) Found out from the lists alone."""
+"""Is a schedule one that ranks can run? Found out from the lists alone."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -26,7 +26,8 @@ class ScheduleError(ValueError):
 
 
 def validate(schedule: Schedule, in_flight: Sequence[int] | None = None) -> None:
-    """Raise ScheduleError unless the schedule trains every stage on every micro-batch. Lesson 5.
+    """Raise ScheduleError unless the schedule trains every stage on every micro-batch.
+    Lesson: layer_splitting
 
     - Each rank does what its stages have to do, each once: a forward, and a backward in one part
       or in two, with the messages that they need and make possible.

@@ -101,8 +101,8 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     for place, layer in model.named_modules():
         if isinstance(layer, ParallelLayer):
             prefix = f"{place}." if place else ""
-            for name in layer.state_dict():
-                del state[prefix + name]
+            for name in layer.state_dict(prefix=prefix):
+                del state[name]
             for name, tensor in layer.to_dense().state_dict().items():
                 state[prefix + name] = tensor
     return state
@@ -120,8 +120,7 @@ def load_full_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
             names = [name for name in dense.state_dict() if prefix + name in shards]
             dense.load_state_dict({name: shards.pop(prefix + name) for name in names}, assign=True)
             layer.take(dense)
-            for name, tensor in layer.state_dict().items():
-                shards[prefix + name] = tensor
+            shards |= layer.state_dict(prefix=prefix)
             for name, parameter in own.items():
                 setattr(layer, name, parameter)  # an optimizer and a tied layer know this one
     model.load_state_dict(shards)
