@@ -9,7 +9,6 @@ To read, in this order:
     buckets    gradients travel together, in few messages
     reducer    the buckets leave while backward still computes
     ddp        the wrapper: what happens before and after a forward pass
-
     watch      when a backward pass begins and ends
 
 A step is in the last four of these. The edges: `join` (ranks with different numbers of batches),

@@ -19,7 +19,6 @@ To read, in this order:
     messages            the two collectives, begun now and waited for later
     sharded_optimizer   stage 1: a step
     shard_reducer       stage 2: gradients go to their owner while backward still computes
-
     sharded_ddp         the wrapper of stage 2
 
 A step of stage 2 is in the last four of these, on top of the buckets of DistributedDataParallel.
