@@ -11,6 +11,8 @@ block, computes its forward pass again, and has the rest for as long as it is in
 So of n equal layers in √n wrapped segments, 2√n layers' worth is in memory at once, not n.
 Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174).
 
+`NaiveCheckpoint` is the idea. `checkpoint_wrapper` also takes modules with any inputs and outputs,
+draws the same random numbers again, and sees what was changed in between.
 It is written with the hooks that autograd offers for what it saves, after torch.utils.checkpoint
 (use_reentrant=False): the first pass builds its graph as ever, but with a place holder for each
 tensor; the first place holder that backward asks for fills them all. So autograd itself runs only
@@ -28,6 +30,29 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from minidist.common.wrapper import Wrapper
 from minidist.pipeline.replay import Replay
+
+
+class NaiveCheckpoint(torch.autograd.Function):
+    """Keep x, and compute the rest again. Lesson: memory_savers.
+
+    y = NaiveCheckpoint.apply(x, module)    # instead of module(x); x needs a gradient
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, module: nn.Module) -> torch.Tensor:
+        ctx.module = module
+        ctx.save_for_backward(x)
+        output: torch.Tensor = module(x)  # here autograd is off, and keeps nothing
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.module(x)  # this time autograd keeps what it needs, until the next line
+        output.backward(grad)
+        return x.grad, None
 
 
 class CheckpointWrapper(Wrapper):

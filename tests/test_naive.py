@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import minidist as md
+from minidist.checkpointing import NaiveCheckpoint
 from minidist.distributed_data_parallel.naive import NaiveDDP
 from minidist.fully_sharded.naive import NaiveFullySharded
 from minidist.offload.naive import NaiveOffload
@@ -124,9 +125,33 @@ def offload():
     return apart(dict(model.named_parameters()), one_process([dist.get_rank()]))
 
 
-@pytest.mark.parametrize(
-    "idea", [ddp, zero, fully_sharded, tensor_parallel, gradient_of_the_input, offload]
-)
+def checkpointing():
+    """Equal gradients; and of two blocks autograd keeps the two inputs alone."""
+    blocks = [nn.Sequential(net(seed), nn.Linear(2, 4).double()) for seed in range(2)]
+    weights = [p for block in blocks for p in block.parameters()]
+    gradients, saved = [], []
+
+    def save(tensor):
+        saved.append(tensor)
+        return tensor
+
+    for apply in (lambda x, block: block(x), NaiveCheckpoint.apply):
+        x = batch(dist.get_rank(), 0)[0].requires_grad_()
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+            y = apply(apply(x, blocks[0]), blocks[1])
+        y.square().sum().backward()
+        gradients.append({str(i): t.grad for i, t in enumerate([x, *weights])})
+        for weight in weights:
+            weight.grad = None
+    assert len(saved) == 2
+    return apart(gradients[1], gradients[0])
+
+
+IDEAS = ddp, zero, fully_sharded, tensor_parallel, gradient_of_the_input, offload, checkpointing
+
+
+@pytest.mark.parametrize("idea", IDEAS)
 def test_the_idea_trains_as_one_process_does(ranks, idea):
     assert ranks(idea) == [[]] * RANKS
 

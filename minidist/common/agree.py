@@ -9,8 +9,8 @@ from torch.utils._pytree import tree_map
 
 
 def raise_on_every_rank(group: dist.ProcessGroup, problem: Exception | None) -> None:
-    """Every rank of the group calls this. Raises on each of them the first rank's problem, if any
-    has one: a ValueError or a TypeError as such, all others as RuntimeError."""
+    """Every rank of the group calls this. If any rank has a problem, all of them raise that of the
+    first such rank: a ValueError or a TypeError as such, any other as RuntimeError."""
     pass_on(group, _named(problem))
 
 
@@ -20,8 +20,8 @@ def raise_along(groups: Sequence[dist.ProcessGroup], problem: Exception | None) 
 
 
 def pass_on(group: dist.ProcessGroup, problem: Exception | None) -> None:
-    """The same for a problem that `raise_on_every_rank` has raised, in another group: it has the
-    name of its rank already."""
+    """The same for a problem that `raise_on_every_rank` has raised in another group: its message
+    names the rank already."""
     mine = None if problem is None else (_kind(problem), str(problem))
     for told in gather(group, mine):
         if told is not None:

@@ -1,8 +1,9 @@
 """Parameters that changed after a strategy has taken them: one guard for all strategies.
 
 A strategy averages, shards or cuts the parameters that it found when it wrapped the module. A
-parameter that comes later would train on each rank alone, and replicas would part without a word.
-An optimizer that still has a parameter of before would train nothing. Both are refused by name.
+parameter that is added later would train on each rank alone, and the replicas would drift apart
+without a word. An optimizer with a parameter that was replaced would train nothing. Both raise an
+error that names the parameter.
 """
 
 from collections.abc import Iterable, Iterator
@@ -84,8 +85,8 @@ def _tell(kind: tuple[Any, ...]) -> str:
 
 
 class Abandoned(nn.Parameter):
-    """What becomes of a parameter in whose place a strategy has put shards. An optimizer that was
-    made before has it still, and would pass over it, step after step, without a word."""
+    """A parameter that a strategy has replaced by shards. An optimizer that was made before still
+    has it, and would pass over it at each step without a word."""
 
     why: str
 
@@ -96,7 +97,7 @@ class Abandoned(nn.Parameter):
 
 
 def abandon(parameter: nn.Parameter, why: str) -> None:
-    """Free a parameter that the module has no more. Who asks for its gradient is told `why`."""
+    """Free a parameter that the module no longer has. Its `.grad` then raises an error: `why`."""
     parameter.data = parameter.data.new_empty(0)
     parameter.grad = None
     parameter.__class__ = Abandoned
@@ -104,7 +105,7 @@ def abandon(parameter: nn.Parameter, why: str) -> None:
 
 
 def abandon_replaced(before: Iterable[nn.Parameter], module: nn.Module, why: str) -> None:
-    """Abandon those of the parameters that `module` had before and has no more."""
+    """Abandon those parameters that `module` had before and no longer has."""
     kept = set(module.parameters())
     for parameter in before:
         if parameter not in kept:

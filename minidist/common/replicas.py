@@ -13,7 +13,7 @@ from torch import nn
 
 from minidist.common.groups import require_group as require_group  # its place of before
 
-CHUNK = 25 * 2**20  # bytes of one message, as torch has it: large, and soon given back
+CHUNK = 25 * 2**20  # bytes of one message, as torch has it: large, and freed soon
 
 
 def require_same_model(module: nn.Module, group: dist.ProcessGroup) -> None:

@@ -1,7 +1,7 @@
-"""What every strategy of the course is to its user: the module that it wraps, and then some.
+"""A module around a module: what each strategy is to its user.
 
-Each strategy wraps a module. A checkpoint must not tell which one was in use: the names in
-`state_dict()` are those of the bare module, so it loads in any other strategy, and without one.
+A checkpoint must not depend on the strategy. So the names in `state_dict()` are those of the bare
+module, and the checkpoint loads in any other strategy, and without one.
 """
 
 import copy

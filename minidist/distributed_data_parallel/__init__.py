@@ -9,9 +9,10 @@ To read, in this order:
     buckets    gradients travel together, in few messages
     reducer    the buckets leave while backward still computes
     ddp        the wrapper: what happens before and after a forward pass
+    watch      when a backward pass begins and ends
 
-And the edges: `watch` (when does a backward pass begin and end), `join` (ranks with different
-numbers of batches), `arguments` (torch's), `hooks` (gradients of 16 bits).
+A step is in the last four of these. The edges: `join` (ranks with different numbers of batches),
+`arguments` (torch's), `hooks` (gradients of 16 bits).
 Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (arXiv
 2006.15704). Lesson: distributed_data_parallel.
 """

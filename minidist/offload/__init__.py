@@ -8,9 +8,9 @@ the host's, which has more memory and a processor of its own:
     host:    4 of its own copy of the parameter, 4 of the gradient, 8 of two optimizer states
     between: 4 of the gradient and 4 of the parameter on their way down, 4 of the new one back up
 
-In 16 bits the device has 2 + 2, and the host keeps its copy and its states in float32. (The paper
-sends no parameter down. Ours does: between two steps others may change it, by a clamp, a broadcast
-or a checkpoint, and no counter tells of each way to do so.)
+In 16 bits the device has 2 + 2, and the host keeps its copy and its states in float32. (The
+paper sends no parameter down. Ours does: a clamp, a broadcast or a checkpoint may change it between
+two steps, and torch does not count every such change.)
 Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (arXiv 2101.06840), sections
 3 and 4.
 

@@ -32,27 +32,27 @@ def on_host() -> Iterator[None]:
 
 
 def put_on_host(tensors: Any) -> None:
-    """From now on these tensors, in any nesting, are in the host's memory. For those that were
-    made outside of any `Budget`; a real device needs no such word. Lesson: memory_savers."""
+    """Count these tensors, in any nesting, as the host's from now on. Use it for tensors that were
+    made outside of any `Budget`. With a real device it is not needed. Lesson: memory_savers."""
     for storage in storages(tensors):
         storage.on_host = True  # type: ignore[attr-defined]
 
 
 class Budget(MemoryTracker):
-    """A device with `nbytes` of memory, for a `with` block: who asks for more gets `OutOfMemory`,
-    with the table of who holds what. Lesson: memory_savers.
+    """A device with `nbytes` of memory, for a `with` block. An allocation beyond that raises
+    `OutOfMemory`, with a table of what holds the memory. Lesson: memory_savers.
 
         with md.offload.Budget(2_000_000, model, optimizer) as device:
             train(model, optimizer)
         print(device.peak)
 
-    Everything else is as with `md.measure.MemoryTracker`: what counts, and what is measured. Only
-    that here what is on the host, by `on_host` or `put_on_host`, does not count, even where both
-    are one memory. A real device may be given a budget as well, below its own.
+    Everything else is as with `md.measure.MemoryTracker`: what counts, and what is measured. But
+    what is on the host, by `on_host` or `put_on_host`, does not count, even if host and device are
+    one memory. A real device can have a budget too, below its own.
 
     Raises `OutOfMemory` at the allocation that would be too much; before the block, if model and
-    optimizer are already. It leaves things as an error of the device does: the tensor is not there,
-    and the op that asked for it has not returned.
+    optimizer are too large already. As with a device's own error, the tensor is not made, and the
+    op that asked for it does not return.
     """
 
     def __init__(

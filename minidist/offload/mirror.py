@@ -8,9 +8,9 @@ from torch import nn
 from minidist.offload.budget import OutOfMemory, on_host, put_on_host
 
 
-class Lane:
-    """The copies between a device and the host: in order, beside what the device computes. On a
-    CPU torch's streams are there, and do nothing."""
+class CopyStream:
+    """Copies between a device and the host, one after the other, while the device computes. On a
+    CPU torch's streams do nothing."""
 
     def __init__(self, device: torch.device) -> None:
         found: Any = torch.get_device_module(device)
@@ -18,7 +18,7 @@ class Lane:
         self._device, self._stream = device, self._module.Stream(device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Begin to copy, when the device has computed `source`."""
+        """Begin to copy as soon as the device has computed `source`."""
         self._stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._stream):
             target.copy_(source, non_blocking=True)
@@ -26,22 +26,22 @@ class Lane:
             source.record_stream(self._stream)  # its memory is not to be used again before
 
     def host_waits(self) -> None:
-        """Until all copies so far are there."""
+        """Wait until all copies so far have arrived."""
         event = self._module.Event()
         event.record(self._stream)
         event.synchronize()
 
     def device_waits(self) -> None:
-        """What the device is told to compute from now on comes after the copies so far."""
+        """What the device computes from now on waits for the copies so far."""
         self._module.current_stream(self._device).wait_stream(self._stream)
 
 
 class Mirror:
-    """The host's side of one parameter. `master`, a parameter too, is what the optimizer trains:
-    in float32, if the device has 16 bits. `buffer`, in the device's dtype, is what travels."""
+    """The host's side of one parameter. The optimizer trains `master`, a parameter too: in float32
+    if the device has 16 bits. What travels goes through `buffer`, in the device's dtype."""
 
-    def __init__(self, parameter: nn.Parameter, lane: Lane) -> None:
-        self.parameter, self.lane = parameter, lane
+    def __init__(self, parameter: nn.Parameter, stream: CopyStream) -> None:
+        self.parameter, self.stream = parameter, stream
         narrow = parameter.dtype in (torch.float16, torch.bfloat16)
         self.buffer = _empty(parameter, parameter.dtype)
         self.master = nn.Parameter(
@@ -49,20 +49,20 @@ class Mirror:
             requires_grad=parameter.requires_grad,
         )
         self.gradients = 0  # that have been added up in the buffer
-        self._sent = False  # whether the parameter has last been made of the master
+        self._sent = False  # whether the parameter was last written from the master
 
     def receive(self, gradient: torch.Tensor) -> None:
-        """Begin to fetch a gradient, to add it to those that are here."""
+        """Begin to fetch a gradient, and add it to those that are here."""
         target = _empty(self.buffer, self.buffer.dtype) if self.gradients else self.buffer
-        self.lane.copy(target, gradient)
+        self.stream.copy(target, gradient)
         if target is not self.buffer:
-            self.lane.host_waits()
+            self.stream.host_waits()
             self.buffer += target
         self.gradients += 1
-        self.master.grad = None  # it has been shown less
+        self.master.grad = None  # it lacks this gradient
 
     def show_gradient(self) -> None:
-        """Give the master what has been fetched. The copies must be there."""
+        """Give the master the gradients that have been fetched. The copies must have arrived."""
         if self.gradients and self.master.grad is None:
             with on_host():
                 self.master.grad = self.buffer.to(self.master.dtype)
@@ -72,18 +72,18 @@ class Mirror:
         self.gradients, self.master.grad = 0, None
 
     def read(self) -> None:
-        """Begin to let the master follow the parameter: another checkpoint, an average, a clamp, a
-        broadcast may have changed it. `p.data.clamp_()` leaves no trace, so it is read each time: a
-        copy of the parameter more travels to the host. In 16 bits, an element that is as it was
-        sent keeps the bits that only the host has.
+        """Begin to copy the parameter to the master: a checkpoint, an average, a clamp or a
+        broadcast may have changed it. `p.data.clamp_()` leaves no trace, so it is read each time,
+        at the price of one more copy to the host. In 16 bits, an element that is as it was sent
+        keeps the bits that only the host has.
         """
         master, source = self.master.detach(), self.parameter.detach()
         if master.dtype == source.dtype:
-            self.lane.copy(master, source)
+            self.stream.copy(master, source)
             return
         now = _empty(self.parameter, source.dtype)
-        self.lane.copy(now, source)
-        self.lane.host_waits()
+        self.stream.copy(now, source)
+        self.stream.host_waits()
         if not self._sent:
             master.copy_(now)
             return
@@ -96,16 +96,16 @@ class Mirror:
         source = self.master.detach()
         if source.dtype != self.buffer.dtype:
             source = self.buffer.copy_(source)  # here, so that it travels in half the bytes
-        self.lane.copy(self.parameter, source)
+        self.stream.copy(self.parameter, source)
         self._sent = True
 
     def forget(self) -> None:
-        """Whatever the master is, the parameter counts."""
+        """At the next step take the parameter, whatever the master is."""
         self._sent = False
 
     def require_unchanged(self) -> None:
         """Raises RuntimeError if the parameter is another kind of tensor than it was."""
-        gradient = self.parameter.grad  # raises for one that a strategy has put shards in place of
+        gradient = self.parameter.grad  # raises for one that a strategy has replaced by shards
         if (self.parameter.dtype, self.parameter.shape) != (self.buffer.dtype, self.buffer.shape):
             raise RuntimeError(
                 "a parameter has been converted since the optimizer was made. Change a model "

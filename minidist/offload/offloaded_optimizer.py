@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from minidist.offload.budget import on_host, put_on_host
-from minidist.offload.mirror import Lane, Mirror
+from minidist.offload.mirror import CopyStream, Mirror
 from minidist.zero.optimizer_states import require_states_of
 
 
@@ -29,14 +29,14 @@ class OffloadedOptimizer(Optimizer):
     params: as for any optimizer: parameters, pairs of name and parameter, or groups.
     optimizer_class: the optimizer that takes the step; defaults: its options.
 
-    `state` and `state_dict()` are those of the bare optimizer, on the CPU, and load in it. The
-    parameters count, not their copies: what changes them between two steps is seen. (What 16 bits
-    do not show of a copy is in no checkpoint.) `shards` are the copies; in their `.grad` is what
-    `receive_in_backward` has fetched.
+    `state` and `state_dict()` are those of the bare optimizer, on the CPU, and load in it. Each
+    step begins with the parameters, so a change of them between two steps is seen. (The bits of a
+    float32 copy that 16 bits cannot hold are in no checkpoint.) `shards` are the copies; their
+    `.grad` is what `receive_in_backward` has fetched.
 
     Raises TypeError for an optimizer_class that is none; `OutOfMemory` if the host has no room:
-    here, for copies and gradients, or in the first step, for the states. Parameters and states are
-    then what they were before.
+    here for copies and gradients, or in the first step for the states. Parameters and states then
+    stay as they were.
     Lesson: memory_savers.
     """
 
@@ -44,7 +44,7 @@ class OffloadedOptimizer(Optimizer):
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
             raise TypeError(f"optimizer_class must be an optimizer, not {optimizer_class!r}")
         self._mirrors: dict[nn.Parameter, Mirror] = {}
-        self._lanes: dict[torch.device, Lane] = {}
+        self._streams: dict[torch.device, CopyStream] = {}
         self._inner: Any = None  # it trains the masters
         super().__init__(params, defaults)
         self._inner = optimizer_class(self._mirrored(), **defaults)
@@ -67,9 +67,9 @@ class OffloadedOptimizer(Optimizer):
         super().add_param_group(param_group)
         try:
             for parameter in self.param_groups[-1]["params"]:
-                if parameter.device not in self._lanes:
-                    self._lanes[parameter.device] = Lane(parameter.device)
-                self._mirrors[parameter] = Mirror(parameter, self._lanes[parameter.device])
+                if parameter.device not in self._streams:
+                    self._streams[parameter.device] = CopyStream(parameter.device)
+                self._mirrors[parameter] = Mirror(parameter, self._streams[parameter.device])
             if self._inner is not None:
                 self._inner.add_param_group(self._mirrored()[-1])
                 self._take_options()
@@ -87,12 +87,12 @@ class OffloadedOptimizer(Optimizer):
     # ---- gradients -------------------------------------------------------------------------
 
     def receive_in_backward(self) -> None:
-        """From now on a gradient leaves the device as soon as backward has made it, and `.grad`
+        """From now on each gradient leaves the device as soon as backward has made it, and `.grad`
         stays None: the device never holds all of them. Gradients of several backward passes add up
-        on the host, and a step uses them up.
+        on the host until the next step.
 
-        For one process, or a stage of a pipeline: an average over ranks is complete only after
-        backward, and `step` then fetches it. Raises RuntimeError if a wrapper waits for a
+        This is for one process, or a stage of a pipeline. An average over ranks is complete only
+        after backward; `step` fetches that. Raises RuntimeError if a wrapper waits for a
         parameter's gradient.
         """
         if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self._mirrors):
@@ -118,9 +118,9 @@ class OffloadedOptimizer(Optimizer):
             mirror.forget_gradient()
 
     def _wait(self) -> None:
-        """Until what was fetched is there, for the optimizer to see."""
-        for lane in self._lanes.values():
-            lane.host_waits()
+        """Wait for the gradients, and give them to the masters."""
+        for stream in self._streams.values():
+            stream.host_waits()
         for mirror in self._mirrors.values():
             mirror.show_gradient()
 
@@ -150,12 +150,12 @@ class OffloadedOptimizer(Optimizer):
                     mirror.forget_gradient()
             for mirror in changed:
                 mirror.write()
-            for lane in self._lanes.values():
-                lane.device_waits()
+            for stream in self._streams.values():
+                stream.device_waits()
         return loss
 
     def _update(self) -> None:
-        """The step itself. If it fails, no state is there that was not before."""
+        """The step itself. If it fails, the states stay as they were."""
         self._give_options()
         self._inner.state.clear()
         for parameter, states in cast(dict[nn.Parameter, Any], self.state).items():

@@ -19,9 +19,10 @@ To read, in this order:
     messages            the two collectives, begun now and waited for later
     sharded_optimizer   stage 1: a step
     shard_reducer       stage 2: gradients go to their owner while backward still computes
+    sharded_ddp         the wrapper of stage 2
 
-And the edges: `sharded_ddp` (the wrapper of stage 2), `elementwise` (which optimizers may do so),
-`optimizer_states` (checkpoints).
+A step of stage 2 is in the last four of these, on top of the buckets of DistributedDataParallel.
+The edges: `elementwise` (which optimizers may do so), `optimizer_states` (checkpoints).
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (arXiv
 1910.02054), section 5. The pair of classes is FairScale's: OSS and ShardedDDP. Lesson: zero.
 """

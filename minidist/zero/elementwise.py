@@ -11,13 +11,13 @@ from torch import nn
 def require_elementwise(
     optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any], device: torch.device
 ) -> None:
-    """Tried out, on a parameter of six elements: as one process trains it, and as two ranks do that
-    have two and four of its elements. The updates must be the same.
+    """Raises TypeError if this optimizer looks at more than one element at a time.
 
-    They are with SGD, Adam, AdamW, RMSprop, Adagrad, ... Not so with Adafactor and Muon, for which
-    rows and columns matter, LARS and LAMB, with their norms of a parameter and of its gradient, and
-    LBFGS, which looks at all parameters at once and asks for the loss again. Raises TypeError for
-    those.
+    It is tried out on a parameter of six elements: as one process trains it, and as two ranks do
+    that have two and four of its elements. The updates must be the same. They are the same with
+    SGD, Adam, AdamW, RMSprop, Adagrad. They differ with Adafactor and Muon, which look at rows and
+    columns; with LARS and LAMB, which take norms of a parameter and its gradient; and with LBFGS,
+    which looks at all parameters at once and computes the loss again.
     """
     # Values and gradients have nothing to do with each other, or a ratio of their norms would be
     # the same in every part.

@@ -1,5 +1,5 @@
-"""Checkpoints that do not tell how many ranks there were: optimizer states joined, to
-those that one process has, and cut again for other ranks.
+"""Checkpoints for any number of ranks: optimizer states are joined to what one process would have,
+and cut again for other ranks.
 
 A state is elementwise, of the shape of its parameter, or a number for the whole of it, such as the
 count of steps.

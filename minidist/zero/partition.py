@@ -21,14 +21,12 @@ BUCKET = 25 * 2**20  # bytes of a bucket, as in DistributedDataParallel
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank owns of one parameter: its elements `span`, in the order in which they lie in
-    memory. `own` is a parameter of these (n,), in the same memory; the rank's optimizer trains it.
-    `place` is where they are in the rank's shard of the bucket."""
+    """What a rank owns of one parameter."""
 
     whole: nn.Parameter
-    span: slice
-    own: nn.Parameter
-    place: slice
+    span: slice  # which elements of it, in the order in which they lie in memory
+    own: nn.Parameter  # these elements (n,), in the same memory: the rank's optimizer trains them
+    place: slice  # where they are in the rank's shard of the bucket
 
 
 class FlatParameters:
@@ -70,7 +68,7 @@ class FlatParameters:
         self._addresses = [parameter.data_ptr() for parameter in parameters]
 
     def moved(self) -> bool:
-        """Whether a parameter has got memory of its own since."""
+        """Whether a parameter is no longer a view of the flat tensor."""
         there = [parameter.data_ptr() for parameter in self.parameters]
         return there != self._addresses
 

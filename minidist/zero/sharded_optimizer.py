@@ -112,11 +112,11 @@ class ZeroRedundancyOptimizer(Optimizer):
                 loss = closure()
         self._require_unchanged()
         self._whole_states = None
-        lent = self._lend_gradients()
+        unsharded = self._show_gradients()
         _copy_options(self, self._inner)
         self._inner.step(**options)
         _copy_options(self._inner, self)
-        for piece in lent:
+        for piece in unsharded:
             piece.own.grad = None
         for piece in self._pieces:
             if piece.own in self._inner.state:
@@ -125,15 +125,15 @@ class ZeroRedundancyOptimizer(Optimizer):
             wait()
         return loss
 
-    def _lend_gradients(self) -> list[Piece]:
-        """Where a parameter has its whole gradient, let its piece see its own part of it."""
-        lent = [piece for piece in self._pieces if piece.whole.grad is not None]
-        for piece in lent:
+    def _show_gradients(self) -> list[Piece]:
+        """Where a parameter has its full gradient, let its piece see this rank's part of it."""
+        unsharded = [piece for piece in self._pieces if piece.whole.grad is not None]
+        for piece in unsharded:
             gradient: Any = piece.whole.grad
             if gradient.layout is not torch.strided:
                 raise RuntimeError("a sparse gradient cannot be cut into shards: sparse=True")
             piece.own.grad = in_memory_order(gradient.detach(), piece.whole)[piece.span]
-        return lent
+        return unsharded
 
     def _require_unchanged(self) -> None:
         if any(flat.moved() for flat in self._flats):

@@ -1,0 +1,100 @@
+"""What every strategy takes from the common room, where no strategy's own tests look."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import minidist as md
+from minidist.common.groups import groups_of
+from minidist.common.no_sync import Synchronized
+from minidist.common.norm import clip_grad_norm_
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with md.ranks(4) as pool:
+        yield pool
+
+
+def numbers(*seed):
+    """Another gradient for each seed."""
+    random = torch.Generator().manual_seed(sum(100**i * each for i, each in enumerate(seed)))
+    return torch.randn(3, generator=random, dtype=torch.float64)
+
+
+def parameter(gradient):
+    made = nn.Parameter(torch.zeros_like(gradient))
+    made.grad = gradient.clone()
+    return made
+
+
+def clipped(kind, max_norm):
+    """On a mesh of 2 x 2: a parameter of this rank alone, one that the ranks of a row share, one
+    without gradient, and one on the first rank only. What differs from one process."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    rank, (a, b) = dist.get_rank(), mesh.get_coordinate()
+    own, shared, alone = parameter(numbers(rank, 1)), parameter(numbers(a, 2)), []
+    without = nn.Parameter(torch.zeros(2))
+    if rank == 0:
+        alone = [parameter(numbers(7, 3))]
+    all_gradients = [numbers(r, 1) for r in range(4)] + [numbers(r, 2) for r in range(2)]
+    wanted = nn.utils.get_total_norm([*all_gradients, numbers(7, 3)], kind)
+    norm = clip_grad_norm_(
+        [own, shared, without, *alone],
+        max_norm,
+        kind,
+        groups=groups_of(None, mesh, "a test", 2),
+        device=torch.device("cpu"),
+        elsewhere={shared} if b else set(),
+    )
+    scale = min(1, max_norm / (wanted + 1e-6))
+    pairs = [(norm, wanted), (own.grad, scale * numbers(rank, 1))]
+    pairs.append((shared.grad, scale * numbers(a, 2)))
+    return [i for i, pair in enumerate(pairs) if md.parity.relative_difference(*pair) > 1e-12]
+
+
+@pytest.mark.parametrize("kind", [1.0, 2.0, 3.0, float("inf")])
+@pytest.mark.parametrize("max_norm", [0.5, 1000.0])
+def test_gradients_are_clipped_by_the_norm_of_all_ranks(ranks, kind, max_norm):
+    assert ranks(clipped, kind, max_norm) == [[]] * 4
+
+
+def told(*arguments):
+    try:
+        groups_of(*arguments)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def meshes():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    last_first = [dist.get_process_group_ranks(g) for g in groups_of(None, mesh, "it", 2)]
+    (world,) = groups_of(None, None, "it")
+    assert world is dist.group.WORLD
+    return last_first, told(world, mesh["a"], "it"), told(None, mesh, "it")
+
+
+def test_a_group_or_a_mesh(ranks):
+    found = ranks(meshes)
+    assert [groups for groups, _, _ in found] == [
+        [[0, 1], [0, 2]],
+        [[0, 1], [1, 3]],
+        [[2, 3], [0, 2]],
+        [[2, 3], [1, 3]],
+    ]
+    assert {both for _, both, _ in found} == {"give it a device_mesh or a process_group, not both"}
+    words = "it: device_mesh must have one axis, not 2. mesh['data'] has one"
+    assert {axes for _, _, axes in found} == {words}
+
+
+def test_no_sync_ends_as_it_began():
+    model = Synchronized(nn.Linear(1, 1))
+    for before in (True, False):
+        model.require_backward_grad_sync = before
+        with pytest.raises(KeyError), model.no_sync():
+            assert not model.require_backward_grad_sync
+            raise KeyError
+        assert model.require_backward_grad_sync is before
