@@ -7,7 +7,6 @@ python -m minidist fuzz --minutes 10
 
 import argparse
 import sys
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,7 +57,9 @@ Rounds in which other processes took part of the machine are thrown away and cou
 
 
 def _plan(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--model", choices=planner.MODELS, metavar="MODEL", help=_list(planner.MODELS))
+    sub.add_argument(
+        "--model", choices=planner.MODELS, metavar="MODEL", help=", ".join(planner.MODELS)
+    )
     sub.add_argument("--gpu", default="h100", choices=planner.GPUS, help="what a rank is (h100)")
     sub.add_argument("--params", type=float, help="in place of a model: its size, such as 7.5e9")
     sub.add_argument("--optimizer", default="adam", choices=planner.OPTIMIZERS)
@@ -88,10 +89,6 @@ def _plan(sub: argparse.ArgumentParser) -> None:
             sub.error(str(error))
 
     sub.set_defaults(run=run)
-
-
-def _list(names: Iterable[str]) -> str:
-    return ", ".join(names)
 
 
 def _fuzz(sub: argparse.ArgumentParser) -> None:
@@ -139,13 +136,11 @@ def _answer(given: argparse.Namespace) -> str:
 
 
 def _device(given: argparse.Namespace) -> planner.Device:
-    device = planner.GPUS[given.gpu]
-    if given.memory is not None:
-        device = replace(device, memory=given.memory * 1e9)
-    if given.flops is not None:
-        device = replace(device, flops=given.flops)
-    if given.utilisation is not None:
-        device = replace(device, utilisation=given.utilisation)
+    units = {"memory": 1e9, "flops": 1.0, "utilisation": 1.0}
+    own = {name: getattr(given, name) for name in units if getattr(given, name) is not None}
+    device = replace(
+        planner.GPUS[given.gpu], **{name: each * units[name] for name, each in own.items()}
+    )
     if given.gbps is not None:
         if len(given.gbps) > 2:
             raise ValueError("--gbps takes one number or two: in a node, and to other nodes")

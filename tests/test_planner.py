@@ -543,6 +543,31 @@ def test_the_bubble(p, m, v):
     assert took.total / took.compute == pytest.approx(total / (3 * m), rel=1e-3)
 
 
+def sent_in_a_pipeline(microbatches, chunks):
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8, bias=False) for _ in range(4)]
+    schedule = "1f1b" if chunks == 1 else "interleaved"
+    model = md.Pipeline(nn.Sequential(*layers), microbatches, schedule)
+    x = torch.randn(2 * microbatches, 8)
+    for _ in range(2):  # the first finds out what travels
+        with md.measure.TrafficCounter() as traffic:
+            model.train_step(x, x, F.mse_loss)
+    return traffic.sent_bytes
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_what_travels_along_a_pipeline(pools, chunks):
+    """Between two ranks: forward once a stage but the last, and as much back."""
+    m, shape = 4, planner.Transformer(4, 8, 2, length=1, vocabulary=1)
+    counted = sum(pools(2)(sent_in_a_pipeline, m, chunks))
+    device = planner.Device(1e12, 1e9, md.Link(8, 0))  # a byte takes a nanosecond
+    layout = planner.Layout(2, 1, 2, micro_batch=2, micro_batches=m, chunks=chunks)
+    planned = 1e9 * planner.step_time(shape, layout, device, "float32").pipeline
+    # The plan is of a rank in the middle, which sends on what each of its chunks gives; here, of
+    # 2 × chunks stages, the last one's outputs stay, and the first one's gradients.
+    assert counted == pytest.approx(planned * (2 * chunks - 1) / chunks)
+
+
 def test_stages_are_as_equal_as_can_be():
     """The head of Llama 3 is worth more than two layers; that of GPT-3, not half a one."""
     llama = planner.MODELS["llama-3-8b"]

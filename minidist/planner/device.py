@@ -49,10 +49,11 @@ class Device:
         return alpha + nbytes * beta
 
     def _line(self, leaves: bool, sharing: int) -> tuple[float, float]:
-        """Latency in seconds, and seconds a byte."""
-        line = self.link.inter if leaves and self.link.inter else self.link
-        shared = sharing if leaves and self.link.inter else 1
-        return line.seconds(0), (line.seconds(1) - line.seconds(0)) * shared
+        """Latency in seconds, and seconds a byte: of a line in a node, or of a share in its
+        cable."""
+        line = (self.link.inter or self.link) if leaves else self.link
+        alpha = line.seconds(0)
+        return alpha, (line.seconds(1) - alpha) * (sharing if leaves else 1)
 
 
 def _hgx(tflops: float, gb: float, nvlink: float, network: float, utilisation: float) -> Device:

@@ -119,11 +119,11 @@ def smallest_world_size(
     ValueError if no number of ranks is enough. Lesson: zero."""
     _require_size("a memory", nbytes)
     alone, of_two = (
-        memory(parameters, N, stage, activations=activations, **recipe).total for N in (1, 2)
+        memory(parameters, N, stage, activations=activations, **recipe).categories for N in (1, 2)
     )
-    shared = 2 * (alone - of_two)  # so a rank of N has own + shared / N
-    own = alone - shared
-    if alone <= nbytes:
+    own = sum(size for name, size in alone.items() if of_two[name] == size)
+    shared = sum(alone.values()) - own  # so a rank of N holds own + shared / N
+    if own + shared <= nbytes:
         return 1
     if own >= nbytes:
         raise ValueError(

@@ -19,13 +19,10 @@ def states_page(parameters: float, world_size: int, nbytes: float, **recipe: Any
     rows = []
     for stage, name in STAGES.items():
         held = memory(parameters, world_size, stage, **recipe)
-        rows.append([name, *map(_gb, [*held.categories.values(), held.total])])
-        rows[-1].append("yes" if held.total <= nbytes else "no")
-        for limit in (
-            lambda s=stage: f"{largest_model(nbytes, world_size, s, **recipe) / 1e9:.3g} billion",
-            lambda s=stage: f"{smallest_world_size(nbytes, parameters, s, **recipe):,}",
-        ):
-            rows[-1].append(_or_none(limit))
+        most = _or_none(largest_model, nbytes, world_size, stage, **recipe)
+        ranks = _or_none(smallest_world_size, nbytes, parameters, stage, **recipe)
+        sizes = [*map(_gb, [*held.categories.values(), held.total])]
+        rows.append([name, *sizes, "yes" if held.total <= nbytes else "no", most, ranks])
     titles = ["", *held.categories, "total", "fits", "largest model", "ranks needed"]
     return f"""{parameters:,.0f} parameters, world size {world_size:,}: GB on each rank of \
 {_gb(nbytes)} GB
@@ -43,49 +40,33 @@ def page(
     chosen = STAGES[stage] if stage is not None else (fitting or ["DDP"])[0]
     rungs = dict(ladder(model, plans[chosen], device, **recipe))
     *_, now = [plans[chosen], *rungs.values()]
-    took, room = step_time(model, now, device, recipe["precision"]), now.micro_batch
-    while fits(model, replace(now, micro_batch=room + 1), device, **recipe):
-        room += 1
-    advice = [f"{chosen} {'fits' if chosen in fitting else 'does not fit'}."]
+    best = fastest(model, now, device, **recipe)
+    said = [
+        f"{name}: {model.parameters / 1e9:,.4g} billion parameters on {layout.world_size:,} ranks ="
+        f" data {layout.data} × pipeline {layout.pipeline} × tensor {layout.tensor}",
+        f"A step: {layout.sequences:,} sequences of {model.length:,} tokens; on each replica "
+        f"{layout.micro_batches} × {layout.micro_batch}",
+        f"\nGB at the peak of a step, on the fullest rank; of {_gb(USABLE * device.memory)}",
+        _plans(model, plans, device, **recipe),
+        f"\n{chosen} {'fits' if chosen in fitting else 'does not fit'}.",
+    ]
     if rungs:
-        advice += ["Turn on next, one after the other:", _plans(model, rungs, device, **recipe)]
+        said += ["Turn on next, one after the other:", _plans(model, rungs, device, **recipe)]
     elif chosen not in fitting:
-        advice.append("Nothing that could be turned on saves memory.")
-    if room > now.micro_batch:
-        advice.append(f"Then there is room for micro-batches of {room} sequences.")
-    if best := fastest(model, now, device, **recipe):
-        what = f"tensor {best.tensor}, {STAGES[best.stage]}"
+        said += ["Nothing that could be turned on saves memory."]
+    if best and best != now:
+        what = f"tensor {best.tensor}{', sequence parallel' * best.sequence_parallel}"
+        what += f", {STAGES[best.stage]}"
         what += ", recompute layers" if best.recompute == "layers" else ""
-        advice.append(
-            f"The fastest that fits on {now.world_size:,} ranks, with such micro-batches:"
-        )
-        advice.append(_plans(model, {what: best}, device, **recipe))
-    parts = {"computing": took.compute, "bubble": took.bubble, "tensor": took.tensor}
-    parts |= {"pipeline": took.pipeline, "data": took.data - took.hidden}
-    shares = ", ".join(f"{key} {each / took.total:.0%}" for key, each in parts.items())
-    advised = "\n".join(advice)
-    return f"""{name}: {model.parameters / 1e9:,.4g} billion parameters on {layout.world_size:,} \
-ranks = data {layout.data} × pipeline {layout.pipeline} × tensor {layout.tensor}
-A step: {layout.sequences:,} sequences of {model.length:,} tokens; on each replica \
-{layout.micro_batches} × {layout.micro_batch}
-
-GB at the peak of a step, on the fullest rank; {_gb(USABLE * device.memory)} can be used
-{_plans(model, plans, device, **recipe)}
-
-{advised}
-
-Such a step takes {took.total:.3g} s: {shares}.
-Waiting for messages is {took.communication / took.total:.0%}; another {took.hidden:.3g} s of \
-messages travel behind computing.
-
-Assumed
-- {device.utilisation:.0%} of {device.flops / 1e12:,.4g} TFLOP/s while computing (--utilisation)
-- {_speed(device, leaves=False)} GB/s between two ranks of a node, {_speed(device, leaves=True)} \
-from a node of {device.per_node} to others (--gbps); ring collectives
-- {1 - USABLE:.0%} of {_gb(device.memory)} GB is for CUDA, NCCL and fragmentation
-- {recipe["precision"]} precision, {recipe["optimizer"]}; no dropout; \
-{"stored" if now.stored_attention else "flash"} attention; activations and loss as eager torch has \
-them (fused kernels need less)"""
+        said += [f"The fastest that fits on {now.world_size:,} ranks, with such micro-batches:"]
+        said += [_plans(model, {what: best}, device, **recipe)]
+    said += [
+        "",
+        _time(model, now, device, recipe["precision"]),
+        "",
+        _assumed(now, device, **recipe),
+    ]
+    return "\n".join(said)
 
 
 def _plans(model: Transformer, plans: dict[str, Layout], device: Device, **recipe: Any) -> str:
@@ -104,16 +85,36 @@ def _plans(model: Transformer, plans: dict[str, Layout], device: Device, **recip
     return _table(["", *titles, "total", "fits", "s a step", "tokens/s/rank", "MFU"], rows)
 
 
-def _speed(device: Device, leaves: bool) -> str:
-    link = device.link.inter if leaves and device.link.inter else device.link
-    return f"{1e-9 / (link.seconds(1) - link.seconds(0)):,.3g}"
+def _time(model: Transformer, layout: Layout, device: Device, precision: str) -> str:
+    took = step_time(model, layout, device, precision)
+    parts = {"computing": took.compute, "bubble": took.bubble, "tensor": took.tensor}
+    parts |= {"pipeline": took.pipeline, "data": took.data - took.hidden}
+    shares = ", ".join(f"{name} {each / took.total:.0%}" for name, each in parts.items())
+    return f"""Such a step takes {took.total:.3g} s: {shares}.
+Waiting for messages is {took.communication / took.total:.0%}; another {took.hidden:.3g} s of \
+messages travel behind computing."""
 
 
-def _or_none(text: Callable[[], str]) -> str:
+def _assumed(layout: Layout, device: Device, *, optimizer: str, precision: str) -> str:
+    inside, outside = (
+        f"{1e-9 / (line.seconds(1) - line.seconds(0)):,.3g} GB/s"
+        for line in (device.link, device.link.inter or device.link)
+    )
+    return f"""Assumed
+- {device.utilisation:.0%} of {device.flops / 1e12:,.4g} TFLOP/s while computing (--utilisation)
+- {inside} between two ranks of a node, {outside} from a node of {device.per_node} to others \
+(--gbps); ring collectives
+- {1 - USABLE:.0%} of {_gb(device.memory)} GB is for CUDA, NCCL and fragmentation
+- {precision}, {optimizer}; {"stored" if layout.stored_attention else "flash"} attention; \
+activations and loss as eager torch has them (fused kernels need less), without dropout"""
+
+
+def _or_none(limit: Callable[..., int], *values: Any, **recipe: Any) -> str:
     try:
-        return text()
+        found = limit(*values, **recipe)
     except ValueError:
         return "none"
+    return f"{found / 1e9:,.3g} billion" if limit is largest_model else f"{found:,}"
 
 
 def _gb(nbytes: float) -> str:

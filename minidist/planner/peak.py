@@ -26,11 +26,11 @@ from minidist.planner.transformer import Transformer
 def layer_activations(model: Transformer, layout: Layout, precision: str = "mixed") -> float:
     """Bytes that one layer keeps of one micro-batch for backward, if nothing is recomputed."""
     c, h, t, masks = PRECISIONS[precision].compute, model.width, layout.tensor, model.dropout
-    whole = c * 4 * h + (2 * h if masks else 0)  # inputs and outputs of both norms
-    qkv_and_out = 2 * h // t + 2 * model.kv_width(t)
+    whole = c * 4 * h + (2 * h if masks else 0)  # inputs and outputs of both norms; masks, a byte
+    attention = 2 * h // t + 2 * model.kv_width(t)  # queries and output, keys and values
     mlp = (4 if model.llama else 2) * model.mlp_width // t  # gated: gate, up, silu(gate), product
-    kept = whole / (t if layout.sequence_parallel else 1) + c * (qkv_and_out + mlp)
-    return layout.micro_batch * model.length * kept + _scores(model, layout, c)
+    each = whole / (t if layout.sequence_parallel else 1) + c * (attention + mlp)
+    return layout.micro_batch * model.length * each + _scores(model, layout, c)
 
 
 def kept_activations(model: Transformer, layout: Layout, precision: str = "mixed") -> float:
@@ -84,10 +84,11 @@ def peak(
         kept = kept_activations(model, layout, precision)
         again = layer_activations(model, layout, precision) - kept
         loss = logits(model, layout, precision) if stage.last else 0.0
+        live = layout.in_flight(stage.number) * stage.layers * kept
         each = replace(
             states,
-            activations=layout.in_flight(stage.number) * stage.layers * kept
-            + (again if again > loss else 0),  # the loss has gone when a layer is computed again
+            # The loss has gone when a layer is computed again: the larger of both counts.
+            activations=live + (again if again > loss else 0),
             logits=loss if loss >= again else 0,
             copies=copies(model, layout, own, precision),
         )
