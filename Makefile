@@ -1,4 +1,4 @@
-# make lab    opens the course in JupyterLab
+# make lab    opens the course in JupyterLab, in a copy that is yours: the folder my/
 # make test   lints, runs the tests, and runs every notebook against its stored outputs
 # make soak   runs the long tests: hundreds of launches, interrupts and kills
 # All make the environment first when it is missing or out of date.
@@ -7,6 +7,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+
+# The folder that `make lab` opens. Authors: make lab LAB_NOTEBOOKS=notebooks
+LAB_NOTEBOOKS ?= my
 
 # Extra arguments for JupyterLab and pytest: make lab LAB_ARGS="--port 9000"
 LAB_ARGS ?=
@@ -40,7 +43,8 @@ $(READY): pyproject.toml constraints.txt
 HAS_SCREEN := $(or $(DISPLAY),$(WAYLAND_DISPLAY),$(filter Darwin,$(shell uname -s)))
 
 lab: $(READY)
-	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks \
+	$(if $(filter my,$(LAB_NOTEBOOKS)),@$(BIN)/python notebooks/my_copy.py)
+	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/$(LAB_NOTEBOOKS)/00_start.ipynb \
 	    $(if $(HAS_SCREEN),,--no-browser) $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_ARGS)
 
 notebooks: $(READY)

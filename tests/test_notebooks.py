@@ -109,6 +109,32 @@ def no_machine_paths(notebook: NotebookNode) -> Iterator[str]:
             yield from (f"cell at {number} holds {place}" for place in places if place in text)
 
 
+MOST_CELLS, MOST_WORDS, MOST_LINES = 55, 1_800, 30
+
+
+def one_sitting(notebook: NotebookNode) -> Iterator[str]:
+    """A lesson is read in 45 minutes, and a cell fits a screen."""
+    words = sum(len(c.source.split()) for c in notebook.cells if c.cell_type == "markdown")
+    if len(notebook.cells) > MOST_CELLS or words > MOST_WORDS:
+        yield f"{len(notebook.cells)} cells and {words} words"
+    for cell in code_cells(notebook):
+        if (lines := len(cell.source.splitlines())) > MOST_LINES:
+            yield f"cell {cell.execution_count} has {lines} lines"
+
+
+# Lessons whose first edition was longer.
+LONGER = {
+    *("data_parallel", "distributed_data_parallel", "layer_splitting", "feature_splitting"),
+    *("mixed_parallelism", "zero", "fully_sharded", "memory_savers"),
+}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_a_lesson_is_one_sitting(path: Path) -> None:
+    if path.stem[3:] not in LONGER:
+        assert list(one_sitting(nbformat.read(path, as_version=4))) == []
+
+
 CHECKS: list[Check] = [
     ran_in_order,
     errors_are_meant,
@@ -165,6 +191,9 @@ FAULTS = [
     (nothing_is_skipped, [cell("#NBVAL_IGNORE_OUTPUT\n1")]),
     (pictures_are_png, [cell(output=SVG)]),
     (pictures_are_png, [cell(output=FIGURE)]),
+    (one_sitting, [cell()] * (MOST_CELLS + 1)),
+    (one_sitting, [nbformat.v4.new_markdown_cell("a " * (MOST_WORDS + 1))]),
+    (one_sitting, [cell("1\n" * (MOST_LINES + 1))]),
     (no_machine_paths, [cell(output=ERROR)]),
     (no_machine_paths, [cell(output=WARNING)]),
     (no_machine_paths, [nbformat.v4.new_markdown_cell(f"see {ROOT}")]),

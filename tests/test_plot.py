@@ -50,6 +50,10 @@ CHARTS = {  # name: what it draws, and inputs that have nothing to draw
     ),
     "time_against_size": (PAIRS, [{}, {"ring": []}, PAIRS | {"tree": []}]),
     "bytes_per_rank": ({"ring": [8, 9]}, [{}, {"ring": []}, {"ring": [8], "tree": []}]),
+    "bars": (
+        {"measured": {"a": 1.0}, "predicted": {"a": 2.0}},
+        [{}, {"measured": {}}, {"measured": {"a": 1.0}, "predicted": {"b": 1.0}}],
+    ),
     "loss": ({"ring": [2.0, 1.0]}, [{}, {"ring": []}, {"ring": [2.0], "tree": []}]),
     "memory": (HELD, [SimpleNamespace(history={}, phases=[]), NOTHING_HELD]),
     "memory_by_rank": ({"rank 0": {"other": 8}}, [{}, {"rank 0": {}}, {"rank 0": {"other": 0}}]),
@@ -233,6 +237,18 @@ def test_time_against_size_shows_median_range_and_prediction() -> None:
         for given in ({"ring": [wrong]},), (PAIRS, {"ring": [wrong]}):
             with pytest.raises(ValueError, match="must be above 0"):
                 plot.time_against_size(*given)
+
+
+def test_bars_stand_side_by_side_with_their_values() -> None:
+    series = {"measured": {"a_b": 12.4, "c": 0.123}, "predicted": {"a_b": 11.0, "c": 0.2}}
+    ax = plot.bars(series, "How long", "ms")
+    assert legend(ax) == ["measured", "predicted"] and ticks(ax.xaxis) == ["a\nb", "c"]
+    assert (ax.get_title(loc="left"), ax.get_ylabel()) == ("How long", "ms")
+    for bars in ax.containers:
+        if bars.get_label() in series:
+            assert [bar.get_height() for bar in bars] == list(series[bars.get_label()].values())
+            assert [round(bar.get_center()[0]) for bar in bars] == [0, 1]
+    assert {text.get_text() for text in ax.texts} == {"12", "0.12", "11", "0.2"}
 
 
 def test_bytes_per_rank_shows_counts_and_marks() -> None:

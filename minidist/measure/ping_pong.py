@@ -14,15 +14,15 @@ Samples = list[tuple[int, float]]  # (bytes, seconds)
 def ping_pong(sizes: Iterable[int], repeats: int = 21) -> Samples:
     """Messages of so many bytes from rank 0 to rank 1 and back: half of the time there and back.
 
-    All ranks may call it; the others return an empty list. One round of each size comes first
-    that is not counted: it touches memory that is new.
+    All ranks may call it; the others return an empty list. The sizes take turns, so that all of
+    them meet the same machine. The first round, which touches memory that is new, is not counted.
     """
     rank, samples = dist.get_rank(), Samples()
     if rank > 1:
         return samples
-    for nbytes in sizes:
-        x = torch.zeros(nbytes, dtype=torch.uint8)
-        for round_ in range(1 + repeats):
+    messages = [torch.zeros(nbytes, dtype=torch.uint8) for nbytes in sizes]
+    for round_ in range(1 + repeats):
+        for x in messages:
             start = time.perf_counter()
             if rank == 0:
                 dist.send(x, dst=1)
@@ -31,7 +31,7 @@ def ping_pong(sizes: Iterable[int], repeats: int = 21) -> Samples:
                 dist.recv(x, src=0)
                 dist.send(x, dst=0)
             if round_:
-                samples.append((nbytes, (time.perf_counter() - start) / 2))
+                samples.append((x.numel(), (time.perf_counter() - start) / 2))
     return samples
 
 

@@ -18,7 +18,8 @@ returns the axes, and leaves matplotlib's settings as they were. Input with noth
 a ValueError. matplotlib is imported by the first chart, not by `import minidist`.
 """
 
-from minidist.plot.charts import bars, bytes_per_rank, loss, time_against_size, timeline, traffic
+from minidist.plot.bar_charts import bars, bytes_per_rank
+from minidist.plot.charts import loss, time_against_size, timeline, traffic
 from minidist.plot.memory_charts import memory, memory_by_rank
 from minidist.plot.palette import RANKS, color, human_bytes, human_time, style
 from minidist.plot.schedule_chart import schedule

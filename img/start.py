@@ -1,0 +1,67 @@
+"""The picture of the start page: lesson_map."""
+
+from pathlib import Path
+
+from style import PALE, RANKS, box, ink, paper, save, words
+
+NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
+PARTS = [  # each lesson: its name, what it is about, and how many minutes it takes
+    (
+        "Ranks",
+        [
+            ("rank", "processes that\nsend tensors", 45),
+            ("collectives", "nine operations\nof all ranks", 45),
+            ("communication", "what messages\ncost", 45),
+        ],
+    ),
+    (
+        "Data",
+        [
+            ("data_parallel", "one process,\nmany devices", 45),
+            ("distributed_data_parallel", "replicas that\nstay equal", 90),
+        ],
+    ),
+    (
+        "Model",
+        [
+            ("layer_splitting", "stages: a pipeline", 90),
+            ("feature_splitting", "parts of every layer", 90),
+            ("mixed_parallelism", "a mesh of all three", 60),
+        ],
+    ),
+    (
+        "Memory",
+        [
+            ("zero", "optimizer states\nand gradients, shared", 60),
+            ("fully_sharded", "no rank has\nthe whole model", 90),
+            ("memory_savers", "recompute, 16 bits,\noffload", 90),
+        ],
+    ),
+]
+SHADES = (RANKS[0], RANKS[2], RANKS[5], RANKS[3])
+
+
+def lesson_map() -> None:
+    """A column for each part, a box for each lesson, from top to bottom and left to right."""
+    most = max(len(lessons) for _, lessons in PARTS)
+    figure, axes = paper(2.45 * len(PARTS) + 0.1, 1.12 * most + 0.75)
+    for column, ((part, lessons), shade) in enumerate(zip(PARTS, SHADES, strict=True)):
+        x, top = 0.15 + 2.45 * column, 1.12 * most + 0.2
+        hours = sum(minutes for *_, minutes in lessons) / 60
+        title = f"{'I II III IV V VI'.split()[column]} · {part}"
+        axes.text(x, top + 0.2, title, fontsize=12, fontweight="bold")
+        axes.text(x + 2.25, top + 0.2, f"{hours:.3g} h", fontsize=9.5, color=PALE, ha="right")
+        for row, (name, says, minutes) in enumerate(lessons):
+            y = top - 1.12 * (row + 1)
+            (notebook,) = NOTEBOOKS.glob(f"??_{name}.ipynb")
+            box(axes, x, y, 2.25, 1.02, edgecolor=shade, linewidth=1.5)
+            box(axes, x, y + 0.68, 2.25, 0.34, facecolor=shade, edgecolor=shade)
+            head = f"{int(notebook.stem[:2])}  {name.replace('_', ' ')}"
+            axes.text(x + 0.1, y + 0.78, head, fontsize=9.5, fontweight="bold", color=ink(shade))
+            axes.text(x + 0.1, y + 0.34, says, fontsize=9, va="center", linespacing=1.3)
+            words(axes, x + 1.9, y + 0.14, f"{minutes} min", 8.5, color=PALE)
+    save(figure, "lesson_map")
+
+
+if __name__ == "__main__":
+    lesson_map()

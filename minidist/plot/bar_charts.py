@@ -1,0 +1,79 @@
+"""Charts of bars: what was measured beside what was predicted. Bytes go in; kB and MB are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from minidist.plot.frame import chart, legend, ticks
+from minidist.plot.palette import PALE, colors, human_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def bytes_per_rank(
+    measured: Mapping[str, Sequence[float]],
+    predicted: Mapping[str, Sequence[float]] | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Bars of the bytes counted on each rank; a black line marks the prediction.
+
+    Both mappings go from an algorithm to the bytes of rank 0, 1, …
+    Lesson: collectives.
+    """
+    predicted = predicted or {}
+    if not measured or not all(map(len, measured.values())):
+        raise ValueError("bytes_per_rank: nothing measured to draw")
+    for name, marks in predicted.items():
+        if len(marks) != len(measured.get(name, ())):
+            raise ValueError(f"bytes_per_rank: {name!r} is predicted and measured on other ranks")
+    shades, wide = colors(measured), 0.8 / len(measured)
+    with chart(ax, "Bytes by rank", 8, 3.4) as ax:
+        handles: list[Any] = []
+        for i, (name, counts) in enumerate(measured.items()):
+            middle = [rank + (i + 0.5) * wide - 0.4 for rank in range(len(counts))]
+            handles.append(ax.bar(middle, counts, 0.86 * wide, color=shades[name], label=name))
+            for x, mark in zip(middle, predicted.get(name, ()), strict=False):
+                ax.plot([x - wide / 2, x + wide / 2], [mark, mark], color="black", lw=1.8)
+        if predicted:
+            handles += ax.plot([], [], color="black", lw=1.8, label="predicted")
+        ax.set_xticks(range(max(map(len, measured.values()))))
+        ax.set_xlabel("rank")
+        ax.set_ylabel("bytes")
+        ax.set_ylim(bottom=0)
+        ticks(ax.yaxis, human_bytes)
+        legend(ax, handles)
+        return ax
+
+
+def bars(
+    series: Mapping[str, Mapping[str, float]],
+    title: str = "Measured and predicted",
+    ylabel: str = "",
+    ax: Axes | None = None,
+) -> Axes:
+    """Bars side by side: for each name of a series a value of each series, written above it.
+
+    `series` goes from what a colour stands for ("measured") to {name: value}; all have the same
+    names. Lesson: communication.
+    """
+    names = list(next(iter(series.values()), {}))
+    if not names or any(list(values) != names for values in series.values()):
+        raise ValueError("bars: nothing to draw, or series of different names")
+    shades, wide = colors(series), 0.8 / len(series)
+    with chart(ax, title, 8, 3.4) as ax:
+        handles: list[Any] = []
+        for i, (label, by_name) in enumerate(series.items()):
+            values = list(by_name.values())
+            middle = [place + (i + 0.5) * wide - 0.4 for place in range(len(names))]
+            drawn = ax.bar(middle, values, 0.88 * wide, color=shades[label], label=label)
+            said = [f"{value:.2g}" if value < 10 else f"{value:.0f}" for value in values]
+            ax.bar_label(drawn, said, size=8.5, color=PALE)
+            handles.append(drawn)
+        ax.set_xticks(range(len(names)), [name.replace("_", "\n") for name in names])
+        ax.set_ylabel(ylabel)
+        ax.tick_params(axis="x", length=0)
+        ticks(ax.yaxis, lambda value: f"{value:g}")
+        legend(ax, handles)
+        return ax

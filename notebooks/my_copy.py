@@ -1,0 +1,62 @@
+"""Copy the lessons into `my/`, where a learner may change them: `make lab` does it.
+
+    python notebooks/my_copy.py [FOLDER]        (my by default)
+
+What the learner changed is never overwritten. What he did not change follows the course. The
+folder keeps a list of what was copied, `.copied.json`: it tells the one from the other.
+"""
+
+import hashlib
+import json
+import shutil
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+LIST = ".copied.json"
+
+
+def lessons() -> list[Path]:
+    """What a learner needs of this folder: lessons, solutions, and the scripts that they run."""
+    found = [*HERE.glob("*.ipynb"), *HERE.glob("solutions/*.ipynb"), *HERE.glob("scripts/*.py")]
+    return sorted(path.relative_to(HERE) for path in found)
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def copy_into(folder: Path) -> list[Path]:
+    """Bring `folder` up to date. Returns the files of which the learner has a version of his own
+    while the course has a newer one than he began with."""
+    folder.mkdir(parents=True, exist_ok=True)
+    copied = json.loads((folder / LIST).read_text()) if (folder / LIST).exists() else {}
+    now, kept = {}, []
+    for name in lessons():
+        source, target, before = HERE / name, folder / name, copied.get(str(name))
+        now[str(name)] = before
+        if target.exists() and digest(target) not in (before, digest(source)):
+            if before != digest(source):
+                kept.append(name)
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+        now[str(name)] = digest(source)
+    for name in copied.keys() - now.keys():  # the course has given them another name
+        target = folder / name
+        if target.exists() and digest(target) == copied[name]:
+            target.unlink()
+    (folder / LIST).write_text(json.dumps(now, indent=1))
+    return kept
+
+
+def main() -> None:
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else HERE.parent / "my")
+    kept = copy_into(folder)
+    print(f"Your copy of the lessons is in {folder.name}/: change it as you like.")
+    for name in kept:
+        print(f"  {name} is newer in the course. Yours is kept; the new one: notebooks/{name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""What a text names exists: links, lessons, files. The lessons stand in one order everywhere."""
+
+import re
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
+SOLUTIONS = sorted(ROOT.glob("notebooks/solutions/*.ipynb"))
+LESSONS = {path.stem[3:]: int(path.stem[:2]) for path in NOTEBOOKS}  # name: number
+TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *NOTEBOOKS, *SOLUTIONS]
+SOURCES = [*ROOT.glob("minidist/**/*.py"), *ROOT.glob("tests/*.py"), *ROOT.glob("img/*.py")]
+# Lessons that others still call by what they will be named.
+TO_COME = {
+    *("ddp_in_practice", "pipeline_schedules", "sequence_parallel", "activation_checkpointing"),
+    *("mixed_precision", "offload", "real_tools", "scaling_out", "beyond_gradients"),
+}
+
+
+def text_of(path: Path) -> str:
+    """The words of a text: of a notebook its markdown cells."""
+    if path.suffix != ".ipynb":
+        return path.read_text()
+    cells = nbformat.read(path, as_version=4).cells
+    return "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+
+
+def wrong_links(text: str, folder: Path) -> Iterator[str]:
+    """Links and pictures that lead nowhere, and numbers that are not those of the lesson."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    for said, target in re.findall(r"\[([^\]]*)\]\(([^)\s]+)\)", text):
+        if target.startswith(("http", "#")):
+            continue
+        if not (folder / target.partition("#")[0]).exists():
+            yield f"[{said}]({target}) leads nowhere"
+        number = re.match(r"(?:[Ll]esson )?(\d+)( ·|$)", said)
+        stem = Path(target).stem
+        if number and stem[:2].isdigit() and int(number[1]) != int(stem[:2]):
+            yield f"[{said}]({target}) has another number"
+
+
+def unknown_lessons(text: str) -> Iterator[str]:
+    for name in re.findall(r"\bLesson: (\w+)", text):
+        if name not in LESSONS.keys() | TO_COME and not name.isupper():
+            yield f"Lesson: {name}"
+
+
+def missing_files(text: str) -> Iterator[str]:
+    """Files in quotes that name a folder of this project, and do not exist."""
+    folders = "minidist|notebooks|tests|img|scripts|solutions"
+    for name in re.findall(rf"`((?:{folders})/[\w./]*\.(?:py|ipynb|md|png|cfg))`", text):
+        if not any((place / name).exists() for place in (ROOT, ROOT / "notebooks")):
+            yield name
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(path: Path) -> None:
+    assert list(wrong_links(text_of(path), path.parent)) == []
+
+
+@pytest.mark.parametrize("path", [*TEXTS, *SOURCES], ids=lambda path: str(path.relative_to(ROOT)))
+def test_lessons_and_files_that_are_named_exist(path: Path) -> None:
+    text = text_of(path) if path != Path(__file__) else ""
+    assert [*unknown_lessons(text), *missing_files(text)] == []
+
+
+FAULTS = [
+    "[a](nowhere.ipynb)",
+    "![a](img/nowhere.png)",
+    "[7 · Rank](notebooks/01_rank.ipynb)",
+    "[lesson 2](notebooks/01_rank.ipynb)",
+    "Lesson: nowhere.",
+    "as `minidist/nowhere.py` says",
+]
+
+
+@pytest.mark.parametrize("text", FAULTS)
+def test_a_fault_is_found(text: str) -> None:
+    assert [*wrong_links(text, ROOT), *unknown_lessons(text), *missing_files(text)]
+
+
+def test_what_is_right_is_no_fault() -> None:
+    text = (
+        "[1 · Rank](notebooks/01_rank.ipynb#a), ![](img/rank.png), Lesson: rank. `minidist/rank.py`"
+    )
+    assert not [*wrong_links(text, ROOT), *unknown_lessons(text), *missing_files(text)]
+
+
+# ---- one order ------------------------------------------------------------------------------
+
+
+def test_numbers_follow_each_other_from_the_start_page() -> None:
+    assert list(LESSONS.values()) == list(range(len(LESSONS)))
+    assert [path.stem for path in SOLUTIONS] == [path.stem for path in NOTEBOOKS[1:]]
+
+
+@pytest.mark.parametrize("path", [*NOTEBOOKS[1:], *SOLUTIONS], ids=lambda path: path.stem)
+def test_a_title_has_the_number_of_its_file(path: Path) -> None:
+    assert re.match(rf"# {int(path.stem[:2])} · ", text_of(path))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS[1:-1], ids=lambda path: path.stem)
+def test_a_lesson_leads_to_the_next(path: Path) -> None:
+    following = NOTEBOOKS[NOTEBOOKS.index(path) + 1].name
+    assert re.search(rf"^Next: .*\({following}\)|Next: .*\({following}\)", text_of(path))
+
+
+def test_every_table_has_all_lessons_in_order() -> None:
+    names = [path.name for path in NOTEBOOKS[1:]]
+    table = re.findall(r"^\|.*\(notebooks/(\d\d_\w+\.ipynb)\)", text_of(TEXTS[0]), re.MULTILINE)
+    assert table == names
+    rows = re.findall(r"^\|.*\((\d\d_\w+\.ipynb)\)", text_of(NOTEBOOKS[0]), re.MULTILINE)
+    assert rows == names
+
+
+def test_the_map_and_the_start_page_say_the_same_of_each_lesson(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "img"))
+    parts = runpy.run_path(str(ROOT / "img/start.py"))["PARTS"]
+    drawn = [(name, minutes) for _, lessons in parts for name, _, minutes in lessons]
+    row = r"^\|[IV ]*\| \[.*\(\d\d_(\w+)\.ipynb\) \| (\d+) \|"
+    said = re.findall(row, text_of(NOTEBOOKS[0]), re.MULTILINE)
+    assert drawn == [(name, int(minutes)) for name, minutes in said]
+    assert [name for name, _ in drawn] == list(LESSONS)[1:]

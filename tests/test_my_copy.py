@@ -1,0 +1,85 @@
+"""`make lab` opens a copy of the lessons that belongs to the learner."""
+
+import importlib.util
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def course(tmp_path):
+    """A course of two lessons; its script as a module."""
+    there = tmp_path / "notebooks"
+    (there / "solutions").mkdir(parents=True)
+    for name in ("00_start.ipynb", "01_rank.ipynb", "solutions/01_rank.ipynb", "execute.py"):
+        (there / name).write_text(f"{name}, first edition")
+    shutil.copy(ROOT / "notebooks/my_copy.py", there)
+    spec = importlib.util.spec_from_file_location("my_copy", there / "my_copy.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_lessons_are_copied_and_nothing_else(course, tmp_path):
+    my = tmp_path / "my"
+    assert course.copy_into(my) == []
+    there = {str(path.relative_to(my)) for path in my.rglob("*") if path.is_file()}
+    assert there == {"00_start.ipynb", "01_rank.ipynb", "solutions/01_rank.ipynb", ".copied.json"}
+
+
+def test_what_the_learner_changed_is_kept_and_the_rest_follows_the_course(course, tmp_path):
+    my = tmp_path / "my"
+    course.copy_into(my)
+    (my / "01_rank.ipynb").write_text("mine")
+    (my / "notes.ipynb").write_text("mine, too")
+    assert course.copy_into(my) == []  # the course has not changed
+
+    for name in ("00_start.ipynb", "01_rank.ipynb"):
+        (course.HERE / name).write_text("second edition")
+    for _ in range(2):
+        assert course.copy_into(my) == [Path("01_rank.ipynb")]
+        assert (my / "01_rank.ipynb").read_text() == "mine"
+        assert (my / "00_start.ipynb").read_text() == "second edition"
+    (my / "01_rank.ipynb").unlink()  # how to get a lesson anew
+    assert course.copy_into(my) == []
+    assert (my / "01_rank.ipynb").read_text() == "second edition"
+    assert (my / "notes.ipynb").read_text() == "mine, too"
+
+
+def test_a_lesson_that_moved_leaves_only_a_changed_copy_behind(course, tmp_path):
+    my = tmp_path / "my"
+    course.copy_into(my)
+    (my / "solutions/01_rank.ipynb").write_text("mine")
+    for name in ("01_rank.ipynb", "solutions/01_rank.ipynb"):
+        (course.HERE / name).rename(course.HERE / name.replace("01", "02"))
+    course.copy_into(my)
+    there = {str(path.relative_to(my)) for path in my.rglob("*.ipynb")}
+    assert there == {
+        "00_start.ipynb",
+        "01_rank.ipynb",
+        "solutions/01_rank.ipynb",
+        "solutions/01_rank.ipynb",
+    }
+
+
+def test_a_copy_that_has_no_list_is_kept(course, tmp_path):
+    my = tmp_path / "my"
+    my.mkdir()
+    (my / "01_rank.ipynb").write_text("mine")
+    course.copy_into(my)
+    assert (my / "01_rank.ipynb").read_text() == "mine"
+
+
+def test_git_ignores_the_copy_and_make_lab_opens_it():
+    def run(*command):
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+    assert run("git", "check-ignore", "-q", "my/01_rank.ipynb").returncode == 0
+    lab = run("make", "--dry-run", "--old-file=.venv/.ready", "lab").stdout
+    assert "my_copy.py" in lab and "/lab/tree/my/00_start.ipynb" in lab
+    author = run("make", "-n", "--old-file=.venv/.ready", "lab", "LAB_NOTEBOOKS=notebooks").stdout
+    assert "my_copy.py" not in author and "/lab/tree/notebooks/00_start.ipynb" in author
