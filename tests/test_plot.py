@@ -53,6 +53,7 @@ CHARTS = {  # name: what it draws, and inputs that have nothing to draw
     "loss": ({"ring": [2.0, 1.0]}, [{}, {"ring": []}, {"ring": [2.0], "tree": []}]),
     "memory": (HELD, [SimpleNamespace(history={}, phases=[]), NOTHING_HELD]),
     "memory_by_rank": ({"rank 0": {"other": 8}}, [{}, {"rank 0": {}}, {"rank 0": {"other": 0}}]),
+    "curves": ({"ring": [(1, 2), (2, 4)]}, [{}, {"ring": []}]),
     "schedule": (
         [[Step(Forward(0, 0), 1.0, 2.0)]],
         [[], [[]], [[Step(SendActivation(0, 0), 0, 1)]]],
@@ -341,6 +342,18 @@ def bars(ax: Axes, row: int) -> list[tuple[float, float, str]]:
     there = [bar for bar in ax.patches if round(bar.get_center()[1]) == row]
     ends = [(bar.get_x(), bar.get_x() + bar.get_width(), shown(bar)) for bar in there]
     return [(round(a, 6), round(b, 6), shade) for a, b, shade in ends]
+
+
+def test_curves_are_points_where_a_formula_is_the_line() -> None:
+    points = [(1, 2), (2, 4), (4, 9)]
+    ax = plot.curves({"a": points, "b": points}, {"a": points}, powers_of_two="xy")
+    alone, joined, formula = ax.lines
+    assert alone.get_linewidth() == 0 and alone.get_marker() != joined.get_marker() != "None"
+    assert joined.get_linewidth() > 0 and formula.is_dashed()
+    assert {tuple(line.get_ydata()) for line in ax.lines} == {(2, 4, 9)}
+    assert legend(ax) == ["a", "b", "formula"]
+    assert ax.get_xscale() == ax.get_yscale() == "log"
+    assert set(ticks(ax.xaxis)) >= {"$\\mathdefault{2^{0}}$", "$\\mathdefault{2^{2}}$"}
 
 
 def test_schedule_shows_predicted_and_measured_spans() -> None:
