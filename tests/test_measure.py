@@ -15,7 +15,14 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minidist as md
-from minidist.measure import Span, Timeline, TrafficCounter, save_chrome_trace, traffic_matrix
+from minidist.measure import (
+    Span,
+    Timeline,
+    TrafficCounter,
+    count_flops,
+    save_chrome_trace,
+    traffic_matrix,
+)
 
 KINDS = ["send", "recv", "isend", "irecv", "batch_isend_irecv", "all_reduce", "barrier", "P2POp"]
 
@@ -453,3 +460,14 @@ def test_on_shm_a_call_by_an_imported_name_is_recorded_once():
     told = {"all_gather": (1, 24), "all_reduce": (1, 12)}
     pool = md.launch(calls, world_size=2, backend="shm")
     assert pool == [(told, 12, [0, 0]), (told, 0, [12, 0])]
+
+
+def test_arithmetic_is_that_of_products_and_of_attention():
+    a, b = torch.rand(3, 5), torch.rand(5, 7)
+    assert count_flops(torch.mm, a, b) == 2 * 3 * 5 * 7
+    q = torch.rand(2, 4, 6, 8, requires_grad=True)  # (B, H, T, C / H)
+    product = 2 * 2 * 4 * 6 * 6 * 8
+    attention = torch.nn.functional.scaled_dot_product_attention
+    assert count_flops(attention, q, q, q) == 2 * product
+    # Backward has five products: it computes the scores again.
+    assert count_flops(lambda: attention(q, q, q).sum().backward()) == 7 * product

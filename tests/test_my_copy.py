@@ -62,7 +62,6 @@ def test_a_lesson_that_moved_leaves_only_a_changed_copy_behind(course, tmp_path)
         "00_start.ipynb",
         "01_rank.ipynb",
         "solutions/01_rank.ipynb",
-        "solutions/01_rank.ipynb",
     }
 
 

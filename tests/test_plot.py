@@ -57,6 +57,7 @@ CHARTS = {  # name: what it draws, and inputs that have nothing to draw
     "loss": ({"ring": [2.0, 1.0]}, [{}, {"ring": []}, {"ring": [2.0], "tree": []}]),
     "memory": (HELD, [SimpleNamespace(history={}, phases=[]), NOTHING_HELD]),
     "memory_by_rank": ({"rank 0": {"other": 8}}, [{}, {"rank 0": {}}, {"rank 0": {"other": 0}}]),
+    "curves": ({"ring": [(1, 2), (2, 4)]}, [{}, {"ring": []}]),
     "schedule": (
         [[Step(Forward(0, 0), 1.0, 2.0)]],
         [[], [[]], [[Step(SendActivation(0, 0), 0, 1)]]],
@@ -372,6 +373,18 @@ def test_sweep_shows_dots_where_measured_and_lines_where_predicted() -> None:
     assert ax.get_xscale() == "log" and ax.get_ylim()[0] == 0
     said = [text.get_text() for text in ax.get_legend().get_texts()]
     assert said == ["gpipe", "1f1b", "line: predicted"]
+
+
+def test_curves_are_points_where_a_formula_is_the_line() -> None:
+    points = [(1, 2), (2, 4), (4, 9)]
+    ax = plot.curves({"a": points, "b": points}, {"a": points}, powers_of_two="xy")
+    alone, joined, formula = ax.lines
+    assert alone.get_linewidth() == 0 and alone.get_marker() != joined.get_marker() != "None"
+    assert joined.get_linewidth() > 0 and formula.is_dashed()
+    assert {tuple(line.get_ydata()) for line in ax.lines} == {(2, 4, 9)}
+    assert legend(ax) == ["a", "b", "formula"]
+    assert ax.get_xscale() == ax.get_yscale() == "log"
+    assert set(ticks(ax.xaxis)) >= {"$\\mathdefault{2^{0}}$", "$\\mathdefault{2^{2}}$"}
 
 
 def test_schedule_shows_predicted_and_measured_spans() -> None:

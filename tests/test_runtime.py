@@ -62,6 +62,13 @@ class Point:
         return Point(self.x + dist.get_rank())
 
 
+def test_ops_of_torch_go_there_and_back(ranks):
+    ops = torch.ops
+    named = ops.aten, ops.aten.mm, ops.aten.mm.default, ops.aten.add.Tensor
+    for back, same in ranks(lambda given: (given, given == (ops.aten, *given[1:])), named):
+        assert same and all(a is b for a, b in zip(back, named, strict=True))
+
+
 def test_objects_keep_their_type_there_and_back(ranks):
     """cloudpickle sends the class by value, and must recognise it when it comes home."""
 

@@ -1,6 +1,7 @@
 """Measuring what ranks do, while they do it: bytes sent, time and memory."""
 
 from minidist.measure import record
+from minidist.measure.flops import count_flops
 from minidist.measure.memory import MemoryTracker, Phase
 from minidist.measure.ping_pong import fit, medians, ping_pong, tie_to_cores
 from minidist.measure.timeline import Span, Timeline, save_chrome_trace
@@ -13,6 +14,7 @@ __all__ = [
     "Span",
     "Timeline",
     "TrafficCounter",
+    "count_flops",
     "fit",
     "medians",
     "ping_pong",

@@ -12,6 +12,7 @@
 | `memory_by_rank` | what the memory of each rank holds beside what a formula says |
 | `schedule` | what each rank of a pipeline does when, predicted or measured |
 | `sweep` | what was measured beside what was predicted, for each value of something |
+| `curves` | one number against another, measured beside a formula |
 
 Every chart draws into the axes that it is given, or into a new figure as wide as a notebook,
 returns the axes, and leaves matplotlib's settings as they were. Input with nothing to draw is
@@ -20,6 +21,7 @@ a ValueError. matplotlib is imported by the first chart, not by `import minidist
 
 from minidist.plot.bar_charts import bars, bytes_per_rank
 from minidist.plot.charts import loss, time_against_size, timeline, traffic
+from minidist.plot.curves import curves
 from minidist.plot.memory_charts import memory, memory_by_rank
 from minidist.plot.palette import RANKS, color, human_bytes, human_time, style
 from minidist.plot.schedule_chart import schedule
@@ -30,6 +32,7 @@ __all__ = [
     "bars",
     "bytes_per_rank",
     "color",
+    "curves",
     "human_bytes",
     "human_time",
     "loss",

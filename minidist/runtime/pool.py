@@ -7,8 +7,11 @@ from typing import Any
 
 import cloudpickle
 
+from minidist.runtime import torch_ops
 from minidist.runtime.processes import Processes
 from minidist.runtime.report import Outcome, interruption, rank_error
+
+torch_ops.register()
 
 
 class Pool:
