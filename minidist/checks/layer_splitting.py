@@ -102,7 +102,7 @@ def _trial(step: Callable[..., Any], m: int) -> tuple[str, Passes]:
     """What is wrong on this rank, if anything; and which passes it made, in order."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    size = {"dtype": torch.float64}
+    size: Any = {"dtype": torch.float64}
     stages = [nn.Sequential(nn.Linear(WIDTH, WIDTH, **size), nn.Tanh()) for _ in range(world_size)]
     batch, labels = torch.randn(2 * m, WIDTH, **size), torch.randint(WIDTH, (2 * m,))
     stage = stages[rank]
