@@ -6,7 +6,7 @@ unit, is gathered only while it computes. So at most two units have full paramet
 computes, and the next one. The price is a second all_gather: 3Ψ(N-1)/N elements a step are sent,
 where data parallel training sends 2Ψ(N-1)/N.
 
-To read, in this order: `naive`, the idea, a class that trains. Then the four files through which
+To read, in this order: `naive` (the idea, a class that trains); then the four files through which
 one training step goes: `unit_schedule` (forward), `backward_pass`, `flat_parameter` (gather, free)
 and `flat_gradient` (reduce). How it begins: `units`, `unit_policies` (which modules are units) and
 `build_unit`. What users call: `fully_sharded_data_parallel` and `in_place`, torch's two forms, with

@@ -70,7 +70,11 @@ def part(each: ShardedParameter, value: torch.Tensor) -> torch.Tensor:
 def attach(unit: Unit) -> None:
     """Have the module's own `state_dict` and `load_state_dict` work. Those of a part raise."""
     unit.module.register_state_dict_post_hook(partial(_save, unit))
-    unit.module.register_load_state_dict_pre_hook(partial(_load, unit))
+    before = unit.module.register_load_state_dict_pre_hook(partial(_load, unit))
+    # If the module is a wrapper, its own hooks add and remove a prefix. Ours need the names without
+    # the prefix: so this one runs first, and the one for saving last.
+    hooks: Any = unit.module._load_state_dict_pre_hooks
+    hooks.move_to_end(before.id, last=False)
     for module in {m for flat in unit.flats for each in flat.parameters for m, _ in each.places}:
         if module is not unit.module:
             module.register_state_dict_pre_hook(_refuse_part)
