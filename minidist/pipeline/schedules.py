@@ -10,7 +10,7 @@ With p ranks, m micro-batches and v stages a rank, where backward takes twice as
     zero_bubble   (p-1) / (3 m), if m ≥ p   min(m, p)
 """
 
-from collections import deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
@@ -189,16 +189,21 @@ def receive_early(schedule: Schedule, rank: int) -> list[Instruction]:
     def source(receive: Instruction) -> int:
         return schedule.rank_of(other_end(receive).stage)
 
-    receives = [x for x in schedule.ranks[rank] if isinstance(x, RECEIVES)]
-    waiting = {source(x): deque(y for y in receives if source(y) == source(x)) for x in receives}
-    early: list[Instruction] = [queue.popleft() for queue in waiting.values()]
+    receives: dict[int, list[Instruction]] = defaultdict(list)  # by the rank that sends
     for instruction in schedule.ranks[rank]:
         if isinstance(instruction, RECEIVES):
-            while instruction in waiting[source(instruction)]:
-                early.append(waiting[source(instruction)].popleft())
-            continue
-        needed = needs(instruction, schedule.stages)
-        if needed and waiting[source(needed)]:
-            early.append(waiting[source(needed)].popleft())
-        early.append(instruction)
+            receives[source(instruction)].append(instruction)
+    early: list[Instruction] = [own[0] for own in receives.values()]
+    stand = dict.fromkeys(receives, 1)  # how many of them stand in the list already
+    for instruction in schedule.ranks[rank]:
+        comes = isinstance(instruction, RECEIVES)
+        receive = instruction if comes else needs(instruction, schedule.stages)
+        if receive is not None:
+            own = receives[source(receive)]
+            upto = own.index(receive) + (1 if comes else 2)  # itself; who takes it, the next one
+            new = own[stand[source(receive)] : upto]
+            early += new
+            stand[source(receive)] += len(new)
+        if not comes:
+            early.append(instruction)
     return early

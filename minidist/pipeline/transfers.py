@@ -36,11 +36,11 @@ class Transfers:
             for spec, x in zip(specs, tensors or [None] * len(specs), strict=True)
         ]
         group, to = self._peers.group, stage % self._peers.size
-        works = [dist.isend(x, group=group, group_dst=to, tag=TAG) for x in _bytes(whole)]
         leaving = self._leaving[to]
-        leaving.append((whole, works))
-        if len(leaving) > IN_FLIGHT:
+        if len(leaving) == IN_FLIGHT:
             _wait(leaving.popleft()[1])
+        works = [dist.isend(x, group=group, group_dst=to, tag=TAG) for x in _bytes(whole)]
+        leaving.append((whole, works))
 
     def expect(self, specs: Sequence[TensorSpec], stage: int) -> Travelling:
         """Let tensors come in that look like `specs`, from the rank of a stage."""
