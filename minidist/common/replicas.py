@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minidist.common.groups import require_group as require_group  # its place of before
-
 CHUNK = 25 * 2**20  # bytes of one message, as torch has it: large, and freed soon
 
 
