@@ -14,11 +14,8 @@ __all__ = [
     "Span",
     "Timeline",
     "TrafficCounter",
-<<<<<<< HEAD
     "count_flops",
-=======
     "fastest",
->>>>>>> bbca68a (Lessons 1 to 3 executed; timings by the fastest round, where a busy machine can only add)
     "fit",
     "medians",
     "ping_pong",
