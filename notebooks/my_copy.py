@@ -2,8 +2,8 @@
 
     python notebooks/my_copy.py [FOLDER]        (my by default)
 
-What the learner changed is never overwritten. What he did not change follows the course. The
-folder keeps a list of what was copied, `.copied.json`: it tells the one from the other.
+What the learner changed is never overwritten; the rest follows the course. To know which is which,
+the folder keeps a list of what was copied, `.copied.json`.
 """
 
 import hashlib
@@ -27,8 +27,7 @@ def digest(path: Path) -> str:
 
 
 def copy_into(folder: Path) -> list[Path]:
-    """Bring `folder` up to date. Returns the files of which the learner has a version of his own
-    while the course has a newer one than he began with."""
+    """Bring `folder` up to date. Returns the files that both the learner and the course changed."""
     folder.mkdir(parents=True, exist_ok=True)
     copied = json.loads((folder / LIST).read_text()) if (folder / LIST).exists() else {}
     now, kept = {}, []

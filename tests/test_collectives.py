@@ -362,6 +362,18 @@ def test_a_barrier_waits_for_the_last(pools):
 # ---- costs --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("algorithm", ALGORITHMS["all_reduce"])
+def test_the_total_is_what_all_ranks_send(algorithm, p):
+    each = [sent("all_reduce", algorithm, p, rank, 840, itemsize=8) for rank in range(p)]
+    total = collectives.total("all_reduce", algorithm, p, 840, itemsize=8)
+    assert total == Cost(sum(one.messages for one in each), sum(one.nbytes for one in each))
+    if algorithm in ("ring", "naive", "tree"):
+        assert total.nbytes == 2 * (p - 1) * 840 * 8
+    with pytest.raises(ValueError, match="world_size"):
+        collectives.total("all_reduce", algorithm, 0, 1)
+
+
 def test_the_costs_are_those_of_the_papers():
     n, alpha, beta = 1e6, 3e-5, 2e-9
 

@@ -1,6 +1,7 @@
 """The meters: what is counted, when, and that nothing of them stays behind."""
 
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -471,3 +472,56 @@ def test_arithmetic_is_that_of_products_and_of_attention():
     assert count_flops(attention, q, q, q) == 2 * product
     # Backward has five products: it computes the scores again.
     assert count_flops(lambda: attention(q, q, q).sum().backward()) == 7 * product
+
+
+# ---- messages there and back --------------------------------------------------------------
+
+
+def test_a_ping_pong_times_every_size_on_rank_0_and_leaves_no_message(pools):
+    def twice():
+        first = md.measure.ping_pong([1, 4096], repeats=3)
+        left = torch.full((1,), float(dist.get_rank()))
+        dist.broadcast(left, src=2)
+        return first, left.item()
+
+    results = pools(3)(twice)
+    samples = results[0][0]
+    assert [nbytes for nbytes, _ in samples] == [1, 4096] * 3
+    assert all(seconds > 0 for _, seconds in samples)
+    assert len(results[1][0]) == 6 and results[2][0] == []
+    assert [left for _, left in results] == [2.0] * 3
+
+
+def test_a_fit_finds_the_line_and_medians_and_the_fastest_are_by_size():
+    alpha, beta = 2e-5, 3e-10
+    line = [(n, alpha + n * beta) for n in (1, 1_000, 1_000_000)]
+    late = [(n, 10 * seconds) for n, seconds in line]
+    samples = [*line, *late, *line]
+    assert md.measure.fit(samples) == pytest.approx((alpha, beta))
+    assert md.measure.medians(samples) == md.measure.fastest(samples) == dict(line)
+    assert md.measure.medians(samples + 3 * late) == dict(late)
+    assert md.measure.fastest(samples + 3 * late) == dict(line)
+
+
+def test_ranks_can_be_tied_to_cores(pools):
+    def tied():
+        before = os.sched_getaffinity(0)
+        try:
+            return md.measure.tie_to_cores(1), len(os.sched_getaffinity(0))
+        finally:
+            os.sched_setaffinity(0, before)
+
+    if not hasattr(os, "sched_setaffinity"):
+        pytest.skip("no affinity here")
+    assert pools(2)(tied) == [(True, 1)] * 2
+
+
+def test_an_excerpt_of_a_timeline_and_its_seconds():
+    timeline = Timeline()
+    timeline.spans = [
+        Span(name, category, float(start), float(start + 1))
+        for start, (name, category) in enumerate([("step", "compute"), ("send", "x")] * 3)
+    ]
+    part = timeline.excerpt("step", 0, 1)
+    assert [(span.name, span.start) for span in part.spans] == [("send", 1.0), ("step", 2.0)]
+    assert len(timeline.spans) == 6 and timeline.seconds() == {"compute": 3.0, "x": 3.0}

@@ -191,7 +191,7 @@ FAULTS = [
     (nothing_is_skipped, [cell("#NBVAL_IGNORE_OUTPUT\n1")]),
     (pictures_are_png, [cell(output=SVG)]),
     (pictures_are_png, [cell(output=FIGURE)]),
-    (one_sitting, [cell()] * (MOST_CELLS + 1)),
+    (one_sitting, [cell() for _ in range(MOST_CELLS + 1)]),
     (one_sitting, [nbformat.v4.new_markdown_cell("a " * (MOST_WORDS + 1))]),
     (one_sitting, [cell("1\n" * (MOST_LINES + 1))]),
     (no_machine_paths, [cell(output=ERROR)]),

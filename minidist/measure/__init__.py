@@ -3,7 +3,7 @@
 from minidist.measure import record
 from minidist.measure.flops import count_flops
 from minidist.measure.memory import MemoryTracker, Phase
-from minidist.measure.ping_pong import fit, medians, ping_pong, tie_to_cores
+from minidist.measure.ping_pong import fastest, fit, medians, ping_pong, tie_to_cores
 from minidist.measure.timeline import Span, Timeline, save_chrome_trace
 from minidist.measure.torch_calls import TorchCalls
 from minidist.measure.traffic import TrafficCounter, traffic_matrix
@@ -15,6 +15,7 @@ __all__ = [
     "Timeline",
     "TrafficCounter",
     "count_flops",
+    "fastest",
     "fit",
     "medians",
     "ping_pong",

@@ -37,10 +37,20 @@ def ping_pong(sizes: Iterable[int], repeats: int = 21) -> Samples:
 
 def medians(samples: Sequence[tuple[int, float]]) -> dict[int, float]:
     """The median of the seconds of each size."""
+    return {nbytes: median(seconds) for nbytes, seconds in _by_size(samples).items()}
+
+
+def fastest(samples: Sequence[tuple[int, float]]) -> dict[int, float]:
+    """The least seconds of each size: what is left if nothing else was going on. Use it where a
+    busy machine can only add to the time, as on a link."""
+    return {nbytes: min(seconds) for nbytes, seconds in _by_size(samples).items()}
+
+
+def _by_size(samples: Sequence[tuple[int, float]]) -> dict[int, list[float]]:
     by_size: dict[int, list[float]] = {}
     for nbytes, seconds in samples:
         by_size.setdefault(nbytes, []).append(seconds)
-    return {nbytes: median(taken) for nbytes, taken in by_size.items()}
+    return by_size
 
 
 def fit(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
