@@ -102,9 +102,10 @@ def _trial(step: Callable[..., Any], m: int) -> tuple[str, Passes]:
     """What is wrong on this rank, if anything; and which passes it made, in order."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    size: Any = {"dtype": torch.float64}
-    stages = [nn.Sequential(nn.Linear(WIDTH, WIDTH, **size), nn.Tanh()) for _ in range(world_size)]
-    batch, labels = torch.randn(2 * m, WIDTH, **size), torch.randint(WIDTH, (2 * m,))
+    layers = [nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(world_size)]
+    stages = [nn.Sequential(layer, nn.Tanh()) for layer in layers]
+    batch = torch.randn(2 * m, WIDTH, dtype=torch.float64)
+    labels = torch.randint(WIDTH, (2 * m,))
     stage = stages[rank]
     passes: Passes = []
     rows: list[int] = []
