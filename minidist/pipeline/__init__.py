@@ -94,9 +94,8 @@ class Pipeline(Wrapper):
     each, and gets the sum of their gradients. Batch norm takes its means over a micro-batch, not
     over the batch, and moves its running means once for each.
 
-    `copy.deepcopy` gives a pipeline of the same ranks, each with a copy of its own layers, as for
-    an average of weights. `torch.save` raises TypeError: save `state_dict()` or
-    `full_state_dict()`.
+    `copy.deepcopy` gives a pipeline of the same ranks, each with a copy of its own layers.
+    `torch.save` raises TypeError: save `state_dict()` or `full_state_dict()`.
 
     Lesson: layer_splitting. Raises RuntimeError without a process group; on every rank, TypeError
     if the module is no nn.Sequential, and ValueError if it cannot be cut so, the schedule cannot
@@ -151,7 +150,6 @@ class Pipeline(Wrapper):
             stage: Layers(sequence if wrap is None else wrap(sequence), later[stage])
             for stage, sequence in stages.items()
         }
-        # What `wrap` has made of each stage.
         self.wrapped = [layers.module for layers in self._layers.values()]
         self._recompute, self._names = recompute, list(module.state_dict())
         self._ties = [tie for tie in ties if rank in tie.ranks]
@@ -208,8 +206,8 @@ class Pipeline(Wrapper):
         executor.run(self._instructions(plan))
         self.trace = executor.trace
         loss = sum(loss.item() for loss in executor.losses)
-        told = torch.tensor([loss, executor.problem is not None], dtype=torch.float64)
-        told = told.to(self._peers.device)
+        failed, device = executor.problem is not None, self._peers.device
+        told = torch.tensor([loss, failed], dtype=torch.float64, device=device)
         dist.all_reduce(told, group=self.process_group)
         if told[1]:
             self._opening.forget()
@@ -222,8 +220,7 @@ class Pipeline(Wrapper):
     def _instructions(self, plan: Schedule) -> list[Instruction]:
         # With NCCL, two ranks have one queue for all that they send each other. There a receive
         # that stands early would block what comes after it.
-        one_queue = "nccl" in self._peers.backends
-        rank = self._peers.rank
+        one_queue, rank = "nccl" in self._peers.backends, self._peers.rank
         return plan.ranks[rank] if one_queue else receive_early(plan, rank)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -257,8 +254,7 @@ class Pipeline(Wrapper):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "a Pipeline cannot be saved: it has the layers of one rank. Save its state_dict(), or "
-            "its full_state_dict(), which is that of the whole module"
+            "a Pipeline cannot be saved: it has one rank's layers. Save its full_state_dict()"
         )
 
 
