@@ -654,6 +654,8 @@ def test_step_time():
         min(each, took.compute / m * 2 / 3)
     )
     assert took.total == took.compute + took.communication == took.compute + took.data - took.hidden
+    first = planner.step_time(shape, replace(layout, stage=1), device, "float32")
+    assert first.data == pytest.approx(each)  # as Megatron and DeepSpeed send it
     for stage, times in (2, m), (3, m):  # nobody can keep whole gradients
         found = planner.step_time(shape, replace(layout, stage=stage), device, "float32").data
         half = each / 2
@@ -664,6 +666,9 @@ def test_step_time():
     message = ring("all_reduce", nbytes=4 * B * s * h).seconds(1e-5, 1e-9)
     assert tensor.tensor == pytest.approx(m * L * 4 * message)
     assert tensor.compute == pytest.approx(took.compute / 2) and tensor.data == 0
+    again = replace(layout, tensor=2, recompute="layers")  # with the all_reduces of forward
+    found = planner.step_time(shape, again, device, "float32").tensor
+    assert found == pytest.approx(m * L * 6 * message)
 
 
 # Korthikanti et al. (arXiv 2205.05198), Tables 3 and 5: layers, width, heads; ranks, tensor,
