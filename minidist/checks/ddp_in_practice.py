@@ -1,0 +1,113 @@
+"""The puzzles and the exercise of the lesson ddp_in_practice."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from minidist import zoo
+from minidist.checks.verdict import NotYet, check, function, number, on_ranks, shown
+from minidist.distributed_data_parallel import DistributedDataParallel
+from minidist.parity import relative_difference
+
+SHARES = [[4, 4], [7, 1], [5, 1, 2], [3, 0, 6]]  # images of each rank
+
+
+@check
+def memory_of_a_replica(answer: object) -> str:
+    """GB on each of 8 GPUs: 7 billion parameters, Adam, float32, without activations."""
+    number(
+        answer,
+        112,
+        "GB",
+        {
+            14: "DDP does not divide anything among the GPUs: each holds a replica",
+            896: "that is all 8 GPUs together",
+            28: "those are the parameters alone",
+            56: "Adam keeps two numbers for each parameter, besides the parameter and its gradient",
+            84: "Adam keeps two numbers for each parameter",
+            16: "that is the memory of one billion parameters",
+            112e9: "give GB",
+        },
+    )
+    return "16 bytes for each parameter, on every GPU. It does not fit into 80 GB."
+
+
+@check
+def steps_of_an_epoch(answer: object) -> str:
+    """Steps of each of 8 ranks: 1,000 images, a DistributedSampler, batches of 32 on a rank."""
+    number(
+        answer,
+        4,
+        "steps",
+        {
+            32: "that is one rank alone; here 8 ranks share the images",
+            31: "that is one rank alone; here 8 ranks share the images",
+            3: "the last batch is smaller, but it is a step, too",
+            125: "that is the number of images of a rank",
+            256: "that is the number of steps of all ranks together, for a batch of 1",
+        },
+    )
+    return "125 images for each rank make three batches of 32 and one of 29."
+
+
+@check
+def backward_of_all(answer: object) -> str:
+    """Leaves the gradient of the mean over the images of all ranks, however they are shared."""
+    backward_of_all = function(answer)
+    for rows in SHARES:
+        results = on_ranks(_trial, backward_of_all, rows, world_size=len(rows))
+        for rank, wrong in enumerate(results):
+            if wrong:
+                raise NotYet(f"with {_listed(rows)} images on the ranks, rank {rank} {wrong}.")
+    return f"also with {_listed(SHARES[-1])} images."
+
+
+def _listed(rows: list[int]) -> str:
+    *first, last = map(str, rows)
+    return f"{', '.join(first)} and {last}"
+
+
+def _trial(backward_of_all: Callable[..., Any], rows: list[int]) -> str:
+    """What is wrong on this rank, if anything: the first of it. It goes on, as others wait."""
+    generator, total, wrong = torch.Generator().manual_seed(0), sum(rows), list[str]()
+    single = zoo.mlp(64, 16, 10, dtype=torch.float64)
+    model = DistributedDataParallel(zoo.mlp(64, 16, 10, dtype=torch.float64))
+    for _ in range(2):
+        images = torch.randn(total, 64, generator=generator, dtype=torch.float64)
+        labels = torch.randint(10, (total,), generator=generator)
+        single.zero_grad()
+        model.zero_grad()
+        F.cross_entropy(single(images), labels).backward()
+        rank = dist.get_rank()
+        result = backward_of_all(model, images.split(rows)[rank], labels.split(rows)[rank])
+        if isinstance(result, torch.Tensor) and result.requires_grad:
+            wrong.append(f"gets {shown(result)}: call backward() yourself")
+        ours = [p.grad for p in model.parameters() if p.grad is not None]
+        wanted = [p.grad for p in single.parameters() if p.grad is not None]
+        wrong += _complaints(ours, wanted, len(rows), total)
+    return wrong[0] if wrong else ""
+
+
+def _complaints(
+    ours: list[torch.Tensor], wanted: list[torch.Tensor], world_size: int, total: int
+) -> list[str]:
+    if len(ours) < len(wanted):
+        return ["has no gradients"]
+    ratios = {
+        1 / world_size: "DDP has divided by the number of ranks already",
+        world_size: "it is multiplied by the number of ranks",
+        total: "divide by the number of all images",
+        total / world_size: "that is the sum over the images, divided by the number of ranks",
+    }
+    for ratio, hint in ratios.items():
+        if ratio != 1 and _same(ours, [ratio * gradient for gradient in wanted]):
+            return [f"has {ratio:g} × the gradient: {hint}"]
+    return [] if _same(ours, wanted) else ["has other gradients than one process"]
+
+
+def _same(ours: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    # A factor such as 1/3 may have been a tensor of float32.
+    return all(relative_difference(a, b) < 1e-6 for a, b in zip(ours, wanted, strict=True))

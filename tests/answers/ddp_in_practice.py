@@ -1,0 +1,108 @@
+"""Answers to the puzzles and the exercise of the lesson ddp_in_practice."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from minidist.checks import ddp_in_practice as check
+
+
+def all_images(labels):
+    total = torch.tensor(len(labels))
+    dist.all_reduce(total)
+    return total
+
+
+def weighted_loss(model, images, labels):
+    loss = F.cross_entropy(model(images), labels, reduction="sum")
+    (loss * dist.get_world_size() / all_images(labels)).backward()
+
+
+def weighted_gradients(model, images, labels):
+    F.cross_entropy(model(images), labels, reduction="sum").backward()
+    for parameter in model.parameters():
+        parameter.grad *= dist.get_world_size() / all_images(labels)
+
+
+def weighted_mean(model, images, labels):
+    mean = F.cross_entropy(model(images), labels) if len(labels) else model(images).sum()
+    (mean * len(labels) * dist.get_world_size() / all_images(labels)).backward()
+
+
+def without_ddps_average(model, images, labels):
+    with model.no_sync():
+        F.cross_entropy(model(images), labels, reduction="sum").backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= all_images(labels)
+
+
+def one_by_one(model, images, labels):
+    """Accumulated, image by image, and averaged with the last backward pass."""
+    factor = dist.get_world_size() / all_images(labels)
+    with model.no_sync():
+        for x, y in zip(images, labels, strict=True):
+            (F.cross_entropy(model(x[None]), y[None]) * factor).backward()
+    (model(images[:0]).sum() * 0).backward()
+
+
+def plain(model, images, labels):
+    F.cross_entropy(model(images), labels).backward()
+
+
+def summed(model, images, labels):
+    F.cross_entropy(model(images), labels, reduction="sum").backward()
+
+
+def divided_by_all(model, images, labels):
+    loss = F.cross_entropy(model(images), labels, reduction="sum")
+    (loss / all_images(labels)).backward()
+
+
+def mean_of_nothing(model, images, labels):
+    """The mean of no images is nan; its gradient is zero."""
+    loss = F.cross_entropy(model(images), labels) * len(labels)
+    (loss * dist.get_world_size() / all_images(labels)).backward()
+
+
+def divided_by_my_own(model, images, labels):
+    loss = F.cross_entropy(model(images), labels, reduction="sum")
+    (loss / max(1, len(labels))).backward()
+
+
+def averaged_twice(model, images, labels):
+    plain(model, images, labels)
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+
+def left_out(model, images, labels):
+    if len(labels):
+        weighted_loss(model, images, labels)
+
+
+def no_backward(model, images, labels):
+    return F.cross_entropy(model(images), labels, reduction="sum") / all_images(labels)
+
+
+def by_join(model, images, labels):
+    with model.join(divide_by_initial_world_size=False):
+        if len(labels):
+            plain(model, images, labels)
+
+
+ANSWERS = {
+    check.memory_of_a_replica: ([112, 112.0], [14, 896, 28, 56, 84, 16, 112e9, "112 GB"]),
+    check.steps_of_an_epoch: ([4, 4.0], [32, 31, 3, 125, 256, 3.9, "4"]),
+    check.backward_of_all: (
+        [
+            *(weighted_loss, weighted_gradients, weighted_mean, mean_of_nothing),
+            *(without_ddps_average, one_by_one),
+        ],
+        [
+            *(plain, summed, divided_by_all, divided_by_my_own, averaged_twice),
+            *(left_out, no_backward, by_join, lambda model, images, labels: None),
+        ],
+    ),
+}
