@@ -31,14 +31,13 @@ from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.wrapper import Wrapper, copy_on_ranks
 from minidist.pipeline.balance import balance_by_cost, balance_by_parameters
 from minidist.pipeline.executor import Executor
-from minidist.pipeline.instructions import Instruction, Schedule
+from minidist.pipeline.instructions import Schedule
 from minidist.pipeline.microbatches import join, tensors_of
 from minidist.pipeline.opening import Loss, Opening
 from minidist.pipeline.schedules import (
     SCHEDULES,
     forward_only,
     interleaved,
-    receive_early,
     with_messages,
 )
 from minidist.pipeline.simulate import Prediction, Span, simulate
@@ -203,7 +202,7 @@ class Pipeline(Wrapper):
         stages = {stage: Stage(own, self._recompute) for stage, own in self._layers.items()}
         transfers = Transfers(self._peers, self._device)
         executor = Executor(stages, plan.stages - 1, transfers, batch)
-        executor.run(self._instructions(plan))
+        executor.run(plan.ranks[self._peers.rank])
         self.trace = executor.trace
         loss = sum(loss.item() for loss in executor.losses)
         failed, device = executor.problem is not None, self._peers.device
@@ -216,12 +215,6 @@ class Pipeline(Wrapper):
             return told[0], None
         empty = [batch.outlines[plan.stages - 1, n].empty(self._device) for n in batch.rows]
         return told[0], join(executor.outputs or [y for y, _ in empty])
-
-    def _instructions(self, plan: Schedule) -> list[Instruction]:
-        # With NCCL, two ranks have one queue for all that they send each other. There a receive
-        # that stands early would block what comes after it.
-        one_queue, rank = "nccl" in self._peers.backends, self._peers.rank
-        return plan.ranks[rank] if one_queue else receive_early(plan, rank)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients of all stages so that their norm, taken over all of them, is at most

@@ -10,12 +10,10 @@ With p ranks, m micro-batches and v stages a rank, where backward takes twice as
     zero_bubble   (p-1) / (3 m), if m ≥ p   min(m, p)
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
 from minidist.pipeline.instructions import (
-    RECEIVES,
     Backward,
     BackwardInputs,
     BackwardWeights,
@@ -24,7 +22,6 @@ from minidist.pipeline.instructions import (
     Instruction,
     Schedule,
     gives,
-    needs,
     other_end,
 )
 from minidist.pipeline.simulate import simulate
@@ -178,32 +175,3 @@ def with_messages(
             ranks[rank].append(send)
             ranks[bare.rank_of(receive.stage)].append(receive)
     return Schedule(name, stages, microbatches, ranks)
-
-
-def receive_early(schedule: Schedule, rank: int) -> list[Instruction]:
-    """The list of a rank, with each receive before the computation that takes the one before it
-    from the same rank, if it does not stand there already. So there is room for a message when it
-    arrives, and it need not wait until its receiver asks for it. Messages between two ranks keep
-    their order."""
-
-    def source(receive: Instruction) -> int:
-        return schedule.rank_of(other_end(receive).stage)
-
-    receives: dict[int, list[Instruction]] = defaultdict(list)  # by the rank that sends
-    for instruction in schedule.ranks[rank]:
-        if isinstance(instruction, RECEIVES):
-            receives[source(instruction)].append(instruction)
-    early: list[Instruction] = [own[0] for own in receives.values()]
-    stand = dict.fromkeys(receives, 1)  # how many of them stand in the list already
-    for instruction in schedule.ranks[rank]:
-        comes = isinstance(instruction, RECEIVES)
-        receive = instruction if comes else needs(instruction, schedule.stages)
-        if receive is not None:
-            own = receives[source(receive)]
-            upto = own.index(receive) + (1 if comes else 2)  # itself; who takes it, the next one
-            new = own[stand[source(receive)] : upto]
-            early += new
-            stand[source(receive)] += len(new)
-        if not comes:
-            early.append(instruction)
-    return early
