@@ -1,32 +1,15 @@
-"""Mixed parallelism: data, pipeline and tensor parallelism at once, on a mesh of ranks.
-
-Every rank has a place (d, p, t) in a mesh, and shares a group with the others along each axis:
-
-    axis        of the model it has      what travels along it
-    data        the same part            gradients, once a step
-    pipeline    other layers             activations and their gradients, once a micro-batch
-    tensor      other features           sums of activations, four a block and a micro-batch
-
-So the ranks along `tensor` belong closest together, and those along `data` may be far apart. All
-this is put together from the lessons before: features are cut first (`tensor_parallel`), then the
-cut layers are shared out as stages (`pipeline`), and the gradients of each stage are averaged in
-buckets (`distributed_data_parallel`), or by a strategy that shards the stage.
-
-Lesson: mixed_parallelism. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
-Clusters Using Megatron-LM" (arXiv 2104.04473), section 3.
-"""
+"""A model on a mesh: its features cut, its layers shared out, its replicas kept equal."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grads_with_norm_
 
 from minidist.common import agree
@@ -37,7 +20,7 @@ from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.single import all_gather_single
 from minidist.common.wrapper import Wrapper, copy_on_ranks
 from minidist.distributed_data_parallel.buckets import Bucket, assign
-from minidist.measure import TrafficCounter
+from minidist.mixed.mesh_axes import AXES
 from minidist.pipeline import Pipeline, Schedule
 from minidist.pipeline.opening import Loss
 from minidist.rank import device
@@ -51,41 +34,7 @@ from minidist.tensor_parallel import (
 )
 from minidist.tensor_parallel.layer import gather_shards, shard
 
-__all__ = ["AXES", "MixedParallel", "mesh", "traffic_by_axis"]
-
-AXES = "data", "pipeline", "tensor"
 BUCKET = 25 * 2**20  # bytes, as DistributedDataParallel has it
-
-
-def mesh(
-    data: int = 1, pipeline: int = 1, tensor: int = 1, order: Sequence[str] = AXES
-) -> DeviceMesh:
-    """All ranks as a mesh with these three axes, by torch's `init_device_mesh`.
-    Lesson: mixed_parallelism.
-
-        mesh = md.mixed.mesh(data=2, pipeline=2, tensor=2)     # on 8 ranks
-
-    order: from the outermost axis to the innermost, along which ranks are neighbours: with the one
-        above, ranks 0 and 1 share the layers of one stage, and a node of four holds one replica.
-
-    Every rank calls this. Raises ValueError, on every rank, if the sizes do not fit the number of
-    ranks, or are not the same on all; RuntimeError without a process group.
-    """
-    group = require_group(None, "mixed.mesh")
-    sizes = dict(data=data, pipeline=pipeline, tensor=tensor)
-    ranks, problem = dist.get_world_size(group), None
-    if sorted(order) != sorted(AXES):
-        problem = ValueError(f"order names {', '.join(AXES)}, each once, not {', '.join(order)}")
-    elif min(sizes.values()) < 1 or prod(sizes.values()) != ranks:
-        told = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
-        problem = ValueError(
-            f"a mesh of {told} is for {prod(sizes.values())} ranks, and there are {ranks}"
-        )
-    agree.raise_on_every_rank(group, problem)
-    agree.require_same(group, sizes | dict(order=tuple(order)))
-    return init_device_mesh(
-        device().type, tuple(sizes[axis] for axis in order), mesh_dim_names=tuple(order)
-    )
 
 
 class MixedParallel(Wrapper):
@@ -322,15 +271,6 @@ class MixedParallel(Wrapper):
             "a MixedParallel cannot be saved: it has one rank's shards of the model. "
             "Save its full_state_dict()"
         )
-
-
-def traffic_by_axis(
-    traffic: TrafficCounter, mesh: DeviceMesh
-) -> dict[str, dict[str, tuple[int, int]]]:
-    """What this rank has sent along each axis, and its collectives: {operation: (calls, bytes)},
-    as `TrafficCounter` counts them. Lesson: mixed_parallelism."""
-    groups = {axis: tuple(dist.get_process_group_ranks(mesh.get_group(axis))) for axis in AXES}
-    return {axis: traffic.by_group.get(ranks, {}) for axis, ranks in groups.items()}
 
 
 def _problem(module: Any, mesh: DeviceMesh) -> Exception | None:

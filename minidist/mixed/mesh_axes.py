@@ -1,0 +1,54 @@
+"""The mesh of ranks, and what travels along each of its axes."""
+
+from collections.abc import Sequence
+from math import prod
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from minidist.common import agree
+from minidist.common.groups import require_group
+from minidist.measure import TrafficCounter
+from minidist.rank import device
+
+AXES = "data", "pipeline", "tensor"
+
+
+def mesh(
+    data: int = 1, pipeline: int = 1, tensor: int = 1, order: Sequence[str] = AXES
+) -> DeviceMesh:
+    """All ranks as a mesh with these three axes, by torch's `init_device_mesh`.
+    Lesson: mixed_parallelism.
+
+        mesh = md.mixed.mesh(data=2, pipeline=2, tensor=2)     # on 8 ranks
+
+    order: from the outermost axis to the innermost, along which ranks are neighbours: with the one
+        above, ranks 0 and 1 share the layers of one stage, and a node of four holds one replica.
+
+    Every rank calls this. Raises ValueError, on every rank, if the sizes do not fit the number of
+    ranks, or are not the same on all; RuntimeError without a process group.
+    """
+    group = require_group(None, "mixed.mesh")
+    sizes = dict(data=data, pipeline=pipeline, tensor=tensor)
+    ranks, problem = dist.get_world_size(group), None
+    if sorted(order) != sorted(AXES):
+        problem = ValueError(f"order names {', '.join(AXES)}, each once, not {', '.join(order)}")
+    elif min(sizes.values()) < 1 or prod(sizes.values()) != ranks:
+        told = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+        problem = ValueError(
+            f"a mesh of {told} is for {prod(sizes.values())} ranks, and there are {ranks}"
+        )
+    agree.raise_on_every_rank(group, problem)
+    agree.require_same(group, sizes | dict(order=tuple(order)))
+    return init_device_mesh(
+        device().type, tuple(sizes[axis] for axis in order), mesh_dim_names=tuple(order)
+    )
+
+
+def traffic_by_axis(
+    traffic: TrafficCounter, mesh: DeviceMesh
+) -> dict[str, dict[str, tuple[int, int]]]:
+    """What this rank has sent along each axis, and its collectives: {operation: (calls, bytes)},
+    as `TrafficCounter` counts them. Lesson: mixed_parallelism."""
+    groups = {axis: tuple(dist.get_process_group_ranks(mesh.get_group(axis))) for axis in AXES}
+    return {axis: traffic.by_group.get(ranks, {}) for axis, ranks in groups.items()}
