@@ -10,9 +10,9 @@ group. First come, first served; what comes to a node while the cable into it is
 and keeps nobody else from sending. (`lines` knows when which line is busy, `steps` which messages a
 collective is made of.)
 
-The bytes themselves are in shared memory at once. They may not be looked at before their time has
-come, and nobody burns a processor while waiting for it: so what is computed meanwhile is as free as
-beside a real cable.
+The bytes themselves are in shared memory at once, but no rank reads them before that time. A rank
+that waits uses no processor meanwhile, so what it computes beside the message is as free as beside
+a real cable.
 """
 
 import json
@@ -43,7 +43,7 @@ class Link:
     slow: (rank, factor): the messages from and to this rank occupy a line so many times as long.
     seed: of what is random. The same calls in the same order have the same luck.
 
-    Raises ValueError for numbers that make no sense. Lesson: collectives.
+    Raises ValueError for numbers that make no sense. Lesson: communication.
     """
 
     gbps: float
