@@ -1,0 +1,92 @@
+"""The puzzles and the exercise of the lesson data_parallel."""
+
+import math
+from typing import Any
+
+import torch
+
+from minidist.checks.verdict import NotYet, check, number, on_ranks, shown
+
+# The numbers of rows of the outputs to gather.
+SIZES = [[4], [2, 2], [3, 3, 3, 1], [2, 0, 1]]
+
+
+@check
+def device_0_sends(answer: object) -> str:
+    """MB that device 0 sends in a step: a model of 100 MB, 8 devices, small images and outputs."""
+    number(
+        answer,
+        700,
+        "MB",
+        {
+            175: "that is what each rank of a ring sends",
+            100: "it sends a copy to each of the others",
+            800: "it sends no copy to itself",
+            1400: "that is what all devices send together, gradients included",
+            700e6: "give MB",
+        },
+    )
+    return "7 copies of 100 MB. A rank of a ring sends 2 × 7/8 × 100 = 175 MB."
+
+
+@check
+def weights_of_losses(answer: Any) -> str:
+    """By what to multiply four mean losses, of 3, 3, 3 and 1 images, to get the mean of all."""
+    try:
+        weights = [float(weight) for weight in answer]
+    except Exception:
+        raise NotYet(f"give a list of four numbers, not {shown(answer)}.") from None
+    if len(weights) != 4:
+        raise NotYet(f"give four numbers, not {len(weights)}.")
+    hints = {
+        (0.25,) * 4: "then the one image of the last share counts three times as much as another",
+        (3.0, 3.0, 3.0, 1.0): "that is the sum of the losses. Divide by the number of images",
+        (0.1,) * 4: "the loss of a share of three images is the mean of three",
+        (1.0,) * 4: "that is the sum of four means",
+    }
+    for wrong, hint in hints.items():
+        if _close(weights, wrong):
+            raise NotYet(f"{hint}.")
+    if not _close(weights, (0.3, 0.3, 0.3, 0.1)):
+        raise NotYet("each share counts by its number of images.")
+    return "each share counts by its number of images, of 10."
+
+
+def _close(ours: list[float], wanted: tuple[float, ...]) -> bool:
+    return all(math.isclose(a, b, abs_tol=1e-6) for a, b in zip(ours, wanted, strict=True))
+
+
+@check
+def gather(answer: Any) -> str:
+    """An autograd Function that joins outputs, with a backward of its own."""
+    if not isinstance(answer, type) or not issubclass(answer, torch.autograd.Function):
+        raise NotYet(f"give the class Gather itself, not {shown(answer)}.")
+    (wrong,) = on_ranks(_gather, answer, world_size=1)
+    if wrong:
+        raise NotYet(f"{wrong}.")
+    return "also where the last output is smaller, or one is empty."
+
+
+def _gather(gather: Any) -> str:
+    """What is wrong, if anything."""
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((), (5,), (2, 3)):
+        for sizes in SIZES:
+            outputs = [
+                torch.randn(rows, *shape, generator=generator, requires_grad=True) for rows in sizes
+            ]
+            weight = torch.randn(sum(sizes), *shape, generator=generator)
+            joined, wanted = gather.apply(*outputs), torch.cat(outputs)
+            on = f"with outputs of {', '.join(map(str, sizes))} rows,"
+            if not isinstance(joined, torch.Tensor) or not torch.equal(joined, wanted):
+                return f"{on} forward gives other values than torch.cat"
+            if not joined.requires_grad:
+                return f"{on} nothing that autograd could go back through comes out"
+            (joined * weight).sum().backward()
+            for i, right in enumerate(weight.split(sizes)):
+                gradient = outputs[i].grad
+                if gradient is None:
+                    return f"{on} output {i} gets no gradient"
+                if not torch.equal(gradient, right):
+                    return f"{on} output {i} gets another gradient than from torch.cat"
+    return ""

@@ -1,0 +1,106 @@
+"""Answers to the puzzles and the exercise of the lesson data_parallel."""
+
+import torch
+
+from minidist.checks import data_parallel as check
+
+
+class Joining(torch.autograd.Function):
+    """What the answers share: forward."""
+
+    @staticmethod
+    def forward(ctx, *outputs):
+        ctx.sizes = [len(output) for output in outputs]
+        return torch.cat(outputs)
+
+
+class Split(Joining):
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.split(ctx.sizes)
+
+
+class Narrowed(Joining):
+    @staticmethod
+    def backward(ctx, gradient):
+        parts, start = [], 0
+        for size in ctx.sizes:
+            parts.append(gradient.narrow(0, start, size).clone())
+            start += size
+        return tuple(parts)
+
+
+class Saved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *outputs):
+        ctx.save_for_backward(*outputs)
+        joined = torch.empty(sum(map(len, outputs)), *outputs[0].shape[1:])
+        start = 0
+        for output in outputs:
+            joined[start : start + len(output)] = output
+            start += len(output)
+        return joined
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return tuple(torch.split(gradient, [len(output) for output in ctx.saved_tensors]))
+
+
+class Chunked(Joining):
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.chunk(len(ctx.sizes))
+
+
+class Whole(Joining):
+    @staticmethod
+    def backward(ctx, gradient):
+        return tuple(gradient for _ in ctx.sizes)
+
+
+class Mean(Joining):
+    @staticmethod
+    def backward(ctx, gradient):
+        return tuple(part / len(ctx.sizes) for part in gradient.split(ctx.sizes))
+
+
+class Reversed(Joining):
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.split(ctx.sizes)[::-1]
+
+
+class Nothing(Joining):
+    @staticmethod
+    def backward(ctx, gradient):
+        return (None,) * len(ctx.sizes)
+
+
+class Stacked(Split):
+    @staticmethod
+    def forward(ctx, *outputs):
+        ctx.sizes = [len(output) for output in outputs]
+        return torch.stack(outputs)
+
+
+class NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *outputs):
+        return torch.cat(outputs)
+
+
+def plain_cat(*outputs):
+    return torch.cat(outputs)
+
+
+ANSWERS = {
+    check.device_0_sends: ([700, 700.0], [175, 100, 800, 1400, 700e6, 350, "700 MB"]),
+    check.weights_of_losses: (
+        [[0.3, 0.3, 0.3, 0.1], (3 / 10, 3 / 10, 3 / 10, 1 / 10), torch.tensor([3, 3, 3, 1]) / 10],
+        [[0.25] * 4, [3, 3, 3, 1], [0.1] * 4, [1] * 4, [0.3, 0.3, 0.3], [0.1, 0.3, 0.3, 0.3], 0.3],
+    ),
+    check.gather: (
+        [Split, Narrowed, Saved],
+        [Chunked, Whole, Mean, Reversed, Nothing, Stacked, NoBackward, plain_cat, Split.apply],
+    ),
+}
