@@ -125,7 +125,7 @@ def one_sitting(notebook: NotebookNode) -> Iterator[str]:
 # Lessons whose first edition was longer.
 LONGER = {
     *("data_parallel", "distributed_data_parallel", "layer_splitting", "feature_splitting"),
-    *("mixed_parallelism", "zero", "fully_sharded", "memory_savers"),
+    *("mixed_parallelism", "zero", "fully_sharded"),
 }
 
 
