@@ -1,4 +1,4 @@
-"""Lesson: memory_savers. Activations that are computed twice instead of kept.
+"""Lesson: activation_checkpointing. Activations that are computed twice instead of kept.
 
 Autograd keeps what backward will need of every op: for a block of a transformer, dozens of tensors
 of the size of its input. `checkpoint_wrapper` keeps the input alone. Backward, when it comes to the
@@ -33,7 +33,7 @@ from minidist.pipeline.replay import Replay
 
 
 class NaiveCheckpoint(torch.autograd.Function):
-    """Keep x, and compute the rest again. Lesson: memory_savers.
+    """Keep x, and compute the rest again. Lesson: activation_checkpointing.
 
     y = NaiveCheckpoint.apply(x, module)    # instead of module(x); x needs a gradient
     """
@@ -56,7 +56,7 @@ class NaiveCheckpoint(torch.autograd.Function):
 
 
 class CheckpointWrapper(Wrapper):
-    """What `checkpoint_wrapper` returns. Lesson: memory_savers."""
+    """What `checkpoint_wrapper` returns. Lesson: activation_checkpointing."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -69,7 +69,8 @@ class CheckpointWrapper(Wrapper):
 
 
 def checkpoint_wrapper(module: nn.Module) -> CheckpointWrapper:
-    """The same module, of which only the inputs are kept for backward. Lesson: memory_savers.
+    """The same module, of which only the inputs are kept for backward.
+    Lesson: activation_checkpointing.
 
         model.blocks = nn.Sequential(*map(md.checkpoint_wrapper, model.blocks))
 

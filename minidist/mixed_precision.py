@@ -1,4 +1,4 @@
-"""Lesson: memory_savers. Mixed precision. Where 16 bits are enough, use 16; and what is lost by it.
+"""Lesson: mixed_precision. Where 16 bits are enough, use 16; and what is lost by it.
 
 `torch.autocast` runs matrix products in 16 bits, and keeps weights, their gradients and the
 optimizer in 32. It is all that bfloat16 needs, on any device and in any strategy of the course:
@@ -30,7 +30,7 @@ from minidist.common.groups import require_group
 
 class ShardedGradScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler for ranks that each have other gradients: if any of them finds one that
-    is not finite, all leave out the step and lower the scale. Lesson: memory_savers.
+    is not finite, all leave out the step and lower the scale. Lesson: mixed_precision.
 
         scaler = md.ShardedGradScaler()
         with torch.autocast("cpu", torch.float16):

@@ -1,5 +1,5 @@
-"""Lesson 10: a module that is computed again in backward trains as one that is not, and keeps its
-inputs alone. Held against the bare module, torch's own checkpoint, and a formula, in bytes."""
+"""Lesson: activation_checkpointing. A module that is computed again in backward trains as one that
+is not, and keeps its inputs alone. Held against the bare module, torch's own checkpoint, and a formula, in bytes."""
 
 import copy
 import gc

@@ -1,5 +1,5 @@
-"""Lesson 10: ranks that each have other gradients agree on the scale and on the step. Held against
-torch.amp.GradScaler in one process, and against training without a scale."""
+"""Lesson: mixed_precision. Ranks that each have other gradients agree on the scale and on the
+step. Held against torch.amp.GradScaler in one process, and against training without a scale."""
 
 import copy
 import inspect

@@ -124,8 +124,7 @@ def one_sitting(notebook: NotebookNode) -> Iterator[str]:
 
 # Lessons whose first edition was longer.
 LONGER = {
-    *("layer_splitting", "feature_splitting"),
-    *("mixed_parallelism", "zero", "fully_sharded", "memory_savers"),
+    *("layer_splitting", "feature_splitting", "mixed_parallelism", "zero", "fully_sharded"),
 }
 
 

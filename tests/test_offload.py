@@ -1,5 +1,5 @@
-"""Lesson 10: an optimizer on the host trains as one on the device does; a device with a budget
-keeps it. Held against torch's optimizers and, in bytes, against the formulas."""
+"""Lesson: offload. An optimizer on the host trains as one on the device does; a device with a
+budget keeps it. Held against torch's optimizers and, in bytes, against the formulas."""
 
 import copy
 import gc
@@ -495,6 +495,20 @@ def test_the_hosts_own_does_not_count():
         pass
     assert device.live["optimizer states"] == 0
     assert pickle.loads(pickle.dumps(device)).peak == device.peak
+
+
+@pytest.mark.parametrize(("dtype", "down", "up"), [(torch.bfloat16, 4, 2), (torch.float32, 8, 4)])
+def test_what_travels_in_a_step(dtype, down, up):
+    model = nn.Linear(16, 16).to(dtype)
+    optimizer = md.OffloadedOptimizer(model.parameters(), torch.optim.Adam)
+    numel = sum(p.numel() for p in model.parameters())
+    for _ in range(2):
+        with Budget(10**6, model, optimizer), md.offload.Crossings() as crossed:
+            model(torch.ones(1, 16, dtype=dtype)).sum().backward()
+            optimizer.step()
+        # Down go the gradient and, to be read, the parameter; up goes the parameter.
+        assert (crossed.to_host, crossed.to_device) == (down * numel, up * numel)
+        optimizer.zero_grad()
 
 
 def test_nothing_stays_behind():

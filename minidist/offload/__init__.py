@@ -24,10 +24,11 @@ To read, in this order:
     mirror                a parameter's copy on the host, and the traffic between both
     offloaded_optimizer   a step, and what both sides know
 
-Lesson: memory_savers.
+Lesson: offload.
 """
 
 from minidist.offload.budget import Budget, OutOfMemory, on_host, put_on_host
+from minidist.offload.crossings import Crossings
 from minidist.offload.offloaded_optimizer import OffloadedOptimizer
 
-__all__ = ["Budget", "OffloadedOptimizer", "OutOfMemory", "on_host", "put_on_host"]
+__all__ = ["Budget", "Crossings", "OffloadedOptimizer", "OutOfMemory", "on_host", "put_on_host"]

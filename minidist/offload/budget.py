@@ -1,4 +1,4 @@
-"""A device of so many bytes, emulated where there is none (lesson: memory_savers)."""
+"""A device of so many bytes, emulated where there is none (lesson: offload)."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -17,13 +17,13 @@ _within = ContextVar("within on_host", default=False)
 
 class OutOfMemory(torch.OutOfMemoryError):
     """An allocation that does not fit: on an emulated device, or on the host.
-    Lesson: memory_savers."""
+    Lesson: offload."""
 
 
 @contextmanager
 def on_host() -> Iterator[None]:
     """What is allocated within this block is in the host's memory, not on the emulated device.
-    Lesson: memory_savers."""
+    Lesson: offload."""
     token = _within.set(True)
     try:
         yield
@@ -33,14 +33,14 @@ def on_host() -> Iterator[None]:
 
 def put_on_host(tensors: Any) -> None:
     """Count these tensors, in any nesting, as the host's from now on. Use it for tensors that were
-    made outside of any `Budget`. With a real device it is not needed. Lesson: memory_savers."""
+    made outside of any `Budget`. With a real device it is not needed. Lesson: offload."""
     for storage in storages(tensors):
         storage.on_host = True  # type: ignore[attr-defined]
 
 
 class Budget(MemoryTracker):
     """A device with `nbytes` of memory, for a `with` block. An allocation beyond that raises
-    `OutOfMemory`, with a table of what holds the memory. Lesson: memory_savers.
+    `OutOfMemory`, with a table of what holds the memory. Lesson: offload.
 
         with md.offload.Budget(2_000_000, model, optimizer) as device:
             train(model, optimizer)

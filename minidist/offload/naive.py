@@ -6,7 +6,7 @@
 
 A device with Adam holds 16 bytes a parameter; here 8, the parameter and its gradient. What the
 other files add: copies beside what the device computes, gradients that leave during backward,
-16 bits, checkpoints, changes of parameters between two steps. Lesson: memory_savers.
+16 bits, checkpoints, changes of parameters between two steps. Lesson: offload.
 """
 
 from collections.abc import Iterable

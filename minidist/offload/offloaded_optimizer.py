@@ -1,4 +1,4 @@
-"""ZeRO-Offload (lesson: memory_savers): any optimizer, its states and its step on the host."""
+"""ZeRO-Offload (lesson: offload): any optimizer, its states and its step on the host."""
 
 import weakref
 from collections.abc import Callable
@@ -37,7 +37,7 @@ class OffloadedOptimizer(Optimizer):
     Raises TypeError for an optimizer_class that is none; `OutOfMemory` if the host has no room:
     here for copies and gradients, or in the first step for the states. Parameters and states then
     stay as they were.
-    Lesson: memory_savers.
+    Lesson: offload.
     """
 
     def __init__(self, params: Any, optimizer_class: type[Optimizer], **defaults: Any) -> None:

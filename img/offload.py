@@ -1,4 +1,4 @@
-"""The picture of the lesson memory_savers: memory_savers."""
+"""The picture of the lesson offload: memory_savers, which saver takes what."""
 
 from style import EMPTY, PALE, arrow, bar, box, ink, paper, save, words
 
@@ -16,10 +16,10 @@ def memory_savers() -> None:
         (
             "sharded",
             dict.fromkeys(list(KINDS)[:3], 0.25),
-            ("price: communication", "(zero, fully_sharded)"),
+            ("price: communication", "between ranks"),
         ),
         ("checkpointed", {"activations": 0.125}, ("price: forward", "once more")),
-        ("in 16 bits", {"activations": 0.5}, ("price: digits,", "or range")),
+        ("autocast", {"activations": 0.5}, ("16 bits on the way;", "price: digits")),
         (
             "offloaded",
             {"optimizer states": 0, "gradients": 0},

@@ -1,0 +1,121 @@
+"""Answers to the puzzles and the exercise of the lesson offload."""
+
+import torch
+
+from minidist.checks import offload as check
+from minidist.offload import on_host
+
+
+def to_host(tensor):
+    with on_host():
+        return tensor.detach().clone()
+
+
+def to_device(tensor):
+    return tensor.clone()
+
+
+def by_storage(model):
+    stay = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() in stay:
+            return None, tensor
+        return to_host(tensor), None
+
+    def unpack(kept):
+        host, device = kept
+        return device if host is None else to_device(host)
+
+    return pack, unpack
+
+
+def by_base(model):
+    """A parameter's transpose is a view of it."""
+    stay = set(model.parameters())
+
+    def pack(tensor):
+        of = tensor if tensor._base is None else tensor._base
+        return (of in stay, tensor if of in stay else to_host(tensor))
+
+    def unpack(kept):
+        stays, tensor = kept
+        return tensor if stays else to_device(tensor)
+
+    return pack, unpack
+
+
+def by_size(model):
+    """Some parameters are as large as some activations."""
+    most = max(p.numel() for p in model.parameters())
+
+    def pack(tensor):
+        return (True, to_host(tensor)) if tensor.numel() >= most else (False, tensor)
+
+    return pack, lambda kept: to_device(kept[1]) if kept[0] else kept[1]
+
+
+def all_of_them(model):
+    return to_host, to_device
+
+
+def but_parameters_themselves(model):  # their transposes travel
+    stay = set(model.parameters())
+
+    def pack(tensor):
+        return (True, tensor) if tensor in stay else (False, to_host(tensor))
+
+    return pack, lambda kept: kept[1] if kept[0] else to_device(kept[1])
+
+
+def none_of_them(model):
+    return lambda tensor: tensor, lambda tensor: tensor
+
+
+def never_back(model):  # backward reads the host's memory
+    return by_storage(model)[0], lambda kept: kept[1] if kept[0] is None else kept[0]
+
+
+def on_the_device(model):
+    return lambda tensor: tensor.clone(), lambda tensor: tensor.clone()
+
+
+def in_16_bits(model):
+    pack, unpack = by_storage(model)
+
+    def narrow(tensor):
+        host, device = pack(tensor)
+        if host is None or not host.is_floating_point():
+            return host, device
+        with on_host():
+            return host.bfloat16(), None
+
+    return narrow, lambda kept: kept[1] if kept[0] is None else unpack(kept).double()
+
+
+def in_place_of_a_pair(model):
+    return by_storage(model)[0]
+
+
+def zeros(model):
+    return lambda tensor: tensor.shape, lambda shape: torch.zeros(shape, dtype=torch.float64)
+
+
+ANSWERS = {
+    check.largest: ([16, 16.0, 32 / 2], [2, 8, 32, 16e9, 13, "16 B"]),
+    check.tokens: ([4000, 4 / 25e9 / (6 / 150e12)], [2000, 12000, 6000, 4e-9, 1000, "4k"]),
+    check.activations: (
+        [by_storage, by_base],
+        [
+            all_of_them,
+            but_parameters_themselves,
+            none_of_them,
+            never_back,
+            on_the_device,
+            in_16_bits,
+            in_place_of_a_pair,
+            zeros,
+            by_size,
+        ],
+    ),
+}
