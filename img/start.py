@@ -18,13 +18,15 @@ PARTS = [  # each lesson: its name, what it is about, and how many minutes it ta
         "Data",
         [
             ("data_parallel", "one process,\nmany devices", 45),
-            ("distributed_data_parallel", "replicas that\nstay equal", 90),
+            ("distributed_data_parallel", "replicas that\nstay equal", 60),
+            ("ddp_in_practice", "memory, buffers,\nuneven batches", 45),
         ],
     ),
     (
         "Model",
         [
-            ("layer_splitting", "stages: a pipeline", 90),
+            ("layer_splitting", "stages: a pipeline", 60),
+            ("pipeline_schedules", "who does what when", 45),
             ("feature_splitting", "parts of every layer", 90),
             ("mixed_parallelism", "a mesh of all three", 60),
         ],
@@ -34,7 +36,9 @@ PARTS = [  # each lesson: its name, what it is about, and how many minutes it ta
         [
             ("zero", "optimizer states\nand gradients, shared", 60),
             ("fully_sharded", "no rank has\nthe whole model", 90),
-            ("memory_savers", "recompute, 16 bits,\noffload", 90),
+            ("activation_checkpointing", "compute twice,\nkeep less", 45),
+            ("mixed_precision", "16 bits a number", 45),
+            ("offload", "what need not\nbe here", 45),
         ],
     ),
 ]
@@ -57,7 +61,7 @@ def lesson_map() -> None:
             box(axes, x, y, 2.25, 1.02, edgecolor=shade, linewidth=1.5)
             box(axes, x, y + 0.68, 2.25, 0.34, facecolor=shade, edgecolor=shade)
             head = f"{int(notebook.stem[:2])}  {name.replace('_', ' ')}"
-            axes.text(x + 0.1, y + 0.78, head, fontsize=9.5, fontweight="bold", color=ink(shade))
+            axes.text(x + 0.1, y + 0.78, head, fontsize=9, fontweight="bold", color=ink(shade))
             axes.text(x + 0.1, y + 0.34, says, fontsize=9, va="center", linespacing=1.3)
             words(axes, x + 1.9, y + 0.14, f"{minutes} min", 8.5, color=PALE)
     save(figure, "lesson_map")
