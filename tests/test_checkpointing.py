@@ -1,5 +1,6 @@
 """Lesson: activation_checkpointing. A module that is computed again in backward trains as one that
-is not, and keeps its inputs alone. Held against the bare module, torch's own checkpoint, and a formula, in bytes."""
+is not, and keeps its inputs alone. Held against the bare module, torch's own checkpoint, and a
+formula, in bytes."""
 
 import copy
 import gc
