@@ -12,6 +12,7 @@ helps, or returns a sentence for the right answer:
 import functools
 import math
 import signal
+import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -102,9 +103,8 @@ def on_ranks(
         at = f", in the line `{line}`" if rest.startswith("  ") else ""
         if "Pair is not connected" in first:  # gloo's words
             first = "a rank sends to itself, or receives from itself"
-        raise NotYet(
-            f"on {ranks(world_size)}{where}: {' '.join(first.split()).rstrip('.')}{at}."
-        ) from None
+        said = textwrap.shorten(first, 240, placeholder=" …").rstrip(".")
+        raise NotYet(f"on {ranks(world_size)}{where}: {said}{at}.") from None
     except TypeError as error:  # it cannot be sent to the ranks
         raise NotYet(f"{error}.") from None
 
