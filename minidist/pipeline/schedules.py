@@ -55,8 +55,8 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
 
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     """As few forward passes as fill the pipeline, then one forward, one backward in turns
-    (Narayanan et al., arXiv 1806.03377). Idle as long as GPipe, it keeps fewer activations: those
-    of min(m, p-r) micro-batches on rank r.
+    (PipeDream-Flush: Narayanan et al., arXiv 2006.09503). Idle as long as GPipe, it keeps fewer
+    activations: those of min(m, p-r) micro-batches on rank r.
 
     Lesson: layer_splitting
     """
