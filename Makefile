@@ -1,5 +1,7 @@
 # make lab    opens the course in JupyterLab, in a copy that is yours: the folder my/
-# make test   lints, runs the tests, and runs every notebook against its stored outputs
+# make test   lints, runs the tests, and runs every notebook against its stored outputs; it also
+#             installs the systems of the lesson real_tools, which needs a C++ compiler (g++);
+#             all but these: make test WITHOUT_TOOLS=1
 # make soak   runs the long tests: hundreds of launches, interrupts and kills
 # All make the environment first when it is missing or out of date.
 
@@ -7,6 +9,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TOOLS := $(VENV)/.tools
 
 # The folder that `make lab` opens. Authors: make lab LAB_NOTEBOOKS=notebooks
 LAB_NOTEBOOKS ?= my
@@ -16,7 +19,7 @@ LAB_ARGS ?=
 TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test soak lint notebooks img
+.PHONY: help setup lab test compiler soak lint notebooks img
 .DELETE_ON_ERROR:
 
 help:
@@ -35,6 +38,20 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -c constraints.txt torch
 	$(BIN)/python -m pip install -c constraints.txt -e '.[course,test]'
+	@touch $@
+
+# The systems of the lesson real_tools. DeepSpeed's C++ is compiled here, once, into the folder
+# .venv/torch_extensions: at its first use it would take minutes and, when killed, leave a lock.
+define NO_TOOLS
+The systems of the lesson real_tools are not there; why, it says above. No other lesson needs them:
+  make lab                       works as it is
+  make test WITHOUT_TOOLS=1      tests all the rest
+endef
+export NO_TOOLS
+
+$(TOOLS): $(READY) notebooks/scripts/build_deepspeed.py
+	$(BIN)/python -m pip install -c constraints.txt -e '.[tools]' \
+	    && $(BIN)/python notebooks/scripts/build_deepspeed.py || { echo "$$NO_TOOLS"; exit 1; }
 	@touch $@
 
 # ---- the course ---------------------------------------------------------------------------
@@ -66,9 +83,15 @@ WORKERS ?= 3
 # Ranks import minidist in each pool: where an image forbids bytecode, each would compile it.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --color=no -p no:cacheprovider --durations=10 -n $(WORKERS)
 
+CXX ?= g++
+compiler:
+	@command -v $(CXX) > /dev/null || { echo "make test needs a C++ compiler, for DeepSpeed: \
+	install g++ (Debian: apt install g++; macOS: xcode-select --install), set CXX, or: \
+	make test WITHOUT_TOOLS=1"; exit 1; }
+
 # One run of pytest over the tests and the notebooks, so that one summary at the end names
 # what failed, and what was skipped and why.
-test: lint
+test: $(if $(WITHOUT_TOOLS),lint,compiler lint $(TOOLS))
 	$(PYTEST) tests notebooks --dist loadfile --nbval --nbval-current-env \
 	    --nbval-cell-timeout=120 --nbval-sanitize-with=notebooks/sanitize.cfg $(TEST_ARGS)
 

@@ -1,7 +1,7 @@
-"""The picture of the lesson feature_splitting: feature_split_model_parallel."""
+"""The pictures: feature_split_model_parallel, copy_and_sum, attention_by_heads."""
 
 from matplotlib.patches import Rectangle
-from style import INK, PALE, RANKS, Axes, arrow, box, ink, paper, save
+from style import INK, PALE, RANKS, Axes, arrow, bar, box, ink, name, paper, save, words
 
 from minidist.plot import color
 
@@ -11,9 +11,9 @@ WIDE, NARROW, ROWS = 1.2, 0.62, 0.5  # hidden features; features; rows of the ba
 
 
 def matrix(axes: Axes, x: float, y: float, width: float, height: float, cut: str, text: str):
-    """A matrix, from its left side and its middle: whole, cut, or a summand of each rank."""
+    """A matrix, from its left side and its middle: whole, cut, or partial."""
     low, edge = y - height / 2, {"edgecolor": "white", "linewidth": 0.9}
-    if cut == "summands":
+    if cut == "partial":
         for rank in reversed(range(PARTS)):
             shift = 0.09 * rank
             place = (x + shift, low + shift)
@@ -74,7 +74,7 @@ def feature_split_model_parallel() -> None:
     sign(axes, 4.25, y, "×")
     matrix(axes, 4.47, y, NARROW, WIDE, "rows", "B")
     sign(axes, 5.36, y, "=")
-    matrix(axes, 5.62, y, NARROW, ROWS, "summands", "a summand each")
+    matrix(axes, 5.62, y, NARROW, ROWS, "partial", "y, partial")
     message(axes, 6.75, 8.5, y, "all_reduce")
     matrix(axes, 8.74, y, NARROW, ROWS, "whole", "y")
 
@@ -89,5 +89,90 @@ def feature_split_model_parallel() -> None:
     save(figure, "feature_split_model_parallel")
 
 
+Place = tuple[str, str, float]  # a state, what rank r has, and the width of it
+
+
+def lanes(axes: Axes, low: float, title: str, places: list[Place]) -> None:
+    """One direction through a pair of layers, two ranks above each other."""
+    box(axes, 0.15, low, 9.9, 2.0, facecolor="#F6F6F6", edgecolor="none")
+    axes.text(0.35, low + 1.68, title, fontsize=11.5, fontweight="bold")
+    for number, (state, text, width) in enumerate(places):
+        middle = 1.65 + 1.9 * number
+        words(axes, middle, low + 0.2, state, 9.5, fontweight="bold")
+        for rank in range(2):
+            shade = RANKS[rank] if "r" in text else WHOLE
+            y = low + 0.98 - 0.54 * rank
+            bar(axes, middle - width / 2, y, width, 0.42, shade)
+            words(axes, middle, y + 0.21, text.replace("r", str(rank)), 10, color=ink(shade))
+    for rank in range(2):
+        y = low + 1.19 - 0.54 * rank
+        box(axes, 0.26, y - 0.15, 0.72, 0.3, facecolor=RANKS[rank], edgecolor="none")
+        name(axes, 0.62, y, rank, 9)
+
+
+def steps(axes: Axes, low: float, texts: list[str], back: bool) -> None:
+    """What leads from each place to the next: on each rank by itself, or where all meet."""
+    for number, text in enumerate(texts):
+        left, right = 2.2 + 1.9 * number, 3.0 + 1.9 * number
+        ends, middle = (right, left) if back else (left, right), (left + right) / 2
+        met = "all_reduce" in text
+        shade = color("tensor") if met else INK
+        look = {"color": shade, "linewidth": 3.2 if met else 1.4, "mutation_scale": 13}
+        for y in (low + 1.19, low + 0.65):
+            arrow(axes, (ends[0], y), (ends[1], y), **look)
+        if met:
+            axes.plot([middle] * 2, [low + 0.65, low + 1.19], color=shade, linewidth=3.2)
+        words(axes, middle, low + 1.57, text, 9)
+
+
+def copy_and_sum() -> None:
+    """A pair of layers between Copy and Sum, on two ranks, forward and backward."""
+    figure, axes = paper(10.2, 4.75)
+    places = [("replicated", "x", 0.9), ("copied", "x", 0.9), ("sharded", "hr", 0.6)]
+    lanes(axes, 2.65, "forward", [*places, ("partial", "yr", 0.9), ("replicated", "y", 0.9)])
+    steps(axes, 2.65, ["Copy:\nidentity", "columns,\nReLU", "rows", "Sum:\nall_reduce"], False)
+    places = [("replicated", "∂x", 0.9), ("partial", "∂xr", 0.9), ("sharded", "∂hr", 0.6)]
+    lanes(axes, 0.5, "backward", [*places, ("copied", "∂y", 0.9), ("replicated", "∂y", 0.9)])
+    steps(axes, 0.5, ["Copy:\nall_reduce", "ReLU,\ncolumns", "rows", "Sum:\nidentity"], True)
+    axes.plot([0.35, 0.75], [0.22, 0.22], color=color("tensor"), linewidth=4)
+    axes.text(0.85, 0.22, "the ranks communicate", fontsize=9.5, va="center")
+    bar(axes, 3.2, 0.1, 0.4, 0.24, WHOLE)
+    axes.text(3.7, 0.22, "the same numbers on every rank", fontsize=9.5, va="center")
+    axes.text(
+        6.6, 0.22, "∂x: the gradient of the loss with respect to x", fontsize=9.5, va="center"
+    )
+    save(figure, "copy_and_sum")
+
+
+def attention_by_heads() -> None:
+    """Attention with four heads on four ranks."""
+    figure, axes = paper(9.6, 3.3)
+    box(axes, 0.15, 0.15, 9.3, 3.0, facecolor="#F6F6F6", edgecolor="none")
+    y, bold = 1.65, {"fontweight": "bold"}
+    matrix(axes, 0.4, y, NARROW, ROWS, "whole", "x")
+    sign(axes, 1.2, y, "×")
+    for part, text in enumerate(("queries", "keys", "values")):
+        matrix(axes, 1.4 + 0.98 * part, y, 0.92, NARROW, "columns", "")
+        words(axes, 1.86 + 0.98 * part, y + 0.5, text, 9)
+    words(axes, 2.84, y - 0.47, "qkv, by columns", 10.5, **bold)
+    for rank in range(PARTS):
+        low = 2.73 - 0.72 * rank
+        arrow(axes, (4.36, y), (4.8, low), color=RANKS[rank], linewidth=1.8)
+        box(axes, 4.85, low - 0.27, 1.3, 0.54, facecolor=RANKS[rank], edgecolor="none")
+        said = f"rank {rank}\nattention of head {rank}"
+        words(axes, 5.5, low, said, 8, color=ink(RANKS[rank]), linespacing=1.3)
+        arrow(axes, (6.2, low), (6.62, y + 0.36 - 0.24 * rank), color=RANKS[rank], linewidth=1.8)
+    matrix(axes, 6.7, y, NARROW, 1.0, "rows", "")
+    words(axes, 7.3, y + 0.7, "out, by rows", 10.5, **bold)
+    sign(axes, 7.5, y, "=")
+    matrix(axes, 7.66, y, 0.42, 0.42, "partial", "partial")
+    message(axes, 8.45, 8.93, y, "")
+    words(axes, 8.75, y - 0.5, "all_reduce", 9)
+    matrix(axes, 8.98, y, 0.42, 0.42, "whole", "y")
+    save(figure, "attention_by_heads")
+
+
 if __name__ == "__main__":
     feature_split_model_parallel()
+    copy_and_sum()
+    attention_by_heads()

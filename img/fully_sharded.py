@@ -1,6 +1,6 @@
-"""The picture of the lesson fully_sharded: fsdp_unit."""
+"""The pictures of the lesson fully_sharded: fsdp_unit, fsdp_hybrid."""
 
-from style import EMPTY, PALE, Axes, arrow, bar, ink, paper, save, words
+from style import EMPTY, PALE, RANKS, Axes, arrow, bar, box, ink, name, paper, save, words
 
 from minidist.plot import color
 
@@ -64,8 +64,50 @@ def fsdp_unit() -> None:
     for x, shade, text, strength in entries:
         bar(axes, x, 0.21, 0.3, 0.18, shade, alpha=strength)
         words(axes, x + 0.4, 0.3, text, ha="left")
+    words(axes, 9.0, 0.3, "ψ: the parameters of the unit", color=PALE, ha="left")
     save(figure, "fsdp_unit")
+
+
+def node(axes: Axes, x: float, number: int, ranks: tuple[int, int], shards: int) -> None:
+    """A node of two ranks, one above the other, each with its shard of so many."""
+    box(axes, x, 0.75, 1.6, 2.0)
+    words(axes, x + 0.8, 2.9, f"node {number}", 9, color=PALE)
+    for rank, y in zip(ranks, (2.15, 1.05), strict=True):
+        bar(axes, x + 0.2, y, 1.2, 0.36, RANKS[rank])
+        name(axes, x + 0.8, y + 0.18, rank, 9)
+        part = 1.2 / shards
+        bar(axes, x + 0.2, y - 0.2, 1.2, 0.18, EMPTY)
+        bar(axes, x + 0.2 + part * (rank % shards), y - 0.2, part, 0.18, PARAMETERS)
+
+
+def fsdp_hybrid() -> None:
+    """What leaves a node, in full and in hybrid sharding."""
+    figure, axes = paper(10.2, 3.6)
+    slow = {"color": TRAVEL, "linewidth": 2.6}
+    near = {"color": PALE, "linewidth": 1.6}
+    words(axes, 0.2, 3.4, "full: one ring through all ranks", 11, ha="left", weight="bold")
+    node(axes, 0.3, 0, (0, 1), 4)
+    node(axes, 3.2, 1, (3, 2), 4)
+    arrow(axes, (0.38, 2.1), (0.38, 1.2), **near)
+    arrow(axes, (1.95, 1.23), (3.15, 1.23), **slow)
+    arrow(axes, (4.72, 1.2), (4.72, 2.1), **near)
+    arrow(axes, (3.15, 2.33), (1.95, 2.33), **slow)
+    words(axes, 2.55, 1.78, "all of it:\n3Ψ (N − 1) / N", 9)
+    words(axes, 2.55, 0.45, "shards of Ψ / N", 9, color=PALE)
+    left = 5.2
+    words(axes, left, 3.4, "hybrid: shards within a node", 11, ha="left", weight="bold")
+    node(axes, left + 0.1, 0, (0, 1), 2)
+    node(axes, left + 3.0, 1, (2, 3), 2)
+    for x in (left + 0.2, left + 4.5):
+        arrow(axes, (x, 2.1), (x, 1.2), arrowstyle="<|-|>", **near)
+    for y in (1.23, 2.33):
+        arrow(axes, (left + 1.75, y), (left + 2.95, y), arrowstyle="<|-|>", **slow)
+    words(axes, left + 2.35, 1.78, "all_reduce of\ngradient shards:\n2Ψ (M − 1) / M", 9)
+    words(axes, left + 2.35, 0.45, "shards of Ψ / G, one model a node", 9, color=PALE)
+    words(axes, 5.1, 0.15, "N ranks, M nodes, G ranks a node", 9)
+    save(figure, "fsdp_hybrid")
 
 
 if __name__ == "__main__":
     fsdp_unit()
+    fsdp_hybrid()

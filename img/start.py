@@ -27,22 +27,31 @@ PARTS = [  # each lesson: its name, what it is about, and how many minutes it ta
         [
             ("layer_splitting", "stages: a pipeline", 60),
             ("pipeline_schedules", "who does what when", 45),
-            ("feature_splitting", "parts of every layer", 90),
+            ("feature_splitting", "parts of every layer", 45),
+            ("sequence_parallel", "parts of every\nactivation", 45),
             ("mixed_parallelism", "a mesh of all three", 60),
         ],
     ),
     (
         "Memory",
         [
-            ("zero", "optimizer states\nand gradients, shared", 60),
-            ("fully_sharded", "no rank has\nthe whole model", 90),
+            ("zero", "optimizer states\nand gradients, shared", 45),
+            ("fully_sharded", "no rank has\nthe whole model", 45),
             ("activation_checkpointing", "compute twice,\nkeep less", 45),
             ("mixed_precision", "16 bits a number", 45),
             ("offload", "what need not\nbe here", 45),
         ],
     ),
+    (
+        "At work",
+        [
+            ("real_tools", "torch, DeepSpeed,\nLightning, others", 60),
+            ("scaling_out", "a thousand ranks,\nand failures", 60),
+            ("beyond_gradients", "averages now and then,\nservers", 60),
+        ],
+    ),
 ]
-SHADES = (RANKS[0], RANKS[2], RANKS[5], RANKS[3])
+SHADES = (RANKS[0], RANKS[2], RANKS[5], RANKS[3], RANKS[7])
 
 
 def lesson_map() -> None:

@@ -7,6 +7,7 @@ from minidist.plot import color
 KINDS = {"parameters": 2, "gradients": 2, "optimizer states": 12}  # bytes: mixed precision, Adam
 PARAMETERS, GRADIENTS, _ = (color(kind) for kind in KINDS)
 TRAVEL, STEP = color("communication"), color("step")
+ON_ITS_WAY = {"hatch": "////", "edgecolor": color("parameters"), "linewidth": 0}
 
 
 def keys(axes: Axes, y: float, entries: list[tuple[float, str, str, float]]) -> None:
@@ -138,21 +139,26 @@ def zero3() -> None:
         words(axes, 0.2, 1.05 + 0.5 * layer + 0.2, f"layer {layer}", ha="left")
     for number, (what, at) in enumerate(moments):
         x = 1.05 + 1.16 * number
-        shade = color(what)
+        shade, travels = color(what), []
+        following = moments[number + 1][1] if number + 1 < len(moments) else at
         bar(axes, x, 3.12, 0.98, 0.3, shade)
         words(axes, x + 0.49, 3.27, f"{what} {at}", 9, color=ink(shade))
         for layer in range(4):
             y = 1.05 + 0.5 * layer
             bar(axes, x, y, 0.98, 0.4, EMPTY)
-            gathered = layer == at
-            bar(axes, x, y, 0.98, 0.4, PARAMETERS, alpha=0.4 if gathered else 0.0)
+            if layer == at:
+                bar(axes, x, y, 0.98, 0.4, PARAMETERS, alpha=0.4)
+            elif layer == following:
+                bar(axes, x, y, 0.98, 0.4, EMPTY, **ON_ITS_WAY)
+                travels += [f"gathers {layer}"]
             bar(axes, x + 0.98 / 4, y, 0.98 / 4, 0.4, PARAMETERS)
-        travels = "all_gather"
-        travels += "\nreduce_scatter" if what == "backward" else ""
-        words(axes, x + 0.49, 0.98, f"{travels}\nof layer {at}", 8.5, va="top")
+        travels += [f"reduces {at}"] if what == "backward" else []
+        words(axes, x + 0.49, 0.98, "\n".join(travels), 8.5, va="top")
     entries = [(1.05, PARAMETERS, "its own shard", 1.0)]
-    entries += [(3.3, PARAMETERS, "gathered for this layer, then forgotten", 0.4)]
-    keys(axes, 0.15, entries)
+    entries += [(3.0, PARAMETERS, "gathered to compute with", 0.4)]
+    keys(axes, 0.2, entries)
+    bar(axes, 5.8, 0.11, 0.3, 0.18, EMPTY, **ON_ITS_WAY)
+    words(axes, 6.2, 0.2, "in flight, for the next layer", ha="left")
     save(figure, "zero3")
 
 

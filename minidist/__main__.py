@@ -1,6 +1,8 @@
-"""The measurements that the course speaks of, a planner of memory and time, and random trials.
+"""The measurements that the course speaks of, all ways to train side by side, a planner of memory
+and time, and random trials.
 
 python -m minidist bench launch collectives
+python -m minidist compare --world-size 4
 python -m minidist plan --model llama-3-8b --gpu h100 --world-size 8 --tensor 2
 python -m minidist fuzz --minutes 10
 """
@@ -12,7 +14,9 @@ from pathlib import Path
 
 import minidist as md
 from minidist import bench, fuzz, planner
+from minidist.compare import command as compare
 from minidist.planner.page import page, states_page
+from minidist.scaling.beside import beside
 
 
 def main() -> None:
@@ -23,6 +27,7 @@ def main() -> None:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     _bench(commands.add_parser("bench", help="our figures beside torch's, taken in turns"))
+    compare.add(commands.add_parser("compare", help="one training in many ways, side by side"))
     _plan(commands.add_parser("plan", help="bytes a rank and seconds a step, before you run"))
     _fuzz(commands.add_parser("fuzz", help="random trainings, each held against one process"))
     arguments = parser.parse_args()
@@ -76,6 +81,9 @@ def _plan(sub: argparse.ArgumentParser) -> None:
     lay.add_argument("--sequence-parallel", action="store_true")
     lay.add_argument("--stored-attention", action="store_true", help="no flash attention")
     lay.add_argument("--recompute", default="nothing", choices=planner.RECOMPUTE)
+    lay.add_argument(
+        "--rehearse", action="store_true", help="also run one rank of it here, without the others"
+    )
     gpu = sub.add_argument_group("what differs from --gpu")
     gpu.add_argument("--memory", type=float, metavar="GB")
     gpu.add_argument("--flops", type=float, help="peak of operations a second, such as 989e12")
@@ -132,7 +140,10 @@ def _answer(given: argparse.Namespace) -> str:
     layout = planner.Layout(
         micro_batches=micro_batches, **{name: getattr(given, name) for name in names}
     )
-    return page(given.model or "This model", model, layout, device, given.stage, **recipe)
+    told = page(given.model or "This model", model, layout, device, given.stage, **recipe)
+    if given.rehearse:
+        told += "\n\n" + beside(model, replace(layout, stage=given.stage or 0), device, **recipe)
+    return told
 
 
 def _device(given: argparse.Namespace) -> planner.Device:

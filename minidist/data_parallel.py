@@ -32,13 +32,14 @@ Device = str | int | torch.device
 class DataParallel(Wrapper):
     """`module` on several devices at once: each runs it on its share of the batch.
 
-        model = DataParallel(module, devices=["cuda:0", "cuda:1"])
+        model = DataParallel(module, device_ids=[0, 1])
         loss_fn(model(x), y).backward()        # adds the gradients up in module.parameters()
 
-    `devices` None means all CUDA devices, or, where there is none, the CPU as the only one; with
-    one device the module itself runs, without a replica. The parameters and buffers of `module`
-    must be on `devices[0]`. Inputs are scattered and outputs gathered along `dim`; the output
-    goes to `output_device`, or else to `devices[0]`.
+    The arguments are those of torch's class. `device_ids` are numbers of CUDA devices, or names
+    such as "cpu"; None means all CUDA devices, or, where there is none, the CPU as the only one.
+    With one device the module itself runs, without a replica. The parameters and buffers of
+    `module` must be on the first. Inputs are scattered and outputs gathered along `dim`; the output
+    goes to `output_device`, or else to the first device.
 
     A forward pass makes new replicas, so what `forward` stores in a module is lost. What it writes
     *into* a buffer on the first device stays: that replica shares the module's memory. Dropout in
@@ -53,14 +54,14 @@ class DataParallel(Wrapper):
     def __init__(
         self,
         module: nn.Module,
-        devices: Sequence[Device] | None = None,
+        device_ids: Sequence[Device] | None = None,
         output_device: Device | None = None,
         dim: int = 0,
     ) -> None:
         super().__init__(module)
-        if devices is None:
-            devices = range(torch.cuda.device_count()) or ["cpu"]
-        self.devices = _devices(devices)
+        if device_ids is None:
+            device_ids = range(torch.cuda.device_count()) or ["cpu"]
+        self.devices = _devices(device_ids)
         self.output_device = self.devices[0] if output_device is None else _device(output_device)
         self.dim = dim
 

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from minidist import rank
 from minidist.common.groups import require_group
+from minidist.zero.gradient_in_shards import GradientInShards
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -91,8 +92,13 @@ class ShardedGradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         """Divide this rank's gradients by the scale. Returns, as 0 or more, whether any rank's were
         not finite."""
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        held += getattr(optimizer, "shards", [])
+        held = [
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if not isinstance(parameter.grad, GradientInShards)
+        ]
+        held += getattr(optimizer, "shards", [])  # which have those gradients
         view: Any = SimpleNamespace(param_groups=[{"params": held}])
         mine = super()._unscale_grads_(view, inv_scale, found_inf, allow_fp16)
         return {found_inf.device: self._anywhere(list(mine.values()))}

@@ -8,7 +8,9 @@ from then on send each other tensors in a *process group*.
 cell, with the same variables, so the same function runs under both.
 """
 
+import atexit
 import gc
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -112,6 +115,24 @@ def join(
     dist.destroy_process_group()
 
 
+@atexit.register
+def _forget_groups() -> None:
+    """torch.optim imports functions whose default argument is the default group of that moment. It
+    would keep gloo's threads beyond the end of Python, which now and then is aborted for that. None
+    means the same group. Not before the end: if then a DistributedDataParallel of torch's were the
+    last to hold the group, it could wait for these threads for ever, for it does not let them run.
+    """
+    functional = sys.modules.get("torch.distributed.nn.functional")
+    if functional is None:
+        return
+    gc.collect()  # a wrapper in a reference cycle keeps the group too
+    for each in list(vars(functional).values()):
+        if isinstance(each, FunctionType) and (values := each.__defaults__):
+            each.__defaults__ = tuple(
+                None if isinstance(value, dist.ProcessGroup) else value for value in values
+            )
+
+
 def _best(place: Place, store: dist.Store | None) -> str:
     if Link.here() is not None:
         return "shm"  # which alone emulates a link
@@ -155,8 +176,8 @@ def ranks(
         raise ValueError(f"world_size must be 1 or more, not {world_size}")
     if nodes < 1 or world_size % nodes:
         raise ValueError(f"{world_size} ranks cannot be spread evenly over {nodes} nodes")
-    if timeout <= 0:
-        raise ValueError(f"timeout must be more than 0 seconds, not {timeout}")
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"timeout must be a finite number of seconds above 0, not {timeout}")
     if threads < 1:
         raise ValueError(f"threads must be 1 or more, not {threads}")
     if ":" not in backend and backend not in ("auto", *dist.Backend.backend_list):

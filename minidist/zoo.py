@@ -1,8 +1,12 @@
 """The course's small models and its real data, none of which is downloaded."""
 
 import time
+from importlib.util import find_spec
+from pathlib import Path
+from types import BuiltinFunctionType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -15,13 +19,14 @@ def digits(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tens
     ImportError if scikit-learn is missing. Source: the UCI "Optical Recognition of Handwritten
     Digits" test set.
     """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise ImportError('the digits need scikit-learn: pip install "minidist[course]"') from error
-    images, labels = load_digits(return_X_y=True)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    return (torch.tensor(images, dtype=dtype) / 16)[order], torch.tensor(labels)[order]
+    found = find_spec("sklearn")
+    if found is None or not found.submodule_search_locations:
+        raise ImportError('the digits need scikit-learn: pip install "minidist[course]"')
+    # Only its file: an import of scikit-learn takes more than a second, in each rank anew.
+    file = Path(found.submodule_search_locations[0], "datasets/data/digits.csv.gz")
+    table = torch.from_numpy(np.loadtxt(file, delimiter=","))  # (1797, 65): the label comes last
+    table = table[torch.randperm(len(table), generator=torch.Generator().manual_seed(0))]
+    return table[:, :-1].to(dtype) / 16, table[:, -1].long()
 
 
 def mlp(*sizes: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
@@ -40,19 +45,18 @@ def mlp(*sizes: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Se
 
 
 def text(length: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
-    """Python's own help pages as bytes, in pieces of `length`, in a fixed shuffled order.
+    """torch's own help pages as bytes, in pieces of `length`, in a fixed shuffled order.
 
     Returns inputs and targets, both (N, length), of values from 0 to 255: each target is the byte
-    after its input. N depends on the version of Python (0.5 MB in all). Raises ValueError for a
-    length below 1. Source: `pydoc_data.topics`, of Python's standard library.
+    after its input. N depends on the version of torch (0.5 MB in all). Raises ValueError for a
+    length below 1. Source: the docstrings of the functions that torch has in C++.
     """
     if length < 1:
         raise ValueError(f"pieces of text have a length of 1 or more, not {length}")
-    from pydoc_data.topics import topics
-
-    data = "".join(topics[name] for name in sorted(topics)).encode()
+    functions = [f for _, f in sorted(vars(torch).items()) if isinstance(f, BuiltinFunctionType)]
+    data = "".join(f.__doc__ or "" for f in functions).encode()
     count = (len(data) - 1) // length
-    written = torch.tensor(list(data[: count * length + 1]))
+    written = torch.frombuffer(bytearray(data[: count * length + 1]), dtype=torch.uint8).long()
     inputs, targets = written[:-1].view(count, length), written[1:].view(count, length)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
     return inputs[order], targets[order]

@@ -18,7 +18,7 @@ LIST = ".copied.json"
 
 def lessons() -> list[Path]:
     """What a learner needs of this folder: lessons, solutions, and the scripts that they run."""
-    found = [*HERE.glob("*.ipynb"), *HERE.glob("solutions/*.ipynb"), *HERE.glob("scripts/*.py")]
+    found = [*HERE.glob("*.ipynb"), *HERE.glob("solutions/*.ipynb"), *HERE.glob("scripts/*.*")]
     return sorted(path.relative_to(HERE) for path in found)
 
 

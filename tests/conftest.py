@@ -1,12 +1,18 @@
 """What every test file uses: pools of ranks that are kept from one test to the next."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import cloudpickle
+import hypothesis
 import least
 import pytest
 import torch
+from agents import Agent
 from turns import pytest_runtest_protocol  # noqa: F401  (a hook)
 
 import minidist as md
@@ -15,6 +21,14 @@ from minidist.runtime import Pool
 # For this process; ranks set their own. On a busy machine threads spend minutes on small tensors,
 # since those that wait for each other do so by computing.
 torch.set_num_threads(1)
+
+# Time says nothing on a busy machine; and what CI finds, everybody can find again.
+hypothesis.settings.register_profile("here", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("here")
+
+# What the lesson real_tools needs besides, and how it comes.
+TOOLS = ("accelerate", "transformers", "lightning", "fairscale", "deepspeed", "ninja")
+GET_TOOLS = "pip install -c constraints.txt -e '.[tools]'"
 
 # What communicates in its own way is tested on both backends for the CPU.
 ON_BOTH = {
@@ -25,6 +39,7 @@ ON_BOTH = {
     "test_fully_shard",
     "test_fully_sharded",
     "test_fully_sharded_edges",
+    "test_hooks",
     "test_measure",
     "test_memory",
     "test_mixed_precision",
@@ -64,13 +79,35 @@ def by_value(request: pytest.FixtureRequest) -> None:
         cloudpickle.register_pickle_by_value(module)
 
 
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Agent]]:
+    """`start(...)` is an Agent. At the end of the test none of its processes is left."""
+    agents: list[Agent] = []
+
+    def start(*words: object, **options: Any) -> Agent:
+        agents.append(Agent(tmp_path, *words, **options))
+        return agents[-1]
+
+    yield start
+    for agent in agents:
+        agent.end()
+        agent.process.wait(20)
+    assert all(agent.gone_within(20) for agent in agents)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A notebook's cells with the tag "alone" are `alone`. Skip what is marked `gpu(n)` where there
-    are fewer than n GPUs (one if it says nothing)."""
+    """A notebook's cells with the tag "alone" are `alone`. Skip the lesson real_tools and what is
+    marked `tools` where these are not installed, and what is marked `gpu(n)` where there are fewer
+    than n GPUs (one if it says nothing)."""
+    without = "WITHOUT_TOOLS" in os.environ  # an argument of make test
+    missing = ", ".join(tool for tool in TOOLS if without or find_spec(tool) is None)
     there = torch.cuda.device_count()
     for item in items:
         if item.path.suffix == ".ipynb" and "alone" in item.cell.metadata.get("tags", []):
             item.add_marker("alone")
+        lesson = item.path.parent.name == "notebooks" and item.path.stem.endswith("_real_tools")
+        if missing and (lesson or item.get_closest_marker("tools")):
+            item.add_marker(pytest.mark.skip(f"needs {missing}: {GET_TOOLS}"))
         marker = item.get_closest_marker("gpu")
         needed = (marker.args or (1,))[0] if marker else 0
         if needed > there:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import minidist as md
 from minidist import __main__, bench
 from minidist.bench import (
     NAMES,
@@ -19,6 +20,7 @@ from minidist.bench import (
     Target,
     Times,
     alone,
+    averaging,
     bare,
     collectives,
     ddp,
@@ -28,14 +30,43 @@ from minidist.bench import (
     mpich,
     pipeline,
     quiet,
+    saving,
+    served,
     shared,
     show,
+    tasks,
     tensor,
     training,
     turns,
     zero,
 )
 from minidist.bench.rows import noise
+
+
+@pytest.fixture
+def watched():
+    """For a test in which moments are judged as they are."""
+
+
+def look_nowhere():
+    quiet.PROC = Path("nowhere")
+
+
+@pytest.fixture(autouse=True)
+def unwatched(request, monkeypatch):
+    """In all other tests the machine does not say what other processes take, here and on ranks:
+    to wait until they take less takes longest."""
+    if not {"watched", "shares"} & set(request.fixturenames):
+        start = md.ranks
+
+        def ranks(*args, **options):
+            pool = start(*args, **options)
+            pool(look_nowhere)
+            return pool
+
+        monkeypatch.setattr(md, "ranks", ranks)
+        monkeypatch.setattr(quiet, "PROC", Path("nowhere"))
+
 
 # ---- moments in which others take the machine ---------------------------------------------
 
@@ -100,7 +131,7 @@ def test_rounds_in_which_others_compute_are_thrown_away_and_taken_again(shares):
     assert times.noise.kept == 1 and len(calls) == 2 * times.noise.thrown + 2
 
 
-def test_a_busy_process_is_seen_and_its_rounds_are_counted(capsys):
+def test_a_busy_process_is_seen_and_its_rounds_are_counted(watched, capsys):
     hogs = []
     script = f"import os\nif pid := os.fork(): print(pid, flush=True); os._exit(0)\n{BURN}"
     try:
@@ -121,7 +152,7 @@ def test_a_busy_process_is_seen_and_its_rounds_are_counted(capsys):
     assert said in capsys.readouterr().out
 
 
-def test_what_our_own_processes_take_is_not_others():
+def test_what_our_own_processes_take_is_not_others(watched):
     if not Path("/proc/stat").exists():
         pytest.skip("needs /proc")
     stranger = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -136,13 +167,14 @@ def test_what_our_own_processes_take_is_not_others():
         )
         burn(0.2)
         assert ended.wait() == 0 and lives.stdout.readline()
-        seconds = moments[0].lasted()
+        before = moments[0].lasted()
         ours, theirs = (moment.share() for moment in moments)
+        after = moments[0].lasted()
         lives.communicate(b"\n")
     finally:
         stranger.communicate(b"\n")
-    taken = 0.8 / (max(seconds, quiet.MOMENT) * os.cpu_count())
-    assert 0 <= ours <= 1 and 0.8 * taken < theirs - ours < 1.6 * taken
+    most, least = (0.8 / (max(each, quiet.MOMENT) * os.cpu_count()) for each in (before, after))
+    assert 0 <= ours <= 1 and 0.8 * least < theirs - ours < 1.6 * most
 
 
 def test_a_machine_that_does_not_say_throws_nothing_away(monkeypatch, tmp_path, capsys):
@@ -158,7 +190,7 @@ def test_a_machine_that_does_not_say_throws_nothing_away(monkeypatch, tmp_path, 
         assert row.record()["rounds thrown away"] is None
 
 
-def test_ranks_agree_on_times_and_on_what_is_thrown_away(pools):
+def test_ranks_agree_on_times_and_on_what_is_thrown_away(watched):
     def on_rank(root):
         import torch.distributed as dist
 
@@ -170,7 +202,7 @@ def test_ranks_agree_on_times_and_on_what_is_thrown_away(pools):
 
     stranger = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:  # to the stranger's family, the ranks themselves are the others
-        found = pools(2)(on_rank, stranger.pid)
+        found = md.launch(on_rank, stranger.pid, world_size=2)
     finally:
         stranger.communicate(b"\n")
     assert [dict(times) for times in found] == [{"a": [1.0] * 3}] * 2  # the slowest rank's
@@ -232,9 +264,9 @@ def test_every_target_is_of_a_row_that_is_measured(monkeypatch, pools, tmp_path)
     monkeypatch.setattr(shared, "_bare", lambda size, rounds: times(shared.BARE))
     monkeypatch.setattr(shared, "_mpich", lambda *_: times(shared.MPICH))
     rows = shared.rows(2, 1, with_mpich=True)
+    monkeypatch.setattr(training, "peaks", lambda pool, ways, _: {})
     for module in (ddp, pipeline, tensor, fsdp):
         monkeypatch.setattr(module, "measure", lambda pool, ways, *_: times(*ways))
-        monkeypatch.setattr(module, "peaks", lambda pool, ways, _: {}, raising=False)
         monkeypatch.setattr(module, "WORLD_SIZES", [2])
         rows += module.run(1, tmp_path / "picture.png")
     targets = [t for m in (collectives, ddp, pipeline, tensor, fsdp) for t in m.TARGETS]
@@ -260,6 +292,41 @@ def test_all_figures_go_into_a_file(monkeypatch, tmp_path, capsys):
     assert target["cases"] == [case]
     assert set(found["machine"]) == {"cores", "processor", "platform", "python", "torch"}
     assert "missed       fast: 2 × (reach 2.5 ×)" in capsys.readouterr().out
+
+
+def test_every_way_of_averaging_is_timed_and_trains(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(averaging, "RANKS", 2)
+    monkeypatch.setattr(averaging, "STEPS", 48)
+    monkeypatch.setattr(averaging, "LINKS", {"fast": md.Link(gbps=100)})
+    rows = averaging.run(1, tmp_path / "picture.png")
+    ways = [*averaging.WAYS, *served.SERVERS]
+    others = [f"{task}, fast link: {way}" for task in tasks.TASKS for way in ways if way != "DDP"]
+    assert [row.what for row in rows] == others
+    assert {row.against for row in rows} == {"DDP"} and (tmp_path / "picture.png").exists()
+    tables = [each.splitlines()[1:] for each in capsys.readouterr().out.split("bytes a step")[1:]]
+    for (task, lines), untrained in zip(
+        zip(tasks.TASKS.values(), tables, strict=True), (2.4, 5.6), strict=True
+    ):
+        table = lines[: len(ways)]
+        found = {line[:26].strip(): line[26:].replace(",", "").split() for line in table}
+        assert list(found) == ways
+        nbytes = {way: float(each[0]) for way, each in found.items()}
+        assert nbytes["DDP"] == nbytes["gossip, every step"] == 4 * task.parameters()
+        for period in 2, 4, 8, 16:
+            rarely = nbytes[f"local SGD, every {period}"]
+            assert rarely == pytest.approx(nbytes["DDP"] / period, abs=1)
+        assert nbytes["DiLoCo, every 16"] == nbytes["streaming DiLoCo, every 16"]
+        assert nbytes["1 bit"] < nbytes["PowerSGD, rank 2"] < nbytes["int8"] < nbytes["DDP"] / 3.9
+        for way in served.SERVERS:  # the weights, for each of two trainers
+            assert nbytes[way] == 2 * 4 * task.parameters()
+        assert all(0 < float(each[-1]) < untrained for each in found.values())  # log 10, log 256
+
+
+def test_a_served_trainer_takes_the_time_of_its_messages():
+    link, task = md.Link(gbps=100, latency_us=30_000), tasks.TASKS["digits"]
+    with md.ranks(3, link=link) as ranks:
+        seconds = served.measure(ranks, task, 1)
+    assert all(min(each) > 2 * 0.03 for each in seconds.values())
 
 
 def test_a_ratio_is_that_of_each_pair(capsys):
@@ -303,7 +370,8 @@ def test_every_tensor_parallel_step_is_timed_and_trains_the_same_model(pools):
 @pytest.mark.parametrize("module", [zero, fsdp])
 def test_every_sharded_step_is_timed_and_trains_the_same_model(pools, module):
     sizes = (6, 8, 8, 4)
-    ways, batch = module.ways(sizes), functools.partial(training.vectors, 3, 6, 4)
+    ways = training.on_each_backend(module.STRATEGIES, sizes)
+    batch = functools.partial(training.vectors, 3, 6, 4)
     taken = training.measure(pools(2), ways, rounds=2, batch=batch)
     assert list(taken) == [f"{s}, {b}" for s in module.STRATEGIES for b in module.BACKENDS]
     assert {len(seconds) for seconds in taken.values()} == {2}
@@ -346,7 +414,7 @@ def test_a_table_and_a_picture_of_steps(monkeypatch, tmp_path, capsys, name):
 @pytest.mark.parametrize("module", [zero, fsdp])
 def test_a_table_and_a_picture_of_sharded_steps(monkeypatch, tmp_path, capsys, module):
     monkeypatch.setattr(module, "measure", lambda pool, ways, *_: Times(dict.fromkeys(ways, [2.0])))
-    monkeypatch.setattr(module, "peaks", lambda pool, ways, _: dict.fromkeys(ways, 12345))
+    monkeypatch.setattr(training, "peaks", lambda pool, ways, _: dict.fromkeys(ways, 12345))
     monkeypatch.setattr(module, "WORLD_SIZES", [1])
     name = module.__name__.rpartition(".")[2]
     bench.run([name], 1, tmp_path)
@@ -355,6 +423,18 @@ def test_a_table_and_a_picture_of_sharded_steps(monkeypatch, tmp_path, capsys, m
     rows = {zero: 2 * 2 * 2 * 2, fsdp: 2 * (2 + 4)}[module]
     assert sum("1× (1–1)" in line for line in lines) == rows
     assert (tmp_path / f"bench_{name}.png").stat().st_size > 1000
+
+
+def test_a_save_is_timed_until_training_goes_on_and_until_it_is_whole(
+    monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(saving, "BYTES", 4 * 10**6)
+    monkeypatch.setattr(saving, "WORLD_SIZES", [2])
+    bench.run(["saving"], 2, tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(saving.STALL in line and saving.WHOLE in line for line in lines) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["bench_saving.png"]
+    assert (tmp_path / "bench_saving.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -530,7 +610,7 @@ def test_the_command_says_what_it_cannot_do(arguments, complaint, monkeypatch, c
 
 def test_the_help_says_what_each_benchmark_is():
     command = [sys.executable, "-m", "minidist", "bench", "--help"]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    said = subprocess.run(command, capture_output=True, text=True, timeout=240).stdout
     for name in NAMES:
         (line,) = [line for line in said.splitlines() if line.startswith(f"  {name} ")]
         assert len(line.split()) > 5

@@ -46,6 +46,11 @@ def stage2(module):
     return md.ShardedDataParallel(module, optimizer), optimizer
 
 
+def fsdp(module):
+    model = md.FullyShardedDataParallel(module)
+    return model, SGD(model.parameters(), lr=0.1)
+
+
 def unfreeze(module):
     module[0].requires_grad_(True)
 
@@ -116,6 +121,20 @@ def test_a_parameter_that_nobody_averages_is_named(pools, strategy, change):
         assert "Change a module first, and wrap it then" in told[1]
 
 
+@pytest.mark.parametrize("strategy", [ddp, stage2, fsdp], ids=lambda each: each.__name__)
+def test_another_module_in_the_wrapper(pools, strategy):
+    def train():
+        model, _ = strategy(net())
+        model(share()).sum().backward()
+        model.module = net()
+        return [raised(model, share()) for _ in range(2)]
+
+    for told in pools(2)(train):
+        assert all(
+            each is not None and "has been replaced since it was wr" in each[1] for each in told
+        )
+
+
 def freeze_for_a_while(module):
     module[1].requires_grad_(False)
     yield
@@ -169,6 +188,14 @@ def test_what_changes_no_training_goes_on(pools, strategy, change):
         return max(float((state[name] - wanted[name]).abs().max()) for name in wanted)
 
     assert max(pools(2)(train)) < 1e-12
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_what_is_ignored_may_be_unfrozen(ignored):
+    module = net()
+    guard = Guard(module, "it", frozenset(module[0].parameters()) if ignored else frozenset())
+    unfreeze(module)
+    assert raised(guard.require_unchanged) is None if ignored else raised(guard.require_unchanged)
 
 
 def test_a_check_walks_over_no_names(monkeypatch):

@@ -64,6 +64,10 @@ def nested(model):
     return wrap(nn.Sequential(model[0], wrap(model[1:4]), wrap(wrap(model[4:]))))
 
 
+def nested_in_two(model):
+    return wrap(nn.Sequential(*map(wrap, model)))
+
+
 # By name: a model, and how it is wrapped. Both begin with the same weights.
 WAYS = {
     "whole": (layers, wrap),
@@ -144,6 +148,35 @@ def test_the_same_as_the_bare_module(way, backward):
     apart(outcome(wrapped, backward), outcome(plain, backward))
     if way != "frozen":
         apart(outcome(wrapped, backward, False), outcome(plain, backward, False))
+
+
+class Counts(nn.Module):
+    """Forward puts other tensors into its buffers, one of which is not there at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("passes", torch.zeros((), dtype=torch.long))
+        self.register_buffer("last", None)
+
+    def forward(self, x):
+        self.passes = self.passes + 1
+        self.last = x.detach().mean() + (0 if self.last is None else self.last)
+        return self.linear(x).exp()
+
+
+@pytest.mark.parametrize("around", [wrap, nested_in_two])
+def test_buffers_that_forward_replaces_move_once(around):
+    torch.manual_seed(0)
+    plain = nn.Sequential(Counts(), Counts())
+    wrapped, x = around(copy.deepcopy(plain)), torch.randn(3, 5, 6)
+    for part in x:
+        for model in (plain, wrapped):
+            model(part).sum().backward()
+    assert [int(part.passes) for part in plain] == [3, 3]
+    found, wanted = wrapped.state_dict(), plain.state_dict()
+    assert found.keys() == wanted.keys()
+    apart([*found.values()], [*wanted.values()], 0)
 
 
 def test_autocast_is_that_of_the_first_pass():

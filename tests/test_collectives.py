@@ -353,10 +353,14 @@ def _late(who: int) -> tuple[float, float]:
 
 def test_a_barrier_waits_for_the_last(pools):
     for late in range(3):
-        times = pools(3)(_late, late)
-        last_in = max(start for start, _ in times)
-        assert times[late][0] == last_in
-        assert all(end >= last_in for _, end in times)
+        was_last = False
+        for _ in range(10):  # a busy machine may keep another one even longer
+            times = pools(3)(_late, late)
+            last_in = max(start for start, _ in times)
+            assert all(end >= last_in for _, end in times)
+            if was_last := times[late][0] == last_in:
+                break
+        assert was_last
 
 
 # ---- costs --------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 import minidist as md
 from minidist.common.groups import groups_of
@@ -98,3 +99,59 @@ def test_no_sync_ends_as_it_began():
             assert not model.require_backward_grad_sync
             raise KeyError
         assert model.require_backward_grad_sync is before
+
+
+# ---- DTensors -----------------------------------------------------------------------------------
+
+
+def zero(parameters):
+    return md.ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1)
+
+
+def averaging(module):
+    md.averaging.LocalSGD(torch.optim.SGD(module.parameters(), lr=0.1), 2)
+
+
+def save(module, folder):
+    with md.saving.Checkpoints(folder) as checkpoints:
+        checkpoints.save(1, model=module)
+
+
+STRATEGIES = {
+    "DistributedDataParallel": md.DistributedDataParallel,
+    "ZeroRedundancyOptimizer": lambda module: zero(module.parameters()),
+    "ShardedDataParallel": lambda module: md.ShardedDataParallel(
+        module, zero(p for p in module.parameters() if p.requires_grad)
+    ),
+    "FullyShardedDataParallel": md.FullyShardedDataParallel,
+    "fully_shard": md.fully_shard,
+    "Pipeline": lambda module: md.Pipeline(module, 2),
+    "parallelize": lambda module: md.tensor_parallel.parallelize(module, None, {"0": "columns"}),
+    "MixedParallel": lambda module: md.mixed.MixedParallel(module, md.mixed.mesh(data=4), 2),
+    "LocalSGD": averaging,
+    "OffloadedOptimizer": lambda module: md.OffloadedOptimizer(
+        module.parameters(), torch.optim.SGD, lr=0.1
+    ),
+    "Checkpoints": save,
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_dtensors_are_refused_in_one_line(ranks, name, tmp_path):
+    """Torch's own strategies take them. Here one would be averaged, cut or written as if it were
+    whole. One is frozen, so that no optimizer of the others has it."""
+    folder = [tmp_path] if name == "Checkpoints" else []
+
+    def wrap():
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        mesh = init_device_mesh("cpu", (4,))
+        whole = distribute_tensor(module[2].bias.data, mesh, [Replicate()])
+        module[2].bias = nn.Parameter(whole, requires_grad=name != "ShardedDataParallel")
+        try:
+            STRATEGIES[name](module, *folder)
+        except TypeError as error:
+            return str(error)
+
+    for told in ranks(wrap):
+        assert told is not None and " is a DTensor" in told and "\n" not in told
+        assert "2.bias" in told or "parameter 5 " in told, told

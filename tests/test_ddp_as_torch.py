@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from agents import FAR
 from programs import Family
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -229,21 +230,6 @@ def test_so_it_is_with_sharded_gradients(pools):
     assert pools(2)(train) == [25, 25]
 
 
-def test_parameters_with_ranks_of_their_own_are_refused(pools):
-    def wrap():
-        from torch.distributed.tensor import Replicate, distribute_tensor
-
-        module = smooth()
-        mesh = init_device_mesh("cpu", (2,))
-        module[2].bias = nn.Parameter(distribute_tensor(module[2].bias.data, mesh, [Replicate()]))
-        return raised(OURS, module)
-
-    for told in pools(2)(wrap):
-        assert told is not None and told[0] == "TypeError"
-        assert told[1].startswith("parameter 2.bias is a DTensor, which torch's own strategies")
-        assert "\n" not in told[1]
-
-
 # ---- what a wrapper has of its module ---------------------------------------------------------
 
 
@@ -419,14 +405,21 @@ if __name__ == "__main__":
     main()
 """
 
+# Two ways in which a script with torch's class ends badly now and then, after all its work. Whoever
+# imports this module after the group was made keeps the group, and torch.optim does: gloo's threads
+# then outlive Python, and it ends by SIGABRT. (`import minidist` imports it in time.) And a model
+# that outlives the group waits for these threads with Python's lock in its hand: it never ends
+# where one of them wants the lock.
+FROM_TORCH = SCRIPT.replace("    dist.destroy", "    del model, ema\n    dist.destroy")
+FROM_TORCH = "import torch.distributed.nn.functional\n" + FROM_TORCH
 RUNS = {
-    "torchs": (SCRIPT, "None"),
+    "torchs": (FROM_TORCH, "None"),
     "ours": (SCRIPT.replace("from torch.nn.parallel", "from minidist"), "None"),
     "ours, by rank": (SCRIPT.replace("from torch.nn.parallel", "from minidist"), "[rank]"),
 }
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(360)
 def test_a_script_with_its_import_line_changed(tmp_path):
     start = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
     torch.save({f"module.{k}": v for k, v in start.state_dict().items()}, tmp_path / "start.pt")
@@ -442,7 +435,7 @@ def test_a_script_with_its_import_line_changed(tmp_path):
                 cwd=tmp_path,
                 capture_output=True,
                 text=True,
-                timeout=60,
+                timeout=FAR,
             )
             assert run.returncode == 0, run.stderr
         assert family.gone_within(20)

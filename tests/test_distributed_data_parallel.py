@@ -11,6 +11,7 @@ import weakref
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -251,6 +252,27 @@ def test_any_loop_gives_the_gradients_of_one_process(pools, loop, find_unused_pa
 @pytest.mark.parametrize("loop", [plainly, accumulate, several_backward_passes])
 def test_gradients_that_are_not_set_to_none_add_up(pools, loop):
     assert pools(2)(compare, smooth, loop, keep=True, bucket_cap_mb=TINY) == [None] * 2
+
+
+class Boxed(nn.Module):
+    """Its losses are in a plain object."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = smooth()
+
+    def forward(self, x):
+        y = self.inner(x)
+        return SimpleNamespace(losses=[loss_of(y), loss_of(y.sin())])
+
+
+def each_loss_in_a_box(model, rank, step, backward, no_sync):
+    for loss in model(share(rank, step)).losses:
+        backward(loss, retain_graph=True)
+
+
+def test_each_of_several_losses_in_an_object_is_averaged(pools):
+    assert pools(2)(compare, Boxed, each_loss_in_a_box) == [None] * 2
 
 
 # ---- the model --------------------------------------------------------------------------------
@@ -1090,13 +1112,6 @@ def test_two_forward_passes_of_batch_norm_before_a_backward_pass(pools, wrap):
 # ---- a model that is not what it was, and passes that fail ------------------------------------
 
 
-@pytest.fixture(scope="module")
-def impatient():
-    """Ranks that wait for each other for no longer than a second."""
-    with md.ranks(2, timeout=1) as pool:
-        yield pool
-
-
 def blamed(pool, function, *args):
     """The error of a call; the next one works."""
     with pytest.raises(md.RankError) as raised:
@@ -1160,25 +1175,27 @@ WRONG = {
 
 @pytest.mark.parametrize("which", WRONG)
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
-def test_a_pass_that_cannot_be_averaged_names_the_rank_and_why(impatient, which):
-    error = blamed(impatient, unfinished, which, 1)
+def test_a_pass_that_cannot_be_averaged_names_the_rank_and_why(pools, monkeypatch, which):
+    error = blamed(pools(2), unfinished, which, 1)
     assert error.rank == 1
     assert f"rank 1 raised RuntimeError: {WRONG[which]}" in str(error)
-    error = blamed(impatient, unfinished, which, None)
+    monkeypatch.setattr("minidist.runtime.processes.GRACE", 20)  # each has an error of its own
+    error = blamed(pools(2), unfinished, which, None)
     assert str(error).startswith(f"every rank raised RuntimeError: {WRONG[which]}")
 
 
-def test_a_sparse_gradient_is_refused(impatient):
+def test_a_sparse_gradient_is_refused(pools):
     def train():
         OURS(nn.Embedding(3, 2, sparse=True))(torch.tensor([dist.get_rank()])).sum().backward()
 
-    error = blamed(impatient, train)
+    error = blamed(pools(2), train)
     assert "RuntimeError: a sparse gradient has no place in a bucket" in str(error)
 
 
-def test_a_rank_without_a_backward_pass_is_named(impatient):
-    error = blamed(impatient, unfinished, "none", 1)
-    assert str(error).startswith("rank 1 did not join backward within 1 s. It had finished.")
+def test_a_rank_without_a_backward_pass_is_named():
+    with md.ranks(2, timeout=3) as pool:
+        error = blamed(pool, unfinished, "none", 1)
+    assert str(error).startswith("rank 1 did not join backward within 3 s. It had finished.")
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -1363,14 +1380,14 @@ def main():
     return model[0].bias.tolist()
 
 if __name__ == "__main__":
-    first, second = md.launch(main, world_size=2)
+    first, second = md.launch(main, world_size=2, timeout=100)
     assert first == second, (first, second)
     if os.environ.get("RANK", "0") == "0":
         print(first[:3])
 """
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(260)
 def test_a_script_trains_under_python_and_under_torchrun(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     family = Family()
@@ -1388,7 +1405,7 @@ def test_a_script_trains_under_python_and_under_torchrun(tmp_path):
             )
             for command in ([], torchrun)
         ]
-        (alone, told), (under, more) = (run.communicate(timeout=100) for run in runs)
+        (alone, told), (under, more) = (run.communicate(timeout=200) for run in runs)
         assert [run.returncode for run in runs] == [0, 0], told + more
         assert alone.count("\n") == 1 and under == alone
         assert family.gone_within(20)

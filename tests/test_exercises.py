@@ -10,11 +10,13 @@ import re
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import cloudpickle
 import nbformat
 import pytest
 
+import minidist as md
 from minidist.checks import Verdict
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,15 +59,51 @@ def name(answer) -> str:
     return getattr(answer, "__name__", re.sub(r"\W+", "_", repr(answer))[:20])
 
 
+class Kept:
+    """Ranks that try one answer to a check after another: to start them takes longest. Those on
+    which an answer is wrong try no other one, which might be wrong for what it left behind."""
+
+    def __init__(self):
+        self.check, self.last, self.pools = None, None, {}
+
+    def launch(self, function, *args, **options):
+        self.last = tuple(sorted(options.items()))
+        if self.last not in self.pools:
+            self.pools[self.last] = md.ranks(**options)
+        return self.pools[self.last](function, *args)
+
+    def verdict(self, check, answer) -> Verdict:
+        if check is not self.check:
+            self.close()
+            self.check = check
+        self.last = None
+        with mock.patch("minidist.checks.verdict.launch", self.launch):
+            verdict = said_of(check, answer)
+        if self.last and not verdict.right:
+            self.pools.pop(self.last).close()
+        return verdict
+
+    def close(self):
+        while self.pools:
+            self.pools.popitem()[1].close()
+
+
+@pytest.fixture(scope="module")
+def kept():
+    kept = Kept()
+    yield kept
+    kept.close()
+
+
 @pytest.mark.parametrize(("check", "answer"), cases(0))
-def test_a_right_answer_passes(check, answer) -> None:
-    verdict = said_of(check, answer)
+def test_a_right_answer_passes(check, answer, kept) -> None:
+    verdict = kept.verdict(check, answer)
     assert verdict.right, verdict
 
 
 @pytest.mark.parametrize(("check", "answer"), cases(1))
-def test_a_wrong_answer_gets_a_sentence(check, answer) -> None:
-    assert not said_of(check, answer).right
+def test_a_wrong_answer_gets_a_sentence(check, answer, kept) -> None:
+    assert not kept.verdict(check, answer).right
 
 
 class Odd:
@@ -106,15 +144,30 @@ def no_parameters():
 
 MALFORMED = [
     *(None, (), (1, 2), "", "x", True, float("nan"), 1j, {}, {1: 2}, [[None]], [[0.5]], object()),
-    *(Odd(), int, Exception, endless, gone, left, raises, none, no_parameters),
+    *(Odd(), int, Exception, endless, raises, none),
 ]
+ENDS = [gone, left, no_parameters]  # of a rank, which are the same for all checks
 
 
-@pytest.mark.parametrize("malformed", MALFORMED, ids=lambda x: getattr(x, "__name__", type(x)))
-@pytest.mark.parametrize(("lesson", "check"), CHECKS, ids=lambda x: getattr(x, "__name__", x))
-def test_a_malformed_answer_gets_a_sentence(lesson, check, malformed) -> None:
+@pytest.mark.parametrize(
+    ("lesson", "check", "malformed"),
+    [
+        pytest.param(lesson, check, answer, id=f"{lesson}-{check.__name__}-{number}")
+        for lesson, check in CHECKS
+        for number, answer in enumerate(MALFORMED + (ENDS if lesson == "rank" else []))
+    ],
+)
+def test_a_malformed_answer_gets_a_sentence(lesson, check, malformed, monkeypatch) -> None:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    if malformed is endless and lesson != "rank":  # one waits as long as a learner does
+        monkeypatch.setattr("minidist.checks.verdict.DEADLINE", 1.5)
     assert not said_of(check, malformed).right
+
+
+@pytest.mark.parametrize("rounded", [0.18, 0.179, 0.1795])
+def test_a_rounded_number_is_asked_for_exactly(rounded) -> None:
+    said = MODULES["layer_splitting"].check.idle_part(rounded)
+    assert not said.right and "is rounded" in said.says
 
 
 # ---- lessons, their checks, and their solutions ---------------------------------------------

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from programs import Program, eventually, few
 
 import minidist as md
+from minidist.backend.address import life
 
 SOON = 5  # seconds
 TIMEOUT = 1.5  # the ranks' own, where it is what ends a call; elsewhere it must not be
@@ -122,19 +123,19 @@ def call(api, operation):
         raise AssertionError(operation)
 
 
-def killed_before(library, operation, victim):
+def killed_before(library, operation, victim, _):
     if dist.get_rank() == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     call(md.collectives if library == "minidist" else dist, operation)
 
 
-def killed_inside(library, operation, victim):
-    """The one before the victim comes late, so that the victim is still in it when it dies."""
+def killed_inside(library, operation, victim, pid):
+    """The one before the victim comes when that is dead, so it was still in it."""
     rank = dist.get_rank()
     if rank == victim:
-        threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    if rank == (victim - 1) % SIZE:
-        time.sleep(0.3)
+        threading.Timer(0.15, os.kill, (pid, signal.SIGKILL)).start()
+    while rank == (victim - 1) % SIZE and life(pid):
+        time.sleep(0.01)
     call(md.collectives if library == "minidist" else dist, operation)
     if rank == victim:  # a victim that waits for nobody: a root that sends
         time.sleep(10)
@@ -163,7 +164,7 @@ VICTIMS += [("minidist", "all_reduce", rank) for rank in range(SIZE)]
     ("library", "operation", "victim"), list(dict.fromkeys(VICTIMS)), ids=lambda value: str(value)
 )
 def test_a_killed_rank_is_named_and_where_the_others_were(ranks, library, operation, victim, how):
-    error = failing(ranks, how, library, operation, victim)
+    error = failing(ranks, how, library, operation, victim, ranks(os.getpid)[victim])
     assert str(error).startswith(f"rank {victim} {KILLED}\n\nWhere the other ranks were:\n")
     assert str(error).endswith(f"\n\n{ENDED}")
     assert error.rank == victim
@@ -174,20 +175,26 @@ def test_a_killed_rank_is_named_and_where_the_others_were(ranks, library, operat
     inside = name.get(operation, f"in {operation},") + r" .*test_faults.py, line \d+, in call"
     for place in told.values():
         assert re.fullmatch(f"{inside}|had finished", place)
-    # All need all; but in shared memory the dead have left what they came to give.
-    given = (ranks.backend, library, how) == ("shm", "torch", killed_inside)
-    if operation in ("all_reduce", "all_gather", "reduce_scatter", "barrier") and not given:
-        assert "had finished" not in told.values()
+    # All need all. What a rank sent before it died still arrives, so some may have finished then;
+    # not all: nothing went through the dead. (In shared memory the others fetch all from it.)
+    if operation in ("all_reduce", "all_gather", "reduce_scatter", "barrier"):
+        if how is killed_before:
+            assert "had finished" not in told.values()
+        elif (ranks.backend, library) != ("shm", "torch"):
+            assert set(told.values()) != {"had finished"}
 
 
 # ---- other ends ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("victim", range(SIZE))
-def test_of_errors_at_different_times_the_first_is_named(ranks, victim):
+def test_of_errors_at_different_times_the_first_is_named(ranks, monkeypatch, victim):
+    monkeypatch.setattr("minidist.runtime.processes.GRACE", 10)  # each has an error of its own
+    start = time.monotonic()  # one clock for all processes
+
     def fail():
         rank = dist.get_rank()
-        time.sleep(0.15 * ((rank - victim) % SIZE))
+        time.sleep(max(0, start + 0.3 + 0.3 * ((rank - victim) % SIZE) - time.monotonic()))
         raise ValueError(f"of rank {rank}")
 
     error = failing(ranks, fail)
@@ -407,26 +414,29 @@ def test_a_rank_that_closes_all_its_files_ends_the_call(ranks):
         if dist.get_rank() == 1:
             os.closerange(3, 1000)
 
-    assert str(failing(ranks, close)).startswith(f"rank 1 {KILLED}\n")
+    told = str(failing(ranks, close))
+    # gloo's own thread may find out first, and abort.
+    ends = [KILLED, "was killed by SIGABRT"] if ranks.backend == "gloo" else [KILLED]
+    assert told.startswith(tuple(f"rank 1 {end}\n" for end in ends))
 
 
 @pytest.mark.parametrize("way", ["the timeout", "an interrupt"])
 def test_a_call_that_a_stopped_rank_does_not_take_ends(way):
-    with md.ranks(3, timeout=1 if way == "the timeout" else 60) as ranks:
+    with md.ranks(3, timeout=3 if way == "the timeout" else 60) as ranks:
         os.kill(ranks(os.getpid)[1], signal.SIGSTOP)
         start = time.monotonic()
         if way == "the timeout":
             with pytest.raises(md.RankError) as raised:
                 ranks(len, bytes(10_000_000))
             assert str(raised.value).startswith(
-                "rank 1 did not take its call within 1 s. "
+                "rank 1 did not take its call within 3 s. "
                 "It gave no answer (in native code, or stopped)\n\nWhere the other ranks were:\n"
             )
             assert str(raised.value).endswith(f"rank 2: had not begun\n\n{ENDED}")
         else:
             handler = signal.signal(signal.SIGINT, signal.default_int_handler)
             main = threading.main_thread().ident
-            interrupt = threading.Timer(1.5, signal.pthread_kill, (main, signal.SIGINT))
+            interrupt = threading.Timer(3, signal.pthread_kill, (main, signal.SIGINT))
             interrupt.start()
             try:
                 with pytest.raises(KeyboardInterrupt) as raised:
@@ -438,7 +448,7 @@ def test_a_call_that_a_stopped_rank_does_not_take_ends(way):
                 "The ranks were ended. Where they were:\n  rank 0: had finished\n"
                 "  rank 1: gave no answer (in native code, or stopped)\n  rank 2: had not begun"
             )
-        assert time.monotonic() - start < SOON
+        assert time.monotonic() - start < 3 + SOON
         assert ranks(dist.get_rank) == [0, 1, 2]
 
 
@@ -464,9 +474,9 @@ def test_a_rank_that_stops_while_it_sends_its_result_ends_the_call():
             os.write(calls.fileno(), b"\0\0\1\0half of it")  # 256 bytes are announced
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    with md.ranks(2, timeout=1) as ranks:
-        assert str(failing(ranks, stop_soon)).startswith(
-            "rank 1 did not send its whole result within 1 s. "
+    with md.ranks(2, timeout=3) as ranks:
+        assert str(failing(ranks, stop_soon, within=3 + SOON)).startswith(
+            "rank 1 did not send its whole result within 3 s. "
             "It gave no answer (in native code, or stopped)\n"
         )
         assert ranks(dist.get_rank) == [0, 1]
@@ -523,13 +533,14 @@ import minidist as md, torch, torch.distributed as dist
 err = 2
 
 def hang(way):
+    dist.barrier()
     if dist.get_rank() == 1:
         if way == "waits":
             while True: time.sleep(0.1)
         if way == "gil":
             ctypes.PyDLL(None).sleep(60)
         if way == "prints":
-            subprocess.Popen(["yes"], stdout=err).wait()
+            subprocess.Popen(["yes", "y" * 9999], stdout=err).wait()
         if way == "ignores":
             import signal
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -551,10 +562,11 @@ with md.ranks(3, timeout=50) as r:
 
 AT = "program.py, line"
 WHERE = {
-    "waits": f"at {AT} 11, in hang\n      while True: time.sleep(0.1)",
+    "waits": f"at {AT} 12, in hang\n      while True: time.sleep(0.1)",
     "gil": "gave no answer (in native code, or stopped)",
-    "prints": f'in wait, {AT} 15, in hang\n      subprocess.Popen(["yes"], stdout=err).wait()',
-    "ignores": f'in wait, {AT} 19, in hang\n      subprocess.Popen(["sleep", "60"]).wait()',
+    "prints": f"in wait, {AT} 16, in hang\n"
+    '      subprocess.Popen(["yes", "y" * 9999], stdout=err).wait()',
+    "ignores": f'in wait, {AT} 20, in hang\n      subprocess.Popen(["sleep", "60"]).wait()',
 }
 
 
@@ -575,7 +587,7 @@ def test_an_interrupted_call_ends_soon_and_tells_each_ranks_line(to, tmp_path):
             assert time.monotonic() - start < SOON
             assert text == (
                 "The ranks were ended. Where they were:\n"
-                "  ranks 0, 2: in barrier, program.py, line 20, in hang\n      dist.barrier()\n"
+                "  ranks 0, 2: in barrier, program.py, line 21, in hang\n      dist.barrier()\n"
                 f"  rank 1: {where}"
             )
         assert program.line() == "[3.0, 3.0, 3.0]"
@@ -585,7 +597,7 @@ def test_an_interrupted_call_ends_soon_and_tells_each_ranks_line(to, tmp_path):
         drained.join()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("rounds", [8, pytest.param(200, marks=pytest.mark.soak)])
 def test_interrupts_at_any_moment_leave_nothing(rounds, tmp_path):
     """While ranks start, while they work, while they are closed."""
@@ -616,13 +628,13 @@ for _ in range(ROUNDS):
 assert interrupted > ROUNDS // 4, interrupted
 gc.collect()
 print("done", flush=True)
-time.sleep(2)
+time.sleep(4)  # to be looked at
 with md.ranks(2) as r:
     print(r(dist.get_rank), flush=True)
 """
     with Program(source.replace("ROUNDS", str(rounds)), tmp_path) as program:
         assert program.line() == "done"
-        assert eventually(lambda: len(program.alive()) == 3, 1.5)  # with forkserver and tracker
+        assert eventually(lambda: len(program.alive()) == 3, 3)  # with forkserver and tracker
         assert not [name for name in program.temporary() if name.startswith("minidist-")]
         assert program.line() == "[0, 1]"
         assert program.process.wait(SOON) == 0
@@ -669,7 +681,7 @@ r = md.ranks(3)
     with Program(source, tmp_path) as program:
         assert program.line() == "now"
         if when == "while ranks start":
-            assert eventually(lambda: len(program.alive()) in (9, 10, 11, 12), SOON)
+            assert eventually(lambda: len(program.alive()) in (9, 10, 11, 12), 30)
         else:
             time.sleep(0.5)
         os.kill(program.process.pid, signal.SIGKILL)

@@ -2,14 +2,13 @@
 and against torch's. Lesson: fully_sharded"""
 
 import copy
-import subprocess
-import sys
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from programs import Family
+from fsdp_model import Block
+from fsdp_scripts import saved_by_both
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,19 +17,9 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 import minidist as md
-from minidist.fully_sharded import FSDPModule, checkpoint
+from minidist.fully_sharded import FSDPModule
 
 LIMIT = 1e-12
-
-
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x):
-        return x + self.down(self.up(self.norm(x)).relu())
 
 
 class Model(nn.Module):
@@ -185,13 +174,15 @@ def test_checkpoints_of_optimizers(pools, tmp_path):
         models = both(sharded)
         for step in range(2):
             step_of(models, step)
-        checkpoint.save(folder, models[0], models[2])
+        with md.saving.Checkpoints(folder) as checkpoints:
+            checkpoints.save(2, model=models[0], optimizer=models[2])
         return md.fully_sharded.optim_state_dict(models[0], models[2])
 
     def load(folder, given):
         models = both(sharded)
         model, plain, ours, alone = models
-        checkpoint.load(folder, model, ours)
+        with md.saving.Checkpoints(folder) as checkpoints:
+            assert checkpoints.load(model=model, optimizer=ours) == 2
         plain.load_state_dict(
             get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
         )
@@ -331,29 +322,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from {library} import fully_shard
-
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x):
-        return x + self.down(self.up(self.norm(x)).relu())
-
-class Model(nn.Module):
-    def __init__(self, width=8):
-        super().__init__()
-        self.embedding = nn.Embedding(16, width)
-        self.blocks = nn.ModuleList([Block(width) for _ in range(3)])
-        self.head = nn.Linear(width, 16)
-
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+from LIBRARY import fully_shard
+from model import Model
 
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -382,7 +352,7 @@ for step in range(4):
 model.eval()
 with torch.no_grad():
     logits = model(tokens[0])
-full = {{name: value.full_tensor() for name, value in model.state_dict().items()}}
+full = {name: value.full_tensor() for name, value in model.state_dict().items()}
 state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 if dist.get_rank() == 0:
     assert all(torch.equal(full[name], value) for name, value in state.items())
@@ -393,25 +363,8 @@ dist.destroy_process_group()
 
 @pytest.mark.timeout(120)
 def test_a_script_for_torchs_function_with_one_line_changed(tmp_path):
-    family, runs = Family(), []
-    environ = {**family.environ(), "OMP_NUM_THREADS": "1"}
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    try:
-        for who, library in (("ours", "minidist"), ("theirs", "torch.distributed.fsdp")):
-            (tmp_path / f"{who}.py").write_text(SCRIPT.format(library=library))
-            command = [sys.executable, *torchrun, f"{who}.py", f"{who}.pt"]
-            runs.append(
-                subprocess.Popen(command, env=environ, cwd=tmp_path, stderr=subprocess.PIPE)
-            )
-        words = [run.communicate(timeout=100)[1].decode() for run in runs]
-        assert [run.returncode for run in runs] == [0, 0], "\n".join(words)
-        (ours, *found), (theirs, *wanted) = (
-            torch.load(tmp_path / f"{who}.pt") for who in ("ours", "theirs")
-        )
-        assert list(ours) == list(theirs) and apart(ours, theirs) == {}
-        for a, b in zip(found, wanted, strict=True):
-            close = partial(torch.testing.assert_close, rtol=1e-11, atol=0)
-            close(torch.as_tensor(a), torch.as_tensor(b))
-        assert family.gone_within(20)
-    finally:
-        family.end()
+    (ours, *found), (theirs, *wanted) = saved_by_both(tmp_path, SCRIPT)
+    assert list(ours) == list(theirs) and apart(ours, theirs) == {}
+    for a, b in zip(found, wanted, strict=True):
+        close = partial(torch.testing.assert_close, rtol=1e-11, atol=0)
+        close(torch.as_tensor(a), torch.as_tensor(b))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from least import least_memory_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffload, MixedPrecision, fully_shard
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, StateDictType, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from torch.utils.checkpoint import checkpoint
 
@@ -628,7 +628,8 @@ def test_the_same_as_torchs_own(pools):
         wanted = theirs.state_dict()
         found = apart(model.state_dict(), {k: v.full_tensor() for k, v in wanted.items()}, 1e-6)
         model.load_state_dict(wanted)  # of DTensors, to the bit
-        ours = model.sharded_state_dict()
+        with model.state_dict_type(StateDictType.SHARDED_STATE_DICT):
+            ours = model.state_dict()
         theirs.load_state_dict(ours)
         for name, value in wanted.items():
             if not torch.equal(value.to_local(), ours[name].to_local()):
@@ -862,20 +863,20 @@ def raises(kind):
 
 def some_steps(steps, folder=None, load=None, whole=None, wrap=wrapped, make=net):
     """Train, from a checkpoint if there is one. Writes one, and returns a whole one."""
-    from minidist.fully_sharded import checkpoint as disk
-
     torch.manual_seed(0)
     model = wrap(make())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     if load:
-        disk.load(load, model, optimizer)
+        with md.saving.Checkpoints(load) as checkpoints:
+            assert checkpoints.load(model=model, optimizer=optimizer) == 1
     if whole:
         model.load_state_dict(whole[0])
         model.load_optim_state_dict(optimizer, whole[1])
     for step in steps:
         plainly(model, optimizer, [share(0, step)], None, None, step)
     if folder:
-        disk.save(folder, model, optimizer)
+        with md.saving.Checkpoints(folder) as checkpoints:
+            checkpoints.save(1, model=model, optimizer=optimizer)
     return copy.deepcopy((dict(model.state_dict()), model.optim_state_dict(optimizer)))
 
 
@@ -929,61 +930,6 @@ def test_saved_with_hybrid_sharding_and_buffers(pools, tmp_path):
     assert differ(pools(2)(some_steps, range(2, 4), load=tmp_path, make=normed)[0], wanted) == []
 
 
-def test_read_without_minidist(pools, tmp_path):
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-    wanted = pools(2)(some_steps, range(3), folder=tmp_path / "shards")[0]
-    dcp_to_torch_save(tmp_path / "shards", tmp_path / "whole.pt")
-    state = torch.load(tmp_path / "whole.pt", weights_only=False)
-    ours = {
-        name.removeprefix("model."): value
-        for name, value in state.items()
-        if name.startswith("model.")
-    }
-    assert apart(ours, wanted[0], 0) == []
-
-
-@pytest.mark.parametrize(
-    "fault, kind, words",
-    [
-        ("older", "ValueError", "different saves"),
-        ("missing", "RuntimeError", "distcp"),
-        ("broken", "RuntimeError", ""),
-        ("nothing", "RuntimeError", "metadata"),
-        ("model", "ValueError", "of another model"),
-        ("groups", "ValueError", "of another model: its groups"),
-    ],
-)
-def test_what_is_not_one_checkpoint(pools, tmp_path, fault, kind, words):
-    def load(folder):
-        from minidist.fully_sharded import checkpoint as disk
-
-        model = wrapped(net(6, 5, 4, 2) if fault == "model" else net())
-        optimizer = torch.optim.Adam(list(model.parameters())[fault == "groups" :])
-        before = copy.deepcopy(dict(model.state_dict()))
-        told = None
-        try:
-            disk.load(folder, model, optimizer)
-        except Exception as error:
-            told = type(error).__name__, str(error)
-        return told, apart(model.state_dict(), before, 0) == [] and not optimizer.state
-
-    pools(2)(some_steps, range(1), folder=tmp_path / "a")
-    pools(2)(some_steps, range(2), folder=tmp_path / "b")
-    file = tmp_path / "b" / "__1_0.distcp"
-    if fault == "older":
-        file.write_bytes((tmp_path / "a" / "__1_0.distcp").read_bytes())
-    elif fault == "missing":
-        file.unlink()
-    elif fault == "broken":
-        file.write_bytes(file.read_bytes()[:100])
-    elif fault == "nothing":
-        (tmp_path / "b" / ".metadata").unlink()
-    for told, unchanged in pools(2)(load, tmp_path / "b"):
-        assert told is not None and told[0] == kind and words in told[1], told
-        assert unchanged
-
-
 # ---- mistakes ---------------------------------------------------------------------------------
 
 
@@ -1029,6 +975,15 @@ def around_ddp(rank):
     md.FullyShardedDataParallel(nn.Sequential(md.DistributedDataParallel(net())))
 
 
+def around_stages(rank):
+    md.FullyShardedDataParallel(md.Pipeline(nn.Sequential(net(), net()), 2))
+
+
+def around_a_mesh(rank):
+    whole = md.mixed.mesh(data=dist.get_world_size())
+    md.FullyShardedDataParallel(md.mixed.MixedParallel(nn.Sequential(net()), whole, 2))
+
+
 def stepped_between(rank):
     model = wrapped(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -1044,6 +999,23 @@ def unfrozen(rank):
     model = wrapped(module)
     module[0].bias.requires_grad_(True)
     model(share(rank))
+
+
+def changed(change):
+    def train(rank):
+        model = wrapped(net())
+        model(share(rank)).sum().backward()
+        change(model.module)
+        with torch.no_grad():
+            model(share(rank))
+        model(share(rank))
+
+    return train
+
+
+def replace_data(module):
+    for p in module.parameters():
+        p.data = p.data.clone()
 
 
 def on_meta(rank):
@@ -1100,8 +1072,21 @@ MISTAKES = {
         "must be in the same unit",
     ),
     "around DDP": (around_ddp, "ValueError", "0 is a DistributedDataParallel"),
+    "around stages": (around_stages, "ValueError", "the module is a Pipeline, which sees to its"),
+    "around a mesh": (around_a_mesh, "ValueError", "the module is a MixedParallel, which sees to"),
     "stepped between": (stepped_between, "RuntimeError", "changed since the forward pass"),
-    "unfrozen": (unfrozen, "RuntimeError", "was frozen when"),
+    "unfrozen": (unfrozen, "RuntimeError", "parameter 0.bias has been unfrozen since"),
+    "added": (
+        changed(lambda m: m.append(nn.Linear(3, 3).double())),
+        "RuntimeError",
+        "parameter 5.weight has been added since it was wrapped",
+    ),
+    "replaced": (
+        changed(lambda m: setattr(m[0], "bias", nn.Parameter(m[0].bias.detach().clone()))),
+        "RuntimeError",
+        "parameter 0.bias has been replaced since it was wrapped",
+    ),
+    "replaced .data": (changed(replace_data), "RuntimeError", "the .data of weight has been"),
     "moved": (lambda rank: wrapped(net()).float(), "RuntimeError", "cannot be moved"),
     "double backward": (double_backward, "RuntimeError", "create_graph=True"),
     "sparse": (sparse, "RuntimeError", "sparse=True"),

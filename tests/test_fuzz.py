@@ -1,10 +1,17 @@
 """Random trials: they find nothing in the strategies, and they do find what is wrong."""
 
+import contextlib
+import dataclasses
+import pkgutil
 import sys
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from minidist import __main__, fuzz
+from minidist.common import norm as norm_room
 
 
 @pytest.mark.parametrize("strategy", fuzz.STRATEGIES)
@@ -15,30 +22,137 @@ def test_trials_of_each_strategy_are_equal_to_one_process(pools, strategy):
         assert pools(trial.world_size)(fuzz.on_a_rank, trial) == [""] * trial.world_size, trial
 
 
-def without_averages(trial):
-    def alone(trial, module):
-        kind, rates = fuzz.OPTIMIZERS[trial.optimizer]
-        return module, kind(module.parameters(), **rates)
-
-    right, fuzz.wrap = fuzz.wrap, alone
-    try:
-        return fuzz.on_a_rank(trial)
-    finally:
-        fuzz.wrap = right
+# ---- what is planted is found -----------------------------------------------------------------
 
 
-def test_ranks_that_do_not_average_are_found(pools):
-    trial = next(t for t in map(fuzz.draw, range(100)) if t.strategy == "ddp" and t.batch > 1)
-    for said in pools(trial.world_size)(without_averages, trial):
-        assert said.startswith("step 0: ") and "differs from one process" in said
+def lose(pass_backward):
+    """A rank that has two stages loses the gradients of the second."""
+
+    def backward(executor, stage, i):
+        pass_backward(executor, stage, i)
+        if stage >= dist.get_world_size():
+            executor._stages[stage].layers.module.zero_grad()
+
+    return backward
+
+
+@contextlib.contextmanager
+def forgetful(model):
+    """A `no_sync` after which nothing is left of the passes within it."""
+    before, model.require_backward_grad_sync = model.require_backward_grad_sync, False
+    yield
+    model.require_backward_grad_sync = before
+    model.zero_grad()
+
+
+def keep_the_old(module):
+    """An LSTM that does not notice that its parameters are others."""
+    if isinstance(module, torch.nn.LSTM):
+        module._flat_weight_refs = [None for _ in module._flat_weights]
+
+
+def clip_the_first(model, norm):
+    shards = model._optimizers[0].shards
+    return norm_room.clip_grad_norm_(
+        shards, norm, groups=[model.process_group], device=torch.device("cpu")
+    )
+
+
+def without_the_last_norm(plan):
+    def llama_plan(model):
+        return {name: style for name, style in plan(model).items() if name != "model.norm"}
+
+    return llama_plan
+
+
+# Of each kind: which trials are of it, what is broken in them, and by what.
+PLANTED = {
+    "no averages": (
+        lambda t: t.strategy == "ddp" and t.batch > 1,
+        "minidist.distributed_data_parallel.reducer.Reducer.expect",
+        lambda _: lambda *_: None,
+    ),
+    "batch norm": (
+        lambda t: t.strategy == "ddp" and t.model == "batch norm",
+        "minidist.distributed_data_parallel.ddp.broadcast_state",
+        lambda _: lambda *_: None,
+    ),
+    "llama": (
+        lambda t: t.model == "llama" and t.strategy == "tensor" and t.options["sequence_parallel"],
+        "minidist.tensor_parallel.llama_plan",
+        without_the_last_norm,
+    ),
+    "lstm": (
+        lambda t: t.model == "lstm" and t.strategy == "fsdp",
+        "minidist.fully_sharded.flat_parameter.relist",
+        lambda _: keep_the_old,
+    ),
+    "mixed": (
+        lambda t: t.strategy == "mixed" and t.options["mesh"][0] == 2,
+        "minidist.mixed.mean_gradients.MeanGradients.take",
+        lambda _: lambda *_, **__: None,
+    ),
+    "interleaved": (
+        lambda t: t.options.get("schedule") == "interleaved",
+        "minidist.pipeline.executor.Executor._backward",
+        lose,
+    ),
+    "two optimizers": (
+        lambda t: (
+            t.strategy == "zero2" and len(t.optimizers) == 2 and t.clip == 0.1 and t.number % 2
+        ),
+        "minidist.ShardedDataParallel.clip_grad_norm_",
+        lambda _: clip_the_first,
+    ),
+    "an average that is the model itself": (
+        lambda t: t.strategy == "fsdp" and t.averaged,
+        "minidist.fully_sharded.units.FSDPModule.__deepcopy__",
+        lambda _: lambda model, _: model,
+    ),
+    "a norm of this rank only": (
+        lambda t: t.strategy == "pipeline" and t.clip == 0.1,
+        "minidist.common.norm.norm_over_ranks",
+        lambda _: lambda own, *_: own,
+    ),
+    "accumulation": (
+        lambda t: t.strategy == "ddp" and t.passes > 1 and t.waiting == "no_sync",
+        "minidist.DistributedDataParallel.no_sync",
+        lambda _: forgetful,
+    ),
+}
+
+
+def with_a_fault(trial, what):
+    _, name, fault = PLANTED[what]
+    with mock.patch(name, fault(pkgutil.resolve_name(name))):
+        try:
+            return fuzz.on_a_rank(trial)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_what_is_planted_is_found(pools, what):
+    trial = next(filter(PLANTED[what][0], map(fuzz.draw, range(1000))))
+    said = pools(trial.world_size)(with_a_fault, trial, what)
+    assert any(words.startswith(("step ", "RuntimeError: ")) for words in said), said
+    assert pools(trial.world_size)(fuzz.on_a_rank, trial) == [""] * trial.world_size
 
 
 def test_a_number_is_always_the_same_trial_and_all_options_are_drawn():
     assert fuzz.draw(7) == fuzz.draw(7) != fuzz.draw(8)
     trials = list(map(fuzz.draw, range(300)))
-    for field in "world_size", "backend", "model", "strategy", "optimizer", "passes", "clip":
+    for field in (
+        *("world_size", "backend", "model", "strategy", "optimizers", "passes", "waiting", "clip"),
+        "averaged",
+    ):
         assert len({getattr(trial, field) for trial in trials}) > 1, field
+    schedules = {trial.options.get("schedule") for trial in trials}
+    assert schedules == {None, "gpipe", "1f1b", "interleaved", "zero_bubble"}
     assert len({str(trial.options) for trial in trials}) > 40
+
+
+BROKEN = dict(world_size=2, model="mlp", strategy="ddp", options={"bucket_cap_mb": -1})
 
 
 def test_the_command_prints_what_differs_and_ends_with_1(monkeypatch, capsys):
@@ -50,7 +164,7 @@ def test_the_command_prints_what_differs_and_ends_with_1(monkeypatch, capsys):
 
     code, said = command("--first", "5", "--trials", "1")
     assert code == 0 and said.out.startswith("1 trials (") and "0 differ" in said.out
-    broken = fuzz.Trial(5, 2, "shm", "mlp", "ddp", "SGD", 2, 1, None, {"bucket_cap_mb": -1})
+    broken = dataclasses.replace(fuzz.draw(5), **BROKEN)
     monkeypatch.setattr(fuzz, "draw", lambda number: broken)
     code, said = command("--trials", "2")
     assert code == 1 and "2 differ" in said.out and said.out.count("bucket_cap_mb must be") == 2

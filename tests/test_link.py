@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 import minidist as md
 from minidist import bench
 from minidist.backend import steps
-from minidist.backend.lines import TIMES, Lines, SharedLines, occupy
+from minidist.backend.lines import LIMIT, TIMES, Lines, SharedLines, occupy
 from minidist.backend.link import VARIABLE, Link, Network
 from minidist.bench import Row
 from minidist.bench import link as table
@@ -432,6 +432,19 @@ def test_an_all_to_all_is_charged_by_what_each_sends():
     assert max(ends(LINK, [0, 0], steps.pairwise(sizes))) == pytest.approx(ONE)
 
 
+def test_a_line_counts_what_it_carries():
+    lines = Lines()
+    on = Network(INTER, range(4), [0, 0, 1, 1], lines)
+    on.travel(steps.ring(4, NBYTES, 2), [0.0] * 4)
+    out, into = LIMIT * LIMIT, LIMIT * LIMIT + 1  # of node 0; then those of node 1
+    assert [lines.carried(line) for line in (out, out + 2)] == [1.5 * NBYTES] * 2
+    assert lines.carried(1) == 1.5 * NBYTES and lines.carried(into) == 0  # from rank 0 to rank 1
+    lossy, lines = Link(1, loss=0.5, inter=Link(1, loss=0.5)), Lines()
+    for _ in range(40):
+        Network(lossy, [0, 1], [0, 1], lines).send(0, 1, 10, 0.0)
+    assert lines.carried(out) > 400 and lines.carried(out) % 10 == 0  # what is sent again counts
+
+
 # ---- by the clock -------------------------------------------------------------------------
 
 
@@ -684,6 +697,41 @@ def test_collectives_on_two_nodes(nodes):
     assert any(longest < ALPHA / 2 for longest in within)
 
 
+def left_the_nodes(how):
+    """What leaves both nodes in an all_reduce; and what this rank sends to the other node, if the
+    messages can be seen."""
+    x, before = torch.zeros(1200), [Link.sent_by_node(node) for node in (0, 1)]
+    dist.barrier()
+    with md.measure.TrafficCounter() as traffic:
+        if how == "torch":
+            dist.all_reduce(x)
+        else:
+            md.collectives.all_reduce(x, algorithm=how)
+    dist.barrier()
+    far = [n for other, n in enumerate(traffic.sent_to) if other // 2 != dist.get_rank() // 2]
+    sent = sum(far) + traffic.control_bytes  # some of which stay on the node
+    return [Link.sent_by_node(node) - n for node, n in enumerate(before)], sum(far), sent
+
+
+@pytest.mark.parametrize("how", ["ring", "naive", "recursive_doubling"])
+def test_nodes_count_what_leaves_them(nodes, how):
+    """It is what the ranks say that they have sent, message by message."""
+    counted, far, most = zip(*nodes(left_the_nodes, how), strict=True)
+    assert counted == (counted[0],) * 4  # every rank sees the same
+    for node, nbytes in enumerate(counted[0]):
+        ranks = slice(2 * node, 2 * node + 2)
+        assert 0 < sum(far[ranks]) <= nbytes <= sum(most[ranks])
+
+
+def test_of_a_collective_of_torch_they_count_the_ring(nodes):
+    ring = nodes(left_the_nodes, "ring")[1][1]  # rank 1 sends it all
+    assert nodes(left_the_nodes, "torch")[0][0] == [ring, ring] == [1.5 * 4800] * 2
+
+
+def test_without_a_link_nothing_leaves_a_node():
+    assert md.launch(left_the_nodes, "torch", world_size=4, nodes=2)[0][0] == [0, 0]
+
+
 def meanwhile(start, seconds, how):
     """An all_reduce while the main thread sleeps, or computes in C++."""
     x, y = torch.zeros(N), torch.randn(300, 300)
@@ -742,7 +790,8 @@ def rank_0_dies():
         raise
 
 
-def test_rank_0_which_books_for_all_dies(capfd):
+def test_rank_0_which_books_for_all_dies(capfd, monkeypatch):
+    monkeypatch.setattr("minidist.runtime.processes.GRACE", 10)  # the others notice it themselves
     start = time.monotonic()
     with pytest.raises(md.RankError, match="rank 0 .*SIGKILL"), md.ranks(3, "shm", link=LINK) as r:
         r(rank_0_dies)

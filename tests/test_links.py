@@ -14,11 +14,6 @@ SOLUTIONS = sorted(ROOT.glob("notebooks/solutions/*.ipynb"))
 LESSONS = {path.stem[3:]: int(path.stem[:2]) for path in NOTEBOOKS}  # name: number
 TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *NOTEBOOKS, *SOLUTIONS]
 SOURCES = [*ROOT.glob("minidist/**/*.py"), *ROOT.glob("tests/*.py"), *ROOT.glob("img/*.py")]
-# Lessons that others still call by what they will be named.
-TO_COME = {
-    *("ddp_in_practice", "pipeline_schedules", "sequence_parallel", "activation_checkpointing"),
-    *("mixed_precision", "offload", "real_tools", "scaling_out", "beyond_gradients"),
-}
 
 
 def text_of(path: Path) -> str:
@@ -45,7 +40,7 @@ def wrong_links(text: str, folder: Path) -> Iterator[str]:
 
 def unknown_lessons(text: str) -> Iterator[str]:
     for name in re.findall(r"\bLesson: (\w+)", text):
-        if name not in LESSONS.keys() | TO_COME and not name.isupper():
+        if name not in LESSONS and not name.isupper():
             yield f"Lesson: {name}"
 
 

@@ -375,11 +375,13 @@ def test_the_time_spent_waiting_belongs_to_the_message(pools):
     def late() -> Span:
         with Timeline() as timeline:
             if dist.get_rank() == 0:
-                dist.irecv(torch.ones(1), 1).wait()
+                receive = dist.irecv(torch.ones(1), 1)
+                dist.send(torch.ones(1), 1)  # it waits
+                receive.wait()
             else:
-                time.sleep(0.1)
+                dist.recv(torch.ones(1), 0)
                 dist.isend(torch.ones(1), 0).wait()
-        return timeline.spans[0]
+        return timeline.spans[dist.get_rank()]
 
     receive, send = pools(2)(late)
     assert receive.end > send.start > receive.start

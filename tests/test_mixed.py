@@ -40,7 +40,7 @@ def apart(found):
 
 
 def transformer(tied=True):
-    """Of 257 words, so that two ranks have different numbers of them."""
+    """Of a vocabulary of 257 tokens, so that two ranks have different numbers of them."""
     model = md.zoo.Transformer(257, LENGTH, width=8, heads=2, layers=3).double()
     if not tied:
         model.head.weight = nn.Parameter(2 * model.head.weight.detach())
@@ -67,18 +67,18 @@ class Gated(nn.Module):
 
 def own_layers():
     torch.manual_seed(0)
-    words = nn.Embedding(257, 8), nn.Linear(8, 257)
-    return nn.Sequential(words[0], Gated(), Gated(), nn.LayerNorm(8), words[1]).double()
+    ends = nn.Embedding(257, 8), nn.Linear(8, 257)
+    return nn.Sequential(ends[0], Gated(), Gated(), nn.LayerNorm(8), ends[1]).double()
 
 
 OWN_PLAN = {
-    "0": "words",
+    "0": "vocabulary",
     "[12].norm": "sequence",
     "[12].up": "columns",
     "[12].gate": "columns",
     "[12].down": "rows",
     "3": "sequence",
-    "4": "words",
+    "4": "vocabulary",
 }
 
 
@@ -100,6 +100,7 @@ def train(
     order=AXES,
     shares=None,
     steps=3,
+    rows=8,
     make=None,
     opt=adam,
     **options,
@@ -118,11 +119,11 @@ def train(
     optimizer, alone = opt(model), adam(dense)
     replica, replicas = whole.get_local_rank("data"), whole["data"].size()
     for step in range(steps):
-        inputs, targets = batch(step)
-        rows = slice(replica, None, replicas) if shares is None else shares[replica]
+        inputs, targets = batch(step, rows)
+        own = slice(replica, None, replicas) if shares is None else shares[replica]
         optimizer.zero_grad()
         alone.zero_grad()
-        loss = model.train_step(inputs[rows], targets[rows], model.cross_entropy)
+        loss = model.train_step(inputs[own], targets[own], model.cross_entropy)
         wanted = md.parity.cross_entropy(dense(inputs), targets)
         wanted.backward()
         norm = model.clip_grad_norm_(0.05, norm_type)
@@ -202,8 +203,10 @@ def test_optimizer_states_are_sharded_along_data(pools):
     [
         {"schedule": "gpipe", "shares": [slice(0, 3), slice(3, 8)]},
         {"make": own_layers, "plan": OWN_PLAN, "schedule": "interleaved", "balance": [1, 1, 1, 2]},
+        {"sequence_parallel": True},
+        {"rows": 7},  # micro-batches of 2 and 2 rows, and of 2 and 1
     ],
-    ids=["other rows", "layers of one's own"],
+    ids=["other rows", "layers of one's own", "sequence parallel", "other sizes"],
 )
 def test_stages_are_fully_sharded_along_data(pools, options):
     options = {"tied": False, "shard": md.FullyShardedDataParallel} | options
@@ -215,6 +218,34 @@ def test_stages_are_fully_sharded_along_data(pools, options):
 
     whole = sum(p.numel() for p in transformer(False).parameters())
     assert sum(pools(8)(held)) < 1.1 * whole  # norms and some biases are on both along tensor
+
+
+def test_sharded_replicas_may_meet_new_shapes_in_other_steps(pools):
+    def losses():
+        whole, dense = mesh(data=2, pipeline=2), transformer(False)
+        model = MixedParallel(copy.deepcopy(dense), whole, 2, shard=md.FullyShardedDataParallel)
+        found = []
+        for step, (cut, length) in enumerate([(4, 6), (4, 6), (2, 6), (5, 5), (4, 5), (5, 6)]):
+            inputs, targets = (each[:, :length] for each in batch(step, rows=7))
+            own = [slice(0, cut), slice(cut, 7)][whole.get_local_rank("data")]
+            loss = model.train_step(inputs[own], targets[own], model.cross_entropy)
+            wanted = md.parity.cross_entropy(dense(inputs), targets)
+            found += apart({f"loss {step}": (loss, wanted)})
+            found += apart({f"outputs {step}": (model(inputs[own]), dense(inputs[own]))})
+        return found
+
+    assert pools(4)(losses) == [[]] * 4
+
+
+def test_sharded_replicas_evaluate_in_as_many_micro_batches(pools):
+    def evaluate():
+        whole = mesh(data=2, pipeline=2)
+        model = MixedParallel(transformer(False), whole, 2, shard=md.FullyShardedDataParallel)
+        return model(batch(0, rows=1 + whole.get_local_rank("data"))[0])
+
+    said = "ValueError: a strategy around the stages .* micro-batches: here they are 1 and 2"
+    told = pools(4)(complaint, evaluate)
+    assert all(re.match(said, each) for each in told), told
 
 
 def test_a_copy_is_a_model_on_the_same_mesh(pools):
@@ -269,6 +300,68 @@ def test_gradients_add_up_over_steps_and_are_the_same_bits_in_all_replicas(pools
     assert pools(8)(add) == [[]] * 8
 
 
+class Skipped(nn.Module):
+    """A layer that a step may leave out."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.used = nn.Linear(8, 8), True
+
+    def forward(self, x):
+        return x + self.linear(x).tanh() if self.used else x
+
+
+def test_a_layer_that_some_replicas_leave_out(pools):
+    def run():
+        torch.manual_seed(0)
+        layers = nn.Embedding(257, 8), Skipped(), nn.Linear(8, 257)
+        dense, whole = nn.Sequential(*layers).double(), mesh(data=2)
+        model = MixedParallel(copy.deepcopy(dense), whole, 2)
+        optimizer, alone = adam(model), adam(dense)
+        replica, found = whole.get_local_rank("data"), []
+        for step, used_by in enumerate([{0}, {1}, {0, 1}, {}, {1}]):
+            optimizer.zero_grad()
+            alone.zero_grad()
+            inputs, targets = batch(step)
+            for each in range(2):
+                dense[1].used = each in used_by
+                outputs = dense(inputs[each::2])
+                (md.parity.cross_entropy(outputs, targets[each::2]) / 2).backward()
+            model.module[1].used = replica in used_by
+            model.train_step(inputs[replica::2], targets[replica::2], model.cross_entropy)
+            found += ["gradient"] * ((model.module[1].linear.weight.grad is None) != (not used_by))
+            optimizer.step()
+            alone.step()
+            full = model.full_state_dict()
+            state = dense.state_dict().items()
+            found += apart({f"{name} {step}": (full[name], t) for name, t in state})
+        return found
+
+    assert pools(2)(run) == [[]] * 2
+
+
+@pytest.mark.parametrize("shard", [None, md.FullyShardedDataParallel])
+def test_replicas_take_the_buffers_of_the_first(pools, shard):
+    def run():
+        torch.manual_seed(0)
+        layers = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8)
+        first = nn.Sequential(*layers).double()  # by itself, on the first replica's rows
+        whole = mesh(data=2, pipeline=2)
+        model = MixedParallel(copy.deepcopy(first), whole, 1, shard=shard)
+        replica, found = whole.get_local_rank("data"), []
+        for step in range(3):
+            x = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(step)).double()
+            model.train_step(x[replica], x[replica], lambda y, t: y[:, :6].sub(t).square().mean())
+            first(x[0])
+            full = model.full_state_dict()
+            found += apart({f"{n} {step}": (full[n], b) for n, b in first.named_buffers()})
+        if shard is None and replica == 1:  # one replica alone
+            found += apart({"outputs": (model.eval()(x[1]), first.eval()(x[1]))})
+        return found
+
+    assert pools(4)(run) == [[]] * 4
+
+
 # ---- what a rank has ----------------------------------------------------------------------
 
 
@@ -281,7 +374,7 @@ def test_a_rank_holds_its_features_of_its_layers_by_the_models_names(pools):
     assert first | last == every and not first & last
     assert {"tokens.weight", "blocks.0.qkv.weight"} <= first and "head.weight" in last
     whole = sum(p.numel() for p in transformer().parameters())
-    assert all(count < whole / 2 for _, count in held)  # a quarter, but tied words are there twice
+    assert all(count < whole / 2 for _, count in held)  # a quarter; a tied weight is there twice
 
 
 def test_evaluation_gives_whole_outputs_on_every_rank(pools):
@@ -358,7 +451,7 @@ def tied(model):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_bytes_by_axis(pools, eight, sequence_parallel):
     """The first stage has the embedding and two blocks, the last one block, the norm and the head.
-    A micro-batch has 2 rows of 6 words, of 8 features."""
+    A micro-batch has 2 rows of 6 tokens, of 8 features."""
     activation = 2 * 6 * 8 * 8
     told = {"shm": pools(8), "gloo": eight}[["shm", "gloo"][sequence_parallel]](
         traffic, ALL, balance=[3, 3], sequence_parallel=sequence_parallel
@@ -375,7 +468,7 @@ def test_bytes_by_axis(pools, eight, sequence_parallel):
         count, nbytes = axes["data"]["all_reduce"]
         assert count in (2, 3) and nbytes == gradients + 16 and len(axes["data"]) == 1
 
-        words = 2 * 6 * 8  # bytes of one number for each
+        tokens = 2 * 6 * 8  # bytes of one number for each
         blocks, messages, nbytes = (2, 2 * 9, 9) if first else (1, 2 * 7, 5)
         if sequence_parallel:
             assert set(axes["tensor"]) <= {"all_gather", "reduce_scatter", "all_reduce"}
@@ -384,7 +477,7 @@ def test_bytes_by_axis(pools, eight, sequence_parallel):
         elif first:  # four a block, and one for the embedding
             assert axes["tensor"] == {"all_reduce": (2 * 9, 2 * 9 * activation)}
         else:  # four a block; the input of the head, backward; the loss: 12 + 2, and 24 numbers
-            loss = words + 2 * 8 + 2 * words
+            loss = tokens + 2 * 8 + 2 * tokens
             assert axes["tensor"] == {"all_reduce": (2 * 7, 2 * (5 * activation + loss))}
 
 
@@ -450,6 +543,17 @@ def one_replica_of_other_micro_batches():
     build(PAIRS["data x pipeline"], microbatches=2 if dist.get_rank() < 2 else 4)
 
 
+def zero_2(stage, device_mesh):
+    optimizer = md.ZeroRedundancyOptimizer(
+        stage.parameters(), torch.optim.SGD, device_mesh.get_group(), lr=0.1
+    )
+    return md.ShardedDataParallel(stage, optimizer)
+
+
+def sharded(shard, **options):
+    build({"data": 2, "pipeline": 2}, lambda: transformer(False), shard=shard, **options)
+
+
 WRONG_MODELS = {
     "axes": (other_axes, "ValueError: rank 0: the axes of the mesh must be data, pipeline, tensor"),
     "module": (lambda: build({"data": 4}, lambda: nn.Linear(2, 2)), "TypeError: rank 0: Mixed"),
@@ -460,6 +564,19 @@ WRONG_MODELS = {
     "stages": (
         lambda: build({"pipeline": 2, "data": 2}, schedule="interleaved", balance=[1] * 8),
         ": balance [1, 1, 1, 1, 1, 1, 1, 1] must share out 6 layers",
+    ),
+    "backward in two parts": (
+        lambda: sharded(md.FullyShardedDataParallel, schedule="zero_bubble"),
+        "schedule zero_bubble goes back in two parts, and a strategy around a stage waits for",
+    ),
+    "sharded gradients": (
+        lambda: sharded(zero_2),
+        "TypeError: shard is for what shards a stage's parameters, such as FullyShardedDataParal"
+        "lel, not ShardedDataParallel. For optimizer states alone",
+    ),
+    "replicas": (
+        lambda: sharded(md.DistributedDataParallel),
+        "TypeError: shard is for what shards a stage's parameters",
     ),
     "models": (one_rank_of_another_size, "ValueError: the ranks have different models."),
     "micro-batches": (

@@ -210,6 +210,19 @@ def test_unscaled_gradients_are_clipped(pools, strategy):
     assert max(pools(2)(clipped)) <= 1e-12
 
 
+def test_torchs_own_scaler_is_refused_where_gradients_are_in_shards(pools):
+    """It would leave out the step on the one rank that found an infinity."""
+
+    def scaled_by_torch():
+        model, optimizer = stage2(net())
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(loss_of(model, 0, dist.get_rank())).backward()
+        with pytest.raises(RuntimeError, match=r"use minidist\.ShardedGradScaler"):
+            scaler.step(optimizer)
+
+    pools(2)(scaled_by_torch)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_needs_nothing_of_ours(pools, dtype):
     def both():

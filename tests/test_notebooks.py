@@ -122,16 +122,9 @@ def one_sitting(notebook: NotebookNode) -> Iterator[str]:
             yield f"cell {cell.execution_count} has {lines} lines"
 
 
-# Lessons whose first edition was longer.
-LONGER = {
-    *("layer_splitting", "feature_splitting", "mixed_parallelism", "zero", "fully_sharded"),
-}
-
-
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_a_lesson_is_one_sitting(path: Path) -> None:
-    if path.stem[3:] not in LONGER:
-        assert list(one_sitting(nbformat.read(path, as_version=4))) == []
+    assert list(one_sitting(nbformat.read(path, as_version=4))) == []
 
 
 CHECKS: list[Check] = [

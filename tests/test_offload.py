@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minidist as md
 from minidist.offload import Budget, OutOfMemory, on_host, put_on_host
@@ -19,7 +20,9 @@ ADAM = torch.optim.Adam, {"lr": 0.01}
 ADAMW = torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}
 NADAM = torch.optim.NAdam, {}
 SGD = torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}
-EVERY = pytest.mark.parametrize("kind", [ADAM, ADAMW, NADAM, SGD], ids=lambda k: k[0].__name__)
+ADAFACTOR = torch.optim.Adafactor, {"lr": 0.1}  # its states are of rows and of columns
+KINDS = [ADAM, ADAMW, NADAM, SGD, ADAFACTOR]
+EVERY = pytest.mark.parametrize("kind", KINDS, ids=lambda k: k[0].__name__)
 SIZES = 6, 5, 4, 3
 
 
@@ -228,6 +231,18 @@ def test_states_go_from_one_to_the_other(kind, way):
             saved = pickle.loads(pickle.dumps((model.state_dict(), optimizer.state_dict())))
         found.append(everything(model, optimizer))
     apart(*found)
+
+
+@pytest.mark.parametrize("kind", [ADAM, ADAFACTOR], ids=lambda k: k[0].__name__)
+def test_states_of_a_model_with_one_row_are_of_another_model(kind):
+    other, model = (net(sizes=(6, rows)) for rows in (1, 5))
+    trained = plain(other.parameters(), kind)
+    other(batch(0)).sum().backward()
+    trained.step()
+    optimizer = offloaded(model.parameters(), kind)
+    with pytest.raises(ValueError, match="of another model: .* of parameter 0"):
+        optimizer.load_state_dict(trained.state_dict())
+    assert not optimizer.state
 
 
 # ---- ranks ------------------------------------------------------------------------------------
@@ -613,6 +628,30 @@ def test_gradients_that_are_averaged_do_not_leave_early(pools):
             return str(error)
 
     assert all("awaited already: by a wrapper" in words for words in pools(2)(early))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "first"),
+    [(TorchDDP, True), (TorchDDP, False), (md.DistributedDataParallel, False)],
+    ids=["torch's before", "torch's after", "ours after"],
+)
+def test_gradients_that_leave_before_a_wrapper_sees_them_train_nothing(pools, wrap, first):
+    def early():
+        module = net()
+        model = wrap(module) if first else module
+        optimizer = offloaded(module.parameters(), SGD)
+        optimizer.receive_in_backward()
+        model = model if first else wrap(module)
+        try:
+            backward(model, 0, dist.get_rank())
+            optimizer.step()
+        except RuntimeError as error:
+            moved = zip(module.parameters(), net().parameters(), strict=True)
+            return str(error), any(not torch.equal(*pair) for pair in moved)
+
+    taken = "was taken away" if wrap is md.DistributedDataParallel else "had taken it"
+    for words, moved in pools(2)(early):
+        assert taken in words and "receive_in_backward" in words and not moved
 
 
 @pytest.mark.gpu

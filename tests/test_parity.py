@@ -129,6 +129,37 @@ def test_a_strategy_may_bring_its_loop_and_its_optimizer(pools):
     )
 
 
+def test_whole_weights_may_come_from_elsewhere(pools):
+    """For a wrapper whose state_dict() is only this rank's part. The states are not compared."""
+
+    class Hiding(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.hidden = (OURS(model),)  # not a child, so state_dict() is empty
+
+        def forward(self, x):
+            return self.hidden[0](x)
+
+    def strategy(model):
+        return Hiding(model), parity.momentum(model.parameters())
+
+    def weights(spoilt):
+        def of(module):
+            state = module.hidden[0].module.state_dict()
+            return state | {"2.bias": state["2.bias"] + 1e-9 * spoilt}
+
+        return of
+
+    with pytest.raises(ParityError, match="is missing"):
+        parity.check(strategy, ranks=pools(2))
+    found = parity.check(strategy, weights=weights(False), ranks=pools(2))
+    assert (found.tensors, found.largest < 1e-12) == (4, True)
+    with pytest.raises(ParityError, match=r"step 1, rank 0: 2\.bias differs"):
+        parity.check(strategy, weights=weights(True), ranks=pools(2))
+    with pytest.raises(ParityError, match=r"0\.weight is missing"):
+        parity.check(strategy, weights=lambda module: {}, ranks=pools(2))
+
+
 def test_ranks_are_started_where_there_are_none():
     assert parity.check(OURS, world_size=2, steps=1).world_size == 2
 

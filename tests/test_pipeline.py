@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import minidist as md
@@ -494,6 +496,49 @@ def test_gradients_add_up_and_ties_stay_the_same_bits(pools):
     assert max(first, second) <= 1e-12 and gradient == other
 
 
+class MayUse(nn.Module):
+    """Its weight is shared, and in some steps left out."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight, self.used = weight, True
+
+    def forward(self, x):
+        return x + (x @ self.weight).tanh() if self.used else x
+
+
+def test_a_tie_without_gradient_stays_where_one_process_leaves_it(pools):
+    def run():
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(6, 6))
+        plain = nn.Sequential(MayUse(weight), nn.Linear(6, 6), nn.Linear(6, 6), MayUse(weight))
+        plain.double()
+        model = md.Pipeline(copy.deepcopy(plain), 3, balance=[2, 2])
+        mine = next(each for each in model.module if isinstance(each, MayUse))
+        adam, ours = (torch.optim.AdamW(each.parameters(), lr=0.1) for each in (plain, model))
+        found = []
+        for step, used in enumerate(["both", "first", "none", "last", "frozen"]):
+            plain[0].used, plain[3].used = used not in ("none", "last"), used in ("both", "last")
+            if used == "frozen":
+                plain[0].weight.requires_grad_(False)
+                mine.weight.requires_grad_(False)
+            mine.used = plain[3 * dist.get_rank()].used
+            inputs = torch.randn(7, 6, generator=torch.Generator().manual_seed(step)).double()
+            if used != "last":  # which adds to the gradients of the step before
+                adam.zero_grad()
+                ours.zero_grad()
+            F.mse_loss(plain(inputs), inputs).backward()
+            model.train_step(inputs, inputs, F.mse_loss)
+            assert (mine.weight.grad is None) == (plain[0].weight.grad is None), used
+            adam.step()
+            ours.step()
+            wanted = plain.state_dict()
+            found += [apart(value, wanted[name]) for name, value in model.state_dict().items()]
+        return max(found)
+
+    assert max(pools(2)(run)) <= 1e-12
+
+
 def frozen():
     model = mlp()
     model[0].requires_grad_(False)
@@ -905,13 +950,15 @@ def test_recomputing_keeps_inputs_only(pools):
 
 
 class Noisy(nn.Module):
-    """Dropout, and a buffer that counts passes."""
+    """Dropout, a buffer that counts passes, and one that is another tensor after each."""
 
     def __init__(self):
         super().__init__()
         self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.register_buffer("passes", torch.zeros(()))
 
     def forward(self, x):
+        self.passes = self.passes + 1
         return F.dropout(self.norm(self.linear(x)).tanh(), 0.5, self.training)
 
 
@@ -927,12 +974,12 @@ def test_recomputing_repeats_dropout_and_leaves_buffers(pools, schedule):
             gradients = [p.grad.tolist() for p in model.parameters()]
             buffers = [b.tolist() for b in model.buffers()]
             results.append((losses, gradients, buffers, torch.rand(1).item()))
-            passes = (
-                model.state_dict()["0.norm.num_batches_tracked"] if dist.get_rank() == 0 else 12
-            )
-        return results[0] == results[1], int(passes), len(set(results[0][0]))
+            counts = "norm.num_batches_tracked", "passes"
+            first = 0 if dist.get_rank() == 0 else 3  # rank 0's first layer, and rank 1's last
+            passes = [int(model.state_dict()[f"{first}.{name}"]) for name in counts]
+        return results[0] == results[1], passes, len(set(results[0][0]))
 
-    assert pools(2)(run) == [(True, 12, 3)] * 2
+    assert pools(2)(run) == [(True, [12, 12], 3)] * 2
 
 
 # ---- what travels, and when -------------------------------------------------------------------
@@ -1172,6 +1219,10 @@ WRONG = {
     "they disagree about the schedule": (
         lambda: md.Pipeline(four(), 2, ["1f1b", "gpipe"][dist.get_rank()]),
         "the ranks disagree about schedule: rank 0 says Schedule(name='1f1b'",
+    ),
+    "a strategy around stages whose backward is in two parts": (
+        lambda: md.Pipeline(four(), 2, "zero_bubble", wrap=md.FullyShardedDataParallel),
+        "schedule zero_bubble goes back in two parts, and a strategy around a stage waits for",
     ),
     "they disagree about the model": (
         lambda: md.Pipeline(four().append(nn.Linear(3, 3 + dist.get_rank())), 2, balance=[2, 3]),
@@ -1427,6 +1478,36 @@ def test_checkpoints_have_the_names_of_the_whole_module(pools):
     assert [ok[:2] for ok in found] == [(True, True)] * 3
     wanted = list(transformer().state_dict())
     assert [name for _, _, own in found for name in own] == wanted
+
+
+def test_stages_that_are_fully_sharded_are_clipped_and_saved_whole(pools):
+    def run():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
+        plain, group = mlp(), mesh.get_group("pipeline")
+        wrap = partial(md.FullyShardedDataParallel, device_mesh=mesh["data"])
+        model = md.Pipeline(copy.deepcopy(plain), 2, process_group=group, wrap=wrap)
+        adam, ours = (torch.optim.Adam(each.parameters(), lr=0.01) for each in (plain, model))
+        own, found = slice(mesh.get_local_rank("data"), None, 2), []
+        for step in range(2):
+            inputs, targets = digits(step, rows=12)
+            adam.zero_grad()
+            ours.zero_grad()
+            md.parity.cross_entropy(plain(inputs), targets).backward()
+            model.train_step(inputs[own], targets[own], md.parity.cross_entropy)
+            norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.02)
+            found.append(apart(model.clip_grad_norm_(0.02), norm))
+            adam.step()
+            ours.step()
+            full, state = model.full_state_dict(), plain.state_dict()
+            found += [apart(full[name], value) for name, value in state.items()]
+        whole = mlp().state_dict()
+        with model.whole_stages():
+            model.load_state_dict(whole)
+        full = model.full_state_dict()
+        return max(found), all(torch.equal(full[name], value) for name, value in whole.items())
+
+    found = pools(4)(run)
+    assert all(difference <= 1e-12 and loaded for difference, loaded in found)
 
 
 def test_other_ranks_layers_are_freed(pools):

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 import minidist as md
 from minidist import tensor_parallel as tp
 
-WORDS, LENGTH, WIDTH = 251, 8, 32
+VOCABULARY, LENGTH, WIDTH = 251, 8, 32
 
 
 def attention(q, k, v):
@@ -36,13 +36,13 @@ class GPT2(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         parts = dict(
-            wte=nn.Embedding(WORDS, WIDTH),
+            wte=nn.Embedding(VOCABULARY, WIDTH),
             wpe=nn.Embedding(LENGTH, WIDTH),
             h=nn.ModuleList([GPT2Block(heads) for _ in range(layers)]),
             ln_f=nn.LayerNorm(WIDTH),
         )
         self.transformer = nn.ModuleDict(parts)
-        self.lm_head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.lm_head.weight = self.transformer.wte.weight
 
     def forward(self, tokens):
@@ -81,14 +81,14 @@ class GPT2Attention(nn.Module):
 class Llama(nn.Module):
     """With `head_norm`, queries are normalized by head, as in Qwen 3."""
 
-    def __init__(self, layers=2, heads=8, kv_heads=4, head_norm=False, words=WORDS):
+    def __init__(self, layers=2, heads=8, kv_heads=4, head_norm=False, vocabulary=VOCABULARY):
         super().__init__()
         torch.manual_seed(0)
         blocks = [LlamaBlock(heads, kv_heads, head_norm) for _ in range(layers)]
         self.model = nn.Module()
-        self.model.embed_tokens = nn.Embedding(words, WIDTH)
+        self.model.embed_tokens = nn.Embedding(vocabulary, WIDTH)
         self.model.layers, self.model.norm = nn.ModuleList(blocks), nn.RMSNorm(WIDTH)
-        self.lm_head = nn.Linear(WIDTH, words, bias=False)
+        self.lm_head = nn.Linear(WIDTH, vocabulary, bias=False)
 
     def forward(self, tokens):
         x = self.model.embed_tokens(tokens)
@@ -145,7 +145,7 @@ class LlamaAttention(nn.Module):
 
 
 def zoo():
-    return md.zoo.Transformer(WORDS, LENGTH, WIDTH, heads=4)
+    return md.zoo.Transformer(VOCABULARY, LENGTH, WIDTH, heads=4)
 
 
 def llama_with_a_norm_of_each_head():
@@ -176,7 +176,8 @@ def train(make, plan, sequence_parallel=False, gathered=False, mesh=None, steps=
     assert tp.parallelize(model, mesh, plan(model), sequence_parallel=sequence_parallel) is model
     optimizers = [torch.optim.SGD(m.parameters(), 0.5, momentum=0.9) for m in (model, dense)]
     for step in range(steps):
-        tokens = torch.randint(WORDS, (2, 3, LENGTH), generator=torch.Generator().manual_seed(step))
+        draw = torch.Generator().manual_seed(step)
+        tokens = torch.randint(VOCABULARY, (2, 3, LENGTH), generator=draw)
         inputs, targets = tokens
         loss = md.parity.cross_entropy if gathered else md.vocab_parallel_cross_entropy
         ours, wanted = loss(model(inputs), targets), md.parity.cross_entropy(dense(inputs), targets)
@@ -242,7 +243,7 @@ def replicated_between(model):
 @pytest.mark.parametrize("plan", [of_torch, replicated_between])
 def test_a_plan_of_torchs_styles(pools, plan):
     def even():  # a head that is gathered must be of equal parts
-        return Llama(words=252)
+        return Llama(vocabulary=252)
 
     def run():
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor",))
@@ -339,7 +340,7 @@ WRONG = {
     "a style": (
         Llama,
         lambda m: {"lm_head": "column"},
-        "ValueError: the plan's 'lm_head': no style 'column'; there are columns, rows, words, ",
+        "ValueError: the plan's 'lm_head': no style 'column'; there are columns, rows, vocabulary",
     ),
     "a style of torch": (
         Llama,
@@ -379,7 +380,7 @@ def test_a_mesh_of_several_axes_is_refused(pools):
     def run():
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
         with pytest.raises(ValueError, match="along one axis") as refused:
-            tp.parallelize(Llama(), mesh, {"lm_head": "words"})
+            tp.parallelize(Llama(), mesh, {"lm_head": "vocabulary"})
         return str(refused.value)
 
     words = 'a model is split along one axis, as mesh["tensor"], not along data, tensor'

@@ -272,11 +272,11 @@ def test_parameters_of_a_tensor_rank(pools, world_size):
     shape = planner.Transformer(2, 32, 4, 16, 97)
     ranks = pools(world_size)(parameters_here, 16, 32, 4, 2)
     t = world_size
-    for rank, (layer, words, places, norm) in enumerate(ranks):
+    for rank, (layer, tokens, places, norm) in enumerate(ranks):
         assert layer == shape.layer_parameters(t) - 3 * 32 // t  # the zoo's qkv has no bias
         assert norm == shape.head_parameters(t, tied=True)
-        if rank == 0:  # 97 words: the first has one more
-            assert words + places == shape.embedding_parameters(t)
+        if rank == 0:  # 97 tokens: the first has one more
+            assert tokens + places == shape.embedding_parameters(t)
 
 
 def test_fewer_key_value_heads_than_ranks():
@@ -397,7 +397,7 @@ def test_the_loss_of_eager_torch(precision):
 @pytest.mark.parametrize("recompute", ["nothing", "layers"])
 @pytest.mark.parametrize("vocabulary", [64, 8192])
 def test_the_peak_of_a_step(vocabulary, recompute):
-    """With few words layers decide, with many the loss."""
+    """With few tokens in the vocabulary layers decide, with many the loss."""
     shape = planner.Transformer(6, 64, 4, 128, vocabulary)
     model = md.zoo.Transformer(vocabulary, 128, 64, 4, 6)
     if recompute == "layers":
@@ -829,6 +829,16 @@ def test_the_command_with_a_model(monkeypatch, capsys):
     own = plan(monkeypatch, capsys, *f"{asked} --flops 500e12 --memory 40 --stage 0".split()).out
     assert "of 500 TFLOP/s" in own and "DDP does not fit.\nTurn on next" in own
     assert "+ ZeRO-1" in own and "12% of 40 GB" not in own
+
+
+def test_the_command_says_which_step_it_takes_apart(monkeypatch, capsys):
+    asked = "--model llama-3-8b --world-size 8".split()
+    fits = plan(monkeypatch, capsys, *asked, "--tensor", "2").out
+    assert "\nA step (ZeRO-1) takes 0.574 s: " in fits and row(fits, "ZeRO-1")[-3] == "0.574"
+    turned_on = plan(monkeypatch, capsys, *asked).out  # beside it, the fastest takes 1.12 s
+    assert "\nA step (+ recompute layers) takes 1.4 s: " in turned_on
+    alone = plan(monkeypatch, capsys, "--model", "gpt-2").out
+    assert "on 1 rank = " in alone and "A step: 1 sequence of 1,024" in alone
 
 
 def test_the_command_with_a_shape(monkeypatch, capsys):

@@ -54,15 +54,16 @@ CHARTS = {  # name: what it draws, and inputs that have nothing to draw
         {"measured": {"a": 1.0}, "predicted": {"a": 2.0}},
         [{}, {"measured": {}}, {"measured": {"a": 1.0}, "predicted": {"b": 1.0}}],
     ),
+    "stacked": ({"here": {"data": 1.0}}, [{}, {"here": {}}, {"here": {"data": 0}}]),
     "loss": ({"ring": [2.0, 1.0]}, [{}, {"ring": []}, {"ring": [2.0], "tree": []}]),
     "memory": (HELD, [SimpleNamespace(history={}, phases=[]), NOTHING_HELD]),
     "memory_by_rank": ({"rank 0": {"other": 8}}, [{}, {"rank 0": {}}, {"rank 0": {"other": 0}}]),
-    "curves": ({"ring": [(1, 2), (2, 4)]}, [{}, {"ring": []}]),
     "schedule": (
         [[Step(Forward(0, 0), 1.0, 2.0)]],
         [[], [[]], [[Step(SendActivation(0, 0), 0, 1)]]],
     ),
     "sweep": ({"gpipe": {1: 2.0}}, [{}, {"gpipe": {}}]),
+    "breakdown": ({"DDP": {"other": 8}}, [{}, {"DDP": {}}, {"DDP": {"other": 0}}]),
 }
 
 
@@ -252,6 +253,17 @@ def test_bars_stand_side_by_side_with_their_values() -> None:
     assert {text.get_text() for text in ax.texts} == {"12", "0.12", "11", "0.2"}
 
 
+@pytest.mark.parametrize("names", [1, 7, 10])
+def test_the_values_of_bars_do_not_touch(names: int) -> None:
+    values = {f"{n}×1×1": 0.53 for n in range(names)}
+    ax = plot.bars({"counted": values, "formula": values})
+    ax.figure.draw_without_rendering()
+    placed = sorted((text.get_window_extent() for text in ax.texts), key=lambda box: box.x0)
+    assert len(placed) == 2 * names
+    for left, right in itertools.pairwise(placed):
+        assert right.x0 - left.x1 > 3  # pixels
+
+
 def test_bytes_per_rank_shows_counts_and_marks() -> None:
     counts, marks = {"ring": [3000, 6000], "tree": [1000, 0]}, {"tree": [500, 250]}
     ax = plot.bytes_per_rank(counts, marks)
@@ -319,6 +331,23 @@ def test_memory_stacks_what_lives_and_marks_the_peak() -> None:
     assert "1 kB" in ticks(ax.yaxis) and all(n.isdigit() for n in ticks(ax.xaxis))
 
 
+def test_stacked_bars_of_many_names_show_their_sums_only() -> None:
+    took = {f"mesh {n}": {"pipeline": 1.0 + n, "data": 2.0} for n in range(7)}
+    ax = plot.stacked(
+        took, {"mesh 0": {"pipeline": 0.5, "data": 2.5}}, None, "T", "s", "{:g} s".format
+    )
+    assert ax.get_title("left") == "T" and ax.get_ylabel() == "s"
+    assert legend(ax) == ["data", "pipeline", "formula"]
+    tops = {
+        bar.get_label(): bar[6].get_y() if len(bar) > 6 else bar[0].get_y() for bar in ax.containers
+    }
+    assert tops == {"pipeline": 0, "data": 7}
+    said = [text.get_text() for text in ax.texts]
+    assert "3 s" in said and "9 s" in said and not any("formula" in text for text in said)
+    (formula,) = ax.collections
+    assert [segment[0][1] for segment in formula.get_segments()] == [0.5, 3.0]
+
+
 def test_memory_by_rank_shows_bytes_and_formula() -> None:
     held = {
         "rank 0": {"activations": 3000, "parameters": 1000, "buffers": 10, "other": 0},
@@ -375,16 +404,32 @@ def test_sweep_shows_dots_where_measured_and_lines_where_predicted() -> None:
     assert said == ["gpipe", "1f1b", "line: predicted"]
 
 
-def test_curves_are_points_where_a_formula_is_the_line() -> None:
-    points = [(1, 2), (2, 4), (4, 9)]
-    ax = plot.curves({"a": points, "b": points}, {"a": points}, powers_of_two="xy")
-    alone, joined, formula = ax.lines
-    assert alone.get_linewidth() == 0 and alone.get_marker() != joined.get_marker() != "None"
-    assert joined.get_linewidth() > 0 and formula.is_dashed()
-    assert {tuple(line.get_ydata()) for line in ax.lines} == {(2, 4, 9)}
-    assert legend(ax) == ["a", "b", "formula"]
-    assert ax.get_xscale() == ax.get_yscale() == "log"
-    assert set(ticks(ax.xaxis)) >= {"$\\mathdefault{2^{0}}$", "$\\mathdefault{2^{2}}$"}
+def test_sweep_without_a_prediction_joins_the_dots() -> None:
+    points = {2.0**exponent: exponent for exponent in range(-10, 20)}
+    ax = plot.sweep({"a": points, "b": points}, log="x")
+    first, second = ax.lines
+    assert first.get_linewidth() > second.get_linewidth() > 0  # or the one hides the other
+    assert first.get_marker() != second.get_marker() and legend(ax) == ["a", "b"]
+    assert {tuple(line.get_ydata()) for line in ax.lines} == {tuple(range(-10, 20))}
+    assert ticks(ax.xaxis) == [f"$2^{{{power}}}$" for power in range(-8, 17, 4)]
+
+
+def test_breakdown_shows_parts_and_formula() -> None:
+    held = {"DDP": {"parameters": 4000, "other": 500}, "DP": {}}
+    held["offload"] = {"other": 1000, "parameters": 1000, "on the host": 3000}
+    ax = plot.breakdown(held, "Held", {"DDP": 5000}, aside=["on the host"])
+    bars = [(bar.get_x(), bar.get_width(), shown(bar)) for bar in ax.patches if bar.get_width()]
+    blue, grey, host = (color(kind) for kind in ("parameters", "other", "on the host"))
+    assert bars == [
+        *[(0, 4000, blue), (4000, 500, grey)],
+        *[(0, 1000, blue), (1000, 1000, grey), (2000, 3000, host)],
+    ]
+    assert [text.get_text() for text in ax.texts] == ["4.5 kB", "–", "2 kB"]
+    assert [segment[0, 0] for segment in ax.collections[0].get_segments()] == [5000]
+    assert ticks(ax.yaxis) == list(held) and ax.get_title(loc="left") == "Held"
+    assert legend(ax) == ["parameters", "other", "on the host", "formula"]
+    one = plot.breakdown({"a": {"compute": 0.5}}, "Time", show=human_time)
+    assert one.get_legend() is None and [text.get_text() for text in one.texts] == ["500 ms"]
 
 
 def test_schedule_shows_predicted_and_measured_spans() -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import random
+import re
 import signal
 import sys
 import threading
@@ -14,13 +15,14 @@ import torch
 import torch.distributed as dist
 
 import minidist as md
-from minidist.backend import words
+from minidist.backend import empty, words
 from minidist.backend.bell import Bell
 from minidist.backend.engine import Engine
 from minidist.backend.handle import Handle
-from minidist.backend.members import STAGE, STAGES
+from minidist.backend.members import STAGE, STAGES, Members
 from minidist.backend.queues import Queues, Task, Wait
 from minidist.backend.segment import HEAD
+from minidist.common import single
 
 SOON = 5  # seconds
 
@@ -52,11 +54,12 @@ def interrupted(seconds, call):
     x = torch.ones(STAGE // 4 if call == "large" else 1)
     start, seen = time.monotonic(), None
     dist.barrier(group)
-    if rank == 0:
-        # An alarm, for ranks of a pool never see SIGINT.
-        signal.signal(signal.SIGALRM, signal.default_int_handler)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+    begun = time.monotonic()
     try:
+        if rank == 0:
+            # An alarm, for ranks of a pool never see SIGINT.
+            signal.signal(signal.SIGALRM, signal.default_int_handler)
+            signal.setitimer(signal.ITIMER_REAL, seconds)
         while time.monotonic() < start + SOON:
             begun = time.monotonic()
             if call == "message":
@@ -184,8 +187,7 @@ class Flag(Wait):
 
 
 def test_a_callback_on_the_engines_own_thread_may_wait_for_what_it_calls():
-    bell, _ = Bell.create(memoryview(array("q", [0] * 8)))
-    engine = Engine(bell, lambda *wait: None, farewell=bell.close)
+    engine = Alone()
     flag, go, found = Flag(), threading.Event(), []
 
     def before():
@@ -209,6 +211,86 @@ def test_a_callback_on_the_engines_own_thread_may_wait_for_what_it_calls():
     while not found and time.monotonic() < deadline:
         time.sleep(0.01)
     assert found == [["here"]]
+    engine.close()
+
+
+class Alone(Engine):
+    """An engine without other ranks."""
+
+    def __init__(self):
+        bell, _ = Bell.create(memoryview(array("q", [0] * 8)))
+        super().__init__(bell, lambda *wait: None, farewell=bell.close)
+
+
+def until(flag):
+    yield flag
+
+
+def test_a_callback_may_wait_for_what_could_have_ended_with_its_call():
+    engine, flag, found = Alone(), Flag(), []
+    first, second = Handle([], lambda: "a call"), Handle(["here"], lambda: "another")
+    future = second.get_future()
+    first.get_future().add_done_callback(lambda _: found.append(future.wait()))  # in C++
+    for handle in (first, second):
+        engine.submit(handle, until(flag), handle, SOON)
+    thread = threading.Thread(target=first.wait, daemon=True)
+    thread.start()
+    time.sleep(0.05)  # it drives
+    flag.done = True
+    thread.join(SOON)
+    assert found == [["here"]]
+    engine.close()
+
+
+def test_a_callback_may_wait_for_what_another_thread_is_about_to_end(monkeypatch):
+    """The engine's own thread runs a callback, which calls. The driver ends that call before it is
+    submitted in full. Then both wait in C++, and a third has to work."""
+    engine, found = Alone(), []
+    flag, go, ending, attached = Flag(), *(threading.Event() for _ in range(3))
+
+    class Slow(Handle):
+        def end(self, error=None):
+            ending.set()
+            attached.wait(SOON)
+            super().end(error)
+
+    def plain():
+        if threading.current_thread().name == "minidist shm":
+            ending.wait(SOON)
+        return True
+
+    def before():
+        go.wait(SOON)
+        yield from ()
+
+    def more(_):
+        handle = Handle(["here"], lambda: "what the driver's callback calls")
+        engine.submit("third", iter(()), handle, SOON)
+        return handle.get_future().wait()
+
+    def call_and_wait(_):
+        driver.start()
+        handle = Slow([], lambda: "what the engine's callback calls")
+        engine.submit("second", iter(()), handle, SOON)
+        future = handle.get_future().then(more)
+        attached.set()
+        found.append(future.wait())
+
+    last = Handle([], lambda: "what the driver waits for")
+    driver = threading.Thread(target=last.wait, daemon=True)
+    engine.submit("last", until(flag), last, 2 * SOON)
+    first = Handle([], lambda: "a call")
+    first.get_future().add_done_callback(call_and_wait)
+    engine.submit("first", before(), first, SOON)
+    monkeypatch.setattr("minidist.backend.engine.plain", plain)
+    go.set()
+    deadline = time.monotonic() + SOON
+    while not found and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert ending.is_set()
+    assert found == [["here"]]
+    flag.done = True
+    driver.join(SOON)
     engine.close()
 
 
@@ -357,3 +439,132 @@ def two_of_one_rank_differ(n):
 
 def test_nobody_changes_what_another_still_reads(ranks):
     assert ranks(3)(two_of_one_rank_differ, 200_000) == [0, 0, 0]
+
+
+# ---- when a group fails -------------------------------------------------------------------------
+
+
+def wait_in_vain(calls, seconds):
+    """Rank 1 does not come, and each of rank 0's calls has a callback that takes a while."""
+    if dist.get_rank() == 1:
+        return
+    works = [dist.all_reduce(torch.zeros(3), async_op=True) for _ in range(calls)]
+    for work in works:
+        work.get_future().then(lambda _: time.sleep(seconds))
+    works[-1].wait()
+
+
+@pytest.mark.parametrize(("calls", "seconds"), [(1, 0.2), (40, 0.005)])
+def test_a_wait_ends_though_the_callbacks_of_a_failed_group_take_a_while(calls, seconds):
+    with md.ranks(2, backend="shm", timeout=1) as ranks:
+        start = time.monotonic()
+        with pytest.raises(md.RankError, match="rank 1 did not join wait within 1 s"):
+            ranks(wait_in_vain, calls, seconds)
+        assert time.monotonic() - start < SOON
+
+
+def test_a_second_end_of_a_handle_changes_nothing():
+    handle, found = Handle(["here"], lambda: "a call"), []
+    handle.get_future().add_done_callback(lambda future: found.append(future.value()))
+    handle.end()
+    handle.end(RuntimeError("too late"))
+    assert handle.wait() and found == [["here"]]
+
+
+def test_a_call_that_begins_while_its_group_fails_is_left_to_who_ends_them_all():
+    queues, handle = Queues(), Handle([], lambda: "a call")
+    task = Task(until(Flag()), handle, SOON)
+    queues.add("calls", task)
+    assert queues.clear() == [task]
+    assert queues.begin("calls", task) == (True, [])
+
+
+# ---- several tensors in one call ---------------------------------------------------------------
+
+
+def gather_here_and_there(rounds):
+    """A tensor of torch's and one of the arena, in one call; rank 1 is slow to look where they lie.
+    What is wrong."""
+    rank, look = dist.get_rank(), Members.has_placed
+
+    def late(self, of):
+        time.sleep(0.02)
+        return look(self, of)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(Members, "has_placed", late)
+        found, wanted = [], []
+        for number in range(rounds):
+            there = empty(100).fill_(10 + rank + number)
+            here, gathered = torch.full((100,), 1.0 * (rank + number)), torch.zeros(2, 200)
+            with dist._coalescing_manager():
+                for out, own in zip(gathered, (here, there), strict=True):
+                    getattr(dist, single.ALL_GATHER)(out, own)
+            found += [out.view(2, 100)[:, ::99].tolist() for out in gathered]
+            wanted += [[[each] * 2, [each + 1] * 2] for each in (number, 10 + number)]
+    return [pair for pair in zip(found, wanted, strict=True) if pair[0] != pair[1]]
+
+
+def test_tensors_here_and_in_the_arena_go_in_one_call(ranks):
+    assert ranks(2)(gather_here_and_there, 5) == [[], []]
+
+
+# ---- what a rank can see by itself -------------------------------------------------------------
+
+
+def expanded():
+    return torch.ones(1).expand(4)
+
+
+def refused(call):
+    """What rank 0 hears of a wrong call of its own; and the group is as it was."""
+    said = None
+    if dist.get_rank() == 0:
+        try:
+            call()
+        except ValueError as error:
+            said = str(error)
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    return said, x.item()
+
+
+REFUSED = {
+    "there is no SUM of uint16": lambda: dist.all_reduce(torch.ones(3, dtype=torch.uint16)),
+    "all_reduce: .* is expanded: clone": lambda: dist.all_reduce(expanded()),
+    "broadcast: .* is expanded": lambda: dist.broadcast(expanded(), 1),
+    "reduce: .* is expanded": lambda: dist.reduce(expanded(), 0),
+    "all_gather: .* is expanded": lambda: dist.all_gather([expanded()] * 2, torch.ones(4)),
+    "gather: .* is expanded": lambda: dist.gather(torch.ones(4), [expanded()] * 2, 0),
+    "scatter: .* is expanded": lambda: dist.scatter(expanded(), None, 1),
+    "reduce_scatter: .* expanded": lambda: dist.reduce_scatter(expanded(), [torch.ones(4)] * 2),
+    "all_to_all: .* is expanded": lambda: dist.all_to_all([expanded()] * 2, [torch.ones(4)] * 2),
+    "all_to_all_single: .* expanded": lambda: dist.all_to_all_single(expanded(), torch.ones(4)),
+    "recv: .* is expanded": lambda: dist.recv(expanded(), 1),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_be_received_into_is_refused_and_the_group_goes_on(ranks, words):
+    (said, total), other = ranks(2)(refused, REFUSED[words])
+    assert re.search(words, said) and (total, other) == (2, (None, 2))
+
+
+def test_what_is_only_sent_may_be_expanded(ranks):
+    def run():
+        dist.broadcast(x := expanded() if dist.get_rank() == 0 else torch.zeros(4), 0)
+        dist.reduce(y := expanded() if dist.get_rank() == 1 else torch.ones(4), 0)
+        return x.tolist(), y.tolist()
+
+    assert ranks(2)(run) == [([1] * 4, [2] * 4), ([1] * 4, [1] * 4)]
+
+
+def test_a_rank_alone_cannot_receive(ranks):
+    def run():
+        try:
+            dist.recv(torch.zeros(1))
+        except ValueError as error:
+            return str(error)
+
+    assert ranks(1)(run) == ["recv: there is no other rank in this group to receive from"]

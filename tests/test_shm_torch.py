@@ -148,6 +148,29 @@ def test_callbacks_call_in_one_order_on_all_ranks(shm):
         assert shm(chains, seed) == [True] * 2, seed
 
 
+def test_what_a_callbacks_callback_calls_comes_before_the_programs_next_call(shm):
+    """The callback does not wait for it. Messages are of one size."""
+
+    def run(turn):
+        calls = []
+
+        def second(future):
+            time.sleep(0.02 * (dist.get_rank() == turn % 2))
+            calls.append((x := torch.full((3,), 10.0), dist.all_reduce(x, async_op=True)))
+
+        def first(future):
+            dist.all_reduce(torch.ones(3), async_op=True).get_future().then(second)
+
+        dist.all_reduce(torch.ones(3), async_op=True).get_future().then(first)
+        dist.all_reduce(x := torch.ones(3))
+        y, work = calls[0]
+        work.wait()
+        return x.tolist() + y.tolist()
+
+    for turn in range(10):
+        assert shm(run, turn) == [[2.0] * 3 + [20.0] * 3] * 2, turn
+
+
 def test_a_callback_of_one_group_calls_another(shm):
     def run():
         a, b = dist.new_group(), dist.new_group()

@@ -52,7 +52,10 @@ def declared() -> list[Requirement]:
     return [Requirement(line) for line in lines]
 
 
-@pytest.mark.parametrize("requirement", [*declared(), *map(Requirement, EXTRAS["mpi"])], ids=str)
+MORE = [Requirement(line) for extra in ("tools", "mpi") for line in EXTRAS[extra]]
+
+
+@pytest.mark.parametrize("requirement", [*declared(), *MORE], ids=str)
 def test_a_dependency_is_pinned_within_its_bounds(requirement: Requirement) -> None:
     assert requirement.specifier.contains(pins()[canonicalize_name(requirement.name)])
 
@@ -67,7 +70,23 @@ def test_everything_installed_is_pinned() -> None:
     Except for torch's CUDA libraries: a CPU build has none, and torch pins its own.
     """
     cuda = re.compile("nvidia|cuda|triton")
-    assert {name for name in closure(declared()) if not cuda.match(name)} <= pins().keys()
+    there = [*declared(), *filter(installed, MORE)]
+    assert {name for name in closure(there) if not cuda.match(name)} <= pins().keys()
+
+
+def test_a_pin_admits_the_first_python_that_we_do() -> None:
+    """Else pip tries older versions of all the rest, for longer than we waited (19 minutes). Debian
+    12 has Python 3.11.2."""
+    first = PROJECT["requires-python"].removeprefix(">=")
+    there = importlib.metadata.distributions()
+    needs = {canonicalize_name(d.name): d.metadata.get("Requires-Python") for d in there}
+    pinned = {name: needs[name] or "" for name in needs.keys() & pins().keys()}
+    assert len(pinned) > 100
+    assert not {n: need for n, need in pinned.items() if first not in SpecifierSet(need)}
+
+
+def installed(requirement: Requirement) -> bool:
+    return any(importlib.metadata.distributions(name=requirement.name))
 
 
 def closure(requirements: list[Requirement]) -> set[str]:
@@ -97,7 +116,7 @@ def test_conda_takes_python_from_conda_forge_and_the_rest_from_pyproject() -> No
     assert pip == "pip"
     assert by_pip == {"pip": ["-c constraints.txt", "-e .[course,test]"]}
     assert conda["channels"] == ["conda-forge", "nodefaults"]
-    assert set(EXTRAS) == {"course", "test", "mpi"}
+    assert set(EXTRAS) == {"course", "test", "tools", "mpi"}
 
 
 # ---- the import order is the syllabus -----------------------------------------------------

@@ -25,7 +25,7 @@ SOON = 5  # seconds
 
 pytestmark = [
     pytest.mark.soak,
-    pytest.mark.timeout(1800),
+    pytest.mark.timeout(3600),
     pytest.mark.skipif(not os.path.exists("/proc/self/environ"), reason="finds processes by /proc"),
 ]
 

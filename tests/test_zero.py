@@ -1,8 +1,9 @@
-"""Lesson 8: ranks that share out optimizer states, and gradients, train as one process does. Held
+"""ZeRO: ranks that share out optimizer states, and gradients, train as one process does. Held
 against one process, against torch's ZeroRedundancyOptimizer, and against the formulas, in bytes."""
 
 import contextlib
 import copy
+import inspect
 import warnings
 from functools import partial
 
@@ -15,37 +16,31 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minidist as md
 from minidist.parity.snapshot import state_of
-from minidist.zero import partition
 
 ADAM = torch.optim.Adam, {"lr": 1e-3}
 ADAMW = torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.1}
 SGD = torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}
 TINY = 200  # bytes of a bucket, so that small models have several
-LARGE = partition.BUCKET
+LARGE = 25 * 2**20
 
 
-@contextlib.contextmanager
-def buckets(nbytes):
-    before, partition.BUCKET = partition.BUCKET, nbytes
-    try:
-        yield
-    finally:
-        partition.BUCKET = before
+def sharded(params, optimizer_class, group=None, cap=LARGE, **options):
+    """cap: bytes of a bucket."""
+    mb = cap / 2**20
+    return md.ZeroRedundancyOptimizer(params, optimizer_class, group, bucket_cap_mb=mb, **options)
 
 
 def stage1(module, kind, params=None, wrap=md.DistributedDataParallel, cap=TINY, group=None):
     optimizer_class, options = kind
     model = wrap(module, process_group=group)
-    with buckets(cap):
-        params = list(module.parameters()) if params is None else params
-        return model, md.ZeroRedundancyOptimizer(params, optimizer_class, group, **options)
+    params = list(module.parameters()) if params is None else params
+    return model, sharded(params, optimizer_class, group, cap, **options)
 
 
 def stage2(module, kind, params=None, cap=TINY, group=None):
     optimizer_class, options = kind
-    with buckets(cap):
-        params = list(module.parameters()) if params is None else params
-        optimizer = md.ZeroRedundancyOptimizer(params, optimizer_class, group, **options)
+    params = list(module.parameters()) if params is None else params
+    optimizer = sharded(params, optimizer_class, group, cap, **options)
     return md.ShardedDataParallel(module, optimizer), optimizer
 
 
@@ -253,7 +248,8 @@ def together(stage, make, loop, kind=ADAM, grouped=False, allowed=1e-12, **optio
         if found := apart(ours, wanted, allowed):
             return f"step {step}: {found}"
         if stage is stage2 and any(p.grad is not None for p in plain.parameters()):
-            if any(p.grad is not None for p in module.parameters()):
+            left = [p.grad for p in module.parameters() if p.grad is not None]
+            if any(gradient.untyped_storage().nbytes() for gradient in left):
                 return f"step {step}: gradients have stayed"
     return None
 
@@ -402,6 +398,68 @@ class Scaled(torch.optim.SGD):
                     p -= group["lr"] * scale * p.grad
 
 
+CLIPS = {
+    "1-norm": partial(nn.utils.clip_grad_norm_, max_norm=0.1, norm_type=1.0),
+    "2-norm": partial(nn.utils.clip_grad_norm_, max_norm=0.1),
+    "largest": partial(nn.utils.clip_grad_norm_, max_norm=0.1, norm_type=float("inf")),
+    "each": partial(nn.utils.clip_grad_value_, clip_value=0.001),
+}
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_torchs_clipping_is_right_in_stage_2(pools, size, clip):
+    """Also with passes that add up, in the shards and before they are cut."""
+
+    def train():
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        module = net()
+        plain = copy.deepcopy(module)
+        model, optimizer = stage2(module, SGD)
+        alone = SGD[0](plain.parameters(), **SGD[1])
+        for step in range(4):
+            model.zero_grad(step % 2 == 0)
+            alone.zero_grad()
+            for waits in (False, True, False):
+                with model.no_sync() if waits else contextlib.nullcontext():
+                    loss_of(model(share(rank, step))).backward()
+                for other in range(ranks):
+                    (loss_of(plain(share(other, step))) / ranks).backward()
+            norm, wanted = (CLIPS[clip](each.parameters()) for each in (model, plain))
+            assert norm is None or (abs(norm - wanted) <= 1e-12 * wanted and wanted > 0.1)
+            optimizer.step()
+            alone.step()
+            if found := apart(module.state_dict(), plain.state_dict()):
+                return found
+            model(share(rank)).sum().backward()
+            with pytest.raises(RuntimeError, match="gradient is in shards, one on each rank"):
+                print(next(module.parameters()).grad + 1)
+        return None
+
+    assert pools(size)(train) == [None] * size
+
+
+def test_gradients_of_the_bare_module_add_up_with_those_in_shards(pools):
+    """Of the same examples on every rank, as a penalty may be. Two steps, without zero_grad."""
+
+    def train():
+        module = net()
+        plain = copy.deepcopy(module)
+        model, optimizer = stage2(module, SGD)
+        alone = SGD[0](plain.parameters(), **SGD[1])
+        loss_of(model(share(dist.get_rank()))).backward()
+        loss_of(model.module(share(7))).backward()
+        for rank in range(2):
+            (loss_of(plain(share(rank))) / 2).backward()
+        loss_of(plain(share(7))).backward()
+        for _ in range(2):
+            optimizer.step()
+            alone.step()
+        return apart(module.state_dict(), plain.state_dict())
+
+    assert pools(2)(train) == [[]] * 2
+
+
 def test_what_the_optimizers_own_step_takes(pools):
     def train():
         module = net()
@@ -474,6 +532,32 @@ def pytest_raises(kind):
 
 
 # ---- torch's own ------------------------------------------------------------------------------
+
+
+def test_the_arguments_are_torchs_in_torchs_order():
+    with warnings.catch_warnings(action="ignore"):  # it imports torch.jit
+        from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+
+    *theirs, _ = inspect.signature(TorchZero).parameters
+    assert list(inspect.signature(md.ZeroRedundancyOptimizer).parameters)[: len(theirs)] == theirs
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_it_trains_with_torchs_arguments(pools, views):
+    def make(module):
+        parameters = module.parameters()
+        adam = md.ZeroRedundancyOptimizer(parameters, torch.optim.Adam, None, views, False, lr=1e-3)
+        return md.DistributedDataParallel(module), adam
+
+    def run():
+        (model, ours), (other, usual) = make(net()), stage1(net(), ADAM, cap=LARGE)
+        for step in range(2):
+            for each, optimizer in (model, ours), (other, usual):
+                plainly(each, optimizer, [share(dist.get_rank(), step)], None, None, step)
+        pairs = zip(model.parameters(), other.parameters(), strict=True)
+        return [torch.equal(a, b) for a, b in pairs], list(ours.defaults) == list(usual.defaults)
+
+    assert pools(2)(run) == [([True] * 6, True)] * 2
 
 
 @BOTH
@@ -737,6 +821,13 @@ def wrap(optimizer_of):
     md.ShardedDataParallel(module, optimizer_of(module))
 
 
+def another_step(rank, **options):
+    module = net()
+    model, _ = stage2(module, ADAM)
+    loss_of(model(share(rank))).backward()
+    torch.optim.SGD(module.parameters(), **options).step()
+
+
 MISTAKES = {
     "shapes": (
         other_shapes,
@@ -755,6 +846,21 @@ MISTAKES = {
         lambda rank: zero(net().parameters(), torch.optim.SGD(net().parameters())),
         "TypeError",
         "optimizer_class must be an optimizer, not SGD",
+    ),
+    "other buckets": (
+        lambda rank: zero(net().parameters(), bucket_cap_mb=25 - rank),
+        "ValueError",
+        "disagree about bucket_cap_mb: rank 0 says 25, rank 1 says 24",
+    ),
+    "no buckets": (
+        lambda rank: zero(net().parameters(), bucket_cap_mb=0),
+        "ValueError",
+        "bucket_cap_mb must be more than 0, not 0",
+    ),
+    "a step within backward": (
+        lambda rank: zero(net().parameters(), overlap_with_ddp=True),
+        "ValueError",
+        "overlap_with_ddp: here a step begins when the backward pass has ended",
     ),
     "an option": (lambda rank: zero(net().parameters(), lr=-1), "ValueError", "Invalid learning"),
     "LBFGS": (
@@ -796,12 +902,18 @@ MISTAKES = {
     "one of another kind": (
         lambda rank: wrap(lambda m: [zero(m.parameters()), torch.optim.SGD(m.parameters())]),
         "TypeError",
-        "needs a ZeroRedundancyOptimizer, which tells who owns what, not SGD",
+        "needs a ZeroRedundancyOptimizer, which knows who owns what, not SGD",
     ),
     "copied": (
         lambda rank: copy.deepcopy(stage2(net(), ADAM)[0]),
         "TypeError",
         "a ShardedDataParallel cannot be copied or saved: its optimizer has its gradients. Copy",
+    ),
+    "another step": (another_step, "RuntimeError", "gradient is in shards, one on each rank"),
+    "another step, one by one": (
+        lambda rank: another_step(rank, foreach=False),
+        "RuntimeError",
+        "The optimizer that takes steps is the one of the ShardedDataParallel",
     ),
     "more parameters": (
         lambda rank: wrap(lambda m: zero([*m.parameters(), *net(6, 3).parameters()])),

@@ -23,7 +23,9 @@ class Place(Wait):
         self._engine = engine
         self._calls: set[object] = set()  # of the callbacks, that have not ended
         self._reached = self._left = False
-        engine.append(queue, self._keep())
+        operation = self._keep()
+        # A place among another one's calls is one of them: that is over when this is.
+        engine.append(queue, queue.take(operation) if isinstance(queue, Place) else operation)
 
     @staticmethod
     def current(engine: Engine) -> "Place | None":

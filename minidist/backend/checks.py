@@ -31,6 +31,15 @@ def dense(what: str, tensors: Tensors) -> None:
             )
 
 
+def writable(what: str, tensors: Tensors) -> None:
+    """Each of their elements has a place of its own, as those of an expanded tensor have not."""
+    for x in tensors:
+        if not x.is_contiguous() and any(
+            n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)
+        ):
+            raise ValueError(f"{what}: {describe(x)} is expanded: clone() it, to receive into it")
+
+
 def one_each(what: str, parts: Tensors, x: torch.Tensor, size: int) -> None:
     """There is a part for each rank, like x."""
     if len(parts) != size:

@@ -84,8 +84,10 @@ class Engine:
         if awaited and here:
             return handle
         begun = short and here and self._begin(queue, task)
-        if not task.ended and threading.current_thread() is self._thread:
-            self._start()  # this is a callback, and what called it may wait for this operation
+        # This is a callback, which may wait for the operation. If another thread has ended that
+        # already, it is about to call back, and what it calls may wait too.
+        if not handle.ended and threading.current_thread() is self._thread:
+            self._start()
         if not begun:
             self.wake()
         return handle
@@ -133,6 +135,8 @@ class Engine:
             for task in tasks:
                 if task.failure is not None:
                     self._fail(task.failure)
+                if task.handle.has_future and self._queues:
+                    self.wake()  # a callback may wait in C++, where it does no work
                 task.handle.end(task.failure)
         finally:
             self._here.calls_back = outer
@@ -169,15 +173,18 @@ class Engine:
 
     def _drive_or_follow(self, handle: Handle, end: float, may_drive: bool, me: int) -> list[Task]:
         """What has ended meanwhile."""
+        lost = False
         try:
             with self._lock:
-                if self._closed and not handle.ended:
-                    handle.end(self._failure)  # an interrupt had lost it
+                if self._closed and not handle.over:
+                    lost = True  # by an interrupt; or `_close` would come to it
                 elif self._driver is None and may_drive and self._failure is None:
                     self._bell.expect(0)
                     self._driver = me
                 elif not handle.ended:
                     self._follow(min(end - time.monotonic(), WATCH))
+            if lost:  # its callbacks may call us: nobody holds the lock
+                handle.end(self._failure)
             return self._drive(handle, end) if self._driver == me else []
         finally:
             if self._driver == me:

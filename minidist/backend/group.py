@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from minidist.backend.callbacks import Place
-from minidist.backend.checks import dense, describe
+from minidist.backend.checks import dense, describe, writable
 from minidist.backend.engine import Engine
 from minidist.backend.handle import Handle
 from minidist.backend.link import Link
@@ -59,6 +59,13 @@ class Group(dist.ProcessGroup):
         # Torch's DDP holds its handle in C++ alone, where it would end with its Python object.
         self._held = deque[Handle](maxlen=8)
         self._name = self._description = ""
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]  # torch's functions for checkpoints ask
+
+    def _get_backend(self, device: torch.device) -> "Group":
+        return self
 
     def _take(self, what: str, tensors: Tensors) -> None:
         """These belong to a call, which is wrong if they are not dense."""
@@ -118,11 +125,14 @@ class Group(dist.ProcessGroup):
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Handle:
         others = [rank for rank in range(self.size()) if rank != self.rank()]
+        if not others:
+            raise ValueError("recv: there is no other rank in this group to receive from")
         return self._receive(tensors, others, tag, None)
 
     def _receive(self, tensors: Tensors, sources: list[int], tag: int, src: int | None) -> Handle:
         (x,) = tensors
         self._take("recv", tensors)
+        writable("recv", tensors)
         where = caller()
         handle = Handle([x], lambda: f"recv({describe(x)}, src={src}, tag={tag}){at_line(where)}")
         self._record("recv", "received", None, x.nbytes, handle)

@@ -39,7 +39,7 @@ class Handle(dist.Work):
         super().__init__()
         self._result, self.what = result, what
         self._error: BaseException | None = None
-        self._over = False
+        self.over = False  # it is clear how
         self._first: torch.futures.Future[Any] | None = None  # has an error for its value
         self._future: torch.futures.Future[Any] | None = None  # raises it
         self.ended = False  # and its future too
@@ -49,13 +49,23 @@ class Handle(dist.Work):
         self._place: Place | None = None
 
     def end(self, error: BaseException | None = None) -> None:
-        """The operation has ended, well or not."""
+        """The operation has ended, well or not. A second end changes nothing: where a group fails,
+        several threads may end what is under way."""
         with _FUTURES:
-            self._error, self._over, first, place = error, True, self._first, self._place
-        if first is not None:
-            with place or contextlib.nullcontext():
-                first.set_result(self._value())
-        self.ended = True  # after the future: who has waited may take its value
+            if self.over:
+                return
+            self._error, self.over, first, place = error, True, self._first, self._place
+        try:
+            if first is not None:
+                with place or contextlib.nullcontext():
+                    first.set_result(self._value())
+        finally:
+            self.ended = True  # after the future: who has waited may take its value
+
+    @property
+    def has_future(self) -> bool:
+        """Whether somebody may have attached callbacks."""
+        return self._first is not None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the end. Raises what went wrong."""
@@ -80,17 +90,19 @@ class Handle(dist.Work):
         return self._result
 
     def get_future(self) -> torch.futures.Future[Any]:
-        keep = self.keep_place if self._place is None and not self._over else None
+        """Its value is the result. In a callback, wait for a handle (`Work.wait`), not for another
+        future: that waits in C++, and the thread that it stops may be the one that works."""
+        keep = self.keep_place if self._place is None and not self.over else None
         place = keep() if keep is not None else None
         with _FUTURES:
-            if self._place is None and not self._over:
+            if self._place is None and not self.over:
                 self._place, place = place, None
             if self._future is None or self._first is None:
                 # An error is the first one's value: set_exception, called from Python, would end
                 # the process.
                 self._first = torch.futures.Future()
                 self._future = self._first.then(_raise)
-                over = self._over
+                over = self.over
             else:
                 over = False
         if place is not None:

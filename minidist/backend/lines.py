@@ -24,9 +24,9 @@ from minidist.backend.address import hide, new_file, reach, show
 Busy = MutableMapping[int, list[float]]  # by the number of a line
 
 LIMIT = 256  # ranks and nodes that have lines of their own
-LINES = LIMIT * LIMIT + 2 * LIMIT  # from rank to rank within a node; out of a node, and into it
+COUNT = LIMIT * LIMIT + 2 * LIMIT  # from rank to rank within a node; out of a node, and into it
 TIMES = 2 * 63  # numbers that are kept of a line
-ROOM = 8 * (TIMES + 2)  # bytes of it: how many, and these
+ROOM = 8 * (TIMES + 2)  # bytes of it: how many, and these, and what it has carried
 
 
 def occupy(busy: list[float], at: float, seconds: float) -> tuple[float, float]:
@@ -52,11 +52,20 @@ class Lines:
 
     def __init__(self) -> None:
         self._busy: Busy = defaultdict(list)
+        self._carried: MutableMapping[int, float] = defaultdict(float)
 
     @contextmanager
     def open(self) -> Iterator[Busy]:
         """Each line's busy times, to read and to change."""
         yield self._busy
+
+    def carry(self, line: int, nbytes: float) -> None:
+        """Count bytes that a line carries. Only while the lines are open."""
+        self._carried[line] += nbytes
+
+    def carried(self, line: int) -> float:
+        """The bytes that it has carried so far."""
+        return self._carried[line]
 
 
 class SharedLines(Lines):
@@ -75,19 +84,20 @@ class SharedLines(Lines):
             return lambda: None
         shown, file = "", -1
         if rank == 0:
-            file, name = new_file(LINES * ROOM)  # of which only what is used takes memory
-            os.ftruncate(file, LINES * ROOM)
+            file, name = new_file(COUNT * ROOM)  # of which only what is used takes memory
+            os.ftruncate(file, COUNT * ROOM)
             shown = show(file, name)
         shown, token = exchange("file of lines", f"{shown}\n{secrets.token_hex()}")[0].split("\n")
         try:
             if rank != 0:
                 file = reach(shown, os.O_RDWR)
-            words = memoryview(mmap.mmap(file, LINES * ROOM)).cast("d")
+            words = memoryview(mmap.mmap(file, COUNT * ROOM)).cast("d")
         except OSError as error:
             raise RuntimeError("Connection closed by peer: rank 0 has died") from error
         with self._turn:
             self._file, before = file, self._file
             self._token, self._words = token, words
+            self._carried = _Carried(words)
         if before >= 0:
             os.close(before)
         return lambda: hide(shown) if rank == 0 else None
@@ -102,6 +112,19 @@ class SharedLines(Lines):
                 busy.store()
             finally:
                 fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
+class _Carried(dict[int, float]):
+    """What each line has carried: its last word."""
+
+    def __init__(self, words: "memoryview[float]") -> None:
+        self._words = words
+
+    def __getitem__(self, line: int) -> float:
+        return self._words[(line + 1) * ROOM // 8 - 1]
+
+    def __setitem__(self, line: int, nbytes: float) -> None:
+        self._words[(line + 1) * ROOM // 8 - 1] = nbytes
 
 
 class _Loaded(dict[int, list[float]]):
@@ -121,3 +144,6 @@ class _Loaded(dict[int, list[float]]):
             del busy[1 : 1 + max(0, len(busy) - TIMES)]  # the oldest gaps: hardly used any more
             self._words[place + 1 : place + 1 + len(busy)] = memoryview(array("d", busy))
             self._words[place] = len(busy)
+
+
+LINES = SharedLines()  # of the emulated network, which all groups of a rank share

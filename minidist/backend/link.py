@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from minidist.backend.lines import LIMIT, Busy, Lines, occupy
+from minidist.backend.lines import LIMIT, LINES, Busy, Lines, occupy
 from minidist.backend.steps import Step
 
 VARIABLE = "MINIDIST_LINK"
@@ -85,6 +85,13 @@ class Link:
         """The link that this rank emulates."""
         return cls._of(json.loads(os.environ.get(VARIABLE, "null")))
 
+    @staticmethod
+    def sent_by_node(node: int) -> float:
+        """The bytes that have left this node so far, of all its ranks and in whatever group: called
+        on any rank that emulates a link, else 0. What a collective counts is the messages of
+        `steps`, when rank 0 of its group books them. Lesson: mixed_parallelism."""
+        return LINES.carried(_out_of(node))
+
     @classmethod
     def _of(cls, fields: dict[str, Any] | None) -> "Link | None":
         if fields is None:
@@ -142,12 +149,19 @@ class Network:
         if source == target:
             out = LIMIT * (self._ranks[sender] % LIMIT) + self._ranks[receiver] % LIMIT
         else:
-            out = LIMIT * LIMIT + 2 * (source % LIMIT)
+            out = _out_of(source)
+        self._lines.carry(out, nbytes)
         begin, left = occupy(busy[out], at, seconds)
         while self._random.random() < link.loss:
+            self._lines.carry(out, nbytes)
             begin, left = occupy(busy[out], left + 2 * latency, seconds)
         first, due = begin + latency, left + latency
         if source != target:
-            first, end = occupy(busy[LIMIT * LIMIT + 2 * (target % LIMIT) + 1], first, seconds)
+            first, end = occupy(busy[_out_of(target) + 1], first, seconds)
             due = max(due, end)
         return Trip(first, left, due)
+
+
+def _out_of(node: int) -> int:
+    """The number of the line that is a node's cable, in the way out; the next is the way in."""
+    return LIMIT * LIMIT + 2 * (node % LIMIT)

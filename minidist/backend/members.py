@@ -6,7 +6,7 @@ of the others. The head of a segment holds
 - `TICK`, the number of barriers that the rank has come to; `LEFT`, 1 when it has left the group;
 - `EXPECTED` (in `bell`), 1 while the rank sleeps until its bell rings;
 - `TOKEN` (in `segment`), by which others know that it is this segment;
-- `PLACE`, where the tensors of its last two calls lie in its arena, or 0;
+- `PLACE`, where the last two tensors that it has shown lie in its arena, or 0;
 - `MARK`, a checksum of its last two calls;
 - on an emulated link, in ns: `READY`, when its last call began; in rank 0's head `DUES + q`, when
   rank q's messages of the last call have come and gone; and `PLANNED`, which call that was;
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from minidist.backend.address import life, machine, process
 from minidist.backend.arena import Arena
 from minidist.backend.bell import Bell
-from minidist.backend.lines import SharedLines
+from minidist.backend.lines import LINES
 from minidist.backend.link import Link, Network
 from minidist.backend.meeting import Meeting, attach, ended, spell
 from minidist.backend.queues import Operation, Until, Wait
@@ -49,8 +49,6 @@ TEXT = HEAD - LENGTH
 STAGE = 1 << 22  # bytes of a staging area
 STAGES = 3  # areas: a piece is staged, added up and taken, with a barrier between
 SLOT = 1 << 19  # bytes of a slot
-
-LINES = SharedLines()  # of the emulated network, which all groups of a rank share
 
 
 class Members:
@@ -92,7 +90,7 @@ class Members:
         self.segments = [others[r][0] if r != rank else self.mine for r in range(size)]
         self.heads = [segment.words for segment in self.segments]
         self.arena = Arena(self.mine)
-        self._calls = self._pieces = 0
+        self._calls = self._pieces = self._shows = 0
         self._due = 0.0  # when the last call was over, on an emulated link
         self._call: tuple[str, Caller] = "", None
         self._areas: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
@@ -167,16 +165,17 @@ class Members:
     def place(self, x: torch.Tensor | None) -> bool:
         """Write down where the tensor lies, before a barrier. Whether it lies in our arena."""
         place = 0 if x is None else self.mine.find(x)
-        self.mine.words[PLACE + self._calls % 2] = place
+        self._shows += 1  # of the several tensors of a call, each has its own word
+        self.mine.words[PLACE + self._shows % 2] = place
         return place > 0
 
     def has_placed(self, rank: int) -> bool:
         """After it: whether the rank's tensor lies in its arena."""
-        return self.heads[rank][PLACE + self._calls % 2] > 0
+        return self.heads[rank][PLACE + self._shows % 2] > 0
 
     def placed(self, rank: int, like: torch.Tensor) -> torch.Tensor:
         """That tensor, (n,), of the length of this one."""
-        place = self.heads[rank][PLACE + self._calls % 2]
+        place = self.heads[rank][PLACE + self._shows % 2]
         return self.segments[rank].at(place, len(like), like.dtype)
 
     # ---- the emulated link -----------------------------------------------------------------

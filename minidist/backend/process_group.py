@@ -46,6 +46,8 @@ class ShmProcessGroup(Group):
     ) -> Handle:
         op, reduction = self._reduction(name, opts.reduceOp, tensors)
         receivers, to = (range(self.size()), "") if root is None else ([root], f"dst={root}, ")
+        if self.rank() in receivers:
+            checks.writable(name, tensors)
 
         def run() -> Operation:
             for x in tensors:
@@ -65,12 +67,15 @@ class ShmProcessGroup(Group):
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Handle:
         opts = opts or dist.BroadcastOptions()
         self._take("broadcast", tensors)
+        if self.rank() != opts.rootRank:
+            checks.writable("broadcast", tensors)
 
         def run() -> Operation:
             for x in tensors:
                 flat = flatten(x)
                 yield from operations.broadcast(self.members, flat, opts.rootRank)
-                put_back(x, flat)
+                if self.rank() != opts.rootRank:
+                    put_back(x, flat)
 
         what = f"broadcast({describe(*tensors)}, src={opts.rootRank})"
         cost = self._tree(_nbytes(tensors), opts.rootRank)
@@ -79,6 +84,7 @@ class ShmProcessGroup(Group):
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Handle:
         for outs, x in zip(outputs, inputs, strict=True):
             self._take("all_gather", [x, *outs])
+            checks.writable("all_gather", outs)
             checks.one_each("all_gather", outs, x, self.size())
 
         def run() -> Operation:
@@ -105,6 +111,7 @@ class ShmProcessGroup(Group):
     ) -> Handle:
         for output, x in zip(outputs, inputs, strict=True):
             self._take("all_gather_single", [output, x])
+            checks.writable("all_gather_single", [output])
             checks.together("all_gather_single", output, x, self.size())
 
         def run() -> Operation:
@@ -120,6 +127,7 @@ class ShmProcessGroup(Group):
         opts = opts or dist.GatherOptions()
         self._take("gather", [*inputs, *(outputs[0] if outputs else [])])
         if outputs:
+            checks.writable("gather", outputs[0])
             checks.one_each("gather", outputs[0], inputs[0], self.size())
 
         def run() -> Operation:
@@ -138,6 +146,7 @@ class ShmProcessGroup(Group):
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Handle:
         opts = opts or dist.ScatterOptions()
         self._take("scatter", [*outputs, *(inputs[0] if inputs else [])])
+        checks.writable("scatter", outputs)
         if inputs:
             checks.one_each("scatter", inputs[0], outputs[0], self.size())
 
@@ -176,6 +185,7 @@ class ShmProcessGroup(Group):
         self, name: str, outputs: Tensors, inputs: Sequence[Tensors], opts: Any
     ) -> Handle:
         op, reduction = self._reduction(name, opts.reduceOp, outputs)
+        checks.writable(name, outputs)
         for x, parts in zip(outputs, inputs, strict=True):
             self._take(name, parts)
             checks.one_each(name, parts, x, self.size())
@@ -192,6 +202,7 @@ class ShmProcessGroup(Group):
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Handle:
         self._take("all_to_all", [*outputs, *inputs])
+        checks.writable("all_to_all", outputs)
         for tensors in (outputs, inputs):
             if len(tensors) != self.size() or {x.dtype for x in tensors} != {inputs[0].dtype}:
                 raise ValueError(
@@ -220,6 +231,7 @@ class ShmProcessGroup(Group):
         opts: Any = None,
     ) -> Handle:
         self._take("all_to_all_single", [output, x])
+        checks.writable("all_to_all_single", [output])
         if output.dtype != x.dtype:
             raise ValueError(f"all_to_all_single: {describe(output)} from {describe(x)}")
         lengths = checks.splits("all_to_all_single", x, input_splits, self.size())

@@ -120,8 +120,9 @@ class Queues:
         return seconds, bool(dues) and all(due > now for due in dues)
 
     def round(self) -> tuple[bool, list[Task]]:
-        """Take a step of each queue: whether any could, and what has ended."""
-        moved, ended = False, []
+        """Take a step of each queue, until a task has ended: whether any could, and that task. Of
+        two, the first one's callbacks could wait for the second, which nobody else would end."""
+        moved = False
         for name in list(self._queues):
             with self._turn:
                 tasks = self._queues.get(name)
@@ -129,8 +130,8 @@ class Queues:
                     moved = True
                     if task.ended:
                         self._remove(name)
-                        ended.append(task)
-        return moved, ended
+                        return True, [task]
+        return moved, []
 
     def begin(self, name: Hashable, task: Task) -> tuple[bool, list[Task]]:
         """Take the first steps of a task here and now: whether that could be, and the task if it
@@ -146,7 +147,8 @@ class Queues:
             ):
                 return False, []
             for _ in range(AT_ONCE):
-                if self._queues[name][0] is not task or not task.step():
+                tasks = self._queues.get(name)  # none if the group has failed meanwhile
+                if not tasks or tasks[0] is not task or not task.step():
                     break
                 if task.ended:
                     self._remove(name)
@@ -174,9 +176,10 @@ class Queues:
 
     def _remove(self, name: Hashable) -> None:
         with self._lock:
-            self._queues[name].popleft()
-            if not self._queues[name]:
-                del self._queues[name]
+            tasks = self._queues.pop(name)
+            tasks.popleft()
+            if tasks:
+                self._queues[name] = tasks  # behind the others: their turn comes first
 
 
 def plain() -> bool:

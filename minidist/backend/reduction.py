@@ -72,6 +72,13 @@ def _named(op: Any, size: int) -> tuple[str, Reduction | None]:
 def _is_for(op: Any, dtype: torch.dtype) -> bool:
     if op in BITWISE:
         return not (dtype.is_floating_point or dtype.is_complex)
-    if op in ORDERED:
-        return not dtype.is_complex
-    return op != Op.AVG or dtype.is_floating_point or dtype.is_complex
+    if op in ORDERED and dtype.is_complex:
+        return False
+    if op == Op.AVG and not (dtype.is_floating_point or dtype.is_complex):
+        return False
+    x = torch.zeros(1, dtype=dtype)
+    try:  # of some dtypes torch has no sum
+        FUNCTIONS[op](x, x, out=x)
+    except NotImplementedError:
+        return False
+    return True

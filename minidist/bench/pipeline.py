@@ -16,13 +16,12 @@ from torch.distributed import pipelining
 
 import minidist as md
 from minidist.bench import Row, Target, draw, show
-from minidist.bench.training import Make, Trainer, measure, text, transformer
+from minidist.bench.training import BACKENDS, Make, Trainer, measure, text, transformer
 from minidist.pipeline import balance_by_parameters
 
 LAYERS, WIDTH, LENGTH, ROWS = 8, 64, 64, 16  # 0.4 million parameters; words a row, rows a batch
 MICROBATCHES = 8
 WORLD_SIZES = [2, 4]
-BACKENDS = ["gloo", "shm"]
 
 # Ours, torch's, and how many stages each rank has. ZBV lays the stages in a V over the ranks, so
 # that the first and the last are on rank 0; ours (ZB-H1) has one stage a rank.

@@ -26,12 +26,11 @@ from torch.distributed.tensor.parallel import (
 
 import minidist as md
 from minidist.bench import Row, Target, draw, show
-from minidist.bench.training import Make, Trainer, measure, text, transformer
+from minidist.bench.training import BACKENDS, Make, Trainer, measure, text, transformer
 from minidist.tensor_parallel import parallelize
 
-LAYERS, WIDTH, LENGTH, ROWS = 2, 256, 64, 4  # 1.7 million parameters; words a row, rows a batch
+LAYERS, WIDTH, LENGTH, ROWS = 2, 256, 64, 4  # 1.7 million parameters; tokens a row, rows a batch
 WORLD_SIZES = [2, 4]
-BACKENDS = ["gloo", "shm"]
 KINDS = {"": False, ", sequence parallel": True}
 
 
@@ -96,12 +95,8 @@ def by_torch(
 ) -> Trainer:
     """The same model by torch, as its tutorial has it."""
     model = transformer(layers, width, LENGTH)
-    ranks, group = dist.get_world_size(), dist.new_group(backend=backend)
-    model.blocks = nn.Sequential(*[_Block(block, ranks) for block in model.blocks])
-    mesh = DeviceMesh.from_group(group, "cpu")
-    parallelize_module(model, mesh, _plan(sequence_parallel))
-    for block in model.blocks:
-        parallelize_module(block, mesh, _block_plan(sequence_parallel))
+    group = dist.new_group(backend=backend)
+    split_by_torch(model, DeviceMesh.from_group(group, "cpu"), sequence_parallel)
 
     def step(inputs: torch.Tensor, targets: torch.Tensor) -> float:
         with loss_parallel():
@@ -110,6 +105,16 @@ def by_torch(
         return loss.full_tensor().item() if isinstance(loss, DTensor) else loss.item()
 
     return Trainer(list(model.parameters()), step)
+
+
+def split_by_torch(
+    model: md.zoo.Transformer, mesh: DeviceMesh, sequence_parallel: bool = False
+) -> None:
+    """Split the model in place, each block after its attention has become a module."""
+    model.blocks = nn.Sequential(*[_Block(block, mesh.size()) for block in model.blocks])
+    parallelize_module(model, mesh, _plan(sequence_parallel))
+    for block in model.blocks:
+        parallelize_module(block, mesh, _block_plan(sequence_parallel))
 
 
 def _plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
@@ -157,7 +162,8 @@ class _Attention(nn.Module):
     def __init__(self, block: Any, ranks: int) -> None:
         super().__init__()
         self.heads, width = block.heads // ranks, block.qkv.in_features
-        self.q, self.k, self.v = (nn.Linear(width, width, bias=False) for _ in range(3))
+        like: Any = dict(device=block.qkv.weight.device, dtype=block.qkv.weight.dtype)
+        self.q, self.k, self.v = (nn.Linear(width, width, bias=False, **like) for _ in range(3))
         with torch.no_grad():
             for layer, weight in zip(
                 (self.q, self.k, self.v), block.qkv.weight.chunk(3), strict=True

@@ -4,7 +4,7 @@ memory."""
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,8 +20,10 @@ from minidist.runtime import Pool
 WARM = 3  # steps before the first that counts: buffers are made, memory is touched
 RATE = 0.1  # of plain gradient descent
 CLOSE = 1e-4  # how far losses in float32 may be apart, relatively
+BACKENDS = ["gloo", "shm"]
 
 Batch = tuple[torch.Tensor, torch.Tensor]
+Wrapped = tuple[nn.Module, torch.optim.Optimizer]
 
 
 @dataclass
@@ -59,6 +61,21 @@ def trainer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trainer:
     return Trainer(list(model.parameters()), step, model, optimizer)
 
 
+def on_each_backend(
+    strategies: Mapping[str, Callable[..., Wrapped]], sizes: tuple[int, ...]
+) -> dict[str, Make]:
+    """Every strategy over each backend, with layers of these sizes."""
+    return {
+        f"{name}, {backend}": partial(_by, wrap, backend, sizes)
+        for name, wrap in strategies.items()
+        for backend in BACKENDS
+    }
+
+
+def _by(wrap: Callable[..., Wrapped], backend: str, sizes: tuple[int, ...]) -> Trainer:
+    return trainer(*wrap(md.zoo.mlp(*sizes), dist.new_group(backend=backend)))
+
+
 def vectors(rows: int, width: int, out: int) -> Batch:
     """Inputs (rows, width) and targets (rows, out), the same on every rank."""
     generator = torch.Generator().manual_seed(0)
@@ -66,7 +83,7 @@ def vectors(rows: int, width: int, out: int) -> Batch:
 
 
 def text(rows: int, length: int) -> Batch:
-    """So many rows of Python's own text."""
+    """So many rows of torch's help pages."""
     inputs, targets = md.zoo.text(length)
     return inputs[:rows], targets[:rows]
 
@@ -110,6 +127,14 @@ def _here(
         return seconds
 
     return in_turns({name: partial(step, name) for name in ways}, rounds, WARM, root), losses
+
+
+def show_peaks(pool: Pool, ways: dict[str, Make], rows: int, batch: Callable[[], Batch]) -> None:
+    """Print the memory of each way; over gloo, as the backend makes no difference."""
+    gloo = {name: make for name, make in ways.items() if name.endswith("gloo")}
+    print(f"\nthe most bytes that live on one of {pool.world_size} ranks, batch {rows}")
+    for name, nbytes in peaks(pool, gloo, batch).items():
+        print(f"{name:24} {nbytes:13,}")
 
 
 def peaks(pool: Pool, ways: dict[str, Make], batch: Callable[[], Batch]) -> dict[str, int]:

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,13 +15,18 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minidist as md
 from minidist.bench import Row, draw, show
-from minidist.bench.training import Make, Trainer, measure, peaks, trainer, vectors
+from minidist.bench.training import (
+    BACKENDS,
+    Wrapped,
+    measure,
+    on_each_backend,
+    show_peaks,
+    vectors,
+)
 
 SIZES = 1024, 2048, 2048, 1024  # of the layers: 8,393,728 parameters
 WORLD_SIZES = [2, 4]
 BATCHES = [8, 64]  # examples a rank
-BACKENDS = ["gloo", "shm"]
-Wrapped = tuple[nn.Module, torch.optim.Optimizer]
 
 
 def ours_1(model: nn.Module, group: dist.ProcessGroup) -> Wrapped:
@@ -66,37 +70,19 @@ STRATEGIES: dict[str, Callable[..., Wrapped]] = {
 
 def run(rounds: int, picture: Path) -> list[Row]:
     """Time whole steps in turns, by batch, backend and world size; and count their memory."""
-    rows = []
+    rows, ways = [], on_each_backend(STRATEGIES, SIZES)
     for world_size in WORLD_SIZES:
         with md.ranks(world_size, backend="gloo") as pool:
             for batch in BATCHES:
                 data = partial(vectors, batch, SIZES[0], SIZES[-1])
-                taken = measure(pool, ways(), rounds, data)
+                taken = measure(pool, ways, rounds, data)
                 for name in ("minidist, stage 1", "minidist, stage 2"):
                     for backend in BACKENDS:
                         what = f"{world_size} ranks, batch {batch}, {name[10:]}, {backend}"
                         for there in ("torch, stage 1, gloo", f"minidist, DDP, {backend}"):
                             rows.append(taken.row(what, f"{name}, {backend}", there))
-            gloo = {name: make for name, make in ways().items() if name.endswith("gloo")}
-            print(f"\nthe most bytes that live on one of {world_size} ranks, batch {batch}")
-            for name, nbytes in peaks(pool, gloo, data).items():
-                print(f"{name:24} {nbytes:13,}")
+            show_peaks(pool, ways, batch, data)
     title = "zero: a step with Adam, 8.4 million parameters"
     show(title, rows)
     draw(title, rows, picture)
     return rows
-
-
-def ways(sizes: tuple[int, ...] = SIZES) -> dict[str, Make]:
-    """Every strategy over each backend."""
-    return {
-        f"{name}, {backend}": partial(by, wrap, backend, sizes)
-        for name, wrap in STRATEGIES.items()
-        for backend in BACKENDS
-    }
-
-
-def by(wrap: Callable[..., Wrapped], backend: str, sizes: tuple[int, ...]) -> Trainer:
-    """A strategy over a backend."""
-    group: Any = dist.new_group(backend=backend)
-    return trainer(*wrap(md.zoo.mlp(*sizes), group))

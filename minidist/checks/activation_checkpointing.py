@@ -67,6 +67,12 @@ def _trial(selective: Callable[..., Any]) -> str:
         if not callable(module) or isinstance(module, type):
             return f"selective(block) returns {shown(module)}, not a module"
         x = torch.randn(rows, 32, width, dtype=torch.float64)
+        y = module(x.clone().requires_grad_())
+        if not isinstance(y, torch.Tensor):
+            return f"the module returns {shown(y)}, not a tensor"
+        if not y.requires_grad:
+            return "the output has no gradient: autograd has lost x"
+        del y
         wanted, _, plain_flops = _measured(plain, plain, dict(plain.named_parameters()), x)
         found, kept, flops = _measured(block, module, names, x)
         if wrong := _differs(found, wanted):

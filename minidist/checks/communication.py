@@ -75,6 +75,11 @@ def _judge(results: list[tuple[str, int, int]], world_size: int, n: int) -> None
             f"the sum is right, but {on} a rank sends {share:g} times the vector, "
             f"not {fewest / (n * 8):g} times."
         )
+    if nbytes < fewest:  # no rank can do with less
+        raise NotYet(
+            f"the sum is right, but {on} a part of it did not go by messages: "
+            "use send, isend and recv all the way."
+        )
 
 
 def _trial(all_reduce: Callable[..., Any], n: int) -> tuple[str, int, int]:

@@ -24,6 +24,7 @@ def memory_of_a_replica(answer: object) -> str:
         "GB",
         {
             14: "DDP does not divide anything among the GPUs: each holds a replica",
+            140: "that is with a second copy of the gradients, in the buckets",
             896: "that is all 8 GPUs together",
             28: "those are the parameters alone",
             56: "Adam keeps two numbers for each parameter, besides the parameter and its gradient",
@@ -83,10 +84,10 @@ def _trial(backward_of_all: Callable[..., Any], rows: list[int]) -> str:
         F.cross_entropy(single(images), labels).backward()
         rank = dist.get_rank()
         result = backward_of_all(model, images.split(rows)[rank], labels.split(rows)[rank])
-        if isinstance(result, torch.Tensor) and result.requires_grad:
-            wrong.append(f"gets {shown(result)}: call backward() yourself")
         ours = [p.grad for p in model.parameters() if p.grad is not None]
         wanted = [p.grad for p in single.parameters() if p.grad is not None]
+        if not ours and isinstance(result, torch.Tensor) and result.requires_grad:
+            wrong.append(f"gets {shown(result)}: call backward() yourself")
         wrong += _complaints(ours, wanted, len(rows), total)
     return wrong[0] if wrong else ""
 

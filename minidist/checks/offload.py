@@ -39,7 +39,7 @@ def tokens(answer: object) -> str:
         {
             2000: "2 bytes travel down and 2 up: 4 in all",
             12000: "forward and backward take 6 operations a parameter and token, not 2",
-            6000: "forward and backward take 6 operations a parameter and token, not 4",
+            6000: "4 bytes travel, and a parameter and token take 6 operations",
             4e-9: "give tokens",
         },
     )

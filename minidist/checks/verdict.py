@@ -67,6 +67,8 @@ def number(
         if math.isclose(value, other, rel_tol=1e-6):
             raise NotYet(f"{value:,g} is not it: {hint}.")
     if not math.isclose(value, right, rel_tol=1e-6):
+        if value in [float(f"{right:.{digits}g}") for digits in range(2, 7)]:
+            raise NotYet(f"{value:,g} is rounded: give all digits, or an expression such as 1 / 3.")
         raise NotYet(f"it is not {value:,g}{f' {unit}' if unit else ''}.")
 
 
@@ -96,7 +98,8 @@ def on_ranks(
 ) -> list[Any]:
     """`trial(*args)` on so many ranks. `trial` calls the answer; if it fails, the answer did."""
     try:
-        return launch(_in_time, trial, args, world_size=world_size, timeout=WAIT, **options)
+        sized = dict(world_size=world_size, timeout=WAIT, **options)
+        return launch(_in_time, DEADLINE, trial, args, **sized)
     except RankError as error:
         first, _, rest = str(error).partition("\n\n")
         line = rest.strip().partition("\n\n")[0].split("\n")[-1].strip()
@@ -109,12 +112,23 @@ def on_ranks(
         raise NotYet(f"{error}.") from None
 
 
-def _in_time(trial: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def require_right(
+    trial: Callable[..., Any], *args: Any, world_size: int, of_rank: str = " ", **options: Any
+) -> None:
+    """Refuse the answer if `trial`, on so many ranks, returns on one of them what is wrong. The
+    sentence has the rank as its subject; if it has one of its own, `of_rank` is ": "."""
+    results = on_ranks(trial, *args, world_size=world_size, **options)
+    for rank, wrong in enumerate(results):
+        if wrong:
+            raise NotYet(f"on {ranks(world_size)}, rank {rank}{of_rank}{wrong}.")
+
+
+def _in_time(seconds: float, trial: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     def late(*_: object) -> None:
-        raise TimeoutError(f"it did not end within {DEADLINE:g} s")
+        raise TimeoutError(f"it did not end within {seconds:g} s")
 
     signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, DEADLINE)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         return trial(*args)
     finally:

@@ -23,13 +23,11 @@ In the costs, p is the number of ranks, n the bytes of the whole vector, α the 
 and β the seconds a byte; see `cost`.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from minidist.collectives import algorithms
 from minidist.collectives.agreement import Call
 from minidist.collectives.cost import ALGORITHMS, Cost, Sent, cost, sent, total
 from minidist.collectives.peers import Peers
@@ -77,8 +75,7 @@ def broadcast(
     call = Call("broadcast", Peers(group), algorithm)
     call.tensor("tensor", tensor, written=True)
     root = call.root("src", src, group_src, default=False)
-    call.agree()
-    run = _loop("broadcast", algorithm)
+    run = call.agree()
     whole = flat(tensor)
     with record.scope("broadcast", nbytes(tensor)):
         run(call.peers, whole, root)
@@ -107,8 +104,7 @@ def reduce(
     call.tensor("tensor", tensor, written=True)
     root = call.root("dst", dst, group_dst, default=False)
     call.reduction(op, tensor)
-    call.agree()
-    run = _loop("reduce", algorithm)
+    run = call.agree()
     whole = flat(tensor)
     with record.scope("reduce", nbytes(tensor)):
         run(call.peers, whole, root, Reduction(op, tensor.dtype))
@@ -138,8 +134,7 @@ def all_reduce(
     call = Call("all_reduce", Peers(group), algorithm)
     call.tensor("tensor", tensor, written=True)
     call.reduction(op, tensor)
-    call.agree()
-    run = _loop("all_reduce", algorithm)
+    run = call.agree()
     whole = flat(tensor)
     with record.scope("all_reduce", nbytes(tensor)):
         run(call.peers, whole, Reduction(op, tensor.dtype))
@@ -170,10 +165,10 @@ def scatter(
         call.tensors("scatter_list", scatter_list, tensor, written=False, shapes="equal")
     else:
         call.no_tensors("scatter_list", scatter_list, "source")
-    call.agree()
+    run = call.agree()
     own, block = flat(tensor), [flat(t) for t in scatter_list or ()]
     with record.scope("scatter", nbytes(tensor) * call.peers.size):
-        algorithms.scatter_flat(call.peers, own, block, root)
+        run(call.peers, own, block, root)
         put_back(own, tensor)
 
 
@@ -200,10 +195,10 @@ def gather(
         call.tensors("gather_list", gather_list, tensor, written=True, shapes="equal")
     else:
         call.no_tensors("gather_list", gather_list, "destination")
-    call.agree()
+    run = call.agree()
     own, block = flat(tensor), [flat(t) for t in gather_list or ()]
     with record.scope("gather", nbytes(tensor) * call.peers.size):
-        algorithms.gather_flat(call.peers, own, block, root)
+        run(call.peers, own, block, root)
         put_back_all(block, gather_list or ())
 
 
@@ -225,8 +220,7 @@ def all_gather(
     call = Call("all_gather", Peers(group), algorithm)
     call.tensor("tensor", tensor, written=False, shared=False)
     call.tensors("tensor_list", tensor_list, tensor, written=True, shared=True, shapes="own")
-    call.agree()
-    run = _loop("all_gather", algorithm)
+    run = call.agree()
     own, block = flat(tensor), [flat(t) for t in tensor_list]
     with record.scope("all_gather", nbytes(*tensor_list)):
         run(call.peers, own, block)
@@ -253,10 +247,10 @@ def reduce_scatter(
     call.tensor("output", output, written=True, shared=False)
     call.tensors("input_list", input_list, output, written=False, shared=True, shapes="own")
     call.reduction(op, output)
-    call.agree()
+    run = call.agree()
     own, block = flat(output), [flat(t) for t in input_list]
     with record.scope("reduce_scatter", nbytes(*input_list)):
-        algorithms.reduce_scatter_ring(call.peers, own, block, Reduction(op, output.dtype))
+        run(call.peers, own, block, Reduction(op, output.dtype))
         put_back(own, output)
 
 
@@ -278,12 +272,12 @@ def all_to_all(
     call = Call("all_to_all", Peers(group), algorithm)
     like = call.tensors("output_tensor_list", output_tensor_list, None, written=True)
     call.tensors("input_tensor_list", input_tensor_list, like, written=False)
-    call.agree()
+    run = call.agree()
     call.agree_on_pairs(output_tensor_list, input_tensor_list)
     outputs = [flat(t) for t in output_tensor_list]
     inputs = [flat(t) for t in input_tensor_list]
     with record.scope("all_to_all", nbytes(*input_tensor_list)):
-        algorithms.all_to_all_pairwise(call.peers, outputs, inputs)
+        run(call.peers, outputs, inputs)
         put_back_all(outputs, output_tensor_list)
 
 
@@ -294,12 +288,7 @@ def barrier(group: Group = None, *, algorithm: str = "dissemination") -> None:
     1988).
     """
     call = Call("barrier", Peers(group), algorithm)
-    call.agree()
+    run = call.agree()
     token = torch.zeros(1, dtype=torch.uint8, device=call.peers.device)
     with record.scope("barrier"):
-        algorithms.barrier_dissemination(call.peers, token)
-
-
-def _loop(operation: str, algorithm: str) -> Callable[..., Any]:
-    """`all_reduce` by "ring" is `algorithms.all_reduce_ring`."""
-    return getattr(algorithms, f"{operation}_{algorithm}")
+        run(call.peers, token)

@@ -11,13 +11,12 @@ Large systems leave this out for speed, and offer it as a debugging mode.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard
 
 import torch
 
-from minidist.collectives import reduce_op
-from minidist.collectives.algorithms import all_to_all_pairwise
+from minidist.collectives import algorithms, reduce_op
 from minidist.collectives.cost import ALGORITHMS
 from minidist.collectives.peers import Peers
 from minidist.collectives.reduce_op import Reduction
@@ -37,10 +36,10 @@ class Call:
     def __init__(self, operation: str, peers: Peers, algorithm: str) -> None:
         self.operation = operation
         self.peers = peers
+        self.algorithm = algorithm
         self.problem = ""  # the first one found
         self._shared: list[str] = []  # arguments that all ranks must have alike
         self._own: list[str] = []  # arguments that only some ranks have
-        self._algorithm = f"algorithm={algorithm}"
         known = ALGORITHMS[operation]
         if algorithm not in known:
             self.refuse(f"algorithm must be one of {', '.join(known)}")
@@ -136,8 +135,9 @@ class Call:
         elif written and _overlaps(tensor):
             self.refuse(f"{name} is expanded: several of its elements share one place in memory")
 
-    def agree(self) -> None:
-        """Raise ValueError on every rank unless all ranks made the same valid call."""
+    def agree(self) -> Callable[..., Any]:
+        """Raise ValueError on every rank unless all ranks made the same valid call. Returns the
+        loop: for `all_reduce` by "ring", `algorithms.all_reduce_ring`."""
         with record.scope("agreement", control=True):
             calls = [] if self._everyone_agrees() else self._exchange_texts()
         if calls:
@@ -145,6 +145,8 @@ class Call:
             ranks = self.peers.global_ranks
             lines = [f"  rank {rank}: {call}" for rank, call in zip(ranks, calls, strict=True)]
             raise ValueError("\n".join([head, *lines]))
+        loop: Callable[..., Any] = getattr(algorithms, f"{self.operation}_{self.algorithm}")
+        return loop
 
     def agree_on_pairs(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
@@ -155,7 +157,7 @@ class Call:
         with record.scope("agreement", control=True):
             theirs = [self._shape_header(t) for t in inputs]  # what each of them will get from us
             arrived = [torch.empty_like(header) for header in theirs]
-            all_to_all_pairwise(peers, arrived, theirs)
+            algorithms.all_to_all_pairwise(peers, arrived, theirs)
         for i, output in enumerate(outputs):
             if not arrived[i].equal(self._shape_header(output)):
                 rank = peers.global_ranks[i]
@@ -184,7 +186,7 @@ class Call:
     def _header(self) -> bytes:
         if self.problem:
             return _REFUSED
-        shared = [self.operation, *self._shared, self._algorithm]
+        shared = [self.operation, *self._shared, f"algorithm={self.algorithm}"]
         return hashlib.blake2b("|".join(shared).encode(), digest_size=HEADER_BYTES).digest()
 
     def _exchange_texts(self) -> list[str]:
@@ -198,7 +200,7 @@ class Call:
         return calls
 
     def __str__(self) -> str:
-        arguments = ", ".join([*self._shared, *self._own, self._algorithm])
+        arguments = ", ".join([*self._shared, *self._own, f"algorithm={self.algorithm}"])
         text = f"{self.operation}({arguments})" + (self.problem and f"  <- {self.problem}")
         return text.replace("\n", " ")
 

@@ -8,5 +8,6 @@ agree         arguments that must be alike, errors that all ranks must hear of
 guard         parameters that changed after wrapping
 norm          the norm of gradients on several ranks, and clipping by it
 no_sync       accumulation without averaging
+tensors_in    the tensors in what a module gives, however deep
 single        all_gather and reduce_scatter between a tensor and its shards
 """

@@ -1,6 +1,7 @@
 """What all ranks of a group must have alike, and problems that all of them must hear of."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,18 @@ def raise_on_every_rank(group: dist.ProcessGroup, problem: Exception | None) -> 
 def raise_along(groups: Sequence[dist.ProcessGroup], problem: Exception | None) -> None:
     """The same for the ranks of a mesh, each of which is in one group along every axis."""
     pass_on_along(groups, _named(problem))
+
+
+@contextmanager
+def together(*groups: dist.ProcessGroup) -> Iterator[None]:
+    """What one rank raises within the block, all ranks of its group raise after it, or of all
+    groups along the axes of a mesh. In the block no rank waits for another."""
+    problem = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
+    raise_along(groups, problem)
 
 
 def pass_on(group: dist.ProcessGroup, problem: Exception | None) -> None:

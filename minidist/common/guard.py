@@ -6,7 +6,7 @@ without a word. An optimizer with a parameter that was replaced would train noth
 error that names the parameter.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, NoReturn
@@ -24,19 +24,25 @@ class Guard:
 
     A check takes about half a microsecond a parameter. It compares what is in the modules' own
     tables, and builds no names. To freeze a parameter for a while, to rename one, or to add a
-    frozen one is no change.
+    frozen one is no change. Parameters in `ignored` may do as they like.
     """
 
-    def __init__(self, module: nn.Module, who: str) -> None:
-        self._module, self._who = module, who
-        self._trained = {p: name for name, p in module.named_parameters() if p.requires_grad}
+    def __init__(
+        self, module: nn.Module, who: str, ignored: Set[nn.Parameter] = frozenset()
+    ) -> None:
+        self._module, self._who, self._ignored = module, who, ignored
+        trained = {p: name for name, p in module.named_parameters() if p.requires_grad}
+        self._trained = {p: name for p, name in trained.items() if p not in ignored}
         self._kinds = list(map(_kind, self._trained))
         self._look()
 
-    def require_unchanged(self) -> None:
-        """Raises RuntimeError that names the first parameter that changed, how, and what to do."""
-        if not self._is_as_seen():
-            self._require_same_parameters()
+    def require_unchanged(self, module: nn.Module | None = None) -> None:
+        """Raises RuntimeError that names the first parameter that changed, how, and what to do.
+        `module`: what a wrapper has now, where its `module` may have been replaced."""
+        module = self._module if module is None else module
+        if module is not self._module or not self._is_as_seen():
+            self._require_same_parameters(module)
+            self._module = module
             self._look()
         now = list(map(_kind, self._trained))
         if now != self._kinds:
@@ -51,7 +57,8 @@ class Guard:
             table for m in modules for table in (m._parameters, m._modules)
         ]
         self._seen = list(self._now())
-        self._frozen = [p for p in self._module.parameters() if p not in self._trained]
+        known = self._trained.keys() | self._ignored
+        self._frozen = [p for p in self._module.parameters() if p not in known]
 
     def _now(self) -> Iterator[Any]:
         # With a mark at the end, so that one more or one less in the last table is seen.
@@ -60,11 +67,12 @@ class Guard:
     def _is_as_seen(self) -> bool:
         return all(map(is_, self._now(), self._seen)) and not any(map(_is_trained, self._frozen))
 
-    def _require_same_parameters(self) -> None:
-        now = {p: name for name, p in self._module.named_parameters()}
+    def _require_same_parameters(self, module: nn.Module) -> None:
+        now = {p: name for name, p in module.named_parameters()}
         names, frozen = set(self._trained.values()), set(self._frozen)
+        known = self._trained.keys() | self._ignored
         for parameter, name in now.items():
-            if parameter.requires_grad and parameter not in self._trained:
+            if parameter.requires_grad and parameter not in known:
                 if parameter in frozen:
                     self._refuse(name, "been unfrozen")
                 self._refuse(name, "been replaced" if name in names else "been added")

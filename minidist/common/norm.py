@@ -1,6 +1,6 @@
 """The norm of gradients that lie on several ranks: the norm of the ranks' norms."""
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -49,6 +49,21 @@ def clip_grad_norm_(
     total = grad_norm(own, norm_type, **ranks)
     clip_grads_with_norm_(own, max_norm, total)
     return total
+
+
+def norms_over_ranks(
+    shards: Sequence[torch.Tensor],
+    norm_type: float,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> list[torch.Tensor]:
+    """The norm of each of several tensors, of which each rank of the group has a shard, in one
+    all_reduce, by tensors on `device`."""
+    own = [  # an empty shard has no largest element
+        torch.linalg.vector_norm(s, norm_type) if s.numel() else s.new_zeros(()) for s in shards
+    ]
+    norms = norm_over_ranks(torch.stack(own).to(device, torch.float64), norm_type, group)
+    return list(norms.to(own[0]))
 
 
 def norm_over_ranks(

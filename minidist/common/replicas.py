@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from minidist.common.agree import gather
+
 CHUNK = 25 * 2**20  # bytes of one message, as torch has it: large, and freed soon
 
 
@@ -18,19 +20,12 @@ def require_same_model(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Raises ValueError, on every rank of the group, that names the first parameter or buffer
     that is not the same as rank 0's: its name, shape, dtype, layout, kind of device, or whether it
     is trained. Raises TypeError for a DTensor."""
-    for name, parameter in module.named_parameters():
-        if hasattr(parameter, "placements"):
-            raise TypeError(
-                f"parameter {name} is a DTensor, which torch's own strategies take. The ones here "
-                "take plain tensors, such as those of md.tensor_parallel's layers"
-            )
     require_same_lines(list(_lines(module)), group)
 
 
 def require_same_lines(mine: list[str], group: dist.ProcessGroup) -> None:
     """The same for a description of a model, in lines. Names the first that is not alike."""
-    models: list[list[str]] = [[]] * dist.get_world_size(group)
-    dist.all_gather_object(models, mine, group=group)
+    models = gather(group, mine)
     for rank, model in enumerate(models):
         for first, other in zip_longest(models[0], model):
             if first != other:
@@ -49,8 +44,18 @@ def _lines(module: nn.Module) -> Iterator[str]:
 
 
 def words(kind: str, name: str, tensor: torch.Tensor) -> str:
-    """A tensor of a model, as messages name it."""
+    """A tensor of a model, as messages name it. Raises TypeError for a DTensor."""
+    require_plain(f"{kind} {name}", tensor)
     return f"{kind} {name}, {_tensor(tensor) if kind == 'buffer' else describe(tensor)}"
+
+
+def require_plain(name: str, tensor: torch.Tensor) -> None:
+    """Raises TypeError for a DTensor."""
+    if hasattr(tensor, "placements"):
+        raise TypeError(
+            f"{name} is a DTensor, which torch's own strategies take. The ones here take plain "
+            "tensors, such as those of md.tensor_parallel's layers"
+        )
 
 
 def describe(parameter: torch.Tensor) -> str:

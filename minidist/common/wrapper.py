@@ -45,7 +45,7 @@ def copy_on_ranks(wrapper: Any, memo: dict[int, Any], *same: Any) -> Any:
     for each in same:
         memo[id(each)] = each
     memo[id(wrapper)] = copied = wrapper.__class__.__new__(wrapper.__class__)
-    copied.__setstate__(copy.deepcopy(vars(wrapper), memo))
+    copied.__setstate__(copy.deepcopy(wrapper.__getstate__(), memo))
     return copied
 
 
@@ -61,6 +61,10 @@ def _with_prefix(
     wrapper: nn.Module, state: dict[str, Any], prefix: str, _: Any, __: Any, *problems: list[str]
 ) -> None:
     wrapper.__dict__["_loading"] = prefix, problems
+    if "module" not in _own_names(wrapper):
+        for key in [key for key in state if key.startswith(prefix)]:
+            # What torch's set_model_state_dict adds to the given state: our own.
+            state.pop(prefix + MODULE + key.removeprefix(prefix), None)
     if not _is_torchs(
         wrapper, [key.removeprefix(prefix) for key in state if key.startswith(prefix)]
     ):
@@ -79,11 +83,16 @@ def _is_torchs(wrapper: nn.Module, names: list[str]) -> bool:
     "module." more than the module has."""
     if not names or not all(name.startswith(MODULE) for name in names):
         return False
+    own = _own_names(wrapper)
+    return "module" not in own or all(name.split(".")[1] in own for name in names)
+
+
+def _own_names(wrapper: nn.Module) -> set[str]:
+    """What the module that is not a wrapper has directly."""
     inner: Any = wrapper
     while isinstance(inner, Wrapper):
         inner = inner.module
-    own = {*inner._modules, *inner._parameters, *inner._buffers}
-    return "module" not in own or all(name.split(".")[1] in own for name in names)
+    return {*inner._modules, *inner._parameters, *inner._buffers}
 
 
 def _rename(entries: dict[str, Any], old: str, new: str) -> None:

@@ -12,7 +12,8 @@ To read, in this order:
     watch      when a backward pass begins and ends
 
 A step is in the last four of these. The edges: `join` (ranks with different numbers of batches),
-`arguments` (torch's), `hooks` (gradients of 16 bits).
+`arguments` (torch's), `hooks` (gradients of 16 bits). And with lesson beyond_gradients:
+`low_bit_hooks` (of 8 bits and of 1), `power_sgd` (of low rank).
 Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (arXiv
 2006.15704). Lesson: distributed_data_parallel.
 """
@@ -20,5 +21,16 @@ Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Train
 from minidist.distributed_data_parallel.buckets import Bucket
 from minidist.distributed_data_parallel.ddp import DistributedDataParallel
 from minidist.distributed_data_parallel.hooks import bf16_compress_hook
+from minidist.distributed_data_parallel.low_bit_hooks import LowBitState, int8_hook, one_bit_hook
+from minidist.distributed_data_parallel.power_sgd import PowerSGDState, power_sgd_hook
 
-__all__ = ["Bucket", "DistributedDataParallel", "bf16_compress_hook"]
+__all__ = [
+    "Bucket",
+    "DistributedDataParallel",
+    "LowBitState",
+    "PowerSGDState",
+    "bf16_compress_hook",
+    "int8_hook",
+    "one_bit_hook",
+    "power_sgd_hook",
+]

@@ -1,6 +1,5 @@
 """The wrapper: what the ranks do before and after a forward pass."""
 
-import copy
 from collections.abc import Sequence
 from operator import methodcaller
 from typing import Any
@@ -16,6 +15,7 @@ from minidist.common.groups import groups_of, require_group
 from minidist.common.guard import Guard
 from minidist.common.no_sync import Synchronized
 from minidist.common.replicas import broadcast_state, require_same_model
+from minidist.common.wrapper import copy_on_ranks
 from minidist.distributed_data_parallel.arguments import device_of, require_supported
 from minidist.distributed_data_parallel.join import Step, UnevenBatches
 from minidist.distributed_data_parallel.reducer import CommHook, Reducer
@@ -119,7 +119,7 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
         if self._reducer.begun:  # computed again within its backward pass, by a checkpoint
             return self.module(*inputs, **kwargs)
         if torch.is_grad_enabled():
-            self._guard.require_unchanged()
+            self._guard.require_unchanged(self.module)
         Join.notify_join_context(self)
         self._begin_step(torch.is_grad_enabled() and self.require_backward_grad_sync)
         if self._inputs_go_to is not None:
@@ -157,10 +157,7 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
     # ---- copies ----------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        memo[id(self.process_group)] = self.process_group  # the ranks stay the same
-        memo[id(self)] = copied = self.__class__.__new__(self.__class__)
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return copied
+        return copy_on_ranks(self, memo, self.process_group)
 
     def __getstate__(self) -> dict[str, Any]:
         """What `copy.deepcopy` and `torch.save` take: not what belongs to this process alone."""

@@ -33,8 +33,8 @@ class Reducer(GradientWatch):
     ) -> None:
         self.comm_hook: tuple[CommHook, Any] | None = None
         self._group, self._cap, self._find_unused = group, cap, find_unused_parameters
-        self._order: list[int] | None = None  # in which gradients arrived, until it is made use of
-        self._ordered = find_unused_parameters  # else every pass may have an order of its own
+        self._order: list[int] | None = None  # in which gradients arrived, until the next rebuild
+        self._ordered = find_unused_parameters  # known, or of no use: each pass may have another
         self._scale = 1.0
         self._buckets: list[Bucket] = []
         self._travelling: list[tuple[Bucket, Any]] = []

@@ -1,16 +1,16 @@
 """Backward passes, as a wrapper meets them: each gradient as it is complete, and the end."""
 
-import dataclasses
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.utils._pytree import tree_leaves
+
+from minidist.common.tensors_in import tensors_in
 
 
 class GradientWatch(ABC):
@@ -57,9 +57,9 @@ class GradientWatch(ABC):
         self._reset()
 
     def watch(self, output: Any) -> None:
-        """The forward pass has ended: learn when a backward pass comes to these tensors, nested as
-        they may be. They hold us: the gradients are averaged even if the wrapper is dropped."""
-        for tensor in tensors(output):
+        """The forward pass has ended: learn when a backward pass comes to the tensors that it
+        gave. They hold us: the gradients are averaged even if the wrapper is dropped."""
+        for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(lambda _: self._begin())
 
@@ -96,7 +96,7 @@ class GradientWatch(ABC):
     def _arrive(self, parameter: Any) -> None:
         with self._lock:
             if self._awaited or (self.begun and self._sync):
-                self._require_first(parameter)
+                self._require_complete(parameter)
                 self._begin()
                 self.arrived[parameter] = None
                 self.add(parameter)
@@ -104,9 +104,14 @@ class GradientWatch(ABC):
                 self.keep(parameter)
             # Else the pass is of another wrapper of the module, or of none.
 
-    def _require_first(self, parameter: nn.Parameter) -> None:
+    def _require_complete(self, parameter: nn.Parameter) -> None:
         if torch.is_grad_enabled():
             raise RuntimeError("gradients of gradients are not averaged: create_graph=True")
+        if parameter.grad is None:
+            raise RuntimeError(
+                f"the gradient of {self._names[self.positions[parameter]]} was taken away by "
+                "another hook before it was averaged, such as that of receive_in_backward"
+            )
         if parameter in self.arrived:
             raise RuntimeError(
                 f"the gradient of {self._names[self.positions[parameter]]} arrived twice in one "
@@ -140,12 +145,3 @@ class GradientWatch(ABC):
             "other ranks wait. Was a part of the model not used, or has it been frozen or replaced "
             "since it was wrapped? With find_unused_parameters=True a parameter may be left out."
         )
-
-
-def tensors(output: Any) -> Iterator[torch.Tensor]:
-    """All tensors in it, nested in lists, dicts and dataclasses."""
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])

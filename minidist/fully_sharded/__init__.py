@@ -11,7 +11,7 @@ one training step goes: `unit_schedule` (forward), `backward_pass`, `flat_parame
 and `flat_gradient` (reduce). How it begins: `units`, `unit_policies` (which modules are units) and
 `build_unit`. What users call: `fully_sharded_data_parallel` and `in_place`, torch's two forms, with
 `torch_arguments`. The edges: `graph_ends`, `shard_gradient`, `sharded_states`,
-`sharded_optimizer_states`, `checkpoint`.
+`sharded_optimizer_states`. Checkpoints on disk: `minidist.saving`.
 
 Rajbhandari et al., "ZeRO" (arXiv 1910.02054), section 5.3; Zhao et al., "PyTorch FSDP: Experiences
 on Scaling Fully Sharded Data Parallel" (arXiv 2304.11277). Lesson: fully_sharded

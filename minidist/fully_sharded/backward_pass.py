@@ -24,6 +24,7 @@ class UnitPass:
         self.since = torch.autograd._get_sequence_nr()  # the first node of its graph
         self.task: int | None = None
         self.entered = self.left = 0  # places in the trace
+        self.unseen = False  # we do not see when a backward pass comes to it
 
     def place(self, flat: FlatParameter) -> int:
         """In the trace, of the event that it was gathered."""
@@ -73,7 +74,7 @@ class BackwardPass:
             self._go_back(trace, this, flat)
 
     def look_ahead(self) -> None:
-        """Whether it makes gradients of parameters; or it is torch.autograd.grad."""
+        """Find out whether it makes gradients of parameters. torch.autograd.grad makes none."""
         if any(_will_be_given(flat) for flat in self._schedule.flats):
             self._begin_training()
 
@@ -134,10 +135,14 @@ class BackwardPass:
             )
         if this.previous is not None:
             schedule.prefetch(this.previous.unit)
+            if this.previous.unseen:  # nobody will say that autograd has come to it
+                for flat in this.previous.unit.flats:
+                    flat.wait()
 
     def _close(self, this: UnitPass, flat: FlatParameter) -> None:
         """Free the parameters, and begin to reduce their gradient."""
         flat.readers.discard(this)
+        flat.unseen.discard(this)
         if not flat.readers:
             flat.hide()
             if self._trains and flat.trains:

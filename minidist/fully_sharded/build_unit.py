@@ -11,13 +11,19 @@ from minidist.common import agree
 from minidist.common.guard import Abandoned, abandon
 from minidist.common.replicas import broadcast_state, require_same_lines, words
 from minidist.common.wrapper import Wrapper
+from minidist.distributed_data_parallel import DistributedDataParallel
 from minidist.fully_sharded import sharded_states
 from minidist.fully_sharded.flat_parameter import FlatParameter, Named, Place
 from minidist.fully_sharded.torch_arguments import Options, require_device
 from minidist.fully_sharded.unit_schedule import Schedule, cast
 from minidist.fully_sharded.units import Form, FSDPModule, Unit, unit_of, units_in
+from minidist.mixed import MixedParallel
+from minidist.pipeline import Pipeline
+from minidist.zero import ShardedDataParallel
 
 Modules = Sequence[tuple[str, nn.Module]]
+
+STRATEGIES = DistributedDataParallel, ShardedDataParallel, Pipeline, MixedParallel
 
 SHARDED = (
     "shards of it have taken its place. Make the optimizer after wrapping, or sharding, of the "
@@ -64,13 +70,10 @@ def require_alike(
 ) -> dict[str, nn.Module]:
     """What `choose` gives: the modules that will be units. Raises on every rank if it fails on one,
     or if the ranks do not have the same units of the same tensors."""
-    parts, lines, problem = dict[str, nn.Module](), list[str](), None
-    try:
+    with agree.together(*options.groups):
         parts = choose()
         lines = list(_describe(module, set(parts.values()), options))
-    except Exception as error:
-        problem = error
-    agree.raise_along(options.groups, problem)
+    problem: Exception | None = None
     for group in options.groups:
         try:
             require_same_lines(lines, group)
@@ -91,7 +94,7 @@ def _describe(module: nn.Module, parts: Set[nn.Module], options: Options) -> Ite
             home |= {each.local: name for flat in unit.flats for each in flat.parameters}
         elif each in parts:
             roots[name] = each
-        elif isinstance(each, Wrapper) and "process_group" in vars(each):
+        elif isinstance(each, STRATEGIES):
             if each not in options.ignored_modules:
                 raise ValueError(
                     f"{name or 'the module'} is a {type(each).__name__}, which sees to its "

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -77,6 +78,8 @@ class FlatParameter:
             self._parameter(*each, offset) for each, offset in zip(named, offsets, strict=True)
         ]
         self.readers: set[Any] = set()  # passes that need the full tensor now
+        # Passes whose graph, while there is one, may read it without our knowing.
+        self.unseen: WeakSet[Any] = WeakSet()
         self.gathered = self.has_memory = True
         self._arrive: Callable[[], None] | None = None  # waits for an all_gather in flight
         self.gradient = FlatGradient()
@@ -123,6 +126,16 @@ class FlatParameter:
         """The place of this rank's shard in a tensor (N S,)."""
         return of.chunk(dist.get_world_size(self.group))[self.rank]
 
+    def require_in_place(self) -> None:
+        """Raises RuntimeError if a local shard is no longer in the shard that is sent."""
+        home = self.shard.untyped_storage().data_ptr()
+        for each in self.parameters:
+            if each.local.untyped_storage().data_ptr() != home:
+                raise RuntimeError(
+                    f"the .data of {each.names[0]} has been replaced since it was wrapped, and the "
+                    "shard is as it was. Write into it instead, as p.data.copy_() does"
+                )
+
     # ---- gather and free -------------------------------------------------------------------
 
     def start(self) -> None:
@@ -149,6 +162,7 @@ class FlatParameter:
         """Give back the memory of the full tensor. `keep` it if somebody may read it whom we do not
         see. It counts as freed all the same: the other ranks will gather it again."""
         self.wait()
+        keep = keep or bool(self.unseen)
         self.gathered = False
         if self.has_memory and not keep:
             self._version = self._seen._version
@@ -177,11 +191,6 @@ class FlatParameter:
             views: Any = _FullParameters.apply(self, arrived, *local)
         else:
             views = self.views()
-        if not self.trained and any(each.requires_grad for each in local):
-            raise RuntimeError(
-                f"parameter {self.parameters[0].names[0]} or another one of its unit was frozen "
-                "when it was wrapped. Unfreeze first, and wrap then"
-            )
         for each, view in zip(self.parameters, views, strict=True):
             for module, name in each.places:
                 module.__dict__[name] = view  # Python looks there before it asks nn.Module
@@ -195,7 +204,7 @@ class FlatParameter:
                     module.__dict__.pop(name, None)
                     if "_flat_weights" in module.__dict__:
                         module._flat_weights = []  # type: ignore[assignment]
-        if self.gathered or (self.has_memory and not keep):
+        if self.gathered or (self.has_memory and not (keep or self.unseen)):
             self.free(keep)
 
     def put(self, parameters: Sequence[nn.Parameter]) -> None:

@@ -134,10 +134,15 @@ class FullyShardedDataParallel(Synchronized):
                 at = getattr(at, word)
             yield ".".join(words), parameter
 
+    def _fqn_modifiers(self) -> dict[str, str]:
+        return {**self.fsdp_unit.module._fqn_modifiers(), "": "module"}  # type: ignore[operator]
+
     # ---- training --------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's own, between gathering its parameters and freeing them."""
+        if not hasattr(self.module, "fsdp_unit"):
+            raise RuntimeError("the module has been replaced since it was wrapped. Wrap this one")
         return self.module(*inputs, **kwargs)
 
     @property
@@ -163,12 +168,6 @@ class FullyShardedDataParallel(Synchronized):
 
     # ---- states ----------------------------------------------------------------------------
 
-    def sharded_state_dict(self) -> dict[str, Any]:
-        """The `state_dict` with a DTensor for each parameter, of which each rank has some rows: for
-        torch.distributed.checkpoint. No rank holds more than one unit on the way."""
-        with sharded_states.formed(self, sharded_states.in_rows):
-            return dict(self.state_dict())
-
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Take this rank's part of a whole state, the same on every rank, or of a sharded one. All
         ranks must call it. Raises ValueError, on every rank, and changes nothing, if it is of
@@ -181,8 +180,9 @@ class FullyShardedDataParallel(Synchronized):
         self, state_dict_type: StateDictType, *configs: Any, **more: Any
     ) -> Iterator[None]:
         """As torch has it: within the block, `state_dict` is whole (FULL_STATE_DICT, as without),
-        or in shards. Its configurations save memory in torch, and change nothing here. Raises
-        ValueError for LOCAL_STATE_DICT."""
+        or has a DTensor of this rank's rows for each parameter (SHARDED_STATE_DICT). The
+        configurations save memory in torch, and change nothing here. Raises ValueError for
+        LOCAL_STATE_DICT."""
         if state_dict_type is StateDictType.LOCAL_STATE_DICT:
             raise ValueError("LOCAL_STATE_DICT fits this number of ranks only: SHARDED_STATE_DICT")
         sharded = state_dict_type is StateDictType.SHARDED_STATE_DICT

@@ -46,7 +46,7 @@ def fully_shard(
     The parts first, then the whole, which gets the parameters that no part has. It trains as
     `FullyShardedDataParallel` does: the same units, the same messages. `state_dict()` has a DTensor
     of this rank's rows for each parameter, and `load_state_dict` takes it, or whole tensors;
-    `md.fully_sharded.optim_state_dict` and `checkpoint` are for optimizers.
+    `md.fully_sharded.optim_state_dict` is for optimizers, and `md.saving` for both.
     `torch.nn.utils.clip_grad_norm_` clips by the norm of the whole gradient. `parameters()` are
     local shards, plain tensors: (n,), of matrices (n, 1). Every rank takes rank 0's values.
 

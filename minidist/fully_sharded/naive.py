@@ -33,8 +33,8 @@ class NaiveFullySharded(nn.Module):
             views[name] = full[offset : offset + shape.numel()].view(shape)
             offset += shape.numel()
 
-        def save(t: torch.Tensor) -> Any:
-            is_parameter = t.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
+        def save(t: torch.Tensor, place: int = full.untyped_storage().data_ptr()) -> Any:
+            is_parameter = t.untyped_storage().data_ptr() == place  # not full: autograd keeps save
             return (t.shape, t.stride(), t.storage_offset()) if is_parameter else t
 
         def load(saved: Any) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minidist.common.norm import norm_over_ranks
+from minidist.common.norm import norms_over_ranks
 
 CHANGED = (
     "was changed after a pass within no_sync(). There it is only a part of this rank's gradient, "
@@ -63,10 +63,7 @@ def _norms(func: Any, shards: Any, norm_type: float) -> Any:
     shards = list(shards) if several else [shards]
     if any(shard.shared is None for shard in shards):
         raise RuntimeError("clip_grad_norm_ before the pass that reduces, after no_sync()")
-    own = [  # an empty shard has no largest element
-        torch.linalg.vector_norm(s, norm_type) if s.numel() else s.new_zeros(()) for s in shards
-    ]
     group, device = shards[0].shared
-    norms = norm_over_ranks(torch.stack(own).to(device, torch.float64), norm_type, group)
-    norms = norms.to(own[0]).as_subclass(torch.Tensor)
-    return list(norms) if several else norms[0]
+    plain = [shard.as_subclass(torch.Tensor) for shard in shards]
+    norms = norms_over_ranks(plain, norm_type, group, device)
+    return norms if several else norms[0]

@@ -40,16 +40,13 @@ def rows(mesh: DeviceMesh, flat: FlatParameter) -> Iterator[torch.Tensor]:
 
 
 def as_rows(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """This rank's rows of a whole tensor: a DTensor; of one on the device "meta", room for them. A
-    number has no rows."""
+    """This rank's rows of a whole tensor: a DTensor. A number has no rows."""
     if whole.ndim == 0:
-        return torch.empty_like(whole, device="cpu") if whole.is_meta else whole
+        return whole
     ranks, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
     whole = whole.contiguous()
     rows = [*whole.chunk(ranks), *[whole[:0]] * ranks][rank]
-    own = torch.empty_like(rows, device=mesh.device_type)
-    if not whole.is_meta:
-        own.copy_(rows)
+    own = rows.to(mesh.device_type, copy=True)
     placements: list[Placement] = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     return DTensor.from_local(
         own, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()

@@ -19,11 +19,13 @@ import torch
 from torch.autograd import Variable
 from torch.utils._pytree import tree_map
 
+from minidist.common.guard import Guard
 from minidist.common.replicas import broadcast_state
+from minidist.common.tensors_in import tensors_in
 from minidist.fully_sharded.backward_pass import BackwardPass, Trace, UnitPass, in_backward
 from minidist.fully_sharded.flat_gradient import FlatGradient
 from minidist.fully_sharded.flat_parameter import FlatParameter
-from minidist.fully_sharded.graph_ends import gives_parameters, has_graph, made, tensors_in
+from minidist.fully_sharded.graph_ends import gives_parameters, has_graph, made
 from minidist.fully_sharded.units import Unit
 
 
@@ -32,10 +34,13 @@ class Schedule:
 
     def __init__(self, units: list[Unit], prefetches: bool) -> None:
         self.units, self.root, self._prefetches = units, units[0], prefetches
+        self._guard = Guard(
+            self.root.module, "fully sharded training", self.root.options.ignored_parameters
+        )
         self.sync = True  # not within no_sync()
         self.running = False  # within a forward pass of the root
         self.reduces = True  # the backward passes that follow reduce their gradients
-        self.unreduced = False  # since the last pass that reduced there was one that is to be
+        self.unreduced = False  # a forward pass wanted that, and no backward pass has reduced since
         self.ahead: Unit | None = None  # gathered before its time
         self._trace = Trace()  # of this forward pass
         self._known: list[Unit] = []  # the order of units in the last forward pass
@@ -83,6 +88,10 @@ class Schedule:
 
     def _begin(self) -> None:
         """What is gathered is from before the optimizer's step. Gather it again."""
+        if torch.is_grad_enabled():
+            self._guard.require_unchanged()
+        for flat in self.flats:
+            flat.require_in_place()
         if self._stale_buffers:  # a pass that trained has left other ones on each rank
             for group in self.root.options.groups[::-1]:
                 broadcast_state(self.root.module.buffers(), group)
@@ -123,6 +132,9 @@ class Schedule:
         if not again:  # else its backward pass follows, and needs the parameters
             for flat in unit.flats:
                 flat.readers.discard(this)
+                if unseen:
+                    flat.unseen.add(this)
+            this.unseen = unseen
             # A backward pass comes to a unit before it comes to those within it.
             this.previous = unit.before = self._last
             if unit.flats and (ends or unseen or not trained):
@@ -131,7 +143,7 @@ class Schedule:
                 this.left = len(self._trace.events)
                 self._trace.events.append((this, None))
             if unit.reshards or not trained:
-                unit.free(keep=unseen or gives_parameters(unit, found))
+                unit.free(keep=gives_parameters(unit, found))
         trace = None if again else self._trace
         for tensor in ends:
             tensor.register_hook(lambda _: self.backward().come_to(trace, this))

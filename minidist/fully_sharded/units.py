@@ -1,12 +1,14 @@
 """A unit: the parameters that are gathered, used and freed together. Lesson: fully_sharded"""
 
 import copy
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint import state_dict as torch_states
 from torch.distributed.device_mesh import DeviceMesh
 
 from minidist.fully_sharded.flat_parameter import Arrived, FlatParameter
@@ -15,6 +17,16 @@ from minidist.fully_sharded.torch_arguments import Options
 if TYPE_CHECKING:
     from minidist.fully_sharded.unit_schedule import Schedule
 
+# Torch's functions for states of optimizers.
+OF_OPTIMIZERS = {
+    of.__code__
+    for of in (
+        torch_states.get_optimizer_state_dict,
+        torch_states.set_optimizer_state_dict,
+        torch_states.get_state_dict,
+        torch_states.set_state_dict,
+    )
+}
 Form = Callable[[FlatParameter], Iterator[torch.Tensor]]
 
 
@@ -89,6 +101,17 @@ class FSDPModule(nn.Module):
                 "wrap it then"
             )
         return super()._apply(fn, recurse)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """For torch.distributed.checkpoint.state_dict: children that add nothing to names. Raises
+        RuntimeError for its functions of optimizers, which would take a rank's shard for all."""
+        if any(frame.f_code in OF_OPTIMIZERS for frame, _ in traceback.walk_stack(None)):
+            raise RuntimeError(
+                "torch.distributed.checkpoint.state_dict does not know these shards of an "
+                "optimizer's states: call optim_state_dict and load_optim_state_dict of "
+                "minidist.fully_sharded"
+            )
+        return {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """One on the same ranks, with shards of its own, without gradients: for averaged weights.

@@ -86,6 +86,11 @@ class Ledger(TorchDispatchMode):
             record.nbytes += change
             self.changes.append((record, change))
 
+    def live(self) -> int:
+        """The bytes of all that was made since, and is there now."""
+        found = [record.life() for record in self._live.values()]
+        return sum(storage.nbytes() for storage in found if storage is not None)
+
     def history(self) -> dict[str, list[int]]:
         """Live bytes by category: at the start, then after each change."""
         live = [0] * len(CATEGORIES)

@@ -30,19 +30,28 @@ def mesh(
     """
     group = require_group(None, "mixed.mesh")
     sizes = dict(data=data, pipeline=pipeline, tensor=tensor)
-    ranks, problem = dist.get_world_size(group), None
-    if sorted(order) != sorted(AXES):
-        problem = ValueError(f"order names {', '.join(AXES)}, each once, not {', '.join(order)}")
-    elif min(sizes.values()) < 1 or prod(sizes.values()) != ranks:
-        told = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
-        problem = ValueError(
-            f"a mesh of {told} is for {prod(sizes.values())} ranks, and there are {ranks}"
-        )
-    agree.raise_on_every_rank(group, problem)
+    ranks = dist.get_world_size(group)
+    with agree.together(group):
+        if sorted(order) != sorted(AXES):
+            raise ValueError(f"order names {', '.join(AXES)}, each once, not {', '.join(order)}")
+        if min(sizes.values()) < 1 or prod(sizes.values()) != ranks:
+            told = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+            raise ValueError(
+                f"a mesh of {told} is for {prod(sizes.values())} ranks, and there are {ranks}"
+            )
     agree.require_same(group, sizes | dict(order=tuple(order)))
     return init_device_mesh(
         device().type, tuple(sizes[axis] for axis in order), mesh_dim_names=tuple(order)
     )
+
+
+def require_all_ranks(mesh: DeviceMesh) -> None:
+    """Raises ValueError for a mesh of other axes, or of some of the ranks."""
+    names = mesh.mesh_dim_names or ()
+    if sorted(names) != sorted(AXES):
+        raise ValueError(f"the axes of the mesh must be {', '.join(AXES)}, not {', '.join(names)}")
+    if mesh.size() != dist.get_world_size():
+        raise ValueError(f"a mesh of {mesh.size()} ranks is not of all {dist.get_world_size()}")
 
 
 def traffic_by_axis(

@@ -1,7 +1,6 @@
 """A model on a mesh: its features cut, its layers shared out, its replicas kept equal."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,31 +9,28 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.utils import clip_grads_with_norm_
 
 from minidist.common import agree
 from minidist.common.groups import require_group
 from minidist.common.guard import Guard
-from minidist.common.norm import norm_over_ranks
+from minidist.common.norm import clip_grad_norm_
 from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.single import all_gather_single
 from minidist.common.wrapper import Wrapper, copy_on_ranks
-from minidist.distributed_data_parallel.buckets import Bucket, assign
-from minidist.mixed.mesh_axes import AXES
+from minidist.mixed.mean_gradients import MeanGradients
+from minidist.mixed.mesh_axes import AXES, require_all_ranks
 from minidist.pipeline import Pipeline, Schedule
 from minidist.pipeline.opening import Loss
 from minidist.rank import device
 from minidist.tensor_parallel import (
     ColumnParallelLinear,
     full_state_dict,
-    grad_norm,
     load_full_state_dict,
     parallelize,
     vocab_parallel_cross_entropy,
 )
 from minidist.tensor_parallel.layer import gather_shards, shard
-
-BUCKET = 25 * 2**20  # bytes, as DistributedDataParallel has it
+from minidist.tensor_parallel.model import counted_elsewhere
 
 
 class MixedParallel(Wrapper):
@@ -60,15 +56,15 @@ class MixedParallel(Wrapper):
         two, and runs twice, with its message.)
     shard: what shards a stage along `data`, instead of averaging its gradients: called as
         shard(stage, device_mesh=mesh["data"]), for instance `md.FullyShardedDataParallel`, or a
-        `functools.partial` of it. It is a function and not a name, since this class knows nothing
-        of how a strategy shards: it only calls what is returned. Its units are gathered for every
-        micro-batch, unless `reshard_after_forward=False`. No parameter can be in two stages then,
-        and FullyShardedDataParallel refuses what `sequence_parallel` puts into a model.
+        `functools.partial` of it. Its units are gathered for every micro-batch, unless
+        `reshard_after_forward=False`. No parameter can be in two stages then, and no schedule can
+        go back in two parts, as "zero_bubble" does.
     sequence_parallel: see `tensor_parallel.parallelize`. Less travels along the pipeline, too.
 
     Tied embedding and head stay so, in all replicas and stages. Along `data` gradients are averaged
     once a step, so an optimizer may shard its states there: a `md.ZeroRedundancyOptimizer` with
-    `process_group=mesh.get_group("data")` (ZeRO, stage 1).
+    `process_group=mesh.get_group("data")` (ZeRO, stage 1). After a step all replicas have the
+    buffers of the first, such as the running means of batch norm.
 
     `copy.deepcopy` gives a model on the same mesh, with a copy of this rank's shards. `torch.save`
     raises TypeError: save `full_state_dict()`.
@@ -94,7 +90,9 @@ class MixedParallel(Wrapper):
         recompute: bool = False,
     ) -> None:
         world = require_group(None, "MixedParallel")
-        agree.raise_on_every_rank(world, _problem(module, mesh))
+        with agree.together(world):
+            require_all_ranks(mesh)
+            _require_layers(module)
         names: Any = mesh.mesh_dim_names
         settings = dict(microbatches=microbatches, schedule=schedule, balance=balance)
         settings |= dict(sequence_parallel=sequence_parallel, recompute=recompute)
@@ -107,12 +105,13 @@ class MixedParallel(Wrapper):
         self._data, self._pipeline, self._tensor = (mesh.get_group(axis) for axis in AXES)
         self._by_place = mesh.mesh.permute([names.index(axis) for axis in AXES])  # (d, p, t)
         if self._tensor.size() > 1:
-            agree.raise_on_every_rank(world, self._split(plan, sequence_parallel))
+            with agree.together(world):
+                parallelize(module, self._tensor, plan, sequence_parallel=sequence_parallel)
         model: Any = module
         layers = model if isinstance(model, nn.Sequential) else model.sequential()
         last: Any = layers[-1]
         split = isinstance(last, ColumnParallelLinear) and not last.gather_output
-        self._words = last.out_features if split else 0  # of which a rank gives its own
+        self._vocabulary = last.out_features if split else 0  # of whose logits a rank gives its own
         pipeline = Pipeline(
             layers,
             microbatches,
@@ -122,27 +121,19 @@ class MixedParallel(Wrapper):
             recompute,
             wrap=None if shard is None else partial(shard, device_mesh=mesh["data"]),
         )
-        self._is_sharded = shard is not None
+        self._sharded: list[Any] = pipeline.wrapped if shard else []
+        for stage in self._sharded:
+            if not hasattr(stage, "summon_full_params"):
+                raise TypeError(
+                    "shard is for what shards a stage's parameters, such as "
+                    f"FullyShardedDataParallel, not {type(stage).__name__}. For optimizer states "
+                    "alone, in shards along data, make a ZeroRedundancyOptimizer"
+                )
         _keep_only(module, set(pipeline.module.modules()))
         # Not a submodule: its layers are those of `module`, by other names.
         object.__setattr__(self, "pipeline", pipeline)
-        # A hook of DistributedDataParallel would fire at every micro-batch, before the gradient is
-        # complete, and before the two ends of a tie are added up: the buckets leave at the end.
-        trained = [p for p in reversed(list(module.parameters())) if p.requires_grad]
-        averages = self._data.size() > 1 and not self._is_sharded
-        buckets = assign(trained, BUCKET) if averages else []
-        self._buckets = [
-            Bucket(number, parameters, number == len(buckets) - 1, self._data)
-            for number, parameters in enumerate(buckets)
-        ]
+        self._mean = None if self._sharded else MeanGradients(module, self._data)
         self._guard = Guard(module, "MixedParallel")
-
-    def _split(self, plan: Mapping[str, Any] | None, sequence_parallel: bool) -> Exception | None:
-        try:
-            parallelize(self.module, self._tensor, plan, sequence_parallel=sequence_parallel)
-        except (TypeError, ValueError) as problem:
-            return problem
-        return None
 
     def train_step(
         self, inputs: torch.Tensor, targets: torch.Tensor, loss_fn: Loss
@@ -153,8 +144,8 @@ class MixedParallel(Wrapper):
         inputs, targets, loss_fn: as in `Pipeline.train_step`, of this rank's replica: ranks that
             differ along `pipeline` and `tensor` only pass the same. Replicas may have different
             numbers of rows; each counts by its rows.
-        loss_fn: gets outputs of this rank's words if `tensor` is more than 1; `cross_entropy` is
-            one for that.
+        loss_fn: gets the logits of this rank's tokens if `tensor` is more than 1;
+            `cross_entropy` is one for that.
 
         Raises on every rank what `Pipeline.train_step` does, and ValueError if ranks along `tensor`
         pass different batches; RuntimeError if a parameter was added, replaced or unfrozen since
@@ -167,14 +158,19 @@ class MixedParallel(Wrapper):
             loss = self.pipeline.train_step(inputs, targets, lambda y, t: loss_fn(y, t) * weight)
         except Exception as error:
             problem = error
-        told = torch.tensor(
-            [loss.item(), problem is not None], dtype=torch.float64, device=device()
-        )
+        replicas = self._data.size()
+        unused = self._mean is not None and self._mean.some_unused()
+        # 1 for a replica without some gradient; for one that failed, more than all of these.
+        went = replicas + 1 if problem is not None else int(unused)
+        told = torch.tensor([loss.item(), went], dtype=torch.float64, device=device())
         dist.all_reduce(told, group=self._data)
-        if told[1]:
+        if told[1] > replicas:
             agree.pass_on(self._data, problem)
-        self._average()
-        return told[0] / self._data.size()
+        if self._mean is not None:
+            self._mean.take(some_unused=bool(told[1] > 0))
+        # Now, not before the next pass as elsewhere: a replica may evaluate without the others.
+        broadcast_state(self.module.buffers(), self._data)
+        return told[0] / replicas
 
     def _weight(self, inputs: Any, targets: Any) -> float:
         """How much this replica's loss counts: its rows, over the mean of all replicas. Raises on
@@ -198,20 +194,9 @@ class MixedParallel(Wrapper):
         by_replica = first[:, 0, 0]
         return (by_replica[self.mesh.get_local_rank("data")] / by_replica.mean()).item()
 
-    def _average(self) -> None:
-        """Give every replica the mean of the gradients."""
-        works = []
-        for bucket in self._buckets:
-            for slot in range(len(bucket.parameters())):
-                bucket.hold(slot, 1 / self._data.size())
-            works.append(dist.all_reduce(bucket.buffer(), group=self._data, async_op=True))
-        for work in works:
-            assert work is not None  # which it is for ranks outside the group only
-            work.wait()
-
     def cross_entropy(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The mean over all words, of outputs that may be split by words. For `train_step`."""
-        if not self._words:
+        """The mean over all tokens, of logits that may be split by vocabulary. For `train_step`."""
+        if not self._vocabulary:
             return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
         return vocab_parallel_cross_entropy(outputs, targets, self._tensor)
 
@@ -219,10 +204,10 @@ class MixedParallel(Wrapper):
         """The outputs for the inputs, whole, on every rank of the replica, without gradients. Every
         rank of the replica calls this with the same inputs."""
         own = self.pipeline(inputs)  # (B, T, V_r)
-        if not self._words:
+        if not self._vocabulary:
             return own
         ranks = self._tensor.size()
-        widths = [len(shard(self._words, rank, ranks)) for rank in range(ranks)]
+        widths = [len(shard(self._vocabulary, rank, ranks)) for rank in range(ranks)]
         return torch.cat(gather_shards(own, own.ndim - 1, widths, self._tensor), -1)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -232,36 +217,30 @@ class MixedParallel(Wrapper):
         Shards are summed over `tensor`, and stages over `pipeline`. What is replicated counts once,
         and so does what two stages share. Along `data` all gradients are the same, or shards.
         """
-        total = grad_norm(self.module, norm_type, self.pipeline.counted_elsewhere)
-        total = total.to(device(), torch.float64)
-        for group in [self._data] * self._is_sharded + [self._pipeline]:
-            total = norm_over_ranks(total, norm_type, group)
-        clip_grads_with_norm_(self.parameters(), max_norm, total)
-        return total
+        replicated = counted_elsewhere(self.module, self._tensor)
+        return clip_grad_norm_(
+            self.parameters(),
+            max_norm,
+            norm_type,
+            groups=[self._data] * bool(self._sharded) + [self._pipeline, self._tensor],
+            device=device(),
+            elsewhere=self.pipeline.counted_elsewhere | replicated,
+        )
 
     def full_state_dict(self) -> dict[str, Any]:
         """The `state_dict` of the whole model, on the CPU of every rank. Every rank calls this.
         (`state_dict()` is that of this rank's shards.)"""
-        with self._whole():
+        with self.pipeline.whole_stages():
             own = full_state_dict(self.module)
             return agree.whole_state(self._pipeline, own, self._names)
 
     def load_full_state_dict(self, state: dict[str, Any]) -> None:
         """Load this rank's shards, from a `state_dict` of the whole model. Raises RuntimeError, as
         `load_state_dict` does, if names or shapes are others."""
-        with self._whole():
+        with self.pipeline.whole_stages():
             elsewhere = set(self._names) - set(self.module.state_dict())
             own = {name: value for name, value in state.items() if name not in elsewhere}
             load_full_state_dict(self.module, own)
-
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Within the block no parameter is sharded along `data`."""
-        with ExitStack() as block:
-            stages: Sequence[Any] = self.pipeline.wrapped if self._is_sharded else ()
-            for stage in stages:
-                block.enter_context(stage.summon_full_params())
-            yield
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MixedParallel":
         return copy_on_ranks(self, memo, self.mesh, self._data, self._pipeline, self._tensor)
@@ -273,20 +252,14 @@ class MixedParallel(Wrapper):
         )
 
 
-def _problem(module: Any, mesh: DeviceMesh) -> Exception | None:
-    names = mesh.mesh_dim_names or ()
-    if sorted(names) != sorted(AXES):
-        return ValueError(f"the axes of the mesh must be {', '.join(AXES)}, not {', '.join(names)}")
-    if mesh.size() != dist.get_world_size():
-        return ValueError(f"a mesh of {mesh.size()} ranks is not of all {dist.get_world_size()}")
+def _require_layers(module: Any) -> None:
     if isinstance(module, Wrapper) or not (
         isinstance(module, nn.Sequential) or hasattr(module, "sequential")
     ):
-        return TypeError(
+        raise TypeError(
             "MixedParallel takes an nn.Sequential, or a model whose sequential() gives its layers, "
             f"not {type(module).__name__}"
         )
-    return None
 
 
 def _digest(x: Any) -> float:

@@ -104,12 +104,18 @@ class Mirror:
         self._sent = False
 
     def require_unchanged(self) -> None:
-        """Raises RuntimeError if the parameter is another kind of tensor than it was."""
+        """Raises RuntimeError if the parameter is another kind of tensor than it was, or has a
+        gradient beside the one that has left."""
         gradient = self.parameter.grad  # raises for one that a strategy has replaced by shards
         if (self.parameter.dtype, self.parameter.shape) != (self.buffer.dtype, self.buffer.shape):
             raise RuntimeError(
                 "a parameter has been converted since the optimizer was made. Change a model "
                 "first, and make its optimizer then"
+            )
+        if gradient is not None and self.gradients:  # torch's DDP hides its hooks, and comes later
+            raise RuntimeError(
+                "a parameter's .grad was written after receive_in_backward had taken it: by a "
+                "wrapper that averages gradients? Leave it out then, and let step() fetch"
             )
         if gradient is not None and gradient.layout is not torch.strided:
             raise RuntimeError("a sparse gradient cannot be offloaded: sparse=True")

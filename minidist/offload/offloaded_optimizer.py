@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from minidist.common.replicas import require_plain
 from minidist.offload.budget import on_host, put_on_host
 from minidist.offload.mirror import CopyStream, Mirror
 from minidist.zero.optimizer_states import require_states_of
@@ -66,7 +67,9 @@ class OffloadedOptimizer(Optimizer):
         """As for any optimizer."""
         super().add_param_group(param_group)
         try:
-            for parameter in self.param_groups[-1]["params"]:
+            for position, parameter in enumerate(self.param_groups[-1]["params"]):
+                number = len(self.param_groups) - 1
+                require_plain(f"parameter {position} of group {number}", parameter)
                 if parameter.device not in self._streams:
                     self._streams[parameter.device] = CopyStream(parameter.device)
                 self._mirrors[parameter] = Mirror(parameter, self._streams[parameter.device])
@@ -93,7 +96,8 @@ class OffloadedOptimizer(Optimizer):
 
         This is for one process, or a stage of a pipeline. An average over ranks is complete only
         after backward; `step` fetches that. Raises RuntimeError if a wrapper waits for a
-        parameter's gradient.
+        parameter's gradient. Of torch's own, and of one that comes later, backward or `step` raises
+        it.
         """
         if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self._mirrors):
             raise RuntimeError(
@@ -203,7 +207,7 @@ class OffloadedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a `state_dict` of this or of the bare optimizer. Raises ValueError, and changes
         nothing, if it is of other groups or another model."""
-        require_states_of(list(self._mirrors), state_dict["state"])
+        require_states_of(list(self._mirrors), state_dict["state"], factored=True)
         self._give_options()
         with on_host():
             self._inner.load_state_dict(state_dict)

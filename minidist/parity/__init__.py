@@ -9,7 +9,7 @@ To read: `check` below, then `job` (the training, alone and on a rank) and `stat
 and how far two of them are apart).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +95,7 @@ def check(
     data: Data | None = None,
     loss_fn: Loss = cross_entropy,
     step: Callable[..., torch.Tensor] = train_step,
+    weights: Callable[[Any], Mapping[str, torch.Tensor]] | None = None,
     world_size: int = 2,
     steps: int = 4,
     batch_size: int | None = None,
@@ -113,6 +114,9 @@ def check(
         called with torch's seed set to 0, in every process.
     data: inputs and targets, examples first; the digits, if None. batch_size: 16 for each rank.
     step: one step of training on a rank, for strategies with a loop of their own; see `train_step`.
+    weights: for a wrapper whose `state_dict()` gives something else: called on each rank with the
+        module, it returns whole parameters by the names of the bare model. Only these are compared
+        then. (Optimizer states are seen all the same, one step later, in the weights.)
     tolerance: the largest relative difference, max|a - b| / max|b| of a tensor.
     ranks: a pool that is there already; `world_size` is then its own.
 
@@ -138,7 +142,7 @@ def check(
             f"parity.check trains 1 step or more, with a batch that {world_size} ranks can share "
             f"evenly, not {steps} steps of {batch_size} examples"
         )
-    job = Job(strategy, model, optimizer, loss_fn, step, dtype, tolerance)
+    job = Job(strategy, model, optimizer, loss_fn, step, weights, dtype, tolerance)
     images, labels = md.zoo.digits(dtype) if data is None else data
     picks = [torch.arange(s * batch_size, (s + 1) * batch_size) % len(images) for s in range(steps)]
     batches = [(_to(images[pick], dtype), labels[pick]) for pick in picks]
@@ -170,5 +174,4 @@ def _verdict(reports: list[Report], alone: list[Step], tolerance: float) -> Pari
     if differences:
         step, words = min(differences, key=lambda difference: difference[0])
         raise ParityError(f"step {step}, {words} ({tolerance:g} is allowed)")
-    tensors = len(alone[0].state | alone[0].buffers[0])
-    return Parity(len(reports), len(alone), tensors, tolerance, largest)
+    return Parity(len(reports), len(alone), reports[0].tensors, tolerance, largest)

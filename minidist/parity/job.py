@@ -1,6 +1,6 @@
 """The same training, in one process and on a rank (lesson: distributed_data_parallel)."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from minidist.parity.snapshot import State, buffers_of, differences, state_of
+from minidist.parity.snapshot import State, buffers_of, copy_of, differences, state_of
 from minidist.rank import device
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -29,6 +29,7 @@ class Step:
 class Report:
     """What a rank found: the first difference (its step, and words for it), and its losses."""
 
+    tensors: int = 0
     largest: float = 0.0
     first: tuple[int, str] | None = None
     losses: list[float] = field(default_factory=list)
@@ -43,6 +44,7 @@ class Job:
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     loss_fn: Loss
     step: Callable[..., torch.Tensor]
+    weights: Callable[[Any], Mapping[str, torch.Tensor]] | None
     dtype: torch.dtype
     tolerance: float
 
@@ -84,9 +86,19 @@ class Job:
             inputs, targets = (tensor[rank::world_size].to(here) for tensor in batch)
             loss = self.step(model, optimizer, inputs, targets, self.loss_fn)
             report.losses.append(loss.item())
-            wanted = {**expected.state, **expected.buffers[rank]}
-            for words, difference in differences(state_of(model, optimizer), wanted):
+            found, wanted = self.to_compare(model, optimizer, expected, rank)
+            report.tensors = len(wanted)
+            for words, difference in differences(found, wanted):
                 report.largest = max(report.largest, difference)
                 if report.first is None and not difference <= self.tolerance:
                     report.first = number, words
         return report
+
+    def to_compare(
+        self, model: Any, optimizer: torch.optim.Optimizer, expected: Step, rank: int
+    ) -> tuple[State, State]:
+        """What this rank has, and what it should have."""
+        if self.weights is None:
+            return state_of(model, optimizer), {**expected.state, **expected.buffers[rank]}
+        found = {name: copy_of(tensor) for name, tensor in self.weights(model).items()}
+        return found, {name: expected.state[name] for name, _ in self.make().named_parameters()}

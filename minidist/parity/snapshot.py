@@ -15,14 +15,15 @@ import minidist as md
 State = dict[str, torch.Tensor]
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """On the CPU, and it stays as it is."""
     return tensor.detach().cpu().clone()
 
 
 def buffers_of(model: nn.Module) -> State:
     """What is in its checkpoint and not trained."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return {k: _copy(v) for k, v in model.state_dict().items() if k not in parameters}
+    return {k: copy_of(v) for k, v in model.state_dict().items() if k not in parameters}
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
@@ -36,7 +37,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
         for key, value in states.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 state[f"{key} of {name}"] = value
-    return {name: _copy(value) for name, value in state.items()}
+    return {name: copy_of(value) for name, value in state.items()}
 
 
 def _states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:

@@ -16,7 +16,8 @@ stages). Lesson: layer_splitting.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ from minidist.pipeline.schedules import (
 )
 from minidist.pipeline.simulate import Prediction, Span, simulate
 from minidist.pipeline.stage import Layers, Stage, StageLayers, keywords_of
-from minidist.pipeline.ties import find_ties, summed
+from minidist.pipeline.ties import add_up, find_ties, set_aside, some_unused
 from minidist.pipeline.transfers import Transfers
 from minidist.pipeline.validate import ScheduleError, validate
 
@@ -81,7 +82,7 @@ class Pipeline(Wrapper):
     recompute: keep a stage's inputs only, and compute its activations again for backward.
     wrap: a strategy along another axis of a mesh, such as FullyShardedDataParallel. It is given
         the layers of each stage, and what it returns is run in their place. Then no parameter can
-        be in two stages, and "zero_bubble" is not for strategies that wait for backward.
+        be in two stages, and no schedule can go back in two parts, as "zero_bubble" does.
 
     A layer takes what the one before it gives, as in any nn.Sequential: a tensor, or tensors and
     plain values in tuples, lists and dicts; tensors of whole numbers and masks get no gradient.
@@ -113,12 +114,13 @@ class Pipeline(Wrapper):
     ) -> None:
         group = require_group(process_group, "Pipeline")
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        problem: Exception | None = None
-        try:
+        with agree.together(group):
             plan, counts = _plan(module, microbatches, schedule, balance, ranks)
-        except (TypeError, ValueError) as error:
-            problem = error
-        agree.raise_on_every_rank(group, problem)
+            if wrap is not None and plan.splits_backward:
+                raise ValueError(
+                    f"schedule {plan.name} goes back in two parts, and a strategy around a stage "
+                    "waits for the whole backward pass: take another schedule, such as 1f1b"
+                )
         settings = dict(microbatches=microbatches, balance=counts, schedule=plan)
         agree.require_same(group, settings | dict(recompute=recompute))
         require_same_model(module, group)
@@ -150,6 +152,8 @@ class Pipeline(Wrapper):
             for stage, sequence in stages.items()
         }
         self.wrapped = [layers.module for layers in self._layers.values()]
+        # Of which each rank along another axis has shards.
+        self._sharded: list[Any] = [x for x in self.wrapped if hasattr(x, "summon_full_params")]
         self._recompute, self._names = recompute, list(module.state_dict())
         self._ties = [tie for tie in ties if rank in tie.ranks]
         # Parameters of ours that another rank has too, and counts in norms.
@@ -179,8 +183,9 @@ class Pipeline(Wrapper):
         one micro-batch to the next; RuntimeError for what a layer or loss_fn raised. Gradients then
         make no sense, and are to be set to None.
         """
-        with summed(self._ties, self.process_group):
-            loss, _ = self._run(inputs, kwargs, (loss_fn, targets))
+        with set_aside(self._ties):
+            loss, unused, _ = self._run(inputs, kwargs, (loss_fn, targets))
+            add_up(self._ties, self.process_group, unused)
         return loss
 
     def forward(self, inputs: Any, **kwargs: Any) -> Any:
@@ -188,14 +193,15 @@ class Pipeline(Wrapper):
         `inputs` and `kwargs` are those of `train_step`, used on the first. There may be fewer rows
         than micro-batches. Raises on every rank if a stage fails."""
         last = self.schedule.rank_of(self.schedule.stages - 1)
-        y = self._run(inputs, kwargs)[1]
+        *_, y = self._run(inputs, kwargs)
         broadcast_state(tensors_of(y), self.process_group, last)
         return y
 
     def _run(
         self, inputs: Any, kwargs: dict[str, Any], training: tuple[Loss, Any] | None = None
-    ) -> tuple[torch.Tensor, Any]:
-        """Returns the loss, on every rank; or the outputs, which only the last has made."""
+    ) -> tuple[torch.Tensor, bool, Any]:
+        """Returns the loss, on every rank, and whether a tie has no gradient on one of them; or the
+        outputs, which only the last has made."""
         batch, plan = self._opening.open(inputs, kwargs, training), self.schedule
         if training is None:
             plan = forward_only(self._peers.size, plan.stages, len(batch.rows))
@@ -205,38 +211,53 @@ class Pipeline(Wrapper):
         executor.run(plan.ranks[self._peers.rank])
         self.trace = executor.trace
         loss = sum(loss.item() for loss in executor.losses)
-        failed, device = executor.problem is not None, self._peers.device
-        told = torch.tensor([loss, failed], dtype=torch.float64, device=device)
+        ranks, failed = self._peers.size, executor.problem is not None
+        # 1 for a rank where a tie has no gradient; for one that failed, more than all of these.
+        went = ranks + 1 if failed else int(some_unused(self._ties))
+        told = torch.tensor([loss, went], dtype=torch.float64, device=self._peers.device)
         dist.all_reduce(told, group=self.process_group)
-        if told[1]:
+        if told[1] > ranks:
             self._opening.forget()
             agree.raise_on_every_rank(self.process_group, executor.problem)
         if training is not None:
-            return told[0], None
+            return told[0], bool(told[1] > 0), None
         empty = [batch.outlines[plan.stages - 1, n].empty(self._device) for n in batch.rows]
-        return told[0], join(executor.outputs or [y for y, _ in empty])
+        return told[0], False, join(executor.outputs or [y for y, _ in empty])
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients of all stages so that their norm, taken over all of them, is at most
         `max_norm`; what it was is returned. As `torch.nn.utils.clip_grad_norm_` of the whole
-        module: parameters on several ranks count once. Every rank calls this."""
+        module: parameters on several ranks count once. Every rank calls this, and if the stages
+        are fully sharded, every rank that has shards of them."""
         return clip_grad_norm_(
             self.parameters(),
             max_norm,
             norm_type,
-            groups=[self.process_group],
+            groups=[*(stage.process_group for stage in self._sharded[:1]), self.process_group],
             device=self._peers.device,
             elsewhere=self.counted_elsewhere,
         )
 
     def full_state_dict(self) -> dict[str, Any]:
         """The `state_dict` of the whole module, on the CPU of every rank, which must have room for
-        it. Every rank calls this. (`state_dict()` is that of this rank's layers.)"""
-        return agree.whole_state(self.process_group, self.state_dict(), self._names)
+        it. Every rank calls this, and if the stages are fully sharded, every rank that has shards
+        of them. (`state_dict()` is that of this rank's layers, or shards.)"""
+        with self.whole_stages():
+            return agree.whole_state(self.process_group, self.state_dict(), self._names)
+
+    @contextmanager
+    def whole_stages(self) -> Iterator[None]:
+        """Within the block no parameter is sharded by a strategy around its stage. Every rank that
+        has shards enters it."""
+        with ExitStack() as block:
+            for stage in self._sharded:
+                block.enter_context(stage.summon_full_params())
+            yield
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Load what is of this rank's layers, from a checkpoint of the whole module or of these
-        layers. What is of other ranks' layers is passed over."""
+        layers. What is of other ranks' layers is passed over. If the stages are fully sharded, load
+        that of the whole module within `whole_stages()`."""
         own = copy.copy(state_dict)
         for name in set(self._names) - set(self.state_dict()):
             own.pop(name, None)

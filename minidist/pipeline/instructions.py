@@ -72,6 +72,11 @@ class Schedule:
         """The rank that stage lives on."""
         return stage % len(self.ranks)
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients for inputs and those for weights are computed apart."""
+        return any(isinstance(each, BackwardInputs) for own in self.ranks for each in own)
+
 
 def needs(instruction: Instruction, stages: int) -> Instruction | None:
     """The message that must have been received before a computation, if any."""

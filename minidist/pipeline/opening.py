@@ -4,7 +4,7 @@ activations.
 Outlines depend on the inputs, which the first rank has, and on what each rank has done with its
 layers: a frozen parameter, a layer in evaluation mode. So each rank numbers the states that it has
 seen, and the numbers of all ranks together are the key to the outlines. This takes 16 bytes from
-each rank, once a step.
+each rank, once a step; and with a strategy around the stages, an all_reduce of 32 along its axis.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
@@ -84,20 +85,45 @@ class Opening:
         everyone = mine.new_empty(2 * self._peers.size)
         all_gather_single(everyone, mine, self._peers.group).wait()
         numbers, totals = everyone.view(-1, 2).T.tolist()
-        if min(numbers) < 0:
-            assert self._peers.group is not None
-            agree.raise_on_every_rank(self._peers.group, problem)
-        rows, key = self._rows(totals[0], trains), tuple(numbers)
-        if key not in self._outlines:
-            self._outlines[key] = self._learn(rows, parts, trains)
+        failed, key = min(numbers) < 0, tuple(numbers)
+        rows = [] if failed else self._rows(totals[0], trains)
+        sizes = [] if key in self._outlines else sorted(set(rows))
+        times = self._agree_over_replicas(failed, len(rows), len(sizes), problem)
+        if sizes:
+            self._outlines[key] = self._learn(sizes, rows, parts, trains)
+        if times > len(sizes):  # other replicas have new shapes
+            self._learn(rows[-1:] * (times - len(sizes)), rows, parts, trains)
         return Batch(rows, parts, training, self._outlines[key])
+
+    def _agree_over_replicas(
+        self, failed: bool, count: int, rehearsals: int, problem: Exception | None
+    ) -> int:
+        """How often each stage must be rehearsed. With a strategy around it that gathers its
+        parameters for each run, all ranks of the strategy must run it equally often. Raises on all
+        of them if one of their replicas has failed."""
+        replicas = next(iter(self._layers.values())).groups
+        told = torch.tensor([failed, -count, count, rehearsals]).to(self._peers.device)
+        for group in replicas:
+            dist.all_reduce(told, dist.ReduceOp.MAX, group)
+        any_failed, negative_least, most, rehearsals = told.tolist()
+        if any_failed:
+            assert self._peers.group is not None
+            agree.raise_along([self._peers.group, *replicas], problem)
+        if -negative_least != most:
+            raise ValueError(
+                "a strategy around the stages needs batches that all its ranks cut into as many "
+                f"micro-batches: here they are {-negative_least} and {most}"
+            )
+        return int(rehearsals)
 
     def forget(self) -> None:
         """A step has failed: learn all outlines again. Every rank calls this."""
         self._outlines.clear()
 
-    def _learn(self, rows: list[int], parts: Sequence[Any], trains: bool) -> Outlines:
-        first = {size: parts[rows.index(size)] if parts else None for size in set(rows)}
+    def _learn(
+        self, sizes: list[int], rows: list[int], parts: Sequence[Any], trains: bool
+    ) -> Outlines:
+        first = [(size, parts[rows.index(size)] if parts else None) for size in sizes]
         run = {stage: own.rehearse for stage, own in self._layers.items()}
         stages = self._stages - trains  # what the last one gives in training goes nowhere
         with torch.set_grad_enabled(trains):

@@ -120,18 +120,17 @@ def learn(
     peers: Peers,
     stages: int,
     run: Mapping[int, Callable[[Any], Any]],
-    first: Mapping[int, Any],
+    first: Sequence[tuple[int, Any]],
     device: torch.device,
 ) -> Outlines:
     """The outlines of what the first so many stages give, on every rank. All call this, and all
     raise what went wrong on one.
 
-    run: this rank's stages. first: for each number of rows, what goes into stage 0, on its rank.
+    run: this rank's stages. first: numbers of rows, and what goes into stage 0, on its rank.
     """
     assert peers.group is not None
     found: Outlines = {}
-    for rows in sorted(first):
-        activation = first[rows]
+    for rows, activation in first:
         for stage in range(stages):
             problem, told = None, [None]
             if stage in run:

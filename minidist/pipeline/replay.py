@@ -29,6 +29,7 @@ class Replay:
     def same_again(self) -> Iterator[None]:
         """Within the block random numbers and autocast are those of the first pass; after it,
         random numbers and buffers are what they were before it."""
+        slots = [(module._buffers, dict(module._buffers)) for module in self._module.modules()]
         buffers = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
         with ExitStack() as block:
             block.enter_context(torch.random.fork_rng([]))
@@ -42,5 +43,8 @@ class Replay:
             try:
                 yield
             finally:
+                for slot, held in slots:  # forward may have put other tensors there
+                    for name, tensor in held.items():
+                        slot[name] = tensor
                 for buffer, before in buffers:
                     buffer.data.copy_(before)  # unseen by autograd, which may have saved it

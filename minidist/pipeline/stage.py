@@ -1,12 +1,13 @@
 """One stage computes: forward, backward, or backward in two parts."""
 
 import inspect
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map_only
@@ -44,6 +45,15 @@ class Layers:
 
     def __call__(self, x: Any, kwargs: dict[str, Any]) -> Any:
         return self.module(x, **kwargs)
+
+    @property
+    def groups(self) -> Sequence[dist.ProcessGroup]:
+        """Of the strategy around the layers, if there is one that says so."""
+        if (unit := getattr(self.module, "fsdp_unit", None)) is not None:
+            groups: Sequence[dist.ProcessGroup] = unit.options.groups
+            return groups
+        group = getattr(self.module, "process_group", None)
+        return [] if group is None else [group]
 
     def onward(self, y: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """What goes to the next stage."""

@@ -33,16 +33,14 @@ def find_ties(layers: Sequence[nn.Module], rank_of_layer: Sequence[int]) -> list
 
 
 @contextmanager
-def summed(ties: Sequence[Tie], group: dist.ProcessGroup) -> Iterator[None]:
-    """At the end of the block, which adds to gradients, what it has added to those of this rank's
-    ties is the sum over the ranks that share them. If it raises, they are what they were."""
+def set_aside(ties: Sequence[Tie]) -> Iterator[None]:
+    """Within the block, which calls `add_up` at its end, the gradients of this rank's ties are what
+    the block has found alone: what was there has been summed already, and is added after it."""
     before = [tie.parameter.grad for tie in ties]
     for tie in ties:
-        tie.parameter.grad = None  # what is there has been summed already
+        tie.parameter.grad = None
     try:
         yield
-        for tie in ties:
-            tie.parameter.grad = _sum(tie, group)
     finally:
         for tie, gradient in zip(ties, before, strict=True):
             if gradient is not None:
@@ -50,18 +48,34 @@ def summed(ties: Sequence[Tie], group: dist.ProcessGroup) -> Iterator[None]:
                 tie.parameter.grad = gradient if found is None else gradient + found
 
 
-def _sum(tie: Tie, group: dist.ProcessGroup) -> torch.Tensor:
+def some_unused(ties: Sequence[Tie]) -> bool:
+    """Whether one has no gradient on this rank."""
+    return any(tie.parameter.grad is None for tie in ties)
+
+
+def add_up(ties: Sequence[Tie], group: dist.ProcessGroup, some_unused: bool) -> None:
+    """Make the gradient of each of this rank's ties the sum over the ranks that share it. Without
+    gradient on all of these, it stays None. `some_unused`: on a rank of the group at least, some
+    tie has none."""
+    for tie in ties:
+        tie.parameter.grad = _sum(tie, group, some_unused)
+
+
+def _sum(tie: Tie, group: dist.ProcessGroup, some_unused: bool) -> torch.Tensor | None:
     """Each rank sends its part to all others (mostly there is one) and adds up in the order of the
     ranks, so that all have the same bits. Of two ranks, the first sends first: where they have one
     queue, as with NCCL, two sends would wait for each other."""
     rank, parameter = dist.get_rank(group), tie.parameter
-    mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+    own = parameter.grad
+    mine = parameter.new_zeros(parameter.numel()) if own is None else own.reshape(-1)
+    if some_unused:  # with the part goes whether it is one
+        mine = torch.cat([mine, mine.new_tensor([own is not None])])
     parts = {other: mine if other == rank else torch.empty_like(mine) for other in tie.ranks}
     works = []
     for other in tie.ranks:
         if other == rank:
             continue
-        sent, came = (as_bytes(x.view(-1)) for x in (mine, parts[other]))
+        sent, came = (as_bytes(x) for x in (mine, parts[other]))
         for sends in (rank < other, rank > other):
             if sends:
                 works.append(dist.isend(sent, group=group, group_dst=other, tag=TAG))
@@ -70,4 +84,7 @@ def _sum(tie: Tie, group: dist.ProcessGroup) -> torch.Tensor:
     for work in works:
         assert work is not None
         work.wait()
-    return torch.stack([parts[other] for other in tie.ranks]).sum(0)
+    total = torch.stack([parts[other] for other in tie.ranks]).sum(0)
+    if some_unused and not total[-1]:
+        return None
+    return total[: parameter.numel()].view(parameter.shape)

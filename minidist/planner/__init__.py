@@ -10,12 +10,17 @@
 
 `python -m minidist plan` prints it all, and says what to turn on next.
 
+    md.planner.daly(save=60, between_failures=10_000)         # seconds between two checkpoints
+
 To read: `model_states` (the formulas of ZeRO), `transformer` and `layout` (a model's shape, and how
 it is laid out), `peak` (what a step adds), `device` and `step_time` (how long it takes), `advice`
-(what to turn on), `zero_table` (the paper's table).
+(what to turn on), `zero_table` (the paper's table), `planned_messages` (each message of a step),
+`calibrate` (a device's speed from one measured step), `failures` (how often to save).
 """
 
+from minidist.planner.calibrate import calibrated
 from minidist.planner.device import GPUS, Device
+from minidist.planner.failures import daly, expected_time, run_with_failures, young
 from minidist.planner.layout import RECOMPUTE, Layout
 from minidist.planner.model_states import (
     OPTIMIZERS,
@@ -28,6 +33,7 @@ from minidist.planner.model_states import (
     smallest_world_size,
 )
 from minidist.planner.peak import layer_activations, peak
+from minidist.planner.planned_messages import Planned, messages
 from minidist.planner.step_time import StepTime, step_time, traffic
 from minidist.planner.transformer import MODELS, Transformer
 from minidist.planner.zero_table import zero_table
@@ -42,15 +48,22 @@ __all__ = [
     "Device",
     "Layout",
     "Memory",
+    "Planned",
     "Precision",
     "StepTime",
     "Transformer",
+    "calibrated",
+    "daly",
+    "expected_time",
     "largest_model",
     "layer_activations",
     "memory",
+    "messages",
     "peak",
+    "run_with_failures",
     "smallest_world_size",
     "step_time",
     "traffic",
+    "young",
     "zero_table",
 ]

@@ -26,7 +26,7 @@ def states_page(parameters: float, world_size: int, nbytes: float, **recipe: Any
     titles = ["", *held.categories, "total", "fits", "largest model", "ranks needed"]
     return f"""{parameters:,.0f} parameters, world size {world_size:,}: GB on each rank of \
 {_gb(nbytes)} GB
-{_table(titles, rows)}
+{table(titles, rows)}
 Activations and time need a shape: --model, or --layers, --width and --heads."""
 
 
@@ -42,10 +42,11 @@ def page(
     *_, now = [plans[chosen], *rungs.values()]
     best = fastest(model, now, device, **recipe)
     said = [
-        f"{name}: {model.parameters / 1e9:,.4g} billion parameters on {layout.world_size:,} ranks ="
-        f" data {layout.data} × pipeline {layout.pipeline} × tensor {layout.tensor}",
-        f"A step: {layout.sequences:,} sequences of {model.length:,} tokens; on each replica "
-        f"{layout.micro_batches} × {layout.micro_batch}",
+        f"{name}: {model.parameters / 1e9:,.4g} billion parameters on {layout.world_size:,} "
+        f"rank{'s' * (layout.world_size > 1)} = "
+        f"data {layout.data} × pipeline {layout.pipeline} × tensor {layout.tensor}",
+        f"A step: {layout.sequences:,} sequence{'s' * (layout.sequences > 1)} of "
+        f"{model.length:,} tokens; on each replica {layout.micro_batches} × {layout.micro_batch}",
         f"\nGB at the peak of a step, on the fullest rank; of {_gb(USABLE * device.memory)}",
         _plans(model, plans, device, **recipe),
         f"\n{chosen} {'fits' if chosen in fitting else 'does not fit'}.",
@@ -62,7 +63,7 @@ def page(
         said += [_plans(model, {what: best}, device, **recipe)]
     said += [
         "",
-        _time(model, now, device, recipe["precision"]),
+        _time(model, now, device, recipe["precision"], [chosen, *rungs][-1]),
         "",
         _assumed(now, device, **recipe),
     ]
@@ -82,15 +83,15 @@ def _plans(model: Transformer, plans: dict[str, Layout], device: Device, **recip
         rows[-1] += ["yes" if fits(model, layout, device, **recipe) else "no", f"{seconds:.3g}"]
         rows[-1] += [f"{rate:,.0f}", f"{rate * model.flops / device.flops:.0%}"]
     titles = [kind.removeprefix("optimizer ") for kind in kinds]
-    return _table(["", *titles, "total", "fits", "s a step", "tokens/s/rank", "MFU"], rows)
+    return table(["", *titles, "total", "fits", "s a step", "tokens/s/rank", "MFU"], rows)
 
 
-def _time(model: Transformer, layout: Layout, device: Device, precision: str) -> str:
+def _time(model: Transformer, layout: Layout, device: Device, precision: str, row: str) -> str:
     took = step_time(model, layout, device, precision)
     parts = {"computing": took.compute, "bubble": took.bubble, "tensor": took.tensor}
     parts |= {"pipeline": took.pipeline, "data": took.data - took.hidden}
     shares = ", ".join(f"{name} {each / took.total:.0%}" for name, each in parts.items())
-    return f"""Such a step takes {took.total:.3g} s: {shares}.
+    return f"""A step ({row}) takes {took.total:.3g} s: {shares}.
 Waiting for messages is {took.communication / took.total:.0%}; another {took.hidden:.3g} s of \
 messages travel behind computing."""
 
@@ -121,7 +122,7 @@ def _gb(nbytes: float) -> str:
     return f"{nbytes / 1e9:,.0f}" if nbytes >= 100e9 else f"{nbytes / 1e9:.3g}"
 
 
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """The first column to the left, the others to the right."""
     lines = [titles, *rows]
     first, *widths = (max(map(len, column)) for column in zip(*lines, strict=True))

@@ -77,6 +77,14 @@ def peak(
     The first pipeline stage has the embedding and most micro-batches in flight, the last one the
     loss; tied weights are on both. Raises ValueError as `memory`, and if the model cannot be cut.
     """
+    every = peaks(model, layout, optimizer=optimizer, precision=precision)
+    return max(every, key=lambda each: each.total)
+
+
+def peaks(
+    model: Transformer, layout: Layout, *, optimizer: str = "adam", precision: str = "mixed"
+) -> list[Memory]:
+    """The same of a rank of each pipeline stage."""
     held = []
     for stage in stages(model, layout):
         own = stage.parameters(model, layout.tensor)
@@ -93,7 +101,7 @@ def peak(
             copies=copies(model, layout, own, precision),
         )
         held.append(each)
-    return max(held, key=lambda each: each.total)
+    return held
 
 
 def _scores(model: Transformer, layout: Layout, c: int) -> float:

@@ -10,7 +10,7 @@ from minidist.planner.model_states import PRECISIONS, memory
 from minidist.planner.transformer import Transformer
 
 # Along data, of gradients, then of parameters. Stage 1 stands behind a DDP, as in the lesson `zero`
-# and in torch; Megatron and DeepSpeed send for it what stage 2 sends.
+# and in torch; Megatron sends for it what stage 2 sends.
 COLLECTIVES: dict[int, tuple[tuple[str, ...], tuple[str, ...]]] = {
     0: (("all_reduce",), ()),
     1: (("all_reduce",), ("all_gather",)),

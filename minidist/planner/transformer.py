@@ -62,13 +62,13 @@ class Transformer:
         return h * (columns + rows) + (columns + 2 * h) + 4 * h  # with biases, and those of norms
 
     def embedding_parameters(self, tensor: int = 1) -> int:
-        words = -(-self.vocabulary // tensor)
-        return (words + (0 if self.llama else self.length)) * self.width
+        tokens = -(-self.vocabulary // tensor)
+        return (tokens + (0 if self.llama else self.length)) * self.width
 
     def head_parameters(self, tensor: int = 1, tied: bool = False) -> int:
         """The last norm and, unless it is the embedding's (`tied`), the matrix to the logits."""
-        words = 0 if tied else -(-self.vocabulary // tensor)
-        return (words + (1 if self.llama else 2)) * self.width
+        tokens = 0 if tied else -(-self.vocabulary // tensor)
+        return (tokens + (1 if self.llama else 2)) * self.width
 
     @property
     def parameters(self) -> int:

@@ -7,21 +7,22 @@
 | `bytes_per_rank` | bytes counted on each rank beside the bytes predicted |
 | `time_against_size` | how the time of a collective grows with its message |
 | `bars` | what was measured beside what one or more models say, by name |
+| `stacked` | the same, by the parts that it is made of |
 | `loss` | training curves, also where one lies upon another |
 | `memory` | what a rank's memory holds, after each allocation and free |
 | `memory_by_rank` | what the memory of each rank holds beside what a formula says |
 | `schedule` | what each rank of a pipeline does when, predicted or measured |
 | `sweep` | what was measured beside what was predicted, for each value of something |
-| `curves` | one number against another, measured beside a formula |
+| `breakdown` | of what parts several things consist, as bars from left to right |
 
 Every chart draws into the axes that it is given, or into a new figure as wide as a notebook,
 returns the axes, and leaves matplotlib's settings as they were. Input with nothing to draw is
 a ValueError. matplotlib is imported by the first chart, not by `import minidist`.
 """
 
-from minidist.plot.bar_charts import bars, bytes_per_rank
+from minidist.plot.bar_charts import bars, bytes_per_rank, stacked
+from minidist.plot.breakdown_chart import breakdown
 from minidist.plot.charts import loss, time_against_size, timeline, traffic
-from minidist.plot.curves import curves
 from minidist.plot.memory_charts import memory, memory_by_rank
 from minidist.plot.palette import RANKS, color, human_bytes, human_time, style
 from minidist.plot.schedule_chart import schedule
@@ -30,15 +31,16 @@ from minidist.plot.sweep_chart import sweep
 __all__ = [
     "RANKS",
     "bars",
+    "breakdown",
     "bytes_per_rank",
     "color",
-    "curves",
     "human_bytes",
     "human_time",
     "loss",
     "memory",
     "memory_by_rank",
     "schedule",
+    "stacked",
     "style",
     "sweep",
     "time_against_size",

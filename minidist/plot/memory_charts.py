@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
+from minidist.plot.bar_charts import handles, stacked
 from minidist.plot.frame import chart, legend, ticks
 from minidist.plot.palette import MEMORY, PALE, colors, human_bytes, ink
 
@@ -62,7 +62,7 @@ def memory(tracker: Tracker, ax: Axes | None = None) -> Axes:
         ax.set_ylabel("live bytes")
         ticks(ax.xaxis, lambda change: f"{change:g}", grid=None, whole=True)
         ticks(ax.yaxis, human_bytes)
-        legend(ax, _handles(kinds))
+        legend(ax, handles(kinds))
         return ax
 
 
@@ -83,35 +83,7 @@ def memory_by_rank(
         raise ValueError("memory_by_rank: nothing measured to draw")
     if strange := [name for name in predicted if name not in measured]:
         raise ValueError(f"memory_by_rank: {', '.join(strange)} is predicted and not measured")
-    bars = [*measured.values(), *predicted.values()]
-    highest = max(sum(parts.values()) for parts in bars)
-    with chart(ax, "Memory by rank", 8, 3.8) as ax:
-        handles = _handles(kinds)
-        for x, (name, parts) in enumerate(measured.items()):
-            foot = 0
-            for kind, shade in kinds.items():
-                nbytes = parts.get(kind, 0)
-                ax.bar(x, nbytes, 0.62, foot, color=shade, ec="white", lw=0.6, label=kind)
-                if nbytes > 0.06 * highest:
-                    y, said = foot + nbytes / 2, human_bytes(nbytes)
-                    ax.text(x, y, said, ha="center", va="center", size=8.5, color=ink(shade))
-                foot += nbytes
-            marks = list(accumulate(predicted.get(name, {}).get(kind, 0) for kind in kinds))
-            said = human_bytes(foot)
-            if name in predicted:
-                ax.hlines(sorted(set(marks)), x - 0.37, x + 0.37, color="black", lw=1.8)
-                said += f"\nformula: {human_bytes(marks[-1])}"
-            top = max(foot, *marks) + 0.02 * highest
-            ax.text(x, top, said, ha="center", va="bottom", size=9.5)
-        if predicted:
-            handles += ax.plot([], [], color="black", lw=1.8, label="formula")
-        ax.set_xticks(range(len(measured)), list(measured))
-        ax.set_xlim(-0.6, len(measured) - 0.4)
-        ax.set_ylim(0, 1.2 * highest)
-        ax.set_ylabel("live bytes")
-        ticks(ax.yaxis, human_bytes)
-        legend(ax, handles)
-        return ax
+    return stacked(measured, predicted, ax, "Memory by rank", "live bytes", human_bytes, kinds)
 
 
 def _kinds(measured: Iterable[Mapping[str, float]]) -> dict[str, str]:
@@ -119,13 +91,6 @@ def _kinds(measured: Iterable[Mapping[str, float]]) -> dict[str, str]:
     and then others in their own."""
     there = [name for parts in measured for name, nbytes in parts.items() if nbytes]
     return colors([name for name in MEMORY if name in there] + there)
-
-
-def _handles(kinds: Mapping[str, str]) -> list[Any]:
-    """For the legend, from the top of the stack to its bottom."""
-    from matplotlib.patches import Patch
-
-    return [Patch(color=shade, label=name) for name, shade in kinds.items()][::-1]
 
 
 def _strip(ax: Axes, phase: Phase, length: int) -> None:

@@ -41,6 +41,7 @@ MEMORY = {  # what a rank's memory holds
     "activations": "#CC79A7",
     "communication buffers": "#D55E00",
     "other": "#999999",
+    "on the host": "#E3D3A8",
 }
 ALGORITHMS = {  # how bytes travel, and what carries them
     "naive": "#D55E00",

@@ -79,9 +79,9 @@ class Pool:
         """End the ranks. Closing twice is no error."""
         with self._lock:
             self._closed = True
-            if self._processes is not None:
-                self._processes.dismiss()
-                self._processes = None
+            processes, self._processes = self._processes, None  # first: if it is interrupted
+            if processes is not None:
+                processes.dismiss()
 
     def __enter__(self) -> "Pool":
         return self

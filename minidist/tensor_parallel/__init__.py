@@ -11,7 +11,8 @@ All ranks see the same batch, and each has a part of every large weight. To read
     model        a whole model: its norm, its replicas, its checkpoint
 
 Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
-Parallelism" (arXiv 1909.08053). Lesson: feature_splitting.
+Parallelism" (arXiv 1909.08053). Lesson: feature_splitting. For vocabulary, dropout and
+sequence parallel: lesson: sequence_parallel.
 """
 
 from minidist.tensor_parallel.block import ParallelBlock, QKVParallelLinear, SequenceParallel

@@ -10,7 +10,8 @@ Shoeybi et al. (arXiv 1909.08053), section 3; Korthikanti et al. (arXiv 2205.051
 """
 
 import copy
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -28,7 +29,7 @@ class SequenceParallel(Wrapper):
     """A replicated module, such as a norm, that sees only this rank's part of the tokens.
 
     Its weights go through `copy_to_group`: in backward, their gradients are summed over the ranks.
-    Lesson: feature_splitting.
+    Lesson: sequence_parallel.
     """
 
     def __init__(self, module: nn.Module, process_group: Group = None) -> None:
@@ -36,11 +37,30 @@ class SequenceParallel(Wrapper):
         self.process_group = process_group
 
     def forward(self, *inputs: Any) -> Any:
-        copies = {
-            name: copy_to_group(parameter, self.process_group)
-            for name, parameter in self.module.named_parameters()
-        }
-        return torch.func.functional_call(self.module, copies, inputs)
+        with self._copies():
+            return self.module(*inputs)
+
+    @contextmanager
+    def _copies(self) -> Iterator[None]:
+        """Within the block the module finds copies in the place of its parameters."""
+        # Where Python looks first, and where FullyShardedDataParallel puts full parameters: so not
+        # by torch.func.functional_call, which puts them where that has its local shards.
+        places = [
+            (m, name)
+            for m in self.module.modules()
+            for name, p in m._parameters.items()
+            if p is not None
+        ]
+        before = [vars(module).get(name) for module, name in places]
+        try:
+            for module, name in places:
+                vars(module)[name] = copy_to_group(getattr(module, name), self.process_group)
+            yield
+        finally:
+            for (module, name), value in zip(places, before, strict=True):
+                vars(module).pop(name, None)
+                if value is not None:
+                    vars(module)[name] = value
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -140,7 +160,7 @@ class ParallelBlock(nn.Module):
     kv_heads: fewer for grouped-query attention, see `QKVParallelLinear`.
     dropout: the share that is dropped of attention's weights and of what is added to x. Where
         tensors are replicated all ranks drop the same, elsewhere each its own (see `fork_rng`).
-    sequence_parallel: x is sharded along the sequence, (B, T / p, C).
+    sequence_parallel: x is sharded along the sequence, (B, T / t, C).
 
     Raises ValueError if the ranks cannot share the heads, or the hidden features, evenly.
     Lesson: feature_splitting.
@@ -198,7 +218,7 @@ class ParallelBlock(nn.Module):
         ranks, D = self.qkv.world_size, self.qkv.head_dim
         queries, kv = self.qkv.heads // ranks, max(1, self.qkv.kv_heads // ranks)
         q, k, v = (
-            each.unflatten(-1, (-1, D)).transpose(1, 2)  # (B, H / p, T, D)
+            each.unflatten(-1, (-1, D)).transpose(1, 2)  # (B, H / t, T, D)
             for each in self.qkv(x).split([queries * D, kv * D, kv * D], dim=-1)
         )
         dropout = self.dropout if self.training else 0.0

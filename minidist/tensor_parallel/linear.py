@@ -1,7 +1,7 @@
 """Linear layers that are split by features (lesson: feature_splitting).
 
-    column: W = [W_0; ...; W_(p-1)]     y_r = x W_r^T                 x replicated, y sharded
-    row:    W = [W_0, ..., W_(p-1)]     y = sum over r of x_r W_r^T   x sharded, y replicated
+    column: W = [W_0; ...; W_(t-1)]     y_r = x W_r^T                 x replicated, y sharded
+    row:    W = [W_0, ..., W_(t-1)]     y = sum over r of x_r W_r^T   x sharded, y replicated
 
 (torch keeps the transpose of the paper's matrix: what is a column there is a row of `weight`.) A
 column layer followed by a row layer needs no message in between. Shoeybi et al., "Megatron-LM"
@@ -72,17 +72,17 @@ class _ParallelLinear(ParallelLayer):
 class ColumnParallelLinear(_ParallelLinear):
     """A linear layer of which each rank computes a part of the output features.
 
-        hidden = md.ColumnParallelLinear(C, 4 * C)(x)       # (B, T, C) to (B, T, 4C / p)
+        hidden = md.ColumnParallelLinear(C, 4 * C)(x)       # (B, T, C) to (B, T, 4C / t)
         y = md.RowParallelLinear(4 * C, C)(F.gelu(hidden))  # and back to (B, T, C)
 
-    The input (*, in_features) is replicated, the output (*, out_features / p) sharded: rank r has
+    The input (*, in_features) is replicated, the output (*, out_features / t) sharded: rank r has
     the r-th part of the features. In backward, the gradient of the input is summed over the ranks,
     while that of the weight is computed.
 
     in_features, out_features, bias, device, dtype: those of `nn.Linear`, for the whole layer.
     process_group: the ranks that share the layer; None is the default group.
     gather_output: every rank gets the whole output, (*, out_features).
-    sequence_parallel: the input is sharded too, along the sequence: (B, T / p, in_features). It is
+    sequence_parallel: the input is sharded too, along the sequence: (B, T / t, in_features). It is
         gathered, not kept, and gathered again in backward.
 
     Raises ValueError if `out_features` is not a multiple of the number of ranks: a step takes as
@@ -132,13 +132,13 @@ class ColumnParallelLinear(_ParallelLinear):
 class RowParallelLinear(_ParallelLinear):
     """A linear layer of which each rank takes a part of the input features.
 
-    The input (*, in_features / p) is sharded, as a `ColumnParallelLinear` leaves it; the output
+    The input (*, in_features / t) is sharded, as a `ColumnParallelLinear` leaves it; the output
     (*, out_features) is the sum over the ranks, replicated. The bias is replicated, and added once.
     Backward needs no message, but for what the options below ask for.
 
     in_features, out_features, bias, process_group, device, dtype: as in `ColumnParallelLinear`.
     input_is_parallel: False for a replicated input (*, in_features), which each rank then cuts.
-    sequence_parallel: the output is sharded along the sequence, (B, T / p, out_features), and its
+    sequence_parallel: the output is sharded along the sequence, (B, T / t, out_features), and its
         gradient is gathered. The bias sees a part of the tokens; its gradient is summed over the
         ranks.
 
@@ -235,7 +235,7 @@ def _parameter_grads(
     ctx: Any, grad: torch.Tensor, x: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The gradients of weight and bias, as far as they are asked for."""
-    rows = grad.reshape(-1, grad.shape[-1])  # (N, F / p)
+    rows = grad.reshape(-1, grad.shape[-1])  # (N, F / t)
     _, weight, bias, _ = ctx.needs_input_grad
     return (
         rows.T @ x.reshape(-1, x.shape[-1]) if weight else None,

@@ -1,7 +1,7 @@
 """A whole model that is split by features: cut it, clip it, check it, join it."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from minidist.common import norm
 from minidist.common.groups import require_group
 from minidist.common.guard import abandon_replaced
+from minidist.common.replicas import require_plain
 from minidist.tensor_parallel.layer import ParallelLayer
 from minidist.tensor_parallel.operators import Group
 from minidist.tensor_parallel.plan import Where, split_by
@@ -39,7 +40,7 @@ def parallelize(
             "layers.*.attention": tensor_parallel.heads("n_heads", "n_kv_heads"),
             "layers.*.attention.[qkv]": "columns", "layers.*.attention.out": "rows",
             "layers.*.mlp.up": "columns", "layers.*.mlp.down": "rows",
-            "embedding": "words", "head": "words",
+            "embedding": "vocabulary", "head": "vocabulary",
         })
 
     mesh: the ranks that share the model: a mesh of one axis, or a group; None is the default group.
@@ -49,13 +50,13 @@ def parallelize(
 
         "columns", "rows"   an nn.Linear becomes a `ColumnParallelLinear`, a `RowParallelLinear`
         qkv(heads, …)       one for queries, keys and values becomes a `QKVParallelLinear`
-        "words"             an nn.Embedding, or the nn.Linear of the logits, is split by words
+        "vocabulary"        an nn.Embedding, or the nn.Linear of the logits, is split by tokens
         heads(name, …)      numbers that the module has as attributes, such as of heads, are divided
                             by that of ranks, so that its `forward` counts this rank's
         "copied"            what is replicated between columns and rows, such as a norm of each
                             head: its gradients are summed over the ranks
         "sequence"          what is replicated elsewhere, such as a norm: "copied", where it sees a
-                            part of the words on each rank, with `sequence_parallel`
+                            part of the tokens on each rank, with `sequence_parallel`
         "scattered"         its outputs (…, T, C) are cut along T, with `sequence_parallel`
 
         or torch's ColwiseParallel(…), RowwiseParallel(…) or SequenceParallel(); those take layouts
@@ -63,14 +64,14 @@ def parallelize(
     sequence_parallel: between the parallel regions, activations are sharded along the sequence; T
         must be a multiple of the number of ranks.
 
-    Every rank sees the same tokens (B, T), and has the logits (B, T, V_r) of its own words, if the
-    head is split by words. One weight in two layers, such as a tied head, stays one. What no style
+    Every rank sees the same tokens (B, T), and has the logits (B, T, V_r) of its own tokens, if the
+    head is split by tokens. One weight in two layers, such as a tied head, stays one. What no style
     names is replicated. Dropout between columns and rows drops the same of each rank's features.
 
     Returns the model. Make its optimizer afterwards: an optimizer that was made before gets a
     RuntimeError for each parameter that is no longer there. Raises ValueError, and changes nothing,
     if the ranks cannot share its heads or features evenly, or a name of the plan matches nothing;
-    TypeError for a layer that a style does not split.
+    TypeError for a layer that a style does not split, and for DTensors.
     """
     group = _group(mesh)
     if plan is None:
@@ -79,9 +80,11 @@ def parallelize(
             raise TypeError(f"a {name} is not a zoo.Transformer: a plan must say how it is split")
         plan = transformer_plan(model)
     ranks = dist.get_world_size(require_group(group, "parallelize"))
-    before = list(model.parameters())
+    before = dict(model.named_parameters())
+    for name, parameter in before.items():
+        require_plain(f"parameter {name}", parameter)
     split_by(model, plan, Where(group, ranks, sequence_parallel))
-    abandon_replaced(before, model, SPLIT)
+    abandon_replaced(before.values(), model, SPLIT)
     return model
 
 
@@ -126,26 +129,30 @@ def load_full_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
     model.load_state_dict(shards)
 
 
-def grad_norm(
-    model: nn.Module, norm_type: float = 2.0, without: Set[nn.Parameter] = frozenset()
-) -> torch.Tensor:
+def grad_norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
     """The norm of the gradients of the dense model, as `torch.nn.utils.get_total_norm` has it: a
     number, the same on every rank. Lesson: feature_splitting.
 
-    A sharded parameter counts with the shards of all ranks, a replicated one once, and those in
-    `without` not at all. One all_reduce of one number; all ranks must call it.
+    A sharded parameter counts with the shards of all ranks, a replicated one once. One all_reduce
+    of one number; all ranks must call it.
     """
-    found = [(parameter, layer) for _, parameter, layer in _parameters(model)]
-    groups = {layer.process_group or dist.group.WORLD for _, layer in found if layer is not None}
+    layers = {layer for _, _, layer in _parameters(model) if layer is not None}
+    groups = {layer.process_group or dist.group.WORLD for layer in layers}
     if len(groups) > 1:
         raise ValueError("a model has one norm if all of its layers are split over one group")
-    first = found[0][0] if found else torch.zeros(())
-    elsewhere = set(without)
-    if any(dist.get_rank(group) > 0 for group in groups):  # the first rank counts replicas
-        elsewhere |= {parameter for parameter, layer in found if layer is None}
-    own = [parameter for parameter, _ in found]
+    elsewhere = {p for group in groups for p in counted_elsewhere(model, group)}
+    own = list(model.parameters())
+    first = own[0] if own else torch.zeros(())
     total = norm.grad_norm(own, norm_type, groups=groups, device=first.device, elsewhere=elsewhere)
     return total.to(first.dtype)
+
+
+def counted_elsewhere(model: nn.Module, group: Group) -> set[nn.Parameter]:
+    """The parameters that another rank of the group has too, and counts in norms: of a rank that
+    is not the first, what is replicated."""
+    if dist.get_rank(group) == 0:
+        return set()
+    return {parameter for _, parameter, layer in _parameters(model) if layer is None}
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

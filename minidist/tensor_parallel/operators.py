@@ -1,11 +1,11 @@
 """The conjugate operators: how tensors enter and leave what ranks compute apart.
 
-A tensor lies on the p ranks of a group in one of four ways:
+A tensor lies on the t ranks of a group in one of four ways:
 
     replicated   every rank has the whole x, and does the same with it
     copied       every rank has the whole x, and does something of its own with it
-    sharded      rank r has x_r, the r-th of p equal parts along a dimension
-    partial      rank r has a summand, as large as the whole: x = x_0 + ... + x_(p-1)
+    sharded      rank r has x_r, the r-th of t equal parts along a dimension
+    partial      rank r has a summand, as large as the whole: x = x_0 + ... + x_(t-1)
 
 Each operator leads from one way to another, and does it by a linear map. For two ranks, I being the
 identity:
@@ -82,7 +82,7 @@ def gather_from_group(x: torch.Tensor, dim: int = -1, group: Group = None) -> to
 
 def gather_from_sequence(x: torch.Tensor, dim: int = -2, group: Group = None) -> torch.Tensor:
     """Forward: the parts of all ranks, joined along `dim`, as copies. Backward: the
-    gradients of all ranks are summed, and this rank takes its part. Lesson: feature_splitting."""
+    gradients of all ranks are summed, and this rank takes its part. Lesson: sequence_parallel."""
     return _Conjugate.apply(
         x, partial(join, dim=dim, group=group), partial(reduce_scatter, dim=dim, group=group)
     )
@@ -90,7 +90,7 @@ def gather_from_sequence(x: torch.Tensor, dim: int = -2, group: Group = None) ->
 
 def reduce_scatter_to_sequence(x: torch.Tensor, dim: int = -2, group: Group = None) -> torch.Tensor:
     """Forward: this rank's part, along `dim`, of the sum of the ranks' x. Backward: the gradients
-    of all parts are gathered. Lesson: feature_splitting.
+    of all parts are gathered. Lesson: sequence_parallel.
 
     Raises ValueError, on every rank, if x cannot be cut along `dim` into equal parts.
     """

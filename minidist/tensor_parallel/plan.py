@@ -118,11 +118,11 @@ def heads(*names: str) -> Style:
 COLUMNS: Kinds = {nn.Linear: ColumnParallelLinear}
 ROWS: Kinds = {nn.Linear: RowParallelLinear}
 EMBEDDING: Kinds = {nn.Embedding: VocabParallelEmbedding}
-WORDS: Kinds = {**EMBEDDING, nn.Linear: VocabParallelLinear}
+VOCABULARY: Kinds = {**EMBEDDING, nn.Linear: VocabParallelLinear}
 STYLES: dict[str, Style] = {
     "columns": Layer("columns", COLUMNS),
     "rows": Layer("rows", ROWS),
-    "words": Layer("words", WORDS),
+    "vocabulary": Layer("vocabulary", VOCABULARY),
     "copied": Copied(always=True),
     "sequence": Copied(always=False),
     "scattered": Scattered(),

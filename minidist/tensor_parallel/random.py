@@ -1,4 +1,4 @@
-"""Random numbers that differ between ranks, and others that do not (lesson: feature_splitting).
+"""Random numbers that differ between ranks, and others that do not (lesson: sequence_parallel).
 
 Dropout of a replicated tensor must drop the same on every rank, or the replicas part. Dropout of a
 sharded tensor must not: every part of it would lose the same places.
@@ -25,7 +25,7 @@ def fork_rng(group: Group = None) -> Iterator[None]:
     The block's seed is drawn from torch's generator, and the rank is added. So it is another block
     each time, a run can be repeated, there is nothing to store in a checkpoint, and afterwards the
     generators of the ranks are in step, however much each has drawn. They must be so before.
-    Lesson: feature_splitting.
+    Lesson: sequence_parallel.
     """
     seed = int(torch.randint(2**62, ()))
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []

@@ -1,7 +1,7 @@
 """Plans for models that many people train. Each is a dict: print it, change it.
 
-With `sequence_parallel`, attention must take the number of words from its queries: what comes into
-the block is this rank's part of the words.
+With `sequence_parallel`, attention must take the number of tokens from its queries: what comes into
+the block is this rank's part of the tokens.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from minidist.tensor_parallel.plan import heads, qkv
 def transformer_plan(model: Any) -> dict[str, Any]:
     """For `zoo.Transformer`. Lesson: feature_splitting."""
     return {
-        "tokens": "words",
+        "tokens": "vocabulary",
         "positions": "scattered",
         "blocks.*": heads("heads"),
         "blocks.*.norm*": "sequence",
@@ -23,7 +23,7 @@ def transformer_plan(model: Any) -> dict[str, Any]:
         "blocks.*.mlp.0": "columns",
         "blocks.*.mlp.2": "rows",
         "norm": "sequence",
-        "head": "words",
+        "head": "vocabulary",
     }
 
 
@@ -35,7 +35,7 @@ def gpt2_plan(model: nn.Module) -> dict[str, Any]:
     (name,) = _there(attention, "n_head", "num_heads")
     block = "transformer.h.*"
     return {
-        "transformer.wte": "words",
+        "transformer.wte": "vocabulary",
         "transformer.wpe": "scattered",
         f"{block}.ln_*": "sequence",
         f"{block}.attn": heads(name),
@@ -44,7 +44,7 @@ def gpt2_plan(model: nn.Module) -> dict[str, Any]:
         f"{block}.mlp.c_fc": "columns",
         f"{block}.mlp.c_proj": "rows",
         "transformer.ln_f": "sequence",
-        "lm_head": "words",
+        "lm_head": "vocabulary",
     }
 
 
@@ -56,7 +56,7 @@ def llama_plan(model: nn.Module) -> dict[str, Any]:
     names = "num_heads", "num_key_value_heads", "n_heads", "n_kv_heads"
     counted = _there(model.get_submodule("model.layers.0.self_attn"), *names)
     return {
-        "model.embed_tokens": "words",
+        "model.embed_tokens": "vocabulary",
         f"{block}.*norm": "sequence",
         **({f"{block}.self_attn": heads(*counted)} if counted else {}),
         **{f"{block}.self_attn.{each}_proj": "columns" for each in "qkv"},
@@ -65,7 +65,7 @@ def llama_plan(model: nn.Module) -> dict[str, Any]:
         f"{block}.mlp.up_proj": "columns",
         f"{block}.mlp.down_proj": "rows",
         "model.norm": "sequence",
-        "lm_head": "words",
+        "lm_head": "vocabulary",
     }
 
 

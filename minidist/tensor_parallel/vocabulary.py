@@ -1,11 +1,11 @@
 """A vocabulary that is split over the ranks: embedding, output layer, and loss.
 
 In a small model with a large vocabulary these hold most of the weights, and the logits (B, T, V)
-are the largest activation. Here each rank has the weights of its own words, and no rank ever has
+are the largest activation. Here each rank has the weights of its own tokens, and no rank ever has
 all logits. Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3.
 
-A vocabulary is split as evenly as can be, without padding: V words over p ranks are V // p each,
-and one more on each of the first V % p ranks.
+A vocabulary is split as evenly as can be, without padding: V tokens over t ranks are V // t each,
+and one more on each of the first V % t ranks.
 """
 
 from typing import Any
@@ -26,16 +26,16 @@ from minidist.tensor_parallel.operators import (
 
 
 class VocabParallelEmbedding(ParallelLayer):
-    """An embedding of which each rank holds the rows of its own words. Lesson: feature_splitting.
+    """An embedding of which each rank holds the rows of its own tokens. Lesson: sequence_parallel.
 
-    Tokens (*) are replicated. A rank looks up its own words and has zeros for the others; the sum
-    over the ranks is the embedding (*, embedding_dim), replicated.
+    The input (*) is replicated. A rank looks up its own tokens and has zeros for the others; the
+    sum over the ranks is the embedding (*, embedding_dim), replicated.
 
     num_embeddings, embedding_dim, device, dtype: those of `nn.Embedding`, for the whole layer.
     process_group: the ranks that share the layer; None is the default group.
-    sequence_parallel: the output is sharded along the sequence, (B, T / p, embedding_dim).
+    sequence_parallel: the output is sharded along the sequence, (B, T / t, embedding_dim).
 
-    Raises ValueError if there are fewer words than ranks; `forward`, IndexError for a token that
+    Raises ValueError if there are fewer tokens than ranks; `forward`, IndexError for a token that
     is not in the vocabulary; `from_dense`, ValueError for an embedding with `padding_idx`,
     `max_norm`, `scale_grad_by_freq` or `sparse`.
     """
@@ -91,13 +91,13 @@ class VocabParallelEmbedding(ParallelLayer):
 
 
 class VocabParallelLinear(ColumnParallelLinear):
-    """The output layer of a language model: (*, C) to the logits of this rank's words.
+    """The output layer of a language model: (*, C) to the logits of this rank's tokens.
 
     A `ColumnParallelLinear` that splits its outputs as `VocabParallelEmbedding` does, so that the
     two can share one weight. `vocab_parallel_cross_entropy` takes its output.
 
-    Raises ValueError if there are fewer words than ranks.
-    Lesson: feature_splitting.
+    Raises ValueError if there are fewer tokens than ranks.
+    Lesson: sequence_parallel.
     """
 
     uneven = True
@@ -119,14 +119,14 @@ def vocab_parallel_cross_entropy(
     targets: (*), from 0 to V - 1, the same on every rank.
     ignore_index, reduction, label_smoothing: those of `F.cross_entropy`.
 
-    The loss is the same on every rank. What travels, for N targets on p ranks, are two all_reduces
-    of N + p and of 2 N numbers (3 N with label smoothing), instead of N V. Half precision is
+    The loss is the same on every rank. What travels, for N targets on t ranks, are two all_reduces
+    of N + t and of 2 N numbers (3 N with label smoothing), instead of N V. Half precision is
     computed in float32. Backward turns the kept probabilities into the gradient in place, and so
     works once.
 
     Raises ValueError for shapes that do not match and an unknown reduction; IndexError, on every
     rank, for a target that is no class.
-    Lesson: feature_splitting.
+    Lesson: sequence_parallel.
     """
     if logits.shape[:-1] != targets.shape:
         raise ValueError(
@@ -151,10 +151,10 @@ def vocab_parallel_cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The losses (N,) of logits x (N, V_r), with t the target and e the label smoothing:
+    """The losses (N,) of logits x (N, V_r), with y the target and e the label smoothing:
 
-        loss = log(sum over v of exp x_v) - (1 - e) x_t - e mean over v of x_v
-        dloss / dx_v = softmax(x)_v - (1 - e) [v = t] - e / V
+        loss = log(sum over v of exp x_v) - (1 - e) x_y - e mean over v of x_v
+        dloss / dx_v = softmax(x)_v - (1 - e) [v = y] - e / V
 
     Every sum over the classes is a sum over this rank's classes, and then one over the ranks.
     """
@@ -172,7 +172,7 @@ class _CrossEntropy(torch.autograd.Function):
         # The largest logit, so that no exp overflows; with it the ranks tell their V_r.
         widths = logits.new_zeros(world_size)
         widths[rank] = logits.shape[1]
-        message = torch.cat([logits.amax(1), widths])  # (N + p,)
+        message = torch.cat([logits.amax(1), widths])  # (N + t,)
         dist.all_reduce(message, dist.ReduceOp.MAX, group)
         largest, widths = message.tensor_split([len(logits)])
         first, classes = int(widths[:rank].sum()), int(widths.sum())

@@ -38,28 +38,53 @@ def cut(piece: Piece, states: dict[str, Any]) -> dict[str, Any]:
     """The states of a piece, of those of its whole parameter."""
     return {
         name: in_memory_order(value, piece.whole)[piece.span].clone()
-        if _elementwise(name, value, piece.whole)
+        if elementwise(name, value, piece.whole)
         else value
         for name, value in states.items()
     }
 
 
-def require_states_of(parameters: Sequence[torch.Tensor], whole: States) -> None:
-    """Raises ValueError if these are the states of other parameters."""
+def require_states_of(
+    parameters: Sequence[torch.Tensor], whole: States, factored: bool = False
+) -> None:
+    """Raises ValueError if these are the states of other parameters. factored: they may have the
+    shape of their parameter together, as Adafactor's of rows and of columns."""
     for number, states in whole.items():
         parameter = parameters[number] if number < len(parameters) else torch.empty(0)
         for name, value in states.items():
             number_of_all = not isinstance(value, torch.Tensor) or value.ndim == 0
-            if not (number_of_all or _elementwise(name, value, parameter)):
+            together = factored and _broadcast(states) == parameter.shape
+            if not (number_of_all or together or elementwise(name, value, parameter)):
                 raise ValueError(
                     f"this state_dict is of another model: {name} of parameter {number} has shape "
                     f"{tuple(value.shape)}, and the parameter {tuple(parameter.shape)}"
                 )
 
 
-def _elementwise(name: str, value: Any, parameter: torch.Tensor) -> bool:
+def renamed(state_dict: dict[str, Any], new: dict[Any, Any]) -> dict[str, Any]:
+    """The same, with other keys for its parameters, such as names for numbers."""
+    groups = [
+        {**group, "params": [new[key] for key in group["params"]]}
+        for group in state_dict["param_groups"]
+    ]
+    states = {new.get(key, key): value for key, value in state_dict["state"].items()}
+    return {**state_dict, "state": states, "param_groups": groups}
+
+
+def elementwise(name: str, value: Any, parameter: torch.Tensor) -> bool:
+    """Whether this state of the parameter has a number for each of its elements."""
     # All are of one shape if the parameter has only one element.
     return isinstance(value, torch.Tensor) and value.shape == parameter.shape and name != "step"
+
+
+def _broadcast(states: dict[str, Any]) -> torch.Size | None:
+    """The shape of all these tensors together. None: they have none."""
+    try:
+        return torch.broadcast_shapes(
+            *(value.shape for value in states.values() if isinstance(value, torch.Tensor))
+        )
+    except RuntimeError:
+        return None
 
 
 def _empty(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch import nn
 from minidist import backend
 from minidist.distributed_data_parallel.buckets import assign, dense_strides
 
-BUCKET = 25 * 2**20  # bytes of a bucket, as in DistributedDataParallel
+BUCKET_CAP_MB = 25.0  # as in DistributedDataParallel
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,11 @@ class FlatParameters:
         return there != self._addresses
 
 
-def partition(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> list[FlatParameters]:
-    """Buckets of up to 25 MiB, in the order in which backward comes to them: last layers first."""
-    return [FlatParameters(bucket, group) for bucket in assign(parameters[::-1], BUCKET)]
+def partition(
+    parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, cap: int
+) -> list[FlatParameters]:
+    """Buckets of `cap` bytes, in the order in which backward comes to them: last layers first."""
+    return [FlatParameters(bucket, group) for bucket in assign(parameters[::-1], cap)]
 
 
 def in_memory_order(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

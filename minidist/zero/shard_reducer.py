@@ -6,7 +6,9 @@ there: one bucket fills while another travels, and the whole gradient is never i
 Lesson: zero.
 """
 
+import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from minidist import backend
 from minidist.distributed_data_parallel.buckets import Bucket
 from minidist.distributed_data_parallel.reducer import on_any_rank
 from minidist.distributed_data_parallel.watch import GradientWatch
+from minidist.zero.gradient_in_shards import GradientInShards
 from minidist.zero.messages import reduce_scatter
 from minidist.zero.partition import FlatParameters
 
@@ -47,7 +50,8 @@ class PassingBucket(Bucket):
 
 class ShardReducer(GradientWatch):
     """Gives each rank of `group` its shard of the mean gradients of `parameters`, by name, in the
-    `.grad` of the pieces of `flats`. The parameters' own `.grad` is then None."""
+    `.grad` of the pieces of `flats`. The parameters' own `.grad` then stands for those of all
+    ranks: `GradientInShards`."""
 
     def __init__(
         self,
@@ -56,6 +60,7 @@ class ShardReducer(GradientWatch):
         group: dist.ProcessGroup,
     ) -> None:
         self._flats, self._group = list(flats), group
+        self._pieces = {piece.whole: piece for flat in self._flats for piece in flat.pieces}
         self._scale = 1 / dist.get_world_size(group)
         self._make_buckets()
         super().__init__(parameters, allow_unused=True)
@@ -90,11 +95,25 @@ class ShardReducer(GradientWatch):
             bucket.free()
             self._travelling = None
 
+    def _register_hooks(self) -> None:
+        super()._register_hooks()
+
+        def make_room(parameter: nn.Parameter, _: torch.Tensor) -> None:
+            # What is in shards stays there. Autograd would add to it what comes now.
+            if isinstance(parameter.grad, GradientInShards):
+                parameter.grad = None
+
+        hooks = [p.register_hook(partial(make_room, p)) for p in self.parameters]
+        weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
+
     def keep(self, parameter: nn.Parameter) -> None:
         bucket, slot = self._places[parameter]
         bucket.hold(slot)
 
     def finish(self, unused: list[nn.Parameter]) -> None:
+        before = {p for p in unused if isinstance(p.grad, GradientInShards)}
+        for parameter in before:
+            parameter.grad = None
         # In this pass, or in those before it that were not averaged.
         used = [p in self.arrived or p.grad is not None for p in self.parameters]
         for parameter in unused:
@@ -109,6 +128,10 @@ class ShardReducer(GradientWatch):
                         piece.own.grad = shard[piece.place]
                     else:
                         piece.own.grad += shard[piece.place]
+        for parameter, is_used in zip(self.parameters, used, strict=True):
+            if is_used or parameter in before:
+                mine = self._pieces.get(parameter)
+                parameter.grad = GradientInShards(parameter, mine, self._group)
         self._sent, self._shards = 0, []
 
     def forget(self) -> None:

@@ -25,9 +25,10 @@ class ShardedDataParallel(Synchronized):
 
     Train as with `DistributedDataParallel`, with this optimizer. When `backward()` returns, the
     mean of the gradients is where its optimizer is: each rank has its shard, in the `.grad` of
-    `optimizer.shards`, and every parameter's own `.grad` is None. A parameter without gradient on
-    some ranks counts there as zero; on all ranks, the optimizer passes over it. After FairScale's
-    ShardedDDP.
+    `optimizer.shards`. A parameter's own `.grad` has no elements: clipping by torch.nn.utils takes
+    its norm over all shards and scales them, all else raises. A parameter without gradient on some
+    ranks counts there as zero; on all ranks, its `.grad` stays None, and the optimizer passes over
+    it. After FairScale's ShardedDDP.
 
     optimizer: a `ZeroRedundancyOptimizer` of all parameters of the module that are trained, or
         several that share them. Their gradients leave in buckets, the last parameters first: as
@@ -36,8 +37,7 @@ class ShardedDataParallel(Synchronized):
 
     At construction, and for buffers before each forward pass, every rank takes what rank 0 has.
     Raises TypeError for another optimizer; ValueError, on every rank, if the ranks have different
-    models, or the optimizers have other groups, or other
-    parameters than the module.
+    models, or the optimizers have other groups, or other parameters than the module.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ShardedDataParallel(Synchronized):
         for each in optimizers:
             if not isinstance(each, ZeroRedundancyOptimizer):
                 raise TypeError(
-                    "ShardedDataParallel needs a ZeroRedundancyOptimizer, which tells who owns "
+                    "ShardedDataParallel needs a ZeroRedundancyOptimizer, which knows who owns "
                     f"what, not {type(each).__name__}"
                 )
         group = optimizers[0].process_group
@@ -68,12 +68,12 @@ class ShardedDataParallel(Synchronized):
         self._reducer = ShardReducer(trained, flats, group)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's own. The pass before it, if it was to train, has left buffers that differ:
-        rank 0's count."""
+        """The module's own. A pass that trains leaves other buffers on each rank: the next pass
+        takes rank 0's."""
         if self._reducer.begun:  # computed again within its backward pass, by a checkpoint
             return self.module(*inputs, **kwargs)
         if torch.is_grad_enabled():
-            self._guard.require_unchanged()
+            self._guard.require_unchanged(self.module)
             for optimizer in self._optimizers:
                 optimizer._require_unchanged()
         if self._stale_buffers:
@@ -101,7 +101,7 @@ class ShardedDataParallel(Synchronized):
         """Scale the gradients so that their norm, that of all shards together, is at most
         `max_norm`. Returns what it was, a number. All ranks must call it.
 
-        torch.nn.utils.clip_grad_norm_ finds no gradient in the parameters, and clips nothing.
+        torch.nn.utils.clip_grad_norm_ does the same, by one all_reduce for each parameter.
         """
         shards = [shard for optimizer in self._optimizers for shard in optimizer.shards]
         device = next(self.module.parameters()).device

@@ -9,13 +9,20 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from minidist.common.agree import raise_on_every_rank, require_same
+from minidist.common.agree import require_same, together
 from minidist.common.groups import require_group
-from minidist.common.replicas import describe
+from minidist.common.replicas import describe, require_plain
 from minidist.zero.elementwise import require_elementwise
+from minidist.zero.gradient_in_shards import GradientInShards
 from minidist.zero.messages import all_gather
-from minidist.zero.optimizer_states import cut, join, require_states_of
-from minidist.zero.partition import FlatParameters, Piece, in_memory_order, partition
+from minidist.zero.optimizer_states import cut, join, renamed, require_states_of
+from minidist.zero.partition import (
+    BUCKET_CAP_MB,
+    FlatParameters,
+    Piece,
+    in_memory_order,
+    partition,
+)
 
 
 class ZeroRedundancyOptimizer(Optimizer):
@@ -25,7 +32,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         optimizer = md.ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-3)
 
     A step updates the rank's shard, Ψ/N elements, and gathers the parameters from all ranks, in a
-    message for each 25 MiB of a dtype. It reads the gradients in `.grad`, which must be the means
+    message for each bucket. It reads the gradients in `.grad`, which must be the means
     over the ranks: those of `DistributedDataParallel`, torch's or ours, or of
     `ShardedDataParallel`. The parameters become views of one flat tensor for each bucket: move or
     convert a model before.
@@ -35,6 +42,10 @@ class ZeroRedundancyOptimizer(Optimizer):
     optimizer_class: a class of optimizers that look at one element at a time, such as SGD, Adam,
         AdamW. Whether it does is tried out on six elements: Adafactor, Muon and LBFGS do not.
     process_group: the ranks that take part; None is the default group.
+    parameters_as_bucket_view: of torch's class; what True says is always done here.
+    overlap_with_ddp: of torch's class; False.
+    bucket_cap_mb: a bucket is full at so many MiB (the first one at 1 MiB); None is 25. Smaller
+        ones hold fewer gradients at once in stage 2, and are more messages.
     defaults: the optimizer's options.
 
     Learning-rate schedulers act on `param_groups` as ever. `state` holds the states of the rank's
@@ -42,7 +53,8 @@ class ZeroRedundancyOptimizer(Optimizer):
     is that of torch's ZeroRedundancyOptimizer.
 
     Raises RuntimeError without a process group; TypeError for an optimizer_class that is none, or
-    not elementwise; ValueError, on every rank, if the ranks pass different parameters or options.
+    not elementwise, and for DTensors; ValueError for overlap_with_ddp, and, on every rank, if the
+    ranks pass different parameters or options.
     """
 
     def __init__(
@@ -50,21 +62,29 @@ class ZeroRedundancyOptimizer(Optimizer):
         params: Any,
         optimizer_class: type[Optimizer],
         process_group: dist.ProcessGroup | None = None,
+        parameters_as_bucket_view: bool = True,
+        overlap_with_ddp: bool = False,
+        *,
+        bucket_cap_mb: float | None = None,
         **defaults: Any,
     ) -> None:
         self.process_group = require_group(process_group, "ZeroRedundancyOptimizer")
+        self.bucket_cap_mb = BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
         self._inner: Any = None  # it trains the pieces
-        problem = None
-        try:
+        with together(self.process_group):
             if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
                 raise TypeError(f"optimizer_class must be an optimizer, not {optimizer_class!r}")
+            if not self.bucket_cap_mb > 0:
+                raise ValueError(f"bucket_cap_mb must be more than 0, not {bucket_cap_mb}")
+            if overlap_with_ddp:
+                raise ValueError(
+                    "overlap_with_ddp: here a step begins when the backward pass has ended. "
+                    "Gradients that leave meanwhile are those of ShardedDataParallel"
+                )
             super().__init__(params, defaults)
             for group in self.param_groups:
                 for parameter in group["params"][:1]:
                     require_elementwise(optimizer_class, _options(group), parameter.device)
-        except Exception as error:
-            problem = error
-        raise_on_every_rank(self.process_group, problem)
         self._flats: list[FlatParameters] = []
         self._pieces: list[Piece] = []
         self._whole_states: dict[int, dict[str, Any]] | None = None
@@ -82,9 +102,9 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     def _share_out(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Partition the parameters of these groups. Returns the groups of what this rank owns."""
-        require_same(self.process_group, _described(groups))
+        require_same(self.process_group, _described(groups) | {"bucket_cap_mb": self.bucket_cap_mb})
         trained = [p for group in groups for p in group["params"] if p.requires_grad]
-        flats = partition(trained, self.process_group)
+        flats = partition(trained, self.process_group, int(self.bucket_cap_mb * 2**20))
         self._flats += flats
         pieces = {piece.whole: piece for flat in flats for piece in flat.pieces}
         self._pieces += pieces.values()
@@ -97,6 +117,11 @@ class ZeroRedundancyOptimizer(Optimizer):
     def shards(self) -> list[nn.Parameter]:
         """What this rank owns of each parameter: (n,), in the parameter's own memory."""
         return [piece.own for piece in self._pieces]
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """The same, each with its whole parameter, and which elements of that it is."""
+        return list(self._pieces)
 
     # ---- a step ----------------------------------------------------------------------------
 
@@ -112,12 +137,12 @@ class ZeroRedundancyOptimizer(Optimizer):
                 loss = closure()
         self._require_unchanged()
         self._whole_states = None
-        unsharded = self._show_gradients()
+        shown = self._show_gradients()
         _copy_options(self, self._inner)
         self._inner.step(**options)
         _copy_options(self._inner, self)
-        for piece in unsharded:
-            piece.own.grad = None
+        for piece, before in shown:
+            piece.own.grad = before
         for piece in self._pieces:
             if piece.own in self._inner.state:
                 self.state[piece.whole] = self._inner.state[piece.own]
@@ -125,15 +150,21 @@ class ZeroRedundancyOptimizer(Optimizer):
             wait()
         return loss
 
-    def _show_gradients(self) -> list[Piece]:
-        """Where a parameter has its full gradient, let its piece see this rank's part of it."""
-        unsharded = [piece for piece in self._pieces if piece.whole.grad is not None]
-        for piece in unsharded:
+    def _show_gradients(self) -> list[tuple[Piece, torch.Tensor | None]]:
+        """Where a parameter has its full gradient, add this rank's part of it to what its piece has
+        from `ShardedDataParallel`. Returns such pieces, and what they had."""
+        shown = []
+        for piece in self._pieces:
             gradient: Any = piece.whole.grad
+            if gradient is None or isinstance(gradient, GradientInShards):
+                continue
             if gradient.layout is not torch.strided:
                 raise RuntimeError("a sparse gradient cannot be cut into shards: sparse=True")
-            piece.own.grad = in_memory_order(gradient.detach(), piece.whole)[piece.span]
-        return unsharded
+            before = piece.own.grad
+            part = in_memory_order(gradient.detach(), piece.whole)[piece.span]
+            piece.own.grad = part if before is None else before + part
+            shown.append((piece, before))
+        return shown
 
     def _require_unchanged(self) -> None:
         if any(flat.moved() for flat in self._flats):
@@ -193,8 +224,11 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this rank's part of a whole one, the same on every rank: from `state_dict`, or from
-        the bare optimizer. Raises ValueError, and changes nothing, if it is of another model."""
+        the bare optimizer, where parameters may have names for numbers. Raises ValueError, and
+        changes nothing, if it is of another model."""
         pieces = {piece.whole: piece for piece in self._pieces}
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        state_dict = renamed(state_dict, {key: number for number, key in enumerate(keys)})
         parameters, whole = list(self._parameters()), state_dict["state"]
         require_states_of(parameters, whole)
         states = {
@@ -202,7 +236,12 @@ class ZeroRedundancyOptimizer(Optimizer):
             for number, parameter in enumerate(parameters)
             if parameter in pieces and number in whole
         }
-        super().load_state_dict({**state_dict, "state": states})
+        self.load_shard_state_dict({**state_dict, "state": states})
+
+    def load_shard_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take one that has this rank's states already: those of its pieces, (n,), by the numbers
+        of their parameters."""
+        super().load_state_dict(state_dict)
         self._whole_states = None
         _copy_options(self, self._inner)
         # What an optimizer does with a checkpoint of an older version, it does here.
@@ -222,7 +261,9 @@ def _described(groups: list[dict[str, Any]]) -> dict[str, Any]:
     for number, group in enumerate(groups):
         found[f"the number of parameters in group {number}"] = len(group["params"])
         for position, parameter in enumerate(group["params"]):
-            found[f"parameter {position} of group {number}"] = describe(parameter)
+            name = f"parameter {position} of group {number}"
+            require_plain(name, parameter)
+            found[name] = describe(parameter)
         found[f"the options of group {number}"] = {
             k: v for k, v in _options(group).items() if isinstance(v, bool | int | float | str)
         }

@@ -49,6 +49,14 @@ def by_broadcasts(x):
             x += theirs
 
 
+def by_a_table(x):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    table = torch.zeros(world_size, *x.shape, dtype=x.dtype)
+    table[rank] = x
+    dist.all_reduce(table)
+    x.copy_(table[: rank + 1].sum(0))
+
+
 def total(x):
     dist.all_reduce(x)
 
@@ -69,6 +77,20 @@ def from_the_right(x):
     everything = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     dist.all_gather(everything, x)
     x.copy_(sum(everything[dist.get_rank() :]))
+
+
+def changes_what_it_sends(x):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    distance = 1
+    while distance < world_size:
+        sending = dist.isend(x, rank + distance) if rank + distance < world_size else None
+        if rank >= distance:
+            before = torch.empty_like(x)
+            dist.recv(before, rank - distance)
+            x += before
+        if sending is not None:
+            sending.wait()
+        distance *= 2
 
 
 def only_the_neighbour(x):
@@ -97,9 +119,11 @@ ANSWERS = {
             ["broadcast", "all_gather", "reduce_scatter", "all_to_all"],
             (dist.broadcast, dist.all_gather_single, dist.reduce_scatter_single, dist.all_to_all),
             ["Broadcast", "all-gather", "dist.reduce_scatter_tensor", "all to all"],
+            ["Broadcast", "AllGather", "reducescatter", "alltoall"],
         ],
         [
             ["broadcast", "all_gather", "all_reduce", "all_to_all"],
+            ["broadcast", "all_gather", "AllReduce", "all_to_all"],
             ["scatter", "all_gather", "reduce_scatter", "all_to_all"],
             ["broadcast", "gather", "reduce_scatter", "all_to_all"],
             ["broadcast", "all_gather", "reduce_scatter", "scatter"],
@@ -111,12 +135,13 @@ ANSWERS = {
     ),
     check.whole_gradient: ([5, 5.0, torch.tensor([5.0])], [6, 12, 20, 7, 4, "5"]),
     check.scan: (
-        [chain, doubling, by_all_gather, by_broadcasts],
+        [chain, doubling, by_all_gather, by_broadcasts, by_a_table],
         [
             total,
             exclusive,
             returned,
             from_the_right,
+            changes_what_it_sends,
             only_the_neighbour,
             receive_first,
             lambda x: x,

@@ -37,6 +37,31 @@ def without_ddps_average(model, images, labels):
         parameter.grad /= all_images(labels)
 
 
+def returns_the_loss(model, images, labels):
+    """To be printed."""
+    loss = F.cross_entropy(model(images), labels, reduction="sum")
+    loss = loss * dist.get_world_size() / all_images(labels)
+    loss.backward()
+    return loss
+
+
+def on_all_images(model, images, labels):
+    """Every rank computes the gradient of all images."""
+    shares = [None] * dist.get_world_size()
+    dist.all_gather_object(shares, (images, labels))
+    images, labels = (torch.cat(each) for each in zip(*shares, strict=True))
+    F.cross_entropy(model(images), labels).backward()
+
+
+def past_ddp(model, images, labels):
+    """Through the module inside, whose gradients it sums by hand."""
+    F.cross_entropy(model.module(images), labels, reduction="sum").backward()
+    total = all_images(labels)
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= total
+
+
 def one_by_one(model, images, labels):
     """Accumulated, image by image, and averaged with the last backward pass."""
     factor = dist.get_world_size() / all_images(labels)
@@ -44,6 +69,27 @@ def one_by_one(model, images, labels):
         for x, y in zip(images, labels, strict=True):
             (F.cross_entropy(model(x[None]), y[None]) * factor).backward()
     (model(images[:0]).sum() * 0).backward()
+
+
+def share_of_the_images(model, images, labels):
+    """Forgets that DDP divides by the number of ranks."""
+    loss = F.cross_entropy(model(images), labels) if len(labels) else model(images).sum()
+    (loss * len(labels) / all_images(labels)).backward()
+
+
+def as_many_as_all_have(model, images, labels):
+    """Equal shares, by leaving images out."""
+    least = torch.tensor(len(labels))
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    F.cross_entropy(model(images[:least]), labels[:least], reduction="sum").backward()
+    for parameter in model.parameters():
+        parameter.grad /= max(1, least)
+
+
+def not_averaged(model, images, labels):
+    with model.no_sync():
+        loss = F.cross_entropy(model(images), labels, reduction="sum")
+        (loss / all_images(labels)).backward()
 
 
 def plain(model, images, labels):
@@ -93,15 +139,16 @@ def by_join(model, images, labels):
 
 
 ANSWERS = {
-    check.memory_of_a_replica: ([112, 112.0], [14, 896, 28, 56, 84, 16, 112e9, "112 GB"]),
+    check.memory_of_a_replica: ([112, 112.0], [14, 140, 896, 28, 56, 84, 16, 112e9, "112 GB"]),
     check.steps_of_an_epoch: ([4, 4.0], [32, 31, 3, 125, 256, 3.9, "4"]),
     check.backward_of_all: (
         [
             *(weighted_loss, weighted_gradients, weighted_mean, mean_of_nothing),
-            *(without_ddps_average, one_by_one),
+            *(without_ddps_average, one_by_one, returns_the_loss, on_all_images, past_ddp),
         ],
         [
             *(plain, summed, divided_by_all, divided_by_my_own, averaged_twice),
+            *(share_of_the_images, as_many_as_all_have, not_averaged),
             *(left_out, no_backward, by_join, lambda model, images, labels: None),
         ],
     ),

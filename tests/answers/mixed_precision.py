@@ -113,6 +113,41 @@ def blind_to_nan(optimizer, scale):
     return scale
 
 
+def first_only(optimizer, scale):
+    gradients = unscaled(optimizer, scale)
+    found = torch.tensor([float(is_bad(gradients[:1]))])
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    if found:
+        return scale / 2
+    optimizer.step()
+    return scale
+
+
+def last_only(optimizer, scale):
+    """Each gradient of the loop overwrites what the one before has found."""
+    for gradient in unscaled(optimizer, scale):
+        found = torch.tensor([float(is_bad([gradient]))])
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    if found:
+        return scale / 2
+    optimizer.step()
+    return scale
+
+
+def made_finite(optimizer, scale):
+    gradients = unscaled(optimizer, scale)
+    found = torch.tensor(float(is_bad(gradients)))
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    for gradient in gradients:
+        gradient.nan_to_num_(0, 0, 0)
+    optimizer.step()
+    return scale / 2 if found else scale
+
+
+def a_tuple(optimizer, scale):
+    return (by_max(optimizer, scale),)
+
+
 def never_lowered(optimizer, scale):
     by_max(optimizer, scale)
     return scale
@@ -134,6 +169,10 @@ ANSWERS = {
             only_those_who_found_call,
             never_unscaled,
             blind_to_nan,
+            first_only,
+            last_only,
+            made_finite,
+            a_tuple,
             never_lowered,
             nothing_returned,
             lambda optimizer, scale: scale,

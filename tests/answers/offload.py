@@ -45,6 +45,39 @@ def by_base(model):
     return pack, unpack
 
 
+def by_first_element(model):
+    """A transpose begins where its weight begins."""
+    stay = {p.data_ptr() for p in model.parameters()}
+
+    def pack(tensor):
+        at_hand = tensor.data_ptr() in stay
+        return (at_hand, tensor if at_hand else to_host(tensor))
+
+    return pack, lambda kept: kept[1] if kept[0] else to_device(kept[1])
+
+
+def by_shape(model):
+    """Some activations have the shape of a parameter."""
+    shapes = {p.mT.shape if p.ndim > 1 else p.shape for p in model.parameters()}
+    shapes |= {p.shape for p in model.parameters()}
+
+    def pack(tensor):
+        return (True, tensor) if tensor.shape in shapes else (False, to_host(tensor))
+
+    return pack, lambda kept: kept[1] if kept[0] else to_device(kept[1])
+
+
+def kept_there_too(model):  # a copy on the host, and the device keeps its own
+    pack, unpack = by_storage(model)
+    kept = []
+
+    def keep(tensor):
+        kept.append(tensor)
+        return pack(tensor)
+
+    return keep, unpack
+
+
 def by_size(model):
     """Some parameters are as large as some activations."""
     most = max(p.numel() for p in model.parameters())
@@ -105,7 +138,7 @@ ANSWERS = {
     check.largest: ([16, 16.0, 32 / 2], [2, 8, 32, 16e9, 13, "16 B"]),
     check.tokens: ([4000, 4 / 25e9 / (6 / 150e12)], [2000, 12000, 6000, 4e-9, 1000, "4k"]),
     check.activations: (
-        [by_storage, by_base],
+        [by_storage, by_base, by_first_element],
         [
             all_of_them,
             but_parameters_themselves,
@@ -116,6 +149,8 @@ ANSWERS = {
             in_place_of_a_pair,
             zeros,
             by_size,
+            by_shape,
+            kept_there_too,
         ],
     ),
 }

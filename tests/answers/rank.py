@@ -65,6 +65,15 @@ def by_all_gather(x):
     return everything[left]
 
 
+def all_to_all(x):
+    _, world_size, right, left = neighbours()
+    given = [torch.zeros_like(x) for _ in range(world_size)]
+    got = [torch.empty_like(x) for _ in range(world_size)]
+    given[right] = x
+    dist.all_to_all(got, given)
+    return got[left]
+
+
 def all_send_first(x):
     _, world_size, right, left = neighbours()
     received = torch.empty_like(x)
@@ -87,6 +96,26 @@ def even_first_both_ways(x):  # the even ones send first, and the odd ones too
         dist.recv(received, left)
         dist.send(x, right)
     return received
+
+
+def does_not_wait_to_have_sent(x):
+    _, world_size, right, left = neighbours()
+    received = torch.empty_like(x)
+    if world_size == 1:
+        return x
+    dist.isend(x.clone(), right)
+    dist.recv(received, left)
+    return received
+
+
+def does_not_wait_to_have_received(x):
+    _, world_size, right, left = neighbours()
+    received = torch.empty_like(x)
+    if world_size == 1:
+        return x
+    receiving = dist.irecv(received, left)
+    dist.send(x, right)
+    return received if receiving else x
 
 
 def no_branch_for_one(x):
@@ -132,15 +161,19 @@ ANSWERS = {
             [[0, 1], [2, 3], [4, 5], [6, 7]],
             [[0, 2, 4, 6], [1, 3, 5, 7]],
             [[0, 4], [1, 5]],
+            [[0.5, 4], [1, 5], [2, 6], [3, 7]],
+            ["04", "15", "26", "37"],
             [0, 4, 1, 5, 2, 6, 3, 7],
             "0 4 1 5 2 6 3 7",
         ],
     ),
     check.shift: (
-        [even_first, one_breaks_the_circle, immediate, batched, by_all_gather],
+        [even_first, one_breaks_the_circle, immediate, batched, by_all_gather, all_to_all],
         [
             all_send_first,
             even_first_both_ways,
+            does_not_wait_to_have_sent,
+            does_not_wait_to_have_received,
             no_branch_for_one,
             to_the_left,
             into_x,

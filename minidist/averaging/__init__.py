@@ -1,0 +1,37 @@
+"""Replicas that train on their own, and take the mean of their parameters now and then.
+
+DistributedDataParallel sends every gradient of every step. Here each rank takes steps of its own,
+with its own optimizer, and only after a *period* of steps the replicas meet. That is fewer bytes by
+the factor of the period. Between two meetings the replicas drift apart, and that has its price.
+
+To read, in this order:
+
+    naive                 the idea: local SGD, and DiLoCo, as two short loops
+    flat_mean             parameters travel in one message; how far replicas are apart
+    averaging_optimizer   the wrapper around any optimizer
+    local_sgd             local SGD, and post-local SGD
+    diloco                the mean is a gradient, for a second optimizer
+    fragment              a part of the model, and its meeting
+    streaming             one fragment after the other, while training goes on
+    gossip                no meeting of all: a mean with one neighbour
+
+Lesson: beyond_gradients.
+"""
+
+from minidist.averaging.averaging_optimizer import AveragingOptimizer
+from minidist.averaging.diloco import DiLoCo, nesterov
+from minidist.averaging.flat_mean import average, drift
+from minidist.averaging.gossip import Gossip
+from minidist.averaging.local_sgd import LocalSGD
+from minidist.averaging.streaming import StreamingDiLoCo
+
+__all__ = [
+    "AveragingOptimizer",
+    "DiLoCo",
+    "Gossip",
+    "LocalSGD",
+    "StreamingDiLoCo",
+    "average",
+    "drift",
+    "nesterov",
+]

@@ -1,0 +1,70 @@
+"""DiLoCo: what the ranks have come to is a gradient, for a second optimizer
+(lesson: beyond_gradients)."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from minidist.averaging.averaging_optimizer import AveragingOptimizer
+from minidist.averaging.fragment import Fragment, Outer
+
+
+def nesterov(anchors: list[nn.Parameter]) -> Optimizer:
+    """The outer optimizer of the paper: SGD with Nesterov's momentum, η = 0.7, μ = 0.9."""
+    return torch.optim.SGD(anchors, lr=0.7, momentum=0.9, nesterov=True)
+
+
+class DiLoCo(AveragingOptimizer):
+    """Every `period` steps, the mean difference from where the ranks set out is the gradient of an
+    outer step. Every rank takes that step with the anchors, and sets out from there again.
+
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = md.averaging.DiLoCo(optimizer, period=50)
+
+    outer: makes the anchors' optimizer. Plain SGD with a learning rate of 1 gives `LocalSGD`: the
+        anchor less the mean difference is the mean.
+
+    It holds 8 bytes more for each parameter of float32: the anchor and its momentum. See
+    `AveragingOptimizer` for the rest. Douillard et al. 2023, "DiLoCo: Distributed Low-Communication
+    Training of Language Models", arXiv 2311.08105, algorithm 1. Lesson: beyond_gradients.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        period: int,
+        outer: Outer = nesterov,
+        process_group: dist.ProcessGroup | None = None,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(optimizer, period, process_group, **arguments)
+        parts = self.cut()
+        self.fragments = [Fragment(part, outer, self.process_group) for part in parts]
+
+    def cut(self) -> list[list[nn.Parameter]]:
+        """The parameters of each fragment: all of them in one."""
+        return [self.parameters]
+
+    def after_step(self) -> None:
+        """At the end of a period: the meeting."""
+        if self.steps % self.period == 0:
+            for fragment in self.fragments:
+                fragment.send()
+                fragment.receive()
+
+    def own_state(self) -> dict[str, Any]:
+        """Of each fragment: anchors, states of its optimizer, and what is in flight."""
+        return {"fragments": [fragment.state() for fragment in self.fragments]}
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """Raises ValueError for another number of fragments."""
+        states = state.get("fragments", [None] * len(self.fragments))
+        if len(states) != len(self.fragments):
+            raise ValueError(
+                f"the state_dict is of {len(states)} fragments, and there are {len(self.fragments)}"
+            )
+        for fragment, each in zip(self.fragments, states, strict=True):
+            fragment.load(each)

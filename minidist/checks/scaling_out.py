@@ -1,0 +1,228 @@
+"""The puzzles and the exercise of the lesson scaling_out."""
+
+import os
+import resource
+import signal
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minidist.checks.verdict import NotYet, check, function, number, on_ranks
+
+Save = Callable[[Any, str], Any]
+
+
+@check
+def most_speed_up(answer: object) -> str:
+    """What no number of ranks exceeds: 8 s of computing alone; a ring; 0.1 s for the gradients to
+    cross a line once."""
+    number(
+        answer,
+        40,
+        "times one rank",
+        {
+            80: "in a ring, twice the vector crosses each line",
+            0.2: "that is the time which is left; the step was 8 s",
+            8: "that many ranks are as fast as without any ring",
+            1 / 40: "turn it over: the speed-up is above 1",
+            41: "with many ranks computing takes no time; what is left is 0.2 s",
+        },
+    )
+    return "computing goes to 0, and 2 (N - 1)/N × 0.1 s goes to 0.2 s: 8/0.2 is the limit."
+
+
+@check
+def save_every(answer: object) -> str:
+    """Young's interval in seconds: 16,384 GPUs, each fails once in 49,152 hours; a save is 24 s."""
+    number(
+        answer,
+        720,
+        "seconds",
+        {
+            92160: "that is for one GPU; 16,384 of them fail 16,384 times as often",
+            12: "give seconds, with both times in seconds",
+            10800: "that is the time between failures, M; the interval is √(2δM)",
+            3: "that is M, in hours; the interval is √(2δM)",
+            518400: "it has no root",
+            259200**0.5: "√(2δM) has a 2 in it",
+            11796480: "16,384 GPUs fail more often than one, not less",
+        },
+    )
+    return "M is 49,152/16,384 = 3 hours, and √(2 × 24 × 10,800) = 720 s."
+
+
+# ---- a save that survives -----------------------------------------------------------------------
+
+SYNCS = (os.fsync, getattr(os, "fdatasync", os.fsync), os.sync)
+NAMINGS = {"os.rename": "a rename", "os.link": "a link", "os.symlink": "a link"}
+CHANGES = NAMINGS | {
+    "open": "the writing of a file",
+    "os.remove": "a removal",
+    "os.truncate": "a truncation",
+    "shutil.copyfile": "a copy",
+}
+
+
+@check
+def save(answer: object) -> str:
+    """`save(state, path)`: a kill at any moment leaves the old checkpoint or the new one."""
+    (said,) = on_ranks(_trial, function(answer), world_size=1)
+    if said:
+        raise NotYet(f"{said}.")
+    return "wherever it is killed, the path has the old checkpoint or the new one, whole."
+
+
+def _trial(given: Save) -> str:
+    """What is wrong with it, if anything."""
+    with tempfile.TemporaryDirectory() as folder:
+        watch = _Watch(os.path.realpath(folder))
+        path = os.path.join(watch.folder, "checkpoint.pt")
+        for step, which in (1, "first"), (2, "second"):
+            watch.done.clear()
+            with watch.syncs():
+                given(_state(step), path)
+            if _step_in(path) != step:
+                return f"after the {which} save, {_found(path)}"
+        if said := watch.unsynced(path):
+            return said
+        half, changes = os.path.getsize(path) // 2, [e for e in watch.done if isinstance(e, str)]
+        for n in (0, 1, half, 2 * half - 1):
+            if not _survives(given, path, partial(_die_after, n)):
+                return f"killed after {n:,} bytes, {_found(path)}"
+        for n, change in enumerate(changes):
+            if not _survives(given, path, partial(watch.at, n, _die)):
+                return f"killed before {CHANGES[change]}, {_found(path)}"
+            if change not in ("open", "shutil.copyfile"):
+                continue
+            if not _survives(given, path, partial(watch.at, n, partial(_die_after, half))):
+                return f"killed within {CHANGES[change]}, {_found(path)}"
+    return ""
+
+
+class _Watch:
+    """What is done to the files of a folder. It stays until the process ends."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.done = folder, list[Any]()  # names of changes; {inode: bytes} at a sync
+        self.outside = False  # whether something came from another folder
+        self._at, self._do = -1, _die
+        sys.addaudithook(self._hook)
+
+    def _hook(self, event: str, args: tuple[Any, ...]) -> None:
+        if event not in CHANGES:
+            return
+        paths = [os.path.realpath(os.fspath(each)) for each in args[:2] if _is_path(each)]
+        inside = [path.startswith(self.folder + os.sep) for path in paths]
+        if event == "open" and not args[2] & (os.O_WRONLY | os.O_RDWR):
+            return
+        if any(inside):
+            if len(self.done) == self._at:
+                self._do()
+            self.outside |= event == "os.rename" and not all(inside)
+            self.done.append(event)
+
+    def at(self, change: int, do: Callable[[], None]) -> None:
+        """Do something when this process comes to the change of this number."""
+        self.done.clear()
+        self._at, self._do = change, do
+
+    @contextmanager
+    def syncs(self) -> Iterator[None]:
+        """Note the sizes of all files at each sync, however it is called."""
+
+        def note(frame: Any, event: str, called: Any) -> None:
+            if event == "c_call" and called in SYNCS:
+                files = [each.stat() for each in Path(self.folder).rglob("*")]
+                self.done.append({each.st_ino: each.st_size for each in files})
+
+        sys.setprofile(note)
+        threading.setprofile(note)  # of threads that the answer starts
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+
+    def unsynced(self, path: str) -> str:
+        """What is wrong with a save that got its name by a rename or a link."""
+        namings = [n for n, each in enumerate(self.done) if str(each) in NAMINGS]
+        if not namings:
+            return ""
+        if self.outside:
+            return "a rename works within one file system: write beside the path"
+        found = os.stat(path)
+        syncs = [each for each in self.done[: namings[-1]] if isinstance(each, dict)]
+        sizes = [sizes.get(found.st_ino) for sizes in syncs]
+        if found.st_size in sizes:
+            return ""
+        if any(size is not None for size in sizes):
+            return "it is synced while the last bytes are in Python's buffer: flush that first"
+        return (
+            "after a power cut the disk may have the new name, but not the bytes: sync the file "
+            "before it gets the name"
+        )
+
+
+def _survives(given: Save, path: str, arm: Callable[[], None]) -> bool:
+    """Whether the path has a whole checkpoint after a kill in a save."""
+    given(_state(2), path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of threads that a fork leaves behind
+        child = os.fork()
+    if child == 0:
+        try:
+            arm()
+            given(_state(3), path)
+        finally:
+            os._exit(0)
+    try:
+        os.waitpid(child, 0)
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise
+    return _step_in(path) in (2, 3)
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_after(nbytes: int) -> None:
+    """Let the system kill this process when it makes a file longer."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, nbytes))
+
+
+def _is_path(thing: object) -> bool:
+    return isinstance(thing, str | bytes | os.PathLike)
+
+
+def _state(step: int) -> dict[str, Any]:
+    return {"step": step, "weights": torch.full((20_000,), float(step))}
+
+
+def _step_in(path: str) -> int | None:
+    """Of a whole checkpoint."""
+    try:
+        state = torch.load(path)
+        whole = torch.equal(state["weights"], _state(state["step"])["weights"])
+        return state["step"] if whole else None
+    except Exception:
+        return None
+
+
+def _found(path: str) -> str:
+    if not os.path.exists(path):
+        return "there is no file at the path"
+    step = _step_in(path)
+    what = "no whole checkpoint" if step is None else f"the checkpoint of save {step}"
+    return f"the path has {what}"

@@ -1,0 +1,116 @@
+"""The puzzles and the exercise of the lesson zero."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from minidist import zoo
+from minidist.checks.verdict import NotYet, check, number, require_right, shown
+from minidist.distributed_data_parallel import DistributedDataParallel
+from minidist.parity import relative_difference
+
+# What the answer's optimizer is made of, and how many states it keeps of an element.
+OPTIMIZERS: dict[partial[Any], int] = {
+    partial(torch.optim.Adam, lr=1e-3): 2,
+    partial(torch.optim.SGD, lr=0.1, momentum=0.9): 1,
+}
+
+
+@check
+def stage_1_of_a_billion(answer: object) -> str:
+    """GB of model states on each of 4 ranks: 1 billion parameters, stage 1, mixed precision."""
+    number(
+        answer,
+        7,
+        "GB",
+        {
+            16: "that is DDP, or one rank alone",
+            10: "that is Adam in float32, 4 + 4 + 8/4",
+            5.5: "that is stage 2: in stage 1 the gradients are whole",
+            4: "that is stage 3: in stage 1 parameters and gradients are whole",
+            28: "that is all 4 ranks together",
+            7e9: "give GB",
+        },
+    )
+    return "2 + 2 + 12/4 bytes a parameter."
+
+
+@check
+def accumulated_in_stage_2(answer: object) -> str:
+    """Numbers that a rank sends in a step, in Ψ: 8 ranks, 16 micro-batches, each one reduced."""
+    number(
+        answer,
+        14.875,
+        "Ψ",
+        {
+            1.75: "that is a step without accumulation, or with no_sync",
+            14: "the parameters are gathered, too, once a step",
+            17: "a ring of 8 ranks sends 7/8 of that",
+            2.625: "that is stage 1 behind a DDP, with no_sync",
+            28: "gradients are reduced each time, but parameters are gathered once a step",
+            28.875: "that is stage 1 behind a DDP that averages each time",
+            12.75: "here are 8 ranks, not 4",
+        },
+    )
+    return "16 reduce_scatters and one all_gather, each of 7/8 Ψ; with no_sync 1.75 Ψ."
+
+
+@check
+def my_zero(answer: object) -> str:
+    """A class `MyZero(parameters, make_optimizer)` that keeps an N-th of the states."""
+    if not callable(answer):
+        raise NotYet(f"give the class itself, not {shown(answer)}.")
+    for world_size in 2, 3:
+        require_right(_trial, answer, world_size=world_size)
+    return "it trains as DDP does, with Adam and with momentum, and every rank keeps its N-th part."
+
+
+def _trial(answer: Callable[..., Any]) -> str:
+    """What is wrong on this rank, if anything: the first of it. It goes on, as others wait."""
+    wrong = [_compared(answer, make, states) for make, states in OPTIMIZERS.items()]
+    return next(filter(None, wrong), "")
+
+
+def _compared(answer: Callable[..., Any], make: partial[Any], states: int) -> str:
+    made: list[torch.optim.Optimizer] = []  # whatever the answer calls them
+
+    def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+        made.append(make(parameters))
+        return made[-1]
+
+    alone, module = (zoo.mlp(64, 32, 10, dtype=torch.float64) for _ in range(2))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    _train(alone, make(alone.parameters()), slice(None))
+    optimizer = answer(module.parameters(), make_optimizer)
+    _train(DistributedDataParallel(module), optimizer, slice(rank, None, world_size))
+    if not made:
+        return "has not called make_optimizer"
+    found, wanted = (dict(each.named_parameters()) for each in (module, alone))
+    for name, right in wanted.items():
+        if name not in found or found[name].shape != right.shape:
+            return f"has lost the parameter {name}, or its shape"
+        if not relative_difference(found[name].detach(), right.detach()) < 1e-10:
+            return f"has other weights than DDP in {name}, with {make.func.__name__}"
+    held = [value for each in made for state in each.state.values() for value in state.values()]
+    kept = sum(value.numel() for value in held if isinstance(value, torch.Tensor) and value.ndim)
+    # Each tensor may be cut for itself, by its rows, and rounded up.
+    rows = {name: -(-len(tensor) // world_size) for name, tensor in wanted.items()}
+    allowed = states * sum(rows[name] * tensor[0].numel() for name, tensor in wanted.items())
+    if kept > allowed:
+        return f"keeps {kept:,} numbers of states, and {allowed:,} are an N-th of them"
+    return ""
+
+
+def _train(model: nn.Module, optimizer: Any, mine: slice, steps: int = 3, size: int = 12) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        images = torch.randn(size, 64, generator=generator, dtype=torch.float64)
+        labels = torch.randint(10, (size,), generator=generator)
+        optimizer.zero_grad()
+        F.cross_entropy(model(images[mine]), labels[mine]).backward()
+        optimizer.step()

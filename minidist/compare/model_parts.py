@@ -1,0 +1,96 @@
+"""What systems must know of a model: its blocks, its layers as a sequence, its plan."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
+
+import minidist as md
+from minidist.compare.systems import RefusedError
+
+
+def blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers of the largest nn.Sequential or nn.ModuleList in the model, by name: those that
+    have parameters. None of them, if there is no such list."""
+    lists = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Sequential | nn.ModuleList)
+    }
+    sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in lists.items()}
+    largest = max(sizes, key=lambda name: sizes[name], default=None)
+    if largest is None:
+        return {}
+    return {
+        f"{largest}.{name}".lstrip("."): child
+        for name, child in lists[largest].named_children()
+        if any(True for _ in child.parameters())
+    }
+
+
+def policy(model: nn.Module) -> Callable[..., bool]:
+    """For a fully sharded model: each block is a unit."""
+    chosen = list(blocks(model).values())
+    return partial(
+        lambda_auto_wrap_policy, lambda_fn=lambda module: any(module is each for each in chosen)
+    )
+
+
+def checkpoint(model: nn.Module) -> None:
+    """Each block keeps its inputs alone."""
+    found = blocks(model)
+    if not found:
+        raise RefusedError("a model without an nn.Sequential or nn.ModuleList has no blocks")
+    for name, block in found.items():
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, md.checkpoint_wrapper(block))
+
+
+def sequence(model: nn.Module) -> nn.Sequential:
+    """Its layers, one after another, as a pipeline cuts them."""
+    if isinstance(model, nn.Sequential):
+        return model
+    if hasattr(model, "sequential"):
+        layers: nn.Sequential = model.sequential()  # type: ignore[operator]
+        return layers
+    raise RefusedError(
+        f"a pipeline cuts an nn.Sequential, or a model whose sequential() gives one, "
+        f"not a {type(model).__name__}"
+    )
+
+
+def by_model_names(
+    model: nn.Module, layers: nn.Module, state: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """What a state has by the names of `sequence(model)`, by those of the model itself."""
+    own = dict(layers.named_parameters(remove_duplicate=False))
+    found = {id(own[name]): tensor for name, tensor in state.items() if name in own}
+    named = model.named_parameters(remove_duplicate=False)  # one that is tied has several
+    return {name: found[id(p)] for name, p in named if id(p) in found}
+
+
+def plan_of(model: nn.Module) -> Mapping[str, Any] | None:
+    """How the model is split by features: its own `tensor_plan`, or None for a
+    `zoo.Transformer`."""
+    plan: Mapping[str, Any] | None = getattr(model, "tensor_plan", None)
+    if plan is None and not isinstance(model, md.zoo.Transformer):
+        raise RefusedError(
+            f"nothing says how a {type(model).__name__} is split by features: give it an "
+            "attribute `tensor_plan`, as md.tensor_parallel.parallelize takes it"
+        )
+    return plan
+
+
+@contextmanager
+def taking() -> Iterator[None]:
+    """What is raised in this block says why the model cannot be taken."""
+    try:
+        yield
+    except RefusedError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise RefusedError(str(error)) from error

@@ -1,0 +1,246 @@
+"""A trial's training on a rank: the model by its strategy, and its optimizers."""
+
+import contextlib
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+
+import minidist as md
+from minidist.fully_sharded import by_class, by_size
+from minidist.fuzz.random_models import LlamaBlock
+from minidist.fuzz.trials import Options, Trial
+from minidist.parity import cross_entropy
+
+OPTIMIZERS: dict[str, tuple[type[Optimizer], Options]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "Adam": (torch.optim.Adam, {"lr": 1e-2}),
+    "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 1e-3, "momentum": 0.5}),
+}
+Rows = slice | list[int]
+
+
+def optimizers_of(trial: Trial, model: Any, **sharded: Any) -> list[Any]:
+    """One of all parameters; or two, one of matrices and one of what else there is. sharded: of a
+    `ZeroRedundancyOptimizer`."""
+    shares = [list(model.parameters())]
+    if len(trial.optimizers) == 2:
+        shares = [[p for p in shares[0] if (p.dim() > 1) == matrices] for matrices in (True, False)]
+    made: list[Any] = []
+    for share, name in zip(shares, trial.optimizers, strict=True):
+        kind, rates = OPTIMIZERS[name]
+        if share:  # a stage may have no parameter
+            ours = md.ZeroRedundancyOptimizer
+            made.append(ours(share, kind, **sharded, **rates) if sharded else kind(share, **rates))
+    return made
+
+
+class Alone:
+    """One process, with the whole batch: what the others are held against."""
+
+    model: Any
+
+    def __init__(self, trial: Trial, module: nn.Module) -> None:
+        self.trial = trial
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.options = dict(trial.options)
+        self.optimizers = self.wrap(module)
+
+    def wrap(self, module: nn.Module) -> list[Any]:
+        """Makes the model, and returns its optimizers."""
+        self.model = module
+        return optimizers_of(self.trial, self.model)
+
+    def share(self) -> slice:
+        """This rank's rows of the batch."""
+        return slice(None)
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The mean over the rows."""
+        return cross_entropy(outputs, targets)
+
+    def backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+        """Adds this pass's part to the gradients. Returns the mean loss of this rank's rows."""
+        loss = self.loss(self.model(inputs), targets)
+        (loss / self.trial.passes).backward()
+        return loss.item()
+
+    def step(self, batches: list[Any]) -> float:
+        """A step of one backward pass for each batch. Returns the mean loss of this rank's rows."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        losses = []
+        for number, (inputs, targets) in enumerate(batches, start=1):
+            with self.waits(number < len(batches)):
+                losses.append(self.backward(inputs[self.share()], targets[self.share()]))
+        if self.trial.clip is not None:
+            self.clip(self.trial.clip)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return sum(losses) / len(losses)
+
+    def waits(self, waits: bool) -> Any:
+        """Around a backward pass whose gradients may wait for those of the next."""
+        return contextlib.nullcontext()
+
+    def clip(self, norm: float) -> None:
+        clip_grad_norm_(self.model.parameters(), norm)
+
+    def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+        """The loss of the whole batch, on every rank."""
+        self.model.eval()
+        with torch.no_grad():
+            loss = self.loss(self.model(inputs), targets).item()
+        self.model.train()
+        return loss
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The weights and buffers of the whole model, on every rank."""
+        return dict(self.model.state_dict())
+
+    def average(self) -> "Alone":
+        """A copy, to become the moving average of the weights."""
+        other = copy.copy(self)
+        other.model = copy.deepcopy(self.model)
+        return other
+
+    @torch.no_grad()
+    def follow(self, other: "Alone") -> None:
+        """A step of the moving average."""
+        for mine, theirs in zip(self.model.parameters(), other.model.parameters(), strict=True):
+            mine.lerp_(theirs, 0.3)
+
+
+class Data(Alone):
+    """A replica on each rank, or a part of one."""
+
+    def wrap(self, module: nn.Module) -> list[Any]:
+        self.model = md.DistributedDataParallel(module, **self.options)
+        return optimizers_of(self.trial, self.model)
+
+    def share(self) -> slice:
+        return slice(self.rank, None, self.ranks)
+
+    def waits(self, waits: bool) -> Any:
+        self.model.require_backward_grad_sync = not (waits and self.trial.waiting == "attribute")
+        waits = waits and self.trial.waiting == "no_sync"
+        return self.model.no_sync() if waits else contextlib.nullcontext()
+
+    def clip(self, norm: float) -> None:
+        if hasattr(self.model, "clip_grad_norm_") and self.trial.number % 2:
+            self.model.clip_grad_norm_(norm)
+        else:
+            super().clip(norm)
+
+
+class ShardedStates(Data):
+    def wrap(self, module: nn.Module) -> list[Any]:
+        self.model = md.DistributedDataParallel(module, **self.options)
+        return optimizers_of(self.trial, self.model, process_group=None)
+
+
+class ShardedGradients(Data):
+    def wrap(self, module: nn.Module) -> list[Any]:
+        optimizers = optimizers_of(self.trial, module, process_group=None)
+        self.model = md.ShardedDataParallel(module, optimizers)
+        return optimizers
+
+    def average(self) -> Alone:
+        other = copy.copy(self)
+        other.model = copy.deepcopy(self.model.module)  # gradients have one optimizer
+        return other
+
+
+class ShardedParameters(Data):
+    def wrap(self, module: nn.Module) -> list[Any]:
+        tied = len([*module.parameters()]) < len([*module.named_parameters(remove_duplicate=False)])
+        blocks = by_class(md.zoo.Block, LlamaBlock, nn.LSTM)
+        policies = {"none": None, "by class": by_class(nn.Linear), "by size": by_size(100)}
+        units = policies[self.options.pop("units")]
+        tied_ends = tied and self.trial.model == "transformer"
+        if tied:  # ties stay within a unit
+            units = blocks if tied_ends and units else None
+        if self.options.pop("hybrid") and self.ranks == 4:
+            self.options["device_mesh"] = dist.init_device_mesh("cpu", (2, 2))
+        self.model = md.FullyShardedDataParallel(module, auto_wrap_policy=units, **self.options)
+        return optimizers_of(self.trial, self.model)
+
+
+class Stages(Alone):
+    def wrap(self, module: Any) -> list[Any]:
+        self.model = md.Pipeline(module, **self.options)
+        return optimizers_of(self.trial, self.model)
+
+    def backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+        passes = self.trial.passes
+        loss = self.model.train_step(inputs, targets, lambda y, t: self.loss(y, t) / passes)
+        return loss.item() * passes
+
+    def clip(self, norm: float) -> None:
+        self.model.clip_grad_norm_(norm)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return dict(self.model.full_state_dict())
+
+
+class Features(Alone):
+    def wrap(self, module: nn.Module) -> list[Any]:
+        plan = _plan(self.trial, module)
+        self.model = md.tensor_parallel.parallelize(module, plan=plan, **self.options)
+        return optimizers_of(self.trial, self.model)
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return md.vocab_parallel_cross_entropy(outputs, targets)
+
+    def clip(self, norm: float) -> None:
+        md.tensor_parallel.clip_grad_norm_(self.model, norm)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return md.tensor_parallel.full_state_dict(self.model)
+
+
+class Mesh(Stages):
+    """A replica is on several ranks."""
+
+    def wrap(self, module: nn.Module) -> list[Any]:
+        options = dict(self.options)
+        mesh, shard = md.mixed.mesh(*options.pop("mesh")), options.pop("shard")
+        self.replica, self.replicas = mesh.get_local_rank("data"), mesh["data"].size()
+        units = md.FullyShardedDataParallel if shard == "units" else None
+        plan = _plan(self.trial, module) if mesh["tensor"].size() > 1 else None
+        self.model = md.mixed.MixedParallel(module, mesh, shard=units, plan=plan, **options)
+        data = {"process_group": mesh.get_group("data")} if shard == "states" else {}
+        return optimizers_of(self.trial, self.model, **data)
+
+    def share(self) -> slice:
+        return slice(self.replica, None, self.replicas)
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        words: torch.Tensor = self.model.cross_entropy(outputs, targets)
+        return words
+
+    def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+        self.model.eval()
+        outputs = self.model(inputs)
+        self.model.train()
+        return cross_entropy(outputs, targets).item()
+
+
+def _plan(trial: Trial, module: nn.Module) -> dict[str, Any] | None:
+    return md.tensor_parallel.llama_plan(module) if trial.model == "llama" else None
+
+
+STRATEGIES: dict[str, type[Alone]] = {
+    "ddp": Data,
+    "zero1": ShardedStates,
+    "zero2": ShardedGradients,
+    "fsdp": ShardedParameters,
+    "pipeline": Stages,
+    "tensor": Features,
+    "mixed": Mesh,
+}

@@ -1,0 +1,188 @@
+"""What makes a folder a checkpoint (lesson: scaling_out).
+
+    step-00000100.5f0c.partial      being written: no run ever loads it
+    step-00000100                   whole, with a manifest of the size and the hash of every file
+
+Every file is synced before the manifest is written, and that before the folder gets its name. A
+rename is done or not done, so a folder with the name of a step is whole, whatever was killed when.
+If one of its files is not what the manifest says, then something else has changed it: an error.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import uuid
+import warnings
+import weakref
+from collections.abc import Mapping
+from operator import index
+from pathlib import Path
+from typing import Any
+
+from minidist.saving.naive import sync, write_whole
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+PARTIAL = ".partial"
+Stamp = tuple[int, str]  # of a file: its bytes, and their hash
+
+
+def steps_in(folder: Path) -> dict[int, Path]:
+    """The whole checkpoints in a folder, the oldest first."""
+    names = (re.fullmatch(r"step-(\d{8,})", path.name) for path in folder.iterdir())
+    return {int(name[1]): folder / name[0] for name in sorted(filter(None, names), key=_number)}
+
+
+def _number(name: re.Match[str]) -> int:
+    return int(name[1])
+
+
+def whole_number(step: Any) -> int:
+    """The step as an int, also if it is a number of NumPy's or torch's. Raises TypeError if it is
+    no whole number, ValueError if it is below 0."""
+    try:
+        number = index(step)
+    except TypeError:
+        raise TypeError(f"a step is a whole number, not {step!r}") from None
+    if number < 0:
+        raise ValueError(f"a step is 0 or more, not {number}")
+    return number
+
+
+def begin(folder: Path, step: int) -> Path:
+    """A new folder to write a step's files to."""
+    partial = folder / f"step-{step:08}.{uuid.uuid4().hex[:8]}{PARTIAL}"
+    partial.mkdir()
+    return partial
+
+
+def commit(partial: Path, about: Mapping[str, Any], stamps: Mapping[str, Stamp]) -> Path:
+    """Make a checkpoint of it: its files are written and synced."""
+    content = {"format": FORMAT, **about, "files": dict(sorted(stamps.items()))}
+    page = {"manifest": content, "hash": _digest(content)}
+    write_whole(partial / MANIFEST, lambda file: file.write(json.dumps(page, indent=1).encode()))
+    whole = partial.with_name(partial.name.split(".")[0])
+    partial.rename(whole)
+    sync(whole.parent)
+    return whole
+
+
+def clear(folder: Path, keep: int) -> None:
+    """Delete what is older than the `keep` newest checkpoints."""
+    for path in list(steps_in(folder).values())[:-keep]:
+        try:
+            # Not where it is: a kill would leave a part of it under the name of a whole one.
+            shutil.rmtree(path.rename(path.with_name(path.name + PARTIAL)))
+        except OSError as error:  # the newest is whole all the same
+            warnings.warn(f"{path} could not be deleted: {error}", stacklevel=1)
+
+
+def clear_partial(folder: Path) -> None:
+    """Delete what killed runs have not finished."""
+    for path in folder.glob(f"step-*{PARTIAL}"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+# ---- to load ------------------------------------------------------------------------------------
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint. Raises ValueError if it is broken, or of a later format."""
+    path = folder / MANIFEST
+    try:
+        page = json.loads(path.read_bytes())
+        content: dict[str, Any] = page["manifest"]
+        fits = page["hash"] == _digest(content)
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing") from None
+    except (ValueError, TypeError, LookupError):
+        raise ValueError(f"{path} is broken: it cannot be read") from None
+    if not fits:
+        raise ValueError(f"{path} is broken: its hash is another one")
+    if content["format"] > FORMAT:
+        raise ValueError(
+            f"{path} is of format {content['format']}, of a later minidist: this one reads {FORMAT}"
+        )
+    return content
+
+
+def require_stamp(path: Path, stamp: Stamp) -> None:
+    """Raises ValueError that names the file if it is not what was written."""
+    if not path.exists():
+        raise ValueError(f"{path} is missing")
+    size, digest = stamp
+    if (found := path.stat().st_size) != size:
+        raise ValueError(f"{path} is cut short or changed: it has {found} bytes of {size}")
+    if hash_of(path) != digest:
+        raise ValueError(f"{path} has changed since it was written: its hash is another one")
+
+
+def hash_of(path: Path) -> str:
+    """Of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
+
+
+def synced_stamp(path: Path) -> Stamp:
+    """What the manifest says of a file, when the disk holds it. (torch 2.13 can sync its files too,
+    but does so before the last bytes have left Python's buffer.)"""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return path.stat().st_size, hash_of(path)
+
+
+def _digest(content: Any) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+# ---- one run a folder ---------------------------------------------------------------------------
+
+
+class Lock:
+    """One run at a time has a folder. The lock goes with its process, however that ends."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises RuntimeError that names the run which has it."""
+        path = folder / ".lock"
+        self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            who = os.read(self._file, 1000).decode(errors="replace")
+            os.close(self._file)
+            self._file = None
+            raise RuntimeError(
+                f"{folder} belongs to another run, {who or 'which has just begun'}: end that one, "
+                f"or close its Checkpoints, or save to another folder"
+            ) from None
+        os.truncate(self._file, 0)
+        os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        _HELD.add(self)
+
+    def release(self) -> None:
+        """For the next run."""
+        if self._file is not None:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            self.forget()
+
+    def forget(self) -> None:
+        """Close the file. A child that a fork has made has it too, and keeps the lock."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+_HELD: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for lock in _HELD:
+        lock.forget()
+
+
+# Else a forked child, such as a DataLoader's worker, would keep the lock beyond a run's end.
+os.register_at_fork(after_in_child=_forget_all)

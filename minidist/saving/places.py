@@ -1,0 +1,161 @@
+"""Where each parameter of a model is on this rank, by every strategy (lesson: scaling_out).
+
+    strategy                        what a rank has of a parameter
+    bare, DDP, ZeRO 1 and 2         all of it
+    fully sharded                   a span of its elements
+    tensor parallel                 features
+    pipeline                        all, or nothing
+    mixed                           a span of features, or nothing
+
+Of an optimizer's states it has the same, and with ZeRO a span.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from minidist.fully_sharded.flat_parameter import FlatParameter, ShardedParameter
+from minidist.fully_sharded.sharded_states import formed
+from minidist.fully_sharded.units import units_in
+from minidist.mixed import MixedParallel
+from minidist.pipeline import Pipeline
+from minidist.saving.boxes import Box, Boxed, span_boxes, spread, whole_box
+from minidist.tensor_parallel.layer import ParallelLayer
+from minidist.zero import ZeroRedundancyOptimizer
+
+EXTRA_STATE = "_extra_state"  # what a module's get_extra_state gives: a value, be it a tensor
+
+
+@dataclass(eq=False)
+class Place:
+    """What this rank has of a tensor of the bare module, which may have several names."""
+
+    own: torch.Tensor
+    shape: torch.Size  # of the whole
+    like: torch.Tensor  # of whose elements it has a `span`, or all: (*) on any device
+    span: slice | None = None
+    cut: tuple[int, torch.Tensor] | None = None  # of the whole, `like` is these indices along a dim
+    names: list[str] = field(default_factory=list)
+
+    def boxes(self, span: slice | None = None) -> list[Box]:
+        """Of the whole; of a `span` of what the rank has, if one is given."""
+        span = span or self.span
+        found = whole_box(self.like.shape) if span is None else span_boxes(self.like, span)
+        return found if self.cut is None else spread(found, *self.cut)
+
+    def boxed(self) -> Boxed:
+        """The tensor itself. Buffers, such as a batch norm's, may be others on each rank."""
+        is_parameter = isinstance(self.own, nn.Parameter)
+        return Boxed(self.own, self.shape, self.boxes(), same=is_parameter)
+
+
+def places_of(model: nn.Module) -> tuple[list[Place], dict[str, Any]]:
+    """Of each parameter and buffer in the model's state its place; and what else is in it, by name.
+
+    No rank waits for another. Raises TypeError for a DTensor, which torch's own strategies have.
+    """
+    spans, cuts = dict(_spans(model)), dict(_cuts(model))
+    found: dict[torch.Tensor, Place] = {}
+    others: dict[str, Any] = {}
+    for name, value in _named(model).items():
+        if isinstance(value, DTensor):
+            raise TypeError(f"{name} is a DTensor: torch.distributed.checkpoint saves these")
+        if not isinstance(value, torch.Tensor) or name.rpartition(".")[2] == EXTRA_STATE:
+            others[name] = value
+            continue
+        if value not in found:
+            found[value] = _place(value, spans.get(value), cuts.get(value))
+        found[value].names.append(name)
+    return list(found.values()), others
+
+
+def without_ddp(model: nn.Module) -> nn.Module:
+    """Torch's DistributedDataParallel names a state by `module.`; all other strategies do not."""
+    return model.module if isinstance(model, TorchDDP) else model
+
+
+def _named(model: nn.Module) -> dict[str, Any]:
+    """The model's own tensors, by the names of the bare module."""
+    bare: Any = without_ddp(model)
+    bare = bare.module if isinstance(bare, MixedParallel) else bare
+    with formed(bare, lambda _: _locals):
+        return dict(bare.state_dict(keep_vars=True))
+
+
+def _locals(flat: FlatParameter) -> Iterator[torch.Tensor]:
+    return (each.local for each in flat.parameters)
+
+
+def _place(
+    own: torch.Tensor, sharded: ShardedParameter | None, cut: tuple[int, ParallelLayer] | None
+) -> Place:
+    like = own if sharded is None else sharded.full
+    place = Place(own, like.shape, like, None if sharded is None else sharded.span)
+    if cut is not None:
+        dim, layer = cut
+        shape = list(like.shape)
+        shape[dim] = sum(len(layer.indices(rank)) for rank in range(layer.world_size))
+        place.shape, place.cut = torch.Size(shape), (dim, layer.indices(layer.rank))
+    return place
+
+
+def _modules(model: nn.Module) -> list[nn.Module]:
+    """The model, and the strategies of its stages, which are none of its modules."""
+    pipeline = model.pipeline if isinstance(model, MixedParallel) else model
+    return [model, *(pipeline.wrapped if isinstance(pipeline, Pipeline) else ())]
+
+
+def _spans(model: nn.Module) -> Iterator[tuple[torch.Tensor, ShardedParameter]]:
+    for unit in (unit for module in _modules(model) for unit in units_in(module)):
+        for flat in unit.flats:
+            yield from ((each.local, each) for each in flat.parameters)
+
+
+def _cuts(model: nn.Module) -> Iterator[tuple[torch.Tensor, tuple[int, ParallelLayer]]]:
+    for layer in model.modules():
+        if isinstance(layer, ParallelLayer):
+            for name, dim in layer.sharded.items():
+                own = layer._parameters.get(name)
+                if own is not None:
+                    yield own, (dim, layer)
+
+
+# ---- optimizers -------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Trained:
+    """A parameter of an optimizer: which it is, and what of it the states here are of."""
+
+    number: int  # among the optimizer's parameters
+    place: Place
+    own: torch.Tensor
+    boxes: list[Box]
+
+
+def trained_by(optimizer: torch.optim.Optimizer, places: Sequence[Place]) -> list[list[Trained]]:
+    """Of each group its parameters. Raises ValueError if one is not among the places. Of a
+    parameter of which a ZeRO optimizer has no piece here, there are no boxes."""
+    by_tensor = {place.own: place for place in places}
+    pieces = None
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        pieces = {piece.whole: piece for piece in optimizer.pieces}
+    groups: list[list[Trained]] = []
+    number = 0
+    for group in optimizer.param_groups:
+        groups.append([])
+        for parameter in group["params"]:
+            place = by_tensor.get(parameter)
+            if place is None:
+                raise ValueError("the optimizer has a parameter that is not the model's")
+            own, boxes = place.own, place.boxes() if pieces is None else []
+            if pieces is not None and parameter in pieces:
+                own, boxes = pieces[parameter].own, place.boxes(pieces[parameter].span)
+            groups[-1].append(Trained(number, place, own, boxes))
+            number += 1
+    return groups

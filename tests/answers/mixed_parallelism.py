@@ -1,0 +1,220 @@
+"""Answers to the puzzles and the exercise of the lesson mixed_parallelism."""
+
+import torch
+import torch.distributed as dist
+
+from minidist.checks import mixed_parallelism as check
+
+
+def squares(parts):
+    return sum((part.gradient.square().sum() for part in parts), torch.zeros((), dtype=DOUBLE))
+
+
+DOUBLE = torch.float64
+
+
+def by_two_sums(parts, data, pipeline, tensor):
+    own = [part for part in parts if not part.elsewhere]
+    shards = squares(part for part in own if part.cut)
+    dist.all_reduce(shards, group=tensor)
+    total = shards + squares(part for part in own if not part.cut)
+    dist.all_reduce(total, group=pipeline)
+    return total.sqrt()
+
+
+def by_division(parts, data, pipeline, tensor):
+    """What is whole counts a part on each rank; then everything is summed over everything."""
+    total = torch.zeros((), dtype=DOUBLE)
+    for gradient, cut, elsewhere in parts:
+        if not elsewhere:
+            total += gradient.square().sum() / (1 if cut else tensor.size())
+    total /= data.size()
+    dist.all_reduce(total)  # all ranks
+    return total.sqrt().item()
+
+
+def by_rank_0_of_tensor(parts, data, pipeline, tensor):
+    """What is whole counts on one rank only; norms are gathered, not summed."""
+    mine = [p for p in parts if not p.elsewhere and (p.cut or tensor.rank() == 0)]
+    total = squares(mine).view(1)
+    for group in (tensor, pipeline):
+        everyone = [torch.zeros(1, dtype=DOUBLE) for _ in range(group.size())]
+        dist.all_gather(everyone, total, group=group)
+        total = torch.stack(everyone).sum(0)
+    return total.sqrt()
+
+
+def own(parts, data, pipeline, tensor):
+    return squares(parts).sqrt()
+
+
+def from_zero(parts, data, pipeline, tensor):
+    """The int 0 where nothing is cut."""
+    total = sum(part.gradient.square().sum() for part in parts if part.cut)
+    dist.all_reduce(total, group=tensor)
+    return total.sqrt()
+
+
+def embedding_twice(parts, data, pipeline, tensor):
+    return by_two_sums([part._replace(elsewhere=False) for part in parts], data, pipeline, tensor)
+
+
+def all_cut(parts, data, pipeline, tensor):
+    return by_two_sums([part._replace(cut=True) for part in parts], data, pipeline, tensor)
+
+
+def nothing_cut(parts, data, pipeline, tensor):
+    return by_two_sums([part._replace(cut=False) for part in parts], data, pipeline, tensor)
+
+
+def everything(parts, data, pipeline, tensor):
+    total = squares(parts)
+    dist.all_reduce(total)
+    return total.sqrt()
+
+
+def over_data_too(parts, data, pipeline, tensor):
+    total = by_two_sums(parts, data, pipeline, tensor) ** 2
+    dist.all_reduce(total, group=data)
+    return total.sqrt()
+
+
+def without_root(parts, data, pipeline, tensor):
+    return by_two_sums(parts, data, pipeline, tensor) ** 2
+
+
+def sum_of_norms(parts, data, pipeline, tensor):
+    total = squares(part for part in parts if not part.elsewhere).sqrt()
+    dist.all_reduce(total, group=tensor)
+    dist.all_reduce(total, group=pipeline)
+    return total
+
+
+def in_float32(parts, data, pipeline, tensor):
+    return by_two_sums(parts, data, pipeline, tensor).float()
+
+
+def on_the_first_stage(parts, data, pipeline, tensor):
+    total = by_two_sums(parts, data, pipeline, tensor)
+    return total if pipeline.rank() == 0 else torch.zeros(())
+
+
+def a_pair(parts, data, pipeline, tensor):
+    return 1.0, 2.0
+
+
+def pipeline_first(parts, data, pipeline, tensor):
+    """Both sums in one message, first over the stages."""
+    own = [part for part in parts if not part.elsewhere]
+    both = torch.stack([squares(p for p in own if p.cut is cut) for cut in (True, False)])
+    dist.all_reduce(both, group=pipeline)
+    dist.all_reduce(both[:1], group=tensor)
+    return both.sum().sqrt()
+
+
+def by_objects(parts, data, pipeline, tensor):
+    """Norms in lists; the mean over replicas, which changes nothing."""
+    own = [p for p in parts if not p.elsewhere and (p.cut or tensor.rank() == 0)]
+    total = [torch.linalg.vector_norm(part.gradient).item() for part in own]
+    for group in (tensor, pipeline):
+        lists = [None] * group.size()
+        dist.all_gather_object(lists, total, group=group)
+        total = sum(lists, [])
+    mean = torch.tensor(total, dtype=DOUBLE).norm() / data.size()
+    dist.all_reduce(mean, group=data)
+    return mean
+
+
+def cut_over_stages(parts, data, pipeline, tensor):
+    """The two groups the wrong way round."""
+    return by_two_sums(parts, data, tensor, pipeline)
+
+
+def only_over_tensor(parts, data, pipeline, tensor):
+    own = [part for part in parts if not part.elsewhere]
+    shards = squares(part for part in own if part.cut)
+    dist.all_reduce(shards, group=tensor)
+    return (shards + squares(part for part in own if not part.cut)).sqrt()
+
+
+def largest(parts, data, pipeline, tensor):
+    total = squares(part for part in parts if not part.elsewhere)
+    dist.all_reduce(total, dist.ReduceOp.MAX, tensor)
+    dist.all_reduce(total, group=pipeline)
+    return total.sqrt()
+
+
+def in_place(parts, data, pipeline, tensor):
+    """The norm is right, and the gradients are their squares."""
+    for part in parts:
+        part.gradient.square_()
+    roots = [part._replace(gradient=part.gradient.sqrt()) for part in parts]
+    return by_two_sums(roots, data, pipeline, tensor)
+
+
+def not_a_number(parts, data, pipeline, tensor):
+    return -by_two_sums(parts, data, pipeline, tensor).sqrt().neg().sqrt()
+
+
+def in_numpy(parts, data, pipeline, tensor):
+    """What is whole is averaged over tensor: an N-th from each, all in one sum."""
+    own = [part for part in parts if not part.elsewhere]
+    total = squares(part for part in own if part.cut)
+    total += squares(part for part in own if not part.cut) / tensor.size()
+    for group in (tensor, pipeline):
+        dist.all_reduce(total, group=group)
+    return total.numpy() ** 0.5
+
+
+def of_the_neighbour(parts, data, pipeline, tensor):
+    """Adds what the next stage has: enough for two stages, not for four."""
+    own = [part for part in parts if not part.elsewhere]
+    total = squares(part for part in own if part.cut)
+    dist.all_reduce(total, group=tensor)
+    total += squares(part for part in own if not part.cut)
+    everyone = [torch.zeros((), dtype=DOUBLE) for _ in range(pipeline.size())]
+    dist.all_gather(everyone, total, group=pipeline)
+    if pipeline.size() > 1:
+        total = total + everyone[(pipeline.rank() + 1) % pipeline.size()]
+    return total.sqrt()
+
+
+ANSWERS = {
+    check.data_group: (
+        [
+            [5, 13, 21, 29],
+            (29, 21, 13, 5),
+            set(range(5, 32, 8)),
+            torch.tensor([5, 13, 21, 29]),
+            range(5, 32, 8),
+        ],
+        [[5, 21, 29], [9, 11, 13, 15], [12, 13], [13, 14, 15, 16], 13, "5 13 21 29", [5.5]],
+    ),
+    check.mesh: (
+        [(4, 2, 8), [4, 2, 8], torch.tensor([4, 2, 8]), (4.0, 2.0, 8.0)],
+        [(8, 1, 8), (4, 1, 16), (1, 8, 8), (2, 4, 8), (4, 16, 1), (4, 4, 4), (8, 2, 4), (4, 2)],
+    ),
+    check.norm: (
+        [by_two_sums, by_division, by_rank_0_of_tensor, pipeline_first, by_objects, in_numpy],
+        [
+            own,
+            from_zero,
+            embedding_twice,
+            all_cut,
+            nothing_cut,
+            everything,
+            over_data_too,
+            without_root,
+            sum_of_norms,
+            in_float32,
+            on_the_first_stage,
+            a_pair,
+            cut_over_stages,
+            only_over_tensor,
+            largest,
+            in_place,
+            not_a_number,
+            of_the_neighbour,
+        ],
+    ),
+}

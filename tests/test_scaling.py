@@ -1,0 +1,439 @@
+"""A rank of a thousand, alone; what the planner says of it; steps that others have measured; and
+how often to save."""
+
+import math
+import statistics
+import sys
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import minidist as md
+from minidist import planner, scaling
+from minidist.__main__ import main
+from minidist.common import single
+from minidist.fully_sharded import by_class
+from minidist.planner.peak import peaks
+from minidist.scaling.llama_shape import plan_of
+
+LLAMA = planner.MODELS["llama-3-8b"]
+SMALL = planner.Transformer(4, 64, 8, 16, 96, 2, 96, llama=True, tied=False)
+FSDP = planner.Layout(1024, stage=3)
+LAYOUTS = {  # of 1,024 ranks, and how exact numbers are
+    "FSDP": (FSDP, "autocast"),
+    "FSDP, two micro-batches": (replace(FSDP, micro_batches=2), "bfloat16"),
+    "tensor": (planner.Layout(1024, tensor=8), "bfloat16"),
+    "sequence parallel": (
+        planner.Layout(1024, 8, micro_batches=2, sequence_parallel=True),
+        "bfloat16",
+    ),
+    "data × pipeline × tensor": (
+        planner.Layout(1024, 8, 8, micro_batches=16, sequence_parallel=True),
+        "bfloat16",
+    ),
+    "pipeline": (planner.Layout(1024, 1, 4, micro_batches=8), "bfloat16"),
+    "ZeRO-1, two micro-batches": (planner.Layout(1024, stage=1, micro_batches=2), "float32"),
+    "ZeRO-2": (planner.Layout(1024, stage=2), "bfloat16"),
+    "ZeRO-2, two micro-batches": (planner.Layout(1024, stage=2, micro_batches=2), "float32"),
+    "FSDP × tensor": (planner.Layout(1024, 8, stage=3), "autocast"),
+    "FSDP × pipeline": (planner.Layout(1024, 1, 4, stage=3, micro_batches=4), "autocast"),
+}
+
+
+def planned_bytes(shape, layout, precision):
+    counts = Counter()
+    for operation, nbytes, ranks, times in planner.messages(shape, layout, precision):
+        counts[operation, ranks] += nbytes * times
+    return dict(counts)
+
+
+def kept_of_loss_and_small(shape, layout, precision):
+    """Bytes that the planner's activations leave out: what norms and flash attention keep beside
+    their tensors; and what backward keeps of the loss, which it counts with the logits."""
+    stage = planner.layout.stages(shape, layout)[0]
+    t, c = layout.tensor, 4 if precision == "float32" else 2
+    T = layout.micro_batch * shape.length
+    of_norms = T // t if layout.sequence_parallel else T  # tokens that a norm sees
+    flash = 4 * shape.heads * layout.micro_batch * shape.length // t + 24  # sums; two random states
+    layer = 2 * 4 * of_norms + flash
+    small = layout.in_flight(0) * stage.layers * layer
+    if t > 1:  # which of the embedding's words are whose, and their numbers
+        small += int(layout.in_flight(0) * 9 * T)
+    if stage.last:
+        inputs = 2 * c * shape.width * of_norms
+        small += inputs + 4 * of_norms + 4 * T * shape.vocabulary // t
+    return small
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_one_rank_of_1024_holds_and_sends_what_is_planned(name):
+    layout, precision = LAYOUTS[name]
+    whole = name in ("FSDP", "data × pipeline × tensor")
+    shape = LLAMA if whole else replace(LLAMA, layers=6)  # it takes as many seconds
+    step = scaling.rehearse(shape, layout, precision)
+    planned = peaks(shape, layout, precision=precision)[0]
+    for kind in "parameters", "gradients", "optimizer states":
+        assert step.memory[kind] == planned.categories[kind], kind
+    assert not whole or planned == planner.peak(shape, layout, precision=precision)
+    assert step.sent == planned_bytes(shape, layout, precision)
+    assert not dist.is_initialized()
+    extra = kept_of_loss_and_small(shape, layout, precision)
+    left = step.memory["activations"] - planned.activations - extra
+    # In the loss, how many tokens count; where the vocabulary is shared, which words are whose.
+    if layout.pipeline > 1:
+        assert left == 0
+    else:
+        assert 0 < left <= (20 * shape.length if layout.tensor > 1 else 4)
+
+
+def test_each_unit_of_fsdp_is_gathered_twice_and_reduced_once():
+    step = scaling.rehearse(LLAMA, FSDP)
+    found = Counter((m.operation, m.nbytes, len(m.group)) for m in step.trace.messages)
+    planned = planner.messages(LLAMA, FSDP, "autocast")
+    assert found == {tuple(each[:3]): each.times for each in planned}
+    assert sum(found.values()) == 3 * 34  # 32 layers, and two ends
+    # Flash attention's backward computes the scores again: 5 products of matrices, not 4.
+    again = LLAMA.layers * LLAMA.attention_flops / 2
+    assert step.trace.flops == LLAMA.length * (LLAMA.flops + again)
+    # At most three units at once: the planner has two, each with its gradient.
+    assert step.peak == pytest.approx(
+        planner.peak(LLAMA, FSDP, precision="autocast").total, rel=0.1
+    )
+
+
+def alone(shape, layout, precision):
+    step = scaling.rehearse(shape, layout, precision)
+    return {
+        name: nbytes for name, nbytes in step.memory.items() if name != "activations"
+    }, step.sent
+
+
+def together(shape, layout):
+    """The same training on real ranks, with numbers."""
+    torch.manual_seed(0)
+    model = scaling.Llama(shape).to_empty(device="cpu")
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.1)
+    tokens = torch.randint(
+        shape.vocabulary,
+        (layout.micro_batches, shape.length),
+        generator=torch.Generator().manual_seed(dist.get_rank() // layout.tensor),
+    )
+    adam = torch.optim.Adam
+    if layout.stage == 3:
+        model = md.FullyShardedDataParallel(model, auto_wrap_policy=scaling.rehearsal.UNITS)
+    elif layout.stage:
+        optimizer = md.ZeroRedundancyOptimizer(model.parameters(), adam)
+        if layout.stage == 2:
+            model = md.ShardedDataParallel(model, optimizer)
+        else:
+            model = md.DistributedDataParallel(model)
+    else:
+        sizes = layout.data, layout.pipeline, layout.tensor
+        model = md.mixed.MixedParallel(
+            model,
+            md.mixed.mesh(*sizes),
+            layout.micro_batches,
+            balance=scaling.rehearsal._balance(shape, layout),
+            plan=plan_of(shape),
+            sequence_parallel=layout.sequence_parallel,
+        )
+    if layout.stage in (0, 3):
+        optimizer = adam(model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        with md.measure.MemoryTracker(model, optimizer) as memory, md.measure.TrafficCounter() as t:
+            if layout.stage:
+                nn.functional.cross_entropy(
+                    model(tokens).flatten(0, 1), tokens.flatten()
+                ).backward()
+            else:
+                model.train_step(tokens, tokens, model.cross_entropy)
+            optimizer.step()
+    return memory.live, t.by_group
+
+
+SMALL_LAYOUTS = {
+    "ZeRO-1": planner.Layout(4, stage=1),
+    "ZeRO-2": planner.Layout(4, stage=2),
+    "FSDP": planner.Layout(4, stage=3),
+    "tensor": planner.Layout(4, 2),
+    "all three": planner.Layout(8, 2, 2, micro_batches=4, sequence_parallel=True),
+}
+
+
+@pytest.mark.parametrize("name", SMALL_LAYOUTS)
+def test_a_rank_alone_does_what_a_rank_among_others_does(pools, name):
+    """The rehearsal against real ranks that train the same model with numbers."""
+    layout = SMALL_LAYOUTS[name]
+    held, sent = alone(SMALL, layout, "float32")
+
+    live, by_group = pools(layout.world_size)(together, SMALL, layout)[0]
+    steps = 4 * len(list(scaling.Llama(SMALL).parameters()))  # Adam's counts
+    for kind, nbytes in held.items():
+        assert nbytes <= live[kind] <= nbytes + (steps if "states" in kind else 0), kind
+    real = Counter()
+    for ranks, calls in by_group.items():
+        for operation, (_, nbytes) in calls.items():
+            operation = {"isend": "send"}.get(operation, operation)
+            real[operation, len(ranks)] += nbytes
+    for (operation, ranks), nbytes in sent.items():
+        if operation != "receive":
+            # Real ranks also agree: flags, rows, the loss. That is little.
+            assert nbytes <= real[operation, ranks] <= nbytes + 1000, (operation, ranks)
+
+
+def test_your_own_code_as_one_rank_of_many():
+    with scaling.one_rank_of(1000, rank=7) as trace:
+        assert (dist.get_rank(), dist.get_world_size()) == (7, 1000)
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 10))
+        model = md.FullyShardedDataParallel(
+            model, auto_wrap_policy=by_class(nn.Linear), param_init_fn=lambda _: None
+        )
+        assert sum(p.numel() for p in model.parameters()) == 11 + 2
+        trace.clear()
+        model(torch.empty(5, 100, device="meta")).sum().backward()
+    gathered = [m.nbytes for m in trace.messages if m.operation == "all_gather"]
+    assert sorted(gathered) == [8000, 8000, 44000, 44000]  # padded to a multiple of 1,000
+    waited = [e.message for e in trace.events if isinstance(e, scaling.Waited)]
+    assert sorted(waited) == list(range(len(trace.messages)))  # for each message, once
+    assert trace.flops == 2 * 5 * (100 * 100 + 100 * 10) * 3 - 2 * 5 * 100 * 100
+    assert not dist.is_initialized()
+
+
+def calls_of_torch(x, group):
+    """As people write them: by position, by name, and by the old names."""
+    dist.broadcast(x, 0, group)
+    assert dist.broadcast(x, 0, group, True).wait()
+    dist.broadcast(x, group_src=1, group=group)
+    dist.isend(x, 1, group).wait()
+    dist.irecv(x, src=1, group=group).wait()
+    for name in single.ALL_GATHER, "all_gather_into_tensor":
+        getattr(dist, name)(x.repeat(4), x, group)
+    for name in single.REDUCE_SCATTER, "reduce_scatter_tensor":
+        getattr(dist, name)(x, x.repeat(4), group=group)
+
+
+def test_calls_of_torch_are_noted_with_their_group():
+    with scaling.one_rank_of(16) as trace:
+        group = dist.new_group([0, 1, 2, 3])
+        calls_of_torch(torch.empty(10, device="meta"), group)
+    small, large = 40, 160
+    assert trace.messages == [
+        scaling.Message(name, nbytes, (0, 1, 2, 3))
+        for name, nbytes in [
+            *[("broadcast", small)] * 3,
+            *[("send", small), ("receive", small)],
+            *[("all_gather", large)] * 2,
+            *[("reduce_scatter", large)] * 2,
+        ]
+    ]
+
+
+@pytest.mark.parametrize("call", ["all_to_all_single", "reduce", "send", "all_gather"])
+def test_a_call_that_cannot_be_noted_is_refused(call):
+    x = torch.empty(16, device="meta")
+    with scaling.one_rank_of(16), pytest.raises(NotImplementedError, match=f"note {call}. It"):
+        getattr(dist, call)(x, x)
+
+
+def test_it_leaves_nothing_behind():
+    before = dist.all_reduce, torch.is_autocast_enabled
+    with pytest.raises(ZeroDivisionError), scaling.one_rank_of(64):
+        raise ZeroDivisionError
+    assert (dist.all_reduce, torch.is_autocast_enabled) == before and not dist.is_initialized()
+
+
+def rehearse_on_4(**layout):
+    return scaling.rehearse(SMALL, planner.Layout(4, **layout))
+
+
+SENT = scaling.Trace([scaling.Message("send", 8, (0, 1))])
+MISTAKES = {
+    "no rank 4 of 4": lambda: scaling.one_rank_of(4, 4).__enter__(),
+    "stage must be one of 0, 3, not 1": lambda: rehearse_on_4(stage=1, tensor=2),
+    "precision must be one of float32, bfloat16, not 'autocast'": rehearse_on_4,
+    "recomputes nothing": lambda: rehearse_on_4(stage=3, recompute="layers"),
+    "Llama is a shape with llama=True": lambda: scaling.Llama(planner.MODELS["gpt-2"]),
+    "a pipeline's messages": lambda: scaling.play(SENT, planner.GPUS["a100"]),
+    "recompute must be": lambda: planner.messages(SMALL, planner.Layout(recompute="layers")),
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_mistakes(words):
+    with pytest.raises(ValueError, match=words):
+        MISTAKES[words]()
+    assert not dist.is_initialized()
+
+
+def test_a_rank_of_a_group_cannot_be_another(pools):
+    def run():
+        with pytest.raises(RuntimeError, match="a rank already"):
+            scaling.one_rank_of(1024).__enter__()
+        return dist.get_world_size()
+
+    assert pools(2)(run) == [2, 2]
+
+
+# ---- the time of a step ------------------------------------------------------------------------
+
+
+def test_a_trace_is_played_message_by_message():
+    """Two groups have two lines; what is waited for at once is not hidden."""
+    device = planner.Device(1e9, 1e9, md.Link(8, 0), per_node=8)  # 1 GB/s; 1 s for 1e9 operations
+    both, pair = tuple(range(4)), (0, 1)
+    gather = partial(scaling.Message, "all_gather")
+    W = scaling.Waited
+    ring = device.ring("all_gather", 4, 1e9)
+    assert ring == pytest.approx(0.75)
+    hidden = [gather(1e9, both), 1e9, W(0)]
+    seen = [gather(1e9, both), W(0), 1e9]
+    queue = [gather(1e9, both), gather(1e9, both), W(1)]
+    lines = [gather(1e9, both), gather(1e9, pair), W(1), W(0)]
+    left = [1e9, gather(1e9, both)]
+    for events, total in (
+        (hidden, 1.0),
+        (seen, 1.75),
+        (queue, 1.5),
+        (lines, 0.75),
+        (left, 1.75),
+    ):
+        played = scaling.play(scaling.Trace(events), device)
+        assert played.total == pytest.approx(total)
+        assert played.hidden + played.waiting == pytest.approx(played.communication)
+
+
+def test_what_is_played_is_what_is_planned_but_for_latency():
+    slow, layout = replace(planner.GPUS["h100"], utilisation=0.4), replace(FSDP, world_size=64)
+    step = scaling.rehearse(LLAMA, layout)
+    played = scaling.play(step.trace, slow)
+    planned = planner.step_time(LLAMA, layout, slow, "autocast")
+    one = slow.ring("all_gather", 64, 0)
+    assert played.communication == pytest.approx(planned.data + (3 * 34 - 3) * one, rel=1e-6)
+    assert played.compute == pytest.approx(planned.compute * 1.037, rel=1e-3)
+    assert (
+        0 < played.waiting < 0.5 * played.communication
+    )  # the first unit at least; most is hidden
+
+
+def test_a_rank_that_is_played_predicts_torchtitan():
+    """Calibrated on 8 H100 at 6,667 tokens a second and rank; 128 had 6,514."""
+    traces = {
+        ranks: scaling.rehearse(LLAMA, replace(FSDP, world_size=ranks, micro_batch=2)).trace
+        for ranks in (8, 128)
+    }
+    seconds = {
+        ranks: lambda device, ranks=ranks: scaling.play(traces[ranks], device).total
+        for ranks in traces
+    }
+    device = planner.calibrated(planner.GPUS["h100"], seconds[8], 2 * 8192 / 6667)
+    assert 2 * 8192 / seconds[128](device) == pytest.approx(6514, rel=0.25)
+
+
+def test_published_steps_are_predicted_from_others():
+    found = list(scaling.predictions())
+    assert len({each.source for each in found}) == 4 and len(found) == 7
+    for each in found:
+        assert abs(each.ratio - 1) < 0.25, each
+
+
+def test_calibration():
+    device = planner.calibrated(planner.GPUS["a100"], lambda d: d.seconds(312e12), 2.0)
+    assert device.utilisation == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="no utilisation makes it 0.5 s: at its peak it is 1 s"):
+        planner.calibrated(planner.GPUS["a100"], lambda d: d.seconds(312e12), 0.5)
+
+
+# ---- failures ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("save", "between"), [(10, 10_000), (60, 10_000), (300, 3_000)])
+def test_no_other_interval_is_better_by_far(save, between):
+    """Played out: of intervals from a quarter to four times Daly's, none takes less time, but for
+    the noise of chance. Young's is as good while saves are short."""
+    work, best = 400 * between, planner.daly(save, between)
+
+    def mean(interval):
+        runs = [
+            planner.run_with_failures(work, interval, save, between, restart=100, seed=seed)
+            for seed in range(12)
+        ]
+        return statistics.mean(runs)
+
+    least = mean(best)
+    assert least == pytest.approx(planner.expected_time(work, best, save, between, 100), rel=0.03)
+    assert mean(best / 4) > 1.02 * least and mean(best * 4) > 1.02 * least
+    for factor in 0.7, 1.4:
+        assert mean(best * factor) > 0.985 * least
+    young = mean(planner.young(save, between))
+    assert young < (1.01 if save < between / 100 else 1.05) * least
+
+
+def test_youngs_and_dalys_formulas():
+    assert planner.young(60, 10_000) == pytest.approx(math.sqrt(2 * 60 * 10_000))
+    assert planner.daly(1e-6, 1e6) == pytest.approx(planner.young(1e-6, 1e6), rel=1e-5)
+    assert planner.daly(200, 100) == planner.daly(500, 100) == 100
+    for save, between in (10, 10_000), (60, 3_000), (300, 3_000):
+
+        def cost(interval, save=save, between=between):
+            return planner.expected_time(1, interval, save, between)
+
+        exact = min(range(1, 5 * between, 1 + between // 2000), key=cost)
+        assert planner.daly(save, between) == pytest.approx(exact, rel=0.02)
+        assert cost(planner.daly(save, between)) < 1.0001 * cost(exact)
+    assert planner.run_with_failures(100, 10, 1, math.inf) == 110  # no failure: ten saves
+    for wrong in (0, 10), (10, -1):
+        with pytest.raises(ValueError, match="must be more than 0"):
+            planner.young(*wrong)
+
+
+@pytest.mark.parametrize("function", [planner.run_with_failures, planner.expected_time])
+def test_runs_that_cannot_be(function):
+    for name in "save", "restart":
+        options = {"save": 1, "restart": 1, name: -1}
+        with pytest.raises(ValueError, match=f"{name} must be 0 or more, not -1"):
+            function(100, 10, between_failures=50, **options)
+    with pytest.raises(ValueError, match="interval must be more than 0"):
+        function(100, 0, 1, 50)
+
+
+def test_a_run_that_would_never_end_is_refused():
+    with pytest.raises(ValueError, match="no save would ever be whole"):
+        planner.run_with_failures(1e6, 1e5, 1, 100)
+    assert planner.run_with_failures(100, 1e9, 1, 50) >= 101  # it ends before its first interval
+
+
+# ---- python -m minidist plan --rehearse --------------------------------------------------------
+
+
+def plan(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["minidist", "plan", "--model", "llama-3-8b", *arguments])
+    try:
+        main()
+    except SystemExit as ended:
+        assert ended.code == 2
+    return capsys.readouterr()
+
+
+def test_the_command_prints_both(monkeypatch, capsys):
+    fsdp = ["--world-size", "1024", "--stage", "3", "--precision", "autocast", "--rehearse"]
+    out = plan(monkeypatch, capsys, *fsdp).out
+    rows = [line.split() for line in out.splitlines()]
+    assert ["parameters", "31,368,208", "31,368,208"] in rows
+    assert ["all_gather", "of", "1,024", "ranks", "32,121,044,992", "32,121,044,992"] in rows
+    assert "Its step, played message by message" in out
+
+
+def test_the_command_refuses_what_cannot_be_rehearsed(monkeypatch, capsys):
+    mesh = ["--world-size", "8", "--tensor", "2", "--stage", "2"]
+    err = plan(monkeypatch, capsys, *mesh, "--rehearse").err
+    assert "stage must be one of 0, 3, not 2" in err
+    err = plan(monkeypatch, capsys, "--optimizer", "sgd", "--rehearse").err
+    assert "rehearsed with --optimizer adam" in err
