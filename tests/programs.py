@@ -86,26 +86,36 @@ class Program(Family):
         super().__init__()
         self.file = file or tmp_path / "program.py"
         self.file.write_text(LISTEN_TO_SIGINT + source)
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "error", str(self.file)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=self.environ(),
-            cwd=tmp_path,
-            start_new_session=True,
-        )
+        self.err = self.file.with_suffix(".stderr")  # a file takes all of it, read or not
+        with self.err.open("w") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-W", "error", str(self.file)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=err,
+                text=True,
+                env=self.environ(),
+                cwd=tmp_path,
+                start_new_session=True,
+            )
 
     def line(self) -> str:
-        """The next line that it prints."""
+        """The next line that it prints. An error with its stderr if it ends instead."""
         assert self.process.stdout is not None
-        return self.process.stdout.readline().rstrip("\n")
+        if line := self.process.stdout.readline():
+            return line.rstrip("\n")
+        raise EOFError(f"the program printed no line. Its stderr:\n{self.err.read_text()}")
+
+    def say(self, line: str) -> None:
+        """A line for its stdin."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
 
     def finish(self, timeout: float) -> tuple[int, str, str]:
-        """Wait for its end: its exit code, and what it printed since, to stdout and stderr."""
-        out, err = self.process.communicate(timeout=timeout)
-        return self.process.returncode, out, err
+        """Wait for its end: its exit code, what it printed since, and all of its stderr."""
+        out, _ = self.process.communicate(timeout=timeout)
+        return self.process.returncode, out, self.err.read_text()
 
     def __enter__(self) -> "Program":
         return self

@@ -63,7 +63,7 @@ class Pool:
             if self._closed:
                 raise RuntimeError("these ranks were closed")
             processes = self._started()
-            outcomes = self._attempt(lambda: processes.call(call, sorted(set(ranks))))
+            outcomes = self._attempt(processes, lambda: processes.call(call, sorted(set(ranks))))
         return [outcomes[rank].value for rank in ranks]
 
     def get(self, name: str, rank: int | None = None) -> Any:
@@ -100,40 +100,40 @@ class Pool:
     def _started(self) -> Processes:
         if self._processes is None:
             self.era = object()
-            self._processes = processes = Processes(
-                self._environs, self._stage, self._imports, self._timeout
-            )
-            self._attempt(processes.first_outcomes, may_last=False)
+            processes = Processes(self._environs, self._stage, self._imports, self._timeout)
+            self._attempt(processes, processes.first_outcomes, may_last=False)
+            return processes
         return self._processes
 
     def _attempt(
-        self, action: Callable[[], dict[int, Outcome]], may_last: bool = True
+        self,
+        processes: Processes,
+        action: Callable[[], dict[int, Outcome]],
+        may_last: bool = True,
     ) -> dict[int, Outcome]:
         """Let the processes do something; if it does not end well, they seldom outlive it."""
-        assert self._processes is not None
+        self._processes = None  # until all is well: whatever happens, no call finds them half ended
         try:
             outcomes = action()
         except KeyboardInterrupt:
             try:
-                message = interruption(self._processes.whereabouts())
+                message = interruption(processes.whereabouts())
             finally:  # who interrupts again does not want to wait
-                self._end()
+                processes.end()
             raise KeyboardInterrupt(message) from None
         except BaseException:
-            self._end()
+            processes.end()
             raise
-        if all(outcome.returned for outcome in outcomes.values()):
+        returned = all(outcome.returned for outcome in outcomes.values())
+        lasts = returned or (may_last and all(map(_owes_nothing, outcomes.values())))
+        if lasts:
+            self._processes = processes
+        else:
+            processes.end()
+        if returned:
             return outcomes
-        lasts = may_last and all(map(_owes_nothing, outcomes.values()))
-        if not lasts:
-            self._end()
         error = rank_error(list(outcomes.values()), self._timeout, lasts)
         raise error from outcomes[error.rank].exception
-
-    def _end(self) -> None:
-        assert self._processes is not None
-        self._processes.end()
-        self._processes = None
 
 
 def _owes_nothing(outcome: Outcome) -> bool:

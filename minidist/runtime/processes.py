@@ -1,5 +1,6 @@
 """The processes themselves: start, feed, watch, and end all of them."""
 
+import os
 import selectors
 import shutil
 import tempfile
@@ -58,13 +59,14 @@ class Processes:
             self._selector.register(self._line, selectors.EVENT_READ, (Processes._note,))
             try:
                 for rank in range(self._size):
-                    pairs = Pipe(), Pipe(), Pipe(duplex=False), Pipe(duplex=False)
-                    calls, control, out, err = (ours for ours, _ in pairs)
-                    self._calls.append(calls)
-                    self._controls.append(control)
-                    outs.append(out)
-                    errs.append(err)
-                    supervisor.hand_over(self._line, [theirs for _, theirs in pairs])
+                    with uninterrupted():  # or there could be a pipe that nobody knows of
+                        pairs = Pipe(), Pipe(), Pipe(duplex=False), Pipe(duplex=False)
+                        calls, control, out, err = (ours for ours, _ in pairs)
+                        self._calls.append(calls)
+                        self._controls.append(control)
+                        outs.append(out)
+                        errs.append(err)
+                        supervisor.hand_over(self._line, [theirs for _, theirs in pairs])
                     set_timeout(calls, timeout)
                     receive = Processes._receive, rank
                     self._selector.register(calls, selectors.EVENT_READ, receive)
@@ -85,7 +87,9 @@ class Processes:
             try:
                 # A rank that starts ranks shares the folder of the program's sockets.
                 litter = forkserver.socket_folder() if parent_process() is None else ""
-                plan = supervisor.Plan(environs, tempfile.gettempdir(), stage, imports, litter)
+                plan = supervisor.Plan(
+                    environs, tempfile.gettempdir(), stage, imports, os.getpid(), litter
+                )
                 self._supervisor = forkserver.start(supervisor.main, theirs, plan)
             except BaseException:
                 ours.close()
@@ -144,11 +148,12 @@ class Processes:
 
     def end(self) -> None:
         """End every rank, and all that it started, now."""
-        self._end_supervisor()
-        self._output.finish()
-        self._selector.close()
-        for end in (*self._calls, *self._controls):
-            end.close()
+        with uninterrupted():  # before: a Finalize that is interrupted is not called again
+            self._end_supervisor()
+            self._output.finish()
+            self._selector.close()
+            for end in (*self._calls, *self._controls):
+                end.close()
 
     def _begin(self, ranks: Sequence[int]) -> None:
         self._outcomes = {}
@@ -248,10 +253,10 @@ class Processes:
 def _end(process: BaseProcess, line: Connection, folders: list[str]) -> None:
     """Let the supervisor kill what is left."""
     supervisor.say_goodbye(line)
-    line.close()
     process.join(PATIENCE)
     process.kill()  # if it is stopped; the system ends its ranks
     process.join()
     process.close()
+    line.close()  # not before: it may have something to say
     for folder in folders:  # which the supervisor removes, if it has not been killed
         shutil.rmtree(folder, ignore_errors=True)

@@ -17,6 +17,7 @@ import shutil
 import signal
 import socket
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -46,8 +47,8 @@ def hand_over(line: Connection, pipes: Sequence[Connection]) -> None:
 
 def say_goodbye(line: Connection) -> None:
     """Let the supervisor end what is left."""
-    with contextlib.suppress(OSError), _messages(line) as messages:
-        messages.send(OVER)
+    with contextlib.suppress(OSError):  # it has ended already
+        os.write(line.fileno(), OVER)  # needs no new file, of which there may be none left
 
 
 def _messages(line: Connection) -> socket.socket:
@@ -66,7 +67,8 @@ class Plan:
     parent: str  # the folder in which one is made for the ranks' files, which goes with them
     stage: bytes  # see `worker.main`
     imports: Sequence[str]  # modules that each rank would import
-    litter: str  # a folder that goes if the program is gone, or ""
+    program: int  # the process that has the pool
+    litter: str  # the folder of its sockets, which it cannot remove if it is killed, or ""
 
 
 def main(line: Connection, plan: Plan) -> None:
@@ -78,7 +80,7 @@ def main(line: Connection, plan: Plan) -> None:
     os.setsid()  # out of reach of signals to the program's process group
     bell = _Bell()
     running: dict[int, BaseProcess] = {}
-    program_is_gone, folder = False, ""
+    line_is_lost, folder = False, ""
     try:
         folder = tempfile.mkdtemp(prefix="minidist-", dir=plan.parent)
         line.send(folder)
@@ -89,11 +91,11 @@ def main(line: Connection, plan: Plan) -> None:
         gc.freeze()
         for rank, environ in enumerate(plan.environs):
             running[rank] = _fork(line, bell, environ, plan.stage, folder)
-        _watch(line, bell, running)
+        _watch(line, bell, plan.program, running)
     except _Over:
         pass
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        program_is_gone = not _was_dismissed(line)
+        line_is_lost = True
     except Exception as error:
         with contextlib.suppress(Exception):
             line.send(error)
@@ -102,7 +104,8 @@ def main(line: Connection, plan: Plan) -> None:
     for process in running.values():
         process.join()
     shutil.rmtree(folder, ignore_errors=True)
-    if program_is_gone:
+    # The program may have lost only the line: other pools start by the sockets in that folder.
+    if plan.litter and line_is_lost and _ends_within(2, plan.program):
         shutil.rmtree(plan.litter, ignore_errors=True)
     os._exit(0)  # what is registered to run at exit is the forkserver's
 
@@ -123,7 +126,7 @@ def _fork(
 
 
 def _next_message(line: Connection) -> list[int]:
-    """The files that come with it. Raises _Over at the last, EOFError if the program is gone."""
+    """The files that come with it. Raises _Over at the last, EOFError if the line is closed."""
     with _messages(line) as messages:
         message, files, *_ = socket.recv_fds(messages, 1, PIPES)
     if message == OVER:
@@ -133,17 +136,6 @@ def _next_message(line: Connection) -> list[int]:
     if len(files) < PIPES:  # the system left some out
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     return files
-
-
-def _was_dismissed(line: Connection) -> bool:
-    """Whether the pool has let go of a line that is closed, or was killed."""
-    try:
-        while True:
-            _next_message(line)
-    except (EOFError, ConnectionError):
-        return False
-    except (_Over, OSError):  # what cannot be known for sure removes nothing
-        return True
 
 
 class _Over(Exception):  # noqa: N818 (no error)
@@ -156,18 +148,43 @@ def _be_rank(line: Connection, bell: "_Bell", *args: Any) -> None:
     worker.main(*args)
 
 
-def _watch(line: Connection, bell: "_Bell", running: dict[int, BaseProcess]) -> None:
-    """Say which rank has ended, until all is over."""
-    while True:
+def _watch(line: Connection, bell: "_Bell", program: int, running: dict[int, BaseProcess]) -> None:
+    """Say which rank has ended, until all have or the pool lets them go."""
+    end = _end_of(program)
+    while running:
+        ready = wait([line, bell.hears, *end])
+        if line in ready:
+            _next_message(line)
+        elif ready == end:  # but the line is open: a process that the program forked has a copy
+            raise EOFError
+        if bell.hears in ready:
+            bell.silence()
         for rank, process in list(running.items()):
             if _has_ended(process):
                 del running[rank]
                 line.send((rank, process.exitcode))
-        ready = wait([line, bell.hears])
-        if line in ready:
-            _next_message(line)
-        if bell.hears in ready:
-            bell.silence()
+
+
+def _end_of(process: int) -> list[int]:
+    """A file that is readable when the process has ended. None if it has, or on macOS."""
+    try:
+        return [os.pidfd_open(process)]
+    except (AttributeError, OSError):
+        return []
+
+
+def _ends_within(seconds: float, process: int) -> bool:
+    """Whether it has ended by then. A process that was killed closes its files before it has."""
+    if end := _end_of(process):
+        return bool(wait(end, seconds))
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.02)
+    return False
 
 
 def _has_ended(process: BaseProcess) -> bool:
