@@ -78,10 +78,9 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-# Tests mostly wait, so several files run at a time; what measures time runs alone (tests/turns.py).
-WORKERS ?= 3
 # Ranks import minidist in each pool: where an image forbids bytecode, each would compile it.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --color=no -p no:cacheprovider --durations=10 -n $(WORKERS)
+PY := PYTHONDONTWRITEBYTECODE= $(BIN)/python
+export WORKERS ?= 2
 
 CXX ?= g++
 compiler:
@@ -89,11 +88,14 @@ compiler:
 	install g++ (Debian: apt install g++; macOS: xcode-select --install), set CXX, or: \
 	make test WITHOUT_TOOLS=1"; exit 1; }
 
-# One run of pytest over the tests and the notebooks, so that one summary at the end names
-# what failed, and what was skipped and why.
+# tests/gate.py says in which order, and what becomes of a test that fails only once.
 test: $(if $(WITHOUT_TOOLS),lint,compiler lint $(TOOLS))
-	$(PYTEST) tests notebooks --dist loadfile --nbval --nbval-current-env \
-	    --nbval-cell-timeout=120 --nbval-sanitize-with=notebooks/sanitize.cfg $(TEST_ARGS)
+	$(PY) tests/gate.py $(TEST_ARGS)
+
+# Another seed each time. To see a failure again: make soak SEED=...
+SEED := $(or $(SEED),$(shell date +%s))
 
 soak: $(READY)
-	$(PYTEST) tests -m soak --dist worksteal $(TEST_ARGS)
+	@echo "seed: $(SEED)"
+	SEED=$(SEED) $(PY) -m pytest tests -m soak -n $(WORKERS) --dist worksteal --color=no \
+	    -p no:cacheprovider --hypothesis-seed=$(SEED) --durations=10 $(TEST_ARGS)

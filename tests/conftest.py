@@ -13,7 +13,7 @@ import least
 import pytest
 import torch
 from agents import Agent
-from turns import pytest_runtest_protocol  # noqa: F401  (a hook)
+from programs import SOAK
 
 import minidist as md
 from minidist.runtime import Pool
@@ -23,7 +23,7 @@ from minidist.runtime import Pool
 torch.set_num_threads(1)
 
 # Time says nothing on a busy machine; and what CI finds, everybody can find again.
-hypothesis.settings.register_profile("here", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("here", deadline=None, derandomize=not SOAK)
 hypothesis.settings.load_profile("here")
 
 # What the lesson real_tools needs besides, and how it comes.
@@ -96,15 +96,12 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Agent]]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A notebook's cells with the tag "alone" are `alone`. Skip the lesson real_tools and what is
-    marked `tools` where these are not installed, and what is marked `gpu(n)` where there are fewer
-    than n GPUs (one if it says nothing)."""
+    """Skip the lesson real_tools and what is marked `tools` where these are not installed, and what
+    is marked `gpu(n)` where there are fewer than n GPUs (one if it says nothing)."""
     without = "WITHOUT_TOOLS" in os.environ  # an argument of make test
     missing = ", ".join(tool for tool in TOOLS if without or find_spec(tool) is None)
     there = torch.cuda.device_count()
     for item in items:
-        if item.path.suffix == ".ipynb" and "alone" in item.cell.metadata.get("tags", []):
-            item.add_marker("alone")
         lesson = item.path.parent.name == "notebooks" and item.path.stem.endswith("_real_tools")
         if missing and (lesson or item.get_closest_marker("tools")):
             item.add_marker(pytest.mark.skip(f"needs {missing}: {GET_TOOLS}"))

@@ -152,6 +152,7 @@ def test_a_busy_process_is_seen_and_its_rounds_are_counted(watched, capsys):
     assert said in capsys.readouterr().out
 
 
+@pytest.mark.alone
 def test_what_our_own_processes_take_is_not_others(watched):
     if not Path("/proc/stat").exists():
         pytest.skip("needs /proc")

@@ -6,7 +6,6 @@ where the others were, no process left behind, and a next call that works.
 
 import ctypes
 import os
-import random
 import re
 import signal
 import subprocess
@@ -19,7 +18,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
-from programs import Program, eventually, few
+from programs import SEED, Program, eventually, few
 
 import minidist as md
 from minidist.backend.address import life
@@ -733,9 +732,7 @@ assert files() <= before, (files(), before)
     ],
 )
 def test_interrupts_leave_nothing_and_the_next_pool_starts(how, tmp_path):
-    seed = random.randrange(10**6)
-    print("seed:", seed)
-    with Program(ROUND + how.replace("SEED", str(seed)) + AFTERWARDS, tmp_path) as program:
+    with Program(ROUND + how.replace("SEED", repr(SEED)) + AFTERWARDS, tmp_path) as program:
         assert program.line() == "done"
         assert eventually(lambda: len(program.alive()) == 3, SOON)  # with forkserver and tracker
         assert not [name for name in program.temporary() if name.startswith("minidist-")]

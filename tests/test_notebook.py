@@ -453,7 +453,8 @@ def test_restarts_show_the_same_each_time_and_leave_nothing(own_kernel, restarts
         with_ranks = turn % 4 in (0, 3)
         if with_ranks:
             check_cells(kernel)
-            assert len(kernel.alive()) == 7  # kernel, forkserver, tracker, supervisor, three ranks
+            # Kernel, forkserver, tracker, supervisor, three ranks.
+            assert eventually(lambda: len(kernel.alive()) == 7, SOON)
         else:  # restarted while the forkserver still imports torch
             assert kernel.run("%load_ext minidist") == Shown()
         before = set(kernel.alive())

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from programs import SEED
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
@@ -968,7 +969,7 @@ def kill_in_a_save(folder, victims, moments, stop):
 def test_kills_in_a_save_change_nothing(tmp_path, kills):
     """Of one rank or of all. Each time the newest whole checkpoint loads, and is to the bit where
     an uninterrupted run was at that step; and so is the end."""
-    moments, folder = random.Random(kills), tmp_path / "a"
+    moments, folder = random.Random(SEED), tmp_path / "a"
     folder.mkdir()
     partials = 0
     with md.ranks(2) as pool:
