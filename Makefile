@@ -77,6 +77,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 # Ranks import minidist in each pool: where an image forbids bytecode, each would compile it.
 PY := PYTHONDONTWRITEBYTECODE= $(BIN)/python
@@ -97,5 +98,5 @@ SEED := $(or $(SEED),$(shell date +%s))
 
 soak: $(READY)
 	@echo "seed: $(SEED)"
-	SEED=$(SEED) $(PY) -m pytest tests -m soak -n $(WORKERS) --dist worksteal --color=no \
+	MINIDIST_SEED=$(SEED) $(PY) -m pytest tests -m soak -n $(WORKERS) --dist worksteal --color=no \
 	    -p no:cacheprovider --hypothesis-seed=$(SEED) --durations=10 $(TEST_ARGS)

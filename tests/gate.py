@@ -1,93 +1,97 @@
 """What `make test` runs: `python tests/gate.py [arguments of pytest]`.
 
 First the tests side by side. Then, one by one, what is marked `alone`, and whole each notebook that
-has such a cell. What failed may be the fault of a moment, so it runs again by itself, in a new
-process, a notebook whole. If it passes three times in a row it is called flaky, and what it said is
-shown at the end; else, or if tests of more than three files failed, all has failed.
+has such a cell. What failed may be the fault of a moment, so it runs again in a new process: twice
+by itself, then with its whole file; a notebook always whole. If all three pass it is called flaky,
+and what it said is shown at the end. Else the gate fails, and at once if tests of more than three
+files failed, or if not all could run.
 """
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from xml.etree import ElementTree
+from typing import Any
 
-HERE = str(Path(__file__).parent)
-PLUGINS = os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH")]))
-PYTEST = [sys.executable, "-m", "pytest", "--color=no", "-p", "no:cacheprovider", "-p", "alone"]
-PYTEST += ["--nbval", "--nbval-current-env", "--nbval-cell-timeout=120"]
-PYTEST += ["--nbval-sanitize-with=notebooks/sanitize.cfg", "-o", "junit_family=xunit1"]
+PYTEST = [sys.executable, str(Path(__file__).with_name("judge.py"))]
+OPTIONS = ["--color=no", "-p", "no:cacheprovider", "--nbval", "--nbval-current-env"]
+OPTIONS += ["--nbval-cell-timeout=120", "--nbval-sanitize-with=notebooks/sanitize.cfg"]
 
 WORKERS = os.environ.get("WORKERS", "2")
 SIDE_BY_SIDE = ["-n", WORKERS, "--dist=loadfile", "--max-worker-restart=0"]
 SIDE_BY_SIDE += ["-m", "not soak and not alone"]
-ONE_BY_ONE = ["-n", "0", "-m", "alone and not soak"]
+ONE_BY_ONE = ["-n0", "-m", "alone and not soak"]
+AGAIN = ["-n0", "-m", "not soak"]
 
-ENDED, FAILED, NOTHING = 0, 1, 5  # exit codes of pytest
-FILES, TIMES = 3, 3
+PASSED, FAILED, NOTHING = 0, 1, 5  # exit codes of pytest
+FILES = 3  # of which tests may run again
+LIMIT = 45 * 60  # seconds for one run of pytest
 
-
-@dataclass(frozen=True)
-class Failure:
-    test: str  # a node id; of a notebook its path
-    said: str
-
-    @property
-    def file(self) -> str:
-        return self.test.split("::")[0]
+Report = dict[str, Any]  # see judge.py
 
 
-def run(*arguments: str) -> tuple[int, list[Failure]]:
-    """pytest's exit code, and what failed."""
+def run(*arguments: str) -> tuple[int, Report]:
+    """pytest's exit code, and what became of each test. Raises if not all could run."""
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.xml")
-        command = [*PYTEST, f"--junitxml={report}", *arguments]
-        code = subprocess.run(command, env=os.environ | {"PYTHONPATH": PLUGINS}).returncode
-        cases = ElementTree.parse(report).iter("testcase") if report.exists() else ()
-        failures = [
-            Failure(node_id(case), f"{wrong.get('message')}\n{wrong.text}")
-            for case in cases
-            for wrong in (*case.findall("failure"), *case.findall("error"))
-        ]
-    return code, failures
+        report = Path(folder, "report.json")
+        command = [*PYTEST, str(report), *OPTIONS, *arguments]
+        code = subprocess.run(command, timeout=LIMIT).returncode
+        if code not in (PASSED, FAILED, NOTHING) or not report.exists():
+            raise RuntimeError(f"pytest ended with {code}: not all tests ran")
+        found = json.loads(report.read_text())
+    if bool(found["failed"]) != (code == FAILED):
+        raise RuntimeError(f"pytest ended with {code}, and reports {len(found['failed'])} failures")
+    return code, found
 
 
-def node_id(case: ElementTree.Element) -> str:
-    file, name = case.get("file", ""), case.get("name", "")
-    return file if file.endswith(".ipynb") else f"{file}::{name}"
+def passes_again(file: str, tests: list[str]) -> bool:
+    whole = [file] if file.endswith(".ipynb") else tests
+    for what in (whole, whole, [file]):
+        print("\nIn a new process:", *what, flush=True)
+        code, found = run(*AGAIN, *what)
+        if code != PASSED or not set(tests) <= set(found["passed"]):
+            return False
+    return True
 
 
-def passes_again(test: str) -> bool:
-    print(f"\n{test} failed. Alone, in a new process:", flush=True)
-    return all(run("-n", "0", "-m", "not soak", test)[0] == ENDED for _ in range(TIMES))
+def judge(arguments: list[str]) -> int:
+    codes, busy = [], []
+    failed: dict[str, str] = {}
+    for how in (SIDE_BY_SIDE, ONE_BY_ONE):
+        code, found = run("tests", "notebooks", "--durations=10", *arguments, *how)
+        codes.append(code)
+        busy += found["busy"]
+        failed |= found["failed"]
+        files = {test.split("::")[0] for test in failed}
+        if len(files) > FILES:
+            print(f"\nTests of {len(files)} files failed: none runs again.")
+            return FAILED
+    for file in sorted(files):
+        if not passes_again(file, [test for test in failed if test.split("::")[0] == file]):
+            print(f"\nNot flaky, but wrong: {file}")
+            return FAILED
+    if busy:
+        print(f"\nNot judged, since the machine was busy: {len(busy)} tests that measure time.")
+    for test, why in failed.items():
+        print(f"\nflaky: {test}\n{why}\nAfterwards it passed three times; see above.")
+    if set(codes) == {NOTHING} or (NOTHING in codes and not arguments):
+        print("\nNothing was tested.")
+        return NOTHING
+    return PASSED
 
 
 def main(arguments: list[str]) -> int:
-    start, codes, failures = time.monotonic(), [], []
-    expected = (ENDED, FAILED, NOTHING) if arguments else (ENDED, FAILED)
-    for how in (SIDE_BY_SIDE, ONE_BY_ONE):
-        code, failed = run("tests", "notebooks", "--durations=10", *how, *arguments)
-        died = any("crashed while running" in failure.said for failure in failed)
-        if code not in expected or died or (code == FAILED and not failed):
-            return FAILED  # a worker died, or tests could not be collected: not all have run
-        codes.append(code)
-        failures += failed
-        if len({failure.file for failure in failures}) > FILES:
-            print(f"\nTests of more than {FILES} files failed: none runs again.")
-            return FAILED
-    said: dict[str, str] = {}
-    for failure in failures:
-        said[failure.test] = said.get(failure.test, "") + failure.said
-    for test, text in said.items():
-        if not passes_again(test):
-            print(f"\nfailed again: {test}")
-            return FAILED
-        said[test] = f"flaky: {test}\n{text}\nThen it passed {TIMES} times, each in a new process."
-    print("", *said.values(), f"all in {time.monotonic() - start:.0f} s", sep="\n")
-    return NOTHING if set(codes) == {NOTHING} else ENDED
+    start = time.monotonic()
+    try:
+        code = judge(arguments)
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        print(f"\n{error}")
+        code = FAILED
+    print(f"\n{'green' if code == PASSED else 'RED'} after {time.monotonic() - start:.0f} s")
+    return code
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ import minidist as md
 
 HERE = Path(md.__file__).parents[1]  # the minidist under test, installed or not
 
-SOAK = "SEED" in os.environ  # `make soak` takes another seed each time, and prints it
-SEED = os.environ.get("SEED", "0")  # of the moments and cases that are drawn at random
+SOAK = "MINIDIST_SEED" in os.environ  # `make soak` takes another one each time, and prints it
+SEED = os.environ.get("MINIDIST_SEED", "0")  # of the moments and cases that are drawn at random
 
 # A program that a shell starts in the background ignores SIGINT, and so do its children.
 LISTEN_TO_SIGINT = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"

@@ -152,7 +152,7 @@ def test_a_busy_process_is_seen_and_its_rounds_are_counted(watched, capsys):
     assert said in capsys.readouterr().out
 
 
-@pytest.mark.alone
+@pytest.mark.alone(always_judged=True)  # by this it is known whether others were busy
 def test_what_our_own_processes_take_is_not_others(watched):
     if not Path("/proc/stat").exists():
         pytest.skip("needs /proc")

@@ -21,7 +21,7 @@ import minidist as md
 from minidist.parameter_server import RemoteStage, Served, name_of, rpc_session, share_out
 from minidist.parameter_server.server_shard import ServerShard
 
-SOON = 15  # seconds: long before the timeout
+SOON = 5  # seconds
 STEPS, EACH = 4, 6  # examples of each trainer
 pytestmark = pytest.mark.timeout(90)
 

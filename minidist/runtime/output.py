@@ -76,17 +76,16 @@ class Stream:
 class OrderedOutput:
     """The streams of all ranks, of which one rank at a time is live."""
 
-    def __init__(self, stdout: list[Connection], stderr: list[Connection]) -> None:
-        self._streams = [
-            [Stream(out, "stdout", f"[rank {rank}] "), Stream(err, "stderr", f"[rank {rank}] ")]
-            for rank, (out, err) in enumerate(zip(stdout, stderr, strict=True))
-        ]
-        self._open = {stream.pipe: stream for streams in self._streams for stream in streams}
+    def __init__(self) -> None:
+        self._streams: list[list[Stream]] = []
+        self._open: dict[Connection, Stream] = {}
         self._live = 0
 
-    def pipes(self) -> list[Connection]:
-        """The pipes to wait on."""
-        return list(self._open)
+    def add(self, out: Connection, err: Connection) -> None:
+        """The pipes of one more rank."""
+        prefix = f"[rank {len(self._streams)}] "
+        self._streams.append([Stream(out, "stdout", prefix), Stream(err, "stderr", prefix)])
+        self._open |= {stream.pipe: stream for stream in self._streams[-1]}
 
     def begin(self) -> None:
         """A call starts: rank 0 is live again."""

@@ -111,7 +111,7 @@ class Pool:
         action: Callable[[], dict[int, Outcome]],
         may_last: bool = True,
     ) -> dict[int, Outcome]:
-        """Let the processes do something; if it does not end well, they seldom outlive it."""
+        """Let the processes do something. If it fails, they end, unless none owes a message."""
         self._processes = None  # until all is well: whatever happens, no call finds them half ended
         try:
             outcomes = action()

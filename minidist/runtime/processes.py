@@ -5,12 +5,13 @@ import selectors
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
+from typing import Any
 
 import cloudpickle
 
@@ -43,65 +44,66 @@ class Processes:
         self._size = len(environs)
         self._calls: list[Connection] = []
         self._controls: list[Connection] = []
-        outs: list[Connection] = []
-        errs: list[Connection] = []
+        self._output = OrderedOutput()
         self._numbers = [0] * self._size  # of each rank's latest call; 0 sets the stage
         self._running: set[int] = set()
         self._outcomes: dict[int, Outcome] = {}
         self._exited: dict[int, int] = {}  # rank -> exit code
         self._folders: list[str] = []  # of the ranks' files; one, as soon as it is known
         self._silent: set[int] = set()  # ranks from which no more outcome can come
-        with enough_files(self._size):
-            self._line = self._start_supervisor(environs, stage, imports)
-            # Where events come from, and who handles them: no bound methods, with which a pool that
-            # is forgotten would refer to itself, and stay.
-            self._selector = selectors.DefaultSelector()
-            self._selector.register(self._line, selectors.EVENT_READ, (Processes._note,))
-            try:
-                for rank in range(self._size):
-                    with uninterrupted():  # or there could be a pipe that nobody knows of
-                        pairs = Pipe(), Pipe(), Pipe(duplex=False), Pipe(duplex=False)
-                        calls, control, out, err = (ours for ours, _ in pairs)
-                        self._calls.append(calls)
-                        self._controls.append(control)
-                        outs.append(out)
-                        errs.append(err)
-                        supervisor.hand_over(self._line, [theirs for _, theirs in pairs])
-                    set_timeout(calls, timeout)
-                    receive = Processes._receive, rank
-                    self._selector.register(calls, selectors.EVENT_READ, receive)
-            except BaseException:
-                self._end_supervisor()
-                for end in (*self._calls, *self._controls, *outs, *errs):
-                    end.close()
-                raise
-        self._output = OrderedOutput(outs, errs)
-        for pipe in self._output.pipes():
-            self._selector.register(pipe, selectors.EVENT_READ, (Processes._drain, pipe))
+        # Where events come from, and who handles them: no bound methods, with which a pool that
+        # is forgotten would refer to itself, and stay.
+        self._selector = selectors.DefaultSelector()
+        self._end_supervisor: Callable[[], None] = lambda: None
+        try:
+            # An interrupt amid this could leave a process, or a pipe, that nobody knows of.
+            with enough_files(self._size), uninterrupted():
+                self._start(environs, stage, imports, timeout)
+        except BaseException:
+            self.end()
+            raise
 
-    def _start_supervisor(
-        self, environs: Sequence[dict[str, str]], stage: bytes, imports: Sequence[str]
-    ) -> Connection:
-        with uninterrupted():  # or there could be a process that nobody knows of
-            ours, theirs = Pipe()
-            try:
-                # A rank that starts ranks shares the folder of the program's sockets.
-                litter = forkserver.socket_folder() if parent_process() is None else ""
-                plan = supervisor.Plan(
-                    environs, tempfile.gettempdir(), stage, imports, os.getpid(), litter
-                )
-                self._supervisor = forkserver.start(supervisor.main, theirs, plan)
-            except BaseException:
-                ours.close()
-                raise
-            finally:
-                theirs.close()
-            # If nobody ends them: when this object goes, or the interpreter. multiprocessing's
-            # finalizers run before it waits for children that live on, weakref's perhaps after.
-            self._end_supervisor = Finalize(
-                self, _end, args=(self._supervisor, ours, self._folders), exitpriority=0
+    def _start(
+        self,
+        environs: Sequence[dict[str, str]],
+        stage: bytes,
+        imports: Sequence[str],
+        timeout: float,
+    ) -> None:
+        """Start the supervisor, and let it start the ranks."""
+        self._line, theirs = Pipe()
+        try:
+            # A rank that starts ranks shares the folder of the program's sockets.
+            litter = forkserver.socket_folder() if parent_process() is None else ""
+            plan = supervisor.Plan(
+                environs, tempfile.gettempdir(), stage, imports, os.getpid(), litter
             )
-        return ours
+            self._supervisor = forkserver.start(supervisor.main, theirs, plan)
+        except BaseException:
+            self._line.close()
+            raise
+        finally:
+            theirs.close()
+        # If nobody ends them: when this object goes, or the interpreter. multiprocessing's
+        # finalizers run before it waits for children that live on, weakref's perhaps after.
+        self._end_supervisor = Finalize(
+            self, _end, args=(self._supervisor, self._line, self._folders), exitpriority=0
+        )
+        self._watch(self._line, Processes._note)
+        for rank in range(self._size):
+            pairs = Pipe(), Pipe(), Pipe(duplex=False), Pipe(duplex=False)
+            calls, control, out, err = (ours for ours, _ in pairs)
+            self._calls.append(calls)
+            self._controls.append(control)
+            self._output.add(out, err)
+            supervisor.hand_over(self._line, [theirs for _, theirs in pairs])
+            set_timeout(calls, timeout)
+            self._watch(calls, Processes._receive, rank)
+            self._watch(out, Processes._drain, out)
+            self._watch(err, Processes._drain, err)
+
+    def _watch(self, end: Connection, *handler: Any) -> None:
+        self._selector.register(end, selectors.EVENT_READ, handler)
 
     def first_outcomes(self) -> dict[int, Outcome]:
         """Wait until every rank has set its stage."""
@@ -150,7 +152,9 @@ class Processes:
         """End every rank, and all that it started, now."""
         with uninterrupted():  # before: a Finalize that is interrupted is not called again
             self._end_supervisor()
+        try:
             self._output.finish()
+        finally:
             self._selector.close()
             for end in (*self._calls, *self._controls):
                 end.close()
@@ -257,6 +261,6 @@ def _end(process: BaseProcess, line: Connection, folders: list[str]) -> None:
     process.kill()  # if it is stopped; the system ends its ranks
     process.join()
     process.close()
-    line.close()  # not before: it may have something to say
+    line.close()  # not before: the supervisor would take it for lost, and wait for our exit
     for folder in folders:  # which the supervisor removes, if it has not been killed
         shutil.rmtree(folder, ignore_errors=True)

@@ -47,8 +47,12 @@ def hand_over(line: Connection, pipes: Sequence[Connection]) -> None:
 
 def say_goodbye(line: Connection) -> None:
     """Let the supervisor end what is left."""
-    with contextlib.suppress(OSError):  # it has ended already
-        os.write(line.fileno(), OVER)  # needs no new file, of which there may be none left
+    # Not as a copy of the line: there may be no file left. And where it has ended already, not with
+    # SIGPIPE, of which a program may die.
+    same = socket.socket(fileno=line.fileno())
+    with contextlib.suppress(OSError):
+        same.send(OVER, getattr(socket, "MSG_NOSIGNAL", 0))
+    same.detach()
 
 
 def _messages(line: Connection) -> socket.socket:
@@ -105,7 +109,7 @@ def main(line: Connection, plan: Plan) -> None:
         process.join()
     shutil.rmtree(folder, ignore_errors=True)
     # The program may have lost only the line: other pools start by the sockets in that folder.
-    if plan.litter and line_is_lost and _ends_within(2, plan.program):
+    if plan.litter and line_is_lost and _ends_within(5, plan.program):
         shutil.rmtree(plan.litter, ignore_errors=True)
     os._exit(0)  # what is registered to run at exit is the forkserver's
 
@@ -149,24 +153,24 @@ def _be_rank(line: Connection, bell: "_Bell", *args: Any) -> None:
 
 
 def _watch(line: Connection, bell: "_Bell", program: int, running: dict[int, BaseProcess]) -> None:
-    """Say which rank has ended, until all have or the pool lets them go."""
-    end = _end_of(program)
-    while running:
-        ready = wait([line, bell.hears, *end])
-        if line in ready:
-            _next_message(line)
-        elif ready == end:  # but the line is open: a process that the program forked has a copy
-            raise EOFError
-        if bell.hears in ready:
-            bell.silence()
+    """Say which rank has ended, until all is over."""
+    exit_of_program = _exit_of(program)
+    while True:
         for rank, process in list(running.items()):
             if _has_ended(process):
                 del running[rank]
                 line.send((rank, process.exitcode))
+        ready = wait([line, bell.hears, *exit_of_program])
+        if line in ready:
+            _next_message(line)
+        elif ready == exit_of_program:  # a process that it forked keeps the line open
+            raise EOFError
+        if bell.hears in ready:
+            bell.silence()
 
 
-def _end_of(process: int) -> list[int]:
-    """A file that is readable when the process has ended. None if it has, or on macOS."""
+def _exit_of(process: int) -> list[int]:
+    """A file that is readable once the process has ended. Empty if it has, or on macOS."""
     try:
         return [os.pidfd_open(process)]
     except (AttributeError, OSError):
@@ -175,13 +179,15 @@ def _end_of(process: int) -> list[int]:
 
 def _ends_within(seconds: float, process: int) -> bool:
     """Whether it has ended by then. A process that was killed closes its files before it has."""
-    if end := _end_of(process):
-        return bool(wait(end, seconds))
+    if its_exit := _exit_of(process):
+        return bool(wait(its_exit, seconds))
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
             os.kill(process, 0)
         except ProcessLookupError:
+            return True
+        except PermissionError:  # another one has its number
             return True
         time.sleep(0.02)
     return False

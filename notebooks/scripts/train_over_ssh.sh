@@ -28,8 +28,8 @@
 # first collective hangs.
 #
 # What changes with NCCL (not run here): one GPU a rank, which train.py takes by its local rank.
-# The rendezvous and
-# all of the above stay, since the store is TCP. NCCL chooses interfaces itself, InfiniBand first:
+# The rendezvous and all of the above stay, since the store is TCP. NCCL chooses interfaces itself,
+# InfiniBand first:
 # NCCL_SOCKET_IFNAME names one (gloo has its own, GLOO_SOCKET_IFNAME), NCCL_DEBUG=INFO prints what was
 # chosen, NCCL_IB_DISABLE=1 goes without InfiniBand. A node that dies does not close its connections
 # at once, and a rank in an NCCL call does not notice: its watchdog ends it after the group's timeout
