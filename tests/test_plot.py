@@ -526,5 +526,6 @@ def test_every_picture_that_a_text_shows_exists() -> None:
         texts += [(path, cell.source) for cell in cells if cell.cell_type == "markdown"]
     pattern = r"!\[[^\]]*\]\(([^)\s]+)|<img[^>]*\bsrc=[\"']([^\"']+)"
     links = [(path, a or b) for path, text in texts for a, b in re.findall(pattern, text)]
+    links = [each for each in links if not each[1].startswith("../../actions/")]  # of the hosting
     assert len(links) >= 7
     assert [(p.name, link) for p, link in links if not (p.parent / link).is_file()] == []
