@@ -596,7 +596,7 @@ def test_an_interrupted_call_ends_soon_and_tells_each_ranks_line(to, tmp_path):
 
 # One round is run again and again, with an interrupt at line after line of its Python.
 ROUND = """
-import gc, os, signal, sys, time, warnings
+import gc, multiprocessing, os, signal, sys, time, warnings
 import minidist as md, torch.distributed as dist
 from minidist.runtime.processes import Processes
 
@@ -665,8 +665,8 @@ def close():
 def forget():
     md.ranks(2)
 
-# What is lost in the first three lines of a callback of the garbage collector, nobody can mend: the
-# supervisor then stays until the program ends, without ranks.
+# What is lost in a callback of the garbage collector nobody can mend. In the first three lines: the
+# supervisor stays until the program ends, without ranks. Later: it goes when its line has closed.
 for action, line in ((close, 1), (forget, 4)):
     while line < 60 and interrupted(action, finalizer, line):
         line += 1
@@ -714,6 +714,8 @@ AFTERWARDS = """
 gc.collect()
 print("done", flush=True)
 sys.stdin.readline()
+while multiprocessing.active_children():  # the forkserver says a moment later that one has ended
+    time.sleep(0.01)
 with md.ranks(2) as r:
     print(r(dist.get_rank), flush=True)
 r = None
@@ -803,6 +805,60 @@ print(md.launch(dist.get_rank, world_size=2))
     with Program(source, tmp_path) as program:
         assert program.finish(30) == (0, "[0, 1]\n", "")
         assert program.temporary() == []
+
+
+def test_however_few_files_are_left_nothing_stays_open_and_the_next_pool_starts(tmp_path):
+    source = """
+import os
+from multiprocessing.forkserver import _forkserver
+import resource
+import minidist as md, torch.distributed as dist
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+md.launch(len, [], world_size=1)
+def opened():
+    return sorted(set(os.listdir("/proc/self/fd")))
+before, server, refused = opened(), _forkserver._forkserver_pid, 0
+for free in range(40):
+    held = []
+    try:
+        while True:
+            held.append(os.open("/dev/null", os.O_RDONLY))
+    except OSError:
+        for each in held[:free]:
+            os.close(each)
+    try:
+        assert md.launch(dist.get_rank, world_size=2) == [0, 1]
+    except OSError as error:
+        assert "2 ranks need more open files than the 64" in str(error), (free, error)
+        assert refused == free
+        refused += 1
+    for each in held[free:]:
+        os.close(each)
+    assert opened() == before, (free, opened(), before)
+    assert _forkserver._forkserver_pid == server, free
+print(8 < refused < 40)
+"""
+    with Program(source, tmp_path) as program:
+        assert program.finish(120) == (0, "True\n", "")
+        assert program.temporary() == []
+
+
+def test_pools_work_where_sockets_have_a_default_timeout(tmp_path):
+    source = """
+import socket, time
+socket.setdefaulttimeout(0.2)
+import minidist as md, torch, torch.distributed as dist
+r = md.ranks(2)
+def slow():
+    time.sleep(0.5)
+    return torch.ones(1 << 20)
+assert [x.numel() for x in r(slow)] == [1 << 20] * 2
+assert len(r(lambda x: None, torch.ones(1 << 22))) == 2
+r.close()
+print("fine")
+"""
+    with Program(source, tmp_path) as program:
+        assert program.finish(60) == (0, "fine\n", "")
 
 
 # ---- the program is killed ----------------------------------------------------------------

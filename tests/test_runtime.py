@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -757,6 +758,27 @@ def test_what_cannot_be_started_leaves_no_file_open(monkeypatch, what):
         md.ranks(3)
     gc.collect()
     assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_supervisor_that_is_killed_before_it_is_heard_leaves_no_folder(monkeypatch, tmp_path):
+    start, started = forkserver.start, []
+
+    def noted(*args):
+        started.append(start(*args))
+        return started[-1]
+
+    def kill_it(line, pipes):
+        assert line.poll(20)  # the supervisor says where its folder is
+        started[0].kill()
+        raise OSError("refused")
+
+    md.launch(len, [], world_size=1)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(forkserver, "start", noted)
+    monkeypatch.setattr(supervisor, "hand_over", kill_it)
+    with pytest.raises(OSError, match="refused"):
+        md.ranks(2)
+    assert len(started) == 1 and os.listdir(tmp_path) == []
 
 
 @needs_proc

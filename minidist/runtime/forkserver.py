@@ -13,7 +13,7 @@ import tempfile
 import threading
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import get_temp_dir
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.distributed.fsdp", "cloudpickle"]
 
 LONGEST = 70  # characters of a temporary folder; a socket's whole path has 104 at most
+
+FILES = 8  # that multiprocessing opens to start a process, and some more
 
 _main_module = threading.Lock()
 
@@ -75,6 +77,11 @@ def start(target: Callable[..., None], *args: Any) -> BaseProcess:
     It is not a daemon, since a daemon may not have children, and a DataLoader's workers are.
     """
     warm_up()
+    # Where multiprocessing lacks a file amid its start, it leaves others open, and its forkserver
+    # ends: better not to begin.
+    with ExitStack() as files:
+        for _ in range(FILES):
+            files.enter_context(open(os.devnull))
     process = context().Process(target=target, args=args, daemon=False)
     with _no_main_module():
         process.start()

@@ -113,9 +113,8 @@ class OrderedOutput:
             for stream in self._streams[self._live]:
                 stream.show(ended=False)
 
-    def finish(self) -> None:
-        """Show what is left, and close the pipes."""
-        self.done(set())
+    def close(self) -> None:
+        """Close the pipes."""
         for streams in self._streams:
             for stream in streams:
                 stream.pipe.close()

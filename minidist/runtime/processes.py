@@ -53,7 +53,8 @@ class Processes:
         self._silent: set[int] = set()  # ranks from which no more outcome can come
         # Where events come from, and who handles them: no bound methods, with which a pool that
         # is forgotten would refer to itself, and stay.
-        self._selector = selectors.DefaultSelector()
+        with enough_files(self._size):
+            self._selector = selectors.DefaultSelector()
         self._end_supervisor: Callable[[], None] = lambda: None
         try:
             # An interrupt amid this could leave a process, or a pipe, that nobody knows of.
@@ -150,14 +151,17 @@ class Processes:
 
     def end(self) -> None:
         """End every rank, and all that it started, now."""
-        with uninterrupted():  # before: a Finalize that is interrupted is not called again
-            self._end_supervisor()
+        # Not all of it is uninterrupted: who shows the output may keep us waiting.
         try:
-            self._output.finish()
+            with uninterrupted():  # a Finalize that is interrupted is not called again
+                self._end_supervisor()
+            self._output.done(set())
         finally:
-            self._selector.close()
-            for end in (*self._calls, *self._controls):
-                end.close()
+            with uninterrupted():  # a Connection too, and its file might be another's by then
+                self._selector.close()
+                self._output.close()
+                for end in (*self._calls, *self._controls):
+                    end.close()
 
     def _begin(self, ranks: Sequence[int]) -> None:
         self._outcomes = {}
@@ -261,6 +265,9 @@ def _end(process: BaseProcess, line: Connection, folders: list[str]) -> None:
     process.kill()  # if it is stopped; the system ends its ranks
     process.join()
     process.close()
+    with suppress(EOFError, OSError):  # a pool that ends at once has not read its first note yet
+        if not folders and line.poll():
+            folders += [note] if isinstance(note := line.recv(), str) else []
     line.close()  # not before: the supervisor would take it for lost, and wait for our exit
     for folder in folders:  # which the supervisor removes, if it has not been killed
         shutil.rmtree(folder, ignore_errors=True)

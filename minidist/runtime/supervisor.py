@@ -25,6 +25,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from minidist.runtime import worker
+from minidist.runtime.system import as_socket
 
 PIPES = 4  # of each rank
 START, OVER = b"+", b"-"  # messages from the pool
@@ -36,7 +37,7 @@ START, OVER = b"+", b"-"  # messages from the pool
 def hand_over(line: Connection, pipes: Sequence[Connection]) -> None:
     """Let the supervisor start the next rank, with these pipes, which are closed here."""
     try:
-        with _messages(line) as messages:
+        with as_socket(line) as messages:  # a Connection does not carry files
             socket.send_fds(messages, [START], [pipe.fileno() for pipe in pipes])
     except (BrokenPipeError, ConnectionResetError):
         pass  # it is gone, and has said why
@@ -47,17 +48,11 @@ def hand_over(line: Connection, pipes: Sequence[Connection]) -> None:
 
 def say_goodbye(line: Connection) -> None:
     """Let the supervisor end what is left."""
-    # Not as a copy of the line: there may be no file left. And where it has ended already, not with
-    # SIGPIPE, of which a program may die.
-    same = socket.socket(fileno=line.fileno())
-    with contextlib.suppress(OSError):
-        same.send(OVER, getattr(socket, "MSG_NOSIGNAL", 0))
-    same.detach()
-
-
-def _messages(line: Connection) -> socket.socket:
-    """The line as a socket: a Connection does not carry files."""
-    return socket.fromfd(line.fileno(), socket.AF_UNIX, socket.SOCK_STREAM)
+    # It may have ended: without SIGPIPE, of which a program may die. Or be stopped, and the line
+    # full: without waiting.
+    flags = getattr(socket, "MSG_NOSIGNAL", 0) | socket.MSG_DONTWAIT
+    with as_socket(line) as messages, contextlib.suppress(OSError):
+        messages.send(OVER, flags)
 
 
 # ---- the supervisor ----------------------------------------------------------------------------
@@ -131,7 +126,7 @@ def _fork(
 
 def _next_message(line: Connection) -> list[int]:
     """The files that come with it. Raises _Over at the last, EOFError if the line is closed."""
-    with _messages(line) as messages:
+    with as_socket(line) as messages:
         message, files, *_ = socket.recv_fds(messages, 1, PIPES)
     if message == OVER:
         raise _Over

@@ -11,10 +11,21 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 
+@contextmanager
+def as_socket(end: Connection) -> Iterator[socket.socket]:
+    """The socket that a Connection is: itself, since a copy would need one more file."""
+    same = socket.socket(fileno=end.fileno())
+    try:
+        same.settimeout(None)  # socket.setdefaulttimeout has made the Connection itself impatient
+        yield same
+    finally:
+        same.detach()
+
+
 def set_timeout(end: Connection, seconds: float) -> None:
     """Let each send and receive fail with BlockingIOError when nothing has moved for so long."""
     interval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6) or int(seconds < 1))
-    with socket.fromfd(end.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as same:
+    with as_socket(end) as same:
         same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
         same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, interval)
 
