@@ -5,6 +5,8 @@ has such a cell. What failed may be the fault of a moment, so it runs again in a
 by itself, then with its whole file; a notebook always whole. If all three pass it is called flaky,
 and what it said is shown at the end. Else the gate fails, and at once if tests of more than three
 files failed, or if not all could run.
+
+Of pytest's arguments, paths choose what is tested; `-m` is not allowed, since the gate uses it.
 """
 
 import json
@@ -28,7 +30,9 @@ AGAIN = ["-n0", "-m", "not soak"]
 
 PASSED, FAILED, NOTHING = 0, 1, 5  # exit codes of pytest
 FILES = 3  # of which tests may run again
-LIMIT = 45 * 60  # seconds for one run of pytest
+LIMIT = 30 * 60  # seconds for one run of pytest
+
+PATHS = ["tests", "notebooks"]
 
 Report = dict[str, Any]  # see judge.py
 
@@ -37,31 +41,53 @@ def run(*arguments: str) -> tuple[int, Report]:
     """pytest's exit code, and what became of each test. Raises if not all could run."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
-        command = [*PYTEST, str(report), *OPTIONS, *arguments]
-        code = subprocess.run(command, timeout=LIMIT).returncode
+        code = wait(subprocess.Popen([*PYTEST, str(report), *OPTIONS, *arguments]))
         if code not in (PASSED, FAILED, NOTHING) or not report.exists():
             raise RuntimeError(f"pytest ended with {code}: not all tests ran")
         found = json.loads(report.read_text())
+    if left := found["left"]:
+        some = ", ".join(left[:3]) + ", ..." * (len(left) > 3)
+        raise RuntimeError(f"not all tests ran to their end: {some}")
     if bool(found["failed"]) != (code == FAILED):
         raise RuntimeError(f"pytest ended with {code}, and reports {len(found['failed'])} failures")
     return code, found
 
 
-def passes_again(file: str, tests: list[str]) -> bool:
+def wait(pytest: subprocess.Popen[bytes]) -> int:
+    try:
+        return pytest.wait(LIMIT)
+    except subprocess.TimeoutExpired:
+        pytest.kill()
+        raise RuntimeError(f"pytest did not end within {LIMIT} s") from None
+    except KeyboardInterrupt:
+        pytest.wait()  # it has been interrupted too, and ends its workers
+        raise RuntimeError("interrupted") from None
+
+
+def why_wrong(file: str, tests: list[str], options: list[str]) -> str:
+    """Run again tests of a file that have failed: "" if they pass, or what to call them."""
     whole = [file] if file.endswith(".ipynb") else tests
     for what in (whole, whole, [file]):
         print("\nIn a new process:", *what, flush=True)
-        code, found = run(*AGAIN, *what)
-        if code != PASSED or not set(tests) <= set(found["passed"]):
-            return False
-    return True
+        code, found = run(*what, *options, *AGAIN)
+        if code == FAILED:
+            return "Not flaky, but wrong"
+        if not set(tests) <= {*found["passed"], *found["busy"]}:
+            return "Failed, and did not run again"
+        if not set(tests) <= set(found["passed"]):
+            return "Failed, and could not be judged again, since the machine was busy"
+    return ""
 
 
 def judge(arguments: list[str]) -> int:
+    paths = [each for each in arguments if Path(each.split("::")[0]).exists()]
+    options = [each for each in arguments if each not in paths]
+    if any(each.startswith("-m") for each in options):
+        raise RuntimeError("-m is not for you to choose: the gate uses it")
     codes, busy = [], []
     failed: dict[str, str] = {}
     for how in (SIDE_BY_SIDE, ONE_BY_ONE):
-        code, found = run("tests", "notebooks", "--durations=10", *arguments, *how)
+        code, found = run(*(paths or PATHS), "--durations=10", *options, *how)
         codes.append(code)
         busy += found["busy"]
         failed |= found["failed"]
@@ -70,8 +96,9 @@ def judge(arguments: list[str]) -> int:
             print(f"\nTests of {len(files)} files failed: none runs again.")
             return FAILED
     for file in sorted(files):
-        if not passes_again(file, [test for test in failed if test.split("::")[0] == file]):
-            print(f"\nNot flaky, but wrong: {file}")
+        tests = [test for test in failed if test.split("::")[0] == file]
+        if wrong := why_wrong(file, tests, options):
+            print(f"\n{wrong}: {file}")
             return FAILED
     if busy:
         print(f"\nNot judged, since the machine was busy: {len(busy)} tests that measure time.")
@@ -87,7 +114,7 @@ def main(arguments: list[str]) -> int:
     start = time.monotonic()
     try:
         code = judge(arguments)
-    except (RuntimeError, subprocess.TimeoutExpired) as error:
+    except RuntimeError as error:
         print(f"\n{error}")
         code = FAILED
     print(f"\n{'green' if code == PASSED else 'RED'} after {time.monotonic() - start:.0f} s")

@@ -1,15 +1,17 @@
 """pytest as `make test` runs it: `python tests/judge.py REPORT [arguments of pytest]`.
 
-REPORT is a file for what ran:
-{"passed": [test, ...], "skipped": [...], "busy": [...], "failed": {test: why}}.
+REPORT is a file for what ran, and what did not come to its end ("left"):
+{"passed": [test, ...], "skipped": [...], "busy": [...], "failed": {test: why}, "left": [...]}.
 
-What is marked `alone` asserts measured times. A time is judged only if its moment was quiet: where
-other processes took more than a twentieth of the machine, a wrong number is skipped as busy, and so
-is what depends on it in the same notebook. What hangs or raises another error fails all the same.
+What is marked `alone` asserts measured times. Such a number may be wrong because the machine was
+busy: if other processes took more than a twentieth of it meanwhile, the test is skipped as busy.
+So is a later cell of its notebook that lacks a name of that cell. What hangs or raises another
+error fails all the same; and all fails where the system does not say what others took (macOS).
 """
 
 import json
 import os
+import re
 import sys
 from collections.abc import Generator
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import Any
 
 import pytest
 
-BUSY = pytest.StashKey[str]()
+NOT_JUDGED = pytest.StashKey[list[str]]()  # the sources of a notebook's cells that were busy
 
 
 class Report:
@@ -26,6 +28,18 @@ class Report:
     def __init__(self, file: str) -> None:
         self.file = Path(file)
         self.found: dict[str, Any] = {"passed": [], "skipped": [], "busy": [], "failed": {}}
+        self.left: set[str] = set()  # what was found and has not come to its end
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.left |= {item.nodeid for item in session.items}
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: object, ids: list[str]) -> None:
+        self.left |= set(ids)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:  # nobody knows which tests it holds
+            self.left.add(report.nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -33,13 +47,15 @@ class Report:
         elif report.skipped or report.when == "call":
             busy = report.skipped and "Skipped: busy: " in report.longreprtext
             self.found["busy" if busy else report.outcome].append(report.nodeid)
+        if report.when == "teardown":
+            self.left.discard(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
-        self.file.write_text(json.dumps(self.found))
+        self.file.write_text(json.dumps(self.found | {"left": sorted(self.left)}))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: object, error: object) -> None:
-        if error:  # or what it had still to do would count as done
+        if error:  # perhaps before it has said what it found
             pytest.exit(f"a worker died: {error}", returncode=3)
 
 
@@ -60,34 +76,57 @@ def is_timed(item: pytest.Item) -> bool:
     return marker is not None and not marker.kwargs.get("always_judged")
 
 
-def is_wrong_number(error: BaseException) -> bool:
+def what_failed(item: pytest.Item, error: Exception) -> tuple[str, str]:
+    """The kind of error, and what it says; of a cell, the one that was raised in the notebook."""
+    outputs = [] if "outputs differ" in str(error) else getattr(item, "test_outputs", [])
+    for output in outputs:
+        if output.output_type == "error":
+            return output.ename, output.evalue
+    return type(error).__name__, str(error)
+
+
+def is_wrong_number(kind: str, said: str) -> bool:
     """Whether it comes of an assertion, here or on a rank, or of nbval's comparison of outputs."""
-    said, kind = str(error), type(error).__name__
-    if kind == "NbCellError":
-        return "outputs differ" in said or "AssertionError" in str(error.inner_traceback)
-    return kind == "AssertionError" or (kind == "RankError" and "AssertionError" in said)
+    return (
+        kind == "AssertionError"
+        or (kind == "NbCellError" and "outputs differ" in said)
+        or (
+            kind == "RankError"
+            and bool(re.match(r"(rank \d+|every rank) raised AssertionError", said))
+        )
+    )
+
+
+def is_name_of(cells: list[str], kind: str, said: str) -> bool:
+    """Whether a name is missing that stands in the source of one of the cells."""
+    name = re.match(r"name '(\w+)' is not defined", said) if kind == "NameError" else None
+    return name is not None and any(re.search(rf"\b{name[1]}\b", cell) for cell in cells)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     assert item.parent is not None
-    already = item.parent.stash.get(BUSY, "")  # in an earlier cell of this notebook
-    if not already and not is_timed(item):
+    not_judged = item.parent.stash.setdefault(NOT_JUDGED, [])
+    timed = is_timed(item)
+    if not timed and not not_judged:
         return (yield)
-    from minidist.bench import quiet, turns
+    from minidist.bench import quiet, turns  # not before it is needed: it imports torch
 
     moment = quiet.Moment(os.getpid())
     try:
         return (yield)
     except Exception as error:
+        kind, said = what_failed(item, error)
         share = moment.share()
-        undefined = already and "NameError" in str(getattr(error, "inner_traceback", ""))
-        if not undefined and not (is_wrong_number(error) and (already or share > turns.LIMIT)):
+        if timed and share > turns.LIMIT and is_wrong_number(kind, said):
+            why = f"others took {share:.0%} of the machine"
+        elif is_name_of(not_judged, kind, said):
+            why = "a cell before it was not judged"
+        else:
             raise
-        busy = already or f"busy: others took {share:.0%} of the machine"
         if item.path.suffix == ".ipynb":
-            item.parent.stash[BUSY] = busy
-        pytest.skip(f"{busy}; then {item.name}: {error}")
+            not_judged.append(item.cell.source)
+        pytest.skip(f"busy: {why}; then {item.name}: {kind}: {said}")
 
 
 if __name__ == "__main__":
