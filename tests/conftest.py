@@ -1,5 +1,6 @@
 """What every test file uses: pools of ranks that are kept from one test to the next."""
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -51,6 +52,13 @@ ON_BOTH = {
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "pools" in metafunc.fixturenames and metafunc.module.__name__ in ON_BOTH:
         metafunc.parametrize("pools", ["gloo", "shm"], indirect=True, scope="module")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_garbage() -> Iterator[None]:
+    """What fails when garbage goes belongs to a test: after the last one nobody would see it."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="module")

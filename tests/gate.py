@@ -6,15 +6,17 @@ by itself, then with its whole file; a notebook always whole. If all three pass 
 and what it said is shown at the end. Else the gate fails, and at once if tests of more than three
 files failed, or if not all could run.
 
-Of pytest's arguments, paths choose what is tested; `-m` is not allowed, since the gate uses it.
+Of pytest's arguments, paths come first. `-m` is not allowed, since the gate uses it.
 """
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,8 @@ def run(*arguments: str) -> tuple[int, Report]:
     """pytest's exit code, and what became of each test. Raises if not all could run."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
-        code = wait(subprocess.Popen([*PYTEST, str(report), *OPTIONS, *arguments]))
+        environ = {k: v for k, v in os.environ.items() if k != "PYTEST_ADDOPTS"}
+        code = wait(subprocess.Popen([*PYTEST, str(report), *OPTIONS, *arguments], env=environ))
         if code not in (PASSED, FAILED, NOTHING) or not report.exists():
             raise RuntimeError(f"pytest ended with {code}: not all tests ran")
         found = json.loads(report.read_text())
@@ -64,10 +67,11 @@ def wait(pytest: subprocess.Popen[bytes]) -> int:
         raise RuntimeError("interrupted") from None
 
 
-def why_wrong(file: str, tests: list[str], options: list[str]) -> str:
-    """Run again tests of a file that have failed: "" if they pass, or what to call them."""
+def why_wrong(file: str, tests: list[str], chosen: list[str], options: list[str]) -> str:
+    """Run again tests of a file that have failed: "" if they pass, or what to call them. Of the
+    file, `chosen` is all that was to run; all of it if nothing."""
     whole = [file] if file.endswith(".ipynb") else tests
-    for what in (whole, whole, [file]):
+    for what in (whole, whole, chosen or [file]):
         print("\nIn a new process:", *what, flush=True)
         code, found = run(*what, *options, *AGAIN)
         if code == FAILED:
@@ -80,9 +84,9 @@ def why_wrong(file: str, tests: list[str], options: list[str]) -> str:
 
 
 def judge(arguments: list[str]) -> int:
-    paths = [each for each in arguments if Path(each.split("::")[0]).exists()]
-    options = [each for each in arguments if each not in paths]
-    if any(each.startswith("-m") for each in options):
+    paths = list(takewhile(lambda each: not each.startswith("-"), arguments))
+    options = arguments[len(paths) :]
+    if any(re.match(r"-\w*m", each) for each in options):
         raise RuntimeError("-m is not for you to choose: the gate uses it")
     codes, busy = [], []
     failed: dict[str, str] = {}
@@ -97,7 +101,8 @@ def judge(arguments: list[str]) -> int:
             return FAILED
     for file in sorted(files):
         tests = [test for test in failed if test.split("::")[0] == file]
-        if wrong := why_wrong(file, tests, options):
+        chosen = [path for path in paths if path.split("::")[0] == file]
+        if wrong := why_wrong(file, tests, chosen, options):
             print(f"\n{wrong}: {file}")
             return FAILED
     if busy:

@@ -5,21 +5,24 @@ REPORT is a file for what ran, and what did not come to its end ("left"):
 
 What is marked `alone` asserts measured times. Such a number may be wrong because the machine was
 busy: if other processes took more than a twentieth of it meanwhile, the test is skipped as busy.
-So is a later cell of its notebook that lacks a name of that cell. What hangs or raises another
-error fails all the same; and all fails where the system does not say what others took (macOS).
+So is a later cell of its notebook that lacks a name which that cell defines. What hangs or raises
+another error fails all the same. Where the system does not say what others took (macOS), a wrong
+number always fails.
 """
 
+import ast
 import json
 import os
 import re
 import sys
-from collections.abc import Generator
+from collections import Counter
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-NOT_JUDGED = pytest.StashKey[list[str]]()  # the sources of a notebook's cells that were busy
+NOT_JUDGED = pytest.StashKey[set[str]]()  # the names that a notebook's skipped cells define
 
 
 class Report:
@@ -29,25 +32,37 @@ class Report:
         self.file = Path(file)
         self.found: dict[str, Any] = {"passed": [], "skipped": [], "busy": [], "failed": {}}
         self.left: set[str] = set()  # what was found and has not come to its end
+        self.told: set[str] = (
+            set()
+        )  # of what it is known whether it passed; not if it was only set up
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self.left |= {item.nodeid for item in session.items}
+        self.expect(item.nodeid for item in session.items)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: object, ids: list[str]) -> None:
-        self.left |= set(ids)
+        self.expect(ids)
+
+    def expect(self, ids: Iterable[str]) -> None:
+        for test, times in Counter(ids).items():  # xdist runs only one of two with the same name
+            self.left.add(test if times == 1 else f"{test} ({times} have this name)")
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:  # nobody knows which tests it holds
             self.left.add(report.nodeid)
 
+    def pytest_internalerror(self, excrepr: object) -> None:
+        self.left.add("what had an internal error")
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed or report.skipped or report.when == "call":
+            self.told.add(report.nodeid)
         if report.failed:
             self.found["failed"].setdefault(report.nodeid, report.longreprtext)
         elif report.skipped or report.when == "call":
             busy = report.skipped and "Skipped: busy: " in report.longreprtext
             self.found["busy" if busy else report.outcome].append(report.nodeid)
-        if report.when == "teardown":
+        if report.when == "teardown" and report.nodeid in self.told:
             self.left.discard(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
@@ -78,11 +93,12 @@ def is_timed(item: pytest.Item) -> bool:
 
 def what_failed(item: pytest.Item, error: Exception) -> tuple[str, str]:
     """The kind of error, and what it says; of a cell, the one that was raised in the notebook."""
-    outputs = [] if "outputs differ" in str(error) else getattr(item, "test_outputs", [])
-    for output in outputs:
-        if output.output_type == "error":
-            return output.ename, output.evalue
-    return type(error).__name__, str(error)
+    kind, said = type(error).__name__, str(error)
+    if kind == "NbCellError" and "outputs differ" not in said:
+        for output in item.test_outputs:
+            if output.output_type == "error":
+                return output.ename, output.evalue
+    return kind, said
 
 
 def is_wrong_number(kind: str, said: str) -> bool:
@@ -97,36 +113,49 @@ def is_wrong_number(kind: str, said: str) -> bool:
     )
 
 
-def is_name_of(cells: list[str], kind: str, said: str) -> bool:
-    """Whether a name is missing that stands in the source of one of the cells."""
-    name = re.match(r"name '(\w+)' is not defined", said) if kind == "NameError" else None
-    return name is not None and any(re.search(rf"\b{name[1]}\b", cell) for cell in cells)
+def names_of(cell: str) -> set[str]:
+    """The names that a cell defines."""
+    from IPython.core.inputtransformer2 import TransformerManager
+
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(TransformerManager().transform_cell(cell))):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.alias):
+            found.add((node.asname or node.name).split(".")[0])
+    return found
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     assert item.parent is not None
-    not_judged = item.parent.stash.setdefault(NOT_JUDGED, [])
-    timed = is_timed(item)
-    if not timed and not not_judged:
-        return (yield)
-    from minidist.bench import quiet, turns  # not before it is needed: it imports torch
+    timed, hung = is_timed(item), getattr(item.parent, "timed_out", False)
+    not_judged = item.parent.stash.setdefault(NOT_JUDGED, set())
+    if timed:
+        from minidist.bench import quiet, turns  # not before it is needed: it imports torch
 
-    moment = quiet.Moment(os.getpid())
+        moment = quiet.Moment(os.getpid())
     try:
-        return (yield)
+        result = yield
     except Exception as error:
         kind, said = what_failed(item, error)
-        share = moment.share()
-        if timed and share > turns.LIMIT and is_wrong_number(kind, said):
+        if getattr(item.parent, "timed_out", False):
+            raise  # whatever else it says: an interrupted cell may go on
+        undefined = re.match(r"name '(\w+)' is not defined", said) if kind == "NameError" else None
+        if timed and is_wrong_number(kind, said) and (share := moment.share()) > turns.LIMIT:
             why = f"others took {share:.0%} of the machine"
-        elif is_name_of(not_judged, kind, said):
+        elif undefined and undefined[1] in not_judged:
             why = "a cell before it was not judged"
         else:
             raise
         if item.path.suffix == ".ipynb":
-            not_judged.append(item.cell.source)
+            not_judged |= names_of(item.cell.source)
         pytest.skip(f"busy: {why}; then {item.name}: {kind}: {said}")
+    if getattr(item.parent, "timed_out", False) and not hung:
+        pytest.fail("the cell took too long, and was interrupted")
+    return result
 
 
 if __name__ == "__main__":

@@ -2,14 +2,17 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import indent
 
 import judge
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook, new_output
+from programs import LISTEN_TO_SIGINT, eventually
 
 # A test that fails in as many runs as it is told, and then passes; it says when it ran.
 TEST = """
@@ -33,6 +36,13 @@ def test_alone():
 WITH_LIMIT = "import sys, gate; gate.LIMIT = {}; sys.exit(gate.main(sys.argv[1:]))"
 
 
+def environ(workers):
+    """Of this process, without what pytest and xdist tell their own tests."""
+    theirs = ("PYTEST_XDIST", "PYTEST_CURRENT", "PYTEST_VERSION")
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
+    return ours | {"WORKERS": workers, "PYTHONPATH": str(Path(__file__).parent)}
+
+
 @pytest.fixture
 def judged(tmp_path):
     """Run the gate over files of tests, {name: how often each test fails}, and notebooks."""
@@ -49,12 +59,10 @@ def judged(tmp_path):
             (tmp_path / "tests" / f"test_{name}.py").write_text(TEST.replace("FAILS", str(fails)))
         if cells:
             nbformat.write(new_notebook(cells=list(cells)), tmp_path / "notebooks" / "a.ipynb")
-        environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-        environ |= {"WORKERS": workers, "PYTHONPATH": str(here)}
         ran = subprocess.run(
             [sys.executable, "-c", WITH_LIMIT.format(limit), *arguments],
             cwd=tmp_path,
-            env=environ,
+            env=environ(workers),
             capture_output=True,
             text=True,
         )
@@ -113,20 +121,18 @@ def test_tests_that_cannot_be_collected_fail_beside_one_that_is_flaky(judged):
     assert code == 1 and "not all tests ran to their end: tests/test_a.py\n" in said
 
 
-# In an environment of xdist's own name for it; the second run of pytest has none.
-DIES = "import os, time\nif os.environ.get('PYTEST_XDIST_WORKER') == 'NAME': "
+# Only in a worker of xdist, by its name. The gate's second run of pytest has none, and would pass.
+DIES = (
+    "import os, time\nif os.environ.get('PYTEST_XDIST_WORKER') == {!r}: time.sleep({}); os._exit(3)"
+)
 
 
 @pytest.mark.parametrize(
     ("source", "workers"),
     [
-        (DIES.replace("NAME", "gw0") + "os._exit(3)\ndef test(): pass", "1"),
-        (
-            "def test():\n  " + DIES.replace("NAME", "gw0").replace("\n", "\n  ") + "os._exit(3)",
-            "1",
-        ),
-        # The other worker has nothing to do.
-        (DIES.replace("NAME", "gw1") + "time.sleep(3); os._exit(3)\ndef test(): pass", "2"),
+        (DIES.format("gw0", 0) + "\ndef test(): pass", "1"),
+        ("def test():\n" + indent(DIES.format("gw0", 0), "  "), "1"),
+        (DIES.format("gw1", 3) + "\ndef test(): pass", "2"),  # the other has nothing left to do
     ],
     ids=["as it collects", "as it runs", "late"],
 )
@@ -150,9 +156,45 @@ def test_where_not_all_ran_it_fails(judged, source, said):
     assert code == 1 and said in all_said, all_said
 
 
-def test_what_only_collects_fails(judged):
-    code, said = judged({"a": [0]}, arguments=["--collect-only"])
+def test_an_interrupt_ends_it_in_order(judged, tmp_path):
+    (tmp_path / "tests" / "test_a.py").write_text(
+        "import time\ndef test():\n  open('ran', 'w').close()\n  time.sleep(60)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", LISTEN_TO_SIGINT + WITH_LIMIT.format(300)],
+        cwd=tmp_path,
+        env=environ("1"),
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as running:
+        assert eventually((tmp_path / "ran").exists, 60)
+        os.killpg(running.pid, signal.SIGINT)  # as a terminal does
+        said, _ = running.communicate(timeout=60)
+    assert running.returncode == 1 and "\ninterrupted\n" in said and "RED" in said
+    with pytest.raises(ProcessLookupError):  # nobody is left
+        os.killpg(running.pid, 0)
+
+
+@pytest.mark.parametrize("option", ["--collect-only", "--setup-only"])
+def test_what_does_not_run_fails(judged, option):
+    code, said = judged({"a": [0]}, arguments=[option])
     assert code == 1 and "not all tests ran to their end" in said
+
+
+def test_tests_of_the_same_name_fail(judged):
+    """Side by side only the first would run."""
+    source = "import pytest\n"
+    for name, ids in (("b", ["y-z", "z"]), ("a", ["x", "x-y"])):
+        source += f"@pytest.mark.parametrize({name!r}, [0, 1], ids={ids})\n"
+    code, said = judged({"a": [0]}, test_b=source + "def test(a, b): assert (a, b) != (1, 1)\n")
+    assert code == 1 and "tests/test_b.py::test[x-y-z] (2 have this name)" in said
+
+
+def test_what_fails_after_the_last_test_fails(judged):
+    late = "def pytest_runtest_logfinish(nodeid): assert 'XDIST' not in str(os.environ.keys())\n"
+    code, said = judged({"a": [0]}, conftest="import os\n" + late)
+    assert code == 1 and "what had an internal error" in said
 
 
 def test_where_there_are_no_tests_it_fails(judged):
@@ -166,13 +208,14 @@ def test_a_failure_after_a_test_has_passed_counts(judged):
     assert code == 1 and "Not flaky, but wrong: tests/test_b.py" in said
 
 
-def test_arguments_choose_tests_and_hold_for_repeats(judged):
-    environ = "def test(pytestconfig): assert pytestconfig.getoption('-v') == 1, 'quiet'\n"
-    arguments = ["tests/test_a.py", "tests/test_b.py", "-v"]
-    code, said = judged({"a": [1], "c": [9]}, arguments=arguments, test_b=environ)
+def test_arguments_choose_tests_and_hold_for_repeats(judged, monkeypatch):
+    verbose = "def test(pytestconfig): assert pytestconfig.getoption('-v') == 1, 'quiet'\n"
+    arguments = ["tests/test_a.py::test[1]", "tests/test_b.py", "-v"]
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-k nothing")
+    code, said = judged({"a": [1, 8], "c": [9]}, arguments=arguments, test_b=verbose)
     assert code == 0 and "flaky: tests/test_a.py::test[1]\n" in said
-    assert not (judged.folder / "tests/test_c.py.9.runs").exists()
-    code, said = judged({"a": [0]}, arguments=["-m", "alone"])
+    assert not list((judged.folder / "tests").glob("*.[89].runs"))
+    code, said = judged({"a": [0]}, arguments=["-vm", "alone"])
     assert code == 1 and "the gate uses it" in said
 
 
@@ -207,7 +250,7 @@ def test_on_a_busy_machine_all_but_wrong_numbers_are_judged(judged):
     cells = [
         cell("print(1)", "2"),  # not timed
         cell("1 / 0", "", "alone"),  # not a number
-        cell("assert 2 < 1; fast = 1", "", "alone"),  # busy
+        cell("# slow\nassert 2 < 1; fast = 1", "", "alone"),  # busy
         cell("slow", ""),  # not a name of that cell
         cell("assert fast", ""),  # busy too
         cell("assert 2 < 1", ""),  # not timed
@@ -216,6 +259,17 @@ def test_on_a_busy_machine_all_but_wrong_numbers_are_judged(judged):
     assert code == 1 and "5 failed, 1 passed, 2 skipped" in said, said
     for name in ("Cell 2", "Cell 4"):
         assert f"then {name}" in said
+
+
+def test_a_cell_that_takes_too_long_fails_though_it_goes_on(judged, monkeypatch):
+    conftest = "from minidist.bench.quiet import Moment\nMoment.share = lambda moment: 0.5\n"
+    quick = ["--nbval-cell-timeout=2"]
+    for cells in (
+        [cell("!sleep 9; echo ok", "ok", "alone"), cell("print(1)", "2")],
+        [cell("print(1)", "1", "alone"), cell("!sleep 9", "")],
+    ):
+        code, said = judged({"a": [0]}, cells, conftest=conftest, arguments=quick)
+        assert code == 1 and "1 failed" in said, said
 
 
 def test_what_is_measured_on_a_quiet_machine_is_judged(judged):

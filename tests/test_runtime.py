@@ -4,12 +4,13 @@ import ctypes
 import errno
 import gc
 import json
-import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -720,6 +721,22 @@ def test_threads_that_start_pools_at_once_leave_main_alone():
     assert sorted(results) == sorted([[0, 1], [10, 11], [20, 21], [30, 31]] * 3)
 
 
+def test_a_start_does_not_take_the_default_timeout_of_sockets(monkeypatch):
+    connect, seen = multiprocessing.forkserver.connect_to_new_process, []
+
+    def noted(fds):
+        seen.append(socket.getdefaulttimeout())
+        return connect(fds)
+
+    monkeypatch.setattr(multiprocessing.forkserver, "connect_to_new_process", noted)
+    socket.setdefaulttimeout(5)
+    try:
+        assert md.launch(len, [], world_size=1) == [0]
+        assert socket.getdefaulttimeout() == 5 and seen == [None]
+    finally:
+        socket.setdefaulttimeout(None)
+
+
 def test_an_interrupt_while_a_rank_starts_is_put_off_until_it_is_known(monkeypatch):
     """Between the fork and the note of it, an interrupt would leave a process behind."""
     start, started = forkserver.start, []
@@ -760,7 +777,16 @@ def test_what_cannot_be_started_leaves_no_file_open(monkeypatch, what):
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_supervisor_that_is_killed_before_it_is_heard_leaves_no_folder(monkeypatch, tmp_path):
+def test_goodbye_does_not_wait_for_a_supervisor_that_does_not_read():
+    line, theirs = multiprocessing.Pipe()
+    with line, theirs, socket.socket(fileno=os.dup(line.fileno())) as full:
+        with pytest.raises(BlockingIOError):
+            while True:
+                full.send(bytes(4096), socket.MSG_DONTWAIT)
+        supervisor.say_goodbye(line)
+
+
+def test_a_supervisor_that_is_killed_as_ranks_start_leaves_no_folder(monkeypatch, tmp_path):
     start, started = forkserver.start, []
 
     def noted(*args):
@@ -768,7 +794,7 @@ def test_a_supervisor_that_is_killed_before_it_is_heard_leaves_no_folder(monkeyp
         return started[-1]
 
     def kill_it(line, pipes):
-        assert line.poll(20)  # the supervisor says where its folder is
+        assert eventually(lambda: os.listdir(tmp_path), 20)  # the supervisor has made its folder
         started[0].kill()
         raise OSError("refused")
 

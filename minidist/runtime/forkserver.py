@@ -8,12 +8,13 @@ kernel itself is never forked: it has threads, and a fork of those can hang.
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import types
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import get_temp_dir
 from typing import TYPE_CHECKING, Any
@@ -27,9 +28,7 @@ PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.distributed.fsd
 
 LONGEST = 70  # characters of a temporary folder; a socket's whole path has 104 at most
 
-FILES = 8  # that multiprocessing opens to start a process, and some more
-
-_main_module = threading.Lock()
+_globals = threading.Lock()
 
 
 def context() -> "ForkServerContext":
@@ -76,29 +75,27 @@ def start(target: Callable[..., None], *args: Any) -> BaseProcess:
 
     It is not a daemon, since a daemon may not have children, and a DataLoader's workers are.
     """
-    warm_up()
-    # Where multiprocessing lacks a file amid its start, it leaves others open, and its forkserver
-    # ends: better not to begin.
-    with ExitStack() as files:
-        for _ in range(FILES):
-            files.enter_context(open(os.devnull))
-    process = context().Process(target=target, args=args, daemon=False)
-    with _no_main_module():
+    with _of_nobody():
+        warm_up()
+        process = context().Process(target=target, args=args, daemon=False)
         process.start()
     return process
 
 
 @contextmanager
-def _no_main_module() -> Iterator[None]:
-    """Keep the new process from importing the program that starts it.
+def _of_nobody() -> Iterator[None]:
+    """Keep the new process from importing the program that starts it, and its sockets from the
+    program's default timeout: on macOS a start waits until the forkserver has imported torch.
 
     multiprocessing would run the user's script again in each child. Ours receive functions by
     value, and need no `if __name__ == "__main__"`.
     """
-    with _main_module:
-        main = sys.modules["__main__"]
+    with _globals:
+        main, timeout = sys.modules["__main__"], socket.getdefaulttimeout()
         sys.modules["__main__"] = types.ModuleType("__main__")
+        socket.setdefaulttimeout(None)
         try:
             yield
         finally:
             sys.modules["__main__"] = main
+            socket.setdefaulttimeout(timeout)

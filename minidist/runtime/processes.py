@@ -5,6 +5,7 @@ import selectors
 import shutil
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import parent_process
@@ -49,7 +50,6 @@ class Processes:
         self._running: set[int] = set()
         self._outcomes: dict[int, Outcome] = {}
         self._exited: dict[int, int] = {}  # rank -> exit code
-        self._folders: list[str] = []  # of the ranks' files; one, as soon as it is known
         self._silent: set[int] = set()  # ranks from which no more outcome can come
         # Where events come from, and who handles them: no bound methods, with which a pool that
         # is forgotten would refer to itself, and stay.
@@ -76,9 +76,8 @@ class Processes:
         try:
             # A rank that starts ranks shares the folder of the program's sockets.
             litter = forkserver.socket_folder() if parent_process() is None else ""
-            plan = supervisor.Plan(
-                environs, tempfile.gettempdir(), stage, imports, os.getpid(), litter
-            )
+            folder = os.path.join(tempfile.gettempdir(), f"minidist-{uuid.uuid4().hex[:12]}")
+            plan = supervisor.Plan(environs, folder, stage, imports, os.getpid(), litter)
             self._supervisor = forkserver.start(supervisor.main, theirs, plan)
         except BaseException:
             self._line.close()
@@ -88,7 +87,7 @@ class Processes:
         # If nobody ends them: when this object goes, or the interpreter. multiprocessing's
         # finalizers run before it waits for children that live on, weakref's perhaps after.
         self._end_supervisor = Finalize(
-            self, _end, args=(self._supervisor, self._line, self._folders), exitpriority=0
+            self, _end, args=(self._supervisor, self._line, folder), exitpriority=0
         )
         self._watch(self._line, Processes._note)
         for rank in range(self._size):
@@ -235,9 +234,6 @@ class Processes:
                 ) from None
             self._exited = dict.fromkeys(range(self._size), LOST) | self._exited
             return
-        if isinstance(note, str):
-            self._folders.append(note)
-            return
         if isinstance(note, Exception):
             with enough_files(self._size):
                 raise note
@@ -258,16 +254,12 @@ class Processes:
 
 
 @uninterrupted()
-def _end(process: BaseProcess, line: Connection, folders: list[str]) -> None:
+def _end(process: BaseProcess, line: Connection, folder: str) -> None:
     """Let the supervisor kill what is left."""
     supervisor.say_goodbye(line)
     process.join(PATIENCE)
     process.kill()  # if it is stopped; the system ends its ranks
     process.join()
     process.close()
-    with suppress(EOFError, OSError):  # a pool that ends at once has not read its first note yet
-        if not folders and line.poll():
-            folders += [note] if isinstance(note := line.recv(), str) else []
     line.close()  # not before: the supervisor would take it for lost, and wait for our exit
-    for folder in folders:  # which the supervisor removes, if it has not been killed
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)  # which the supervisor does, unless it was killed

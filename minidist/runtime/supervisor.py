@@ -16,7 +16,6 @@ import os
 import shutil
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,7 +62,7 @@ class Plan:
     """What ranks are started with."""
 
     environs: Sequence[dict[str, str]]  # one a rank
-    parent: str  # the folder in which one is made for the ranks' files, which goes with them
+    folder: str  # is made for the ranks' files, and goes with them
     stage: bytes  # see `worker.main`
     imports: Sequence[str]  # modules that each rank would import
     program: int  # the process that has the pool
@@ -73,23 +72,22 @@ class Plan:
 def main(line: Connection, plan: Plan) -> None:
     """Start the ranks with the pipes that come by `line`, and supervise them until its end.
 
-    By `line` the pool learns the folder of the ranks' files, (rank, exit code) of each rank that
-    ends, or the exception for which no rank can be started.
+    By `line` the pool learns (rank, exit code) of each rank that ends, or the exception for which
+    no rank can be started.
     """
     os.setsid()  # out of reach of signals to the program's process group
     bell = _Bell()
     running: dict[int, BaseProcess] = {}
-    line_is_lost, folder = False, ""
+    line_is_lost = False
     try:
-        folder = tempfile.mkdtemp(prefix="minidist-", dir=plan.parent)
-        line.send(folder)
+        os.mkdir(plan.folder, 0o700)
         for name in plan.imports:
             importlib.import_module(name)
         # What is imported is here for good. A rank's collection that walked it would copy its
         # pages, which ranks share, and take a third of a second.
         gc.freeze()
         for rank, environ in enumerate(plan.environs):
-            running[rank] = _fork(line, bell, environ, plan.stage, folder)
+            running[rank] = _fork(line, bell, environ, plan.stage, plan.folder)
         _watch(line, bell, plan.program, running)
     except _Over:
         pass
@@ -102,7 +100,7 @@ def main(line: Connection, plan: Plan) -> None:
         _kill(process)
     for process in running.values():
         process.join()
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(plan.folder, ignore_errors=True)
     # The program may have lost only the line: other pools start by the sockets in that folder.
     if plan.litter and line_is_lost and _ends_within(5, plan.program):
         shutil.rmtree(plan.litter, ignore_errors=True)

@@ -1,14 +1,17 @@
 """What the operating system does to a pool: too few files, interrupts, pipes that nobody reads."""
 
 import errno
+import os
 import signal
 import socket
 import struct
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
+
+FILES = 12  # that multiprocessing opens to start its forkserver and a process, and some more
 
 
 @contextmanager
@@ -34,6 +37,11 @@ def set_timeout(end: Connection, seconds: float) -> None:
 def enough_files(ranks: int) -> Iterator[None]:
     """Say what to do where the system allows too few open files."""
     try:
+        # Where multiprocessing lacks a file amid its start, it leaves others open, and its
+        # forkserver ends: better not to begin.
+        with ExitStack() as files:
+            for _ in range(FILES):
+                files.enter_context(open(os.devnull))
         yield
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ETOOMANYREFS):
