@@ -320,7 +320,9 @@ def test_every_way_of_averaging_is_timed_and_trains(monkeypatch, tmp_path, capsy
         assert nbytes["1 bit"] < nbytes["PowerSGD, rank 2"] < nbytes["int8"] < nbytes["DDP"] / 3.9
         for way in served.SERVERS:  # the weights, for each of two trainers
             assert nbytes[way] == 2 * 4 * task.parameters()
-        assert all(0 < float(each[-1]) < untrained for each in found.values())  # log 10, log 256
+        losses = {way: float(each[-1]) for way, each in found.items()}
+        assert all(0 < loss < untrained for loss in losses.values())  # log 10, log 256
+        assert losses["server, synchronous"] == pytest.approx(losses["DDP"], abs=0.01)
 
 
 def test_a_served_trainer_takes_the_time_of_its_messages():

@@ -149,6 +149,7 @@ def test_staleness_is_counted_and_a_late_gradient_is_applied_as_it_is(pools, bou
     asynchronous = {"synchronous": False, "bound": bound}
     served, *_ = pools(3)(md.parameter_server.train, net, sgd, in_turn, **asynchronous)
     assert served.staleness == [0, 0, 0, 3] and served.updates == 4
+    assert served.pushed_by == [2, 2, 2, 1]
     alone = as_of_servers(1)
     steps = sgd(alone.parameters())
     inputs, targets = batch(0, 0)
@@ -175,6 +176,8 @@ def test_a_bound_limits_staleness(pools, bound):
     asynchronous = {"synchronous": False, "bound": bound}
     served, *_ = pools(3)(md.parameter_server.train, net, sgd, unequal, **asynchronous)
     assert served.updates == 16
+    ahead = [served.pushed_by[:n].count(2) - served.pushed_by[:n].count(1) for n in range(16)]
+    assert max(ahead) == bound + 1
     # The other may be `bound` behind when a trainer gets its weights, and then pushes until it is
     # one more than `bound` ahead.
     assert max(served.staleness) <= 2 * bound + 1
@@ -517,6 +520,17 @@ def test_a_step_of_a_stage_moves_its_own_weights_only():
     moved, other = md.launch(stages_beside_others, world_size=2)
     assert moved == [[True, True, False, False, False], [False, False, True, True, False]]
     assert other == []
+
+
+def cpu_seconds_of_waiting():
+    with rpc_session():
+        before = time.process_time()
+        time.sleep(1)
+        return time.process_time() - before
+
+
+def test_a_session_that_waits_takes_no_processor(pools):
+    assert max(pools(2)(cpu_seconds_of_waiting)) < 0.25  # torch's shared memory: 0.5 to 1
 
 
 def test_a_session_follows_another(pools):

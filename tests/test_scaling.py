@@ -263,6 +263,7 @@ MISTAKES = {
     "Llama is a shape with llama=True": lambda: scaling.Llama(planner.MODELS["gpt-2"]),
     "a pipeline's messages": lambda: scaling.play(SENT, planner.GPUS["a100"]),
     "recompute must be": lambda: planner.messages(SMALL, planner.Layout(recompute="layers")),
+    "number must be": lambda: planner.messages(SMALL, planner.Layout(), number=1),
 }
 
 

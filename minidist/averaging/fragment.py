@@ -43,6 +43,7 @@ class Fragment:
         if self._mean is not None:
             self._arrived, self._mean = self._mean.wait(), None
 
+    @torch.no_grad()
     def receive(self, mix: float = 0.0) -> None:
         """Wait for the mean, and step with the anchors. Each parameter keeps `mix` of what it has
         become here; the rest is the anchor."""

@@ -2,11 +2,13 @@
 
 Rank 0 is the server, all others train. Remote calls do not go through the emulated network. So a
 trainer sleeps as long as its two messages, the gradient and the weights, take on a line of their
-own. (Where all lines of the server are one cable, as between machines, it takes longer.)
+own. (Where all lines of the server are one cable, as between machines, it takes longer.) An
+asynchronous server steps once for each trainer; so its learning rate is a share of the others'.
 """
 
 import time
 from functools import partial
+from itertools import chain
 from statistics import mean
 from typing import Any
 
@@ -69,9 +71,12 @@ def _seconds(pool: Pool, task: Task, options: dict[str, Any]) -> float:
 def train_here(task: Task, options: dict[str, Any], steps: int) -> Any:
     """On a rank: a trainer returns seconds a step."""
 
+    trainers = dist.get_world_size() - 1
+
     def loop(model: nn.Module, optimizer: ServedOptimizer) -> float:
-        batches = task.batches(dist.get_rank() - 1, dist.get_world_size() - 1)
-        next(batches)  # reads the data
+        batches = task.batches(dist.get_rank() - 1, trainers)
+        batches = chain([next(batches)], batches)  # the data are read before the time begins
         return train(model, OverTheLink(optimizer), batches, steps)
 
-    return md.parameter_server.train(task.model, sgd, loop, **options)
+    step = partial(sgd, share=1 if options["synchronous"] else trainers)
+    return md.parameter_server.train(task.model, step, loop, **options)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import minidist as md
+from minidist.compare.model_parts import shape_of
 from minidist.compare.our_systems import one_process
 from minidist.compare.results import Row
 from minidist.compare.systems import RefusedError, System, systems
@@ -42,11 +43,12 @@ class Found:
 @dataclass(frozen=True)
 class Alone:
     """What one process comes to: its parameters, and the loss of each step. frozen: whether some of
-    the parameters are not trained."""
+    the parameters are not trained. shape: what the planner calls the model, if it knows it."""
 
     state: State
     losses: list[float]
     frozen: bool
+    shape: md.planner.Transformer | None
 
 
 def run(
@@ -156,9 +158,27 @@ def train_alone(task: Task) -> Alone:
             state = one_process(replace(task, world_size=1), watch)
     except Exception as error:
         raise ValueError(f"the model does not train in one process: {error}") from error
-    named = dict(task.make().named_parameters())
+    model = task.make()
+    named = dict(model.named_parameters())
     frozen = not all(parameter.requires_grad for parameter in named.values())
-    return Alone({name: state[name] for name in bare(named)}, watch.losses, frozen)
+    state = {name: state[name] for name in bare(named)}
+    return Alone(state, watch.losses, frozen, shape_of(model))
+
+
+def planned_bytes(system: System, task: Task, alone: Alone) -> float | None:
+    """Those that the planner has of the rank that sends most; None where it has none. It takes all
+    parameters to be trained."""
+    if alone.frozen:
+        return None
+    if system.stage is not None:
+        size = sum(tensor.numel() for tensor in alone.state.values())
+        return md.planner.traffic(size, task.world_size, system.stage, precision="float32")
+    if system.layout is None or alone.shape is None:
+        return None
+    try:
+        return md.planner.most_sent(alone.shape, system.layout(task), "float32")
+    except ValueError:  # it cuts a pipeline between layers only
+        return None
 
 
 def row_of(
@@ -188,6 +208,7 @@ def row_of(
             ends.push(close)
             close.callback(pool.close)
             row = filled(row, system, pool(on_a_rank, system, compared, alone, measured), alone)
+            row = replace(row, planned=planned_bytes(system, measured, alone))
         except Exception as error:
             refused = isinstance(error.__cause__, RefusedError)
             why = str(error.__cause__ if refused else error).partition("\n\n")[0]
@@ -210,16 +231,11 @@ def filled(row: Row, system: System, found: Sequence[Found], alone: Alone) -> Ro
         raise RuntimeError("it says nothing of its steps, or of their losses")
     seen = found[0].backend == "shm" or not system.peer  # torch makes calls in C++
     fullest = max(watches, key=lambda watch: sum(watch.memory.values()))
-    parameters = sum(tensor.numel() for tensor in alone.state.values())
-    planned = None
-    if system.stage is not None and not alone.frozen:  # the planner takes all to be trained
-        planned = md.planner.traffic(parameters, len(found), system.stage, precision="float32")
     return replace(
         row,
         difference=_worst([_losses_apart(found, alone), *[each.largest for each in found]]),
         memory=fullest.memory,
         sent=max(watch.sent for watch in watches) if seen else None,
-        planned=planned,
         seconds=statistics.median(times),
         loss=losses[-1],
         note=watches[0].note,

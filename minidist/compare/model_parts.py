@@ -10,7 +10,9 @@ from torch import nn
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
 import minidist as md
+from minidist import planner
 from minidist.compare.systems import RefusedError
+from minidist.compare.task import Task
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -83,6 +85,33 @@ def plan_of(model: nn.Module) -> Mapping[str, Any] | None:
             "attribute `tensor_plan`, as md.tensor_parallel.parallelize takes it"
         )
     return plan
+
+
+def shape_of(model: nn.Module) -> planner.Transformer | None:
+    """What the planner takes for a `zoo.Transformer`, which has no biases of queries, keys and
+    values; None for another model, and for tied weights, whose messages it does not plan."""
+    if not isinstance(model, md.zoo.Transformer) or model.head.weight is model.tokens.weight:
+        return None
+    block: Any = model.blocks[0]
+    return planner.Transformer(
+        len(model.blocks),
+        width=model.head.in_features,
+        heads=block.heads,
+        length=model.positions.num_embeddings,
+        vocabulary=model.head.out_features,
+        tied=False,
+    )
+
+
+def layers_in_turn(task: Task) -> planner.Layout:
+    """A pipeline of all ranks."""
+    ranks, rows = task.world_size, task.rows // task.microbatches
+    return planner.Layout(ranks, 1, ranks, micro_batch=rows, micro_batches=task.microbatches)
+
+
+def features_apart(task: Task) -> planner.Layout:
+    """Tensor parallel on all ranks."""
+    return planner.Layout(task.world_size, task.world_size, micro_batch=task.rows)
 
 
 @contextmanager

@@ -3,12 +3,12 @@
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-
 import minidist as md
 from minidist.compare.model_parts import (
     by_model_names,
     checkpoint,
+    features_apart,
+    layers_in_turn,
     plan_of,
     policy,
     sequence,
@@ -17,6 +17,7 @@ from minidist.compare.model_parts import (
 from minidist.compare.systems import RefusedError, System
 from minidist.compare.task import Task, replicas
 from minidist.compare.watched_steps import State, Watch
+from minidist.planner import Layout
 from minidist.tensor_parallel import VocabParallelLinear, full_state_dict, parallelize
 
 
@@ -103,22 +104,29 @@ def tensor(task: Task, watch: Watch) -> State:
     return full_state_dict(model)
 
 
-def mixed(task: Task, watch: Watch) -> State:
+def on_a_mesh(task: Task) -> Layout:
     """Features over two ranks, layers over two where there are eight ranks, and replicas."""
-    ranks = dist.get_world_size()
+    ranks = task.world_size
     if ranks < 4 or ranks % 2:
         raise RefusedError(f"two axes need an even number of ranks, 4 or more, not {ranks}")
     stages = 1 if ranks % 8 else 2
-    axes = {"data": ranks // (2 * stages), "pipeline": stages, "tensor": 2}
+    m = task.microbatches if stages > 1 else 1
+    rows = task.rows * 2 * stages // ranks
+    return Layout(ranks, 2, stages, micro_batch=rows // m, micro_batches=m)
+
+
+def mixed(task: Task, watch: Watch) -> State:
+    """By the mesh of `on_a_mesh`."""
+    layout = on_a_mesh(task)
+    axes = {"data": layout.data, "pipeline": layout.pipeline, "tensor": layout.tensor}
     watch.note = " × ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
     with taking():
-        mesh, module = md.mixed.mesh(axes["data"], stages, 2), task.make()
-        microbatches = task.microbatches if stages > 1 else 1
-        model = md.mixed.MixedParallel(module, mesh, microbatches, plan=plan_of(module))
+        mesh, module = md.mixed.mesh(layout.data, layout.pipeline, 2), task.make()
+        model = md.mixed.MixedParallel(module, mesh, layout.micro_batches, plan=plan_of(module))
     optimizer = task.optimizer(model.parameters())
     replica = mesh.get_local_rank("data")
     for batch in task.batches():
-        inputs, targets = (part[replica :: axes["data"]] for part in batch)
+        inputs, targets = (part[replica :: layout.data] for part in batch)
         with watch.step(model, optimizer):
             optimizer.zero_grad()
             loss = model.train_step(inputs, targets, model.cross_entropy)
@@ -136,7 +144,7 @@ SYSTEMS = [
     System("FSDP", fully_sharded, stage=3),
     System("FSDP + checkpointing", partial(fully_sharded, checkpoints=True), stage=3),
     System("FSDP + offload", partial(fully_sharded, offloads=True), stage=3),
-    System("pipeline", pipeline),
-    System("tensor", tensor),
-    System("mixed", mixed),
+    System("pipeline", pipeline, layout=layers_in_turn),
+    System("tensor", tensor, layout=features_apart),
+    System("mixed", mixed, layout=on_a_mesh),
 ]

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+from minidist.planner import Layout
+
 MODULES = ["our_systems", "torch_systems", "tool_systems"]
 """Of this room. Each has SYSTEMS, a list of `System`."""
 
@@ -24,7 +26,9 @@ class System:
     peer: not minidist's; it runs with `--peers`, or if `--only` names it.
     needs: the packages that it imports, by their import names; install: how to get them.
     float64: whether it can train in float64. If not, it is compared in float32.
-    stage: of ZeRO, for the bytes that the planner has of it: 0 for DDP, to 3. None: not planned.
+    stage: of ZeRO, for the bytes that the planner has of it: 0 for DDP, to 3.
+    layout: how it lays a task's `zoo.Transformer` out on the ranks, for the planner, too. With
+        neither, nothing is planned.
     timeout: seconds that a rank of it waits for another.
     """
 
@@ -36,6 +40,7 @@ class System:
     install: str = 'pip install "minidist[tools]"'
     float64: bool = True
     stage: int | None = None
+    layout: Callable[[Any], Layout] | None = None
     timeout: float = 60
 
     def missing(self) -> list[str]:

@@ -20,7 +20,16 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from minidist.bench.tensor import split_by_torch
-from minidist.compare.model_parts import blocks, by_model_names, plan_of, policy, sequence, taking
+from minidist.compare.model_parts import (
+    blocks,
+    by_model_names,
+    features_apart,
+    layers_in_turn,
+    plan_of,
+    policy,
+    sequence,
+    taking,
+)
 from minidist.compare.systems import RefusedError, System
 from minidist.compare.task import Task, bare, replicas
 from minidist.compare.watched_steps import State, Watch
@@ -156,6 +165,6 @@ SYSTEMS = [
     System("torch ZeRO-1", zero_1, peer=True, stage=1),
     System("torch FSDP1", fsdp_1, peer=True, stage=3),
     System("torch FSDP2", fsdp_2, peer=True, stage=3),
-    System("torch pipeline", pipeline, peer=True),
-    System("torch tensor", tensor, peer=True),
+    System("torch pipeline", pipeline, peer=True, layout=layers_in_turn),
+    System("torch tensor", tensor, peer=True, layout=features_apart),
 ]

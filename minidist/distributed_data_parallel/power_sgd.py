@@ -29,7 +29,8 @@ class Memory:
 
 
 class PowerSGDState:
-    """What `power_sgd_hook` remembers. The arguments are those of torch's class.
+    """What `power_sgd_hook` remembers. The arguments are those of torch's class, but not all
+    defaults: torch's begins after 1000 backward passes, and needs a process_group.
 
     process_group: the ranks of the DistributedDataParallel; None is the default group.
     matrix_approximation_rank: r. A gradient with two axes or more is a matrix, its first axis

@@ -65,8 +65,13 @@ def rpc_session(timeout: float = 30, threads: int = 16) -> Iterator[RpcSession]:
         else None
     )
     port = gather(group, mine and mine.port)[0]
+    # Sockets alone: torch's shared memory polls without rest on every rank, which takes all of two
+    # cores from the training of four ranks, and lets calls wait for half a second.
     options = rpc.TensorPipeRpcBackendOptions(
-        num_worker_threads=threads, rpc_timeout=timeout, init_method=f"tcp://{host}:{port}"
+        num_worker_threads=threads,
+        rpc_timeout=timeout,
+        init_method=f"tcp://{host}:{port}",
+        _transports=["uv"],
     )
     with warnings.catch_warnings():  # torch's own use of its own group
         warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)

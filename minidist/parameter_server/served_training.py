@@ -20,13 +20,15 @@ from minidist.parameter_server.server_shard import ServerShard, share_out
 class Served:
     """What a server has at the end.
 
-    weights: its shard, by the names of the model. staleness: of each gradient, the updates between
-    the weights that it was computed with and those that it changed. died: ranks of trainers.
+    weights: its shard, by the names of the model. staleness: of each gradient, as they came, the
+    updates between the weights that it was computed with and those that it changed. pushed_by: the
+    rank that it came from. died: ranks of trainers.
     """
 
     weights: dict[str, torch.Tensor]
     updates: int
     staleness: list[int]
+    pushed_by: list[int]
     died: list[int]
 
 
@@ -104,7 +106,7 @@ def _serve(shard: ServerShard, named: dict[str, nn.Parameter], timeout: float) -
         if shard.problem:
             raise shard.problem
     weights = {name: parameter.detach() for name, parameter in named.items()}
-    return Served(weights, shard.version, shard.staleness, shard.died)
+    return Served(weights, shard.version, shard.staleness, shard.pushed_by, shard.died)
 
 
 def _wait_for_end(line: Future[None]) -> None:

@@ -46,6 +46,7 @@ class ServerShard:
         self.steps = dict.fromkeys(trainers, 0)  # of each trainer that is there
         self.version = 0  # updates so far
         self.staleness: list[int] = []  # of each gradient
+        self.pushed_by: list[int] = []
         self.died: list[int] = []
         self.problem: Exception | None = None  # for which nobody can go on
         self.over = threading.Event()  # all trainers have left, or died
@@ -66,6 +67,7 @@ class ServerShard:
             answer = self._waiting[trainer] = Future()
             self.steps[trainer] += 1
             self.staleness.append(self.version - version)
+            self.pushed_by.append(trainer)
             if self.synchronous:
                 self._pushed[trainer] = gradients
                 self._complete()

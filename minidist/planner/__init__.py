@@ -33,7 +33,7 @@ from minidist.planner.model_states import (
     smallest_world_size,
 )
 from minidist.planner.peak import layer_activations, peak
-from minidist.planner.planned_messages import Planned, messages
+from minidist.planner.planned_messages import Planned, messages, most_sent
 from minidist.planner.step_time import StepTime, step_time, traffic
 from minidist.planner.transformer import MODELS, Transformer
 from minidist.planner.zero_table import zero_table
@@ -59,6 +59,7 @@ __all__ = [
     "layer_activations",
     "memory",
     "messages",
+    "most_sent",
     "peak",
     "run_with_failures",
     "smallest_world_size",

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from minidist.planner.layout import Layout, stages
+from minidist.collectives import cost
+from minidist.planner.layout import Layout, Stage, stages
 from minidist.planner.model_states import PRECISIONS, STAGES, require_one_of
 from minidist.planner.transformer import Transformer
 
@@ -18,8 +19,10 @@ class Planned(NamedTuple):
     times: int
 
 
-def messages(model: Transformer, layout: Layout, precision: str = "mixed") -> list[Planned]:
-    """What a rank of the first pipeline stage begins in a step, with nothing recomputed.
+def messages(
+    model: Transformer, layout: Layout, precision: str = "mixed", number: int = 0
+) -> list[Planned]:
+    """What a rank of pipeline stage `number` begins in a step, with nothing recomputed.
     Lesson: scaling_out.
 
     Along tensor, what `step_time` leaves out is here too: the embedding, the head, the loss; and
@@ -33,34 +36,55 @@ def messages(model: Transformer, layout: Layout, precision: str = "mixed") -> li
     require_one_of("stage", layout.stage, STAGES)
     require_one_of("recompute", layout.recompute, ("nothing",))
     require_one_of("chunks", layout.chunks, (1,))
-    return [each for each in _all(model, layout, precision) if each.ranks > 1 and each.times]
+    held = stages(model, layout)
+    require_one_of("number", number, range(len(held)))
+    planned = _all(model, layout, precision, held[number])
+    return [each for each in planned if each.ranks > 1 and each.times]
 
 
-def _all(model: Transformer, layout: Layout, precision: str) -> Iterator[Planned]:
-    size, first = PRECISIONS[precision], stages(model, layout)[0]
+def most_sent(model: Transformer, layout: Layout, precision: str = "mixed") -> float:
+    """Bytes that the rank which sends most sends in a step of `messages`, with ring collectives.
+    Lesson: real_tools. Raises ValueError as they do."""
+
+    def nbytes(each: Planned) -> float:
+        if each.operation == "receive":
+            return 0
+        if each.operation == "send":
+            return each.times * each.nbytes
+        return each.times * cost(each.operation, "ring", each.ranks, each.nbytes).nbytes
+
+    numbers = range(layout.pipeline)
+    return max(sum(map(nbytes, messages(model, layout, precision, n))) for n in numbers)
+
+
+def _all(model: Transformer, layout: Layout, precision: str, own: Stage) -> Iterator[Planned]:
+    size = PRECISIONS[precision]
     t, p, d, m = layout.tensor, layout.pipeline, layout.data, layout.micro_batches
-    tokens, last = layout.micro_batch * model.length, int(first.last)
+    tokens, first, last = layout.micro_batch * model.length, int(own.first), int(own.last)
     activation = tokens * model.width * size.compute
     if layout.sequence_parallel:
-        yield Planned("all_gather", activation, t, m * (6 * first.layers + 1 + 2 * last))
-        yield Planned("reduce_scatter", activation, t, m * (4 * first.layers + 1 + last))
+        yield Planned("all_gather", activation, t, m * (6 * own.layers + first + 2 * last))
+        yield Planned("reduce_scatter", activation, t, m * (4 * own.layers + first + last))
         norm = model.width * size.gradient
-        yield Planned("all_reduce", norm, t, m * (2 * first.layers + last))
+        yield Planned("all_reduce", norm, t, m * (2 * own.layers + last))
     else:
-        yield Planned("all_reduce", activation, t, m * (4 * first.layers + 1 + last))
+        yield Planned("all_reduce", activation, t, m * (4 * own.layers + first + last))
     if last:  # the largest logits, and all ranks' numbers of words; then two sums
         yield Planned("all_reduce", 4 * (tokens + t), t, m)
         yield Planned("all_reduce", 4 * 2 * tokens, t, m)
     sent = activation // (t if layout.sequence_parallel else 1)
-    yield Planned("send", sent, p, m)
-    yield Planned("receive", sent, p, m)
-    own = first.parameters(model, t)
+    hops = m * (2 - first - last)  # activations to the next stage, gradients to the one before
+    yield Planned("send", sent, p, hops)
+    yield Planned("receive", sent, p, hops)
+    held = own.parameters(model, t)
     if layout.stage < 3:
         gradients = ("reduce_scatter", m) if layout.stage == 2 else ("all_reduce", 1)
-        yield Planned(gradients[0], size.gradient * own, d, gradients[1])
-        yield Planned("all_gather", size.parameter * own, d, min(layout.stage, 1))
+        yield Planned(gradients[0], size.gradient * held, d, gradients[1])
+        yield Planned("all_gather", size.parameter * held, d, min(layout.stage, 1))
         return
-    units = {model.embedding_parameters(t): 1, model.layer_parameters(t): first.layers}
+    units = {model.layer_parameters(t): own.layers}
+    if first:
+        units[model.embedding_parameters(t)] = 1
     if last:
         units[model.head_parameters(t)] = 1
     gathered = min(size.compute, size.parameter)
