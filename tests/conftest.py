@@ -1,10 +1,8 @@
 """What every test file uses: pools of ranks that are kept from one test to the next."""
 
 import gc
-import os
 import sys
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,8 @@ from programs import SOAK
 import minidist as md
 from minidist.runtime import Pool
 
+pytest_plugins = ["needs"]
+
 # For this process; ranks set their own. On a busy machine threads spend minutes on small tensors,
 # since those that wait for each other do so by computing.
 torch.set_num_threads(1)
@@ -26,10 +26,6 @@ torch.set_num_threads(1)
 # Time says nothing on a busy machine; and what CI finds, everybody can find again.
 hypothesis.settings.register_profile("here", deadline=None, derandomize=not SOAK)
 hypothesis.settings.load_profile("here")
-
-# What the lesson real_tools needs besides, and how it comes.
-TOOLS = ("accelerate", "transformers", "lightning", "fairscale", "deepspeed", "ninja")
-GET_TOOLS = "pip install -c constraints.txt -e '.[tools]'"
 
 # What communicates in its own way is tested on both backends for the CPU.
 ON_BOTH = {
@@ -101,19 +97,3 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Agent]]:
         agent.end()
         agent.process.wait(20)
     assert all(agent.gone_within(20) for agent in agents)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the lesson real_tools and what is marked `tools` where these are not installed, and what
-    is marked `gpu(n)` where there are fewer than n GPUs (one if it says nothing)."""
-    without = bool(os.environ.get("WITHOUT_TOOLS"))  # an argument of make test
-    missing = ", ".join(tool for tool in TOOLS if without or find_spec(tool) is None)
-    there = torch.cuda.device_count()
-    for item in items:
-        lesson = item.path.parent.name == "notebooks" and item.path.stem.endswith("_real_tools")
-        if missing and (lesson or item.get_closest_marker("tools")):
-            item.add_marker(pytest.mark.skip(f"needs {missing}: {GET_TOOLS}"))
-        marker = item.get_closest_marker("gpu")
-        needed = (marker.args or (1,))[0] if marker else 0
-        if needed > there:
-            item.add_marker(pytest.mark.skip(f"needs {needed} GPU(s); here: {there}"))

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 PYTEST = [sys.executable, str(Path(__file__).with_name("judge.py"))]
-OPTIONS = ["--color=no", "-p", "no:cacheprovider", "--nbval", "--nbval-current-env"]
+OPTIONS = ["--color=no", "-p", "no:cacheprovider", "-p", "needs", "--nbval", "--nbval-current-env"]
 OPTIONS += ["--nbval-cell-timeout=120", "--nbval-sanitize-with=notebooks/sanitize.cfg"]
 
 WORKERS = os.environ.get("WORKERS", "2")

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import conftest
 import nbformat
+import needs
 import pytest
 
 from minidist.compare.build_locks import stale
@@ -96,7 +96,7 @@ def test_without_tools_nothing_of_them_is_tested(monkeypatch):
         add_marker=marks.append,
         get_closest_marker=lambda name: pytest.mark.tools if name == "tools" else None,
     )
-    conftest.pytest_collection_modifyitems([item])
+    needs.pytest_collection_modifyitems([item])
     assert [mark.name for mark in marks] == ["skip"]
 
 
@@ -171,16 +171,16 @@ def test_without_the_extra_the_lesson_says_in_one_line_how_to_get_it(monkeypatch
     cells = [c.source for c in nbformat.read(LESSON, 4).cells if c.cell_type == "code"]
     first = cells[0].replace("%load_ext minidist", "")
     needed = re.search(r"^TOOLS = (.*)$", first, re.MULTILINE)[1]
-    assert set(eval(needed)) == set(conftest.TOOLS)
+    assert set(eval(needed)) == set(needs.TOOLS)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError) as told:
         exec(first, {})
-    assert conftest.GET_TOOLS in str(told.value) and "\n" not in str(told.value)
+    assert needs.GET_TOOLS in str(told.value) and "\n" not in str(told.value)
 
 
 @pytest.mark.parametrize("folder, skipped", [("notebooks", True), ("notebooks/solutions", False)])
 def test_without_the_extra_the_lesson_is_skipped_and_says_why(monkeypatch, folder, skipped):
-    monkeypatch.setattr(conftest, "find_spec", lambda name: None)
+    monkeypatch.setattr(needs, "find_spec", lambda name: None)
     marks = []
     item = SimpleNamespace(
         path=ROOT / folder / LESSON.name,
@@ -188,9 +188,14 @@ def test_without_the_extra_the_lesson_is_skipped_and_says_why(monkeypatch, folde
         add_marker=marks.append,
         get_closest_marker=lambda name: None,
     )
-    conftest.pytest_collection_modifyitems([item])
+    needs.pytest_collection_modifyitems([item])
     reasons = [mark.args[0] for mark in marks]
-    assert len(reasons) == skipped and all(conftest.GET_TOOLS in reason for reason in reasons)
+    assert len(reasons) == skipped and all(needs.GET_TOOLS in reason for reason in reasons)
+
+
+def test_without_tools_the_lesson_is_skipped_where_it_is_tested_alone():
+    found = run(sys.executable, ROOT / "tests/gate.py", LESSON, WITHOUT_TOOLS="1")
+    assert found.returncode == 0 and f"needs {needs.TOOLS[0]}" in found.stdout, found.stdout
 
 
 # ---- with it ------------------------------------------------------------------------------

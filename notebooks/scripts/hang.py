@@ -65,19 +65,20 @@ def train(case: str, wait: float) -> None:
     dist.barrier()
 
 
-def write_notes(folder: Path, after: float) -> None:
-    """Both notes are written by other threads: this one may be in a call that never ends."""
+def write_notes(folder: Path, wait: float) -> None:
+    """Both notes are written by other threads: this one may be in a call that never ends. They are
+    not written at once: faulthandler may crash on a thread that ends meanwhile."""
     rank = dist.get_rank()
     folder.mkdir(parents=True, exist_ok=True)
     _dump_fr_trace()  # the first one imports torch._dynamo: that takes seconds
     dist.monitored_barrier(timeout=timedelta(minutes=2))  # so begin together (gloo alone has it)
     stacks = open(folder / f"stacks.{rank}", "w")
-    faulthandler.dump_traceback_later(after, file=stacks)
+    faulthandler.dump_traceback_later(wait / 3, file=stacks)
 
     def dump() -> None:
         (folder / f"calls.{rank}").write_bytes(_dump_fr_trace())
 
-    timer = threading.Timer(after, dump)
+    timer = threading.Timer(wait / 2, dump)
     timer.daemon = True
     timer.start()
 
@@ -119,6 +120,6 @@ if __name__ == "__main__":
         dist.init_process_group(options.backend, timeout=timedelta(seconds=options.wait))
         dist.barrier()
         if options.notes:
-            write_notes(options.notes, options.wait / 3)
+            write_notes(options.notes, options.wait)
         train(options.case, options.wait)
         dist.destroy_process_group()
