@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import minidist as md
 from minidist import __main__, bench
@@ -322,7 +323,17 @@ def test_every_way_of_averaging_is_timed_and_trains(monkeypatch, tmp_path, capsy
             assert nbytes[way] == 2 * 4 * task.parameters()
         losses = {way: float(each[-1]) for way, each in found.items()}
         assert all(0 < loss < untrained for loss in losses.values())  # log 10, log 256
-        assert losses["server, synchronous"] == pytest.approx(losses["DDP"], abs=0.01)
+        assert losses["server, synchronous"] == pytest.approx(losses["DDP"], abs=0.002)
+
+
+def test_a_server_that_steps_for_each_trainer_has_a_share_of_the_learning_rate(monkeypatch):
+    def rate(model, optimizer, loop, **options):
+        return optimizer([torch.ones(1, requires_grad=True)]).param_groups[0]["lr"]
+
+    monkeypatch.setattr(md.parameter_server, "train", rate)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1 + 4)
+    found = [served.train_here(tasks.TASKS["digits"], each, 1) for each in served.SERVERS.values()]
+    assert found == [tasks.RATE, tasks.RATE / 4, tasks.RATE / 4]
 
 
 def test_a_served_trainer_takes_the_time_of_its_messages():

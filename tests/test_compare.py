@@ -18,6 +18,7 @@ from torch import nn
 import minidist as md
 from minidist import __main__, compare
 from minidist.compare import RefusedError, Row, System, bare, replicas, systems, table
+from minidist.compare.model_parts import shape_of
 from minidist.compare.results import record, rows_of
 from minidist.compare.task import Task
 from minidist.compare.watched_steps import HOST, Watch, sent
@@ -28,11 +29,15 @@ OURS = [system.name for system in systems() if not system.peer]
 TORCHS = [system.name for system in systems() if system.name.startswith("torch")]
 
 
-def tiny():
-    """Of the text: bytes (B, 64) to logits (B, 64, 256)."""
-    model = md.zoo.Transformer(256, 64, 16, heads=4, layers=4)
+def untied(length, layers=4):
+    model = md.zoo.Transformer(256, length, 16, 4, layers)
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
     return model
+
+
+def tiny():
+    """Of the text: bytes (B, 64) to logits (B, 64, 256)."""
+    return untied(64)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +83,8 @@ def test_savers_save(rows):
 
 
 def test_bytes_are_the_planners(rows):
-    """Exactly; but for the flags that say who has a gradient, a byte for each tensor."""
+    """Exactly, but for what ranks tell each other: a flag for each tensor says who has a gradient;
+    those of a pipeline, or of a mesh, agree on the batch, and add up the loss."""
     stages = {"DDP": 0, "ZeRO-1": 1, "ZeRO-2": 2, "FSDP": 3}
     stages |= {"FSDP + checkpointing": 3, "FSDP + offload": 3, "torch DDP": 0, "torch ZeRO-1": 1}
     size, tensors = sum(p.numel() for p in tiny().parameters()), len(list(tiny().parameters()))
@@ -90,9 +96,8 @@ def test_bytes_are_the_planners(rows):
     for name in "torch FSDP1", "torch FSDP2":  # they keep the last unit from forward to backward
         assert 0.7 * rows[name].planned < rows[name].sent < rows[name].planned
     assert rows["one process"].sent == rows["DP"].sent == 0
-    # Ranks of a pipeline and of a mesh tell each other of the batch and of the loss. torch has no
-    # count of words along tensor. The planner's layers have biases of queries, keys and values.
-    biases = 4 * 4 * 3 * 16 // 2  # float32, layers, width, tensor
+    # The planner's layers have biases of queries, keys and values. torch adds up no words.
+    biases = 4 * 4 * 3 * 16 / 2 * (2 * 1 / 2)  # float32, layers, width; tensor 2, data 2
     more = {"pipeline": 72, "torch pipeline": 0, "tensor": 0, "torch tensor": -24}
     more["mixed"] = 112 - biases
     for name, apart in more.items():
@@ -279,6 +284,38 @@ class Frozen(Bare):
     def __init__(self):
         super().__init__()
         self.a.requires_grad_(False)
+
+
+def with_two_heads(model):
+    model.head = nn.Sequential(model.head, nn.Linear(256, 256))
+    return model
+
+
+def with_a_wider_block(model):
+    model.blocks[0].mlp = nn.Sequential(nn.Linear(16, 128), nn.GELU(), nn.Linear(128, 16))
+    return model
+
+
+def with_a_plan(model):
+    model.tensor_plan = {}
+    return model
+
+
+OTHERS = {
+    "tied": lambda: md.zoo.Transformer(256, 64, 16, 4, 4),
+    "for longer rows": lambda: untied(128),
+    "without blocks": lambda: untied(64, layers=0),
+    "two heads": lambda: with_two_heads(tiny()),
+    "a wider block": lambda: with_a_wider_block(tiny()),
+    "its own plan": lambda: with_a_plan(tiny()),
+    "another class": lambda: md.zoo.mlp(64, 32, 10),
+}
+
+
+@pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
+def test_the_planner_knows_one_model_only(make):
+    assert shape_of(tiny()) == md.planner.Transformer(4, 16, 4, 64, 256, tied=False)
+    assert shape_of(make()) is None
 
 
 def test_the_planner_has_no_bytes_of_a_model_that_is_partly_frozen():

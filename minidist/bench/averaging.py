@@ -3,10 +3,10 @@
 Each way trains the same models, of digits and of text, from the same batches by plain SGD, on a
 fast and on a slow link. Bytes are those of a step, of the rank that sends most, by the cost of each
 collective. The loss is that of examples which nobody has trained on, under the mean of the
-replicas, after STEPS steps. "Times faster" is DDP / this way. DiLoCo has momentum in its outer
-steps: so its loss says how far it went, and not what it saved. A synchronous server trains as DDP
-does. An asynchronous one takes each gradient for a step of its own, at a fourth of the learning
-rate; its loss differs a little from run to run.
+replicas, or the server's weights, after STEPS steps. "Times faster" is DDP / this way. DiLoCo has
+momentum in its outer steps: so its loss says how far it went, and not what it saved. A synchronous
+server trains as DDP does. An asynchronous one takes each gradient for a step of its own, at the
+learning rate / RANKS; its loss differs from run to run.
 Lesson: beyond_gradients
 """
 

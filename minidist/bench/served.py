@@ -3,7 +3,7 @@
 Rank 0 is the server, all others train. Remote calls do not go through the emulated network. So a
 trainer sleeps as long as its two messages, the gradient and the weights, take on a line of their
 own. (Where all lines of the server are one cable, as between machines, it takes longer.) An
-asynchronous server steps once for each trainer; so its learning rate is a share of the others'.
+asynchronous server steps once for each trainer; so its learning rate is divided by their number.
 """
 
 import time
@@ -78,5 +78,5 @@ def train_here(task: Task, options: dict[str, Any], steps: int) -> Any:
         batches = chain([next(batches)], batches)  # the data are read before the time begins
         return train(model, OverTheLink(optimizer), batches, steps)
 
-    step = partial(sgd, share=1 if options["synchronous"] else trainers)
+    step = partial(sgd, steps=1 if options["synchronous"] else trainers)
     return md.parameter_server.train(task.model, step, loop, **options)

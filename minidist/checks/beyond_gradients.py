@@ -52,7 +52,7 @@ def gathered_bits(answer: object) -> str:
             128: "each rank passes on the bits of N - 1 ranks",
         },
     )
-    return "(N - 1)/8 bytes a parameter against 8 (N - 1)/N. The hook sends 2 (N - 1)/N bits."
+    return "(N - 1)/8 bytes a parameter against 8 (N - 1)/N. The hook sends (N - 1)/(4 N)."
 
 
 @check

@@ -175,9 +175,12 @@ def planned_bytes(system: System, task: Task, alone: Alone) -> float | None:
         return md.planner.traffic(size, task.world_size, system.stage, precision="float32")
     if system.layout is None or alone.shape is None:
         return None
+    layout = system.layout(task)
+    if layout.pipeline > 1 and layout.tensor > 1:  # it may share out the layers in another way
+        return None
     try:
-        return md.planner.most_sent(alone.shape, system.layout(task), "float32")
-    except ValueError:  # it cuts a pipeline between layers only
+        return md.planner.most_sent(alone.shape, layout, "float32")
+    except ValueError:  # a stage without a layer, which the planner does not have
         return None
 
 

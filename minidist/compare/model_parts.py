@@ -12,7 +12,7 @@ from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 import minidist as md
 from minidist import planner
 from minidist.compare.systems import RefusedError
-from minidist.compare.task import Task
+from minidist.compare.task import LENGTH, Task
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -88,29 +88,31 @@ def plan_of(model: nn.Module) -> Mapping[str, Any] | None:
 
 
 def shape_of(model: nn.Module) -> planner.Transformer | None:
-    """What the planner takes for a `zoo.Transformer`, which has no biases of queries, keys and
-    values; None for another model, and for tied weights, whose messages it does not plan."""
-    if not isinstance(model, md.zoo.Transformer) or model.head.weight is model.tokens.weight:
+    """What the planner takes for a `zoo.Transformer` of the task, its head not tied; None for any
+    other model. The planner's layers have biases of queries, keys and values as well, so that along
+    data it plans a little more than there is."""
+    if type(model) is not md.zoo.Transformer or hasattr(model, "tensor_plan"):
+        return None
+    if not len(model.blocks):
         return None
     block: Any = model.blocks[0]
-    return planner.Transformer(
-        len(model.blocks),
-        width=model.head.in_features,
-        heads=block.heads,
-        length=model.positions.num_embeddings,
-        vocabulary=model.head.out_features,
-        tied=False,
+    vocabulary, width = model.tokens.weight.shape
+    shape = planner.Transformer(
+        len(model.blocks), width, block.heads, LENGTH, vocabulary, tied=False
     )
+    biases = 3 * width * shape.layers
+    there = sum(parameter.numel() for parameter in model.parameters())
+    return shape if there == shape.parameters - biases else None
 
 
 def layers_in_turn(task: Task) -> planner.Layout:
-    """A pipeline of all ranks."""
+    """A stage on each rank."""
     ranks, rows = task.world_size, task.rows // task.microbatches
     return planner.Layout(ranks, 1, ranks, micro_batch=rows, micro_batches=task.microbatches)
 
 
 def features_apart(task: Task) -> planner.Layout:
-    """Tensor parallel on all ranks."""
+    """Some features on each rank."""
     return planner.Layout(task.world_size, task.world_size, micro_batch=task.rows)
 
 

@@ -110,18 +110,18 @@ def on_a_mesh(task: Task) -> Layout:
     if ranks < 4 or ranks % 2:
         raise RefusedError(f"two axes need an even number of ranks, 4 or more, not {ranks}")
     stages = 1 if ranks % 8 else 2
-    m = task.microbatches if stages > 1 else 1
-    rows = task.rows * 2 * stages // ranks
+    rows = task.rows * 2 * stages // ranks  # of a replica
+    m = min(task.microbatches, rows) if stages > 1 else 1
     return Layout(ranks, 2, stages, micro_batch=rows // m, micro_batches=m)
 
 
 def mixed(task: Task, watch: Watch) -> State:
-    """By the mesh of `on_a_mesh`."""
+    """Several of these at once."""
     layout = on_a_mesh(task)
     axes = {"data": layout.data, "pipeline": layout.pipeline, "tensor": layout.tensor}
     watch.note = " × ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
     with taking():
-        mesh, module = md.mixed.mesh(layout.data, layout.pipeline, 2), task.make()
+        mesh, module = md.mixed.mesh(layout.data, layout.pipeline, layout.tensor), task.make()
         model = md.mixed.MixedParallel(module, mesh, layout.micro_batches, plan=plan_of(module))
     optimizer = task.optimizer(model.parameters())
     replica = mesh.get_local_rank("data")

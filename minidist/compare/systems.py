@@ -27,8 +27,8 @@ class System:
     needs: the packages that it imports, by their import names; install: how to get them.
     float64: whether it can train in float64. If not, it is compared in float32.
     stage: of ZeRO, for the bytes that the planner has of it: 0 for DDP, to 3.
-    layout: how it lays a task's `zoo.Transformer` out on the ranks, for the planner, too. With
-        neither, nothing is planned.
+    layout: of a task: the mesh of ranks whose messages the planner knows. A system without stage
+        and layout has no planned bytes.
     timeout: seconds that a rank of it waits for another.
     """
 

@@ -65,8 +65,8 @@ def rpc_session(timeout: float = 30, threads: int = 16) -> Iterator[RpcSession]:
         else None
     )
     port = gather(group, mine and mine.port)[0]
-    # Sockets alone: torch's shared memory polls without rest on every rank, which takes all of two
-    # cores from the training of four ranks, and lets calls wait for half a second.
+    # By TCP (a private argument): torch's transport by shared memory polls on every rank all the
+    # time. On two cores, four ranks that train then waited up to half a second for a call.
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=threads,
         rpc_timeout=timeout,

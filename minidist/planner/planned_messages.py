@@ -30,7 +30,7 @@ def messages(
     again (arXiv 2205.05198, section 4.2.2). Along data, stages 0 to 2 have one message,
     however many buckets carry it.
 
-    Raises ValueError for another layout, and as `peak` does.
+    Raises ValueError for another layout, for a stage that is not there, and as `peak` does.
     """
     require_one_of("precision", precision, PRECISIONS)
     require_one_of("stage", layout.stage, STAGES)
@@ -43,8 +43,8 @@ def messages(
 
 
 def most_sent(model: Transformer, layout: Layout, precision: str = "mixed") -> float:
-    """Bytes that the rank which sends most sends in a step of `messages`, with ring collectives.
-    Lesson: real_tools. Raises ValueError as they do."""
+    """Bytes that a rank sends in a step, by `messages` and ring collectives: the rank that sends
+    most. Raises ValueError as `messages` does. Lesson: real_tools."""
 
     def nbytes(each: Planned) -> float:
         if each.operation == "receive":
@@ -82,12 +82,9 @@ def _all(model: Transformer, layout: Layout, precision: str, own: Stage) -> Iter
         yield Planned(gradients[0], size.gradient * held, d, gradients[1])
         yield Planned("all_gather", size.parameter * held, d, min(layout.stage, 1))
         return
-    units = {model.layer_parameters(t): own.layers}
-    if first:
-        units[model.embedding_parameters(t)] = 1
-    if last:
-        units[model.head_parameters(t)] = 1
+    units = [(model.layer_parameters(t), own.layers)]
+    units += [(model.embedding_parameters(t), first), (model.head_parameters(t), last)]
     gathered = min(size.compute, size.parameter)
-    for unit, many in units.items():
+    for unit, many in units:
         yield Planned("all_gather", gathered * unit, d, 2 * m * many)
         yield Planned("reduce_scatter", size.gradient * unit, d, m * many)
