@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from minidist.checkpointing import checkpoint_wrapper
     from minidist.data_parallel import DataParallel
     from minidist.distributed_data_parallel import DistributedDataParallel
-    from minidist.fully_sharded import FullyShardedDataParallel, fully_shard
+    from minidist.fully_sharded import FullyShardedDataParallel
+    from minidist.fully_sharded.fully_shard import fully_shard
     from minidist.mixed_precision import ShardedGradScaler
     from minidist.offload import OffloadedOptimizer
     from minidist.pipeline import Pipeline

@@ -2,6 +2,7 @@
 and against torch's. Lesson: fully_sharded"""
 
 import copy
+import pickle
 from functools import partial
 
 import pytest
@@ -23,7 +24,7 @@ LIMIT = 1e-12
 
 
 class Model(nn.Module):
-    """Blocks, and parameters of the root's own: a head, a number, and a tied one."""
+    """Blocks, and parameters of the root's own: a head, a scale, and a tied one."""
 
     def __init__(self, width=6):
         super().__init__()
@@ -31,7 +32,7 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList([Block(width) for _ in range(3)])
         self.last = nn.Linear(width, width)
         self.last.weight = self.first.weight
-        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.scale = nn.Parameter(torch.tensor([1.5]))
 
     def forward(self, x):
         x = self.first(x)
@@ -61,10 +62,14 @@ def loss_of(model, rank, step):
     return (model(share(rank, step)) - step).pow(2).mean()
 
 
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def apart(ours, plain, allowed=LIMIT):
     assert ours.keys() == plain.keys()
-    whole = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in ours.items()}
-    differences = {k: md.parity.relative_difference(whole[k], v) for k, v in plain.items()}
+    wholes = {k: whole(v) for k, v in ours.items()}
+    differences = {k: md.parity.relative_difference(wholes[k], v) for k, v in plain.items()}
     return {name: d for name, d in differences.items() if not d <= allowed}
 
 
@@ -92,7 +97,7 @@ def step_of(models, step, clip=0.05):
     loss_of(model, dist.get_rank(), step).backward()
     for rank in range(dist.get_world_size()):
         (loss_of(plain, rank, step) / dist.get_world_size()).backward()
-    norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), clip) for m in (model, plain)]
+    norms = [whole(torch.nn.utils.clip_grad_norm_(m.parameters(), clip)) for m in (model, plain)]
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
@@ -111,7 +116,8 @@ def test_parity_with_one_process(pools, size, wrap, reshards):
             ours, theirs = step_of(models, step)
             torch.testing.assert_close(ours, theirs, rtol=LIMIT, atol=0)
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        full = sum(t.untyped_storage().nbytes() for unit in units for t in unit.unsharded)
+        flats = [flat for unit in units for flat in unit.fsdp_group.flats]
+        full = sum(flat.full.untyped_storage().nbytes() for flat in flats)
         output = {"output": model(share(9))}
         found = apart(model.state_dict(), plain.state_dict()) | apart(
             output, {"output": plain(share(9))}
@@ -131,13 +137,15 @@ def test_it_stays_what_it_was(pools):
             type(model).__name__,
             names == [name for name, _ in Model().named_parameters()],
             sum(p.numel() for p in model.parameters()),
+            sum(p.to_local().numel() for p in model.parameters()),
         )
 
-    block, root = 2 * 6 + 2 * 72 + 18, 36 + 6 + 6 + 1
-    elements = 3 * (block // 2) + (root // 2)
+    elements = sum(p.numel() for p in Model().parameters())
     found = pools(2)(run)
     assert [each[:3] for each in found] == [(True, "FSDPModel", True)] * 2
-    assert sorted(each[3] for each in found) == [elements, elements + 1]
+    assert [each[3] for each in found] == [elements] * 2
+    local = [each[4] for each in found]
+    assert sum(local) == elements and max(local) - min(local) == 1  # of `scale`, rank 0 has all
 
 
 def test_state_dict(pools):
@@ -274,6 +282,12 @@ def tied():
     sharded(model)
 
 
+def number():
+    model = Model()
+    model.blocks[0].scale = nn.Parameter(torch.tensor(1.0))
+    md.fully_shard(model)
+
+
 REFUSED = {
     "a list": (lambda: md.fully_shard([nn.Linear(2, 2)]), "one module, not list"),
     "no forward": (lambda: md.fully_shard(nn.ModuleList()), "ModuleList has no forward pass"),
@@ -299,11 +313,12 @@ REFUSED = {
         lambda: md.fully_shard(Model()).load_state_dict(Model().state_dict(), assign=True),
         "cannot take the place",
     ),
-    "sync of a part": (
-        lambda: sharded(Model()).blocks[0].set_requires_gradient_sync(False),
-        "set_requires_gradient_sync of the root",
+    "a number": (number, "parameter blocks.0.scale has no dimension"),
+    "not torch's": (
+        lambda: sharded(Model()).set_all_reduce_hook(print),
+        "set_all_reduce_hook: gradients are reduced by the process group",
     ),
-    "moved": (lambda: sharded(Model()).double(), "cannot be moved or converted"),
+    "pickled": (lambda: pickle.dumps(sharded(Model())), "save its state_dict()"),
 }
 
 

@@ -84,7 +84,7 @@ PLANTED = {
     ),
     "lstm": (
         lambda t: t.model == "lstm" and t.strategy == "fsdp",
-        "minidist.fully_sharded.flat_parameter.relist",
+        "minidist.fully_sharded.flat.flat_parameter.relist",
         lambda _: keep_the_old,
     ),
     "mixed": (
@@ -106,7 +106,7 @@ PLANTED = {
     ),
     "an average that is the model itself": (
         lambda t: t.strategy == "fsdp" and t.averaged,
-        "minidist.fully_sharded.units.FSDPModule.__deepcopy__",
+        "minidist.fully_sharded.flat.units.FSDPModule.__deepcopy__",
         lambda _: lambda model, _: model,
     ),
     "a norm of this rank only": (

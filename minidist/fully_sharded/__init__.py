@@ -6,23 +6,28 @@ unit, is gathered only while it computes. So at most two units have full paramet
 computes, and the next one. The price is a second all_gather: 3Ψ(N-1)/N elements a step are sent,
 where data parallel training sends 2Ψ(N-1)/N.
 
-To read, in this order: `naive` (the idea, a class that trains); then the four files through which
-one training step goes: `unit_schedule` (forward), `backward_pass`, `flat_parameter` (gather, free)
-and `flat_gradient` (reduce). How it begins: `units`, `unit_policies` (which modules are units) and
-`build_unit`. What users call: `fully_sharded_data_parallel` and `in_place`, torch's two forms, with
-`torch_arguments`. The edges: `graph_ends`, `shard_gradient`, `sharded_states`,
-`sharded_optimizer_states`. Checkpoints on disk: `minidist.saving`.
+To read, in this order: `naive` (the idea, a class that trains); then the three files through which
+one training step goes: `fully_shard` (what users call), `state` (when a unit is gathered, freed and
+reduced), `param_group` (how). `checkpoint`: states of optimizers; on disk: `minidist.saving`.
+
+The folder `flat` has torch's older form, `FullyShardedDataParallel`, which keeps a unit in one flat
+parameter and cuts it through the middle of tensors: `unit_schedule` (forward), `backward_pass`,
+`flat_parameter` (gather, free), `flat_gradient` (reduce), and how it begins: `units`,
+`unit_policies`, `build_unit`.
 
 Rajbhandari et al., "ZeRO" (arXiv 1910.02054), section 5.3; Zhao et al., "PyTorch FSDP: Experiences
 on Scaling Fully Sharded Data Parallel" (arXiv 2304.11277). Lesson: fully_sharded
 """
 
-from minidist.fully_sharded.fully_sharded_data_parallel import FullyShardedDataParallel
-from minidist.fully_sharded.in_place import fully_shard
+from minidist.fully_sharded.checkpoint import load_optim_state_dict, optim_state_dict
+from minidist.fully_sharded.flat.fully_sharded_data_parallel import FullyShardedDataParallel
+from minidist.fully_sharded.flat.unit_policies import by_class, by_size
+from minidist.fully_sharded.fully_shard import (
+    FSDPModule,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from minidist.fully_sharded.naive import NaiveFullySharded
-from minidist.fully_sharded.sharded_optimizer_states import load_optim_state_dict, optim_state_dict
-from minidist.fully_sharded.unit_policies import by_class, by_size
-from minidist.fully_sharded.units import FSDPModule
 
 __all__ = [
     "FSDPModule",
@@ -33,4 +38,5 @@ __all__ = [
     "fully_shard",
     "load_optim_state_dict",
     "optim_state_dict",
+    "register_fsdp_forward_method",
 ]

@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from minidist.distributed_data_parallel.buckets import dense_strides
 
@@ -35,6 +37,22 @@ class Box:
 def whole_box(shape: Sequence[int]) -> list[Box]:
     """All of a tensor."""
     return [Box((0,) * len(shape), tuple(shape), lambda own: own)]
+
+
+def dtensor_boxes(tensor: DTensor) -> list[Box]:
+    """What this rank has of a DTensor, in its local tensor: rows, mostly, of which the last ranks
+    may have none."""
+    if not tensor.numel():
+        return whole_box(tensor.shape)
+    sizes, offsets = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return [Box(tuple(offsets), tuple(sizes), lambda own: own)] if prod(sizes) else []
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a DTensor; any other tensor as it is. No rank waits for another."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def span_boxes(like: torch.Tensor, span: slice) -> list[Box]:

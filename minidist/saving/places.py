@@ -2,7 +2,8 @@
 
     strategy                        what a rank has of a parameter
     bare, DDP, ZeRO 1 and 2         all of it
-    fully sharded                   a span of its elements
+    FullyShardedDataParallel        a span of its elements
+    fully_shard                     rows: a DTensor
     tensor parallel                 features
     pipeline                        all, or nothing
     mixed                           a span of features, or nothing
@@ -19,12 +20,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from minidist.fully_sharded.flat_parameter import FlatParameter, ShardedParameter
-from minidist.fully_sharded.sharded_states import formed
-from minidist.fully_sharded.units import units_in
+from minidist.fully_sharded.flat.flat_parameter import FlatParameter, ShardedParameter
+from minidist.fully_sharded.flat.sharded_states import formed
+from minidist.fully_sharded.flat.units import units_in
 from minidist.mixed import MixedParallel
 from minidist.pipeline import Pipeline
-from minidist.saving.boxes import Box, Boxed, span_boxes, spread, whole_box
+from minidist.saving.boxes import Box, Boxed, dtensor_boxes, local_of, span_boxes, spread, whole_box
 from minidist.tensor_parallel.layer import ParallelLayer
 from minidist.zero import ZeroRedundancyOptimizer
 
@@ -42,8 +43,15 @@ class Place:
     cut: tuple[int, torch.Tensor] | None = None  # of the whole, `like` is these indices along a dim
     names: list[str] = field(default_factory=list)
 
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's own elements: `own`, or what it has of it as a DTensor."""
+        return local_of(self.own)
+
     def boxes(self, span: slice | None = None) -> list[Box]:
         """Of the whole; of a `span` of what the rank has, if one is given."""
+        if isinstance(self.own, DTensor):
+            return dtensor_boxes(self.own)
         span = span or self.span
         found = whole_box(self.like.shape) if span is None else span_boxes(self.like, span)
         return found if self.cut is None else spread(found, *self.cut)
@@ -51,20 +59,18 @@ class Place:
     def boxed(self) -> Boxed:
         """The tensor itself. Buffers, such as a batch norm's, may be others on each rank."""
         is_parameter = isinstance(self.own, nn.Parameter)
-        return Boxed(self.own, self.shape, self.boxes(), same=is_parameter)
+        return Boxed(self.local, self.shape, self.boxes(), same=is_parameter)
 
 
 def places_of(model: nn.Module) -> tuple[list[Place], dict[str, Any]]:
     """Of each parameter and buffer in the model's state its place; and what else is in it, by name.
 
-    No rank waits for another. Raises TypeError for a DTensor, which torch's own strategies have.
+    No rank waits for another.
     """
     spans, cuts = dict(_spans(model)), dict(_cuts(model))
     found: dict[torch.Tensor, Place] = {}
     others: dict[str, Any] = {}
     for name, value in _named(model).items():
-        if isinstance(value, DTensor):
-            raise TypeError(f"{name} is a DTensor: torch.distributed.checkpoint saves these")
         if not isinstance(value, torch.Tensor) or name.rpartition(".")[2] == EXTRA_STATE:
             others[name] = value
             continue
@@ -153,7 +159,7 @@ def trained_by(optimizer: torch.optim.Optimizer, places: Sequence[Place]) -> lis
             place = by_tensor.get(parameter)
             if place is None:
                 raise ValueError("the optimizer has a parameter that is not the model's")
-            own, boxes = place.own, place.boxes() if pieces is None else []
+            own, boxes = place.local, place.boxes() if pieces is None else []
             if pieces is not None and parameter in pieces:
                 own, boxes = pieces[parameter].own, place.boxes(pieces[parameter].span)
             groups[-1].append(Trained(number, place, own, boxes))

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
-from minidist.saving.boxes import Boxed, whole_box
+from minidist.saving.boxes import Boxed, local_of, whole_box
 from minidist.saving.places import Trained, places_of, trained_by, without_ddp
 from minidist.zero import ZeroRedundancyOptimizer
 
@@ -104,9 +105,10 @@ class WholeStates:
         if self.optimizer is None:
             return
         states: dict[int, Any] = {}
+        owners = {each.number: each for own in self._groups for each in own}
         for number, state, name in self._rooms:
             value = read[name]
-            states.setdefault(number, {})[state] = value.own if isinstance(value, Boxed) else value
+            states.setdefault(number, {})[state] = _taken(value, owners[number])
         packed = [
             _options(ours) | theirs["options"] | {"params": [each.number for each in own]}
             for ours, theirs, own in zip(
@@ -170,6 +172,7 @@ def _require_no_more(optimizer: Optimizer | None) -> None:
 def _boxed(state: str, value: Any, each: Trained) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
+    value = local_of(value)
     if state != "step" and value.shape == each.own.shape:
         return Boxed(value, each.place.shape, each.boxes)
     if value.ndim and each.own.shape != each.place.shape:
@@ -189,6 +192,16 @@ def _room(state: str, entry: Any, each: Trained) -> Boxed | None:
     return Boxed(
         torch.empty(entry.size, dtype=entry.properties.dtype), entry.size, whole_box(entry.size)
     )
+
+
+def _taken(value: Any, each: Trained) -> Any:
+    """For the optimizer, what was read into a room."""
+    if not isinstance(value, Boxed):
+        return value
+    parameter: Any = each.place.own
+    if isinstance(parameter, DTensor) and value.own.shape == each.own.shape and value.shape:
+        return DTensor(value.own, parameter._spec, requires_grad=False)
+    return value.own
 
 
 def _states(saved: Metadata) -> dict[str, dict[str, str]]:

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from minidist.common import single
 from minidist.distributed_data_parallel.reducer import Reducer
-from minidist.fully_sharded import build_unit
+from minidist.fully_sharded.flat import build_unit
 
 aten = torch.ops.aten
 

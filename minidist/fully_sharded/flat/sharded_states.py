@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from minidist.common import agree
-from minidist.fully_sharded.backward_pass import in_backward
-from minidist.fully_sharded.flat_parameter import FlatParameter, ShardedParameter
-from minidist.fully_sharded.units import Form, Unit, root_of, units_in
+from minidist.fully_sharded.flat.backward_pass import in_backward
+from minidist.fully_sharded.flat.flat_parameter import FlatParameter, ShardedParameter
+from minidist.fully_sharded.flat.units import Form, Unit, root_of, units_in
 from minidist.zero.partition import in_memory_order
 
 NO_ASSIGN = "shards cannot take the place of what they are loaded from: assign"

@@ -12,11 +12,11 @@ from minidist.common.guard import Abandoned, abandon
 from minidist.common.replicas import broadcast_state, require_same_lines, words
 from minidist.common.wrapper import Wrapper
 from minidist.distributed_data_parallel import DistributedDataParallel
-from minidist.fully_sharded import sharded_states
-from minidist.fully_sharded.flat_parameter import FlatParameter, Named, Place
-from minidist.fully_sharded.torch_arguments import Options, require_device
-from minidist.fully_sharded.unit_schedule import Schedule, cast
-from minidist.fully_sharded.units import Form, FSDPModule, Unit, unit_of, units_in
+from minidist.fully_sharded.flat import sharded_states
+from minidist.fully_sharded.flat.flat_parameter import FlatParameter, Named, Place
+from minidist.fully_sharded.flat.torch_arguments import Options, require_device
+from minidist.fully_sharded.flat.unit_schedule import Schedule, cast
+from minidist.fully_sharded.flat.units import Form, FSDPModule, Unit, unit_of, units_in
 from minidist.mixed import MixedParallel
 from minidist.pipeline import Pipeline
 from minidist.zero import ShardedDataParallel

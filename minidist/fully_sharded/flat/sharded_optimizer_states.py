@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from minidist.common import agree
-from minidist.fully_sharded.flat_parameter import FlatParameter, ShardedParameter
-from minidist.fully_sharded.sharded_states import as_rows, part, wholes
-from minidist.fully_sharded.units import root_of
+from minidist.fully_sharded.flat.flat_parameter import FlatParameter, ShardedParameter
+from minidist.fully_sharded.flat.sharded_states import as_rows, part, wholes
+from minidist.fully_sharded.flat.units import root_of
 from minidist.zero.optimizer_states import States, elementwise, renamed, require_states_of
 
 State = dict[str, Any]
@@ -31,7 +31,7 @@ def optim_state_dict(
     by_name: with the names of parameters in the place of their numbers, as torch has it: in its
         FSDP's `optim_state_dict`, and in `get_optimizer_state_dict`.
     """
-    numbers, schedule = _numbers(optimizer), root_of(model, "optim_state_dict")
+    numbers, schedule = numbers_of(optimizer), root_of(model, "optim_state_dict")
     found = {  # what is ignored is whole; of the others, what is no tensor like the parameter
         number: dict(optimizer.state[p]) for p, number in numbers.items() if p in optimizer.state
     }
@@ -42,7 +42,7 @@ def optim_state_dict(
                 mesh = schedule.root.mesh if sharded else None
                 found[numbers[each.local]][name] = as_rows(whole, mesh) if mesh else whole
     by_number = {**optimizer.state_dict(), "state": dict(sorted(found.items()))}
-    return renamed(by_number, _names(model, numbers)) if by_name else by_number
+    return renamed(by_number, names_of(model, numbers)) if by_name else by_number
 
 
 def _join(
@@ -69,9 +69,9 @@ def load_optim_state_dict(model: nn.Module, optimizer: Optimizer, state_dict: St
 
 def optim_state_dict_to_load(model: nn.Module, optimizer: Optimizer, state_dict: State) -> State:
     """The same, for the optimizer's own `load_state_dict`."""
-    numbers, schedule = _numbers(optimizer), root_of(model, "load_optim_state_dict")
+    numbers, schedule = numbers_of(optimizer), root_of(model, "load_optim_state_dict")
     with agree.together(*schedule.root.options.groups):
-        state_dict = _by_number(model, optimizer, state_dict)
+        state_dict = by_number(model, optimizer, state_dict)
         require_fitting(model, optimizer, state_dict)
     own: States = dict(state_dict["state"])
     for each in (each for flat in schedule.flats for each in flat.parameters):
@@ -92,9 +92,15 @@ def require_fitting(model: nn.Module, optimizer: Optimizer, state: State) -> Non
     flats = root_of(model, "load_optim_state_dict").flats
     full: dict[torch.Tensor, torch.Tensor] = {p: p for p in model.parameters()}
     full |= {each.local: each.full for flat in flats for each in flat.parameters}
-    numbers = _numbers(optimizer)
+    numbers = numbers_of(optimizer)
     if any(parameter not in full for parameter in numbers):
         raise ValueError("the optimizer has parameters that are not the sharded module's")
+    require_groups(optimizer, state)
+    require_states_of([full[parameter] for parameter in numbers], state["state"])
+
+
+def require_groups(optimizer: Optimizer, state: State) -> None:
+    """Raises ValueError if the state is of other groups than the optimizer's."""
     ours, theirs = (
         [len(group["params"]) for group in groups]
         for groups in (optimizer.param_groups, state["param_groups"])
@@ -104,20 +110,19 @@ def require_fitting(model: nn.Module, optimizer: Optimizer, state: State) -> Non
             f"this state_dict is of another model: its groups have {theirs} parameters, and the "
             f"optimizer's {ours}"
         )
-    require_states_of([full[parameter] for parameter in numbers], state["state"])
 
 
-def _names(model: nn.Module, numbers: dict[torch.Tensor, int]) -> dict[Any, Any]:
+def names_of(model: nn.Module, numbers: dict[torch.Tensor, int]) -> dict[Any, Any]:
     return {numbers[p]: name for name, p in model.named_parameters() if p in numbers}
 
 
-def _by_number(model: nn.Module, optimizer: Optimizer, state: State) -> State:
+def by_number(model: nn.Module, optimizer: Optimizer, state: State) -> State:
     """The same, if its parameters have names. Raises ValueError if they are not the optimizer's."""
     theirs = [list(group["params"]) for group in state["param_groups"]]
     if not any(isinstance(name, str) for group in theirs for name in group):
         return state
-    numbers = _numbers(optimizer)
-    names = _names(model, numbers)
+    numbers = numbers_of(optimizer)
+    names = names_of(model, numbers)
     ours = [[names.get(numbers[p]) for p in group["params"]] for group in optimizer.param_groups]
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=False)):
         if different := sorted(map(str, {*mine} ^ {*other})):
@@ -131,6 +136,6 @@ def _by_number(model: nn.Module, optimizer: Optimizer, state: State) -> State:
     return {**inner, "param_groups": groups}
 
 
-def _numbers(optimizer: Optimizer) -> dict[torch.Tensor, int]:
+def numbers_of(optimizer: Optimizer) -> dict[torch.Tensor, int]:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {parameter: number for number, parameter in enumerate(parameters)}

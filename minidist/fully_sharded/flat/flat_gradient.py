@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from minidist import backend
-from minidist.fully_sharded.shard_gradient import CHANGED, ShardGradient
+from minidist.fully_sharded.flat.shard_gradient import CHANGED, ShardGradient
 from minidist.zero.messages import reduce_scatter
 
 if TYPE_CHECKING:
-    from minidist.fully_sharded.flat_parameter import FlatParameter
+    from minidist.fully_sharded.flat.flat_parameter import FlatParameter
 
 
 class FlatGradient:

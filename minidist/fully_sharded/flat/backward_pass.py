@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 
-from minidist.fully_sharded.flat_parameter import FlatParameter
-from minidist.fully_sharded.units import Unit
+from minidist.fully_sharded.flat.flat_parameter import FlatParameter
+from minidist.fully_sharded.flat.units import Unit
 
 if TYPE_CHECKING:
-    from minidist.fully_sharded.unit_schedule import Schedule
+    from minidist.fully_sharded.flat.unit_schedule import Schedule
 
 
 class UnitPass:

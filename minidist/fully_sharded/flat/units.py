@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_states
 from torch.distributed.device_mesh import DeviceMesh
 
-from minidist.fully_sharded.flat_parameter import Arrived, FlatParameter
-from minidist.fully_sharded.torch_arguments import Options
+from minidist.fully_sharded.flat.flat_parameter import Arrived, FlatParameter
+from minidist.fully_sharded.flat.torch_arguments import Options
 
 if TYPE_CHECKING:
-    from minidist.fully_sharded.unit_schedule import Schedule
+    from minidist.fully_sharded.flat.unit_schedule import Schedule
 
 # Torch's functions for states of optimizers.
 OF_OPTIMIZERS = {

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from minidist.common.tensors_in import tensors_in
-from minidist.fully_sharded.units import Unit
+from minidist.fully_sharded.flat.units import Unit
 
 _OF_TORCH = frozenset(nn.Module().__dict__)  # attributes that every module has
 

@@ -22,8 +22,8 @@ from torch.distributed.fsdp import MixedPrecision
 
 from minidist import backend
 from minidist.distributed_data_parallel.buckets import dense_strides
-from minidist.fully_sharded.flat_gradient import FlatGradient
-from minidist.fully_sharded.torch_arguments import Options
+from minidist.fully_sharded.flat.flat_gradient import FlatGradient
+from minidist.fully_sharded.flat.torch_arguments import Options
 from minidist.zero.messages import all_gather
 
 Place = tuple[nn.Module, str]  # a module, and what it calls the parameter

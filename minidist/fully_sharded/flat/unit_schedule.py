@@ -22,11 +22,11 @@ from torch.utils._pytree import tree_map
 from minidist.common.guard import Guard
 from minidist.common.replicas import broadcast_state
 from minidist.common.tensors_in import tensors_in
-from minidist.fully_sharded.backward_pass import BackwardPass, Trace, UnitPass, in_backward
-from minidist.fully_sharded.flat_gradient import FlatGradient
-from minidist.fully_sharded.flat_parameter import FlatParameter
-from minidist.fully_sharded.graph_ends import gives_parameters, has_graph, made
-from minidist.fully_sharded.units import Unit
+from minidist.fully_sharded.flat.backward_pass import BackwardPass, Trace, UnitPass, in_backward
+from minidist.fully_sharded.flat.flat_gradient import FlatGradient
+from minidist.fully_sharded.flat.flat_parameter import FlatParameter
+from minidist.fully_sharded.flat.graph_ends import gives_parameters, has_graph, made
+from minidist.fully_sharded.flat.units import Unit
 
 
 class Schedule:

@@ -12,7 +12,7 @@ from functools import partial
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
-from minidist.fully_sharded.units import unit_of
+from minidist.fully_sharded.flat.units import unit_of
 
 Policy = Callable[..., bool]
 # These read the parameters of what is in them without calling it: no unit begins within them.

@@ -19,12 +19,12 @@ from torch.distributed.fsdp import (
 from minidist.common.groups import groups_of
 from minidist.common.no_sync import Synchronized
 from minidist.common.wrapper import Wrapper
-from minidist.fully_sharded import sharded_optimizer_states as optimizer_states
-from minidist.fully_sharded import sharded_states
-from minidist.fully_sharded import torch_arguments as given
-from minidist.fully_sharded.build_unit import require_alike, shard
-from minidist.fully_sharded.unit_policies import Policy, chosen
-from minidist.fully_sharded.units import Unit, root_of
+from minidist.fully_sharded.flat import sharded_optimizer_states as optimizer_states
+from minidist.fully_sharded.flat import sharded_states
+from minidist.fully_sharded.flat import torch_arguments as given
+from minidist.fully_sharded.flat.build_unit import require_alike, shard
+from minidist.fully_sharded.flat.unit_policies import Policy, chosen
+from minidist.fully_sharded.flat.units import Unit, root_of
 
 
 class FullyShardedDataParallel(Synchronized):

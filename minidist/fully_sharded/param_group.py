@@ -1,0 +1,509 @@
+"""The parameters of a unit: they are gathered, used and freed together.
+
+    shard (S,)  --all_gather-->  (N, S)  --copy-->  full parameters          unshard, wait
+    full gradients  --copy-->  (N, S)  --reduce_scatter-->  shard's mean (S,)   reduce, wait
+
+A parameter is a DTensor: each of N ranks has some of its rows. Those of all parameters of a dtype
+lie end to end in one tensor, the `shard`, which is sent as a whole. The ranks' rows of a parameter,
+end to end, are the parameter. Zhao et al. (arXiv 2304.11277), section 3.2. Lesson: fully_sharded
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from minidist import backend
+from minidist.zero.messages import all_gather, reduce_scatter
+
+# Elements from which ranks that share memory gather a parameter by a call of its own, straight into
+# its place. A smaller one travels with others, and is copied: a call costs more than that.
+LARGE = 2**14
+EMPTY = 2**30  # the version of full parameters without memory
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """What a unit has been told. The ranks of `groups[0]` have a shard each; with hybrid sharding,
+    those of `groups[1]` have the same one."""
+
+    mesh: DeviceMesh
+    groups: tuple[dist.ProcessGroup, ...]
+    precision: MixedPrecisionPolicy
+    reshards: bool | None  # after forward. None: if it is not the root
+    offloads: bool
+    ignored: frozenset[nn.Parameter]
+
+    @property
+    def placements(self) -> list[Placement]:
+        """Of every parameter."""
+        return [Replicate()] * (self.mesh.ndim - 1) + [Shard(0)]
+
+
+@dataclass(eq=False)
+class ShardedParameter:
+    """One parameter of a unit. It is tied if it has several `names` and `places`."""
+
+    names: tuple[str, ...]
+    places: tuple[tuple[nn.Module, str], ...]  # modules, and what they call it
+    sharded: nn.Parameter  # what the optimizer trains: a DTensor, its rows a view of the shard
+    in_shard: slice  # where these are, with the padding of the last ranks
+    grad: torch.Tensor | None = None  # of this rank, whole, while a backward pass goes on
+    mean: torch.Tensor | None = None  # of all ranks, this rank's rows: when it is reduced
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's rows."""
+        local: torch.Tensor = self.sharded._local_tensor  # type: ignore[attr-defined]
+        return local
+
+    def put(self, parameter: Any) -> None:
+        """Have the modules compute with it."""
+        for module, name in self.places:
+            module._parameters[name] = parameter
+            if hasattr(module, "_flat_weights_names"):  # nn.LSTM and the like list theirs, too
+                names: Any = module._flat_weights_names
+                module._flat_weights = [getattr(module, n) for n in names]  # type: ignore[assignment]
+
+
+class FlatShard:
+    """Parameters of one dtype, as they are sent."""
+
+    def __init__(self, named: Sequence[Any], options: Options, device: torch.device) -> None:
+        """named: (names, places, parameter) of each. `device` computes."""
+        self.options, self.device = options, device
+        self.group = options.groups[0]
+        self.ranks, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        at_once = dist.get_backend(self.group) == "shm"
+        sizes = {p: -(-len(p) // self.ranks) * p.shape[1:].numel() for _, _, p in named}
+        alone = [each for each in named if len(named) == 1 or (at_once and sizes[each[2]] >= LARGE)]
+        together = [each for each in named if each not in alone]
+        dtype = named[0][2].dtype
+        home = torch.device("cpu") if options.offloads and device.type != "meta" else device
+        self._allocate(sum(sizes.values()), dtype, home)
+        self.parameters: list[ShardedParameter] = []
+        begin = 0
+        for names, places, p in together + alone:
+            in_shard = slice(begin, begin + sizes[p])
+            begin = in_shard.stop
+            self.parameters.append(
+                ShardedParameter(names, places, self._dtensor(p, in_shard), in_shard)
+            )
+        self.alone = self.parameters[len(together) :]
+        self.together = sum(sizes[p] for _, _, p in together)  # elements that travel in one call
+
+    def _allocate(self, length: int, dtype: torch.dtype, home: torch.device) -> None:
+        """The shard, in memory that the ranks share if they can; and full parameters, empty."""
+        self.shard = backend.empty(length, dtype=dtype, device=home, group=self.group)
+        self.shard.zero_()
+        low, floats = self.options.precision.param_dtype, dtype.is_floating_point
+        # Each parameter (N n,), with padding at its end, one after the other.
+        self.full = torch.empty(
+            self.ranks * length, dtype=low if low and floats else dtype, device=self.device
+        )
+        # What modules see. It has a version of its own: when the values come back, none changed.
+        self._seen = self.full.data
+        self._version, self._arrive = 0, list[Callable[[], None]]()
+        self._mean: Callable[[], None] | None = None
+        self.has_memory = True
+        self.free()
+
+    def _dtensor(self, p: nn.Parameter, in_shard: slice) -> nn.Parameter:
+        rows = -(-len(p) // self.ranks)
+        own = p.detach()[self.rank * rows : (self.rank + 1) * rows]
+        local = self.shard[in_shard][: own.numel()].view(own.shape).copy_(own)
+        mesh, placements = self.options.mesh, self.options.placements
+        stride = torch.empty(p.shape, device="meta").stride()
+        new = DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=p.shape, stride=stride
+        )
+        sharded = nn.Parameter(new, p.requires_grad)
+        sharded.__dict__.update({k: v for k, v in vars(p).items() if k not in vars(sharded)})
+        sharded._backward_hooks = p._backward_hooks
+        sharded._post_accumulate_grad_hooks = p._post_accumulate_grad_hooks
+        return sharded
+
+    def adopt(self) -> None:
+        """Make a shard of what the parameters are now: moved, converted or copied."""
+        first = self.parameters[0].local
+        if not self.options.offloads:
+            self.device = first.device
+        self._allocate(self.parameters[-1].in_shard.stop, first.dtype, first.device)
+        for each in self.parameters:
+            own = each.local.detach()
+            local = self.shard[each.in_shard][: own.numel()].view(own.shape).copy_(own)
+            each.sharded._local_tensor = local  # type: ignore[attr-defined]
+
+    # ---- gather and free -------------------------------------------------------------------
+
+    def unshard(self) -> None:
+        """Begin the all_gather."""
+        if not self.has_memory:
+            self.full.untyped_storage().resize_(self.full.nbytes)
+        self.has_memory = True
+        own = self.shard.to(self.full.device, self.full.dtype)
+        if size := self.together:
+            gathered = backend.scratch(
+                self.ranks * size, dtype=own.dtype, device=own.device, group=self.group
+            )
+            arrive = all_gather(gathered, self.group, own[:size])
+            self._arrive.append(lambda: self._take(arrive, gathered.view(self.ranks, size)))
+        for each in self.alone:
+            self._arrive.append(all_gather(self._place(each), self.group, own[each.in_shard]))
+
+    def _take(self, arrive: Callable[[], None], gathered: torch.Tensor) -> None:
+        arrive()
+        for each in self.parameters[: len(self.parameters) - len(self.alone)]:
+            self._place(each).view(self.ranks, -1).copy_(gathered[:, each.in_shard])
+
+    def _place(self, each: ShardedParameter) -> torch.Tensor:
+        return self.full[self.ranks * each.in_shard.start : self.ranks * each.in_shard.stop]
+
+    def wait(self) -> None:
+        """Until the full parameters are there. Only now they may be read."""
+        while self._arrive:
+            self._arrive.pop(0)()
+        if self._seen._version == EMPTY:
+            _set_version(self._seen, self._version)
+
+    def free(self) -> None:
+        """Give back the memory of the full parameters. Autograd raises if it was to read them."""
+        while self._arrive:
+            self._arrive.pop(0)()
+        if self.has_memory:
+            if self._seen._version != EMPTY:
+                self._version = self._seen._version
+            _set_version(self._seen, EMPTY)
+            self.full.untyped_storage().resize_(0)
+            self.has_memory = False
+
+    def views(self) -> list[torch.Tensor]:
+        """The full parameters, in the order of `parameters`."""
+        return [
+            self._seen[self.ranks * each.in_shard.start :][: each.sharded.numel()].view(
+                each.sharded.shape
+            )
+            for each in self.parameters
+        ]
+
+    # ---- gradients -------------------------------------------------------------------------
+
+    def reduce(self, scale: float) -> None:
+        """Begin to add up the ranks' gradients, times `scale`. A rank that has none adds zeros."""
+        self.wait_for_reduce()
+        trained = [each for each in self.parameters if each.sharded.requires_grad]
+        if not trained:
+            return
+        sizes = [each.in_shard.stop - each.in_shard.start for each in trained]
+        dtype = self.options.precision.reduce_dtype or self.full.dtype
+        full = backend.scratch(
+            self.ranks * sum(sizes), dtype=dtype, device=self.device, group=self.group
+        )
+        by_rank = full.view(self.ranks, -1).split(sizes, 1)
+        for each, place in zip(trained, by_rank, strict=True):
+            left = partial_of(each.sharded)  # by passes that did not reduce
+            whole = each.grad if each.grad is not None else left
+            for part, source in _by_rank(place, whole, each.sharded.shape):
+                if source is None:
+                    part.zero_()
+                elif each.grad is None:
+                    part.copy_(source)
+                elif source.dtype == dtype:
+                    torch.mul(source, scale, out=part)
+                else:
+                    part.copy_(source).mul_(scale)
+            if left is not None:
+                if each.grad is not None:
+                    for part, source in _by_rank(place, left, each.sharded.shape):
+                        part.add_(source if source is not None else 0)
+                each.sharded.grad = None
+            each.grad = None
+        arrive = reduce_scatter(full, self.group)
+        self._mean = lambda: self._receive(arrive(), trained, sizes)
+
+    def _receive(
+        self, mean: torch.Tensor, trained: list[ShardedParameter], sizes: list[int]
+    ) -> None:
+        for replicas in self.options.groups[1:]:
+            dist.all_reduce(mean, group=replicas)
+        mean = mean.to(self.shard)
+        for each, part in zip(trained, mean.split(sizes), strict=True):
+            own = part[: each.local.numel()].view(each.local.shape)
+            each.mean = own if each.mean is None else each.mean.add_(own)
+
+    def wait_for_reduce(self) -> None:
+        """Until this rank's rows of the mean are there."""
+        if self._mean is not None:
+            receive, self._mean = self._mean, None
+            receive()
+
+    # ---- copy.deepcopy of a model ----------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        nothing = dict.fromkeys(("shard", "full", "_seen", "_mean"))
+        return vars(self) | nothing | {"_arrive": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.adopt()
+
+
+Gradients = list[tuple[ShardedParameter, torch.Tensor | None]]
+
+
+class ParamGroup:
+    """The parameters of `modules`: of `module`, and of all within it that are in no inner unit."""
+
+    def __init__(
+        self, module: nn.Module, modules: Sequence[nn.Module], flats: list[FlatShard], opts: Options
+    ) -> None:
+        self.module, self.modules, self.flats, self.options = module, modules, flats, opts
+        self.reshards = opts.reshards  # after forward
+        self.reshards_after_backward = self.syncs = True
+        self.divisor: float = math.prod(map(dist.get_world_size, opts.groups))
+        self.unsharded = False  # gathered, or on the way
+        self.readers = set[Any]()  # passes that need the full parameters now
+        self.pinned = False  # by `unshard()`, until its forward pass or `reshard()`
+        self.gathered_version = -1
+        self.pending = False  # its gradients are still to be reduced
+        self.left = False  # a pass has left gradients that are not reduced
+        self.next_forward: list[ParamGroup] | None = None  # to gather meanwhile, as the user says
+        self.next_backward: list[ParamGroup] | None = None
+        self.before: Any = None  # the pass that came before this unit's last one
+
+    @property
+    def parameters(self) -> Iterator[ShardedParameter]:
+        """All of them."""
+        return (each for flat in self.flats for each in flat.parameters)
+
+    @property
+    def name(self) -> str:
+        """For profiles."""
+        return type(self.module).__name__.removeprefix("FSDP")
+
+    @property
+    def trains(self) -> bool:
+        """Whether a backward pass is to give it a gradient."""
+        return any(each.sharded.requires_grad for each in self.parameters)
+
+    @property
+    def version(self) -> int:
+        """Goes up when a parameter is written."""
+        return sum(each.sharded._version for each in self.parameters)
+
+    # ---- gather, use, free -----------------------------------------------------------------
+
+    def unshard(self) -> None:
+        """Begin to gather the full parameters, unless that has begun."""
+        if not self.unsharded:
+            self.unsharded = True
+            for flat in self.flats:
+                if flat.device.type == "meta":
+                    raise RuntimeError(
+                        f"parameter {flat.parameters[0].names[0]} is on the device meta: call "
+                        "to_empty(device=...) of the sharded model, and fill its parameters"
+                    )
+                flat.unshard()
+
+    def wait_for_unshard(self, arrived: Callable[[Gradients], None] | None = None) -> Any:
+        """Give the modules full parameters. Autograd calls `arrived` when it has the gradients of
+        all: from the node that this returns, if there is one."""
+        self.unshard()
+        self.gathered_version = self.version
+        for flat in self.flats:
+            flat.wait()
+        views = [view for flat in self.flats for view in flat.views()]
+        parameters = list(self.parameters)
+        trained = [i for i, each in enumerate(parameters) if each.sharded.requires_grad]
+        if trained and arrived is not None and torch.is_grad_enabled():
+            ours = [parameters[i] for i in trained]
+            anchor = torch.empty(0, device=views[0].device, requires_grad=True)
+            full = _Unshard.apply(
+                anchor,
+                self,
+                lambda gradients: arrived(list(zip(ours, gradients, strict=True))),
+                [views[i] for i in trained],
+            )
+            for number, view in zip(trained, full, strict=True):
+                views[number] = view
+        for each, view in zip(parameters, views, strict=True):
+            each.put(view)
+        return next((view.grad_fn for view in views if view.grad_fn is not None), None)
+
+    def hide(self) -> None:
+        """The modules have their DTensors again."""
+        for each in self.parameters:
+            each.put(each.sharded)
+
+    def reshard(self, keep: bool = False) -> None:
+        """The modules have their DTensors again, and the full parameters are freed; `keep` their
+        memory if somebody may read it whom we do not see. The next pass gathers them anyway."""
+        self.hide()
+        self.unsharded = self.pinned = False
+        if not keep:
+            for flat in self.flats:
+                flat.free()
+
+    def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether one of these is, in part, a view of the full parameters."""
+        # Not by address: on "meta" all storages have the same one.
+        ours = {flat.full.untyped_storage()._cdata for flat in self.flats}
+        return any(
+            t.layout is torch.strided and not isinstance(t, DTensor)
+            and t.untyped_storage()._cdata in ours
+            for t in tensors
+        )  # fmt: skip
+
+    # ---- gradients -------------------------------------------------------------------------
+
+    def add(self, gradients: Gradients) -> None:
+        """Add what a backward pass has made."""
+        for each, gradient in gradients:
+            if gradient is None:
+                continue
+            if gradient.layout is not torch.strided:
+                raise RuntimeError(
+                    f"the gradient of {each.names[0]} is sparse, and cannot be cut into rows: "
+                    "sparse=False"
+                )
+            each.grad = gradient if each.grad is None else each.grad + gradient
+
+    def has_gradients(self) -> list[bool]:
+        """Of each trained parameter, whether this rank has a gradient that is not reduced."""
+        return [
+            each.grad is not None or partial_of(each.sharded) is not None
+            for each in self.parameters
+            if each.sharded.requires_grad
+        ]
+
+    def reduce(self) -> None:
+        """Begin to make the mean of the ranks' gradients."""
+        self.pending = self.left = False
+        for flat in self.flats:
+            flat.reduce(1 / self.divisor)
+
+    def wait_for_reduce(self) -> None:
+        """Until it is there."""
+        for flat in self.flats:
+            flat.wait_for_reduce()
+
+    def deliver(self, anywhere: Iterator[bool]) -> None:
+        """The mean becomes the `.grad` of each parameter that has a gradient on any rank. Hooks of
+        the parameter are called, as autograd does."""
+        for each in self.parameters:
+            mean, each.mean = each.mean, None
+            if each.sharded.requires_grad and next(anywhere) and mean is not None:
+                _accumulate(each.sharded, mean)
+
+    def leave(self) -> None:
+        """Without reducing: the `.grad` of each parameter is the sum of what the ranks have, which
+        DTensor calls Partial, and each rank has its own part of it, whole."""
+        self.pending, mesh = False, self.options.mesh
+        for each in self.parameters:
+            gradient, each.grad = each.grad, None
+            if gradient is None:
+                continue
+            self.left = True
+            own = (gradient / self.divisor).to(each.sharded.dtype)
+            before: Any = each.sharded.grad
+            if (partial := partial_of(each.sharded)) is not None:
+                own += partial
+            elif before is not None:  # a mean: each rank adds its rows of it
+                local = before._local_tensor
+                begin = self.flats[0].rank * -(-len(before) // self.flats[0].ranks)
+                own[begin : begin + len(local)] += local * self.flats[0].ranks / mesh.size()
+            each.sharded.grad = DTensor.from_local(
+                own, mesh, [Partial()] * mesh.ndim, run_check=False
+            )
+
+    def adopt(self) -> None:
+        """Go on with the parameters that the modules have now: moved or converted ones."""
+        for each in self.parameters:
+            module, name = each.places[0]
+            each.sharded = module._parameters[name]  # type: ignore[assignment]
+            each.put(each.sharded)
+        for flat in self.flats:
+            flat.adopt()
+
+    def forget(self) -> None:
+        """A backward pass has failed."""
+        self.pending = False
+        for each in self.parameters:
+            each.grad = each.mean = None
+        for flat in self.flats:
+            flat._mean = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"readers": set(), "before": None, "unsharded": False}
+
+
+class _Unshard(torch.autograd.Function):
+    """From DTensors to full parameters. Forward: an all_gather, which is done already. Backward: a
+    reduce_scatter, which begins here and is awaited at the end of the pass. So autograd gets no
+    gradients from here; and it needs a tensor to begin from, the empty `anchor`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, group: ParamGroup, arrived: Any, full: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.group, ctx.arrived, ctx.version = group, arrived, group.version
+        ctx.set_materialize_grads(False)
+        return tuple(full)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
+        if ctx.group.version != ctx.version:
+            raise RuntimeError(
+                "parameters have changed since the forward pass to which this backward pass "
+                "belongs: backward first, then the optimizer's step"
+            )
+        ctx.arrived(gradients)
+        return None, None, None, None
+
+
+def partial_of(parameter: nn.Parameter) -> torch.Tensor | None:
+    """This rank's part of a gradient that no pass has reduced, whole, times 1 / ranks."""
+    grad: Any = parameter.grad
+    return grad._local_tensor if grad is not None and grad.placements[-1].is_partial() else None
+
+
+def _accumulate(parameter: nn.Parameter, mean: torch.Tensor) -> None:
+    like: Any = parameter
+    gradient: Any = DTensor(mean, like._spec, requires_grad=False)
+    for hook in (parameter._backward_hooks or {}).values():
+        replaced = hook(gradient)
+        gradient = gradient if replaced is None else replaced
+    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+    for hook in (like._post_accumulate_grad_hooks or {}).values():
+        hook(parameter)
+
+
+def _by_rank(
+    place: torch.Tensor, whole: torch.Tensor | None, shape: torch.Size
+) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Of a place (N, n) the parts, each with what belongs there of a whole tensor; None: padding,
+    or nothing is given."""
+    if whole is None or not shape.numel():
+        yield place, None
+        return
+    length = place.shape[1]
+    flat = whole.reshape(-1)
+    full, rest = divmod(len(flat), length)  # ranks that have all of their rows
+    yield place[:full], flat[: full * length].view(full, length)
+    if full < len(place):
+        yield place[full, :rest], flat[full * length :]
+        yield place[full, rest:], None
+        yield place[full + 1 :], None
+
+
+def _set_version(tensor: torch.Tensor, version: int) -> None:
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
