@@ -201,6 +201,12 @@ class FSDPModule(nn.Module):
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
 
+    @property
+    def unsharded(self) -> list[torch.Tensor]:
+        """Where this unit's full parameters are while they are gathered, one tensor for each dtype;
+        without memory while they are not."""
+        return [flat.full for flat in self.fsdp_group.flats]
+
     def _groups(self, recurse: bool) -> list[ParamGroup]:
         return groups_in(self) if recurse else [self.fsdp_group]
 
@@ -259,6 +265,8 @@ class UnshardHandle:
         """Until the full parameters are there, and give them to the modules."""
         if self._group.unsharded:
             self._group.wait_for_unshard()
+            for each, (module, name) in ((p, p.places[0]) for p in self._group.parameters):
+                each.put(nn.Parameter(module.__dict__[name], each.sharded.requires_grad))
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -65,13 +65,19 @@ class ShardedParameter:
         local: torch.Tensor = self.sharded._local_tensor  # type: ignore[attr-defined]
         return local
 
-    def put(self, parameter: Any) -> None:
-        """Have the modules compute with it."""
+    def show(self, view: torch.Tensor) -> None:
+        """Have the modules compute with this. Python looks there before it asks nn.Module: so
+        `parameters()` stays as it is."""
         for module, name in self.places:
+            module.__dict__[name] = view
+            _relist(module)
+
+    def put(self, parameter: nn.Parameter) -> None:
+        """Make this the parameter of the modules."""
+        for module, name in self.places:
+            module.__dict__.pop(name, None)
             module._parameters[name] = parameter
-            if hasattr(module, "_flat_weights_names"):  # nn.LSTM and the like list theirs, too
-                names: Any = module._flat_weights_names
-                module._flat_weights = [getattr(module, n) for n in names]  # type: ignore[assignment]
+            _relist(module)
 
 
 class FlatShard:
@@ -335,7 +341,7 @@ class ParamGroup:
             for number, view in zip(trained, full, strict=True):
                 views[number] = view
         for each, view in zip(parameters, views, strict=True):
-            each.put(view)
+            each.show(view)
         return next((view.grad_fn for view in views if view.grad_fn is not None), None)
 
     def hide(self) -> None:
@@ -503,6 +509,13 @@ def _by_rank(
         yield place[full, :rest], flat[full * length :]
         yield place[full, rest:], None
         yield place[full + 1 :], None
+
+
+def _relist(module: nn.Module) -> None:
+    """nn.LSTM and the like have their parameters in a list as well."""
+    if hasattr(module, "_flat_weights_names"):
+        names: Any = module._flat_weights_names
+        module._flat_weights = [getattr(module, name) for name in names]  # type: ignore[assignment]
 
 
 def _set_version(tensor: torch.Tensor, version: int) -> None:

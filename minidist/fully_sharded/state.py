@@ -115,13 +115,12 @@ class State:
         return cast(output, precision.output_dtype)
 
     def _begin(self) -> None:
-        if torch.is_grad_enabled():
-            self._guard.require_unchanged()
+        self.abandon()
+        self._guard.require_unchanged()
         if self._stale_buffers:  # a pass that trained has left other ones on each rank
             for replicas in self.root.options.groups[::-1]:
                 broadcast_state(self.root.module.buffers(), replicas)
         self._stale_buffers = torch.is_grad_enabled() and self.root.syncs
-        self.abandon()
         self.running, self.trace = True, Trace()
 
     def pre_forward(self, group: ParamGroup, again: bool) -> UnitPass:
@@ -185,7 +184,9 @@ class State:
         for group in self.groups:
             group.readers.clear()
             still = not group.reshards_after_backward and group.version == group.gathered_version
-            if not (group.pinned or still):
+            if group.pinned or still:
+                group.hide()
+            else:
                 group.reshard()
 
     def reshard(self, group: ParamGroup, keep: bool = False) -> None:
@@ -398,7 +399,8 @@ def _made(this: UnitPass, output: list[torch.Tensor]) -> list[torch.Tensor]:
         value
         for module in this.group.modules
         for name, value in module.__dict__.items()
-        if name not in _OF_TORCH and name not in ("_flat_weights", "fsdp_group", "fsdp_state")
+        if name not in _OF_TORCH and name not in module._parameters
+        if name not in ("_flat_weights", "fsdp_group", "fsdp_state")
     ]
     found = [*output, *tensors_in(attributes, depth=0)]
     return [t for t in found if t.grad_fn is not None and t.grad_fn._sequence_nr() >= this.since]
