@@ -112,6 +112,22 @@ def test_the_naive_one(pools):
     assert pools(3)(run) == [([], held, True)] * 3
 
 
+def test_the_naive_one_gathers_once_forward_and_once_backward(pools):
+    """However many of its weights autograd needs."""
+
+    def run():
+        model = NaiveFullySharded(net(4, 4, 4, 4))
+        x = share(dist.get_rank(), 0)[:, :4].requires_grad_()
+        with md.measure.TrafficCounter() as forward:
+            loss = loss_of(model(x))
+        with md.measure.TrafficCounter() as backward:
+            loss.backward()
+        name, each = {"gloo": ("broadcast", 3), "shm": ("all_gather", 1)}[dist.get_backend()]
+        return [traffic.calls[name][0] / each for traffic in (forward, backward)]
+
+    assert pools(3)(run) == [[1, 1]] * 3
+
+
 def hybrid(module, **options):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     return wrapped(module, device_mesh=mesh, **options)

@@ -27,19 +27,20 @@ class NaiveFullySharded(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Gather, compute, and forget. Autograd must not keep the full parameters for the backward
-        pass: it saves where they were, and they are gathered again."""
-        full, views, offset = _Gather.apply(self.shard), {}, 0
-        for name, shape in self.shapes.items():
-            views[name] = full[offset : offset + shape.numel()].view(shape)
-            offset += shape.numel()
+        pass: it saves where they were. When it first asks for one, they are gathered again."""
+        full, again = _Gather.apply(self.shard), list[torch.Tensor]()
+        sizes = [shape.numel() for shape in self.shapes.values()]
+        parts = zip(self.shapes.items(), full[: sum(sizes)].split(sizes), strict=True)
+        views = {name: part.view(shape) for (name, shape), part in parts}
 
         def save(t: torch.Tensor, place: int = full.untyped_storage().data_ptr()) -> Any:
             is_parameter = t.untyped_storage().data_ptr() == place  # not full: autograd keeps save
             return (t.shape, t.stride(), t.storage_offset()) if is_parameter else t
 
         def load(saved: Any) -> torch.Tensor:
-            is_parameter = isinstance(saved, tuple)
-            return _Gather.apply(self.shard).as_strided(*saved).detach() if is_parameter else saved
+            if isinstance(saved, tuple) and not again:
+                again.append(_Gather.apply(self.shard).detach())
+            return again[0].as_strided(*saved) if isinstance(saved, tuple) else saved
 
         with saved_tensors_hooks(save, load):
             return functional_call(self.module[0], views, x)
@@ -56,5 +57,4 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        total = reduce_scatter(gradient, dist.group.WORLD)()  # type: ignore[arg-type]
-        return total / dist.get_world_size()
+        return reduce_scatter(gradient, dist.group.WORLD)() / dist.get_world_size()  # type: ignore[arg-type]
