@@ -269,10 +269,10 @@ def test_every_target_is_of_a_row_that_is_measured(monkeypatch, pools, tmp_path)
     monkeypatch.setattr(training, "peaks", lambda pool, ways, _: {})
     for module in (ddp, pipeline, tensor, fsdp):
         monkeypatch.setattr(module, "measure", lambda pool, ways, *_: times(*ways))
-        monkeypatch.setattr(module, "WORLD_SIZES", [2])
+        monkeypatch.setattr(module, "WORLD_SIZES", [2, 4] if module is fsdp else [2])
         rows += module.run(1, tmp_path / "picture.png")
     targets = [t for m in (collectives, ddp, pipeline, tensor, fsdp) for t in m.TARGETS]
-    assert len(targets) == 11
+    assert len(targets) == 12
     for target in targets:
         assert None not in target.measured(rows), target.name
 
@@ -434,7 +434,7 @@ def test_a_table_and_a_picture_of_sharded_steps(monkeypatch, tmp_path, capsys, m
     bench.run([name], 1, tmp_path)
     lines = capsys.readouterr().out.splitlines()
     assert sum("12,345" in line for line in lines) == len(module.STRATEGIES)
-    rows = {zero: 2 * 2 * 2 * 2, fsdp: 2 * (2 + 4)}[module]
+    rows = {zero: 2 * 2 * 2 * 2, fsdp: 2 * 2 * (2 + 4)}[module]
     assert sum("1× (1–1)" in line for line in lines) == rows
     assert (tmp_path / f"bench_{name}.png").stat().st_size > 1000
 

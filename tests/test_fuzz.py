@@ -87,6 +87,16 @@ PLANTED = {
         "minidist.fully_sharded.flat.flat_parameter.relist",
         lambda _: keep_the_old,
     ),
+    "lstm in place": (
+        lambda t: t.model == "lstm" and t.strategy == "fully_shard",
+        "minidist.fully_sharded.param_group._relist",
+        lambda _: keep_the_old,
+    ),
+    "gradients that wait": (
+        lambda t: t.strategy == "fully_shard" and t.passes > 1 and t.waiting == "no_sync",
+        "minidist.fully_sharded.param_group.partial_of",
+        lambda _: lambda *_: None,
+    ),
     "mixed": (
         lambda t: t.strategy == "mixed" and t.options["mesh"][0] == 2,
         "minidist.mixed.mean_gradients.MeanGradients.take",

@@ -1,4 +1,4 @@
-"""A step of fully sharded training, with Adam: ours, torch's FSDP1 and `fully_shard`.
+"""A step of fully sharded training, with Adam: both of our forms, and both of torch's.
 
 Lesson: fully_sharded
 """
@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,11 @@ def ours(model: nn.Module, group: dist.ProcessGroup) -> Wrapped:
     return _with_adam(md.FullyShardedDataParallel(model, group, by_class(nn.Linear)))
 
 
+def ours_in_place(model: nn.Module, group: dist.ProcessGroup) -> Wrapped:
+    """`md.fully_shard`, a unit for each layer."""
+    return _in_place(md.fully_shard, model, group)
+
+
 def torch_1(model: nn.Module, group: dist.ProcessGroup) -> Wrapped:
     """torch's wrapper, whose successor is `fully_shard`."""
     with warnings.catch_warnings():  # it tells how to get other state_dicts
@@ -49,11 +55,15 @@ def torch_1(model: nn.Module, group: dist.ProcessGroup) -> Wrapped:
 
 def torch_2(model: nn.Module, group: dist.ProcessGroup) -> Wrapped:
     """torch's `fully_shard`."""
+    return _in_place(fully_shard, model, group)
+
+
+def _in_place(shard: Callable[..., Any], model: nn.Module, group: dist.ProcessGroup) -> Wrapped:
     mesh = DeviceMesh.from_group(group, "cpu")
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+            shard(layer, mesh=mesh)
+    shard(model, mesh=mesh)
     return _with_adam(model)
 
 
@@ -62,7 +72,8 @@ def _with_adam(model: nn.Module) -> Wrapped:
 
 
 STRATEGIES: dict[str, Callable[..., Wrapped]] = {
-    "minidist": ours,
+    "minidist FSDP": ours,
+    "minidist fully_shard": ours_in_place,
     "torch FSDP1": torch_1,
     "torch fully_shard": torch_2,
 }
@@ -71,9 +82,22 @@ STRATEGIES: dict[str, Callable[..., Wrapped]] = {
 TARGETS = [
     Target(
         f"an FSDP step on shm, batch 8 and 64, against {there}",
-        {(f"2 ranks, batch {batch}, shm", there): reach for batch in BATCHES},
+        {(f"2 ranks, batch {batch}, FSDP, shm", there): reach for batch in BATCHES},
     )
     for there, reach in (("torch fully_shard, gloo", 2.5), ("torch FSDP1, shm", 1.3))
+] + [
+    Target(
+        "a step of fully_shard against torch's, batch 8 and 64, on 2 and 4 ranks, shm and gloo",
+        {
+            (
+                f"{ranks} ranks, batch {batch}, fully_shard, {backend}",
+                f"torch fully_shard, {backend}",
+            ): 1.1
+            for ranks in WORLD_SIZES
+            for batch in BATCHES
+            for backend in BACKENDS
+        },
+    )
 ]
 
 
@@ -85,9 +109,10 @@ def run(rounds: int, picture: Path) -> list[Row]:
             for batch in BATCHES:
                 data = partial(vectors, batch, SIZES[0], SIZES[-1])
                 taken = measure(pool, ways, rounds, data)
-                what = f"{world_size} ranks, batch {batch}, {{}}"
+                what = f"{world_size} ranks, batch {batch}, {{}}, {{}}"
                 rows += [
-                    taken.row(what.format(backend), f"minidist, {backend}", there)
+                    taken.row(what.format(form, backend), f"minidist {form}, {backend}", there)
+                    for form in ("FSDP", "fully_shard")
                     for backend in BACKENDS
                     for there in taken
                     if not there.startswith("minidist") and there.endswith(("gloo", backend))

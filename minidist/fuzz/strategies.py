@@ -7,11 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 import minidist as md
 from minidist.fully_sharded import by_class, by_size
+from minidist.fully_sharded.flat.unit_policies import chosen
 from minidist.fuzz.random_models import LlamaBlock
 from minidist.fuzz.trials import Options, Trial
 from minidist.parity import cross_entropy
@@ -158,6 +160,13 @@ class ShardedGradients(Data):
 
 class ShardedParameters(Data):
     def wrap(self, module: nn.Module) -> list[Any]:
+        units = self.policy(module)
+        if mesh := self.mesh():
+            self.options["device_mesh"] = mesh
+        self.model = md.FullyShardedDataParallel(module, auto_wrap_policy=units, **self.options)
+        return optimizers_of(self.trial, self.model)
+
+    def policy(self, module: nn.Module) -> Any:
         tied = len([*module.parameters()]) < len([*module.named_parameters(remove_duplicate=False)])
         blocks = by_class(md.zoo.Block, LlamaBlock, nn.LSTM)
         policies = {"none": None, "by class": by_class(nn.Linear), "by size": by_size(100)}
@@ -165,10 +174,30 @@ class ShardedParameters(Data):
         tied_ends = tied and self.trial.model == "transformer"
         if tied:  # ties stay within a unit
             units = blocks if tied_ends and units else None
-        if self.options.pop("hybrid") and self.ranks == 4:
-            self.options["device_mesh"] = dist.init_device_mesh("cpu", (2, 2))
-        self.model = md.FullyShardedDataParallel(module, auto_wrap_policy=units, **self.options)
+        return units
+
+    def mesh(self) -> Any:
+        hybrid = self.options.pop("hybrid") and self.ranks == 4
+        return dist.init_device_mesh("cpu", (2, 2)) if hybrid else None
+
+
+class ShardedInPlace(ShardedParameters):
+    """By `fully_shard`, the parts first."""
+
+    def wrap(self, module: nn.Module) -> list[Any]:
+        policy, mesh = self.policy(module), self.mesh()
+        for part in [*(chosen(module, policy).values() if policy else ()), module]:
+            md.fully_shard(part, mesh=mesh, **self.options)
+        self.model = module
         return optimizers_of(self.trial, self.model)
+
+    def waits(self, waits: bool) -> Any:
+        self.model.set_requires_gradient_sync(not waits or self.trial.waiting == "nothing")
+        return contextlib.nullcontext()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        state = self.model.state_dict()
+        return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in state.items()}
 
 
 class Stages(Alone):
@@ -240,6 +269,7 @@ STRATEGIES: dict[str, type[Alone]] = {
     "zero1": ShardedStates,
     "zero2": ShardedGradients,
     "fsdp": ShardedParameters,
+    "fully_shard": ShardedInPlace,
     "pipeline": Stages,
     "tensor": Features,
     "mixed": Mesh,

@@ -51,6 +51,14 @@ def of_units(chance: random.Random) -> Options:
     }
 
 
+def of_units_in_place(chance: random.Random) -> Options:
+    return {
+        "units": chance.choice(["none", "by class", "by size"]),
+        "reshard_after_forward": chance.choice([None, True, False]),
+        "hybrid": chance.random() < 0.3,
+    }
+
+
 def of_stages(chance: random.Random) -> Options:
     return {
         "schedule": chance.choice(["gpipe", "1f1b", "interleaved", "zero_bubble"]),
@@ -78,6 +86,7 @@ STRATEGIES: dict[str, Callable[[random.Random], Options]] = {
     "zero1": of_data,
     "zero2": lambda chance: {},
     "fsdp": of_units,
+    "fully_shard": of_units_in_place,
     "pipeline": of_stages,
     "tensor": of_features,
     "mixed": of_a_mesh,
