@@ -92,10 +92,10 @@ PLANTED = {
         "minidist.fully_sharded.param_group._relist",
         lambda _: keep_the_old,
     ),
-    "gradients that wait": (
-        lambda t: t.strategy == "fully_shard" and t.passes > 1 and t.waiting == "no_sync",
-        "minidist.fully_sharded.param_group.partial_of",
-        lambda _: lambda *_: None,
+    "a mean that is too large": (
+        lambda t: t.strategy == "fully_shard" and "SGD" in t.optimizers and t.clip is None,
+        "minidist.fully_sharded.param_group._accumulate",
+        lambda real: lambda parameter, mean: real(parameter, mean * 1.001),
     ),
     "mixed": (
         lambda t: t.strategy == "mixed" and t.options["mesh"][0] == 2,
