@@ -205,6 +205,56 @@ def test_checkpoints_of_optimizers(pools, tmp_path):
     assert pools(2)(load, tmp_path, given) == [{}] * 2
 
 
+def padded(module, size):
+    """Bytes of its parameters, each with as many rows as the ranks divide."""
+    return sum(-(-len(p) // size) * size * p[0].numel() * 8 for p in module.parameters())
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_bytes_that_are_sent_and_held(pools, size):
+    """All units are gathered forward, all but the root again backward, and all reduced. At most two
+    blocks are whole beside the shards and the root."""
+
+    def run():
+        model, _, adam, _ = both(sharded)
+        step = partial(loss_of, model, dist.get_rank())
+        step(0).backward()  # from now on it knows the order
+        adam.step()
+        adam.zero_grad()
+        with md.measure.TrafficCounter() as traffic, md.measure.MemoryTracker(model, adam) as held:
+            step(1).backward()
+        names = {"gloo": ("broadcast", "reduce"), "shm": ("all_gather", "reduce_scatter")}
+        sent = [traffic.calls[name][1] for name in names[dist.get_backend()]]
+        return sent, held.peak_of["parameters"], held.live["parameters"], held.live["gradients"]
+
+    model = Model()
+    block, whole = padded(model.blocks[0], size), padded(model, size)
+    root = whole - 3 * block
+    shard = whole // size
+    sent = [2 * whole - root, whole]
+    assert pools(size)(run) == [(sent, shard + root + 2 * block, shard, shard)] * size
+
+
+def test_a_profile_speaks_the_codes_words(pools):
+    def run():
+        model = both(sharded)[0]
+        loss_of(model, dist.get_rank(), 0).backward()
+        with torch.profiler.profile() as profile:
+            loss_of(model, dist.get_rank(), 1).backward()
+        begun = sorted((e.time_range.start, e.name) for e in profile.events())
+        return [name.removeprefix("fsdp.") for _, name in begun if name.startswith("fsdp.")]
+
+    forward = ["pre_forward Model", "unshard Block"]
+    for after in ("unshard Block", "unshard Block", None):
+        forward += ["pre_forward Block", *([after] if after else []), "post_forward Block"]
+    backward = ["pre_backward Model", "unshard Block"]
+    for after in ("unshard Block", "unshard Block", None):
+        backward += ["pre_backward Block", *([after] if after else []), "post_backward Block"]
+    whole = [*forward, "post_forward Model", *backward]
+    whole += ["post_backward Model", "root_post_backward"]
+    assert pools(2)(run) == [whole] * 2
+
+
 def test_accumulation_without_reducing(pools):
     def run():
         model, plain, ours, alone = both(sharded)
