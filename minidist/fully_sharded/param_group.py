@@ -213,25 +213,20 @@ class FlatShard:
         full = backend.scratch(
             self.ranks * sum(sizes), dtype=dtype, device=self.device, group=self.group
         )
-        by_rank = full.view(self.ranks, -1).split(sizes, 1)
-        for each, place in zip(trained, by_rank, strict=True):
-            left = partial_of(each.sharded)  # by passes that did not reduce
-            whole = each.grad if each.grad is not None else left
-            for part, source in _by_rank(place, whole, each.sharded.shape):
-                if source is None:
-                    part.zero_()
-                elif each.grad is None:
-                    part.copy_(source)
-                elif source.dtype == dtype:
-                    torch.mul(source, scale, out=part)
-                else:
-                    part.copy_(source).mul_(scale)
-            if left is not None:
-                if each.grad is not None:
-                    for part, source in _by_rank(place, left, each.sharded.shape):
-                        part.add_(source if source is not None else 0)
-                each.sharded.grad = None
+        for each, place in zip(trained, full.view(self.ranks, -1).split(sizes, 1), strict=True):
+            left = partial_of(each.sharded)  # by passes that did not reduce: scaled already
+            given = [(g, by) for g, by in ((each.grad, scale), (left, 1)) if g is not None]
+            if not given or place.numel() > each.sharded.numel():
+                place.zero_()
+            for number, (whole, by) in enumerate(given):
+                for part, source in _by_rank(place, whole):
+                    if number == 0:
+                        torch.mul(source.to(dtype), by, out=part)
+                    else:
+                        part.add_(source, alpha=by)
             each.grad = None
+            if left is not None:
+                each.sharded.grad = None
         arrive = reduce_scatter(full, self.group)
         self._mean = lambda: self._receive(arrive(), trained, sizes)
 
@@ -309,15 +304,17 @@ class ParamGroup:
 
     def unshard(self) -> None:
         """Begin to gather the full parameters, unless that has begun."""
-        if not self.unsharded:
-            self.unsharded = True
-            for flat in self.flats:
-                if flat.device.type == "meta":
-                    raise RuntimeError(
-                        f"parameter {flat.parameters[0].names[0]} is on the device meta: call "
-                        "to_empty(device=...) of the sharded model, and fill its parameters"
-                    )
-                flat.unshard()
+        if self.unsharded:
+            return
+        for flat in self.flats:
+            if flat.device.type == "meta":
+                raise RuntimeError(
+                    f"parameter {flat.parameters[0].names[0]} is on the device meta: call "
+                    "to_empty(device=...) of the sharded model, and fill its parameters"
+                )
+        self.unsharded = True
+        for flat in self.flats:
+            flat.unshard()
 
     def wait_for_unshard(self, arrived: Callable[[Gradients], None] | None = None) -> Any:
         """Give the modules full parameters. Autograd calls `arrived` when it has the gradients of
@@ -412,12 +409,11 @@ class ParamGroup:
     def leave(self) -> None:
         """Without reducing: the `.grad` of each parameter is the sum of what the ranks have, which
         DTensor calls Partial, and each rank has its own part of it, whole."""
-        self.pending, mesh = False, self.options.mesh
+        self.pending, self.left, mesh = False, True, self.options.mesh
         for each in self.parameters:
             gradient, each.grad = each.grad, None
             if gradient is None:
                 continue
-            self.left = True
             own = (gradient / self.divisor).to(each.sharded.dtype)
             before: Any = each.sharded.grad
             if (partial := partial_of(each.sharded)) is not None:
@@ -494,21 +490,14 @@ def _accumulate(parameter: nn.Parameter, mean: torch.Tensor) -> None:
 
 
 def _by_rank(
-    place: torch.Tensor, whole: torch.Tensor | None, shape: torch.Size
-) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Of a place (N, n) the parts, each with what belongs there of a whole tensor; None: padding,
-    or nothing is given."""
-    if whole is None or not shape.numel():
-        yield place, None
-        return
-    length = place.shape[1]
-    flat = whole.reshape(-1)
-    full, rest = divmod(len(flat), length)  # ranks that have all of their rows
-    yield place[:full], flat[: full * length].view(full, length)
-    if full < len(place):
-        yield place[full, :rest], flat[full * length :]
-        yield place[full, rest:], None
-        yield place[full + 1 :], None
+    place: torch.Tensor, whole: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Of a place (N, n) for all ranks' rows the parts, and what of a whole tensor belongs there."""
+    flat, length = whole.reshape(-1), place.shape[1]
+    ranks, rest = divmod(len(flat), length or 1)  # so many have all of their rows
+    yield place[:ranks], flat[: ranks * length].view(ranks, length)
+    if rest:
+        yield place[ranks, :rest], flat[ranks * length :]
 
 
 def _relist(module: nn.Module) -> None:

@@ -357,10 +357,10 @@ class BackwardPass:
         for trace in self._latest_first():
             self._go_to(trace, 0)
         for group in self._state.groups:
-            if not group.syncs:
-                group.leave()
-            elif group.pending or group.left:
+            if group.syncs and (group.pending or group.left):
                 self._reduce(group)
+            elif group.pending:
+                group.leave()
         if not self._touched:
             return
         with record_function("fsdp.root_post_backward"):
