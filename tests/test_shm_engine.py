@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import itertools
 import random
 import re
 import signal
@@ -386,7 +387,19 @@ def in_place(inside, n):
     own[rank * n : (rank + 1) * n] = row(rank + 1)  # its part lies where it belongs
     dist.all_gather_into_tensor(own, own[rank * n : (rank + 1) * n], group=group)
     assert torch.equal(own, whole)
+    cuts = [0, 3, 3, n // 2 + 1, n]  # several at once, that lie one behind another
+    several = [mine[a:b] for a, b in itertools.pairwise(cuts)]
+    wholes = [torch.empty(size * len(each)) for each in several]
+    group.all_gather_single_coalesced(wholes, several).wait()
+    gathered = torch.cat([each.view(size, -1) for each in wholes], 1)
+    assert torch.equal(gathered, whole.view(size, n))
     found["all_gather"] = staged(group)
+    if rank == 1:  # and here and there, on one rank, in two dtypes
+        several = [each.clone() for each in several]
+    several, wholes[0] = [several[0].double(), *several[1:]], wholes[0].double()
+    group.all_gather_single_coalesced([each.zero_() for each in wholes], several).wait()
+    gathered = torch.cat([each.view(size, -1) for each in wholes], 1)
+    assert torch.equal(gathered, whole.view(size, n).double())
     dist.destroy_process_group(group)
 
     group = dist.new_group()

@@ -38,25 +38,37 @@ def broadcast(members: Members, x: torch.Tensor, root: int) -> Operation:
     yield from exchange(members, x, [root], pieces, stage, take, take_there)
 
 
-def all_gather(members: Members, outs: Sequence[torch.Tensor], x: torch.Tensor) -> Operation:
-    """outs: (n,) for each rank's x; none on a rank that does not want them."""
+def all_gather(
+    members: Members, outs: Sequence[Sequence[torch.Tensor]], x: torch.Tensor
+) -> Operation:
+    """outs: for each rank's x (n,) the parts into which it goes, one behind another; none on a rank
+    that does not want them."""
 
     def stage(cut: slice, rooms: list[torch.Tensor]) -> None:
         rooms[members.rank].copy_(x[cut])
 
     def take(cut: slice, rooms: list[torch.Tensor]) -> None:
-        for out, room in zip(outs, rooms, strict=False):
-            out[cut].copy_(room)
+        for parts, room in zip(outs, rooms, strict=False):
+            _into(parts, cut.start, room)
 
     def take_there(there: list[torch.Tensor]) -> None:
-        for rank, out in enumerate(outs):
+        for rank, parts in enumerate(outs):
             if rank != members.rank:
-                out.copy_(there[rank])
-            elif out.data_ptr() != x.data_ptr():
-                out.copy_(x)
+                _into(parts, 0, there[rank])
+            elif [part.data_ptr() for part in parts] != [x.data_ptr()]:
+                _into(parts, 0, x)
 
     pieces = pieces_of(members, len(x), x.dtype)
     yield from exchange(members, x, range(members.size), pieces, stage, take, take_there)
+
+
+def _into(parts: Sequence[torch.Tensor], begin: int, source: torch.Tensor) -> None:
+    """Copy it to the place `begin` of these tensors, which count one behind another."""
+    for part in parts:
+        low, high = max(begin, 0), min(begin + len(source), len(part))
+        if low < high:
+            part[low:high].copy_(source[low - begin : high - begin])
+        begin -= len(part)
 
 
 def scatter(
@@ -101,7 +113,7 @@ def all_to_all(
     rank, size = members.rank, members.size
     sizes = torch.empty(size, 2, size, dtype=torch.int64)  # of each rank: given, expected
     mine = torch.tensor([list(map(len, parts)), list(map(len, outs))])
-    yield from all_gather(members, sizes.view(size, -1).unbind(), mine.view(-1))
+    yield from all_gather(members, [[each] for each in sizes.view(size, -1)], mine.view(-1))
     for sender, receiver in (sizes[:, 0] != sizes[:, 1].T).nonzero().tolist():
         raise RuntimeError(
             f"all_to_all: rank {sender} gives {sizes[sender, 0, receiver]} elements to rank "

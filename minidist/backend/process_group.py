@@ -19,6 +19,7 @@ from minidist.backend.group import Cost, Group, Tensors, flatten, put_back
 from minidist.backend.handle import Handle
 from minidist.backend.queues import Operation
 from minidist.backend.reduction import Reduction
+from minidist.backend.staging import joined
 from minidist.backend.uncompiled import uncompiled
 
 Way = Callable[[list[steps.Step]], list[steps.Step]]  # as it is, or `steps.back`
@@ -115,9 +116,15 @@ class ShmProcessGroup(Group):
             checks.together("all_gather_single", output, x, self.size())
 
         def run() -> Operation:
-            for output, x in zip(outputs, inputs, strict=True):
-                flat = flatten(output)
-                yield from self._gather(flat.view(self.size(), -1), x)
+            flats, parts = [flatten(output) for output in outputs], [flatten(x) for x in inputs]
+            for dtype in dict.fromkeys(x.dtype for x in inputs):  # all of a dtype at once
+                wholes = [flat.view(self.size(), -1) for flat in flats if flat.dtype == dtype]
+                own = [part for part in parts if part.dtype == dtype]
+                x = joined(own)
+                by_rank = list(zip(*wholes, strict=True))
+                x = torch.cat(own) if x is None else x
+                yield from operations.all_gather(self.members, by_rank, x)
+            for output, flat in zip(outputs, flats, strict=True):
                 put_back(output, flat)
 
         what, cost = f"all_gather_single({describe(*inputs)})", self._ring(_nbytes(outputs))
@@ -139,7 +146,7 @@ class ShmProcessGroup(Group):
 
     def _gather(self, outs: Any, x: torch.Tensor) -> Operation:
         flats = [flatten(out) for out in outs]
-        yield from operations.all_gather(self.members, flats, flatten(x))
+        yield from operations.all_gather(self.members, [[flat] for flat in flats], flatten(x))
         for out, flat in zip(outs, flats, strict=True):
             put_back(out, flat)
 

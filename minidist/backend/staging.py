@@ -67,13 +67,15 @@ def show(
 
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Tensors (n,) that lie one behind another in one piece of memory, as one."""
-    first = parts[0]
-    for i, part in enumerate(parts):
-        if part.data_ptr() != first.data_ptr() + i * first.nbytes:
+    parts = [part for part in parts if len(part)] or list(parts[:1])  # an empty one has no address
+    first, end = parts[0], parts[0].data_ptr()
+    for part in parts:
+        if part.data_ptr() != end:
             return None
         if part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
             return None
-    return first.as_strided((len(parts) * len(first),), (1,))
+        end += part.nbytes
+    return first.as_strided((sum(map(len, parts)),), (1,))
 
 
 def cached(x: torch.Tensor, share: slice) -> Iterator[slice]:

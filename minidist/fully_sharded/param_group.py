@@ -11,6 +11,7 @@ end to end, are the parameter. Zhao et al. (arXiv 2304.11277), section 3.2. Less
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,9 +25,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from minidist import backend
 from minidist.zero.messages import all_gather, reduce_scatter
 
-# Elements from which ranks that share memory gather a parameter by a call of its own, straight into
-# its place. A smaller one travels with others, and is copied: a call costs more than that.
-LARGE = 2**14
 EMPTY = 2**30  # the version of full parameters without memory
 
 
@@ -88,23 +86,15 @@ class FlatShard:
         self.options, self.device = options, device
         self.group = options.groups[0]
         self.ranks, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
-        at_once = dist.get_backend(self.group) == "shm"
-        sizes = {p: -(-len(p) // self.ranks) * p.shape[1:].numel() for _, _, p in named}
-        alone = [each for each in named if len(named) == 1 or (at_once and sizes[each[2]] >= LARGE)]
-        together = [each for each in named if each not in alone]
+        sizes = [-(-len(p) // self.ranks) * p.shape[1:].numel() for _, _, p in named]
         dtype = named[0][2].dtype
         home = torch.device("cpu") if options.offloads and device.type != "meta" else device
-        self._allocate(sum(sizes.values()), dtype, home)
+        self._allocate(sum(sizes), dtype, home)
         self.parameters: list[ShardedParameter] = []
-        begin = 0
-        for names, places, p in together + alone:
-            in_shard = slice(begin, begin + sizes[p])
-            begin = in_shard.stop
-            self.parameters.append(
-                ShardedParameter(names, places, self._dtensor(p, in_shard), in_shard)
-            )
-        self.alone = self.parameters[len(together) :]
-        self.together = sum(sizes[p] for _, _, p in together)  # elements that travel in one call
+        for (names, places, p), end, size in zip(named, accumulate(sizes), sizes, strict=True):
+            in_shard = slice(end - size, end)
+            sharded = self._dtensor(p, in_shard)
+            self.parameters.append(ShardedParameter(names, places, sharded, in_shard))
 
     def _allocate(self, length: int, dtype: torch.dtype, home: torch.device) -> None:
         """The shard, in memory that the ranks share if they can; and full parameters, empty."""
@@ -117,7 +107,8 @@ class FlatShard:
         )
         # What modules see. It has a version of its own: when the values come back, none changed.
         self._seen = self.full.data
-        self._version, self._arrive = 0, list[Callable[[], None]]()
+        self._version = 0
+        self._arrive: Callable[[], None] | None = None
         self._mean: Callable[[], None] | None = None
         self.has_memory = True
         self.free()
@@ -156,34 +147,42 @@ class FlatShard:
             self.full.untyped_storage().resize_(self.full.nbytes)
         self.has_memory = True
         own = self.shard.to(self.full.device, self.full.dtype)
-        if size := self.together:
-            gathered = backend.scratch(
-                self.ranks * size, dtype=own.dtype, device=own.device, group=self.group
-            )
-            arrive = all_gather(gathered, self.group, own[:size])
-            self._arrive.append(lambda: self._take(arrive, gathered.view(self.ranks, size)))
-        for each in self.alone:
-            self._arrive.append(all_gather(self._place(each), self.group, own[each.in_shard]))
+        places = [
+            self.full[self.ranks * each.in_shard.start : self.ranks * each.in_shard.stop]
+            for each in self.parameters
+        ]
+        if len(places) == 1:
+            self._arrive = all_gather(places[0], self.group, own)
+        elif dist.get_backend(self.group) == "shm":  # one call gathers each into its place
+            owns = [own[each.in_shard] for each in self.parameters]
+            group: Any = self.group
+            self._arrive = group.all_gather_single_coalesced(places, owns).wait
+        else:
+            gathered = own.new_empty(len(self.full))
+            arrive = all_gather(gathered, self.group, own)
+            self._arrive = lambda: self._take(arrive, gathered.view(self.ranks, -1), places)
 
-    def _take(self, arrive: Callable[[], None], gathered: torch.Tensor) -> None:
+    def _take(
+        self, arrive: Callable[[], None], gathered: torch.Tensor, places: list[torch.Tensor]
+    ) -> None:
         arrive()
-        for each in self.parameters[: len(self.parameters) - len(self.alone)]:
-            self._place(each).view(self.ranks, -1).copy_(gathered[:, each.in_shard])
-
-    def _place(self, each: ShardedParameter) -> torch.Tensor:
-        return self.full[self.ranks * each.in_shard.start : self.ranks * each.in_shard.stop]
+        for each, place in zip(self.parameters, places, strict=True):
+            place.view(self.ranks, -1).copy_(gathered[:, each.in_shard])
 
     def wait(self) -> None:
         """Until the full parameters are there. Only now they may be read."""
-        while self._arrive:
-            self._arrive.pop(0)()
+        self._arrived()
         if self._seen._version == EMPTY:
             _set_version(self._seen, self._version)
 
+    def _arrived(self) -> None:
+        if self._arrive is not None:
+            arrive, self._arrive = self._arrive, None
+            arrive()
+
     def free(self) -> None:
         """Give back the memory of the full parameters. Autograd raises if it was to read them."""
-        while self._arrive:
-            self._arrive.pop(0)()
+        self._arrived()
         if self.has_memory:
             if self._seen._version != EMPTY:
                 self._version = self._seen._version
@@ -249,8 +248,7 @@ class FlatShard:
     # ---- copy.deepcopy of a model ----------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        nothing = dict.fromkeys(("shard", "full", "_seen", "_mean"))
-        return vars(self) | nothing | {"_arrive": []}
+        return vars(self) | dict.fromkeys(("shard", "full", "_seen", "_arrive", "_mean"))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
