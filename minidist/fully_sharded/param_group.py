@@ -8,6 +8,7 @@ lie end to end in one tensor, the `shard`, which is sent as a whole. The ranks' 
 end to end, are the parameter. Zhao et al. (arXiv 2304.11277), section 3.2. Lesson: fully_sharded
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -58,6 +59,7 @@ class ShardedParameter:
     in_shard: slice  # where these are, with the padding of the last ranks
     grad: torch.Tensor | None = None  # of this rank, whole, while a backward pass goes on
     mean: torch.Tensor | None = None  # of all ranks, this rank's rows: when it is reduced
+    seen: Any = None  # what the modules have
 
     @property
     def local(self) -> torch.Tensor:
@@ -67,6 +69,15 @@ class ShardedParameter:
 
     def put(self, parameter: Any) -> None:
         """Have the modules compute with it."""
+        if parameter is self.seen:
+            return
+        for (module, name), called in zip(self.places, self.names, strict=True):
+            if self.seen is not None and module._parameters.get(name) is not self.seen:
+                raise RuntimeError(
+                    f"parameter {called} has been replaced since it was sharded, and its shards "
+                    "are what is gathered: write into them, or change the module and then shard it"
+                )
+        self.seen = parameter
         for module, name in self.places:
             module._parameters[name] = parameter
             if hasattr(module, "_flat_weights_names"):  # nn.LSTM and the like list theirs, too
@@ -99,6 +110,22 @@ class FlatShard:
             )
         self.alone = self.parameters[len(together) :]
         self.together = sum(sizes[p] for _, _, p in together)  # elements that travel in one call
+        self._storages = self._find_storages()
+
+    def _find_storages(self) -> list[tuple[Any, Any]]:
+        return [(p.local.untyped_storage(), p.sharded.untyped_storage()) for p in self.parameters]
+
+    def _require_own(self) -> None:
+        """Raises if a parameter has other memory than the shard. `p.data = ...` changes nothing of
+        a DTensor but a storage that nobody reads."""
+        now = self._find_storages()
+        for each, before, after in zip(self.parameters, self._storages, now, strict=True):
+            if any(a._cdata != b._cdata for a, b in zip(before, after, strict=True)):
+                raise RuntimeError(
+                    f"parameter {each.names[0]} has been given other memory, by p.data = ..., or "
+                    "since a module within the unit was moved alone. Its shard is what is "
+                    "gathered: write into it, p.copy_(...), and move whole units"
+                )
 
     def _allocate(self, length: int, dtype: torch.dtype, home: torch.device) -> None:
         """The shard, in memory that the ranks share if they can; and full parameters, empty."""
@@ -119,7 +146,7 @@ class FlatShard:
     def _dtensor(self, p: nn.Parameter, in_shard: slice) -> nn.Parameter:
         rows = -(-len(p) // self.ranks)
         own = p.detach()[self.rank * rows : (self.rank + 1) * rows]
-        local = self.shard[in_shard][: own.numel()].view(own.shape).copy_(own)
+        local = _part(self.shard, in_shard.start, own.shape).copy_(own)
         mesh, placements = self.options.mesh, self.options.placements
         stride = torch.empty(p.shape, device="meta").stride()
         new = DTensor.from_local(
@@ -139,13 +166,16 @@ class FlatShard:
         self._allocate(self.parameters[-1].in_shard.stop, first.dtype, first.device)
         for each in self.parameters:
             own = each.local.detach()
-            local = self.shard[each.in_shard][: own.numel()].view(own.shape).copy_(own)
+            local = _part(self.shard, each.in_shard.start, own.shape).copy_(own)
             each.sharded._local_tensor = local  # type: ignore[attr-defined]
+        self._storages = self._find_storages()
 
     # ---- gather and free -------------------------------------------------------------------
 
+    @torch.inference_mode(False)  # a backend writes into what is allocated here, outside of it
     def unshard(self) -> None:
         """Begin the all_gather."""
+        self._require_own()
         if not self.has_memory:
             self.full.untyped_storage().resize_(self.full.nbytes)
         self.has_memory = True
@@ -235,8 +265,8 @@ class FlatShard:
         for replicas in self.options.groups[1:]:
             dist.all_reduce(mean, group=replicas)
         mean = mean.to(self.shard)
-        for each, part in zip(trained, mean.split(sizes), strict=True):
-            own = part[: each.local.numel()].view(each.local.shape)
+        for each, begin in zip(trained, itertools.accumulate(sizes, initial=0), strict=False):
+            own = _part(mean, begin, each.local.shape)
             each.mean = own if each.mean is None else each.mean.add_(own)
 
     def wait_for_reduce(self) -> None:
@@ -248,7 +278,7 @@ class FlatShard:
     # ---- copy.deepcopy of a model ----------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        nothing = dict.fromkeys(("shard", "full", "_seen", "_mean"))
+        nothing = dict.fromkeys(("shard", "full", "_seen", "_mean", "_storages"))
         return vars(self) | nothing | {"_arrive": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -296,15 +326,15 @@ class ParamGroup:
 
     @property
     def version(self) -> int:
-        """Goes up when a parameter is written."""
-        return sum(each.sharded._version for each in self.parameters)
+        """Goes up when a parameter is written, or its local tensor."""
+        return sum(each.sharded._version + each.local._version for each in self.parameters)
 
     # ---- gather, use, free -----------------------------------------------------------------
 
     def unshard(self) -> None:
         """Begin to gather the full parameters, unless that has begun."""
         if not self.unsharded:
-            self.unsharded = True
+            self.unsharded, self.gathered_version = True, self.version
             for flat in self.flats:
                 if flat.device.type == "meta":
                     raise RuntimeError(
@@ -317,7 +347,6 @@ class ParamGroup:
         """Give the modules full parameters. Autograd calls `arrived` when it has the gradients of
         all: from the node that this returns, if there is one."""
         self.unshard()
-        self.gathered_version = self.version
         for flat in self.flats:
             flat.wait()
         views = [view for flat in self.flats for view in flat.views()]
@@ -485,6 +514,16 @@ def _accumulate(parameter: nn.Parameter, mean: torch.Tensor) -> None:
     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
     for hook in (like._post_accumulate_grad_hooks or {}).values():
         hook(parameter)
+
+
+def _part(flat: torch.Tensor, begin: int, shape: torch.Size) -> torch.Tensor:
+    """A view of these elements that begins its storage: copy.deepcopy of a DTensor needs that."""
+    if flat.is_meta:
+        return flat[begin : begin + shape.numel()].view(shape)
+    like = flat[begin : begin + shape.numel()].view(shape)
+    first, size = int(like.storage_offset()), like.element_size()
+    storage: Any = flat.untyped_storage()[size * first : size * (first + like.numel())]
+    return flat.new_empty(0).set_(storage, 0, like.shape, like.stride())
 
 
 def _by_rank(
