@@ -34,6 +34,7 @@ ON_BOTH = {
     "test_ddp_as_torch",
     "test_distributed_data_parallel",
     "test_fully_shard",
+    "test_fully_shard_tools",
     "test_fully_sharded",
     "test_fully_sharded_edges",
     "test_hooks",

@@ -78,7 +78,7 @@ class Guard:
                 self._refuse(name, "been replaced" if name in names else "been added")
         for parameter, name in self._trained.items():
             if parameter not in now:
-                self._refuse(name, "been removed")
+                self._refuse(name, "been replaced" if name in now.values() else "been removed")
 
     def _refuse(self, name: str, how: str, more: str = "") -> NoReturn:
         raise RuntimeError(

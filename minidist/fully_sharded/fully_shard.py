@@ -1,6 +1,7 @@
 """`fully_shard`, torch's form: it makes a unit of a module, in place. Lesson: fully_sharded"""
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any, TypeVar
 
@@ -126,8 +127,7 @@ def fully_shard(
     modules = [each for _, each in own]
     group = ParamGroup(module, modules, list(_flatten(own, options)), options)
     module.__dict__["fsdp_group"] = group
-    kind = type(module)
-    module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+    module.__class__ = _sharded_class(type(module))  # type: ignore[assignment, arg-type]
     module.register_load_state_dict_pre_hook(_distribute)
     _share_state(module)
     return module
@@ -300,6 +300,11 @@ def _of_type(name: str, value: Any, kind: type) -> Any:
     if value is not None and not isinstance(value, kind):
         raise TypeError(f"{name} is a {kind.__name__}, not {value!r}")
     return value
+
+
+@functools.cache  # one for all blocks: torch.compile compiles a method once a class
+def _sharded_class(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
 
 
 def _share_state(module: nn.Module) -> None:

@@ -56,6 +56,7 @@ class ShardedParameter:
     in_shard: slice  # where these are, with the padding of the last ranks
     grad: torch.Tensor | None = None  # of this rank, whole, while a backward pass goes on
     mean: torch.Tensor | None = None  # of all ranks, this rank's rows: when it is reduced
+    seen: Any = None  # what the modules have
 
     @property
     def local(self) -> torch.Tensor:
@@ -65,17 +66,27 @@ class ShardedParameter:
 
     def show(self, view: torch.Tensor) -> None:
         """Have the modules compute with this. Python looks there before it asks nn.Module: so
-        `parameters()` stays as it is."""
-        for module, name in self.places:
+        `parameters()` stays as it is. Raises RuntimeError if another parameter is there."""
+        for (module, name), called in zip(self.places, self.names, strict=True):
+            if module._parameters.get(name) is not self.sharded:
+                raise RuntimeError(
+                    f"parameter {called} has been replaced since it was sharded, and its shards "
+                    "are what is gathered: write into them, or change the module and then shard it"
+                )
             module.__dict__[name] = view
+            _relist(module)
+
+    def hide(self) -> None:
+        """The opposite."""
+        for module, name in self.places:
+            module.__dict__.pop(name, None)
             _relist(module)
 
     def put(self, parameter: nn.Parameter) -> None:
         """Make this the parameter of the modules."""
         for module, name in self.places:
-            module.__dict__.pop(name, None)
             module._parameters[name] = parameter
-            _relist(module)
+        self.hide()
 
 
 class FlatShard:
@@ -95,6 +106,22 @@ class FlatShard:
             in_shard = slice(end - size, end)
             sharded = self._dtensor(p, in_shard)
             self.parameters.append(ShardedParameter(names, places, sharded, in_shard))
+        self._storages = self._find_storages()
+
+    def _find_storages(self) -> list[tuple[Any, Any]]:
+        return [(p.local.untyped_storage(), p.sharded.untyped_storage()) for p in self.parameters]
+
+    def _require_own(self) -> None:
+        """Raises if a parameter has other memory than the shard. `p.data = ...` changes nothing of
+        a DTensor but a storage that nobody reads."""
+        now = self._find_storages()
+        for each, before, after in zip(self.parameters, self._storages, now, strict=True):
+            if any(a._cdata != b._cdata for a, b in zip(before, after, strict=True)):
+                raise RuntimeError(
+                    f"parameter {each.names[0]} has been given other memory, by p.data = ..., or "
+                    "since a module within the unit was moved alone. Its shard is what is "
+                    "gathered: write into it, p.copy_(...), and move whole units"
+                )
 
     def _allocate(self, length: int, dtype: torch.dtype, home: torch.device) -> None:
         """The shard, in memory that the ranks share if they can; and full parameters, empty."""
@@ -116,7 +143,7 @@ class FlatShard:
     def _dtensor(self, p: nn.Parameter, in_shard: slice) -> nn.Parameter:
         rows = -(-len(p) // self.ranks)
         own = p.detach()[self.rank * rows : (self.rank + 1) * rows]
-        local = self.shard[in_shard][: own.numel()].view(own.shape).copy_(own)
+        local = _part(self.shard, in_shard.start, own.shape).copy_(own)
         mesh, placements = self.options.mesh, self.options.placements
         stride = torch.empty(p.shape, device="meta").stride()
         new = DTensor.from_local(
@@ -136,13 +163,16 @@ class FlatShard:
         self._allocate(self.parameters[-1].in_shard.stop, first.dtype, first.device)
         for each in self.parameters:
             own = each.local.detach()
-            local = self.shard[each.in_shard][: own.numel()].view(own.shape).copy_(own)
+            local = _part(self.shard, each.in_shard.start, own.shape).copy_(own)
             each.sharded._local_tensor = local  # type: ignore[attr-defined]
+        self._storages = self._find_storages()
 
     # ---- gather and free -------------------------------------------------------------------
 
+    @torch.inference_mode(False)  # a backend writes into what is allocated here, outside of it
     def unshard(self) -> None:
         """Begin the all_gather."""
+        self._require_own()
         if not self.has_memory:
             self.full.untyped_storage().resize_(self.full.nbytes)
         self.has_memory = True
@@ -235,8 +265,8 @@ class FlatShard:
         for replicas in self.options.groups[1:]:
             dist.all_reduce(mean, group=replicas)
         mean = mean.to(self.shard)
-        for each, part in zip(trained, mean.split(sizes), strict=True):
-            own = part[: each.local.numel()].view(each.local.shape)
+        for each, begin in zip(trained, accumulate(sizes, initial=0), strict=False):
+            own = _part(mean, begin, each.local.shape)
             each.mean = own if each.mean is None else each.mean.add_(own)
 
     def wait_for_reduce(self) -> None:
@@ -248,7 +278,8 @@ class FlatShard:
     # ---- copy.deepcopy of a model ----------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | dict.fromkeys(("shard", "full", "_seen", "_arrive", "_mean"))
+        nothing = "shard", "full", "_seen", "_arrive", "_mean", "_storages"
+        return vars(self) | dict.fromkeys(nothing)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -295,8 +326,8 @@ class ParamGroup:
 
     @property
     def version(self) -> int:
-        """Goes up when a parameter is written."""
-        return sum(each.sharded._version for each in self.parameters)
+        """Goes up when a parameter is written, or its local tensor."""
+        return sum(each.sharded._version + each.local._version for each in self.parameters)
 
     # ---- gather, use, free -----------------------------------------------------------------
 
@@ -310,7 +341,7 @@ class ParamGroup:
                     f"parameter {flat.parameters[0].names[0]} is on the device meta: call "
                     "to_empty(device=...) of the sharded model, and fill its parameters"
                 )
-        self.unsharded = True
+        self.unsharded, self.gathered_version = True, self.version
         for flat in self.flats:
             flat.unshard()
 
@@ -318,7 +349,6 @@ class ParamGroup:
         """Give the modules full parameters. Autograd calls `arrived` when it has the gradients of
         all: from the node that this returns, if there is one."""
         self.unshard()
-        self.gathered_version = self.version
         for flat in self.flats:
             flat.wait()
         views = [view for flat in self.flats for view in flat.views()]
@@ -342,7 +372,9 @@ class ParamGroup:
     def hide(self) -> None:
         """The modules have their DTensors again."""
         for each in self.parameters:
-            each.put(each.sharded)
+            if self.pinned:
+                each.put(each.sharded)
+            each.hide()
 
     def reshard(self, keep: bool = False) -> None:
         """The modules have their DTensors again, and the full parameters are freed; `keep` their
@@ -485,6 +517,16 @@ def _accumulate(parameter: nn.Parameter, mean: torch.Tensor) -> None:
     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
     for hook in (like._post_accumulate_grad_hooks or {}).values():
         hook(parameter)
+
+
+def _part(flat: torch.Tensor, begin: int, shape: torch.Size) -> torch.Tensor:
+    """A view of these elements that begins its storage: copy.deepcopy of a DTensor needs that."""
+    part = flat[begin : begin + shape.numel()].view(shape)
+    if flat.is_meta:
+        return part
+    first = part.storage_offset() * part.element_size()
+    storage: Any = flat.untyped_storage()[first : first + part.nbytes]
+    return flat.new_empty(0).set_(storage, 0, part.shape, part.stride())
 
 
 def _by_rank(

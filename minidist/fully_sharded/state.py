@@ -23,6 +23,7 @@ from torch.autograd import Variable
 from torch.profiler import record_function
 from torch.utils._pytree import tree_map
 
+from minidist.backend.uncompiled import uncompiled
 from minidist.common.guard import Guard
 from minidist.common.replicas import broadcast_state
 from minidist.common.tensors_in import tensors_in
@@ -68,6 +69,7 @@ class State:
         self.running = False  # within a forward pass of the root
         self.ahead: list[ParamGroup] = []  # gathered before their time
         self.trace = Trace()  # of this forward pass
+        self.traces = weakref.WeakSet[Trace]()  # of all that a backward pass may go back along
         self._known: list[ParamGroup] = []  # the order of units in the last forward pass
         self._now: list[ParamGroup] = []  # in this one
         self._last: UnitPass | None = None
@@ -114,7 +116,13 @@ class State:
             self._end()
         return cast(output, precision.output_dtype)
 
+    @uncompiled
     def _begin(self) -> None:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise RuntimeError(
+                "a fully sharded model cannot be called within torch.func's transforms, which do "
+                "not go through its messages. torch.autograd.grad, and functional.jacobian, do"
+            )
         self.abandon()
         self._guard.require_unchanged()
         if self._stale_buffers:  # a pass that trained has left other ones on each rank
@@ -122,7 +130,9 @@ class State:
                 broadcast_state(self.root.module.buffers(), replicas)
         self._stale_buffers = torch.is_grad_enabled() and self.root.syncs
         self.running, self.trace = True, Trace()
+        self.traces.add(self.trace)
 
+    @uncompiled
     def pre_forward(self, group: ParamGroup, again: bool) -> UnitPass:
         """Gather the unit, and begin to gather the next one."""
         this = UnitPass(group)
@@ -147,6 +157,7 @@ class State:
                 self.prefetch([self._known[done]])
         return this
 
+    @uncompiled
     def post_forward(self, this: UnitPass, again: bool, inputs: Any, output: Any) -> None:
         """Free the unit, and have a backward pass call us when it comes to it."""
         group, trained = this.group, torch.is_grad_enabled()
@@ -173,6 +184,7 @@ class State:
         for tensor in ends:
             tensor.register_hook(lambda _: self.backward().pre_backward(trace, this))
 
+    @uncompiled
     def _end(self) -> None:
         self.prefetch([])
         self._known, self._now, self._last = self._now, [], None
@@ -183,8 +195,8 @@ class State:
         self._now, self._last, self.ahead, self.running = [], None, [], False
         for group in self.groups:
             group.readers.clear()
-            still = not group.reshards_after_backward and group.version == group.gathered_version
-            if group.pinned or still:
+            kept = group.pinned or not group.reshards_after_backward
+            if kept and group.version == group.gathered_version:
                 group.hide()
             else:
                 group.reshard()
@@ -260,7 +272,8 @@ class BackwardPass:
 
     def look_ahead(self) -> None:
         """Find out whether it makes gradients of parameters. torch.autograd.grad makes none."""
-        nodes = [this.node for this, entered in self._state.trace.events if entered and this.node]
+        events = itertools.chain.from_iterable(trace.events for trace in self._state.traces)
+        nodes = [this.node for this, entered in events if entered and this.node]
         if any(map(torch._C._will_engine_execute_node, nodes)):
             self._begin_training()
 
