@@ -361,10 +361,6 @@ REFUSED = {
         lambda: md.fully_shard(nn.Linear(2, 2 + dist.get_rank())),
         "the ranks have different models",
     ),
-    "assign": (
-        lambda: md.fully_shard(Model()).load_state_dict(Model().state_dict(), assign=True),
-        "cannot take the place",
-    ),
     "a number": (number, "parameter blocks.0.scale has no dimension"),
     "not torch's": (
         lambda: sharded(Model()).set_all_reduce_hook(print),

@@ -323,6 +323,22 @@ def freezing(model, ranks):
     train(model, ranks, optimizer, [2])
 
 
+def partly_frozen():
+    net = Net()
+    net.blocks[0].requires_grad_(False)
+    net.head.bias.requires_grad_(False)
+    return net
+
+
+@case(make=partly_frozen)
+def unfreezing(model, ranks):
+    """Of what was frozen when it was sharded."""
+    optimizer = sgd(model)
+    train(model, ranks, optimizer, [0])
+    model.requires_grad_(True)
+    train(model, ranks, optimizer, [1, 2])
+
+
 @case
 def written(model, ranks):
     """Under no_grad, by p.data, and by the local tensor; also of units that stay gathered."""
@@ -677,12 +693,13 @@ def converted(model, ranks):
     train(model, ranks, optimizer)
 
 
-def from_meta(model, broadcast=False):
-    """As torchtitan does: shard, then memory, then values."""
+def from_meta(model, empty=True):
+    """As torchtitan does: shard, then memory, then values; or torch's function gives memory."""
     state = model.state_dict()
     with torch.device("meta"):
         new = sharded(Net().double())
-    new.to_empty(device="cpu")
+    if empty:
+        new.to_empty(device="cpu")
     set_model_state_dict(
         new,
         state if dist.get_rank() == 0 else {},
@@ -692,6 +709,7 @@ def from_meta(model, broadcast=False):
 
 
 _parity("from meta", Net, shard=from_meta)
+_parity("from meta, assigned", Net, shard=partial(from_meta, empty=False))
 
 
 def initialized():

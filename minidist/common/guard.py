@@ -28,10 +28,16 @@ class Guard:
     """
 
     def __init__(
-        self, module: nn.Module, who: str, ignored: Set[nn.Parameter] = frozenset()
+        self,
+        module: nn.Module,
+        who: str,
+        ignored: Set[nn.Parameter] = frozenset(),
+        frozen_too: bool = False,
     ) -> None:
+        """frozen_too: those that are frozen now are `who`'s as well, and may be trained later."""
         self._module, self._who, self._ignored = module, who, ignored
-        trained = {p: name for name, p in module.named_parameters() if p.requires_grad}
+        named = module.named_parameters()
+        trained = {p: name for name, p in named if p.requires_grad or frozen_too}
         self._trained = {p: name for p, name in trained.items() if p not in ignored}
         self._kinds = list(map(_kind, self._trained))
         self._look()

@@ -78,7 +78,7 @@ def fully_shard(
     its optimizers, `get_optimizer_state_dict`, its checkpoints; `md.saving` as well. Every rank
     takes rank 0's values. A model on the device "meta" stays there: call `to_empty(device=...)`
     and fill the parameters after sharding; on the CPU each rank fills its rows by its own random
-    numbers. `load_state_dict` takes DTensors, or whole tensors.
+    numbers, so seed the ranks differently. `load_state_dict` takes DTensors, or whole tensors.
 
     mesh: of one axis; of two for hybrid sharding, (replicas, shards). None is all ranks.
     reshard_after_forward: False keeps the parameters for the backward pass. None is False for the
@@ -129,6 +129,7 @@ def fully_shard(
     module.__dict__["fsdp_group"] = group
     module.__class__ = _sharded_class(type(module))  # type: ignore[assignment, arg-type]
     module.register_load_state_dict_pre_hook(_distribute)
+    module.register_load_state_dict_post_hook(_take_assigned)
     _share_state(module)
     return module
 
@@ -400,12 +401,8 @@ def _copy(parameter: nn.Parameter) -> nn.Parameter:
     return new
 
 
-def _distribute(
-    module: Any, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
-) -> None:
+def _distribute(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before a unit is loaded: of whole tensors this rank's rows. No rank needs the others."""
-    if metadata.get("assign_to_params_buffers"):
-        raise ValueError("DTensors cannot take the place of a unit's: load without assign=True")
     group = module.fsdp_group
     for each in group.parameters:
         for name in (prefix + name for name in each.names):
@@ -415,3 +412,11 @@ def _distribute(
                     state[name] = distribute_tensor(
                         value, group.options.mesh, group.options.placements, src_data_rank=None
                     )
+
+
+def _take_assigned(module: Any, _: Any) -> None:
+    """After a unit is loaded with assign=True, as a model on "meta" is by torch's functions."""
+    places = [(each, *each.places[0]) for each in module.fsdp_group.parameters]
+    if any(owner._parameters[name] is not each.sharded for each, owner, name in places):
+        module.fsdp_group.adopt()
+        module.fsdp_state.watch()

@@ -9,6 +9,7 @@ end to end, are the parameter. Zhao et al. (arXiv 2304.11277), section 3.2. Less
 """
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -347,7 +348,7 @@ class ParamGroup:
 
     def wait_for_unshard(self, arrived: Callable[[Gradients], None] | None = None) -> Any:
         """Give the modules full parameters. Autograd calls `arrived` when it has the gradients of
-        all: from the node that this returns, if there is one."""
+        all: from the node to which this returns a weak reference, if there is one."""
         self.unshard()
         for flat in self.flats:
             flat.wait()
@@ -367,7 +368,8 @@ class ParamGroup:
                 views[number] = view
         for each, view in zip(parameters, views, strict=True):
             each.show(view)
-        return next((view.grad_fn for view in views if view.grad_fn is not None), None)
+        nodes = (view.grad_fn for view in views if view.grad_fn is not None)
+        return next(map(weakref.ref, nodes), lambda: None)
 
     def hide(self) -> None:
         """The modules have their DTensors again."""

@@ -40,7 +40,7 @@ class UnitPass:
         self.group = group
         self.previous: UnitPass | None = group.before
         self.since = torch.autograd._get_sequence_nr()  # the first node of its graph
-        self.node: Any = None  # of its full parameters
+        self.node: Any = lambda: None  # of its full parameters, if autograd still has it
         self.task: int | None = None
         self.entered = self.left = 0  # places in the trace
 
@@ -81,7 +81,7 @@ class State:
     def watch(self) -> None:
         """From now on the parameters must stay those that there are."""
         ignored = self.root.options.ignored
-        self._guard = Guard(self.root.module, "fully sharded training", ignored)
+        self._guard = Guard(self.root.module, "fully sharded training", ignored, frozen_too=True)
 
     @property
     def device(self) -> torch.device:
@@ -273,7 +273,7 @@ class BackwardPass:
     def look_ahead(self) -> None:
         """Find out whether it makes gradients of parameters. torch.autograd.grad makes none."""
         events = itertools.chain.from_iterable(trace.events for trace in self._state.traces)
-        nodes = [this.node for this, entered in events if entered and this.node]
+        nodes = [node for this, entered in events if entered and (node := this.node())]
         if any(map(torch._C._will_engine_execute_node, nodes)):
             self._begin_training()
 
