@@ -74,11 +74,17 @@ def _plan(sub: argparse.ArgumentParser) -> None:
         shape.add_argument(f"--{name}", type=int)
     shape.add_argument("--llama", action="store_true", help="gated MLP, RMS norms, no biases")
     lay = sub.add_argument_group("how it is laid out")
-    for name in (
-        *("world-size", "tensor", "context", "pipeline", "micro-batch", "chunks"),
-        *("replicate", "loss-chunks"),
-    ):
-        lay.add_argument(f"--{name}", type=int, default=1, help="1 by default")
+    for name, help in {
+        "world-size": "ranks (1, as all of these)",
+        "tensor": "ranks that share each layer",
+        "context": "ranks that share each sequence",
+        "pipeline": "stages",
+        "micro-batch": "sequences at once",
+        "chunks": "of a pipeline rank: interleaved",
+        "replicate": "copies of ZeRO-3's shards: hybrid sharding",
+        "loss-chunks": "pieces of the logits, one after another",
+    }.items():
+        lay.add_argument(f"--{name}", type=int, default=1, help=help)
     lay.add_argument("--micro-batches", type=int, help="of a step (1; 4 a stage in a pipeline)")
     lay.add_argument("--stage", type=int, choices=planner.STAGES, help="of ZeRO (what fits first)")
     lay.add_argument("--sequence-parallel", action="store_true")
@@ -86,7 +92,12 @@ def _plan(sub: argparse.ArgumentParser) -> None:
     lay.add_argument(
         "--no-reshard-after-forward", dest="reshard_after_forward", action="store_false"
     )
-    lay.add_argument("--recompute", default="nothing", choices=planner.RECOMPUTE)
+    lay.add_argument(
+        "--recompute",
+        default="nothing",
+        choices=planner.RECOMPUTE,
+        help="norms and activation functions; stored scores; torchtitan's selective; layers",
+    )
     lay.add_argument(
         "--rehearse", action="store_true", help="also run one rank of it here, without the others"
     )

@@ -14,8 +14,8 @@
 
 To read: `model_states` (the formulas of ZeRO), `transformer` and `layout` (a model's shape, and how
 it is laid out), `peak` (what a step adds), `device` and `step_time` (how long it takes), `advice`
-(what to turn on), `zero_table` (the paper's table), `planned_messages` (each message of a step),
-`calibrate` (a device's speed from one measured step), `failures` (how often to save).
+(the fastest that fits), `zero_table` (the paper's table), `planned_messages` (each message of a
+step), `calibrate` (a device's speed from one measured step), `failures` (how often to save).
 """
 
 from minidist.planner.calibrate import calibrated

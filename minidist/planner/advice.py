@@ -1,4 +1,4 @@
-"""What to turn on, so that a training fits and is fast. Lesson: zero."""
+"""Which layout to take: the fastest that fits. Lesson: zero."""
 
 from collections.abc import Iterator
 from dataclasses import replace

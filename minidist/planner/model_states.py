@@ -43,7 +43,7 @@ class Precision:
 
 
 PRECISIONS = {
-    "mixed": Precision(2, 2, state=4, master=4),  # ZeRO, section 3.1; DeepSpeed with float16
+    "mixed": Precision(2, 2, state=4, master=4),  # ZeRO, section 3.1; DeepSpeed, by default
     "megatron": Precision(2, 4, state=4, master=4),  # bfloat16, gradients summed in float32
     "autocast": Precision(4, 4, state=4),  # torch.autocast; FSDP with param_dtype=bfloat16
     "float8": Precision(4, 4, state=4, float8=True),  # the same, with torchao's Float8Linear

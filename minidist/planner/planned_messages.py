@@ -27,8 +27,9 @@ def messages(
 
     Along tensor, what `step_time` leaves out is here too: the embedding, the head, the loss; and
     with `sequence_parallel` the gradients of norms, and that backward gathers the inputs of columns
-    again (arXiv 2205.05198, section 4.2.2). Along data, stages 0 to 2 have one message,
-    however many buckets carry it.
+    again (arXiv 2205.05198, section 4.2.2). Along pipeline each rank sends whole activations; in
+    `step_time` a tensor rank sends its part, as in Megatron. Along data, stages 0 to 2 have one
+    message, however many buckets carry it.
 
     Raises ValueError for another layout, for a stage that is not there, and as `peak` does.
     """
