@@ -947,6 +947,14 @@ def test_what_is_as_fast_and_more_like_the_given_layout_is_better():
     assert times[1] < times[0] and advised("gpt-2", best) == best
 
 
+def test_stored_attention_becomes_flash_attention():
+    stored = planner.Layout(8, tensor=2, stored_attention=True)
+    best = advised("llama-3-8b", stored)
+    assert not best.stored_attention and best.stage > 0
+    again = planner.Layout(64, 8, 8, stored_attention=True, recompute="attention")
+    assert not advised("gpt-3-175b", again).stored_attention
+
+
 def test_one_sequence_stays_one():
     """More replicas would have more tokens a second, with another batch."""
     for ranks in 8, 16:

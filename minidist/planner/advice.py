@@ -16,6 +16,14 @@ ERROR = 0.2  # of a predicted time: most published steps are as near as that (te
 ALIKE = 0.98  # of the fastest: then the layout that is more like the given one is better
 RECOMPUTED = "nothing", "elementwise", "operations", "layers"
 SHORTEST = 8192  # tokens on a rank, if ranks share a sequence
+PIPELINES = [{"stage": stage, "chunks": v} for stage in (0, 1) for v in (1, 2, 4)]
+PLAIN: dict[str, Any] = {
+    "replicate": 1,
+    "chunks": 1,
+    "micro_batches": 1,
+    "recompute": "nothing",
+    "stored_attention": False,
+}
 
 
 def fits(model: Transformer, layout: Layout, device: Device, **recipe: Any) -> bool:
@@ -51,8 +59,7 @@ def enough_ranks(
         if ranks % t or (model.kv_heads or model.heads) % t:
             t = 1
         m = max(1, layout.sequences * t // ranks)
-        sizes = {"tensor": t, "micro_batches": m, "stored_attention": layout.stored_attention}
-        best = fastest(model, Layout(ranks, **sizes), device, **recipe)
+        best = fastest(model, Layout(ranks, t, micro_batches=m), device, **recipe)
         if best:
             return best
     return None
@@ -77,10 +84,6 @@ def _candidates(model: Transformer, layout: Layout, device: Device) -> Iterator[
             one = replace(wide, micro_batch=b, micro_batches=each // b, **how)
             for again, pieces in product(RECOMPUTED, (1, 8)):
                 yield replace(one, recompute=again, loss_chunks=pieces)
-
-
-PLAIN: dict[str, Any] = {"replicate": 1, "chunks": 1, "micro_batches": 1, "recompute": "nothing"}
-PIPELINES = [{"stage": stage, "chunks": v} for stage in (0, 1) for v in (1, 2, 4)]
 
 
 def _zero(layout: Layout, device: Device) -> Iterator[dict[str, Any]]:
