@@ -78,7 +78,7 @@ def page(
         gain = before / now - 1
         said += [f"That is {gain:.0%} faster than {chosen} as above{_worth(gain)}."]
     said += [_price(model, advised, device, **recipe)]
-    said += [_scaling(model, advised, device, **recipe), _sources(advised, device, **recipe)]
+    said += [_scaling(model, advised, device, **recipe), sources(advised, device, **recipe)]
     return "\n".join(said)
 
 
@@ -167,7 +167,8 @@ def _scaling(model: Transformer, layout: Layout, device: Device, **recipe: Any) 
     return f"MFU with as many sequences a rank: {', '.join(reached)} ranks.\n"
 
 
-def _sources(layout: Layout, device: Device, *, optimizer: str, precision: str) -> str:
+def sources(layout: Layout, device: Device, *, optimizer: str, precision: str) -> str:
+    """Where a page's numbers are from, and how far off they may be."""
     size, usable = PRECISIONS[precision], f"{USABLE:.0%} of the {_gb(device.memory)} GB"
     each = f"{size.parameter} + {size.gradient} + {size.states(optimizer):.3g}"
     attention = "stored" if layout.stored_attention else "flash"
@@ -197,7 +198,7 @@ def _sources(layout: Layout, device: Device, *, optimizer: str, precision: str) 
         "and latencies of NCCL (src/graph/tuning.cc). ZeRO-1 sends what Megatron's sends; behind a "
         "DDP, as in torch, half as much again",
         "MFU: the model's own operations, attention counted whole (arXiv 2204.02311, appendix B)",
-        f"± {ERROR:.0%}: 48 published steps are within 25%, most within 20%, and 12 peaks within "
+        f"± {ERROR:.0%}: 52 published steps are within 25%, most within 20%, and 12 peaks within "
         "10% (tests/test_published_runs.py). To these the presets' utilisation is fitted. Slower "
         "cards reach less: torchtitan 47% on H100 of 500 W",
     ]
@@ -205,6 +206,11 @@ def _sources(layout: Layout, device: Device, *, optimizer: str, precision: str) 
         said += [
             "ZeRO-3 may be slower: GPT-3 by DeepSpeed of 2021, on 384 to 1,536 A100, took 1.3 to "
             "4.2 times as long as planned (arXiv 2104.04473, Table 2). Measure one all_gather"
+        ]
+    if layout.stage == 3 and layout.pipeline > 1:
+        said += [
+            "ZeRO-3 in a pipeline may need more: torchtitan's took 1.1 to 1.3 times the memory "
+            "that is planned (benchmarks/llama3_h100_202412, Tables 5 and 6)"
         ]
     lines = [textwrap.fill(each, 100, subsequent_indent="  ") for each in said]
     return "Where the numbers are from\n- " + "\n- ".join(lines)
