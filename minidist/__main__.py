@@ -74,13 +74,30 @@ def _plan(sub: argparse.ArgumentParser) -> None:
         shape.add_argument(f"--{name}", type=int)
     shape.add_argument("--llama", action="store_true", help="gated MLP, RMS norms, no biases")
     lay = sub.add_argument_group("how it is laid out")
-    for name in "world-size", "tensor", "pipeline", "micro-batch", "chunks":
-        lay.add_argument(f"--{name}", type=int, default=1, help="1 by default")
+    for name, help in {
+        "world-size": "ranks (1, as all of these)",
+        "tensor": "ranks that share each layer",
+        "context": "ranks that share each sequence",
+        "pipeline": "stages",
+        "micro-batch": "sequences at once",
+        "chunks": "of a pipeline rank: interleaved",
+        "replicate": "copies of ZeRO-3's shards: hybrid sharding",
+        "loss-chunks": "pieces of the logits, one after another",
+    }.items():
+        lay.add_argument(f"--{name}", type=int, default=1, help=help)
     lay.add_argument("--micro-batches", type=int, help="of a step (1; 4 a stage in a pipeline)")
     lay.add_argument("--stage", type=int, choices=planner.STAGES, help="of ZeRO (what fits first)")
     lay.add_argument("--sequence-parallel", action="store_true")
     lay.add_argument("--stored-attention", action="store_true", help="no flash attention")
-    lay.add_argument("--recompute", default="nothing", choices=planner.RECOMPUTE)
+    lay.add_argument(
+        "--no-reshard-after-forward", dest="reshard_after_forward", action="store_false"
+    )
+    lay.add_argument(
+        "--recompute",
+        default="nothing",
+        choices=planner.RECOMPUTE,
+        help="norms and activation functions; stored scores; torchtitan's selective; layers",
+    )
     lay.add_argument(
         "--rehearse", action="store_true", help="also run one rank of it here, without the others"
     )
@@ -88,7 +105,7 @@ def _plan(sub: argparse.ArgumentParser) -> None:
     gpu.add_argument("--memory", type=float, metavar="GB")
     gpu.add_argument("--flops", type=float, help="peak of operations a second, such as 989e12")
     gpu.add_argument("--utilisation", type=float, help="the part of them that is reached")
-    gpu.add_argument("--gbps", type=float, nargs="+", help="of a rank: in a node, and to others")
+    gpu.add_argument("--gbps", type=float, nargs="+", help="a rank's, Gb/s: in a node, to others")
 
     def run(arguments: argparse.Namespace) -> None:
         try:
@@ -135,11 +152,12 @@ def _answer(given: argparse.Namespace) -> str:
     micro_batches = given.micro_batches
     if micro_batches is None:
         micro_batches = 4 * given.pipeline if given.pipeline > 1 else 1
-    names = ["world_size", "tensor", "pipeline", "micro_batch", "chunks"]
-    names += ["sequence_parallel", "stored_attention", "recompute"]
+    names = [name for name in vars(planner.Layout()) if name not in ("stage", "micro_batches")]
     layout = planner.Layout(
         micro_batches=micro_batches, **{name: getattr(given, name) for name in names}
     )
+    if given.stage not in (None, 3) and (layout.replicate > 1 or not layout.reshard_after_forward):
+        raise ValueError("--replicate and --no-reshard-after-forward are of --stage 3")
     told = page(given.model or "This model", model, layout, device, given.stage, **recipe)
     if given.rehearse:
         told += "\n\n" + beside(model, replace(layout, stage=given.stage or 0), device, **recipe)
@@ -155,9 +173,9 @@ def _device(given: argparse.Namespace) -> planner.Device:
     if given.gbps is not None:
         if len(given.gbps) > 2:
             raise ValueError("--gbps takes one number or two: in a node, and to other nodes")
-        inside, outside = given.gbps[0], given.gbps[-1]
-        cable = md.Link(device.per_node * outside, latency_us=10)
-        device = replace(device, link=md.Link(inside, latency_us=3, inter=cable))
+        here, there = planner.LATENCY_US
+        cable = md.Link(device.per_node * given.gbps[-1], latency_us=there)
+        device = replace(device, link=md.Link(given.gbps[0], latency_us=here, inter=cable))
     return device
 
 

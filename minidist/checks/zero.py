@@ -1,5 +1,6 @@
 """The puzzles and the exercise of the lesson zero."""
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,13 +13,15 @@ from torch import nn
 from minidist import zoo
 from minidist.checks.verdict import NotYet, check, number, require_right, shown
 from minidist.distributed_data_parallel import DistributedDataParallel
+from minidist.measure import MemoryTracker
 from minidist.parity import relative_difference
 
-# What the answer's optimizer is made of, and how many states it keeps of an element.
-OPTIMIZERS: dict[partial[Any], int] = {
-    partial(torch.optim.Adam, lr=1e-3): 2,
-    partial(torch.optim.SGD, lr=0.1, momentum=0.9): 1,
-}
+# What the answer's optimizer is made of: the first keeps a state of an element more.
+OPTIMIZERS: tuple[partial[Any], ...] = (
+    partial(torch.optim.Adam, lr=1e-3),
+    partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+)
+COUNTS = 10  # numbers that Adam may keep besides: its steps, one for each tensor
 
 
 @check
@@ -72,38 +75,48 @@ def my_zero(answer: object) -> str:
 
 def _trial(answer: Callable[..., Any]) -> str:
     """What is wrong on this rank, if anything: the first of it. It goes on, as others wait."""
-    wrong = [_compared(answer, make, states) for make, states in OPTIMIZERS.items()]
-    return next(filter(None, wrong), "")
+    wrong, held = zip(*(_compared(answer, make) for make in OPTIMIZERS), strict=True)
+    if problem := next(filter(None, wrong), ""):
+        return problem
+    # Whatever an answer keeps besides, and wherever: Adam has a state more than momentum.
+    more = (held[0] - held[1]) // 8
+    # Each tensor may be cut for itself, by its rows, and rounded up.
+    rows = [(-(-len(p) // dist.get_world_size()), p[0].numel()) for p in _model().parameters()]
+    allowed = sum(most * wide for most, wide in rows)
+    if more > allowed + COUNTS:
+        return f"keeps {more:,} numbers for a state of Adam, and {allowed:,} are an N-th of them"
+    return ""
 
 
-def _compared(answer: Callable[..., Any], make: partial[Any], states: int) -> str:
-    made: list[torch.optim.Optimizer] = []  # whatever the answer calls them
+def _model() -> nn.Module:
+    return zoo.mlp(64, 32, 10, dtype=torch.float64)
+
+
+def _compared(answer: Callable[..., Any], make: partial[Any]) -> tuple[str, int]:
+    """What is wrong, and the bytes that live after a few steps of the answer."""
+    made: list[torch.optim.Optimizer] = []
 
     def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
         made.append(make(parameters))
         return made[-1]
 
-    alone, module = (zoo.mlp(64, 32, 10, dtype=torch.float64) for _ in range(2))
+    alone, module = _model(), _model()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     _train(alone, make(alone.parameters()), slice(None))
-    optimizer = answer(module.parameters(), make_optimizer)
-    _train(DistributedDataParallel(module), optimizer, slice(rank, None, world_size))
+    with MemoryTracker(module) as memory:
+        optimizer = answer(module.parameters(), make_optimizer)
+        _train(DistributedDataParallel(module), optimizer, slice(rank, None, world_size))
+        gc.collect()
+    held = sum(memory.live.values())
     if not made:
-        return "has not called make_optimizer"
+        return "has not called make_optimizer", held
     found, wanted = (dict(each.named_parameters()) for each in (module, alone))
     for name, right in wanted.items():
         if name not in found or found[name].shape != right.shape:
-            return f"has lost the parameter {name}, or its shape"
+            return f"has lost the parameter {name}, or its shape", held
         if not relative_difference(found[name].detach(), right.detach()) < 1e-10:
-            return f"has other weights than DDP in {name}, with {make.func.__name__}"
-    held = [value for each in made for state in each.state.values() for value in state.values()]
-    kept = sum(value.numel() for value in held if isinstance(value, torch.Tensor) and value.ndim)
-    # Each tensor may be cut for itself, by its rows, and rounded up.
-    rows = {name: -(-len(tensor) // world_size) for name, tensor in wanted.items()}
-    allowed = states * sum(rows[name] * tensor[0].numel() for name, tensor in wanted.items())
-    if kept > allowed:
-        return f"keeps {kept:,} numbers of states, and {allowed:,} are an N-th of them"
-    return ""
+            return f"has other weights than DDP in {name}, with {make.func.__name__}", held
+    return "", held
 
 
 def _train(model: nn.Module, optimizer: Any, mine: slice, steps: int = 3, size: int = 12) -> None:

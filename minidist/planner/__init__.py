@@ -8,18 +8,18 @@
     md.planner.peak(model, layout).total                      # bytes of the fullest rank
     md.planner.step_time(model, layout, gpu).total            # seconds
 
-`python -m minidist plan` prints it all, and says what to turn on next.
+`python -m minidist plan` prints it all, the fastest layout that fits, and each number's source.
 
     md.planner.daly(save=60, between_failures=10_000)         # seconds between two checkpoints
 
 To read: `model_states` (the formulas of ZeRO), `transformer` and `layout` (a model's shape, and how
 it is laid out), `peak` (what a step adds), `device` and `step_time` (how long it takes), `advice`
-(what to turn on), `zero_table` (the paper's table), `planned_messages` (each message of a step),
-`calibrate` (a device's speed from one measured step), `failures` (how often to save).
+(the fastest that fits), `zero_table` (the paper's table), `planned_messages` (each message of a
+step), `calibrate` (a device's speed from one measured step), `failures` (how often to save).
 """
 
 from minidist.planner.calibrate import calibrated
-from minidist.planner.device import GPUS, Device
+from minidist.planner.device import GPUS, LATENCY_US, Device
 from minidist.planner.failures import daly, expected_time, run_with_failures, young
 from minidist.planner.layout import RECOMPUTE, Layout
 from minidist.planner.model_states import (
@@ -40,6 +40,7 @@ from minidist.planner.zero_table import zero_table
 
 __all__ = [
     "GPUS",
+    "LATENCY_US",
     "MODELS",
     "OPTIMIZERS",
     "PRECISIONS",

@@ -1,4 +1,4 @@
-"""What to turn on: until a training fits, and so that it is fast. Lesson: zero."""
+"""Which layout to take: the fastest that fits. Lesson: zero."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -7,76 +7,90 @@ from typing import Any
 
 from minidist.planner.device import Device
 from minidist.planner.layout import Layout
-from minidist.planner.model_states import STAGES
 from minidist.planner.peak import peak
 from minidist.planner.step_time import step_time
 from minidist.planner.transformer import Transformer
 
 USABLE = 0.92  # of a memory; the rest goes to CUDA, NCCL's buffers and fragmentation
+ERROR = 0.2  # of a predicted time: most published steps are as near as that (tests/test_planner.py)
+ALIKE = 0.98  # of the fastest: then the layout that is more like the given one is better
+RECOMPUTED = "nothing", "elementwise", "operations", "layers"
+SHORTEST = 8192  # tokens on a rank, if ranks share a sequence
+PIPELINES = [{"stage": stage, "chunks": v} for stage in (0, 1) for v in (1, 2, 4)]
+PLAIN: dict[str, Any] = {
+    "replicate": 1,
+    "chunks": 1,
+    "micro_batches": 1,
+    "recompute": "nothing",
+    "stored_attention": False,
+}
 
 
 def fits(model: Transformer, layout: Layout, device: Device, **recipe: Any) -> bool:
     return peak(model, layout, **recipe).total <= USABLE * device.memory
 
 
-def ladder(
-    model: Transformer, layout: Layout, device: Device, **recipe: Any
-) -> Iterator[tuple[str, Layout]]:
-    """Names of what to turn on until it fits, the cheapest first, each with the layout that has it
-    and all before; only what saves memory. The global batch stays until ranks are added."""
-    start, m, t = layout, layout.micro_batches * layout.micro_batch, layout.tensor
-    stages = _stages(layout)
-    rungs: list[tuple[str, dict[str, Any]]] = [
-        ("flash attention", {"stored_attention": False}),
-        ("ZeRO-1", {"stage": 1}),
-        ("sequence parallel", {"sequence_parallel": True}),
-        ("micro-batch 1", {"micro_batch": 1, "micro_batches": m}),
-        *[(STAGES[stage], {"stage": stage}) for stage in stages[2:]],
-        ("recompute layers", {"recompute": "layers"}),
-    ]
-    for k in [2**i for i in range(1, 8) if t * 2**i <= device.per_node]:
-        wider = {"tensor": t * k, "micro_batches": m * k, "sequence_parallel": True}
-        rungs.append((f"tensor {t * k}", wider | {"micro_batch": 1}))
-    for N in [layout.world_size * 2**i for i in range(1, 11)]:
-        rungs.append((f"{N:,} ranks", {"world_size": N, "stage": max(*stages, layout.stage)}))
-    for name, change in rungs:
-        if fits(model, layout, device, **recipe):
-            break
-        try:
-            changed = replace(layout, **change)
-            saves = peak(model, changed, **recipe).total < peak(model, layout, **recipe).total
-        except ValueError:  # the model or the ranks cannot be cut so
-            continue
-        if saves:
-            layout = changed
-            yield f"+ {name}", layout
-    again = replace(layout, recompute=start.recompute)
-    if again != layout and fits(model, again, device, **recipe):
-        yield "- recompute layers", again
-
-
 def fastest(model: Transformer, layout: Layout, device: Device, **recipe: Any) -> Layout | None:
-    """The layout with most tokens a second, of all that fit on these ranks with so many pipeline
-    stages and such micro-batches: tensor within a node, ZeRO, recomputing or not."""
+    """Of all layouts that fit on these ranks, with the same sequences a step: the one with the
+    shortest step. What is nearly as fast and more like `layout` is preferred to it."""
 
-    def rate(each: Layout) -> float:
-        return each.sequences / step_time(model, each, device, recipe["precision"]).total
+    def changes(each: Layout) -> int:
+        return sum(vars(each)[name] != value for name, value in vars(layout).items())
 
-    found = []
-    wide = [2**i for i in range(8) if 2**i <= device.per_node]
-    for t, stage, again in product(wide, _stages(layout), ("nothing", "layers")):
-        ranks = t * layout.pipeline
-        m = max(1, layout.sequences * ranks // (layout.world_size * layout.micro_batch))
-        change = {"tensor": t, "stage": stage, "recompute": again, "micro_batches": m}
+    found: dict[Layout, float] = {}
+    for each in _candidates(model, layout, device):
         try:
-            each = replace(layout, sequence_parallel=t > 1, **change)
             if fits(model, each, device, **recipe):
-                found.append(each)
-        except ValueError:
+                found[each] = step_time(model, each, device, **recipe).total
+        except ValueError:  # the model cannot be cut so
             continue
-    return max(found, key=rate, default=None)
+    least = min(found.values(), default=0.0)
+    alike = [each for each, seconds in found.items() if least >= ALIKE * seconds]
+    return min(alike, key=lambda each: (changes(each), found[each]), default=None)
 
 
-def _stages(layout: Layout) -> range:
-    """Of ZeRO, that go with a pipeline: 2 and 3 would send for each micro-batch."""
-    return range(4 if layout.pipeline == 1 else 2)
+def enough_ranks(
+    model: Transformer, layout: Layout, device: Device, **recipe: Any
+) -> Layout | None:
+    """The fastest on the fewest ranks on which one fits, of 2, 4, 8, … times as many. A node has
+    one sequence a step at least."""
+    for ranks in [layout.world_size * 2**i for i in range(1, 11)]:
+        t = 2 ** ((min(ranks, device.per_node) & -min(ranks, device.per_node)).bit_length() - 1)
+        if ranks % t or (model.kv_heads or model.heads) % t:
+            t = 1
+        m = max(1, layout.sequences * t // ranks)
+        best = fastest(model, Layout(ranks, t, micro_batches=m), device, **recipe)
+        if best:
+            return best
+    return None
+
+
+def _candidates(model: Transformer, layout: Layout, device: Device) -> Iterator[Layout]:
+    """`layout`; then tensor and context parallel, pipelines, ZeRO with its forms, what is
+    recomputed, and micro-batches of 1, 2, 4, 8: always of as many sequences."""
+    yield layout
+    powers = [2**i for i in range(8)]
+    tensors = [t for t in powers if t <= device.per_node]
+    contexts = [c for c in powers if c == 1 or model.length // c >= SHORTEST]
+    for t, c, p in product(tensors, contexts, powers[:5]):
+        data, left = divmod(layout.world_size, t * c * p)
+        if left or not data or layout.sequences % data:
+            continue
+        each = layout.sequences // data
+        axes = {"tensor": t, "context": c, "pipeline": p, "sequence_parallel": t > 1}
+        wide = replace(layout, **axes, **PLAIN)
+        sizes = [b for b in powers[:4] if each % b == 0]
+        for b, how in product(sizes, [*_zero(wide, device)] if p == 1 else PIPELINES):
+            one = replace(wide, micro_batch=b, micro_batches=each // b, **how)
+            for again, pieces in product(RECOMPUTED, (1, 8)):
+                yield replace(one, recompute=again, loss_chunks=pieces)
+
+
+def _zero(layout: Layout, device: Device) -> Iterator[dict[str, Any]]:
+    """Stages of ZeRO; the last one over all ranks, and with a copy of the shards on each node."""
+    yield from ({"stage": stage} for stage in range(3))
+    ranks = layout.data * layout.context
+    nodes = max(1, ranks * layout.tensor // device.per_node)
+    for n, reshard in product(sorted({1, nodes}), (True, False)):
+        if ranks % n == 0:
+            yield {"stage": 3, "replicate": n, "reshard_after_forward": reshard}

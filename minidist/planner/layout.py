@@ -9,21 +9,30 @@ from minidist.pipeline.balance import balance
 from minidist.planner.model_states import STAGES, require_one_of, require_whole
 from minidist.planner.transformer import Transformer
 
-RECOMPUTE = "nothing", "attention", "layers"
+RECOMPUTE = "nothing", "elementwise", "attention", "operations", "layers"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh of `world_size` ranks, from the innermost axis: tensor, pipeline, data; and a step.
+    """A mesh of `world_size` ranks, from the innermost axis: tensor, context, pipeline, data, as in
+    Llama 3 (arXiv 2407.21783, section 3.3.2); and a step.
 
-    stage: of ZeRO, along data (see `memory`).
+    stage: of ZeRO, along data and context (see `memory`).
     micro_batch: sequences that go through the model at once.
     micro_batches: how many of these a replica has in a step: accumulated, or in the pipeline, 1F1B.
     chunks: model chunks of a rank, in the interleaved 1F1B; 1 is the usual one.
     sequence_parallel: norms and dropouts are shared out along the sequence.
     stored_attention: whether attention stores its (s, s) scores; flash attention does not.
-    recompute: "attention" (its scores alone, "selective") or "layers" (all but their inputs,
-        "full").
+    recompute: what backward computes again. "elementwise": results of norms and of the MLP's
+        activation function, as DeepSeek-V3 does (arXiv 2412.19437, sections 3.2.3 and 3.3.2).
+        "attention": its stored scores, Megatron's "selective". "operations": torchtitan's
+        "selective", all but attention and every second matrix product. "layers": "full", all but
+        their inputs.
+    context: ranks that share a sequence; each gathers the others' keys and values.
+    replicate: of ZeRO-3, how many copies of the shards there are: hybrid sharding.
+    reshard_after_forward: of ZeRO-3. Without it, parameters stay from forward to backward; with
+        several micro-batches, as in torch's pipelines, they and whole gradients stay for all.
+    loss_chunks: in so many pieces the logits are made, and their gradients.
 
     Raises ValueError for numbers that do not fit each other.
     """
@@ -38,6 +47,10 @@ class Layout:
     sequence_parallel: bool = False
     stored_attention: bool = False
     recompute: str = "nothing"
+    context: int = 1
+    replicate: int = 1
+    reshard_after_forward: bool = True
+    loss_chunks: int = 1
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -45,21 +58,37 @@ class Layout:
                 require_whole(each.name, getattr(self, each.name))
         require_one_of("stage", self.stage, STAGES)
         require_one_of("recompute", self.recompute, RECOMPUTE)
-        if self.world_size % (self.tensor * self.pipeline):
+        if self.world_size % (self.tensor * self.pipeline * self.context):
             raise ValueError(
                 f"{self.world_size} ranks are no multiple of tensor {self.tensor} × pipeline "
-                f"{self.pipeline}"
+                f"{self.pipeline} × context {self.context}"
             )
+        if self.data * self.context % self.replicate:
+            raise ValueError(
+                f"{self.data * self.context} ranks cannot hold {self.replicate} copies of shards"
+            )
+        if self.recompute == "attention" and not self.stored_attention:
+            raise ValueError("flash attention stores no scores: there is nothing to compute again")
 
     @property
     def data(self) -> int:
         """How many replicas there are."""
-        return self.world_size // (self.tensor * self.pipeline)
+        return self.world_size // (self.tensor * self.pipeline * self.context)
+
+    @property
+    def shards(self) -> int:
+        """Ranks among which ZeRO shares out."""
+        return self.data * self.context // (self.replicate if self.stage == 3 else 1)
 
     @property
     def sequences(self) -> int:
         """Of a step: the global batch."""
         return self.data * self.micro_batch * self.micro_batches
+
+    @property
+    def keeps_units(self) -> bool:
+        """Whether whole parameters and gradients stay for all micro-batches."""
+        return self.stage == 3 and not self.reshard_after_forward and self.micro_batches > 1
 
     def in_flight(self, stage: int) -> float:
         """Micro-batches whose activations a pipeline stage holds at once: min(m, p - stage) in 1F1B
@@ -80,9 +109,15 @@ class Stage(NamedTuple):
 
     def parameters(self, model: Transformer, tensor: int = 1) -> int:
         """On one of `tensor` ranks. Tied weights are on both ends."""
-        own = self.layers * model.layer_parameters(tensor)
-        own += model.embedding_parameters(tensor) if self.first else 0
-        return own + (model.head_parameters(tensor, model.tied and self.first) if self.last else 0)
+        return sum(size * times for size, times in self.units(model, tensor))
+
+    def units(self, model: Transformer, tensor: int = 1) -> list[tuple[int, int]]:
+        """What travels as one message along data: its parameters, and how many such there are. The
+        embedding, the layers, the head."""
+        head = model.head_parameters(tensor, model.tied and self.first)
+        every = [(model.embedding_parameters(tensor), int(self.first))]
+        every += [(model.layer_parameters(tensor), self.layers), (head, int(self.last))]
+        return [(size, times) for size, times in every if times]
 
 
 def stages(model: Transformer, layout: Layout) -> list[Stage]:
@@ -92,8 +127,10 @@ def stages(model: Transformer, layout: Layout) -> list[Stage]:
     Raises ValueError if the model cannot be cut into so many pieces.
     """
     p, t = layout.pipeline, layout.tensor
-    if model.layers < p * layout.chunks:
+    if model.layers + (2 if layout.chunks > 1 else 0) < p * layout.chunks:  # ends without layers
         raise ValueError(f"{model.layers} layers are too few for {p} stages of {layout.chunks}")
+    if model.length % layout.context:
+        raise ValueError(f"{model.length} tokens cannot be shared by {layout.context} ranks")
     kv = model.kv_heads or model.heads
     if model.heads % t or model.mlp_width % t or (kv % t and t % kv):
         raise ValueError(f"{model.heads} heads, {kv} of them of keys, cannot be cut by tensor {t}")

@@ -12,25 +12,41 @@ from typing import Any
 
 STAGES = {0: "DDP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 OPTIMIZERS = {"sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw": 2}
+OPTIMIZERS |= {"adam8bit": 2}
 """How many states of its own size an optimizer keeps of a parameter."""
+EIGHT_BIT = 1 + 4 / 256  # bytes of a state in bitsandbytes: blocks of 256 share a float32
 
 
 @dataclass(frozen=True)
 class Precision:
     """Bytes of a parameter, its gradient, each of its states, and of the optimizer's own copy of
-    the parameter, if it has one; and of a number in the forward pass, an activation."""
+    the parameter, if it has one; and of a number in the forward pass, an activation. float8: linear
+    layers multiply in 8 bits, and keep their inputs in 16."""
 
     parameter: int
     gradient: int
     state: int
     master: int = 0
     compute: int = 2
+    float8: bool = False
+
+    def states(self, optimizer: str) -> float:
+        """Bytes of a parameter's states and master copy: ZeRO's K, section 3.1."""
+        each = EIGHT_BIT if optimizer.endswith("8bit") else self.state
+        return self.master + OPTIMIZERS[optimizer] * each
+
+    def touched(self, optimizer: str) -> float:
+        """Bytes that a step of the optimizer reads and writes, of a parameter: its gradient is
+        read; states, and what is updated, are read and written; a master copy is cast."""
+        updated = 2 * self.master + self.parameter if self.master else 2 * self.parameter
+        return self.gradient + updated + 2 * (self.states(optimizer) - self.master)
 
 
 PRECISIONS = {
-    "mixed": Precision(2, 2, state=4, master=4),  # ZeRO, section 3.1; DeepSpeed with float16
+    "mixed": Precision(2, 2, state=4, master=4),  # ZeRO, section 3.1; DeepSpeed, by default
     "megatron": Precision(2, 4, state=4, master=4),  # bfloat16, gradients summed in float32
     "autocast": Precision(4, 4, state=4),  # torch.autocast; FSDP with param_dtype=bfloat16
+    "float8": Precision(4, 4, state=4, float8=True),  # the same, with torchao's Float8Linear
     "bfloat16": Precision(2, 2, state=2),
     "float32": Precision(4, 4, state=4, compute=4),
     "float64": Precision(8, 8, state=8, compute=8),
@@ -90,7 +106,7 @@ def memory(
     require_one_of("precision", precision, PRECISIONS)
     _require_size("activations", activations)
     size, N = PRECISIONS[precision], world_size
-    K = size.master + size.state * OPTIMIZERS[optimizer]  # ZeRO, section 3.1
+    K = size.states(optimizer)
     return Memory(
         parameters=size.parameter * parameters / (N if stage >= 3 else 1),  # section 5.3
         gradients=size.gradient * parameters / (N if stage >= 2 else 1),  # section 5.2

@@ -11,6 +11,7 @@ dropout, a layer keeps (Table 2):
 | tensor parallel | sbh (10 + 24/t + 5as/(ht)) |
 | and sequence parallel | sbh (34/t + 5as/(ht)) |
 | flash attention, or recompute="attention" | without 5as/(ht) |
+| recompute="elementwise", no scores | sbh (6 + 16/t); with sequence parallel 22sbh/t |
 | recompute="layers" | 2sbh; with sequence parallel 2sbh/t |
 
 Left out, a few numbers a token: what norms and flash attention keep beside their tensors.
@@ -29,27 +30,47 @@ def layer_activations(model: Transformer, layout: Layout, precision: str = "mixe
     whole = c * 4 * h + (2 * h if masks else 0)  # inputs and outputs of both norms; masks, a byte
     attention = 2 * h // t + 2 * model.kv_width(t)  # queries and output, keys and values
     mlp = (4 if model.llama else 2) * model.mlp_width // t  # gated: gate, up, silu(gate), product
-    each = whole / (t if layout.sequence_parallel else 1) + c * (attention + mlp)
-    return layout.micro_batch * model.length * each + _scores(model, layout, c)
+    each = whole / _along(layout) + c * (attention + mlp)
+    return _tokens(model, layout) * each + _scores(model, layout, c)
 
 
 def kept_activations(model: Transformer, layout: Layout, precision: str = "mixed") -> float:
     """Bytes that one layer keeps of one micro-batch from forward to backward, as `recompute` says:
-    backward computes the rest of `layer_activations` again, one layer at a time."""
-    c = PRECISIONS[precision].compute
-    if layout.recompute == "layers":
-        inputs = layout.micro_batch * model.length * model.width * c
-        return inputs / (layout.tensor if layout.sequence_parallel else 1)
-    layer = layer_activations(model, layout, precision)
-    return layer - (_scores(model, layout, c) if layout.recompute == "attention" else 0)
+    backward computes the rest of `layer_activations` again, one layer at a time.
+
+    "elementwise": results of matrices, the norms' inputs, and attention's output. "operations":
+    torchtitan's policy of December 2024, the layer's input, attention's output and every second
+    matrix product from the first on.
+    """
+    c, h, t = PRECISIONS[precision].compute, model.width, layout.tensor
+    tokens, along = _tokens(model, layout), _along(layout)
+    match layout.recompute:
+        case "layers":
+            return tokens * c * h / along
+        case "operations":
+            products = [width for width, _ in model.products(t)[::2]]
+            last = h / along if model.llama else 0  # down's, the seventh of seven
+            own = sum(products[:-1] if model.llama else products)
+            return tokens * c * (h / along + h / t + own + last)
+        case "elementwise":
+            mlp = (2 if model.llama else 1) * model.mlp_width // t
+            attention = 2 * h // t + 2 * model.kv_width(t)
+            masks = 2 * h / along if model.dropout else 0
+            kept = tokens * (c * (2 * h / along + attention + mlp) + masks)
+            return kept + _scores(model, layout, c)
+        case "attention":
+            return layer_activations(model, layout, precision) - _scores(model, layout, c)
+    return layer_activations(model, layout, precision)
 
 
 def logits(model: Transformer, layout: Layout, precision: str = "mixed") -> float:
     """Bytes at the loss of one micro-batch, of a vocabulary that is shared by the tensor ranks: the
-    logits; and in float32 their log softmax and the gradients of both, 4 bytes each."""
+    logits; and in float32 their log softmax and the gradients of both, 4 bytes each. With
+    `loss_chunks`, of a part of the tokens at once."""
     c, t = PRECISIONS[precision].compute, layout.tensor
-    inputs = 2 * c * model.width / (t if layout.sequence_parallel else 1)  # of norm and head
-    return layout.micro_batch * model.length * (inputs + (c + 12) * model.vocabulary / t)
+    inputs = 2 * c * model.width / _along(layout)  # of norm and head
+    words = (c + 12) * model.vocabulary / t / layout.loss_chunks
+    return _tokens(model, layout) * (inputs + words)
 
 
 def copies(
@@ -57,7 +78,8 @@ def copies(
 ) -> float:
     """Bytes that are there while they compute. In ZeRO-3, two units' parameters and gradients, one
     at work and one on its way; a unit is a layer, the embedding, or the head; if these two are tied
-    they stay. With autocast, a copy of all parameters in 16 bits. Lesson: fully_sharded."""
+    they stay. If they are not resharded after forward, and with autocast in the other stages: all
+    parameters in 16 bits. Lesson: fully_sharded."""
     size = PRECISIONS[precision]
     if layout.stage < 3:
         return size.compute * parameters if size.compute < size.parameter else 0
@@ -66,7 +88,8 @@ def copies(
         model.embedding_parameters(layout.tensor), model.head_parameters(layout.tensor, model.tied)
     )
     units = end + 2 * layer if model.tied else layer + max(layer, end)
-    return (size.compute + size.gradient) * units
+    gathered = units if layout.reshard_after_forward else parameters
+    return size.compute * gathered + size.gradient * (parameters if layout.keeps_units else units)
 
 
 def peak(
@@ -88,7 +111,7 @@ def peaks(
     held = []
     for stage in stages(model, layout):
         own = stage.parameters(model, layout.tensor)
-        states = memory(own, layout.data, layout.stage, optimizer=optimizer, precision=precision)
+        states = memory(own, layout.shards, layout.stage, optimizer=optimizer, precision=precision)
         kept = kept_activations(model, layout, precision)
         again = layer_activations(model, layout, precision) - kept
         loss = logits(model, layout, precision) if stage.last else 0.0
@@ -104,9 +127,19 @@ def peaks(
     return held
 
 
+def _tokens(model: Transformer, layout: Layout) -> float:
+    """Of a micro-batch, on one rank."""
+    return layout.micro_batch * model.length / layout.context
+
+
+def _along(layout: Layout) -> int:
+    """Ranks that share what lies between matrices."""
+    return layout.tensor if layout.sequence_parallel else 1
+
+
 def _scores(model: Transformer, layout: Layout, c: int) -> float:
     """Bytes of stored scores: softmax; with dropout its mask, a byte, and what that leaves."""
     if not layout.stored_attention:
         return 0.0
     each = c + (1 + c if model.dropout else 0)
-    return layout.micro_batch * model.heads * model.length**2 * each / layout.tensor
+    return _tokens(model, layout) * model.heads * model.length * each / layout.tensor

@@ -27,15 +27,18 @@ def messages(
 
     Along tensor, what `step_time` leaves out is here too: the embedding, the head, the loss; and
     with `sequence_parallel` the gradients of norms, and that backward gathers the inputs of columns
-    again (arXiv 2205.05198, section 4.2.2). Along data, stages 0 to 2 have one message,
-    however many buckets carry it.
+    again (arXiv 2205.05198, section 4.2.2). Along pipeline each rank sends whole activations; in
+    `step_time` a tensor rank sends its part, as in Megatron. Along data, stages 0 to 2 have one
+    message, however many buckets carry it.
 
     Raises ValueError for another layout, for a stage that is not there, and as `peak` does.
     """
     require_one_of("precision", precision, PRECISIONS)
     require_one_of("stage", layout.stage, STAGES)
     require_one_of("recompute", layout.recompute, ("nothing",))
-    require_one_of("chunks", layout.chunks, (1,))
+    for name in "chunks", "context", "replicate":
+        require_one_of(name, getattr(layout, name), (1,))
+    require_one_of("reshard_after_forward", layout.reshard_after_forward, (True,))
     held = stages(model, layout)
     require_one_of("number", number, range(len(held)))
     planned = _all(model, layout, precision, held[number])
@@ -82,9 +85,7 @@ def _all(model: Transformer, layout: Layout, precision: str, own: Stage) -> Iter
         yield Planned(gradients[0], size.gradient * held, d, gradients[1])
         yield Planned("all_gather", size.parameter * held, d, min(layout.stage, 1))
         return
-    units = [(model.layer_parameters(t), own.layers)]
-    units += [(model.embedding_parameters(t), first), (model.head_parameters(t), last)]
     gathered = min(size.compute, size.parameter)
-    for unit, many in units:
+    for unit, many in own.units(model, t):
         yield Planned("all_gather", gathered * unit, d, 2 * m * many)
         yield Planned("reduce_scatter", size.gradient * unit, d, m * many)

@@ -51,6 +51,15 @@ class Transformer:
     def mlp_width(self) -> int:
         return self.hidden or 4 * self.width
 
+    def products(self, tensor: int = 1) -> list[tuple[int, int]]:
+        """A layer's matrix products in the order of forward, on one of `tensor` ranks: how wide the
+        result is, and operations a token. Queries, keys, values, output; (gate,) up, down."""
+        h, kv = self.width, self.kv_width(tensor)
+        own, f = h // tensor, self.mlp_width // tensor
+        up = [(f, f)] * (2 if self.llama else 1)
+        sizes = [(own, own), (kv, kv), (kv, kv), (h, own), *up, (h, f)]
+        return [(wide, 2 * h * cut) for wide, cut in sizes]
+
     def layer_parameters(self, tensor: int = 1) -> int:
         """Of one layer, on one of `tensor` ranks: qkv and the MLP's first matrices are cut by
         columns, the others by rows (arXiv 1909.08053, section 3). Lesson: feature_splitting."""

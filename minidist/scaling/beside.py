@@ -64,7 +64,6 @@ def _time(
     played, took = play(step.trace, device), step_time(model, layout, device, precision)
     return f"""Its step, played message by message, takes {played.total:.3g} s, of which it waits \
 {played.waiting:.2g} s; the planner has {took.total:.3g} s
-and {took.communication:.2g} s. Messages travel for {played.communication:.3g} s, with the latency \
-of each one; the planner has {took.tensor + took.data:.3g} s, as if
-all along an axis were one message. Operations: {step.trace.flops:.4g}, by flash attention, whose
-backward computes the scores again."""
+and {took.communication:.2g} s. Messages travel for {played.communication:.3g} s; the planner has \
+{took.tensor + took.data:.3g} s. Operations: {step.trace.flops:.4g}, with
+attention counted whole; the planner takes half of it, and adds the time of memory and optimizer."""

@@ -218,6 +218,19 @@ class Hidden(Everything):
         self.inner = make_optimizer([nn.Parameter(torch.zeros(1))])
 
 
+class MadeByHand(Hidden):
+    """A real optimizer of everything, of the same class, that `make_optimizer` has not made."""
+
+    def __init__(self, parameters, make_optimizer):
+        super().__init__(parameters, make_optimizer)
+        given = {
+            name: self.inner.defaults[name]
+            for name in ("lr", "momentum", "betas")
+            if name in self.inner.defaults
+        }
+        self.worker = type(self.inner)(self.parameters, **given)
+
+
 class WholeTensors(Flat):
     def __init__(self, parameters, make_optimizer):
         self.parameters = list(parameters)
@@ -282,7 +295,16 @@ ANSWERS = {
     check.my_zero: (
         [Flat, Reduced, ByBroadcast, Copied, EachTensor, as_a_function, Strided, ByRows],
         [
-            *(Everything, Hidden, WholeTensors, NeverGathered, Backwards, NotPadded, Summed),
+            *(
+                Everything,
+                Hidden,
+                MadeByHand,
+                WholeTensors,
+                NeverGathered,
+                Backwards,
+                NotPadded,
+                Summed,
+            ),
             *(AlwaysAdam, FirstShard, NoStep, Forgets, BiasesWhole, GathersFirst, ByLength),
         ],
     ),
