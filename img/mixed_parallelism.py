@@ -1,7 +1,7 @@
 """The picture of the lesson mixed_parallelism: mixed_model_parallel."""
 
 from matplotlib.patches import Rectangle
-from style import PALE, RANKS, Axes, arrow, box, name, paper, save
+from style import INK, PALE, RANKS, Axes, arrow, box, name, paper, save
 
 from minidist.plot import color
 
@@ -9,7 +9,7 @@ LAYERS, WIDE, HIGH = 4, 1.75, 1.4  # of the model; inches of a rank's box
 SAYS = {
     "tensor": "sums of activations,\nfour a block",
     "pipeline": "activations, and\ntheir gradients back",
-    "data": "gradients,\nonce a step",
+    "data": "gradients, once a step,\nfrom node to node",
 }
 
 
@@ -38,12 +38,14 @@ def rank_box(axes: Axes, d: int, p: int, t: int) -> None:
 
 
 def mixed_model_parallel() -> None:
-    """Eight ranks on a mesh of 2 × 2 × 2: what each holds, and who talks to whom."""
+    """Eight ranks on a mesh of 2 × 2 × 2, on two nodes: what each holds, who talks to whom."""
     figure, axes = paper(9.6, 5.6)
-    title = "one model of 4 layers on 2 × 2 × 2 ranks: rank = 4d + 2p + t"
+    title = "one model of 4 layers on 2 × 2 × 2 ranks, on two nodes: rank = 4d + 2p + t"
     axes.text(0.25, 5.25, title, fontsize=11.5, fontweight="bold")
     for d in range(2):
-        box(axes, 0.25 + 4.7 * d, 0.93, 4.4, 3.59, facecolor="#F6F6F6", edgecolor="none")
+        box(axes, 0.25 + 4.7 * d, 0.93, 4.4, 3.59, facecolor="#F6F6F6", edgecolor=INK)
+        side = {"ha": ("left", "right")[d], "fontweight": "bold", "fontsize": 10.5}
+        axes.text(0.3 + 9 * d, 4.62, f"node {d}", **side)
         middle = {"ha": "center", "va": "center", "fontsize": 10}
         axes.text(2.45 + 4.7 * d, 2.74, f"replica {d}", color=PALE, **middle)
         for p in range(2):

@@ -115,7 +115,7 @@ def _parts(sizes: Sizes, p: int, t: int) -> list[Part]:
         again = number == 0 and p == sizes[1] - 1 and p > 0
         if stage == p or again:
             own = gradient.chunk(sizes[2])[t] if cut else gradient
-            parts.append(Part(own.clone(), cut and sizes[2] > 1, again))
+            parts.append(Part(own.clone(), cut, again))
     return parts
 
 
