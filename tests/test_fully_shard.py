@@ -246,12 +246,17 @@ def test_a_profile_speaks_the_codes_words(pools):
         begun = sorted((e.time_range.start, e.name) for e in profile.events())
         return [name.removeprefix("fsdp.") for _, name in begun if name.startswith("fsdp.")]
 
-    forward = ["pre_forward Model", "unshard Block"]
-    for after in ("unshard Block", "unshard Block", None):
-        forward += ["pre_forward Block", *([after] if after else []), "post_forward Block"]
-    backward = ["pre_backward Model", "unshard Block"]
-    for after in ("unshard Block", "unshard Block", None):
-        backward += ["pre_backward Block", *([after] if after else []), "post_backward Block"]
+    def one_after_the_other(blocks, before, after):
+        for block, following in zip(blocks, [*blocks[1:], None], strict=True):
+            yield f"{before} blocks.{block}"
+            if following is not None:
+                yield f"unshard blocks.{following}"
+            yield f"{after} blocks.{block}"
+
+    forward = ["pre_forward Model", "unshard blocks.0"]
+    forward += one_after_the_other([0, 1, 2], "pre_forward", "post_forward")
+    backward = ["pre_backward Model", "unshard blocks.2"]
+    backward += one_after_the_other([2, 1, 0], "pre_backward", "post_backward")
     whole = [*forward, "post_forward Model", *backward]
     whole += ["post_backward Model", "root_post_backward"]
     assert pools(2)(run) == [whole] * 2
@@ -375,6 +380,30 @@ def test_what_is_refused(pools, name):
     make, words = REFUSED[name]
     for told in pools(2)(raised, make):
         assert told is not None and words in told[1], told
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(6, 6) for _ in range(2)])
+
+    def forward(self, x, expert):
+        return self.experts[expert](x)
+
+
+def test_experts_that_only_some_ranks_reach():
+    """Of one size. With gloo nobody can tell."""
+
+    def run():
+        model = Experts()
+        for expert in model.experts:
+            md.fully_shard(expert)
+        md.fully_shard(model)
+        return raised(lambda: model(share(0).float(), dist.get_rank()))
+
+    for _, told in md.launch(run, world_size=2, backend="shm"):
+        assert "every rank of a group must make the same call" in told
+        assert "for unit experts.0" in told and "for unit experts.1" in told, told
 
 
 SCRIPT = """

@@ -905,7 +905,7 @@ REFUSED = {
     parameter_replaced: "parameter head.weight has been replaced",
     frozen_parameter_replaced: "parameter head.weight has been re",
     data_given: "parameter first.weight has been given other memory, by p.data",
-    part_moved: "parameter up.weight has been given other memory",
+    part_moved: "parameter blocks.0.up.weight has been given other memory",
     functional: "parameter first.weight has been replaced",
     gradients_by_func: "cannot be called within torch.func's transforms",
     second_order: "gradients of gradients",

@@ -12,6 +12,8 @@ collectives), `messages` (send and recv), `arena` (tensors in shared memory), `l
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +25,7 @@ from minidist.backend.uncompiled import uncompiled
 if TYPE_CHECKING:
     from minidist.backend.arena import Arena
 
-__all__ = ["Link", "empty", "scratch"]
+__all__ = ["Link", "empty", "purpose", "scratch"]
 
 
 @uncompiled
@@ -58,6 +60,21 @@ def scratch(
     if arena is None:
         return torch.empty(size, dtype=dtype, device=device)
     return arena.scratch(math.prod(size), dtype).view(size)
+
+
+@contextmanager
+def purpose(group: dist.ProcessGroup, what: str) -> Iterator[None]:
+    """The collectives of this group that begin within the block are for this: "shm" raises an error
+    that names it if the ranks make one for different purposes. Other backends cannot tell."""
+    named: Any = group if hasattr(group, "purpose") else None
+    if named is None:
+        yield
+        return
+    before, named.purpose = named.purpose, what
+    try:
+        yield
+    finally:
+        named.purpose = before
 
 
 def _arena(group: dist.ProcessGroup | None, device: torch.device | str) -> "Arena | None":

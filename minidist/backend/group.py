@@ -59,6 +59,7 @@ class Group(dist.ProcessGroup):
         # Torch's DDP holds its handle in C++ alone, where it would end with its Python object.
         self._held = deque[Handle](maxlen=8)
         self._name = self._description = ""
+        self.purpose = ""  # of the collectives that begin now: see `minidist.backend.purpose`
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -78,6 +79,7 @@ class Group(dist.ProcessGroup):
         """Begin a collective, which takes on an emulated link what it costs."""
         self._number += 1
         where, now = caller(), time.monotonic()
+        what += f" for {self.purpose}" if self.purpose else ""
 
         def run() -> Operation:
             self.members.call(what, where, now)

@@ -168,7 +168,8 @@ class FSDPModule(nn.Module):
     ) -> None:
         """False: the backward passes that follow reduce nothing. The `.grad` of a parameter is then
         whole on each rank, a DTensor with the placement Partial, and the next pass with True
-        reduces the sum. Set it alike on all ranks."""
+        reduces the sum. Set it alike on all ranks. (A penalty on the parameters, in the loss, goes
+        into a pass that reduces: DTensor cannot add its gradient to a Partial one.)"""
         for group in self._groups(recurse):
             group.syncs = requires_gradient_sync
 

@@ -57,7 +57,7 @@ class ShardedParameter:
     in_shard: slice  # where these are, with the padding of the last ranks
     grad: torch.Tensor | None = None  # of this rank, whole, while a backward pass goes on
     mean: torch.Tensor | None = None  # of all ranks, this rank's rows: when it is reduced
-    seen: Any = None  # what the modules have
+    home: tuple[Any, Any] = ()  # type: ignore[assignment]  # its storages
 
     @property
     def local(self) -> torch.Tensor:
@@ -65,15 +65,38 @@ class ShardedParameter:
         local: torch.Tensor = self.sharded._local_tensor  # type: ignore[attr-defined]
         return local
 
+    def settle(self) -> None:
+        """Remember which memory it has."""
+        self.home = self._storages()
+
+    def problem(self) -> str:
+        """Why the modules, or the optimizer, no longer have this parameter, if that is so."""
+        if any(m._parameters.get(name) is not self.sharded for m, name in self.places):
+            return (
+                "has been replaced since it was sharded, and its shards are what is gathered: "
+                "write into them, or change the module and then shard it"
+            )
+        if self.local.is_meta:
+            return (
+                "is on the device meta: call to_empty(device=...) of the sharded model, and fill "
+                "its parameters"
+            )
+        # p.data = … changes nothing of a DTensor but a storage that nobody reads.
+        if any(a._cdata != b._cdata for a, b in zip(self.home, self._storages(), strict=True)):
+            return (
+                "has been given other memory, by p.data = ..., or since a module within the unit "
+                "was moved alone. Its shard is what is gathered: write into it, p.copy_(...), and "
+                "move whole units"
+            )
+        return ""
+
+    def _storages(self) -> tuple[Any, Any]:
+        return self.local.untyped_storage(), self.sharded.untyped_storage()
+
     def show(self, view: torch.Tensor) -> None:
         """Have the modules compute with this. Python looks there before it asks nn.Module: so
-        `parameters()` stays as it is. Raises RuntimeError if another parameter is there."""
-        for (module, name), called in zip(self.places, self.names, strict=True):
-            if module._parameters.get(name) is not self.sharded:
-                raise RuntimeError(
-                    f"parameter {called} has been replaced since it was sharded, and its shards "
-                    "are what is gathered: write into them, or change the module and then shard it"
-                )
+        `parameters()` stays as it is."""
+        for module, name in self.places:
             module.__dict__[name] = view
             _relist(module)
 
@@ -107,22 +130,7 @@ class FlatShard:
             in_shard = slice(end - size, end)
             sharded = self._dtensor(p, in_shard)
             self.parameters.append(ShardedParameter(names, places, sharded, in_shard))
-        self._storages = self._find_storages()
-
-    def _find_storages(self) -> list[tuple[Any, Any]]:
-        return [(p.local.untyped_storage(), p.sharded.untyped_storage()) for p in self.parameters]
-
-    def _require_own(self) -> None:
-        """Raises if a parameter has other memory than the shard. `p.data = ...` changes nothing of
-        a DTensor but a storage that nobody reads."""
-        now = self._find_storages()
-        for each, before, after in zip(self.parameters, self._storages, now, strict=True):
-            if any(a._cdata != b._cdata for a, b in zip(before, after, strict=True)):
-                raise RuntimeError(
-                    f"parameter {each.names[0]} has been given other memory, by p.data = ..., or "
-                    "since a module within the unit was moved alone. Its shard is what is "
-                    "gathered: write into it, p.copy_(...), and move whole units"
-                )
+            self.parameters[-1].settle()
 
     def _allocate(self, length: int, dtype: torch.dtype, home: torch.device) -> None:
         """The shard, in memory that the ranks share if they can; and full parameters, empty."""
@@ -166,14 +174,13 @@ class FlatShard:
             own = each.local.detach()
             local = _part(self.shard, each.in_shard.start, own.shape).copy_(own)
             each.sharded._local_tensor = local  # type: ignore[attr-defined]
-        self._storages = self._find_storages()
+            each.settle()
 
     # ---- gather and free -------------------------------------------------------------------
 
     @torch.inference_mode(False)  # a backend writes into what is allocated here, outside of it
     def unshard(self) -> None:
         """Begin the all_gather."""
-        self._require_own()
         if not self.has_memory:
             self.full.untyped_storage().resize_(self.full.nbytes)
         self.has_memory = True
@@ -279,7 +286,7 @@ class FlatShard:
     # ---- copy.deepcopy of a model ----------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        nothing = "shard", "full", "_seen", "_arrive", "_mean", "_storages"
+        nothing = "shard", "full", "_seen", "_arrive", "_mean"
         return vars(self) | dict.fromkeys(nothing)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -300,6 +307,7 @@ class ParamGroup:
         self.reshards = opts.reshards  # after forward
         self.reshards_after_backward = self.syncs = True
         self.divisor: float = math.prod(map(dist.get_world_size, opts.groups))
+        self.prefix = ""  # of its names, in the root
         self.unsharded = False  # gathered, or on the way
         self.readers = set[Any]()  # passes that need the full parameters now
         self.pinned = False  # by `unshard()`, until its forward pass or `reshard()`
@@ -317,8 +325,8 @@ class ParamGroup:
 
     @property
     def name(self) -> str:
-        """For profiles."""
-        return type(self.module).__name__.removeprefix("FSDP")
+        """In the root; of the root itself, its class."""
+        return self.prefix.rstrip(".") or type(self.module).__name__.removeprefix("FSDP")
 
     @property
     def trains(self) -> bool:
@@ -336,15 +344,13 @@ class ParamGroup:
         """Begin to gather the full parameters, unless that has begun."""
         if self.unsharded:
             return
-        for flat in self.flats:
-            if flat.device.type == "meta":
-                raise RuntimeError(
-                    f"parameter {flat.parameters[0].names[0]} is on the device meta: call "
-                    "to_empty(device=...) of the sharded model, and fill its parameters"
-                )
+        for each in self.parameters:
+            if problem := each.problem():
+                raise RuntimeError(f"parameter {self.prefix}{each.names[0]} {problem}")
         self.unsharded, self.gathered_version = True, self.version
-        for flat in self.flats:
-            flat.unshard()
+        with backend.purpose(self.options.groups[0], f"unit {self.name}"):
+            for flat in self.flats:
+                flat.unshard()
 
     def wait_for_unshard(self, arrived: Callable[[Gradients], None] | None = None) -> Any:
         """Give the modules full parameters. Autograd calls `arrived` when it has the gradients of
@@ -406,8 +412,8 @@ class ParamGroup:
                 continue
             if gradient.layout is not torch.strided:
                 raise RuntimeError(
-                    f"the gradient of {each.names[0]} is sparse, and cannot be cut into rows: "
-                    "sparse=False"
+                    f"the gradient of {self.prefix}{each.names[0]} is sparse, and cannot be cut "
+                    "into rows: sparse=False"
                 )
             each.grad = gradient if each.grad is None else each.grad + gradient
 
@@ -422,8 +428,9 @@ class ParamGroup:
     def reduce(self) -> None:
         """Begin to make the mean of the ranks' gradients."""
         self.pending = self.left = False
-        for flat in self.flats:
-            flat.reduce(1 / self.divisor)
+        with backend.purpose(self.options.groups[0], f"unit {self.name}"):
+            for flat in self.flats:
+                flat.reduce(1 / self.divisor)
 
     def wait_for_reduce(self) -> None:
         """Until it is there."""

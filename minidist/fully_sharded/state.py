@@ -76,6 +76,9 @@ class State:
         self._stale_buffers = False
         self._backward: BackwardPass | None = None
         self._lost: Any = None  # a weak reference: autograd dropped a backward pass that failed
+        for name, module in self.root.module.named_modules():
+            if group := vars(module).get("fsdp_group"):
+                group.prefix = f"{name}." if name else ""
         self.watch()
 
     def watch(self) -> None:
