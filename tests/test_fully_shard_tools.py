@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import swa_utils
 from torch.utils.checkpoint import checkpoint
@@ -321,6 +322,15 @@ def freezing(model, ranks):
     train(model, ranks, optimizer, [1])
     model.requires_grad_(True)
     train(model, ranks, optimizer, [2])
+
+
+@case
+def freezing_between_forward_and_backward(model, ranks):
+    loss = loss_of(model, ranks)
+    model.head.requires_grad_(False)
+    loss.backward()
+    model.head.requires_grad_(True)
+    train(model, ranks, sgd(model))
 
 
 def partly_frozen():
@@ -693,11 +703,11 @@ def converted(model, ranks):
     train(model, ranks, optimizer)
 
 
-def from_meta(model, empty=True):
+def from_meta(model, empty=True, **options):
     """As torchtitan does: shard, then memory, then values; or torch's function gives memory."""
     state = model.state_dict()
     with torch.device("meta"):
-        new = sharded(Net().double())
+        new = sharded(Net().double(), **options)
     if empty:
         new.to_empty(device="cpu")
     set_model_state_dict(
@@ -709,6 +719,7 @@ def from_meta(model, empty=True):
 
 
 _parity("from meta", Net, shard=from_meta)
+_parity("from meta, offloaded", Net, shard=partial(from_meta, offload_policy=CPUOffloadPolicy()))
 _parity("from meta, assigned", Net, shard=partial(from_meta, empty=False))
 
 
@@ -853,6 +864,75 @@ def compiled(how):
 def test_compiled(pools, how):
     """Blocks of one class are compiled once."""
     assert pools(2)(compiled, how) == [{}] * 2
+
+
+class Impatient(nn.Linear):
+    """Goes backward within its forward pass, once."""
+
+    patient = False
+
+    def forward(self, x):
+        y = super().forward(x)
+        if not self.patient:
+            self.patient = True
+            y.sum().backward()
+        return y
+
+
+def going_on_after_a_refusal():
+    """Who keeps the error, as a notebook does, goes on all the same."""
+    model = md.fully_shard(nn.Sequential(md.fully_shard(Impatient(4, 4))))
+    with pytest.raises(RuntimeError, match="within the forward pass") as kept:
+        model(torch.ones(2, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    return all(p.grad is not None for p in model.parameters()), kept is not None
+
+
+def going_on_without_a_unit():
+    """A model that catches what a unit raises."""
+
+    class Failing(nn.Linear):
+        def forward(self, x):
+            raise KeyError
+
+    class Catching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = md.fully_shard(Failing(4, 4))
+
+        def forward(self, x):
+            with contextlib.suppress(KeyError):
+                self.part(x)
+            return x
+
+    model = md.fully_shard(Catching())
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    return is_sharded(model.part), "weight" not in vars(model.part)
+
+
+def a_method_of_a_copy():
+    """It computes with the copy's parameters."""
+
+    class Encoder(nn.Linear):
+        def encode(self, x):
+            return super().forward(x)
+
+    model = md.fully_shard(Encoder(4, 4))
+    md.fully_sharded.register_fsdp_forward_method(model, "encode")
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in copied.parameters():
+            p.zero_()
+    x = torch.ones(2, 4)
+    return not copied.encode(x).any(), bool(model.encode(x).any())
+
+
+@pytest.mark.parametrize(
+    "what", [going_on_after_a_refusal, going_on_without_a_unit, a_method_of_a_copy]
+)
+def test_after_what_is_unusual(pools, what):
+    assert pools(2)(what) == [(True, True)] * 2
 
 
 # ---- what is refused --------------------------------------------------------------------------

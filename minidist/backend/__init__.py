@@ -66,15 +66,15 @@ def scratch(
 def purpose(group: dist.ProcessGroup, what: str) -> Iterator[None]:
     """The collectives of this group that begin within the block are for this: "shm" raises an error
     that names it if the ranks make one for different purposes. Other backends cannot tell."""
-    named: Any = group if hasattr(group, "purpose") else None
+    named: Any = getattr(group, "purpose", None)
     if named is None:
         yield
         return
-    before, named.purpose = named.purpose, what
+    before, named.what = named.what, what
     try:
         yield
     finally:
-        named.purpose = before
+        named.what = before
 
 
 def _arena(group: dist.ProcessGroup | None, device: torch.device | str) -> "Arena | None":

@@ -5,6 +5,7 @@
 
 import os
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -59,7 +60,7 @@ class Group(dist.ProcessGroup):
         # Torch's DDP holds its handle in C++ alone, where it would end with its Python object.
         self._held = deque[Handle](maxlen=8)
         self._name = self._description = ""
-        self.purpose = ""  # of the collectives that begin now: see `minidist.backend.purpose`
+        self.purpose = Purpose()
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -79,7 +80,7 @@ class Group(dist.ProcessGroup):
         """Begin a collective, which takes on an emulated link what it costs."""
         self._number += 1
         where, now = caller(), time.monotonic()
-        what += f" for {self.purpose}" if self.purpose else ""
+        what += f" for {self.purpose.what}" if self.purpose.what else ""
 
         def run() -> Operation:
             self.members.call(what, where, now)
@@ -194,6 +195,12 @@ class Group(dist.ProcessGroup):
 
     def abort(self) -> None:
         self._engine.close(RuntimeError("the process group has been aborted"))
+
+
+class Purpose(threading.local):
+    """Of the collectives that a thread begins now: see `minidist.backend.purpose`."""
+
+    what = ""
 
 
 def _nodes(ranks: Sequence[int]) -> list[int]:

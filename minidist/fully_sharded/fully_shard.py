@@ -1,8 +1,9 @@
 """`fully_shard`, torch's form: it makes a unit of a module, in place. Lesson: fully_sharded"""
 
 import copy
-import functools
 from collections.abc import Callable, Iterable, Iterator, Set
+from functools import cache, partial
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -83,7 +84,8 @@ def fully_shard(
     mesh: of one axis; of two for hybrid sharding, (replicas, shards). None is all ranks.
     reshard_after_forward: False keeps the parameters for the backward pass. None is False for the
         outermost module, the root, with which the backward pass begins, and True for others.
-    mp_policy, offload_policy: torch's. Shards on the CPU, for an optimizer there, too.
+    mp_policy, offload_policy: torch's. Shards on the CPU, for an optimizer there, too; `pin_memory`
+        changes nothing.
     ignored_params: parameters that stay as they are on each rank.
 
     Returns the module, of a class that is an `FSDPModule` as well. All ranks must call all units;
@@ -132,6 +134,10 @@ def fully_shard(
     module.register_load_state_dict_post_hook(_take_assigned)
     _share_state(module)
     return module
+
+
+class RefusedError(NotImplementedError, AttributeError):
+    """A method of torch's that has no meaning here: `hasattr` says that there is none."""
 
 
 class FSDPModule(nn.Module):
@@ -214,7 +220,7 @@ class FSDPModule(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         if name in REFUSED:
-            raise NotImplementedError(f"{name}: {REFUSED[name]}")
+            raise RefusedError(f"{name}: {REFUSED[name]}")
         return super().__getattr__(name)
 
     # ---- moved, copied, loaded -------------------------------------------------------------
@@ -222,12 +228,9 @@ class FSDPModule(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         if self.fsdp_state.running or in_backward():
             raise RuntimeError("a sharded module cannot be moved or converted while it computes")
-        groups = self._groups(recurse)
-        for group in groups:
-            group.reshard()
-        super()._apply(fn, recurse)
-        for group in groups:
-            group.adopt()
+        self.fsdp_group.reshard()
+        super()._apply(fn, recurse)  # those within it do the same
+        self.fsdp_group.adopt()
         self.fsdp_state.watch()
         return self
 
@@ -265,24 +268,20 @@ class UnshardHandle:
 
     def wait(self) -> None:
         """Until the full parameters are there, and give them to the modules."""
-        if self._group.unsharded:
-            self._group.wait_for_unshard()
-            for each, (module, name) in ((p, p.places[0]) for p in self._group.parameters):
-                each.put(nn.Parameter(module.__dict__[name], each.sharded.requires_grad))
+        self._group.pin()
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Have this method of a sharded module gather its parameters, as a forward pass does: torch's
     function. Does nothing for a module that is not sharded, as torch's. Raises AttributeError if
     there is no such method."""
-    method: Callable[..., Any] = getattr(module, method_name)
-    group = group_of(module)
-    if group is not None:
+    method: Callable[..., Any] = getattr(type(module), method_name)
 
-        def within(*inputs: Any, **kwargs: Any) -> Any:
-            return module.fsdp_state.run(group, method, inputs, kwargs)  # type: ignore[union-attr, operator]
+    def within(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        return self.fsdp_state.run(self.fsdp_group, partial(method, self), inputs, kwargs)
 
-        setattr(module, method_name, within)
+    if group_of(module) is not None:
+        setattr(module, method_name, MethodType(within, module))  # a deep copy binds it again
 
 
 def group_of(module: nn.Module) -> ParamGroup | None:
@@ -304,7 +303,7 @@ def _of_type(name: str, value: Any, kind: type) -> Any:
     return value
 
 
-@functools.cache  # one for all blocks: torch.compile compiles a method once a class
+@cache  # one for all blocks: torch.compile compiles a method once a class
 def _sharded_class(kind: type[nn.Module]) -> type[nn.Module]:
     return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
 
@@ -368,7 +367,7 @@ def _describe(module: nn.Module, ignored: Set[nn.Parameter]) -> Iterator[str]:
             )
         if group_of(each) is not None:
             yield f"unit {name}"
-    taken = {p: g.name for g in groups_in(module) for p in map(_sharded, g.parameters)}
+    taken = {each.sharded for group in groups_in(module) for each in group.parameters}
     for prefix, owner in _own_modules(module):
         for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
             if tensor is None or tensor in ignored:
@@ -385,11 +384,6 @@ def _describe(module: nn.Module, ignored: Set[nn.Parameter]) -> Iterator[str]:
                     "it the shape (1,), or pass it in ignored_params"
                 )
             yield words("parameter" if trained else "buffer", prefix + name, tensor)
-
-
-def _sharded(each: Any) -> nn.Parameter:
-    parameter: nn.Parameter = each.sharded
-    return parameter
 
 
 def _copy(parameter: nn.Parameter) -> nn.Parameter:

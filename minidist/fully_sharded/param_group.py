@@ -57,7 +57,7 @@ class ShardedParameter:
     in_shard: slice  # where these are, with the padding of the last ranks
     grad: torch.Tensor | None = None  # of this rank, whole, while a backward pass goes on
     mean: torch.Tensor | None = None  # of all ranks, this rank's rows: when it is reduced
-    home: tuple[Any, Any] = ()  # type: ignore[assignment]  # its storages
+    storages: Any = None  # it has these while nobody gives it others
 
     @property
     def local(self) -> torch.Tensor:
@@ -65,9 +65,12 @@ class ShardedParameter:
         local: torch.Tensor = self.sharded._local_tensor  # type: ignore[attr-defined]
         return local
 
+    def __post_init__(self) -> None:
+        self.settle()
+
     def settle(self) -> None:
         """Remember which memory it has."""
-        self.home = self._storages()
+        self.storages = self._storages()
 
     def problem(self) -> str:
         """Why the modules, or the optimizer, no longer have this parameter, if that is so."""
@@ -82,7 +85,7 @@ class ShardedParameter:
                 "its parameters"
             )
         # p.data = … changes nothing of a DTensor but a storage that nobody reads.
-        if any(a._cdata != b._cdata for a, b in zip(self.home, self._storages(), strict=True)):
+        if any(a._cdata != b._cdata for a, b in zip(self.storages, self._storages(), strict=True)):
             return (
                 "has been given other memory, by p.data = ..., or since a module within the unit "
                 "was moved alone. Its shard is what is gathered: write into it, p.copy_(...), and "
@@ -92,6 +95,9 @@ class ShardedParameter:
 
     def _storages(self) -> tuple[Any, Any]:
         return self.local.untyped_storage(), self.sharded.untyped_storage()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | dict.fromkeys(("storages", "grad", "mean"))
 
     def show(self, view: torch.Tensor) -> None:
         """Have the modules compute with this. Python looks there before it asks nn.Module: so
@@ -119,6 +125,8 @@ class FlatShard:
     def __init__(self, named: Sequence[Any], options: Options, device: torch.device) -> None:
         """named: (names, places, parameter) of each. `device` computes."""
         self.options, self.device = options, device
+        if options.offloads and device.type != "meta":
+            self.device = torch.device(options.mesh.device_type)
         self.group = options.groups[0]
         self.ranks, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         sizes = [-(-len(p) // self.ranks) * p.shape[1:].numel() for _, _, p in named]
@@ -130,7 +138,6 @@ class FlatShard:
             in_shard = slice(end - size, end)
             sharded = self._dtensor(p, in_shard)
             self.parameters.append(ShardedParameter(names, places, sharded, in_shard))
-            self.parameters[-1].settle()
 
     def _allocate(self, length: int, dtype: torch.dtype, home: torch.device) -> None:
         """The shard, in memory that the ranks share if they can; and full parameters, empty."""
@@ -167,8 +174,9 @@ class FlatShard:
     def adopt(self) -> None:
         """Make a shard of what the parameters are now: moved, converted or copied."""
         first = self.parameters[0].local
-        if not self.options.offloads:
-            self.device = first.device
+        self.device = first.device
+        if self.options.offloads:
+            self.device = torch.device(self.options.mesh.device_type)
         self._allocate(self.parameters[-1].in_shard.stop, first.dtype, first.device)
         for each in self.parameters:
             own = each.local.detach()
@@ -246,7 +254,9 @@ class FlatShard:
         if not trained:
             return
         sizes = [each.in_shard.stop - each.in_shard.start for each in trained]
-        dtype = self.options.precision.reduce_dtype or self.full.dtype
+        dtype = self.full.dtype
+        if dtype.is_floating_point and self.options.precision.reduce_dtype:
+            dtype = self.options.precision.reduce_dtype
         full = backend.scratch(
             self.ranks * sum(sizes), dtype=dtype, device=self.device, group=self.group
         )
@@ -256,9 +266,9 @@ class FlatShard:
             if not given or place.numel() > each.sharded.numel():
                 place.zero_()
             for number, (whole, by) in enumerate(given):
-                for part, source in _by_rank(place, whole):
+                for part, source in _by_rank(place, whole.to(full)):
                     if number == 0:
-                        torch.mul(source.to(dtype), by, out=part)
+                        torch.mul(source, by, out=part)
                     else:
                         part.add_(source, alpha=by)
             each.grad = None
@@ -335,7 +345,7 @@ class ParamGroup:
 
     @property
     def version(self) -> int:
-        """Goes up when a parameter is written, or its local tensor."""
+        """Changes when a parameter is written, or its local tensor."""
         return sum(each.sharded._version + each.local._version for each in self.parameters)
 
     # ---- gather, use, free -----------------------------------------------------------------
@@ -377,18 +387,25 @@ class ParamGroup:
         nodes = (view.grad_fn for view in views if view.grad_fn is not None)
         return next(map(weakref.ref, nodes), lambda: None)
 
+    def pin(self) -> None:
+        """Make the full parameters the modules' own, until the next forward pass or `reshard`."""
+        self.wait_for_unshard()
+        self.pinned = True
+        for each in self.parameters:
+            module, name = each.places[0]
+            each.put(nn.Parameter(module.__dict__[name], each.sharded.requires_grad))
+
     def hide(self) -> None:
         """The modules have their DTensors again."""
         for each in self.parameters:
-            if self.pinned:
-                each.put(each.sharded)
-            each.hide()
+            each.put(each.sharded) if self.pinned else each.hide()
+        self.pinned = False
 
     def reshard(self, keep: bool = False) -> None:
         """The modules have their DTensors again, and the full parameters are freed; `keep` their
         memory if somebody may read it whom we do not see. The next pass gathers them anyway."""
         self.hide()
-        self.unsharded = self.pinned = False
+        self.unsharded = False
         if not keep:
             for flat in self.flats:
                 flat.free()
@@ -408,7 +425,7 @@ class ParamGroup:
     def add(self, gradients: Gradients) -> None:
         """Add what a backward pass has made."""
         for each, gradient in gradients:
-            if gradient is None:
+            if gradient is None or not each.sharded.requires_grad:  # frozen since
                 continue
             if gradient.layout is not torch.strided:
                 raise RuntimeError(
@@ -453,7 +470,7 @@ class ParamGroup:
             gradient, each.grad = each.grad, None
             if gradient is None:
                 continue
-            own = (gradient / self.divisor).to(each.sharded.dtype)
+            own = (gradient / self.divisor).to(each.local)
             before: Any = each.sharded.grad
             if (partial := partial_of(each.sharded)) is not None:
                 own += partial
@@ -473,6 +490,7 @@ class ParamGroup:
             each.put(each.sharded)
         for flat in self.flats:
             flat.adopt()
+        self.gathered_version = -1
 
     def forget(self) -> None:
         """A backward pass has failed."""
@@ -483,7 +501,7 @@ class ParamGroup:
             flat._mean = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"readers": set(), "before": None, "unsharded": False}
+        return vars(self) | {"readers": set(), "before": None}
 
 
 class _Unshard(torch.autograd.Function):

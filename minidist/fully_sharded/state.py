@@ -6,8 +6,9 @@
                           gather 2    gather 1
                                       reduce 3    reduce 2    reduce 1
 
-At any time at most two units are gathered: the one that computes, and the next one. The order is
-that of the forward pass before; the backward pass goes back the way of its own forward pass.
+At any time few units are gathered: the one that computes, those around it, such as the root, and
+the next one. The order is that of the forward pass before; the backward pass goes back the way of
+its own forward pass.
 Zhao et al., "PyTorch FSDP" (arXiv 2304.11277), sections 3.3 and 4. Lesson: fully_sharded
 """
 
@@ -83,13 +84,8 @@ class State:
 
     def watch(self) -> None:
         """From now on the parameters must stay those that there are."""
-        ignored = self.root.options.ignored
+        ignored = frozenset[nn.Parameter]().union(*(g.options.ignored for g in self.groups))
         self._guard = Guard(self.root.module, "fully sharded training", ignored, frozen_too=True)
-
-    @property
-    def device(self) -> torch.device:
-        """That computes."""
-        return next(flat.device for group in self.groups for flat in group.flats)
 
     # ---- forward ---------------------------------------------------------------------------
 
@@ -104,6 +100,7 @@ class State:
                 "a unit of a fully sharded model was called outside of the forward pass of its "
                 "root, the outermost one. Call that one"
             )
+        this = None
         try:
             this = self.pre_forward(group, again)
             precision = group.options.precision
@@ -114,6 +111,9 @@ class State:
         except BaseException:
             if begins:
                 self.abandon()
+            elif this is not None and not again:  # the model may go on without it
+                group.readers.discard(this)
+                self.reshard(group)
             raise
         if begins:
             self._end()
@@ -201,6 +201,8 @@ class State:
             kept = group.pinned or not group.reshards_after_backward
             if kept and group.version == group.gathered_version:
                 group.hide()
+                for flat in group.flats:
+                    flat.wait()
             else:
                 group.reshard()
 
@@ -224,7 +226,8 @@ class State:
     def backward(self) -> "BackwardPass":
         """The one that autograd computes."""
         if self._backward is None:
-            self._backward = backward = BackwardPass(self)
+            backward = BackwardPass(self)
+            backward.look_ahead()
 
             def finish() -> None:
                 backward.root_post_backward()
@@ -233,14 +236,14 @@ class State:
             # If the pass fails, autograd drops `finish` instead of calling it.
             self._lost = weakref.ref(finish, lambda _: self._forget(backward, failed=True))
             Variable._execution_engine.queue_callback(finish)
-            backward.look_ahead()
+            self._backward = backward
         return self._backward
 
     def _forget(self, backward: "BackwardPass", failed: bool = False) -> None:
         """It is over. Nothing stays gathered."""
         backward.close_all()
         self._lost = self._backward = None
-        self.ahead = []
+        self.prefetch([])
         for group in self.groups:
             if failed:
                 group.forget()
@@ -275,7 +278,7 @@ class BackwardPass:
 
     def look_ahead(self) -> None:
         """Find out whether it makes gradients of parameters. torch.autograd.grad makes none."""
-        events = itertools.chain.from_iterable(trace.events for trace in self._state.traces)
+        events = (event for trace in self._state.traces for event in trace.events)
         nodes = [node for this, entered in events if entered and (node := this.node())]
         if any(map(torch._C._will_engine_execute_node, nodes)):
             self._begin_training()
@@ -299,22 +302,16 @@ class BackwardPass:
             place = this.entered if entered else this.left
             self._go_to(trace, place + 1)
             self._reached[trace] = min(self._reached[trace], place)
-        self._event(trace, this, entered)
+        self._close(this) if entered else self._open(trace, this)
 
     def _go_to(self, trace: Trace, place: int) -> None:
         reached = self._reached.get(trace, len(trace.events))
         self._reached[trace] = min(reached, place)
-        for event in trace.events[place:reached][::-1]:
-            self._event(trace, *event)
+        for this, entered in trace.events[place:reached][::-1]:
+            self._close(this) if entered else self._open(trace, this)
 
     def _latest_first(self) -> list[Trace]:
         return sorted(self._reached, key=lambda trace: -trace.number)
-
-    def _event(self, trace: Trace | None, this: UnitPass, entered: bool) -> None:
-        if entered:
-            self._close(this)
-        else:
-            self._open(trace, this)
 
     def _open(self, trace: Trace | None, this: UnitPass) -> None:
         """Gather the unit, and begin to gather the next one."""
@@ -380,11 +377,13 @@ class BackwardPass:
         if not self._touched:
             return
         with record_function("fsdp.root_post_backward"):
+            self._state.prefetch([])  # a hook of a parameter may be an optimizer's step
             for group in self._touched:
                 group.wait_for_reduce()
             flags = [flag for touched in self._touched.values() for flag in touched]
-            together = torch.tensor(flags, dtype=torch.uint8, device=self._state.device)
-            for replicas in self._state.root.options.groups:
+            options = self._state.root.options
+            together = torch.tensor(flags, dtype=torch.uint8, device=options.mesh.device_type)
+            for replicas in options.groups:
                 dist.all_reduce(together, dist.ReduceOp.MAX, replicas)
             anywhere = iter(together.bool().tolist())
             for group in self._touched:

@@ -50,10 +50,11 @@ class Place:
 
     def boxes(self, span: slice | None = None) -> list[Box]:
         """Of the whole; of a `span` of what the rank has, if one is given."""
-        if isinstance(self.own, DTensor):
-            return dtensor_boxes(self.own)
         span = span or self.span
-        found = whole_box(self.like.shape) if span is None else span_boxes(self.like, span)
+        if isinstance(self.own, DTensor):
+            found = dtensor_boxes(self.own)
+        else:
+            found = whole_box(self.like.shape) if span is None else span_boxes(self.like, span)
         return found if self.cut is None else spread(found, *self.cut)
 
     def boxed(self) -> Boxed:
