@@ -167,7 +167,7 @@ class FSDPModule(nn.Module):
 
     def reshard(self) -> None:
         """Free this unit's full parameters, unless its forward or backward pass goes on."""
-        self.fsdp_state.reshard(self.fsdp_group)
+        self.fsdp_group.reshard()
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True

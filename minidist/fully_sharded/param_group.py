@@ -151,8 +151,8 @@ class FlatShard:
         # What modules see. It has a version of its own: when the values come back, none changed.
         self._seen = self.full.data
         self._version = 0
-        self._arrive: Callable[[], None] | None = None
-        self._mean: Callable[[], None] | None = None
+        self._gathering: Callable[[], None] | None = None
+        self._reducing: Callable[[], None] | None = None
         self.has_memory = True
         self.free()
 
@@ -198,15 +198,15 @@ class FlatShard:
             for each in self.parameters
         ]
         if len(places) == 1:
-            self._arrive = all_gather(places[0], self.group, own)
+            self._gathering = all_gather(places[0], self.group, own)
         elif dist.get_backend(self.group) == "shm":  # one call gathers each into its place
             owns = [own[each.in_shard] for each in self.parameters]
             group: Any = self.group
-            self._arrive = group.all_gather_single_coalesced(places, owns).wait
+            self._gathering = group.all_gather_single_coalesced(places, owns).wait
         else:
             gathered = own.new_empty(len(self.full))
             arrive = all_gather(gathered, self.group, own)
-            self._arrive = lambda: self._take(arrive, gathered.view(self.ranks, -1), places)
+            self._gathering = lambda: self._take(arrive, gathered.view(self.ranks, -1), places)
 
     def _take(
         self, arrive: Callable[[], None], gathered: torch.Tensor, places: list[torch.Tensor]
@@ -217,18 +217,18 @@ class FlatShard:
 
     def wait(self) -> None:
         """Until the full parameters are there. Only now they may be read."""
-        self._arrived()
+        self._finish_gather()
         if self._seen._version == EMPTY:
             _set_version(self._seen, self._version)
 
-    def _arrived(self) -> None:
-        if self._arrive is not None:
-            arrive, self._arrive = self._arrive, None
+    def _finish_gather(self) -> None:
+        if self._gathering is not None:
+            arrive, self._gathering = self._gathering, None
             arrive()
 
     def free(self) -> None:
         """Give back the memory of the full parameters. Autograd raises if it was to read them."""
-        self._arrived()
+        self._finish_gather()
         if self.has_memory:
             if self._seen._version != EMPTY:
                 self._version = self._seen._version
@@ -261,8 +261,8 @@ class FlatShard:
             self.ranks * sum(sizes), dtype=dtype, device=self.device, group=self.group
         )
         for each, place in zip(trained, full.view(self.ranks, -1).split(sizes, 1), strict=True):
-            left = partial_of(each.sharded)  # by passes that did not reduce: scaled already
-            given = [(g, by) for g, by in ((each.grad, scale), (left, 1)) if g is not None]
+            partial = partial_of(each.sharded)  # by passes that did not reduce: scaled already
+            given = [(g, by) for g, by in ((each.grad, scale), (partial, 1)) if g is not None]
             if not given or place.numel() > each.sharded.numel():
                 place.zero_()
             for number, (whole, by) in enumerate(given):
@@ -272,10 +272,10 @@ class FlatShard:
                     else:
                         part.add_(source, alpha=by)
             each.grad = None
-            if left is not None:
+            if partial is not None:
                 each.sharded.grad = None
         arrive = reduce_scatter(full, self.group)
-        self._mean = lambda: self._receive(arrive(), trained, sizes)
+        self._reducing = lambda: self._receive(arrive(), trained, sizes)
 
     def _receive(
         self, mean: torch.Tensor, trained: list[ShardedParameter], sizes: list[int]
@@ -289,14 +289,14 @@ class FlatShard:
 
     def wait_for_reduce(self) -> None:
         """Until this rank's rows of the mean are there."""
-        if self._mean is not None:
-            receive, self._mean = self._mean, None
+        if self._reducing is not None:
+            receive, self._reducing = self._reducing, None
             receive()
 
     # ---- copy.deepcopy of a model ----------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        nothing = "shard", "full", "_seen", "_arrive", "_mean"
+        nothing = "shard", "full", "_seen", "_gathering", "_reducing"
         return vars(self) | dict.fromkeys(nothing)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -323,7 +323,7 @@ class ParamGroup:
         self.pinned = False  # by `unshard()`, until its forward pass or `reshard()`
         self.gathered_version = -1
         self.pending = False  # its gradients are still to be reduced
-        self.left = False  # a pass has left gradients that are not reduced
+        self.has_partial = False  # a pass has left gradients that are not reduced
         self.next_forward: list[ParamGroup] | None = None  # to gather meanwhile, as the user says
         self.next_backward: list[ParamGroup] | None = None
         self.before: Any = None  # the pass that came before this unit's last one
@@ -362,22 +362,22 @@ class ParamGroup:
             for flat in self.flats:
                 flat.unshard()
 
-    def wait_for_unshard(self, arrived: Callable[[Gradients], None] | None = None) -> Any:
-        """Give the modules full parameters. Autograd calls `arrived` when it has the gradients of
-        all: from the node to which this returns a weak reference, if there is one."""
+    def wait_for_unshard(self, on_gradients: Callable[[Gradients], None] | None = None) -> Any:
+        """Give the modules full parameters. Autograd calls `on_gradients` when it has the gradients
+        of all: from the node to which this returns a weak reference, if there is one."""
         self.unshard()
         for flat in self.flats:
             flat.wait()
         views = [view for flat in self.flats for view in flat.views()]
         parameters = list(self.parameters)
         trained = [i for i, each in enumerate(parameters) if each.sharded.requires_grad]
-        if trained and arrived is not None and torch.is_grad_enabled():
+        if trained and on_gradients is not None and torch.is_grad_enabled():
             ours = [parameters[i] for i in trained]
             anchor = torch.empty(0, device=views[0].device, requires_grad=True)
             full = _Unshard.apply(
                 anchor,
                 self,
-                lambda gradients: arrived(list(zip(ours, gradients, strict=True))),
+                lambda gradients: on_gradients(list(zip(ours, gradients, strict=True))),
                 [views[i] for i in trained],
             )
             for number, view in zip(trained, full, strict=True):
@@ -402,8 +402,11 @@ class ParamGroup:
         self.pinned = False
 
     def reshard(self, keep: bool = False) -> None:
-        """The modules have their DTensors again, and the full parameters are freed; `keep` their
-        memory if somebody may read it whom we do not see. The next pass gathers them anyway."""
+        """The modules have their DTensors again, and the full parameters are freed, unless a pass
+        reads them; `keep` their memory if somebody may whom we do not see. The next pass gathers
+        them anyway."""
+        if self.readers:
+            return
         self.hide()
         self.unsharded = False
         if not keep:
@@ -444,7 +447,7 @@ class ParamGroup:
 
     def reduce(self) -> None:
         """Begin to make the mean of the ranks' gradients."""
-        self.pending = self.left = False
+        self.pending = self.has_partial = False
         with backend.purpose(self.options.groups[0], f"unit {self.name}"):
             for flat in self.flats:
                 flat.reduce(1 / self.divisor)
@@ -465,7 +468,7 @@ class ParamGroup:
     def leave(self) -> None:
         """Without reducing: the `.grad` of each parameter is the sum of what the ranks have, which
         DTensor calls Partial, and each rank has its own part of it, whole."""
-        self.pending, self.left, mesh = False, True, self.options.mesh
+        self.pending, self.has_partial, mesh = False, True, self.options.mesh
         for each in self.parameters:
             gradient, each.grad = each.grad, None
             if gradient is None:
@@ -498,7 +501,7 @@ class ParamGroup:
         for each in self.parameters:
             each.grad = each.mean = None
         for flat in self.flats:
-            flat._mean = None
+            flat._reducing = None
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"readers": set(), "before": None}
@@ -511,9 +514,13 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, group: ParamGroup, arrived: Any, full: list[torch.Tensor]
+        ctx: Any,
+        anchor: torch.Tensor,
+        group: ParamGroup,
+        on_gradients: Any,
+        full: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        ctx.group, ctx.arrived, ctx.version = group, arrived, group.version
+        ctx.group, ctx.on_gradients, ctx.version = group, on_gradients, group.version
         ctx.set_materialize_grads(False)
         return tuple(full)
 
@@ -525,7 +532,7 @@ class _Unshard(torch.autograd.Function):
                 "parameters have changed since the forward pass to which this backward pass "
                 "belongs: backward first, then the optimizer's step"
             )
-        ctx.arrived(gradients)
+        ctx.on_gradients(gradients)
         return None, None, None, None
 
 

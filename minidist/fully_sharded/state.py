@@ -113,7 +113,7 @@ class State:
                 self.abandon()
             elif this is not None and not again:  # the model may go on without it
                 group.readers.discard(this)
-                self.reshard(group)
+                group.reshard()
             raise
         if begins:
             self._end()
@@ -180,7 +180,7 @@ class State:
             with record_function(f"fsdp.post_forward {group.name}"):
                 reshards = group is not self.root if group.reshards is None else group.reshards
                 if reshards or not trained:
-                    self.reshard(group, keep=unseen or group.holds(found))
+                    group.reshard(keep=unseen or group.holds(found))
                 elif not group.readers:
                     group.hide()
         trace = None if again else self.trace
@@ -206,16 +206,11 @@ class State:
             else:
                 group.reshard()
 
-    def reshard(self, group: ParamGroup, keep: bool = False) -> None:
-        """Free a unit, unless a pass reads it."""
-        if not group.readers:
-            group.reshard(keep)
-
     def prefetch(self, groups: list[ParamGroup]) -> None:
         """Begin to gather the next units while another one computes, and no others."""
         for group in self.ahead:
             if group not in groups:
-                self.reshard(group)
+                group.reshard()
         self.ahead = [group for group in groups if group in self.ahead or not group.unsharded]
         for group in self.ahead:
             with record_function(f"fsdp.unshard {group.name}"):
@@ -248,7 +243,7 @@ class State:
             if failed:
                 group.forget()
             if group.reshards_after_backward or failed:
-                self.reshard(group)
+                group.reshard()
 
 
 class BackwardPass:
@@ -370,7 +365,7 @@ class BackwardPass:
         for trace in self._latest_first():
             self._go_to(trace, 0)
         for group in self._state.groups:
-            if group.syncs and (group.pending or group.left):
+            if group.syncs and (group.pending or group.has_partial):
                 self._reduce(group)
             elif group.pending:
                 group.leave()
