@@ -451,7 +451,12 @@ def test_the_loss_at_its_edges(pools):
         rank, size = here()
         x = random(3, 2, seed=rank).requires_grad_()
         targets = torch.tensor([0, 3, 1])
-        none = md.vocab_parallel_cross_entropy(x, torch.full((3,), -100))
+        for smoothing in (0.0, 0.1):
+            none = md.vocab_parallel_cross_entropy(
+                x, torch.full((3,), -100), label_smoothing=smoothing
+            )
+            none.backward()
+            assert x.grad.eq(0).all()  # as torch has it, and the loss is nan
         once = md.vocab_parallel_cross_entropy(x, targets)
         once.backward(retain_graph=True)
         single = md.vocab_parallel_cross_entropy(x[0], targets[0])  # no batch
