@@ -776,6 +776,84 @@ def test_keyword_arguments_go_to_the_layers_that_name_them(pools, schedule):
     assert max(pools(2)(run)) <= 1e-12
 
 
+class Counting(Masked):
+    """How often it has run, and with which numbers."""
+
+    def forward(self, x, mask, scale=1.0, steps=(0,)):
+        vars(self).setdefault("ran", []).append(steps[0])
+        return super().forward(x, mask, scale + steps[0])
+
+
+def test_a_number_that_changes_rehearses_no_stage(pools):
+    """It comes to every rank, and no stage runs more often than a micro-batch asks for."""
+
+    def run():
+        torch.manual_seed(0)
+        plain = nn.Sequential(Counting(), Counting())
+        model = md.Pipeline(copy.deepcopy(plain), 2)
+        (mine,), calls = model.module, []
+        steps = [0]
+        for step in (0, 1, 2, 2):
+            steps[0] = step  # in the same list
+            inputs, targets = digits(step, rows=12)
+            mask = inputs > 0.3
+            x = plain[0](inputs, mask, steps=steps)
+            F.cross_entropy(plain[1](x, mask, steps=steps), targets).backward()
+            kwargs = dict(mask=mask, steps=steps, scale=1.0)
+            with md.measure.TrafficCounter() as traffic:
+                model.train_step(inputs, targets, F.cross_entropy, **kwargs)
+            calls.append(traffic.calls)
+        ours = model.module.named_parameters()
+        found = [apart(p.grad, plain.get_parameter(k).grad) for k, p in ours]
+        return max(found), mine.ran, [c.get("broadcast", (0, 0))[0] for c in calls]
+
+    for rank, (worst, ran, broadcasts) in enumerate(pools(2)(run)):
+        assert worst <= 1e-12
+        assert ran == [0] * (1 - rank) + [0, 0, 1, 1, 2, 2, 2, 2]  # the last stage gives nothing
+        assert broadcasts[1] == broadcasts[2] > broadcasts[3] == 0, broadcasts
+
+
+def test_of_new_shapes_only_the_shapes_travel(pools):
+    def run():
+        model, sent = md.Pipeline(nn.Sequential(nn.Linear(2, 9), nn.Linear(9, 1)), 2), []
+        for length in (10_000, *range(1, 100), 10_000):
+            x = torch.ones(2, length, 2)
+            with md.measure.TrafficCounter() as traffic:
+                model.train_step(x, torch.ones(2, length, 1), F.mse_loss)
+            sent.append(sum(nbytes for _, nbytes in traffic.calls.values()))
+        return sent[0], sent[-1], len(model._opening._outlines)
+
+    for first, last, kept in pools(2)(run):
+        assert max(first, last) < 10_000 and kept == 64
+
+
+def test_a_stage_that_gives_other_shapes_for_another_flag(pools):
+    class Halves(nn.Linear):
+        def forward(self, x, half=False, width=3):
+            return super().forward(x)[:, : (2 if half else width)]
+
+    def run():
+        model = md.Pipeline(nn.Sequential(Halves(4, 4), nn.Tanh()), 2)
+
+        def shape(half, width):
+            return tuple(model(torch.ones(4, 4), half=half, width=width).shape)
+
+        shapes = [shape(half, 3) for half in (True, False, True)]
+        for _ in range(2):  # the second time it has been learned
+            try:
+                shapes.append(shape(False, 4))
+            except ValueError as error:
+                shapes.append(str(error))
+        return shapes
+
+    for *shapes, refused, learned in pools(2)(run):
+        assert shapes == [(4, 2), (4, 3), (4, 2)] and learned == (4, 4)
+        assert (
+            "rank 0: this stage gives shape (2, 4), float32, without gradient; after what"
+            in refused
+        )
+
+
 def other_rows(step):
     return digits(step, rows=(11, 4, 11, 13)[step])
 

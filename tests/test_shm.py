@@ -4,6 +4,7 @@ Every call is made twice, on a group of "shm" and on one of gloo, with other dat
 must leave the same bits. Data are whole numbers so small that no reduction rounds.
 """
 
+import contextlib
 import gc
 import itertools
 import os
@@ -44,6 +45,7 @@ from minidist.backend.engine import Engine
 from minidist.backend.handle import Handle
 from minidist.backend.members import SLOT, STAGE
 from minidist.backend.queues import Wait
+from minidist.common.single import all_gather_single, reduce_scatter_single
 
 SOON = 5  # seconds
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -471,6 +473,53 @@ def short_calls():
 
 def test_a_short_call_wakes_no_thread_and_is_not_seen(shm):
     assert shm(2)(short_calls) == [[True]] * 2
+
+
+def in_inference_mode(late):
+    """What is made in that mode is filled, where it is contiguous and where not, in the mode and
+    after it. The threads that communicate are not in the mode."""
+    rank, found = dist.get_rank(), []
+
+    def made(columns=False):
+        x = torch.full((3, 2), rank + 1.0)
+        return x.t() if columns else x
+
+    for columns in (False, True):
+        with torch.inference_mode():
+            x, y, z, gathered = (made(columns) for _ in range(4))
+            parts, rows = [made(columns) for _ in range(2)], torch.empty(2, 1)
+            whole, aside, objects = torch.empty(4), torch.empty(3), [None, None]
+        assert x.is_inference()
+        with contextlib.nullcontext() if late else torch.inference_mode():
+            dist.all_reduce(x)
+            dist.broadcast(y, 1)
+            dist.all_gather(parts, gathered)
+            all_gather_single(whole, torch.full((2,), rank + 1.0), None).wait()
+            reduce_scatter_single(rows, torch.ones(4, 1), None).wait()
+            dist.all_to_all_single(z.view(-1) if not columns else z.t().view(-1), torch.ones(6))
+            dist.all_gather_object(objects, torch.ones(2))
+            if rank:
+                for tag in (1, 2):
+                    dist.send(torch.full((3,), float(tag)), 0, tag=tag)
+            else:
+                taken = dist.irecv(torch.empty(3), 1, tag=2)  # the other message is set aside
+                taken.wait()
+                dist.recv(aside, 1, tag=1)
+        dist.barrier()
+        found.append(
+            [
+                *(each.unique().tolist() for each in (x, y, z, *parts, whole, rows)),
+                [each.tolist() for each in objects],
+                aside.tolist() if not rank else [1.0] * 3,
+            ]
+        )
+    return found
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_tensors_made_in_inference_mode_are_filled(shm, late):
+    one = [[3], [2], [1], [1], [2], [1, 2], [2], [[1, 1]] * 2, [1] * 3]
+    assert shm(2)(in_inference_mode, late) == [[one] * 2] * 2
 
 
 def failing_at_once():

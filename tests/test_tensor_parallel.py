@@ -6,6 +6,7 @@ a wrong value; that replicas stay equal proves nothing here.
 """
 
 import copy
+import io
 import math
 
 import pytest
@@ -451,7 +452,12 @@ def test_the_loss_at_its_edges(pools):
         rank, size = here()
         x = random(3, 2, seed=rank).requires_grad_()
         targets = torch.tensor([0, 3, 1])
-        none = md.vocab_parallel_cross_entropy(x, torch.full((3,), -100))
+        for smoothing in (0.0, 0.1):
+            none = md.vocab_parallel_cross_entropy(
+                x, torch.full((3,), -100), label_smoothing=smoothing
+            )
+            none.backward()
+            assert x.grad.eq(0).all()  # as torch has it, and the loss is nan
         once = md.vocab_parallel_cross_entropy(x, targets)
         once.backward(retain_graph=True)
         single = md.vocab_parallel_cross_entropy(x[0], targets[0])  # no batch
@@ -647,6 +653,40 @@ def test_the_dense_models_weights_are_loaded_in_place(pools, sequence_parallel):
         return found
 
     assert pools(2)(load) == [[]] * 2
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_model_of_a_mesh_is_copied_and_averaged(pools, sequence_parallel):
+    """Two models, each shared by two of four ranks: a copy is shared by the same two."""
+
+    def run():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        torch.manual_seed(mesh.get_local_rank("data"))
+        dense = md.zoo.Transformer(8, length=6, width=8, heads=2, layers=1).double()
+        model = tp.parallelize(
+            copy.deepcopy(dense), mesh["tensor"], sequence_parallel=sequence_parallel
+        )
+        mean, averaged = (torch.optim.swa_utils.AveragedModel(each) for each in (model, dense))
+        tokens, found = torch.arange(12).view(2, 6) % 8, {}
+        for _ in range(3):
+            for each, loss in ((model, md.vocab_parallel_cross_entropy), (dense, F.cross_entropy)):
+                group = [mesh.get_group("tensor")] if each is model else []
+                logits = each(tokens).flatten(0, 1)
+                loss(logits, tokens.flatten(), *group).backward()
+                torch.optim.SGD(each.parameters(), 0.1).step()
+                each.zero_grad()
+            mean.update_parameters(model)
+            averaged.update_parameters(dense)
+        wanted = averaged.module.state_dict()
+        full = tp.full_state_dict(mean.module)
+        found = apart({name: (full[name], value) for name, value in wanted.items()})
+        found += ["moved"] * torch.equal(full["head.weight"], dense.head.weight)
+        return found, raised(torch.save, model, io.BytesIO())
+
+    for found, refused in pools(4)(run):
+        assert found == []
+        assert refused.startswith("TypeError: a VocabParallelEmbedding of a mesh or a group cannot")
+        assert refused.endswith("Save the full_state_dict of the model")
 
 
 def test_a_transformer_in_float32(pools):

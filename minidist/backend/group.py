@@ -213,13 +213,22 @@ def flatten(x: torch.Tensor) -> torch.Tensor:
     """(*,) to (n,): a view where possible."""
     if not x.is_contiguous() or x.is_conj() or x.is_neg():
         x = x.detach().resolve_conj().resolve_neg().contiguous()
-    return x.detach().view(-1)
+    return _writable(x).view(-1)
 
 
 def put_back(x: torch.Tensor, flat: torch.Tensor) -> None:
     """Write (n,) back where it came from, if it is a copy."""
     if x.data_ptr() != flat.data_ptr():
-        x.detach().copy_(flat.view(x.shape))
+        _writable(x).copy_(flat.view(x.shape))
+
+
+def _writable(x: torch.Tensor) -> torch.Tensor:
+    """The same memory. A tensor made in inference_mode may only be written to within it, and who
+    goes on with an operation is not."""
+    if x.is_inference() and not torch.is_inference_mode_enabled():
+        alias = torch.empty(0, dtype=x.dtype, device=x.device)
+        return alias.set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+    return x.detach()
 
 
 def caller() -> Caller:

@@ -186,7 +186,6 @@ class FlatShard:
 
     # ---- gather and free -------------------------------------------------------------------
 
-    @torch.inference_mode(False)  # a backend writes into what is allocated here, outside of it
     def unshard(self) -> None:
         """Begin the all_gather."""
         if not self.has_memory:

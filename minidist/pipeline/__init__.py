@@ -87,8 +87,9 @@ class Pipeline(Wrapper):
     A layer takes what the one before it gives, as in any nn.Sequential: a tensor, or tensors and
     plain values in tuples, lists and dicts; tensors of whole numbers and masks get no gradient.
     What a stage gives may depend on the shape of the inputs, but not on their values. Before the
-    first step with inputs of a new shape, each stage runs a micro-batch once more, to find out what
-    travels (`outlines`); random numbers and buffers are then put back.
+    first step with inputs of a new shape, each stage runs a micro-batch once more, all but the
+    first stage one of ones, to find out what travels (`outlines`); random numbers and buffers are
+    then put back. The shapes of the last 64 kinds of batches are kept.
 
     A parameter that layers of several ranks share, as a tied embedding and head do, is kept by
     each, and gets the sum of their gradients. Batch norm takes its means over a micro-batch, not
@@ -170,9 +171,10 @@ class Pipeline(Wrapper):
 
         inputs: (rows, …), or several such tensors in a tuple, list or dict, for the first layer.
         kwargs: go to each layer whose `forward` has an argument of that name, such as a mask
-        (rows, …). Tensors are cut by rows, all else is the same for all micro-batches. Used on the
-        first rank only. targets: (rows, …), or several, and loss_fn: used on the last. The others
-        may pass the same, or None.
+        (rows, …). Tensors are cut by rows, all else is the same for all micro-batches. The shapes
+        of what a stage gives may depend on flags and words among them, but not on numbers, which
+        may be others in each step. Used on the first rank only. targets: (rows, …), or several, and
+        loss_fn: used on the last. The others may pass the same, or None.
         loss_fn: called with the outputs and targets of a micro-batch; returns the *mean* over its
         rows. Micro-batches may differ by a row, so each counts by its rows; the sum is the mean
         over the batch. (A mean over what is not the same in all rows, such as words that are not
@@ -209,6 +211,8 @@ class Pipeline(Wrapper):
         transfers = Transfers(self._peers, self._device)
         executor = Executor(stages, plan.stages - 1, transfers, batch)
         executor.run(plan.ranks[self._peers.rank])
+        for own in self._layers.values():
+            own.plain = {}
         self.trace = executor.trace
         loss = sum(loss.item() for loss in executor.losses)
         ranks, failed = self._peers.size, executor.problem is not None

@@ -2,11 +2,15 @@
 activations.
 
 Outlines depend on the inputs, which the first rank has, and on what each rank has done with its
-layers: a frozen parameter, a layer in evaluation mode. So each rank numbers the states that it has
-seen, and the numbers of all ranks together are the key to the outlines. This takes 16 bytes from
-each rank, once a step; and with a strategy around the stages, an all_reduce of 32 along its axis.
+layers: a frozen parameter, a layer in evaluation mode. So each rank has a number for that, and the
+numbers of all ranks together are the key to the outlines. This takes 16 bytes from each rank, once
+a step; and with a strategy around the stages, an all_reduce of 32 along its axis.
+
+Keyword arguments without tensors, such as the number of the step, travel here too: to every rank,
+when they change.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -14,17 +18,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from minidist.collectives.peers import Peers
 from minidist.common import agree
 from minidist.common.guard import Guard
 from minidist.common.single import all_gather_single
-from minidist.pipeline.microbatches import count_rows, cut, rows_of
-from minidist.pipeline.outlines import Outlines, learn
+from minidist.pipeline.microbatches import count_rows, cut, rows_of, tensors_of
+from minidist.pipeline.outlines import PLAIN, Outlines, learn
 from minidist.pipeline.stage import Layers
 
 Loss = Callable[[Any, Any], torch.Tensor]
+FLAGS = type(None), bool, str, torch.dtype, torch.device
+KNOWN = 64  # kinds of batches whose outlines are kept
 
 
 @dataclass
@@ -63,37 +69,68 @@ class Opening:
         self._microbatches, self._keywords, self._device = microbatches, keywords, device
         self._modules, self._parameters = list(module.modules()), list(module.parameters())
         self._guard = Guard(module, "Pipeline")
-        self._numbers: dict[str, int] = {}  # of states
-        self._outlines: dict[tuple[int, ...], Outlines] = {}
+        self._outlines: dict[tuple[int, ...], Outlines] = {}  # the one used last at the end
+        self._plain: dict[str, Any] = {}  # of the last step, what layers of later stages take
 
     def open(self, inputs: Any, kwargs: dict[str, Any], training: tuple[Loss, Any] | None) -> Batch:
         """Every rank calls this. Raises on all of them if the batch of the first cannot be cut, or
         if the parameters of one have changed."""
         trains = training is not None
         seen, total, parts, problem = [trains, self._state()], 0, [], None
+        plain, fresh = {n: value for n, value in kwargs.items() if not tensors_of(value)}, False
         try:
             if trains:
                 self._guard.require_unchanged()
             if self._peers.rank == 0:
                 total = self._count(inputs, kwargs, trains)
-                parts = cut("inputs", (inputs, kwargs), self._rows(total, trains))
-                seen.append(_looks((inputs, kwargs)))
+                batch = inputs, {n: value for n, value in kwargs.items() if n not in plain}
+                parts = cut("inputs", batch, self._rows(total, trains))
+                seen += [_looks(batch, PLAIN), _looks(plain, FLAGS)]
+                fresh = repr(self._to_later(plain)) != repr(self._plain)
         except (TypeError, ValueError, RuntimeError) as error:
             problem = error
-        number = self._numbers.setdefault(repr(seen), len(self._numbers))
-        mine = torch.tensor([-1 if problem else number, total], device=self._peers.device)
+        # 63 bits: two states with one number are not to be expected.
+        number = -1 if problem else hash(repr(seen)) & (2**63 - 1)
+        mine = torch.tensor([number, 2 * total + fresh], device=self._peers.device)
         everyone = mine.new_empty(2 * self._peers.size)
         all_gather_single(everyone, mine, self._peers.group).wait()
-        numbers, totals = everyone.view(-1, 2).T.tolist()
+        numbers, told = everyone.view(-1, 2).T.tolist()
+        total, fresh = divmod(told[0], 2)
         failed, key = min(numbers) < 0, tuple(numbers)
-        rows = [] if failed else self._rows(totals[0], trains)
+        rows = [] if failed else self._rows(total, trains)
         sizes = [] if key in self._outlines else sorted(set(rows))
         times = self._agree_over_replicas(failed, len(rows), len(sizes), problem)
-        if sizes:
-            self._outlines[key] = self._learn(sizes, rows, parts, trains)
+        self._give_out(plain, fresh)
+        outlines = self._learn(sizes, rows, parts, trains) if sizes else self._outlines.pop(key)
         if times > len(sizes):  # other replicas have new shapes
             self._learn(rows[-1:] * (times - len(sizes)), rows, parts, trains)
-        return Batch(rows, parts, training, self._outlines[key])
+        self._outlines[key] = outlines
+        if len(self._outlines) > KNOWN:
+            del self._outlines[next(iter(self._outlines))]
+        return Batch(rows, parts, training, outlines)
+
+    def _to_later(self, plain: dict[str, Any]) -> dict[str, Any]:
+        """On the first rank: those of its keyword arguments that layers of later stages take."""
+        later = {name: value for name, value in plain.items() if name in self._layers[0].later}
+        for name, value in later.items():
+            for leaf in tree_leaves(value):
+                if not isinstance(leaf, PLAIN):
+                    raise TypeError(
+                        "to other stages travel tensors, numbers, strings and None, in tuples, "
+                        f"lists and dicts; in {name!r} there is a {type(leaf).__name__}"
+                    )
+        return later
+
+    def _give_out(self, plain: dict[str, Any], fresh: bool) -> None:
+        """Let every rank's layers have the first one's keyword arguments without tensors."""
+        first = self._peers.rank == 0
+        if fresh:
+            told = [self._to_later(plain) if first else None]
+            dist.broadcast_object_list(told, group=self._peers.group, group_src=0)
+            assert told[0] is not None
+            self._plain = copy.deepcopy(told[0])  # the user's own lists may change
+        for layers in self._layers.values():
+            layers.plain = plain if first else self._plain
 
     def _agree_over_replicas(
         self, failed: bool, count: int, rehearsals: int, problem: Exception | None
@@ -148,9 +185,15 @@ class Opening:
         return autocast, modes, [(p.requires_grad, p.dtype) for p in self._parameters]
 
 
-def _looks(batch: Any) -> Any:
-    """Of each tensor its shape and dtype, of all else what it is."""
-    leaves, structure = tree_flatten(batch)
+def _looks(tree: Any, by_value: tuple[type, ...]) -> Any:
+    """Of each tensor its shape and dtype, of some other kinds what they are, of all else the type:
+    a number that is not the same in each step must not look like another batch."""
+    leaves, structure = tree_flatten(tree)
     return structure, [
-        (x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else x for x in leaves
+        (x.shape, x.dtype, x.requires_grad)
+        if isinstance(x, torch.Tensor)
+        else x
+        if isinstance(x, by_value)
+        else type(x)
+        for x in leaves
     ]

@@ -3,7 +3,8 @@
 An activation is a tensor, or tensors and plain values in tuples, lists and dicts. Who receives one
 makes room for it before it comes, so it must know its *outline*: the structure, and of each tensor
 the shape and dtype. In the first step with inputs of a new shape, the stages run one micro-batch of
-each size to learn them. After that only tensors travel.
+each size to learn them: the first stage the batch's own, each other one all ones, of the shapes
+that the stage before it has found. These shapes travel; after that only tensors do.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from minidist.collectives.peers import Peers
 from minidist.common import agree
@@ -36,6 +37,9 @@ class TensorSpec:
 
     def empty(self, device: torch.device) -> torch.Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    def ones(self, device: torch.device) -> torch.Tensor:
+        return torch.ones(self.shape, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,10 @@ class Outline:
     def empty(self, device: torch.device) -> Any:
         return self.put_together([spec.empty(device) for spec in self.tensors])
 
+    def ones(self, device: torch.device) -> Any:
+        """Values that layers can take: an index of more than one row, a mask that hides nothing."""
+        return self.put_together([spec.ones(device) for spec in self.tensors])
+
 
 def _spec(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
@@ -135,23 +143,12 @@ def learn(
             problem, told = None, [None]
             if stage in run:
                 try:
-                    made = run[stage](activation)
-                    Outline.of(made)
-                    told = [_on(torch.device("cpu"), made)]
+                    told = [Outline.of(run[stage](activation)).tree()]
                 except Exception as error:
                     problem = error
                     problem.add_note(f"(at Forward({stage}, 0) of the pipeline)")
             agree.raise_on_every_rank(peers.group, problem)
             dist.broadcast_object_list(told, group=peers.group, group_src=stage % peers.size)
-            activation = _on(device, told[0])
-            found[stage, rows] = Outline.of(activation)
+            found[stage, rows] = outline = Outline(*tree_flatten(told[0]))
+            activation = outline.ones(device) if stage + 1 in run else None
     return found
-
-
-def _on(device: torch.device, activation: Any) -> Any:
-    """A copy without its graph."""
-
-    def copied(x: torch.Tensor) -> torch.Tensor:
-        return x.detach().to(device).requires_grad_(x.requires_grad)
-
-    return tree_map_only(torch.Tensor, copied, activation)

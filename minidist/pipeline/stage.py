@@ -38,13 +38,15 @@ class StageLayers(nn.Sequential):
 
 class Layers:
     """What a stage runs. module: its layers, or a strategy around them. later: the keyword
-    arguments that a layer of a later stage takes."""
+    arguments that a layer of a later stage takes. plain: those of this step without tensors, which
+    every rank knows before it: they do not travel with the activations."""
 
     def __init__(self, module: nn.Module, later: Set[str] = frozenset()) -> None:
-        self.module, self._later = module, later
+        self.module, self.later = module, later
+        self.plain: dict[str, Any] = {}
 
     def __call__(self, x: Any, kwargs: dict[str, Any]) -> Any:
-        return self.module(x, **kwargs)
+        return self.module(x, **self.plain, **kwargs)
 
     @property
     def groups(self) -> Sequence[dist.ProcessGroup]:
@@ -57,7 +59,7 @@ class Layers:
 
     def onward(self, y: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """What goes to the next stage."""
-        return y, {name: value for name, value in kwargs.items() if name in self._later}
+        return y, {name: value for name, value in kwargs.items() if name in self.later}
 
     def rehearse(self, inputs: tuple[Any, dict[str, Any]]) -> Any:
         """What would go to the next stage. Random numbers, buffers and the inputs stay as they

@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from minidist.common.wrapper import Wrapper
-from minidist.tensor_parallel.layer import require_multiple, shard
+from minidist.tensor_parallel.layer import OfGroup, require_multiple, shard
 from minidist.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from minidist.tensor_parallel.operators import Group, copy_to_group
 from minidist.tensor_parallel.random import fork_rng
 
 
-class SequenceParallel(Wrapper):
+class SequenceParallel(OfGroup, Wrapper):
     """A replicated module, such as a norm, that sees only this rank's part of the tokens.
 
     Its weights go through `copy_to_group`: in backward, their gradients are summed over the ranks.
@@ -151,7 +151,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         return torch.cat([own, whole[rows.to(whole.device)]])
 
 
-class ParallelBlock(nn.Module):
+class ParallelBlock(OfGroup):
     """A transformer block, (B, T, C) to (B, T, C), that is split by features.
 
     Equal to `zoo.Block`, with the same names and, for one seed, the same weights.

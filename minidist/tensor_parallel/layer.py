@@ -8,10 +8,28 @@ import torch.distributed as dist
 from torch import nn
 
 from minidist.common.groups import require_group
+from minidist.common.wrapper import copy_on_ranks
 from minidist.tensor_parallel.operators import Group, begin_all_gather
 
 
-class ParallelLayer(nn.Module):
+class OfGroup(nn.Module):
+    """A module that the ranks of a group share. A deep copy is shared by the same ranks."""
+
+    process_group: Group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy_on_ranks(self, memo, self.process_group)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.process_group is not None:
+            raise TypeError(
+                f"a {type(self).__name__} of a mesh or a group cannot be saved: it has one rank's "
+                "shards. Save the full_state_dict of the model"
+            )
+        return super().__reduce_ex__(protocol)
+
+
+class ParallelLayer(OfGroup):
     """A layer of torch whose weights are split over the ranks of a group.
 
     Its parameters have the names of the dense layer's, and so has its `state_dict`; their shapes
@@ -30,7 +48,7 @@ class ParallelLayer(nn.Module):
     def __init__(self, process_group: Group) -> None:
         super().__init__()
         require_group(process_group, type(self).__name__)
-        self.process_group = process_group  # None stays None: a group cannot be copied
+        self.process_group = process_group  # None stays None: it can be saved
         self.rank = dist.get_rank(self.process_group)
         self.world_size = dist.get_world_size(self.process_group)
 

@@ -68,6 +68,9 @@ def parallelize(
     head is split by tokens. One weight in two layers, such as a tied head, stays one. What no style
     names is replicated. Dropout between columns and rows drops the same of each rank's features.
 
+    `copy.deepcopy` gives a model of the same ranks, each with a copy of its shards. `torch.save` of
+    a model that a mesh or a group shares raises TypeError: save its `full_state_dict`.
+
     Returns the model. Make its optimizer afterwards: an optimizer that was made before gets a
     RuntimeError for each parameter that is no longer there. Raises ValueError, and changes nothing,
     if the ranks cannot share its heads or features evenly, or a name of the plan matches nothing;

@@ -122,7 +122,7 @@ def vocab_parallel_cross_entropy(
     The loss is the same on every rank. What travels, for N targets on t ranks, are two all_reduces
     of N + t and of 2 N numbers (3 N with label smoothing), instead of N V. Half precision is
     computed in float32. Backward turns the kept probabilities into the gradient in place, and so
-    works once.
+    works once. If every target is ignored, the mean is nan and its gradient 0, as torch has it.
 
     Raises ValueError for shapes that do not match and an unknown reduction; IndexError, on every
     rank, for a target that is no class.
@@ -205,5 +205,6 @@ class _CrossEntropy(torch.autograd.Function):
         gradient, rows, columns, counted = ctx.saved_tensors
         gradient -= ctx.smoothing / ctx.classes
         gradient[rows, columns] -= 1 - ctx.smoothing
-        gradient *= (grad * counted).unsqueeze(1)
+        # Not `grad * counted`: the mean of no losses has the gradient inf.
+        gradient *= grad.masked_fill(~counted, 0).unsqueeze(1)
         return gradient, None, None, None, None
