@@ -1,5 +1,6 @@
 """Checkpoints that survive: every strategy, any world size, kills at any moment, bad files."""
 
+import errno
 import hashlib
 import os
 import random
@@ -746,6 +747,19 @@ def test_a_second_run_is_refused_by_name(tmp_path):
             Checkpoints(tmp_path)
         first.save(1, model=nn.Linear(2, 2))
     Checkpoints(tmp_path).close()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks(tmp_path, monkeypatch, code):
+    def none(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(commit.fcntl, "flock", none)
+    with pytest.warns(UserWarning, match=f"{tmp_path} has no locks .*, so a second run"):
+        checkpoints = Checkpoints(tmp_path)
+    with checkpoints:
+        checkpoints.save(1, model=nn.Linear(2, 2))
+    assert list(commit.steps_in(tmp_path)) == [1]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -36,7 +36,9 @@ class Checkpoints:
     passed, by name, its `state_dict()`. The model may be bare or in any strategy, on any number of
     ranks. The run that loads may have another strategy and other ranks than the run that saved.
 
-    folder: is made if it is missing. A second run in it is refused.
+    folder: is made if it is missing. A second run in it is refused, by `flock`: on NFS and Lustre
+        from another machine, too, unless they are mounted with nolock, local_lock or localflock.
+        Where the file system has no locks, a warning says so.
     keep: so many checkpoints stay, and older ones are deleted when a new one is whole.
     process_group: the ranks of the run; None is the default group, or this process alone where
         there is none.

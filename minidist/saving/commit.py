@@ -19,6 +19,7 @@ import uuid
 import warnings
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,7 @@ class Lock:
     """One run at a time has a folder. The lock goes with its process, however that ends."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises RuntimeError that names the run which has it."""
+        """Raises RuntimeError that names the run which has it. Warns where there are no locks."""
         path = folder / ".lock"
         self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -159,6 +160,9 @@ class Lock:
                 f"{folder} belongs to another run, {who or 'which has just begun'}: end that one, "
                 f"or close its Checkpoints, or save to another folder"
             ) from None
+        except OSError as error:  # ENOSYS, ENOLCK, EOPNOTSUPP: of a network file system
+            words = f"{folder} has no locks ({error}), so a second run in it is not refused"
+            warnings.warn(words, stacklevel=1)
         os.truncate(self._file, 0)
         os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         _HELD.add(self)
@@ -166,7 +170,8 @@ class Lock:
     def release(self) -> None:
         """For the next run."""
         if self._file is not None:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
+            with suppress(OSError):  # there are no locks
+                fcntl.flock(self._file, fcntl.LOCK_UN)
             self.forget()
 
     def forget(self) -> None:

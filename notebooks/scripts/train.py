@@ -3,7 +3,9 @@
     python train.py                                             two ranks, on this machine
     torchrun --standalone --nproc-per-node 4 train.py           four, started by torchrun
     torchrun --nnodes 1:2 --nproc-per-node 2 --max-restarts 3 \\
-        --rdzv-backend c10d --rdzv-endpoint node0:29400 train.py    the same line on each node
+        --rdzv-backend c10d --rdzv-endpoint node0:29400 \\
+        --local-addr ADDRESS train.py                           the same line on each node, with its
+                                                                own address, which others know
 
 A run that ended, or was killed, goes on when it is started again with the same `--folder`. The
 number of ranks may be another one that divides 48: a step trains on the same examples whatever that

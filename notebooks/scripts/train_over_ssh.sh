@@ -21,6 +21,9 @@
 #   a node is missing, or has          "Timed out after ... seconds waiting for clients. 1/2 clients
 #   another number of nodes *          joined". c10d: "RendezvousTimeoutError", and no node's name
 #   GLOO_SOCKET_IFNAME is not there    "Unable to find address for: nosuch0"
+#   c10d: a node's host has a name     "[c10d] The IPv6 network addresses of (NAME, port) cannot be
+#   that the others do not know *      retrieved", again and again. --local-addr=ADDRESS gives them
+#                                      another. (Here all are told --master-addr, and ask for no other)
 #
 # A firewall must let through more than PORT: gloo and NCCL connect ranks to each other at ports that
 # the system chooses. In a firewall between nodes, open all ports (on Linux: those in
