@@ -13,14 +13,25 @@ from fsdp_scripts import saved_by_both
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import minidist as md
 from minidist.fully_sharded import by_class, by_size
+from minidist.fully_sharded.fsdp_module import groups_in
 
 LAYERS = by_class(nn.Linear)
 wrapped = partial(md.FullyShardedDataParallel, auto_wrap_policy=LAYERS)
+
+
+def flats_of(model):
+    return [flat for group in groups_in(model) for flat in group.flats]
 
 
 def double(*sizes):
@@ -54,7 +65,7 @@ def trained(make, wrap, loss_of, steps=2, **options):
             for each in ranks:
                 (loss_of(m, each, step) / len(ranks)).backward()
             optimizer.step()
-    wholes = [flat.full.untyped_storage().nbytes() for flat in model.fsdp_unit.schedule.flats]
+    wholes = [flat.full.untyped_storage().nbytes() for flat in flats_of(model)]
     return apart(model.state_dict(), plain.state_dict()), sum(wholes)
 
 
@@ -173,7 +184,7 @@ def test_what_cannot_be_found_beside_an_output_raises_and_crashes_nothing(pools)
             return str(error)
 
     for told in pools(2)(run):
-        assert told is not None and "FullParameters" in told, told
+        assert told is not None and "modified inplace" in told, told
 
 
 class Hides(nn.Module):
@@ -219,8 +230,8 @@ CALLS = {"before": (True, False), "after": (False, True), "both": (True, True)}
 
 @pytest.mark.parametrize("when", CALLS)
 @pytest.mark.parametrize("loss_of", [two_graphs, twice_back], ids=lambda f: f.__name__)
-def test_a_unit_with_a_hidden_output_is_called_again(pools, when, loss_of):
-    """Its parameters stay until the backward pass has read them; or that ends with an error."""
+def test_a_unit_with_a_hidden_output_that_is_called_again_raises(pools, when, loss_of):
+    """The second call frees the parameters that the first one's graph is to read."""
 
     def run():
         def make():
@@ -232,10 +243,7 @@ def test_a_unit_with_a_hidden_output_is_called_again(pools, when, loss_of):
             return str(error)
 
     for told in pools(2)(run):
-        if loss_of is twice_back and when != "after":
-            assert "modified inplace" in told
-        else:
-            assert told == FINE
+        assert "modified inplace" in told
 
 
 class AddsInPlace(nn.Module):
@@ -333,7 +341,8 @@ def test_passes_without_a_backward_pass_leave_nothing(pools):
         gc.collect()
         gc.disable()
         try:
-            return [live_after(steps) for steps in (1, 3, 6)]
+            # Gloo's thread may give back the last message late.
+            return [min(live_after(steps) for _ in range(4)) for steps in (1, 3, 6)]
         finally:
             gc.enable()
 
@@ -605,7 +614,7 @@ def test_groups_by_dimensions(pools):
             model.load_optim_state_dict(new, saved)
             for p, state in new.state.items():
                 assert state["exp_avg"].shape == p.shape
-                found |= apart(state, adam[0].state[p])
+                found |= apart(wholes(state), wholes(adam[0].state[p]))
         by_torch["param_groups"][0]["params"][0] = "other"
         with pytest.raises(ValueError, match="its group 0 and the optimizer's differ in .*, other"):
             model.load_optim_state_dict(new, by_torch)
@@ -614,19 +623,23 @@ def test_groups_by_dimensions(pools):
     assert pools(3)(run) == [({}, True)] * 3
 
 
-def test_the_state_of_the_module_itself_is_whole(pools):
+def wholes(state):
+    return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in state.items()}
+
+
+def test_the_state_of_the_module_itself_is_in_rows(pools):
     def run():
         torch.manual_seed(0)
         module = nn.Sequential(double(6, 5), nn.BatchNorm1d(5, dtype=torch.float64))
         plain = copy.deepcopy(module)
         model = wrapped(module)
-        found = apart(model.module.state_dict(), plain.state_dict(), 0)
+        rows = model.module.state_dict()
+        found = apart(wholes(rows), plain.state_dict(), 0)
+        assert isinstance(rows["0.0.weight"], DTensor) and len(rows["0.0.weight"]._local_tensor) < 5
         with_prefix = nn.ModuleDict({"x": model}).state_dict()
-        found |= apart(with_prefix, nn.ModuleDict({"x": plain}).state_dict(), 0)
-        return found, told(lambda _: model.module[1].state_dict())
+        return found | apart(with_prefix, nn.ModuleDict({"x": plain}).state_dict(), 0)
 
-    for found, refused in pools(2)(run):
-        assert found == {} and refused[0] == "RuntimeError" and "BatchNorm1d has only" in refused[1]
+    assert pools(2)(run) == [{}] * 2
 
 
 def test_accumulation_by_a_flag(pools):
@@ -651,7 +664,7 @@ def test_accumulation_by_a_flag(pools):
     assert pools(2)(run) == [({}, 1)] * 2
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0])
 @pytest.mark.parametrize("wrap", [wrapped, hybrid], ids=["one axis", "hybrid"])
 def test_clipping_by_torch(pools, norm_type, wrap):
     """The norm is that of the whole gradient, and the same on every rank; also after an average of
@@ -678,6 +691,57 @@ def test_clipping_by_torch(pools, norm_type, wrap):
 
     for foreach in (None, True):
         assert pools(4)(run, foreach) == [{}] * 4
+
+
+def scaled(model):
+    for p in model.parameters():
+        p.grad *= 0.5
+
+
+def scaled_in_a_copy(model):
+    for p in model.parameters():
+        p.grad = p.grad * 0.5
+
+
+def clipped_by_hand(model):
+    norms = [p.grad.detach().norm() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad /= torch.stack(norms).norm()
+
+
+def clipped_by_method(model, norm_type=2.0):
+    if isinstance(model, md.FullyShardedDataParallel):
+        model.clip_grad_norm_(0.1, norm_type)
+    else:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type)
+
+
+CHANGES = [scaled, scaled_in_a_copy, clipped_by_hand, clipped_by_method]
+CHANGES += [partial(clipped_by_method, norm_type=float("inf"))]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_happens_to_gradients_within_no_sync(pools, change):
+    """They are the sum over the ranks, as any tool sees them, and the next pass adds to that."""
+
+    def run():
+        torch.manual_seed(0)
+        module = double(6, 5, 4)
+        plain = copy.deepcopy(module)
+        model = wrapped(module)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        for k in range(2):
+            with model.no_sync() if k == 0 else contextlib.nullcontext():
+                squares(model, rank, k).backward()
+            for each in range(size):
+                (squares(plain, each, k) / size).backward()
+            change(model)
+            change(plain)
+        for m in (model, plain):
+            torch.optim.SGD(m.parameters(), lr=0.1).step()
+        return apart(model.state_dict(), plain.state_dict())
+
+    assert pools(3)(run) == [{}] * 3
 
 
 def test_averaged_weights_in_a_copy(pools):
@@ -734,7 +798,7 @@ def test_what_is_ignored_stays_on_each_rank(pools, policy):
         given = [module.own] if how == "ignored_modules" else [module.own, module.scale]
         model = md.FullyShardedDataParallel(module, auto_wrap_policy=policy, **{how: given})
         assert isinstance(module.own[0], nn.Linear) and module.own[0].weight.shape == (3, 6)
-        plain.first.load_state_dict(model.module.first.state_dict() if policy else first(model))
+        plain.first.load_state_dict(first(model))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         squares(model, dist.get_rank(), 0).backward()
         squares(plain, dist.get_rank(), 0).backward()
@@ -890,36 +954,15 @@ def backward_within(rank):
         model(share(rank)).sum().backward()
 
 
-def scaled_in_no_sync(rank, replace=False):
+def summoned_twice(rank):
     model = wrapped(double(6, 4))
-    with model.no_sync():
-        model(share(rank)).sum().backward()
-    for p in model.parameters():
-        if replace:
-            p.grad = p.grad * 0.5
-        else:
-            p.grad *= 0.5
-    model(share(rank)).sum().backward()
+    with model.summon_full_params(), model.summon_full_params():
+        pass
 
 
-def clipped_in_no_sync(rank):
-    model = wrapped(double(6, 4))
-    with model.no_sync():
-        model(share(rank)).sum().backward()
-        model.clip_grad_norm_(1.0)
-
-
-def clipped_by_torch_in_no_sync(rank):
-    model = wrapped(double(6, 4))
-    with model.no_sync():
-        model(share(rank)).sum().backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-
-def clipped_by_hand(rank):
-    model = wrapped(double(6, 4))
-    model(share(rank)).sum().backward()
-    torch.stack([p.grad.detach().norm() for p in model.parameters()]).norm()
+def summoned_on_one_rank(rank):
+    with wrapped(double(6, 4)).summon_full_params(rank0_only=True):
+        pass
 
 
 def grad_of_pieces(rank):
@@ -939,24 +982,12 @@ def saved_by_torch(rank):
     torch.save(wrapped(double(6, 4)), io.BytesIO())
 
 
-def copied_in_part(rank):
-    copy.deepcopy(wrapped(double(6, 4)).module[0])
-
-
-def muon(rank):
-    model = wrapped(nn.Sequential(nn.Linear(6, 4, bias=False)))
-    model(share(rank).float()).sum().backward()
-    torch.optim.Muon(model.parameters(), lr=0.1).step()
-
-
 def given(**options):
     return lambda rank: wrapped(double(6, 4), **options)
 
 
 REFUSED = {
     "torch.save": (saved_by_torch, "save its state_dict()"),
-    "deepcopy of a unit": (copied_in_part, "call copy.deepcopy of the root"),
-    "Muon": (muon, "Optimizers that take norms"),
     "NO_SHARD": (
         given(sharding_strategy=ShardingStrategy.NO_SHARD),
         "That is DistributedDataParallel",
@@ -984,15 +1015,17 @@ REFUSED = {
     "ignored names": (given(ignored_states=["0.weight"]), "modules or parameters, not str"),
     "unknown": (given(sharding=1), "has no argument sharding"),
     "backward with full parameters": (backward_within, "within summon_full_params"),
-    "scaled in no_sync": (scaled_in_no_sync, "was changed after a pass within no_sync()"),
-    "replaced in no_sync": (
-        partial(scaled_in_no_sync, replace=True),
-        "was changed after a pass within no_sync()",
+    "grad of pieces": (grad_of_pieces, "appears to not have been used in the graph"),
+    "summoned twice": (summoned_twice, "within summon_full_params"),
+    "summoned on one rank, written": (summoned_on_one_rank, "rank0_only"),
+    "a method of torch's": (
+        lambda rank: md.FullyShardedDataParallel.full_optim_state_dict(wrapped(double(6, 4))),
+        "full_optim_state_dict: call optim_state_dict(optimizer)",
     ),
-    "clipped in no_sync": (clipped_in_no_sync, "after no_sync()"),
-    "clipped by torch in no_sync": (clipped_by_torch_in_no_sync, "after no_sync()"),
-    "clipped by hand": (clipped_by_hand, "clip_grad_norm_ of the FullyShardedDataParallel"),
-    "grad of pieces": (grad_of_pieces, "call backward()"),
+    "local states": (
+        lambda rank: wrapped(double(6, 4)).set_state_dict_type(StateDictType.LOCAL_STATE_DICT),
+        "SHARDED_STATE_DICT",
+    ),
     "backward in forward": (
         lambda rank: md.FullyShardedDataParallel(BackwardInForward())(share(rank)),
         "within the forward pass",
@@ -1000,7 +1033,7 @@ REFUSED = {
 }
 
 
-KINDS = ("RuntimeError", "TypeError", "ValueError")
+KINDS = ("RuntimeError", "TypeError", "ValueError", "RefusedError")
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from minidist.common.tensors_in import local_of
+
 
 def grad_norm(
     parameters: Iterable[torch.Tensor],
@@ -26,12 +28,8 @@ def grad_norm(
 
     Raises ValueError for a `norm_type` of 0 or less.
     """
-    # As plain tensors: the gradients of shards may be of a class that torch's clipping refuses.
-    counted = [
-        p.grad.as_subclass(torch.Tensor)
-        for p in parameters
-        if p.grad is not None and p.grad.numel() and p not in elsewhere
-    ]
+    own = [local_of(p.grad) for p in parameters if p.grad is not None and p not in elsewhere]
+    counted = [grad for grad in own if grad.numel()]
     # As float64 on every rank: one without gradients would have no other dtype to choose.
     total = get_total_norm(counted, norm_type).to(device, torch.float64)
     for group in groups:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 DEPTH = 4  # of objects within objects, in which tensors are looked for
@@ -27,3 +28,8 @@ def tensors_in(value: Any, depth: int = DEPTH) -> Iterator[torch.Tensor]:
             slots = [slots] if isinstance(slots, str) else slots
             if names := {*getattr(leaf, "__dict__", ()), *slots}:
                 yield from tensors_in([getattr(leaf, name, None) for name in names], depth - 1)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a DTensor; any other tensor as it is. No rank waits for another."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

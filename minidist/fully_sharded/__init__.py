@@ -2,32 +2,27 @@
 
 Of Ψ parameters in float32, trained with Adam on N ranks, a rank with ZeRO's stage 2 still holds 4Ψ
 bytes, the parameters. Here it keeps its shard of everything, 16Ψ/N bytes. A part of the model, a
-unit, is gathered only while it computes. So at most two units have full parameters: the one that
-computes, and the next one. The price is a second all_gather: 3Ψ(N-1)/N elements a step are sent,
-where data parallel training sends 2Ψ(N-1)/N.
+unit, is gathered only while it computes. So few units have full parameters: the one that computes,
+those around it, and the next one. The price is a second all_gather: 3Ψ(N-1)/N elements a step are
+sent, where data parallel training sends 2Ψ(N-1)/N.
 
-To read, in this order: `naive` (the idea, a class that trains); then the three files through which
-one training step goes: `fully_shard` (what users call), `state` (when a unit is gathered, freed and
-reduced), `param_group` (how). `checkpoint`: states of optimizers; on disk: `minidist.saving`.
-
-The folder `flat` has torch's older form, `FullyShardedDataParallel`, which keeps a unit in one flat
-parameter and cuts it through the middle of tensors: `unit_schedule` (forward), `backward_pass`,
-`flat_parameter` (gather, free), `flat_gradient` (reduce), and how it begins: `units`,
-`unit_policies`, `build_unit`.
+To read, in this order: `naive` (the idea, a class that trains); then the files through which one
+training step goes: `fsdp_module` (what users call), `state` (when a unit is gathered, freed and
+reduced), `param_group` (how). How it begins: `fully_shard`, torch's form, which makes a unit in
+place; `fully_sharded_data_parallel`, torch's older form, a wrapper that makes them by a policy
+(`wrap_policies`, `torch_arguments`). `checkpoint`: states of optimizers; on disk:
+`minidist.saving`.
 
 Rajbhandari et al., "ZeRO" (arXiv 1910.02054), section 5.3; Zhao et al., "PyTorch FSDP: Experiences
 on Scaling Fully Sharded Data Parallel" (arXiv 2304.11277). Lesson: fully_sharded
 """
 
 from minidist.fully_sharded.checkpoint import load_optim_state_dict, optim_state_dict
-from minidist.fully_sharded.flat.fully_sharded_data_parallel import FullyShardedDataParallel
-from minidist.fully_sharded.flat.unit_policies import by_class, by_size
-from minidist.fully_sharded.fully_shard import (
-    FSDPModule,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from minidist.fully_sharded.fsdp_module import FSDPModule, register_fsdp_forward_method
+from minidist.fully_sharded.fully_shard import fully_shard
+from minidist.fully_sharded.fully_sharded_data_parallel import FullyShardedDataParallel
 from minidist.fully_sharded.naive import NaiveFullySharded
+from minidist.fully_sharded.wrap_policies import by_class, by_size
 
 __all__ = [
     "FSDPModule",

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from minidist.common import agree
-from minidist.fully_sharded.flat import sharded_optimizer_states as flat
-from minidist.fully_sharded.fully_shard import groups_in
+from minidist.fully_sharded.fsdp_module import groups_in
+from minidist.fully_sharded.param_group import rows_of
 from minidist.zero.optimizer_states import elementwise, renamed, require_states_of
 
 State = dict[str, Any]
@@ -31,27 +31,27 @@ def optim_state_dict(
     by_name: with the names of parameters in the place of their numbers, as torch has it: in its
         FSDP's `optim_state_dict`, and in `get_optimizer_state_dict`.
     """
-    if not groups_in(model):
-        return flat.optim_state_dict(model, optimizer, sharded, by_name)
     state = optimizer.state_dict()
     if not sharded:
         state = tree_map_only(DTensor, lambda tensor: tensor.full_tensor().cpu(), state)
-    return renamed(state, flat.names_of(model, flat.numbers_of(optimizer))) if by_name else state
+    return renamed(state, names_of(model, numbers_of(optimizer))) if by_name else state
 
 
 def load_optim_state_dict(model: nn.Module, optimizer: Optimizer, state_dict: State) -> None:
     """Load this rank's part into the optimizer, of what `optim_state_dict` gives, or the optimizer
     of one process, by number or by name. Raises ValueError, on every rank, and changes nothing, if
     it is of another model. All ranks must call it."""
-    groups = groups_in(model)
-    if not groups:
-        return flat.load_optim_state_dict(model, optimizer, state_dict)
-    numbers = flat.numbers_of(optimizer)
-    with agree.together(*groups[0].options.groups):
+    optimizer.load_state_dict(optim_state_dict_to_load(model, optimizer, state_dict))
+
+
+def optim_state_dict_to_load(model: nn.Module, optimizer: Optimizer, state_dict: State) -> State:
+    """The same, for the optimizer's own `load_state_dict`."""
+    groups, numbers = groups_in(model), numbers_of(optimizer)
+    with agree.together(*(groups[0].options.groups if groups else ())):
         if not numbers.keys() <= set(model.parameters()):
             raise ValueError("the optimizer has parameters that are not the sharded module's")
-        state_dict = flat.by_number(model, optimizer, state_dict)
-        flat.require_groups(optimizer, state_dict)
+        state_dict = by_number(model, optimizer, state_dict)
+        require_groups(optimizer, state_dict)
         require_states_of(list(numbers), state_dict["state"])
     states = dict(state_dict["state"])
     for parameter, number in numbers.items():
@@ -59,12 +59,53 @@ def load_optim_state_dict(model: nn.Module, optimizer: Optimizer, state_dict: St
             states[number] = {
                 name: _rows(name, value, parameter) for name, value in states[number].items()
             }
-    optimizer.load_state_dict({**state_dict, "state": states})
+    return {**state_dict, "state": states}
 
 
 def _rows(name: str, value: Any, parameter: torch.Tensor) -> Any:
     whole = elementwise(name, value, parameter) and not isinstance(value, DTensor)
     if whole and isinstance(parameter, DTensor):
-        mesh, placements = parameter.device_mesh, parameter.placements
-        return distribute_tensor(value, mesh, placements, src_data_rank=None)
+        return rows_of(value, parameter)
     return copy.deepcopy(value)  # whose state it was may go on with it
+
+
+def require_groups(optimizer: Optimizer, state: State) -> None:
+    """Raises ValueError if the state is of other groups than the optimizer's."""
+    ours, theirs = (
+        [len(group["params"]) for group in groups]
+        for groups in (optimizer.param_groups, state["param_groups"])
+    )
+    if ours != theirs:
+        raise ValueError(
+            f"this state_dict is of another model: its groups have {theirs} parameters, and the "
+            f"optimizer's {ours}"
+        )
+
+
+def names_of(model: nn.Module, numbers: dict[torch.Tensor, int]) -> dict[Any, Any]:
+    return {numbers[p]: name for name, p in model.named_parameters() if p in numbers}
+
+
+def by_number(model: nn.Module, optimizer: Optimizer, state: State) -> State:
+    """The same, if its parameters have names. Raises ValueError if they are not the optimizer's."""
+    theirs = [list(group["params"]) for group in state["param_groups"]]
+    if not any(isinstance(name, str) for group in theirs for name in group):
+        return state
+    numbers = numbers_of(optimizer)
+    names = names_of(model, numbers)
+    ours = [[names.get(numbers[p]) for p in group["params"]] for group in optimizer.param_groups]
+    for number, (mine, other) in enumerate(zip(ours, theirs, strict=False)):
+        if different := sorted(map(str, {*mine} ^ {*other})):
+            raise ValueError(
+                f"this state_dict is of another model: its group {number} and the optimizer's "
+                f"differ in {', '.join(different)}"
+            )
+    inner = renamed(state, {name: number for number, name in names.items()})
+    # An optimizer takes the parameters of a group one after another.
+    groups = [{**group, "params": sorted(group["params"])} for group in inner["param_groups"]]
+    return {**inner, "param_groups": groups}
+
+
+def numbers_of(optimizer: Optimizer) -> dict[torch.Tensor, int]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {parameter: number for number, parameter in enumerate(parameters)}

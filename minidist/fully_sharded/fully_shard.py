@@ -1,16 +1,14 @@
 """`fully_shard`, torch's form: it makes a unit of a module, in place. Lesson: fully_sharded"""
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Set
-from functools import cache, partial
-from types import MethodType
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from minidist import rank
 from minidist.common import agree
@@ -18,19 +16,17 @@ from minidist.common.groups import groups_of
 from minidist.common.guard import Abandoned, abandon
 from minidist.common.replicas import broadcast_state, require_same_lines, words
 from minidist.distributed_data_parallel import DistributedDataParallel
-from minidist.fully_sharded.flat.fully_sharded_data_parallel import FullyShardedDataParallel
-from minidist.fully_sharded.param_group import FlatShard, Options, ParamGroup
-from minidist.fully_sharded.state import State, in_backward
+from minidist.fully_sharded.fsdp_module import FSDPModule, group_of, groups_in, share_state
+from minidist.fully_sharded.param_group import FlatShard, Named, Options, ParamGroup, rows_of
+from minidist.fully_sharded.torch_arguments import of_type
 from minidist.mixed import MixedParallel
 from minidist.pipeline import Pipeline
 from minidist.zero import ShardedDataParallel
 
 M = TypeVar("M", bound=nn.Module)
 
-STRATEGIES = (
-    *(DistributedDataParallel, ShardedDataParallel, Pipeline, MixedParallel),
-    FullyShardedDataParallel,
-)
+Modules = Sequence[tuple[str, nn.Module]]
+STRATEGIES = DistributedDataParallel, ShardedDataParallel, Pipeline, MixedParallel
 SHARDED = (
     "shards of it have taken its place. Make the optimizer after sharding, of the module's "
     "parameters()"
@@ -38,22 +34,6 @@ SHARDED = (
 NOT_HERE = {
     "shard_placement_fn": "every parameter is divided by rows, Shard(0)",
     "dp_mesh_dims": "give the axes that shard as the mesh: mesh['replicas', 'shards']",
-}
-_OF_BUFFERS = "messages take memory from the backend's arena, or from torch"
-REFUSED = {  # methods of torch's FSDPModule
-    "set_requires_all_reduce": "the replicas' all_reduce follows each reduce_scatter: "
-    "set_requires_gradient_sync(False) leaves out both",
-    "set_custom_all_gather": "units are gathered by the process group",
-    "set_custom_reduce_scatter": "gradients are reduced by the process group",
-    "set_all_reduce_hook": "gradients are reduced by the process group",
-    "set_post_optim_event": "there is no stream of its own that must wait",
-    "set_force_sum_reduction_for_comms": "gradients are added up always, and scaled before",
-    "set_reduce_scatter_unused_params": "a parameter that no rank used keeps .grad None",
-    "set_reduce_scatter_max_input_buffers": "one reduce_scatter is in flight at a time",
-    "set_separate_reduce_scatter_group": "one process group does both",
-    "set_unshard_in_backward": "a unit that backward comes to is gathered",
-    "set_allocate_memory_from_process_group_for_comm": _OF_BUFFERS,
-    "set_symm_mem_for_comm": _OF_BUFFERS,
 }
 
 
@@ -99,8 +79,6 @@ def fully_shard(
         raise TypeError(f"fully_shard takes one module, not {type(module).__name__}")
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         raise ValueError(f"a {type(module).__name__} has no forward pass: shard what is in it")
-    if group_of(module) is not None:
-        raise ValueError(f"this {type(module).__name__} is sharded already")
     for name, value in not_here.items():
         if name not in NOT_HERE:
             raise TypeError(f"fully_shard has no argument {name}")
@@ -115,192 +93,32 @@ def fully_shard(
     options = Options(
         mesh or DeviceMesh.from_group(groups[0], rank.device().type),
         groups,
-        _of_type("mp_policy", mp_policy, MixedPrecisionPolicy) or MixedPrecisionPolicy(),
+        of_type("mp_policy", mp_policy, MixedPrecisionPolicy) or MixedPrecisionPolicy(),
         reshard_after_forward,
-        isinstance(_of_type("offload_policy", offload_policy, OffloadPolicy), CPUOffloadPolicy),
+        isinstance(of_type("offload_policy", offload_policy, OffloadPolicy), CPUOffloadPolicy),
         frozenset(ignored_params or ()),
     )
-    _require_alike(module, options)
-    own = list(_own_modules(module))
-    tensors = [t for _, m in own for t in (*m._parameters.values(), *m._buffers.values())]
-    given = {t: None for t in tensors if t is not None and t not in options.ignored}
-    for replicas in groups[::-1]:
-        broadcast_state([tensor for tensor in given if not tensor.is_meta], replicas)
-    modules = [each for _, each in own]
-    group = ParamGroup(module, modules, list(_flatten(own, options)), options)
-    module.__dict__["fsdp_group"] = group
-    module.__class__ = _sharded_class(type(module))  # type: ignore[assignment, arg-type]
-    module.register_load_state_dict_pre_hook(_distribute)
-    module.register_load_state_dict_post_hook(_take_assigned)
-    _share_state(module)
+    require_alike(module, options)
+    make_unit(module, options)
     return module
-
-
-class RefusedError(NotImplementedError, AttributeError):
-    """A method of torch's that has no meaning here: `hasattr` says that there is none."""
-
-
-class FSDPModule(nn.Module):
-    """What a module is, besides its own class, when a unit begins with it. Torch's methods that
-    have no meaning here raise NotImplementedError, with the reason. Lesson: fully_sharded"""
-
-    fsdp_group: ParamGroup
-    fsdp_state: State
-
-    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Its own, between gathering its parameters and freeing them."""
-        return self.fsdp_state.run(self.fsdp_group, super().__call__, inputs, kwargs)
-
-    # ---- as torch has them -----------------------------------------------------------------
-
-    def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
-        """Gather this unit's parameters: its modules have them, whole, until its forward pass or
-        `reshard`. They are copies: what is written into them is lost. async_op: only begin, and
-        return a handle with `wait()`."""
-        self.fsdp_group.unshard()
-        self.fsdp_group.pinned = True
-        handle = UnshardHandle(self.fsdp_group)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
-
-    def reshard(self) -> None:
-        """Free this unit's full parameters, unless its forward or backward pass goes on."""
-        self.fsdp_group.reshard()
-
-    def set_requires_gradient_sync(
-        self, requires_gradient_sync: bool, *, recurse: bool = True
-    ) -> None:
-        """False: the backward passes that follow reduce nothing. The `.grad` of a parameter is then
-        whole on each rank, a DTensor with the placement Partial, and the next pass with True
-        reduces the sum. Set it alike on all ranks. (A penalty on the parameters, in the loss, goes
-        into a pass that reduces: DTensor cannot add its gradient to a Partial one.)"""
-        for group in self._groups(recurse):
-            group.syncs = requires_gradient_sync
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Changes nothing: each backward pass has reduced its gradients when it returns."""
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether the parameters are freed after the forward pass."""
-        for group in self._groups(recurse):
-            group.reshards = reshard_after_forward
-
-    def set_reshard_after_backward(
-        self, reshard_after_backward: bool, *, recurse: bool = True
-    ) -> None:
-        """Whether the parameters are freed after the backward pass. If not, the next forward pass
-        uses them as they are, unless an optimizer has changed their shards since."""
-        for group in self._groups(recurse):
-            group.reshards_after_backward = reshard_after_backward
-
-    def set_modules_to_forward_prefetch(self, modules: list["FSDPModule"]) -> None:
-        """What to gather while this unit computes forward, in place of the next unit."""
-        self.fsdp_group.next_forward = [module.fsdp_group for module in modules]
-
-    def set_modules_to_backward_prefetch(self, modules: list["FSDPModule"]) -> None:
-        """What to gather while this unit computes backward, in place of the next unit."""
-        self.fsdp_group.next_backward = [module.fsdp_group for module in modules]
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide this unit's sums of gradients by it, in place of the number of ranks."""
-        self.fsdp_group.divisor = factor
-
-    set_reduce_scatter_divide_factor = set_gradient_divide_factor
-
-    @property
-    def unsharded(self) -> list[torch.Tensor]:
-        """Where this unit's full parameters are while they are gathered, one tensor for each dtype;
-        without memory while they are not."""
-        return [flat.full for flat in self.fsdp_group.flats]
-
-    def _groups(self, recurse: bool) -> list[ParamGroup]:
-        return groups_in(self) if recurse else [self.fsdp_group]
-
-    def __getattr__(self, name: str) -> Any:
-        if name in REFUSED:
-            raise RefusedError(f"{name}: {REFUSED[name]}")
-        return super().__getattr__(name)
-
-    # ---- moved, copied, loaded -------------------------------------------------------------
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        if self.fsdp_state.running or in_backward():
-            raise RuntimeError("a sharded module cannot be moved or converted while it computes")
-        self.fsdp_group.reshard()
-        super()._apply(fn, recurse)  # those within it do the same
-        self.fsdp_group.adopt()
-        self.fsdp_state.watch()
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """One on the same ranks, with shards of its own, without gradients: for averaged weights.
-        No rank needs the others for it."""
-        if self.fsdp_state.running or in_backward():
-            raise RuntimeError("a sharded module cannot be copied while it computes")
-        for group in groups_in(self):
-            group.reshard()
-            memo[id(group.options)] = group.options
-            memo |= {id(flat.group): flat.group for flat in group.flats}
-            for each in group.parameters:
-                memo[id(each.sharded)] = _copy(each.sharded)
-        new = memo[id(self)] = type(self).__new__(type(self))
-        for name, value in vars(self).items():
-            if name != "fsdp_state":
-                new.__dict__[name] = copy.deepcopy(value, memo)
-        _share_state(new)
-        return new
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raises TypeError."""
-        raise TypeError(
-            "a fully sharded module has process groups and only a rank's shards, so torch.save "
-            "cannot write it: save its state_dict()"
-        )
-
-
-class UnshardHandle:
-    """Of `FSDPModule.unshard(async_op=True)`."""
-
-    def __init__(self, group: ParamGroup) -> None:
-        self._group = group
-
-    def wait(self) -> None:
-        """Until the full parameters are there, and give them to the modules."""
-        self._group.pin()
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Have this method of a sharded module gather its parameters, as a forward pass does: torch's
-    function. Does nothing for a module that is not sharded, as torch's. Raises AttributeError if
-    there is no such method."""
-    method: Callable[..., Any] = getattr(type(module), method_name)
-
-    def within(self: Any, *inputs: Any, **kwargs: Any) -> Any:
-        return self.fsdp_state.run(self.fsdp_group, partial(method, self), inputs, kwargs)
-
-    if group_of(module) is not None:
-        setattr(module, method_name, MethodType(within, module))  # a deep copy binds it again
-
-
-def group_of(module: nn.Module) -> ParamGroup | None:
-    """The parameters of the unit that begins with this module, if one does."""
-    return vars(module).get("fsdp_group")
-
-
-def groups_in(module: nn.Module) -> list[ParamGroup]:
-    """Those of all units that begin within it, the outer ones first."""
-    return [group for group in map(group_of, module.modules()) if group is not None]
 
 
 # ---- how a unit is made -----------------------------------------------------------------------
 
 
-def _of_type(name: str, value: Any, kind: type) -> Any:
-    if value is not None and not isinstance(value, kind):
-        raise TypeError(f"{name} is a {kind.__name__}, not {value!r}")
-    return value
+def make_unit(module: nn.Module, options: Options) -> None:
+    """Make a unit of a module, in place, of which `require_alike` has seen that all ranks can."""
+    own = list(own_modules(module, options.ignored_modules))
+    given = tensors_of(own, options.ignored)
+    for replicas in options.groups[::-1]:
+        broadcast_state([tensor for tensor in given if not tensor.is_meta], replicas)
+    modules = [each for _, each in own]
+    group = ParamGroup(module, modules, list(_flatten(own, options)), options)
+    module.__dict__["fsdp_group"] = group
+    module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]
+    module.register_load_state_dict_pre_hook(_distribute)
+    module.register_load_state_dict_post_hook(_take_assigned)
+    share_state(module)
 
 
 @cache  # one for all blocks: torch.compile compiles a method once a class
@@ -308,33 +126,41 @@ def _sharded_class(kind: type[nn.Module]) -> type[nn.Module]:
     return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
 
 
-def _share_state(module: nn.Module) -> None:
-    """The outermost unit so far is the root."""
-    state = State(groups_in(module))
-    for group in state.groups:
-        group.module.__dict__["fsdp_state"] = state
-
-
-def _own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a unit, by name, the outer ones first: those that are in no unit within it.
-    One that is there twice comes twice."""
+def own_modules(
+    module: nn.Module, without: Set[nn.Module], prefix: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a unit, by name, the outer ones first: those that are in no unit within it,
+    nor in `without`. One that is there twice comes twice."""
     yield prefix, module
     for name, child in module._modules.items():
-        if child is not None and group_of(child) is None:
-            yield from _own_modules(child, f"{prefix}{name}.")
+        if child is not None and group_of(child) is None and child not in without:
+            yield from own_modules(child, without, f"{prefix}{name}.")
 
 
-def _flatten(own: list[tuple[str, nn.Module]], options: Options) -> Iterator[FlatShard]:
-    """One flat shard for each dtype. The modules get DTensors in place of their parameters."""
+def tensors_of(own: Modules, without: Set[nn.Parameter] = frozenset()) -> list[torch.Tensor]:
+    """The parameters and buffers of these modules, each once."""
+    found = (t for _, m in own for t in (*m._parameters.values(), *m._buffers.values()))
+    return list({id(t): t for t in found if t is not None and t not in without}.values())
+
+
+def places_of(own: Modules, without: Set[nn.Parameter] = frozenset()) -> list[Named]:
+    """Each parameter, with all its names and places."""
     found: dict[nn.Parameter, list[tuple[str, tuple[nn.Module, str]]]] = {}
     for prefix, module in own:
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter not in options.ignored:
+            if parameter is not None and parameter not in without:
                 found.setdefault(parameter, []).append((prefix + name, (module, name)))
-    alike: dict[Any, list[Any]] = {}
-    for p, places in found.items():
-        named = tuple(name for name, _ in places), tuple(place for _, place in places), p
-        alike.setdefault((p.dtype, p.device), []).append(named)
+    return [
+        (tuple(name for name, _ in places), tuple(place for _, place in places), parameter)
+        for parameter, places in found.items()
+    ]
+
+
+def _flatten(own: Modules, options: Options) -> Iterator[FlatShard]:
+    """One flat shard for each dtype. The modules get DTensors in place of their parameters."""
+    alike: dict[Any, list[Named]] = {}
+    for named in places_of(own, options.ignored):
+        alike.setdefault((named[2].dtype, named[2].device), []).append(named)
     for (_, device), together in alike.items():
         flat = FlatShard(together, options, device)
         for each in flat.parameters:
@@ -344,11 +170,15 @@ def _flatten(own: list[tuple[str, nn.Module]], options: Options) -> Iterator[Fla
         yield flat
 
 
-def _require_alike(module: nn.Module, options: Options) -> None:
-    """Raises on every rank if the ranks do not have the same units of the same tensors, or one has
-    a module that cannot be sharded."""
+def require_alike(
+    module: nn.Module, options: Options, choose: Callable[[], dict[str, nn.Module]] = dict
+) -> dict[str, nn.Module]:
+    """What `choose` gives: modules within this one that will be units as well, by name. Raises on
+    every rank if the ranks do not have the same units of the same tensors, if `choose` fails on
+    one, or if one has a module that cannot be sharded."""
     with agree.together(*options.groups):
-        lines = list(_describe(module, options.ignored))
+        parts = choose()
+        lines = list(_describe(module, parts, options))
     problem: Exception | None = None
     for group in options.groups:
         try:
@@ -356,44 +186,44 @@ def _require_alike(module: nn.Module, options: Options) -> None:
         except ValueError as error:
             problem = error
     agree.pass_on_along(options.groups, problem)
+    return parts
 
 
-def _describe(module: nn.Module, ignored: Set[nn.Parameter]) -> Iterator[str]:
+def _describe(module: nn.Module, parts: dict[str, nn.Module], options: Options) -> Iterator[str]:
+    if group_of(module) is not None:
+        raise ValueError(f"this {type(module).__name__} is sharded already")
     for name, each in module.named_modules():
-        if isinstance(each, STRATEGIES):
+        if isinstance(each, STRATEGIES) and each not in options.ignored_modules:
             raise ValueError(
                 f"{name or 'the module'} is a {type(each).__name__}, which sees to its gradients "
                 "itself, and would find only shards: shard the model without it"
             )
         if group_of(each) is not None:
-            yield f"unit {name}"
-    taken = {each.sharded for group in groups_in(module) for each in group.parameters}
-    for prefix, owner in _own_modules(module):
-        for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
-            if tensor is None or tensor in ignored:
-                continue
-            if isinstance(tensor, Abandoned) or tensor in taken:
-                raise ValueError(
-                    f"parameter {prefix + name} is also in another unit, or was: modules that "
-                    "share a parameter must be in the same unit"
-                )
-            trained = isinstance(tensor, nn.Parameter)
-            if trained and tensor.ndim == 0:
-                raise ValueError(
-                    f"parameter {prefix + name} has no dimension, and so no rows to divide: give "
-                    "it the shape (1,), or pass it in ignored_params"
-                )
-            yield words("parameter" if trained else "buffer", prefix + name, tensor)
-
-
-def _copy(parameter: nn.Parameter) -> nn.Parameter:
-    like: Any = parameter
-    new = nn.Parameter(
-        DTensor(like._local_tensor.clone(), like._spec, requires_grad=False),
-        parameter.requires_grad,
-    )
-    new.__dict__.update({k: v for k, v in vars(parameter).items() if k not in vars(new)})
-    return new
+            yield f"unit {name}, sharded already"
+    home: dict[Any, int | None] = {
+        each.sharded: None for group in groups_in(module) for each in group.parameters
+    }
+    inner = {*parts.values(), *options.ignored_modules}
+    for number, (unit, root) in enumerate([*parts.items(), ("", module)]):
+        yield f"unit {unit}"
+        for prefix, owner in own_modules(root, inner):
+            for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
+                if tensor is None or tensor in options.ignored:
+                    continue
+                full_name = f"{unit}.{prefix}{name}".lstrip(".")
+                trained = isinstance(tensor, nn.Parameter)
+                other = home.setdefault(tensor, number) if trained else number
+                if other != number or isinstance(tensor, Abandoned):
+                    raise ValueError(
+                        f"parameter {full_name} is also in another unit, or was: modules that "
+                        "share a parameter must be in the same unit"
+                    )
+                if trained and tensor.ndim == 0:
+                    raise ValueError(
+                        f"parameter {full_name} has no dimension, and so no rows to divide: give "
+                        "it the shape (1,), or ignore it"
+                    )
+                yield words("parameter" if trained else "buffer", full_name, tensor)
 
 
 def _distribute(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -404,9 +234,7 @@ def _distribute(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> Non
             value = state.get(name)
             if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
                 if value.shape == each.sharded.shape:  # else torch says what does not fit
-                    state[name] = distribute_tensor(
-                        value, group.options.mesh, group.options.placements, src_data_rank=None
-                    )
+                    state[name] = rows_of(value, each.sharded)
 
 
 def _take_assigned(module: Any, _: Any) -> None:

@@ -21,12 +21,24 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 
 from minidist import backend
 from minidist.zero.messages import all_gather, reduce_scatter
 
+Place = tuple[nn.Module, str]  # a module, and what it calls the parameter
+Named = tuple[tuple[str, ...], tuple[Place, ...], nn.Parameter]
 EMPTY = 2**30  # the version of full parameters without memory
+ON_META = (
+    "is on the device meta: call to_empty(device=...) of the sharded model, and fill its parameters"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +51,8 @@ class Options:
     precision: MixedPrecisionPolicy
     reshards: bool | None  # after forward. None: if it is not the root
     offloads: bool
-    ignored: frozenset[nn.Parameter]
+    ignored: frozenset[nn.Parameter] = frozenset()
+    ignored_modules: frozenset[nn.Module] = frozenset()
 
     @property
     def placements(self) -> list[Placement]:
@@ -52,7 +65,7 @@ class ShardedParameter:
     """One parameter of a unit. It is tied if it has several `names` and `places`."""
 
     names: tuple[str, ...]
-    places: tuple[tuple[nn.Module, str], ...]  # modules, and what they call it
+    places: tuple[Place, ...]
     sharded: nn.Parameter  # what the optimizer trains: a DTensor, its rows a view of the shard
     in_shard: slice  # where these are, with the padding of the last ranks
     grad: torch.Tensor | None = None  # of this rank, whole, while a backward pass goes on
@@ -80,10 +93,7 @@ class ShardedParameter:
                 "write into them, or change the module and then shard it"
             )
         if self.local.is_meta:
-            return (
-                "is on the device meta: call to_empty(device=...) of the sharded model, and fill "
-                "its parameters"
-            )
+            return ON_META
         # p.data = … changes nothing of a DTensor but a storage that nobody reads.
         if any(a._cdata != b._cdata for a, b in zip(self.storages, self._storages(), strict=True)):
             return (
@@ -122,8 +132,8 @@ class ShardedParameter:
 class FlatShard:
     """Parameters of one dtype, as they are sent."""
 
-    def __init__(self, named: Sequence[Any], options: Options, device: torch.device) -> None:
-        """named: (names, places, parameter) of each. `device` computes."""
+    def __init__(self, named: Sequence[Named], options: Options, device: torch.device) -> None:
+        """`device` computes."""
         self.options, self.device = options, device
         if options.offloads and device.type != "meta":
             self.device = torch.device(options.mesh.device_type)
@@ -283,7 +293,7 @@ class FlatShard:
             dist.all_reduce(mean, group=replicas)
         mean = mean.to(self.shard)
         for each, begin in zip(trained, accumulate(sizes, initial=0), strict=False):
-            own = _part(mean, begin, each.local.shape)
+            own = mean[begin : begin + each.local.numel()].view(each.local.shape)
             each.mean = own if each.mean is None else each.mean.add_(own)
 
     def wait_for_reduce(self) -> None:
@@ -312,7 +322,8 @@ class ParamGroup:
     def __init__(
         self, module: nn.Module, modules: Sequence[nn.Module], flats: list[FlatShard], opts: Options
     ) -> None:
-        self.module, self.modules, self.flats, self.options = module, modules, flats, opts
+        self.module: Any = module
+        self.modules, self.flats, self.options = modules, flats, opts
         self.reshards = opts.reshards  # after forward
         self.reshards_after_backward = self.syncs = True
         self.divisor: float = math.prod(map(dist.get_world_size, opts.groups))
@@ -320,6 +331,7 @@ class ParamGroup:
         self.unsharded = False  # gathered, or on the way
         self.readers = set[Any]()  # passes that need the full parameters now
         self.pinned = False  # by `unshard()`, until its forward pass or `reshard()`
+        self.summoned = False  # its modules have copies of the full parameters
         self.gathered_version = -1
         self.pending = False  # its gradients are still to be reduced
         self.has_partial = False  # a pass has left gradients that are not reduced
@@ -533,6 +545,12 @@ class _Unshard(torch.autograd.Function):
             )
         ctx.on_gradients(gradients)
         return None, None, None, None
+
+
+def rows_of(whole: torch.Tensor, sharded: torch.Tensor) -> DTensor:
+    """This rank's rows of a tensor like the parameter, the same on every rank. No message."""
+    like: Any = sharded
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def partial_of(parameter: nn.Parameter) -> torch.Tensor | None:

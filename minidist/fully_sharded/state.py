@@ -91,6 +91,8 @@ class State:
 
     def run(self, group: ParamGroup, compute: Callable[..., Any], inputs: Any, kwargs: Any) -> Any:
         """The forward pass of a unit: gather its parameters, compute, and free them."""
+        if group.summoned:
+            return compute(*inputs, **kwargs)
         again = in_backward()  # a checkpoint computes again
         begins = group is self.root and not again
         if begins:
@@ -129,8 +131,10 @@ class State:
         self.abandon()
         self._guard.require_unchanged()
         if self._stale_buffers:  # a pass that trained has left other ones on each rank
+            modules = (module for group in self.groups for module in group.modules)
+            buffers = {id(b): b for m in modules for b in m._buffers.values() if b is not None}
             for replicas in self.root.options.groups[::-1]:
-                broadcast_state(self.root.module.buffers(), replicas)
+                broadcast_state(buffers.values(), replicas)
         self._stale_buffers = torch.is_grad_enabled() and self.root.syncs
         self.running, self.trace = True, Trace()
         self.traces.add(self.trace)
@@ -198,7 +202,7 @@ class State:
         self._now, self._last, self.ahead, self.running = [], None, [], False
         for group in self.groups:
             group.readers.clear()
-            kept = group.pinned or not group.reshards_after_backward
+            kept = group.unsharded and (group.pinned or not group.reshards_after_backward)
             if kept and group.version == group.gathered_version:
                 group.hide()
                 for flat in group.flats:

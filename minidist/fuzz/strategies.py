@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 import minidist as md
 from minidist.fully_sharded import by_class, by_size
-from minidist.fully_sharded.flat.unit_policies import chosen
+from minidist.fully_sharded.wrap_policies import chosen
 from minidist.fuzz.random_models import LlamaBlock
 from minidist.fuzz.trials import Options, Trial
 from minidist.parity import cross_entropy

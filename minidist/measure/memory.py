@@ -139,9 +139,11 @@ class MemoryTracker(Measurement):
     def _look(self) -> None:
         """Find out what the module and the optimizer hold now."""
         mark, parameters = self._ledger.mark, list(self._module.parameters())
-        mark(parameters, "parameters")
-        for module in self._module.modules():  # whole ones, where ranks keep shards (FSDP)
+        for module in self._module.modules():  # where ranks keep shards (lesson: fully_sharded)
+            for shard, rows in getattr(module, "flat_shards", ()):
+                self._ledger.join(shard, rows)
             mark(getattr(module, "unsharded", []), "parameters")
+        mark(parameters, "parameters")
         mark(list(self._module.buffers()), "buffers")
         if self._optimizer is not None:
             groups = [group["params"] for group in self._optimizer.param_groups]

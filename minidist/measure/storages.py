@@ -1,7 +1,7 @@
 """The storages that hold tensors, followed from the op that makes them to their end."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ class Ledger(TorchDispatchMode):
         self.before: list[tuple[Record, int]] = []
         self.changes: list[tuple[Record, int]] = []
         self._live: dict[int, Record] = {}
+        self._whole: dict[int, torch.UntypedStorage] = {}  # of what is a part of another storage
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -65,6 +66,11 @@ class Ledger(TorchDispatchMode):
             self.mark((args, kwargs, result), "communication buffers")
         return result
 
+    def join(self, whole: torch.Tensor, parts: Iterable[torch.Tensor]) -> None:
+        """The storages of the parts are slices of the whole one's, which counts in their place."""
+        storage = whole.untyped_storage()
+        self._whole |= {part._cdata: storage for part in storages(list(parts))}
+
     def mark(self, tensors: Any, category: str, admit: bool = True) -> None:
         """The tensors, in any nesting, are `category`, and were so since they were made.
 
@@ -72,7 +78,8 @@ class Ledger(TorchDispatchMode):
         start if `admit`, else not at all.
         """
         rank = CATEGORIES.index(category)
-        for storage in storages(tensors):
+        for part in storages(tensors):
+            storage = self._whole.get(part._cdata, part)
             found = self._live.get(storage._cdata)
             if found is None and admit and (found := self._admit(storage)):
                 self.before.append((found, found.nbytes))

@@ -51,7 +51,7 @@ class Layers:
     @property
     def groups(self) -> Sequence[dist.ProcessGroup]:
         """Of the strategy around the layers, if there is one that says so."""
-        if (unit := getattr(self.module, "fsdp_unit", None)) is not None:
+        if (unit := getattr(self.module, "fsdp_group", None)) is not None:
             groups: Sequence[dist.ProcessGroup] = unit.options.groups
             return groups
         group = getattr(self.module, "process_group", None)

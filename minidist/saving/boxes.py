@@ -50,11 +50,6 @@ def dtensor_boxes(tensor: DTensor) -> list[Box]:
     return [Box(tuple(offsets), tuple(sizes), lambda own: own)] if prod(sizes) else []
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a DTensor; any other tensor as it is. No rank waits for another."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def span_boxes(like: torch.Tensor, span: slice) -> list[Box]:
     """The elements of a tensor in `span`, in the order in which they lie in memory. The rank has
     them as (n,), or with more dimensions of 1."""

@@ -2,11 +2,10 @@
 
     strategy                        what a rank has of a parameter
     bare, DDP, ZeRO 1 and 2         all of it
-    FullyShardedDataParallel        a span of its elements
-    fully_shard                     rows: a DTensor
+    fully sharded                   rows: a DTensor
     tensor parallel                 features
     pipeline                        all, or nothing
-    mixed                           a span of features, or nothing
+    mixed                           rows of features, or nothing
 
 Of an optimizer's states it has the same, and with ZeRO a span.
 """
@@ -17,15 +16,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from minidist.fully_sharded.flat.flat_parameter import FlatParameter, ShardedParameter
-from minidist.fully_sharded.flat.sharded_states import formed
-from minidist.fully_sharded.flat.units import units_in
+from minidist.common.tensors_in import local_of
+from minidist.fully_sharded import FullyShardedDataParallel
 from minidist.mixed import MixedParallel
-from minidist.pipeline import Pipeline
-from minidist.saving.boxes import Box, Boxed, dtensor_boxes, local_of, span_boxes, spread, whole_box
+from minidist.saving.boxes import Box, Boxed, dtensor_boxes, span_boxes, spread, whole_box
 from minidist.tensor_parallel.layer import ParallelLayer
 from minidist.zero import ZeroRedundancyOptimizer
 
@@ -38,9 +36,7 @@ class Place:
 
     own: torch.Tensor
     shape: torch.Size  # of the whole
-    like: torch.Tensor  # of whose elements it has a `span`, or all: (*) on any device
-    span: slice | None = None
-    cut: tuple[int, torch.Tensor] | None = None  # of the whole, `like` is these indices along a dim
+    cut: tuple[int, torch.Tensor] | None = None  # of the whole, `own` is these indices along a dim
     names: list[str] = field(default_factory=list)
 
     @property
@@ -50,11 +46,10 @@ class Place:
 
     def boxes(self, span: slice | None = None) -> list[Box]:
         """Of the whole; of a `span` of what the rank has, if one is given."""
-        span = span or self.span
         if isinstance(self.own, DTensor):
             found = dtensor_boxes(self.own)
         else:
-            found = whole_box(self.like.shape) if span is None else span_boxes(self.like, span)
+            found = whole_box(self.own.shape) if span is None else span_boxes(self.own, span)
         return found if self.cut is None else spread(found, *self.cut)
 
     def boxed(self) -> Boxed:
@@ -68,7 +63,7 @@ def places_of(model: nn.Module) -> tuple[list[Place], dict[str, Any]]:
 
     No rank waits for another.
     """
-    spans, cuts = dict(_spans(model)), dict(_cuts(model))
+    cuts = dict(_cuts(model))
     found: dict[torch.Tensor, Place] = {}
     others: dict[str, Any] = {}
     for name, value in _named(model).items():
@@ -76,7 +71,7 @@ def places_of(model: nn.Module) -> tuple[list[Place], dict[str, Any]]:
             others[name] = value
             continue
         if value not in found:
-            found[value] = _place(value, spans.get(value), cuts.get(value))
+            found[value] = _place(value, cuts.get(value))
         found[value].names.append(name)
     return list(found.values()), others
 
@@ -90,37 +85,17 @@ def _named(model: nn.Module) -> dict[str, Any]:
     """The model's own tensors, by the names of the bare module."""
     bare: Any = without_ddp(model)
     bare = bare.module if isinstance(bare, MixedParallel) else bare
-    with formed(bare, lambda _: _locals):
+    with FullyShardedDataParallel.state_dict_type(bare, StateDictType.SHARDED_STATE_DICT):
         return dict(bare.state_dict(keep_vars=True))
 
 
-def _locals(flat: FlatParameter) -> Iterator[torch.Tensor]:
-    return (each.local for each in flat.parameters)
-
-
-def _place(
-    own: torch.Tensor, sharded: ShardedParameter | None, cut: tuple[int, ParallelLayer] | None
-) -> Place:
-    like = own if sharded is None else sharded.full
-    place = Place(own, like.shape, like, None if sharded is None else sharded.span)
-    if cut is not None:
-        dim, layer = cut
-        shape = list(like.shape)
-        shape[dim] = sum(len(layer.indices(rank)) for rank in range(layer.world_size))
-        place.shape, place.cut = torch.Size(shape), (dim, layer.indices(layer.rank))
-    return place
-
-
-def _modules(model: nn.Module) -> list[nn.Module]:
-    """The model, and the strategies of its stages, which are none of its modules."""
-    pipeline = model.pipeline if isinstance(model, MixedParallel) else model
-    return [model, *(pipeline.wrapped if isinstance(pipeline, Pipeline) else ())]
-
-
-def _spans(model: nn.Module) -> Iterator[tuple[torch.Tensor, ShardedParameter]]:
-    for unit in (unit for module in _modules(model) for unit in units_in(module)):
-        for flat in unit.flats:
-            yield from ((each.local, each) for each in flat.parameters)
+def _place(own: torch.Tensor, cut: tuple[int, ParallelLayer] | None) -> Place:
+    if cut is None:
+        return Place(own, own.shape)
+    dim, layer = cut
+    shape = list(own.shape)
+    shape[dim] = sum(len(layer.indices(rank)) for rank in range(layer.world_size))
+    return Place(own, torch.Size(shape), (dim, layer.indices(layer.rank)))
 
 
 def _cuts(model: nn.Module) -> Iterator[tuple[torch.Tensor, tuple[int, ParallelLayer]]]:

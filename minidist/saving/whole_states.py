@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from minidist.saving.boxes import Boxed, local_of, whole_box
+from minidist.common.tensors_in import local_of
+from minidist.saving.boxes import Boxed, whole_box
 from minidist.saving.places import Trained, places_of, trained_by, without_ddp
 from minidist.zero import ZeroRedundancyOptimizer
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -23,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from minidist.common import single
 from minidist.distributed_data_parallel.reducer import Reducer
-from minidist.fully_sharded.flat import build_unit
+from minidist.fully_sharded import param_group
 
 aten = torch.ops.aten
 
@@ -95,9 +94,8 @@ def one_rank_of(world_size: int, rank: int = 0) -> Iterator[Trace]:
         with ExitStack() as block:
             for name, stand_in in _stand_ins(trace).items():
                 block.enter_context(mock.patch.object(dist, name, stand_in))
-            # Where a unit of FullyShardedDataParallel computes. Agreement stays on the CPU.
-            meta = SimpleNamespace(device=lambda: torch.device("meta"))
-            block.enter_context(mock.patch.object(build_unit, "rank", meta))
+            # A sharded model on "meta" is no mistake here. Agreement stays on the CPU.
+            block.enter_context(mock.patch.object(param_group, "ON_META", ""))
             # The order of its buckets would be learnt from numbers of rank 0.
             block.enter_context(mock.patch.object(Reducer, "may_rebuild", False))
             no = partial(_no_autocast, torch.is_autocast_enabled)

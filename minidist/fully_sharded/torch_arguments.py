@@ -1,16 +1,13 @@
-"""The arguments of torch's two forms of fully sharded training: what they mean here, or why not.
+"""Arguments of torch's FullyShardedDataParallel: what they mean here, or why not.
 
-Lesson: fully_sharded
+Lesson: fsdp_in_practice
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
 
 T = TypeVar("T")
@@ -21,31 +18,17 @@ KEEPS = {  # whether a strategy keeps the parameters from the forward to the bac
     ShardingStrategy._HYBRID_SHARD_ZERO2: True,
 }
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
-# Arguments of torch's that change nothing here, whatever they are: all of this is always done.
+# These change nothing, whatever they are: all of this is always done.
 ALWAYS = {"use_orig_params", "sync_module_states", "forward_prefetch", "limit_all_gathers"}
-
-
-@dataclass(frozen=True)
-class Options:
-    """What all units of a root have alike. The ranks of `groups[0]` have a shard each; with hybrid
-    sharding, those of `groups[1]` have the same one."""
-
-    groups: tuple[dist.ProcessGroup, ...]
-    mesh: DeviceMesh | None
-    precision: MixedPrecision
-    output_dtype: torch.dtype | None = None
-    reshards: bool = True
-    prefetches: bool = True
-    offloads: bool = False
-    param_init_fn: Callable[[nn.Module], object] | None = None
-    ignored_modules: frozenset[nn.Module] = frozenset()
-    ignored_parameters: frozenset[nn.Parameter] = frozenset()
-
-    @property
-    def kept(self) -> tuple[type[nn.Module], ...]:
-        """Classes of modules that compute in the dtype of their own parameters."""
-        ignored = self.precision._module_classes_to_ignore
-        return tuple(ignored) if self.precision.param_dtype else ()
+REFUSED = {  # methods
+    "register_comm_hook": "gradients are reduced by the process group",
+    "full_optim_state_dict": "call optim_state_dict(optimizer)",
+    "sharded_optim_state_dict": "call optim_state_dict(optimizer, sharded=True)",
+    "shard_full_optim_state_dict": "load_optim_state_dict(optimizer, state) takes a whole one",
+    "flatten_sharded_optim_state_dict": "load_optim_state_dict(optimizer, state) takes DTensors",
+    "scatter_full_optim_state_dict": "broadcast the whole one, and call load_optim_state_dict",
+    "rekey_optim_state_dict": "call optim_state_dict(optimizer, by_name=True)",
+}
 
 
 def of_type(name: str, value: T | None, kind: type[T]) -> T | None:
@@ -93,18 +76,23 @@ def prefetches(given: BackwardPrefetch | None) -> bool:
     return given is not None
 
 
-def ignored(found: Iterable[Any]) -> tuple[frozenset[nn.Module], frozenset[nn.Parameter]]:
-    """The modules, with all in them, and the parameters. Raises TypeError for anything else."""
-    modules, parameters = set[nn.Module](), set[nn.Parameter]()
-    for each in found:
+def ignored(
+    modules: Iterable[nn.Module] | None, states: Iterable[object] | None
+) -> tuple[frozenset[nn.Module], frozenset[nn.Parameter]]:
+    """The modules, with all in them, and the parameters. Raises ValueError if both are given, and
+    TypeError for anything else."""
+    if modules is not None and states is not None:
+        raise ValueError("give ignored_modules or ignored_states, not both")
+    found, parameters = set[nn.Module](), set[nn.Parameter]()
+    for each in (*(modules or ()), *(states or ())):
         if isinstance(each, nn.Module):
-            modules.update(each.modules())
+            found.update(each.modules())
             parameters.update(each.parameters())
         elif isinstance(each, nn.Parameter):
             parameters.add(each)
         else:
             raise TypeError(f"ignored are modules or parameters, not {type(each).__name__}")
-    return frozenset(modules), frozenset(parameters)
+    return frozenset(found), frozenset(parameters)
 
 
 def require_known(given: Iterable[str]) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
-from minidist.fully_sharded.flat.units import unit_of
+from minidist.fully_sharded.fsdp_module import group_of
 
 Policy = Callable[..., bool]
 # These read the parameters of what is in them without calling it: no unit begins within them.
@@ -40,7 +40,7 @@ def chosen(
 
     def look(module: nn.Module, name: str, top: bool) -> int:
         """How many parameters are in units, in the end."""
-        if unit_of(module) is not None or module in ignored or module in found.values():
+        if group_of(module) is not None or module in ignored or module in found.values():
             return _numel(module)
         numel, wrapped = _numel(module), 0
         if not policy(module=module, recurse=True, nonwrapped_numel=numel):

@@ -1,0 +1,216 @@
+"""What a module is, besides its own class, when a unit begins with it: torch's `FSDPModule`.
+
+Lesson: fully_sharded
+"""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from minidist.fully_sharded.param_group import ParamGroup
+from minidist.fully_sharded.state import State, in_backward
+
+_OF_BUFFERS = "messages take memory from the backend's arena, or from torch"
+REFUSED = {  # methods of torch's FSDPModule
+    "set_requires_all_reduce": "the replicas' all_reduce follows each reduce_scatter: "
+    "set_requires_gradient_sync(False) leaves out both",
+    "set_custom_all_gather": "units are gathered by the process group",
+    "set_custom_reduce_scatter": "gradients are reduced by the process group",
+    "set_all_reduce_hook": "gradients are reduced by the process group",
+    "set_post_optim_event": "there is no stream of its own that must wait",
+    "set_force_sum_reduction_for_comms": "gradients are added up always, and scaled before",
+    "set_reduce_scatter_unused_params": "a parameter that no rank used keeps .grad None",
+    "set_reduce_scatter_max_input_buffers": "one reduce_scatter is in flight at a time",
+    "set_separate_reduce_scatter_group": "one process group does both",
+    "set_unshard_in_backward": "a unit that backward comes to is gathered",
+    "set_allocate_memory_from_process_group_for_comm": _OF_BUFFERS,
+    "set_symm_mem_for_comm": _OF_BUFFERS,
+}
+
+
+class RefusedError(NotImplementedError, AttributeError):
+    """A method of torch's that has no meaning here: `hasattr` says that there is none."""
+
+
+class FSDPModule(nn.Module):
+    """What a module is, besides its own class, when a unit begins with it. Torch's methods that
+    have no meaning here raise NotImplementedError, with the reason. Lesson: fully_sharded"""
+
+    fsdp_group: ParamGroup
+    fsdp_state: State
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Its own, between gathering its parameters and freeing them."""
+        return self.fsdp_state.run(self.fsdp_group, super().__call__, inputs, kwargs)
+
+    # ---- as torch has them -----------------------------------------------------------------
+
+    def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
+        """Gather this unit's parameters: its modules have them, whole, until its forward pass or
+        `reshard`. They are copies: what is written into them is lost. async_op: only begin, and
+        return a handle with `wait()`."""
+        self.fsdp_group.unshard()
+        self.fsdp_group.pinned = True
+        handle = UnshardHandle(self.fsdp_group)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free this unit's full parameters, unless its forward or backward pass goes on."""
+        self.fsdp_group.reshard()
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """False: the backward passes that follow reduce nothing. The `.grad` of a parameter is then
+        whole on each rank, a DTensor with the placement Partial, and the next pass with True
+        reduces the sum. Set it alike on all ranks. (A penalty on the parameters, in the loss, goes
+        into a pass that reduces: DTensor cannot add its gradient to a Partial one.)"""
+        for group in self._groups(recurse):
+            group.syncs = requires_gradient_sync
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Changes nothing: each backward pass has reduced its gradients when it returns."""
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether the parameters are freed after the forward pass."""
+        for group in self._groups(recurse):
+            group.reshards = reshard_after_forward
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether the parameters are freed after the backward pass. If not, the next forward pass
+        uses them as they are, unless an optimizer has changed their shards since."""
+        for group in self._groups(recurse):
+            group.reshards_after_backward = reshard_after_backward
+
+    def set_modules_to_forward_prefetch(self, modules: list["FSDPModule"]) -> None:
+        """What to gather while this unit computes forward, in place of the next unit."""
+        self.fsdp_group.next_forward = [module.fsdp_group for module in modules]
+
+    def set_modules_to_backward_prefetch(self, modules: list["FSDPModule"]) -> None:
+        """What to gather while this unit computes backward, in place of the next unit."""
+        self.fsdp_group.next_backward = [module.fsdp_group for module in modules]
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide this unit's sums of gradients by it, in place of the number of ranks."""
+        self.fsdp_group.divisor = factor
+
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor
+
+    @property
+    def unsharded(self) -> list[torch.Tensor]:
+        """Where this unit's full parameters are while they are gathered, one tensor for each dtype;
+        without memory while they are not."""
+        return [flat.full for flat in self.fsdp_group.flats]
+
+    @property
+    def flat_shards(self) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+        """What this rank keeps of the unit, one tensor for each dtype; and the parameters' rows, of
+        which it consists."""
+        flats = self.fsdp_group.flats
+        return [(flat.shard, [each.local for each in flat.parameters]) for flat in flats]
+
+    def _groups(self, recurse: bool) -> list[ParamGroup]:
+        return groups_in(self) if recurse else [self.fsdp_group]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in REFUSED:
+            raise RefusedError(f"{name}: {REFUSED[name]}")
+        return super().__getattr__(name)
+
+    # ---- moved, copied, loaded -------------------------------------------------------------
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        if self.fsdp_state.running or in_backward():
+            raise RuntimeError("a sharded module cannot be moved or converted while it computes")
+        self.fsdp_group.reshard()
+        super()._apply(fn, recurse)  # those within it do the same
+        self.fsdp_group.adopt()
+        self.fsdp_state.watch()
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """One on the same ranks, with shards of its own, without gradients: for averaged weights.
+        No rank needs the others for it."""
+        if self.fsdp_state.running or in_backward():
+            raise RuntimeError("a sharded module cannot be copied while it computes")
+        for group in groups_in(self):
+            group.reshard()
+            memo[id(group.options)] = group.options
+            memo |= {id(flat.group): flat.group for flat in group.flats}
+            for each in group.parameters:
+                memo[id(each.sharded)] = _copy(each.sharded)
+        new = memo[id(self)] = type(self).__new__(type(self))
+        for name, value in vars(self).items():
+            if name != "fsdp_state":
+                new.__dict__[name] = copy.deepcopy(value, memo)
+        share_state(new)
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises TypeError."""
+        raise TypeError(
+            "a fully sharded module has process groups and only a rank's shards, so torch.save "
+            "cannot write it: save its state_dict()"
+        )
+
+
+class UnshardHandle:
+    """Of `FSDPModule.unshard(async_op=True)`."""
+
+    def __init__(self, group: ParamGroup) -> None:
+        self._group = group
+
+    def wait(self) -> None:
+        """Until the full parameters are there, and give them to the modules."""
+        self._group.pin()
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Have this method of a sharded module gather its parameters, as a forward pass does: torch's
+    function. Does nothing for a module that is not sharded, as torch's. Raises AttributeError if
+    there is no such method."""
+    method: Callable[..., Any] = getattr(type(module), method_name)
+
+    def within(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        return self.fsdp_state.run(self.fsdp_group, partial(method, self), inputs, kwargs)
+
+    if group_of(module) is not None:
+        setattr(module, method_name, MethodType(within, module))  # a deep copy binds it again
+
+
+def group_of(module: nn.Module) -> ParamGroup | None:
+    """The parameters of the unit that begins with this module, if one does."""
+    return vars(module).get("fsdp_group")
+
+
+def groups_in(module: nn.Module) -> list[ParamGroup]:
+    """Those of all units that begin within it, the outer ones first."""
+    return [group for group in map(group_of, module.modules()) if group is not None]
+
+
+def share_state(module: nn.Module) -> None:
+    """The outermost unit so far is the root."""
+    state = State(groups_in(module))
+    for group in state.groups:
+        group.module.__dict__["fsdp_state"] = state
+
+
+def _copy(parameter: nn.Parameter) -> nn.Parameter:
+    like: Any = parameter
+    new = nn.Parameter(
+        DTensor(like._local_tensor.clone(), like._spec, requires_grad=False),
+        parameter.requires_grad,
+    )
+    new.__dict__.update({k: v for k, v in vars(parameter).items() if k not in vars(new)})
+    return new

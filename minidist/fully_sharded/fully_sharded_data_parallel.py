@@ -1,0 +1,415 @@
+"""Torch's first form: a wrapper around a module, and units by a policy.
+
+Lesson: fsdp_in_practice
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Set
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.tensor import DTensor
+
+from minidist import rank
+from minidist.common.groups import groups_of
+from minidist.common.no_sync import Synchronized
+from minidist.common.norm import clip_grad_norm_
+from minidist.common.wrapper import Wrapper
+from minidist.fully_sharded import checkpoint
+from minidist.fully_sharded import torch_arguments as given
+from minidist.fully_sharded.fsdp_module import FSDPModule, RefusedError, groups_in
+from minidist.fully_sharded.fully_shard import (
+    Modules,
+    make_unit,
+    own_modules,
+    places_of,
+    require_alike,
+    tensors_of,
+)
+from minidist.fully_sharded.param_group import Options, ParamGroup, partial_of, rows_of
+from minidist.fully_sharded.state import in_backward
+from minidist.fully_sharded.wrap_policies import Policy, chosen
+
+Optimizer = torch.optim.Optimizer
+
+
+class FullyShardedDataParallel(Synchronized):
+    """Trains replicas of `module` of which no rank has a whole one. ZeRO, stage 3.
+
+        model = md.FullyShardedDataParallel(model, auto_wrap_policy=by_class(Block))
+        optimizer = torch.optim.Adam(model.parameters())     # after, not before
+
+    Then train as with `DistributedDataParallel`. The module becomes a unit, in place, and so do the
+    parts that the policy chooses: the parameters of a unit are gathered for its forward and its
+    backward pass, and freed after each. Parts can also be wrapped by hand, before the whole.
+    `parameters()` are DTensors of this rank's rows, as `md.fully_shard` makes them: it does the
+    work. When `backward()` returns, the `.grad` of each is this rank's rows of the mean gradient. A
+    parameter without gradient on some ranks counts there as zero; on all ranks, its `.grad` stays
+    as it was.
+
+    process_group: the ranks that take part; None is the default group.
+    auto_wrap_policy: `by_class`, `by_size`, or one of torch's policies that are functions.
+    mixed_precision: torch's `MixedPrecision`. Parameters are cast to its `param_dtype` for the
+        forward and backward passes, and the root's inputs; inputs of units with
+        `cast_forward_inputs`; gradients to its `reduce_dtype` while they travel; buffers to its
+        `buffer_dtype` for good. Batch norms keep their precision, in units of their own; so do
+        shards and their gradients.
+    reshard_after_forward: False keeps the parameters from forward to backward. That saves one of
+        two all_gathers, and costs the memory of the whole unit.
+    param_init_fn: gives values to a module on the device "meta", on `minidist.rank.device()`; None
+        calls its `reset_parameters()`. Units are made one by one: no rank holds the whole model.
+    prefetch: gather the next unit while one computes.
+
+    As torch's class has them: `sharding_strategy` (SHARD_GRAD_OP is `reshard_after_forward=False`);
+    `device_mesh` instead of a process group, of two axes for HYBRID_SHARD: shards along the second,
+    which are replicated along the first; `cpu_offload`: shards and their gradients, and so the
+    optimizer, are on the CPU; `backward_prefetch`; `device_id`, where the module is; and
+    `ignored_modules` or `ignored_states`: modules and parameters that stay as they are on each
+    rank, and whose gradients nobody averages. `use_orig_params`, `sync_module_states`,
+    `forward_prefetch` and `limit_all_gathers` are what is always done here.
+
+    `state_dict()` is whole, on the CPU, unless `state_dict_type` says otherwise. At construction
+    every rank takes what rank 0 has; for buffers, before each forward pass too. Raises ValueError,
+    on every rank, if the ranks have different models or units, if a parameter would be in two
+    units, or has no dimension; RuntimeError without a process group; ValueError or TypeError for an
+    argument that makes no sense. `backward` raises autograd's RuntimeError about "an inplace
+    operation" where it comes to a unit by a tensor that was neither in its output nor an attribute
+    of its modules, but in a closure.
+
+    Zhao et al. (arXiv 2304.11277). Lesson: fully_sharded
+    """
+
+    module: Any  # the outermost unit
+    _state_type = StateDictType.FULL_STATE_DICT
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | None = None,
+        auto_wrap_policy: Policy | None = None,
+        mixed_precision: MixedPrecision | None = None,
+        *,
+        reshard_after_forward: bool = True,
+        param_init_fn: Callable[[nn.Module], object] | None = None,
+        prefetch: bool = True,
+        sharding_strategy: ShardingStrategy | None = None,
+        device_mesh: DeviceMesh | None = None,
+        cpu_offload: CPUOffload | None = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        device_id: int | torch.device | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        ignored_states: Iterable[Any] | None = None,
+        **always: Any,
+    ) -> None:
+        super().__init__(module)
+        self.register_state_dict_post_hook(_whole)
+        groups = groups_of(process_group, device_mesh, type(self).__name__, most_axes=2)
+        given.require_known(always)
+        offload = given.of_type("cpu_offload", cpu_offload, CPUOffload)
+        modules, parameters = given.ignored(ignored_modules, ignored_states)
+        precision = given.precision(mixed_precision)
+        kept = tuple(precision._module_classes_to_ignore) if precision.param_dtype else ()
+        options = Options(
+            device_mesh or DeviceMesh.from_group(groups[0], rank.device().type),
+            groups,
+            _policy(precision, precision.cast_forward_inputs),
+            given.reshards(sharding_strategy, len(groups)) and reshard_after_forward,
+            offload is not None and offload.offload_params,
+            parameters,
+            modules,
+        )
+
+        def choose() -> dict[str, nn.Module]:
+            found = chosen(module, auto_wrap_policy, modules) if auto_wrap_policy else {}
+            return _of_classes(module, kept, modules, found) | found
+
+        for part in [*require_alike(module, options, choose).values(), module]:
+            own = list(own_modules(part, modules))
+            given.require_device(device_id, _materialize(own, param_init_fn))
+            policy = options.precision
+            if part is module:
+                policy = _policy(precision, precision.cast_root_forward_inputs)
+            if isinstance(part, kept):
+                policy = _own_precision(own, precision.param_dtype)
+            else:
+                _cast_buffers(own, precision.buffer_dtype)
+            make_unit(part, replace(options, precision=policy))
+        if not (prefetch and given.prefetches(backward_prefetch)):
+            for group in groups_in(module):
+                group.next_forward = group.next_backward = []
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks that have a shard each."""
+        group: dist.ProcessGroup = self.module.fsdp_group.options.groups[0]
+        return group
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """By the names of the bare module."""
+        for name, parameter in super().named_parameters("", recurse, remove_duplicate):
+            at: Any = self
+            words = [prefix] if prefix else []
+            for word in name.split("."):
+                if not (isinstance(at, Wrapper) and word == "module"):
+                    words.append(word)
+                at = getattr(at, word)
+            yield ".".join(words), parameter
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """For torch.distributed.checkpoint.state_dict: the child that adds nothing to names."""
+        return {"": "module"}
+
+    # ---- training --------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's own, between gathering its parameters and freeing them."""
+        if not isinstance(self.module, FSDPModule):
+            raise RuntimeError("the module has been replaced since it was wrapped. Wrap this one")
+        return self.module(*inputs, **kwargs)
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """False does what `no_sync` does, until it is True again: the backward passes that follow
+        reduce nothing. See `set_requires_gradient_sync` of `FSDPModule`."""
+        sync: bool = self.module.fsdp_group.syncs
+        return sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, sync: bool) -> None:
+        self.module.set_requires_gradient_sync(sync)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale the gradients so that their norm, that of all ranks' rows together, is at most
+        `max_norm`. Returns what it was, a number. All ranks must call it.
+
+        torch.nn.utils.clip_grad_norm_ does the same, but that it counts ignored parameters, and
+        raises where a rank has no rows of a parameter and `norm_type` is infinite.
+        """
+        parameters = [each.sharded for group in groups_in(self) for each in group.parameters]
+        if any(partial_of(p) is not None for p in parameters):  # within no_sync: DTensor adds up
+            norm: Any = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+            return torch.as_tensor(norm.full_tensor())
+        device = torch.device(self.module.fsdp_group.options.mesh.device_type)
+        return clip_grad_norm_(
+            parameters, max_norm, norm_type, groups=[self.process_group], device=device
+        )
+
+    # ---- of this class, or of any module around some: as torch has them --------------------
+
+    def fsdp_modules(self, root_only: bool = False) -> list[nn.Module]:
+        """The modules within this one with which a unit begins; or the outermost ones."""
+        groups = groups_in(self)
+        if root_only:
+            groups = [group for group in groups if group is group.module.fsdp_state.root]
+        return [group.module for group in groups]
+
+    def check_is_root(self) -> bool:
+        """Whether it is in no other unit."""
+        return bool(self.module.fsdp_state.root is self.module.fsdp_group)
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> Any:
+        """`fn` of each module, with its full parameters. Each rank keeps its rows of what they have
+        become: so `fn` must do the same on all ranks. All ranks must call it."""
+        with self.summon_full_params():
+            return super().apply(fn)
+
+    def set_state_dict_type(self, state_dict_type: StateDictType, *configs: Any) -> StateDictType:
+        """What `state_dict` has from now on, and `optim_state_dict`: whole tensors on the CPU, as
+        at the beginning (FULL_STATE_DICT), or DTensors of this rank's rows (SHARDED_STATE_DICT).
+        The configurations save memory in torch, and change nothing here. Returns what it was.
+        Raises ValueError for LOCAL_STATE_DICT."""
+        if state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            raise ValueError("LOCAL_STATE_DICT fits this number of ranks only: SHARDED_STATE_DICT")
+        before = StateDictType.FULL_STATE_DICT
+        for module in self.modules():
+            if isinstance(module, FullyShardedDataParallel):
+                before, module._state_type = module._state_type, state_dict_type
+        return before
+
+    @contextmanager
+    def state_dict_type(self, state_dict_type: StateDictType, *configs: Any) -> Iterator[None]:
+        """`set_state_dict_type` for a block."""
+        before = FullyShardedDataParallel.set_state_dict_type(self, state_dict_type)
+        try:
+            yield
+        finally:
+            FullyShardedDataParallel.set_state_dict_type(self, before)
+
+    def optim_state_dict(
+        self, optimizer: Optimizer, sharded: bool | None = None, by_name: bool = False
+    ) -> dict[str, Any]:
+        """See `minidist.fully_sharded.optim_state_dict`. sharded: None is as `state_dict` is."""
+        if sharded is None:
+            sharded = self._state_type is StateDictType.SHARDED_STATE_DICT
+        return checkpoint.optim_state_dict(self, optimizer, sharded, by_name)
+
+    load_optim_state_dict = checkpoint.load_optim_state_dict
+    optim_state_dict_to_load = checkpoint.optim_state_dict_to_load
+
+    @contextmanager
+    def summon_full_params(
+        self,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """Within the block the module has its full parameters, in their own dtype, for any use but
+        training: rank 0 alone may call it. After it, each rank keeps its rows of what they have
+        become, if `writeback`: so change them alike on all ranks. All ranks must enter it.
+
+        recurse: also those of units within. rank0_only: only on rank 0 of all, without `writeback`.
+        offload_to_cpu: there. with_grads: and the gradients.
+        """
+        if rank0_only and writeback:
+            raise ValueError("rank0_only: one rank alone cannot change what all have: writeback")
+        groups = groups_in(self)[: None if recurse else 1]
+        if any(group.module.fsdp_state.running for group in groups) or in_backward():
+            raise RuntimeError("summon_full_params within a forward or backward pass")
+        if any(group.summoned for group in groups):
+            raise RuntimeError("summon_full_params within summon_full_params")
+        device = torch.device("cpu") if offload_to_cpu else None
+        try:
+            for group in groups:
+                group.module.fsdp_state.abandon()
+                group.reshard()
+                _summon(group, not rank0_only or dist.get_rank() == 0, device, with_grads)
+            yield
+        finally:
+            for group in groups:
+                _dismiss(group, writeback)
+
+
+for _name, _reason in given.REFUSED.items():
+
+    def _refuse(*_: Any, name: str = _name, reason: str = _reason, **__: Any) -> NoReturn:
+        raise RefusedError(f"{name}: {reason}")
+
+    setattr(FullyShardedDataParallel, _name, staticmethod(_refuse))
+
+
+def _summon(group: ParamGroup, here: bool, device: torch.device | None, with_grads: bool) -> None:
+    """Give the modules whole parameters, copies. All ranks do this; only some keep them."""
+    group.summoned = True
+    for each in group.parameters:
+        sharded: Any = each.sharded
+        grad = sharded.grad.full_tensor() if with_grads and sharded.grad is not None else None
+        full = nn.Parameter(_copy(sharded.detach().full_tensor(), device), sharded.requires_grad)
+        if grad is not None:
+            full.grad = _copy(grad, device)
+        if full.requires_grad:
+            full.register_hook(_refuse_backward)
+        if here:
+            each.put(full)
+
+
+def _dismiss(group: ParamGroup, writeback: bool) -> None:
+    """The modules have their DTensors again."""
+    for each in group.parameters:
+        module, name = each.places[0]
+        full = module._parameters[name]
+        if writeback and group.summoned and full is not None and full is not each.sharded:
+            with torch.no_grad():
+                each.local.copy_(rows_of(full.detach(), each.sharded)._local_tensor)
+            if full.grad is not None:
+                each.sharded.grad = rows_of(full.grad, each.sharded)
+        each.put(each.sharded)
+    group.summoned = False
+
+
+def _copy(whole: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    return whole.to(device or whole.device, copy=True)
+
+
+def _refuse_backward(_: torch.Tensor) -> None:
+    raise RuntimeError(
+        "backward() of a forward pass within summon_full_params: its parameters are copies, and "
+        "no rank would get the gradients. Train outside of the block"
+    )
+
+
+def _whole(model: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """After `state_dict`: DTensors become whole tensors, tied ones one tensor."""
+    if model._state_type is not StateDictType.FULL_STATE_DICT:
+        return
+    wholes = dict[int, torch.Tensor]()
+    for name, value in state.items():
+        if name.startswith(prefix) and isinstance(value, DTensor):
+            key = value._local_tensor.untyped_storage()._cdata
+            if key not in wholes:
+                full: Any = value.detach()
+                wholes[key] = full.full_tensor().to("cpu", copy=True)
+            state[name] = wholes[key]
+
+
+# ---- what a unit is made of --------------------------------------------------------------------
+
+
+def _materialize(own: Modules, init: Callable[[nn.Module], object] | None) -> torch.device:
+    """Give memory and values to what is on the device "meta". Returns the device of all."""
+    tensors = tensors_of(own)
+    device = next((tensor.device for tensor in tensors if not tensor.is_meta), rank.device())
+    ties = places_of(own)
+    for name, module in own:
+        if not any(tensor.is_meta for tensor in tensors_of([("", module)])):
+            continue
+        if init is not None:
+            init(module)
+        elif hasattr(module, "reset_parameters"):
+            module.to_empty(device=device, recurse=False)
+            module.reset_parameters()  # type: ignore[operator]
+        else:
+            raise ValueError(
+                f"{name.rstrip('.') or 'the module'} is on the device meta, and has no "
+                "reset_parameters(): pass param_init_fn"
+            )
+    for _, places, _ in ties:
+        first, name = places[0]
+        for module, other in places[1:]:
+            module._parameters[other] = first._parameters[name]
+    return device
+
+
+def _policy(precision: MixedPrecision, casts: bool) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(
+        precision.param_dtype, precision.reduce_dtype, cast_forward_inputs=casts
+    )
+
+
+def _of_classes(
+    module: nn.Module, kept: tuple[type, ...], without: Set[nn.Module], parts: dict[str, nn.Module]
+) -> dict[str, nn.Module]:
+    """The modules that keep their precision, by name: units of their own, but for those chosen."""
+    return {
+        name.rstrip("."): each
+        for name, each in own_modules(module, without)
+        if isinstance(each, kept) and each is not module and each not in parts.values()
+    }
+
+
+def _own_precision(own: Modules, low: torch.dtype | None) -> MixedPrecisionPolicy:
+    """Inputs are cast to the dtype that the module has, and outputs to the others' dtype."""
+    floating = (t.dtype for t in tensors_of(own) if t.is_floating_point())
+    return MixedPrecisionPolicy(next(floating, None), output_dtype=low)
+
+
+def _cast_buffers(own: Modules, dtype: torch.dtype | None) -> None:
+    for _, module in own:
+        for name, buffer in module._buffers.items():
+            if dtype and buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(dtype)
