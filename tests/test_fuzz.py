@@ -84,7 +84,7 @@ PLANTED = {
     ),
     "lstm": (
         lambda t: t.model == "lstm" and t.strategy == "fsdp",
-        "minidist.fully_sharded.flat.flat_parameter.relist",
+        "minidist.fully_sharded.param_group._relist",
         lambda _: keep_the_old,
     ),
     "lstm in place": (
@@ -116,7 +116,7 @@ PLANTED = {
     ),
     "an average that is the model itself": (
         lambda t: t.strategy == "fsdp" and t.averaged,
-        "minidist.fully_sharded.flat.units.FSDPModule.__deepcopy__",
+        "minidist.fully_sharded.fsdp_module.FSDPModule.__deepcopy__",
         lambda _: lambda model, _: model,
     ),
     "a norm of this rank only": (

@@ -115,7 +115,7 @@ def test_the_state_of_a_model_is_whole_and_loads(pools, form, full):
     assert pools(2)(run) == [[]] * 2
 
 
-@pytest.mark.parametrize("form", [*WHOLE, "fully_shard"])
+@pytest.mark.parametrize("form", FORMS)
 def test_the_state_of_an_optimizer_is_whole_and_loads(pools, form):
     def run():
         model, optimizer, plain, alone = pair(form)
@@ -125,7 +125,7 @@ def test_the_state_of_an_optimizer_is_whole_and_loads(pools, form):
             optimizer.consolidate_state_dict(to=None)
         state = theirs.get_optimizer_state_dict(model, optimizer)
         wanted = theirs.get_optimizer_state_dict(plain, alone)
-        prefix = "" if form == "fully_shard" else "module."
+        prefix = "module." if form in WHOLE else ""
         found = apart(states(state), {f"{prefix}{k}": v for k, v in states(wanted).items()})
         fresh, other = FORMS[form](copy.deepcopy(plain))
         theirs.set_optimizer_state_dict(fresh, other, state)
@@ -134,26 +134,3 @@ def test_the_state_of_an_optimizer_is_whole_and_loads(pools, form):
         return found + apart(fresh.state_dict(), plain.state_dict())
 
     assert pools(2)(run) == [[]] * 2
-
-
-def test_the_state_of_an_optimizer_of_flat_shards_is_refused(pools):
-    def run():
-        model, optimizer, plain, alone = pair("fsdp")
-        wanted = theirs.get_optimizer_state_dict(plain, alone)
-        calls = [
-            lambda: theirs.get_optimizer_state_dict(model, optimizer),
-            lambda: theirs.get_state_dict(model, optimizer),
-            lambda: theirs.set_optimizer_state_dict(model, optimizer, wanted),
-            lambda: theirs.set_state_dict(
-                model,
-                optimizer,
-                model_state_dict=plain.state_dict(),
-                optim_state_dict=wanted,
-            ),
-            lambda: theirs.get_optimizer_state_dict(nn.Sequential(model), optimizer),
-        ]
-        for call in calls:
-            with pytest.raises(RuntimeError, match="call optim_state_dict and load_optim_state"):
-                call()
-
-    pools(2)(run)

@@ -561,7 +561,8 @@ def partial_of(parameter: nn.Parameter) -> torch.Tensor | None:
 
 def _accumulate(parameter: nn.Parameter, mean: torch.Tensor) -> None:
     like: Any = parameter
-    gradient: Any = DTensor(mean, like._spec, requires_grad=False)
+    gradient: Any = DTensor(like._local_tensor, like._spec, requires_grad=False)
+    gradient._local_tensor = mean  # not at once: copy.deepcopy fails for a view with an offset
     for hook in (parameter._backward_hooks or {}).values():
         replaced = hook(gradient)
         gradient = gradient if replaced is None else replaced

@@ -51,7 +51,7 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(map(_is_wrapper, types)):
+        if any(map(is_wrapper, types)):
             return NotImplemented  # a DTensor: its own ops, on what it holds, come here next
         # `torch.tensor` fills the tensor that it makes before any mode can see it.
         given = [] if func is torch.ops.aten.lift_fresh.default else list(storages((args, kwargs)))
@@ -131,13 +131,13 @@ def storages(tensors: Any) -> Iterator[torch.UntypedStorage]:
             yield leaf
         elif not isinstance(leaf, torch.Tensor):
             continue
-        elif _is_wrapper(type(leaf)):
+        elif is_wrapper(type(leaf)):
             names, _ = leaf.__tensor_flatten__()  # type: ignore[attr-defined]
             yield from storages([getattr(leaf, name) for name in names])
         elif leaf.layout is torch.strided:
             yield leaf.untyped_storage()
 
 
-def _is_wrapper(kind: type) -> bool:
+def is_wrapper(kind: type) -> bool:
     """Whether tensors of this kind hold other tensors, and no memory of their own."""
     return hasattr(kind, "__tensor_flatten__")

@@ -6,6 +6,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from minidist.measure.storages import is_wrapper
+
 
 class Crossings(TorchDispatchMode):
     """Counts the bytes that ops read on one side and write on the other, in a `with` block.
@@ -24,6 +26,8 @@ class Crossings(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(map(is_wrapper, types)):
+            return NotImplemented  # a DTensor: its own ops, on what it holds, come here next
         result = func(*args, **(kwargs or {}))
         if "_like" in str(func) or ".new_" in str(func):
             return result  # reads a tensor's shape, not its values

@@ -1,10 +1,13 @@
 """A parameter on the device, its copy on the host, and the traffic between both."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from minidist.common.tensors_in import local_of
 from minidist.offload.budget import OutOfMemory, on_host, put_on_host
 
 
@@ -38,21 +41,34 @@ class CopyStream:
 
 class Mirror:
     """The host's side of one parameter. The optimizer trains `master`, a parameter too: in float32
-    if the device has 16 bits. What travels goes through `buffer`, in the device's dtype."""
+    if the device has 16 bits. What travels goes through `buffer`, in the device's dtype. Of a
+    DTensor the master is one as well, and what travels are this rank's rows."""
 
     def __init__(self, parameter: nn.Parameter, stream: CopyStream) -> None:
         self.parameter, self.stream = parameter, stream
         narrow = parameter.dtype in (torch.float16, torch.bfloat16)
-        self.buffer = _empty(parameter, parameter.dtype)
-        self.master = nn.Parameter(
-            _empty(parameter, torch.float32 if narrow else parameter.dtype),
-            requires_grad=parameter.requires_grad,
-        )
+        self.buffer = _empty(local_of(parameter), parameter.dtype)
+        own = _empty(self.buffer, torch.float32 if narrow else parameter.dtype)
+        self.master = nn.Parameter(self._whole(own), requires_grad=parameter.requires_grad)
+        self._kind = parameter.dtype, parameter.shape
         self.gradients = 0  # that have been added up in the buffer
         self._sent = False  # whether the parameter was last written from the master
 
+    def _whole(self, own: torch.Tensor) -> torch.Tensor:
+        """As the parameter is: a DTensor of these rows, or themselves."""
+        like: Any = self.parameter
+        if not isinstance(like, DTensor):
+            return own
+        spec: Any = like._spec
+        meta = spec.tensor_meta._replace(dtype=own.dtype)
+        return DTensor(own, replace(spec, tensor_meta=meta), requires_grad=False)
+
     def receive(self, gradient: torch.Tensor) -> None:
         """Begin to fetch a gradient, and add it to those that are here."""
+        like: Any = self.parameter
+        if isinstance(gradient, DTensor) and gradient.placements != like.placements:
+            gradient = gradient.redistribute(placements=like.placements)
+        gradient = local_of(gradient)
         target = _empty(self.buffer, self.buffer.dtype) if self.gradients else self.buffer
         self.stream.copy(target, gradient)
         if target is not self.buffer:
@@ -65,8 +81,9 @@ class Mirror:
         """Give the master the gradients that have been fetched. The copies must have arrived."""
         if self.gradients and self.master.grad is None:
             with on_host():
-                self.master.grad = self.buffer.to(self.master.dtype)
-            put_on_host(self.master.grad)
+                own = self.buffer.to(self.master.dtype)
+            put_on_host(own)
+            self.master.grad = self._whole(own)
 
     def forget_gradient(self) -> None:
         self.gradients, self.master.grad = 0, None
@@ -77,11 +94,11 @@ class Mirror:
         at the price of one more copy to the host. In 16 bits, an element that is as it was sent
         keeps the bits that only the host has.
         """
-        master, source = self.master.detach(), self.parameter.detach()
+        master, source = local_of(self.master).detach(), local_of(self.parameter).detach()
         if master.dtype == source.dtype:
             self.stream.copy(master, source)
             return
-        now = _empty(self.parameter, source.dtype)
+        now = _empty(source, source.dtype)
         self.stream.copy(now, source)
         self.stream.host_waits()
         if not self._sent:
@@ -93,10 +110,10 @@ class Mirror:
 
     def write(self) -> None:
         """Begin to send the master to the device."""
-        source = self.master.detach()
+        source = local_of(self.master).detach()
         if source.dtype != self.buffer.dtype:
             source = self.buffer.copy_(source)  # here, so that it travels in half the bytes
-        self.stream.copy(self.parameter, source)
+        self.stream.copy(local_of(self.parameter), source)
         self._sent = True
 
     def forget(self) -> None:
@@ -107,7 +124,7 @@ class Mirror:
         """Raises RuntimeError if the parameter is another kind of tensor than it was, or has a
         gradient beside the one that has left."""
         gradient = self.parameter.grad  # raises for one that a strategy has replaced by shards
-        if (self.parameter.dtype, self.parameter.shape) != (self.buffer.dtype, self.buffer.shape):
+        if (self.parameter.dtype, self.parameter.shape) != self._kind:
             raise RuntimeError(
                 "a parameter has been converted since the optimizer was made. Change a model "
                 "first, and make its optimizer then"

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from minidist.common.replicas import require_plain
 from minidist.offload.budget import on_host, put_on_host
 from minidist.offload.mirror import CopyStream, Mirror
 from minidist.zero.optimizer_states import require_states_of
@@ -22,7 +21,7 @@ class OffloadedOptimizer(Optimizer):
     A step fetches the gradients in `.grad`, updates the host's copies of the parameters, and sends
     these back: on a GPU beside what it computes, by a stream and pinned memory. Parameters of 16
     bits have a copy and states in float32. Use it as any optimizer: with schedulers, with
-    `DistributedDataParallel` or `Pipeline`. With ZeRO, stage 1 or 2, a host has its ranks' shards:
+    `DistributedDataParallel`, `fully_shard` or `Pipeline`. With ZeRO, stage 1 or 2, a host has its ranks' shards:
 
         adam = md.OffloadedOptimizer.of(torch.optim.Adam)
         optimizer = md.ZeroRedundancyOptimizer(model.parameters(), adam, lr=1e-3)
@@ -67,9 +66,7 @@ class OffloadedOptimizer(Optimizer):
         """As for any optimizer."""
         super().add_param_group(param_group)
         try:
-            for position, parameter in enumerate(self.param_groups[-1]["params"]):
-                number = len(self.param_groups) - 1
-                require_plain(f"parameter {position} of group {number}", parameter)
+            for parameter in self.param_groups[-1]["params"]:
                 if parameter.device not in self._streams:
                     self._streams[parameter.device] = CopyStream(parameter.device)
                 self._mirrors[parameter] = Mirror(parameter, self._streams[parameter.device])

@@ -13,6 +13,7 @@ from minidist.common import norm
 from minidist.common.groups import require_group
 from minidist.common.guard import abandon_replaced
 from minidist.common.replicas import require_plain
+from minidist.common.tensors_in import local_of
 from minidist.tensor_parallel.layer import ParallelLayer
 from minidist.tensor_parallel.operators import Group
 from minidist.tensor_parallel.plan import Where, split_by
@@ -208,5 +209,6 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParallelL
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    """Of a DTensor, that of this rank's rows: the ranks of the group have the same rows."""
+    data = local_of(tensor).detach().cpu().contiguous().flatten().view(torch.uint8)
     return hashlib.sha256(data.numpy().tobytes()).hexdigest() + f" {tensor.shape} {tensor.dtype}"
