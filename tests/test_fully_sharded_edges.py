@@ -187,6 +187,31 @@ def test_what_cannot_be_found_beside_an_output_raises_and_crashes_nothing(pools)
         assert told is not None and "modified inplace" in told, told
 
 
+def test_what_was_freed_since_it_was_kept_raises_and_crashes_nothing(pools):
+    """A unit that stays after backward is freed by a pass without gradients all the same. Then
+    nothing may take it for one that is there: a graph that nobody sees would read freed memory."""
+
+    def run():
+        module, hidden = nn.Sequential(Scales(), double(6, 6)), []
+        module[0].register_forward_hook(lambda m, x, y: hidden.append((y * m.b).sum()))
+        for unit in (module[0], module):
+            md.fully_shard(unit)
+        module[0].set_reshard_after_backward(False)
+        module(share(0)).sum().backward()
+        hidden.clear()
+        module(share(0))
+        with torch.no_grad():
+            module(share(0))
+        try:
+            module(share(0))
+            hidden[0].backward()
+        except RuntimeError as error:
+            return str(error)
+
+    for told in pools(2)(run):
+        assert told is not None and "modified inplace" in told, told
+
+
 class Hides(nn.Module):
     """A layer that gives its output within an iterator, or as it is."""
 
