@@ -667,6 +667,40 @@ def test_the_state_of_the_module_itself_is_in_rows(pools):
     assert pools(2)(run) == [{}] * 2
 
 
+@pytest.mark.parametrize("sharded", [True, False])
+def test_saved_and_loaded_in_inference_mode(pools, sharded):
+    def run():
+        torch.manual_seed(0)
+        module = double(6, 5, 4)
+        plain = copy.deepcopy(module)
+        model = wrapped(module)
+        state = model.module if sharded else model
+        with torch.inference_mode():
+            saved = state.state_dict()
+            doubled = {k: v * 2 for k, v in saved.items()} if not sharded else saved
+            state.load_state_dict(doubled)
+        for p in plain.parameters():
+            p.data *= 1 if sharded else 2
+        for m, ranks in ((model, [dist.get_rank()]), (plain, range(2))):
+            for each in ranks:
+                (squares(m, each, 0) / len(ranks)).backward()
+            torch.optim.SGD(m.parameters(), lr=0.1).step()
+        return apart(model.state_dict(), plain.state_dict())
+
+    assert pools(2)(run) == [{}] * 2
+
+
+def test_loaded_within_summon_full_params(pools):
+    def run():
+        model = wrapped(double(6, 5, 4))
+        wanted = {k: torch.full_like(v, 7.0) for k, v in model.state_dict().items()}
+        with model.summon_full_params():
+            model.load_state_dict(wanted)
+        return apart(model.state_dict(), wanted, 0)
+
+    assert pools(2)(run) == [{}] * 2
+
+
 def test_accumulation_by_a_flag(pools):
     """As scripts for DistributedDataParallel do it."""
 

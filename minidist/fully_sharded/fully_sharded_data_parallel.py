@@ -352,8 +352,8 @@ def _whole(model: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
         if name.startswith(prefix) and isinstance(value, DTensor):
             key = value._local_tensor.untyped_storage()._cdata
             if key not in wholes:
-                full: Any = value.detach()
-                wholes[key] = full.full_tensor().to("cpu", copy=True)
+                with torch.inference_mode(False), torch.no_grad():
+                    wholes[key] = value.full_tensor().to("cpu", copy=True)
             state[name] = wholes[key]
 
 
