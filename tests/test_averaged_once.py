@@ -171,6 +171,26 @@ def test_a_wrapper_whose_output_is_left_alone_does_not_average(pools):
     assert max(pools(2)(train)) < 1e-12
 
 
+def test_inputs_gradients_by_autograd_grad_are_no_pass_to_average(pools):
+    """Adversarial inputs, and then accumulation: this rank's own gradients."""
+
+    def train():
+        module, plain = net(), net()
+        model, x = DDP(module), mine().requires_grad_()
+        torch.autograd.grad(model(x).sum(), x)
+        with model.no_sync():
+            square(model, dist.get_rank()).backward()
+        square(plain, dist.get_rank()).backward()
+        apart = far([p.grad for p in module.parameters()], [p.grad for p in plain.parameters()])
+        torch.autograd.grad(model(x).sum(), x)
+        model.zero_grad()
+        square(model, dist.get_rank()).backward()
+        theirs = alone(net(), square)
+        return max(apart, far([p.grad for p in module.parameters()], theirs))
+
+    assert max(pools(2)(train)) < 1e-12
+
+
 # ---- methods of the module ----------------------------------------------------------------------
 
 

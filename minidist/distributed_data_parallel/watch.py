@@ -146,9 +146,9 @@ class GradientWatch(ABC):
 
     def _end(self) -> None:
         try:
+            self._awaited = False
             # Without an arrival it is torch.autograd.grad, which wants none of our gradients.
             if self._sync and (self.arrived or self._allow_unused):
-                self._awaited = False
                 unused = [p for p in self.parameters if p not in self.arrived]
                 if unused and not self._allow_unused:
                     raise RuntimeError(self._complaint(unused))
