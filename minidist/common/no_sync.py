@@ -1,6 +1,6 @@
 """Accumulation: backward passes whose gradients stay on their rank until a later one."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
 from inspect import ismethod
@@ -20,22 +20,22 @@ class Synchronized(Wrapper):
     require_backward_grad_sync = True
     _reducer: Any = None  # averages what comes by a forward pass of the wrapper, and that alone
 
-    def __getattr__(self, name: str) -> Any:
-        found = super().__getattr__(name)
-        if self._reducer is not None and ismethod(found) and isinstance(found.__self__, nn.Module):
-            return self._if_averaged(name, found)
-        return found
+    def _forwarded(self, name: str, found: Any) -> Any:
+        """A method of the module raises RuntimeError if gradients go past the wrapper."""
+        if (
+            self._reducer is None
+            or not ismethod(found)
+            or not isinstance(found.__self__, nn.Module)
+        ):
+            return found
 
-    def _if_averaged(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A method of the module, that raises RuntimeError if gradients went past the wrapper."""
-
-        @wraps(method)
+        @wraps(found)
         def call(*inputs: Any, **kwargs: Any) -> Any:
             reducer = self._reducer
             if reducer.awaits or not self.require_backward_grad_sync:
-                return method(*inputs, **kwargs)
+                return found(*inputs, **kwargs)
             strays = reducer.strays
-            output = method(*inputs, **kwargs)
+            output = found(*inputs, **kwargs)
             graph = torch.is_grad_enabled() and any(t.grad_fn for t in tensors_in(output))
             if graph or reducer.strays > strays:
                 who = type(self).__name__

@@ -5,6 +5,7 @@ module, and the checkpoint loads in any other strategy, and without one.
 """
 
 import copy
+from abc import ABCMeta
 from typing import Any
 
 from torch import nn
@@ -12,15 +13,26 @@ from torch import nn
 MODULE = "module."
 
 
-class Wrapper(nn.Module):
+class _Makes(ABCMeta):
+    """A wrapper keeps what its `__init__` writes, whatever names `module` has."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__call__(*args, **kwargs)
+        made._is_made = True
+        return made
+
+
+class Wrapper(nn.Module, metaclass=_Makes):
     """A module around `module`, to be used in its place.
 
-    Its attributes are those of `module` as well. Its `state_dict` reads and writes the names of
+    Its attributes are those of `module` as well, to read and to write, but for those that are its
+    own, and for private ones to write. Its `state_dict` reads and writes the names of
     `module` itself, on its own and as a part of a larger module; a checkpoint of torch's
     DistributedDataParallel, with "module." before each name, loads too.
     """
 
     module: nn.Module
+    _is_made = False
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -37,7 +49,30 @@ class Wrapper(nn.Module):
             # What Python itself asks for, such as __deepcopy__, is about the wrapper.
             if inner is None or name.startswith("__"):
                 raise
-            return getattr(inner, name)
+            return self._forwarded(name, getattr(inner, name))
+
+    def _forwarded(self, name: str, found: Any) -> Any:
+        """What a user gets for this attribute of the module."""
+        return found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._keeps(name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._keeps(name):
+            super().__delattr__(name)
+        else:
+            delattr(self.module, name)
+
+    def _keeps(self, name: str) -> bool:
+        """Whether this is, or becomes, an attribute of ours."""
+        if name.startswith("_") or not self._is_made or hasattr(type(self), name):
+            return True
+        tables = (vars(self), self._modules, self._parameters, self._buffers)
+        return any(name in table for table in tables)
 
 
 def copy_on_ranks(wrapper: Any, memo: dict[int, Any], *same: Any) -> Any:
