@@ -5,7 +5,7 @@ module, and the checkpoint loads in any other strategy, and without one.
 """
 
 import copy
-from abc import ABCMeta
+from functools import wraps
 from typing import Any
 
 from torch import nn
@@ -13,16 +13,7 @@ from torch import nn
 MODULE = "module."
 
 
-class _Makes(ABCMeta):
-    """A wrapper keeps what its `__init__` writes, whatever names `module` has."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        made = super().__call__(*args, **kwargs)
-        made._is_made = True
-        return made
-
-
-class Wrapper(nn.Module, metaclass=_Makes):
+class Wrapper(nn.Module):
     """A module around `module`, to be used in its place.
 
     Its attributes are those of `module` as well, to read and to write, but for those that are its
@@ -33,6 +24,19 @@ class Wrapper(nn.Module, metaclass=_Makes):
 
     module: nn.Module
     _is_made = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """What an `__init__` writes is the wrapper's, whatever names `module` has."""
+        super().__init_subclass__(**kwargs)
+        make: Any = cls.__init__
+
+        @wraps(make)
+        def made(self: Any, *args: Any, **kwargs: Any) -> None:
+            make(self, *args, **kwargs)
+            if type(self) is cls:
+                self._is_made = True
+
+        cls.__init__ = made  # type: ignore[method-assign]
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
