@@ -111,7 +111,7 @@ class GradientWatch(ABC):
     def _arrive(self, parameter: nn.Parameter) -> None:
         with self._lock:
             others = [w for w in self._in_pass if w is not self and parameter in w.positions]
-            if self.begun and any(watch._sync for watch in [self, *others]) and others:
+            if others and self.begun and any(watch._sync for watch in [self, *others]):
                 raise RuntimeError(
                     f"parameter {self._name(parameter)} is in two wrappers, and this backward pass "
                     "is of both: its gradient would be averaged twice. Wrap a model once, as a "
