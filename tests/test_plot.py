@@ -421,6 +421,13 @@ def test_sweep_shows_dots_where_measured_and_lines_where_predicted() -> None:
     assert said == ["gpipe", "1f1b", "line: predicted"]
 
 
+def test_sweep_has_levels_to_compare_with() -> None:
+    ax = plot.sweep({"a": {1: 2, 2: 3}}, levels={"none": 2.5, "all": 1})
+    dotted = [line.get_ydata()[0] for line in ax.lines if line.get_linestyle() == ":"]
+    assert dotted == [2.5, 1]
+    assert [(text.get_text(), text.xy[1]) for text in ax.texts] == [("none", 2.5), ("all", 1)]
+
+
 @pytest.mark.parametrize(("low", "high"), [(0.105, 0.165), (0.3, 0.9), (1.1, 4.9), (2, 60)])
 def test_a_logarithmic_axis_has_three_ticks_or_more_also_below_a_decade(low, high) -> None:
     ax = plot.sweep({"a": {1: low, 2: high}}, log="xy")
