@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Curve = Mapping[float, float]
-LEVEL: Any = {"ha": "center", "va": "bottom", "size": 8.5, "color": PALE}
+LEVEL: Any = {"ha": "center", "va": "center", "size": 8.5, "color": PALE}
+LEVEL["bbox"] = {"fc": "white", "ec": "none", "pad": 1, "alpha": 0.85}
 
 
 def sweep(
