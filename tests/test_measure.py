@@ -480,6 +480,25 @@ def test_arithmetic_is_that_of_products_and_of_attention():
     assert count_flops(lambda: attention(q, q, q).sum().backward()) == 7 * product
 
 
+# ---- copies within a process ----------------------------------------------------------------
+
+
+def test_copies_are_counted_by_their_bytes():
+    x, counter = torch.ones(10), md.measure.CopyCounter()
+    with counter:
+        x.clone(), x.double(), x.to("cpu"), torch.cat([x, x]), x[:5] + 1
+    x.clone()
+    assert counter.nbytes == 40 + 80  # to("cpu") had nothing to copy
+
+
+def test_cores_at_work_are_processor_seconds_for_each_on_the_clock():
+    start, cpu_start = time.perf_counter(), time.process_time()
+    seconds, cores = md.measure.cores_at_work(lambda: sum(range(3_000_000)) + bool(time.sleep(0.2)))
+    used = time.process_time() - cpu_start
+    assert 0.2 <= seconds <= time.perf_counter() - start
+    assert 0.5 * used < seconds * cores <= used
+
+
 # ---- messages there and back --------------------------------------------------------------
 
 

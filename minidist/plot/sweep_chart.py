@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Curve = Mapping[float, float]
+LEVEL: Any = {"ha": "center", "va": "center", "size": 8.5, "color": PALE}
+LEVEL["bbox"] = {"fc": "white", "ec": "none", "pad": 1, "alpha": 0.85}
 
 
 def sweep(
@@ -24,13 +26,15 @@ def sweep(
     ylabel: str = "",
     show: Callable[[float], str] = "{:g}".format,
     log: str = "x",
+    levels: Mapping[str, float] | None = None,
 ) -> Axes:
     """What is measured as dots, what is predicted as a line of the same colour. Without a
     prediction, lines join the dots.
 
     Both mappings go from a name to {x: y}. show: how to write a y, such as `md.plot.human_bytes`.
-    log: the axes that are logarithmic, "x", "y", "xy" or "". Each x that is measured has a tick;
-    where they are too many for that, powers of two have. Lesson: layer_splitting.
+    log: the axes that are logarithmic, "x", "y", "xy" or "". levels: values of y to compare with,
+    as dotted lines with their names. Each x that is measured has a tick; where they are too many
+    for that, powers of two have. Lesson: layer_splitting.
     """
     predicted = predicted or {}
     if not measured or not all(map(len, measured.values())):
@@ -52,6 +56,9 @@ def sweep(
             handles += ax.plot(*points, color=shades[name], alpha=0.85, label=name, **look)
         if predicted:
             handles += ax.plot([], [], color=PALE, lw=1.6, label="line: predicted")
+        for name, level in (levels or {}).items():
+            ax.axhline(level, color=PALE, lw=1, ls=":", zorder=1)
+            ax.annotate(name, (0.68, level), xycoords=("axes fraction", "data"), **LEVEL)
         for name in log:
             getattr(ax, f"set_{name}scale")("log", base=2 if name == "x" else 10)
         if "y" not in log:
