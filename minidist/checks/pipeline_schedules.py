@@ -72,8 +72,8 @@ def far_away(answer: object) -> str:
     if max(results) > 1e-9:
         raise NotYet("the order is valid, but the gradients are not those of one process.")
     return (
-        "as fast as GPipe, with 2 (N - s) - 1 micro-batches in flight at most; and it trains. It is "
-        "called eager 1F1B (Zhuang et al., 2022)."
+        "as fast as GPipe, with 2 (N - s) - 1 micro-batches in flight at most; and it trains. "
+        "This is eager 1F1B (Zhuang et al., 2022)."
     )
 
 
