@@ -49,8 +49,9 @@ def sweep(
             handles += [] if name in measured else line
         for i, (name, curve) in enumerate(measured.items()):
             size = 6 if len(places) < 40 else 3
-            # Curves that are equal lie upon each other: later lines are thinner.
-            look: dict[str, Any] = {"marker": "oDs^vPX*"[i % 8], "ms": size}
+            # Curves that are equal coincide: later lines are thinner, later dots smaller.
+            larger = min(3 * (len(measured) - 1 - i), 6) if predicted else 0
+            look: dict[str, Any] = {"marker": "oDs^vPX*"[i % 8], "ms": size + larger}
             look["lw"] = 0 if predicted else max(1.2, 4 - 1.2 * i)
             points = zip(*sorted(curve.items()), strict=True)
             handles += ax.plot(*points, color=shades[name], alpha=0.85, label=name, **look)
