@@ -510,10 +510,12 @@ def test_the_whole_model_is_never_there(pools, prefetch):
     sizes = [(a, b) for a, b in zip((64, 80, 64, 96, 64), (80, 64, 96, 64, 32), strict=True)]
     units = [a * b + b for a, b in sizes]
     run = partial(measured, (64, 80, 64, 96, 64, 32), prefetch=prefetch)
-    for _, peak, _, _ in pools(2)(run):
+    for _, peak, calls, _ in pools(2)(run):
         two = sum(sorted(units)[-2:])
         assert peak["parameters"] == 4 * (sum(units) // 2 + (two if prefetch else max(units)))
-        assert max(units) <= peak["communication buffers"] / 4 <= two
+        # Gloo's thread may give back one message more late.
+        most = sum(sorted(units)[-3:]) if "broadcast" in calls else two
+        assert max(units) <= peak["communication buffers"] / 4 <= most
 
 
 class Seen(torch.autograd.Function):
