@@ -37,6 +37,7 @@ PARTS = [  # each lesson: its name, what it is about, and how many minutes it ta
         [
             ("zero", "optimizer states\nand gradients, shared", 45),
             ("fully_sharded", "no rank has\nthe whole model", 45),
+            ("fsdp_in_practice", "what to wrap,\nwhere, in which bits", 45),
             ("activation_checkpointing", "compute twice,\nkeep less", 45),
             ("mixed_precision", "16 bits a number", 45),
             ("offload", "what need not\nbe here", 45),
