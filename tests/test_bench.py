@@ -434,7 +434,7 @@ def test_a_table_and_a_picture_of_sharded_steps(monkeypatch, tmp_path, capsys, m
     bench.run([name], 1, tmp_path)
     lines = capsys.readouterr().out.splitlines()
     assert sum("12,345" in line for line in lines) == len(module.STRATEGIES)
-    rows = {zero: 2 * 2 * 2 * 2, fsdp: 2 * 2 * (2 + 4)}[module]
+    rows = {zero: 2 * 2 * 2 * 2, fsdp: 2 * (2 + 4)}[module]
     assert sum("1× (1–1)" in line for line in lines) == rows
     assert (tmp_path / f"bench_{name}.png").stat().st_size > 1000
 

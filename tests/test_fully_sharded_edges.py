@@ -187,6 +187,31 @@ def test_what_cannot_be_found_beside_an_output_raises_and_crashes_nothing(pools)
         assert told is not None and "modified inplace" in told, told
 
 
+def test_what_was_freed_since_it_was_kept_raises_and_crashes_nothing(pools):
+    """A unit that stays after backward is freed by a pass without gradients all the same. Then
+    nothing may take it for one that is there: a graph that nobody sees would read freed memory."""
+
+    def run():
+        module, hidden = nn.Sequential(Scales(), double(6, 6)), []
+        module[0].register_forward_hook(lambda m, x, y: hidden.append((y * m.b).sum()))
+        for unit in (module[0], module):
+            md.fully_shard(unit)
+        module[0].set_reshard_after_backward(False)
+        module(share(0)).sum().backward()
+        hidden.clear()
+        module(share(0))
+        with torch.no_grad():
+            module(share(0))
+        try:
+            module(share(0))
+            hidden[0].backward()
+        except RuntimeError as error:
+            return str(error)
+
+    for told in pools(2)(run):
+        assert told is not None and "modified inplace" in told, told
+
+
 class Hides(nn.Module):
     """A layer that gives its output within an iterator, or as it is."""
 
@@ -638,6 +663,40 @@ def test_the_state_of_the_module_itself_is_in_rows(pools):
         assert isinstance(rows["0.0.weight"], DTensor) and len(rows["0.0.weight"]._local_tensor) < 5
         with_prefix = nn.ModuleDict({"x": model}).state_dict()
         return found | apart(with_prefix, nn.ModuleDict({"x": plain}).state_dict(), 0)
+
+    assert pools(2)(run) == [{}] * 2
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_saved_and_loaded_in_inference_mode(pools, sharded):
+    def run():
+        torch.manual_seed(0)
+        module = double(6, 5, 4)
+        plain = copy.deepcopy(module)
+        model = wrapped(module)
+        state = model.module if sharded else model
+        with torch.inference_mode():
+            saved = state.state_dict()
+            doubled = {k: v * 2 for k, v in saved.items()} if not sharded else saved
+            state.load_state_dict(doubled)
+        for p in plain.parameters():
+            p.data *= 1 if sharded else 2
+        for m, ranks in ((model, [dist.get_rank()]), (plain, range(2))):
+            for each in ranks:
+                (squares(m, each, 0) / len(ranks)).backward()
+            torch.optim.SGD(m.parameters(), lr=0.1).step()
+        return apart(model.state_dict(), plain.state_dict())
+
+    assert pools(2)(run) == [{}] * 2
+
+
+def test_loaded_within_summon_full_params(pools):
+    def run():
+        model = wrapped(double(6, 5, 4))
+        wanted = {k: torch.full_like(v, 7.0) for k, v in model.state_dict().items()}
+        with model.summon_full_params():
+            model.load_state_dict(wanted)
+        return apart(model.state_dict(), wanted, 0)
 
     assert pools(2)(run) == [{}] * 2
 

@@ -610,7 +610,7 @@ def on_a_link(start, stage, units):
     return time.monotonic() - start
 
 
-TINY = planner.Transformer(1, 96, 4, 12, 68)  # units of which each is a multiple of 3
+TINY = planner.Transformer(1, 96, 4, 12, 69)  # all parameters have a multiple of 3 rows
 
 
 @pytest.mark.alone

@@ -1,4 +1,4 @@
-"""A step of fully sharded training, with Adam: both of our forms, and both of torch's.
+"""A step of fully sharded training, with Adam: ours, and both of torch's forms.
 
 Lesson: fully_sharded
 """
@@ -27,7 +27,6 @@ from minidist.bench.training import (
     show_peaks,
     vectors,
 )
-from minidist.fully_sharded import by_class
 
 SIZES = (1024,) * 9  # of the layers: eight units, 8,396,800 parameters
 WORLD_SIZES = [2, 4]
@@ -35,12 +34,7 @@ BATCHES = [8, 64]  # examples a rank
 
 
 def ours(model: nn.Module, group: dist.ProcessGroup) -> Wrapped:
-    """`md.FullyShardedDataParallel`, a unit for each layer."""
-    return _with_adam(md.FullyShardedDataParallel(model, group, by_class(nn.Linear)))
-
-
-def ours_in_place(model: nn.Module, group: dist.ProcessGroup) -> Wrapped:
-    """`md.fully_shard`, a unit for each layer."""
+    """`md.fully_shard`, a unit for each layer. The wrapper makes the same."""
     return _in_place(md.fully_shard, model, group)
 
 
@@ -73,7 +67,6 @@ def _with_adam(model: nn.Module) -> Wrapped:
 
 STRATEGIES: dict[str, Callable[..., Wrapped]] = {
     "minidist FSDP": ours,
-    "minidist fully_shard": ours_in_place,
     "torch FSDP1": torch_1,
     "torch fully_shard": torch_2,
 }
@@ -87,10 +80,10 @@ TARGETS = [
     for there, reach in (("torch fully_shard, gloo", 2.5), ("torch FSDP1, shm", 1.3))
 ] + [
     Target(
-        "a step of fully_shard against torch's, batch 8 and 64, on 2 and 4 ranks, shm and gloo",
+        "an FSDP step against torch's fully_shard, on 2 and 4 ranks, shm and gloo",
         {
             (
-                f"{ranks} ranks, batch {batch}, fully_shard, {backend}",
+                f"{ranks} ranks, batch {batch}, FSDP, {backend}",
                 f"torch fully_shard, {backend}",
             ): 1.1
             for ranks in WORLD_SIZES
@@ -109,10 +102,9 @@ def run(rounds: int, picture: Path) -> list[Row]:
             for batch in BATCHES:
                 data = partial(vectors, batch, SIZES[0], SIZES[-1])
                 taken = measure(pool, ways, rounds, data)
-                what = f"{world_size} ranks, batch {batch}, {{}}, {{}}"
+                what = f"{world_size} ranks, batch {batch}, FSDP"
                 rows += [
-                    taken.row(what.format(form, backend), f"minidist {form}, {backend}", there)
-                    for form in ("FSDP", "fully_shard")
+                    taken.row(f"{what}, {backend}", f"minidist FSDP, {backend}", there)
                     for backend in BACKENDS
                     for there in taken
                     if not there.startswith("minidist") and there.endswith(("gloo", backend))

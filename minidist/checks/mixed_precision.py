@@ -6,9 +6,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
 from minidist.checks.verdict import NotYet, check, function, number, on_ranks, shown
-from minidist.fully_sharded import FullyShardedDataParallel
+from minidist.fully_sharded import NaiveFullySharded
 from minidist.mixed_precision import ShardedGradScaler
 from minidist.zoo import mlp
 
@@ -83,7 +84,8 @@ def _training(
     """The scale after each of four steps, the second of them spoilt; this rank's weights."""
     generator = torch.Generator().manual_seed(0)
     images, labels = torch.randn(120, 64, generator=generator), torch.arange(120) % 10
-    model = FullyShardedDataParallel(mlp(64, 16, 10))
+    layers = mlp(64, 16, 10)
+    model = nn.Sequential(NaiveFullySharded(layers[0]), layers[1], NaiveFullySharded(layers[2]))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     scaler, scale, scales = ShardedGradScaler(init_scale=2.0**10), 2.0**10, list[Any]()
     for number_ in range(4):

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 DEPTH = 4  # of objects within objects, in which tensors are looked for
@@ -32,4 +31,6 @@ def tensors_in(value: Any, depth: int = DEPTH) -> Iterator[torch.Tensor]:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has of a DTensor; any other tensor as it is. No rank waits for another."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    # Not by the class: to import that takes a third of the time that torch itself takes.
+    own: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return own

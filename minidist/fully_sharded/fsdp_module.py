@@ -128,7 +128,12 @@ class FSDPModule(nn.Module):
             raise RefusedError(f"{name}: {REFUSED[name]}")
         return super().__getattr__(name)
 
-    # ---- moved, copied, loaded -------------------------------------------------------------
+    # ---- saved, moved, copied --------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As ever, also within inference_mode, where torch cannot detach a DTensor."""
+        with torch.inference_mode(False):
+            return super().state_dict(*args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         if self.fsdp_state.running or in_backward():

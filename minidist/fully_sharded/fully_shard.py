@@ -229,6 +229,9 @@ def _describe(module: nn.Module, parts: dict[str, nn.Module], options: Options) 
 def _distribute(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before a unit is loaded: of whole tensors this rank's rows. No rank needs the others."""
     group = module.fsdp_group
+    if group.summoned:  # it has whole parameters now
+        return
+    group.reshard()
     for each in group.parameters:
         for name in (prefix + name for name in each.names):
             value = state.get(name)
@@ -240,6 +243,8 @@ def _distribute(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> Non
 def _take_assigned(module: Any, _: Any) -> None:
     """After a unit is loaded with assign=True, as a model on "meta" is by torch's functions."""
     places = [(each, *each.places[0]) for each in module.fsdp_group.parameters]
-    if any(owner._parameters[name] is not each.sharded for each, owner, name in places):
+    if not module.fsdp_group.summoned and any(
+        owner._parameters[name] is not each.sharded for each, owner, name in places
+    ):
         module.fsdp_group.adopt()
         module.fsdp_state.watch()

@@ -84,9 +84,9 @@ class FullyShardedDataParallel(Synchronized):
     every rank takes what rank 0 has; for buffers, before each forward pass too. Raises ValueError,
     on every rank, if the ranks have different models or units, if a parameter would be in two
     units, or has no dimension; RuntimeError without a process group; ValueError or TypeError for an
-    argument that makes no sense. `backward` raises autograd's RuntimeError about "an inplace
-    operation" where it comes to a unit by a tensor that was neither in its output nor an attribute
-    of its modules, but in a closure.
+    argument that makes no sense. `backward` raises autograd's RuntimeError about a
+    view that was "modified inplace" where it comes to a unit by a tensor that was neither in its
+    output nor an attribute of its modules, but in a closure.
 
     Zhao et al. (arXiv 2304.11277). Lesson: fully_sharded
     """
@@ -352,8 +352,8 @@ def _whole(model: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
         if name.startswith(prefix) and isinstance(value, DTensor):
             key = value._local_tensor.untyped_storage()._cdata
             if key not in wholes:
-                full: Any = value.detach()
-                wholes[key] = full.full_tensor().to("cpu", copy=True)
+                with torch.inference_mode(False), torch.no_grad():
+                    wholes[key] = value.full_tensor().to("cpu", copy=True)
             state[name] = wholes[key]
 
 

@@ -31,7 +31,7 @@ from torch.distributed.tensor import (
 )
 
 from minidist import backend
-from minidist.zero.messages import all_gather, reduce_scatter
+from minidist.zero.messages import all_gather_each, reduce_scatter
 
 Place = tuple[nn.Module, str]  # a module, and what it calls the parameter
 Named = tuple[tuple[str, ...], tuple[Place, ...], nn.Parameter]
@@ -206,23 +206,7 @@ class FlatShard:
             self.full[self.ranks * each.in_shard.start : self.ranks * each.in_shard.stop]
             for each in self.parameters
         ]
-        if len(places) == 1:
-            self._gathering = all_gather(places[0], self.group, own)
-        elif dist.get_backend(self.group) == "shm":  # one call gathers each into its place
-            owns = [own[each.in_shard] for each in self.parameters]
-            group: Any = self.group
-            self._gathering = group.all_gather_single_coalesced(places, owns).wait
-        else:
-            gathered = own.new_empty(len(self.full))
-            arrive = all_gather(gathered, self.group, own)
-            self._gathering = lambda: self._take(arrive, gathered.view(self.ranks, -1), places)
-
-    def _take(
-        self, arrive: Callable[[], None], gathered: torch.Tensor, places: list[torch.Tensor]
-    ) -> None:
-        arrive()
-        for each, place in zip(self.parameters, places, strict=True):
-            place.view(self.ranks, -1).copy_(gathered[:, each.in_shard])
+        self._gathering = all_gather_each(places, self.group, own)
 
     def wait(self) -> None:
         """Until the full parameters are there. Only now they may be read."""

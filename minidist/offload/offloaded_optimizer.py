@@ -21,7 +21,8 @@ class OffloadedOptimizer(Optimizer):
     A step fetches the gradients in `.grad`, updates the host's copies of the parameters, and sends
     these back: on a GPU beside what it computes, by a stream and pinned memory. Parameters of 16
     bits have a copy and states in float32. Use it as any optimizer: with schedulers, with
-    `DistributedDataParallel`, `fully_shard` or `Pipeline`. With ZeRO, stage 1 or 2, a host has its ranks' shards:
+    `DistributedDataParallel`, `fully_shard` or `Pipeline`. With ZeRO, stage 1 or 2, a host has its
+    ranks' shards:
 
         adam = md.OffloadedOptimizer.of(torch.optim.Adam)
         optimizer = md.ZeroRedundancyOptimizer(model.parameters(), adam, lr=1e-3)

@@ -81,6 +81,11 @@ class Layout:
         return self.data * self.context // (self.replicate if self.stage == 3 else 1)
 
     @property
+    def rows_in(self) -> int:
+        """A parameter's rows are padded to a multiple of this: in ZeRO-3, whose shards are rows."""
+        return self.shards if self.stage == 3 else 1
+
+    @property
     def sequences(self) -> int:
         """Of a step: the global batch."""
         return self.data * self.micro_batch * self.micro_batches
@@ -107,16 +112,17 @@ class Stage(NamedTuple):
     first: bool
     last: bool
 
-    def parameters(self, model: Transformer, tensor: int = 1) -> int:
-        """On one of `tensor` ranks. Tied weights are on both ends."""
-        return sum(size * times for size, times in self.units(model, tensor))
+    def parameters(self, model: Transformer, tensor: int = 1, shards: int = 1) -> int:
+        """On one of `tensor` ranks; of ZeRO-3 with padding. Tied weights are on both ends."""
+        return sum(size * times for size, times in self.units(model, tensor, shards))
 
-    def units(self, model: Transformer, tensor: int = 1) -> list[tuple[int, int]]:
+    def units(self, model: Transformer, tensor: int = 1, shards: int = 1) -> list[tuple[int, int]]:
         """What travels as one message along data: its parameters, and how many such there are. The
-        embedding, the layers, the head."""
-        head = model.head_parameters(tensor, model.tied and self.first)
-        every = [(model.embedding_parameters(tensor), int(self.first))]
-        every += [(model.layer_parameters(tensor), self.layers), (head, int(self.last))]
+        embedding, the layers, the head. shards: with the padding of ZeRO-3."""
+        head = model.head_parameters(tensor, model.tied and self.first, shards)
+        layer = model.layer_parameters(tensor, shards)
+        every = [(model.embedding_parameters(tensor, shards), int(self.first))]
+        every += [(layer, self.layers), (head, int(self.last))]
         return [(size, times) for size, times in every if times]
 
 

@@ -2,7 +2,7 @@
 time. Rajbhandari et al., "ZeRO" (arXiv 1910.02054), sections 3.1 and 5. Lesson: zero.
 
 The paper's Ψ is `parameters`, its N_d `world_size`. Left out: buckets on their way, what an
-optimizer computes with, padding, and numbers for whole tensors, such as Adam's counts of steps.
+optimizer computes with, and numbers for whole tensors, such as Adam's counts of steps.
 """
 
 import math

@@ -188,7 +188,8 @@ def sources(layout: Layout, device: Device, *, optimizer: str, precision: str) -
         "2 + 4 + 12 (--precision megatron)",
         f"activations: {attention} attention, no dropout, as eager torch keeps them (arXiv "
         f"2205.05198, Table 2); logits: {size.compute + 12} bytes a token and word; copies: "
-        "parameters that are gathered, or cast, to compute",
+        "parameters that are gathered, or cast, to compute. ZeRO-3 shares out rows: each parameter "
+        "is padded to as many rows for each rank",
         f"fits: {usable} that torch finds (--memory); the rest is for CUDA, NCCL and gaps",
         f"computing: 6 operations a weight and token (arXiv 2001.08361, section 2.1) {at}; and "
         f"each activation goes 4 times through memory, at {device.bandwidth / 1e12:.3g} TB/s",

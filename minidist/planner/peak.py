@@ -83,10 +83,10 @@ def copies(
     size = PRECISIONS[precision]
     if layout.stage < 3:
         return size.compute * parameters if size.compute < size.parameter else 0
-    layer = model.layer_parameters(layout.tensor)
-    end = max(
-        model.embedding_parameters(layout.tensor), model.head_parameters(layout.tensor, model.tied)
-    )
+    t, shards = layout.tensor, layout.rows_in
+    layer = model.layer_parameters(t, shards)
+    head = model.head_parameters(t, model.tied, shards)
+    end = max(model.embedding_parameters(t, shards), head)
     units = end + 2 * layer if model.tied else layer + max(layer, end)
     gathered = units if layout.reshard_after_forward else parameters
     return size.compute * gathered + size.gradient * (parameters if layout.keeps_units else units)
@@ -110,7 +110,7 @@ def peaks(
     """The same of a rank of each pipeline stage."""
     held = []
     for stage in stages(model, layout):
-        own = stage.parameters(model, layout.tensor)
+        own = stage.parameters(model, layout.tensor, layout.rows_in)
         states = memory(own, layout.shards, layout.stage, optimizer=optimizer, precision=precision)
         kept = kept_activations(model, layout, precision)
         again = layer_activations(model, layout, precision) - kept

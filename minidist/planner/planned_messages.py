@@ -86,6 +86,6 @@ def _all(model: Transformer, layout: Layout, precision: str, own: Stage) -> Iter
         yield Planned("all_gather", size.parameter * held, d, min(layout.stage, 1))
         return
     gathered = min(size.compute, size.parameter)
-    for unit, many in own.units(model, t):
+    for unit, many in own.units(model, t, layout.rows_in):
         yield Planned("all_gather", gathered * unit, d, 2 * m * many)
         yield Planned("reduce_scatter", size.gradient * unit, d, m * many)

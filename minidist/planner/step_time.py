@@ -108,7 +108,8 @@ def step_time(
 
     largest = max(held, key=lambda stage: stage.parameters(model, layout.tensor))
     data, hidden = _data(model, layout, device, largest, precision, slowest[0])
-    own = largest.parameters(model, layout.tensor) / (layout.shards if layout.stage else 1)
+    held_by_all = largest.parameters(model, layout.tensor, layout.rows_in)
+    own = held_by_all / (layout.shards if layout.stage else 1)
     return StepTime(
         compute=compute,
         bubble=(sum(map(sum, parts)) - sum(slowest)) / v,
@@ -142,7 +143,8 @@ def _data(
             found[0] += device.collective("all_reduce", layout.replicate, part, stride * shards)
         return found
 
-    each = [(seconds(size), times) for size, times in own.units(model, layout.tensor)]
+    units = own.units(model, layout.tensor, layout.rows_in)
+    each = [(seconds(size), times) for size, times in units]
     gradients, once = (sum(times * both[i] for both, times in each) for i in (0, 1))
     last, first = each[0][0]  # the first unit's gradients come last, its parameters first
     forward, backward = compute / 3, compute * 2 / 3

@@ -60,24 +60,29 @@ class Transformer:
         sizes = [(own, own), (kv, kv), (kv, kv), (h, own), *up, (h, f)]
         return [(wide, 2 * h * cut) for wide, cut in sizes]
 
-    def layer_parameters(self, tensor: int = 1) -> int:
+    def layer_parameters(self, tensor: int = 1, shards: int = 1) -> int:
         """Of one layer, on one of `tensor` ranks: qkv and the MLP's first matrices are cut by
-        columns, the others by rows (arXiv 1909.08053, section 3). Lesson: feature_splitting."""
-        h, f, t = self.width, self.mlp_width, tensor
-        columns = h // t + 2 * self.kv_width(t) + (2 if self.llama else 1) * f // t
-        rows = h // t + f // t
+        columns, the others by rows (arXiv 1909.08053, section 3). Lesson: feature_splitting.
+
+        shards: each of so many ranks gets as many rows of a parameter, some of them padding, as in
+        ZeRO-3. Queries, keys and values are one matrix, and so are gate and up."""
+        h, f, own = self.width, self.mlp_width // tensor, self.width // tensor
+        columns = own + 2 * self.kv_width(tensor), (2 if self.llama else 1) * f
+        matrices = [(columns[0], h), (h, own), (columns[1], h), (h, f)]
         if self.llama:
-            return h * (columns + rows) + 2 * h
-        return h * (columns + rows) + (columns + 2 * h) + 4 * h  # with biases, and those of norms
+            vectors = [h, h]
+        else:  # with biases, and those of norms
+            vectors = [*columns, h, h, *4 * [h]]
+        return _padded(matrices, vectors, shards)
 
-    def embedding_parameters(self, tensor: int = 1) -> int:
-        tokens = -(-self.vocabulary // tensor)
-        return (tokens + (0 if self.llama else self.length)) * self.width
+    def embedding_parameters(self, tensor: int = 1, shards: int = 1) -> int:
+        places = [] if self.llama else [(self.length, self.width)]
+        return _padded([(-(-self.vocabulary // tensor), self.width), *places], [], shards)
 
-    def head_parameters(self, tensor: int = 1, tied: bool = False) -> int:
+    def head_parameters(self, tensor: int = 1, tied: bool = False, shards: int = 1) -> int:
         """The last norm and, unless it is the embedding's (`tied`), the matrix to the logits."""
-        tokens = 0 if tied else -(-self.vocabulary // tensor)
-        return (tokens + (1 if self.llama else 2)) * self.width
+        words = [] if tied else [(-(-self.vocabulary // tensor), self.width)]
+        return _padded(words, [self.width] * (1 if self.llama else 2), shards)
 
     @property
     def parameters(self) -> int:
@@ -106,6 +111,12 @@ class Transformer:
     def flops(self) -> int:
         """Operations a token, of a step: forward, and twice as many backward."""
         return 3 * (self.layers * self.layer_flops + self.head_flops)
+
+
+def _padded(matrices: list[tuple[int, int]], vectors: list[int], shards: int) -> int:
+    """Numbers in these, with rows that `shards` divides."""
+    every = [*matrices, *((length, 1) for length in vectors)]
+    return sum(-(-rows // shards) * shards * columns for rows, columns in every)
 
 
 def _llama(layers: int, width: int, heads: int, hidden: int, **others: Any) -> Transformer:

@@ -95,7 +95,7 @@ def _build(shape: Transformer, layout: Layout, precision: str) -> tuple[Any, Any
     shard = partial(
         FullyShardedDataParallel,
         auto_wrap_policy=UNITS,
-        mixed_precision=MixedPrecision(dtype),
+        mixed_precision=MixedPrecision(dtype, dtype and torch.float32),  # as torchtitan has it
         param_init_fn=lambda _: None,  # it stays on "meta"
     )
     m, adam = layout.micro_batches, torch.optim.Adam

@@ -4,7 +4,8 @@ A reduce_scatter and an all_gather of Ψ elements each send Ψ(N-1)/N from every
 the all_reduce of DistributedDataParallel sends.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,30 @@ def all_gather(
         own = place if own is None else own
         works = [all_gather_single(x, own, group)]
     return lambda: _wait(works)
+
+
+def all_gather_each(
+    places: Sequence[torch.Tensor], group: dist.ProcessGroup, own: torch.Tensor
+) -> Callable[[], None]:
+    """Begin to put all shards of several tensors into their places, (N n,) each, in one message.
+    `own` (S,) has this rank's, end to end. Returns the function that waits."""
+    if len(places) == 1:
+        return all_gather(places[0], group, own)
+    ranks = dist.get_world_size(group)
+    sizes = [len(place) // ranks for place in places]
+    if dist.get_backend(group) == "shm":  # it writes each where it belongs
+        shm: Any = group
+        work = shm.all_gather_single_coalesced(list(places), list(own.split(sizes)))
+        return lambda: _wait([work])
+    gathered = own.new_empty(ranks * len(own))
+    arrive = all_gather(gathered, group, own)
+
+    def wait() -> None:
+        arrive()
+        for place, shards in zip(places, gathered.view(ranks, -1).split(sizes, 1), strict=True):
+            place.view(ranks, -1).copy_(shards)
+
+    return wait
 
 
 def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
