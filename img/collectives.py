@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from style import INK, PALE, RANKS, Axes, arrow, box, paper, save, stripes
+from style import EMPTY, INK, PALE, RANKS, Axes, arrow, bar, box, paper, save, stripes
 
 P = 4
 LEGEND = (
@@ -182,6 +182,7 @@ def all_reduce_algorithms() -> None:
             axes.text(2.5, y, str(rank), fontsize=9, va="center", ha="center", color=PALE)
         for step, (size, messages) in enumerate(rounds):
             x = 2.95 + 1.02 * step
+            bar(axes, x - 0.08, lane[-1] - 0.4, 0.78, 1.42, EMPTY, zorder=0)
             for column, (source, target) in enumerate(messages):
                 at = (
                     x
@@ -204,7 +205,7 @@ def all_reduce_algorithms() -> None:
     axes.text(
         2.65,
         8.5,
-        "time goes from left to right; below each step is the size of its messages",
+        "a grey field is a step: its messages are sent at the same time; below it is their size",
         ha="left",
         fontsize=9.5,
         color=PALE,

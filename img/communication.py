@@ -6,7 +6,7 @@ NODES, LOCAL = 2, 2
 STEPS = [  # the name of a step, what it does to who has which half, and the bytes on the cable
     ("start", "each rank has a vector of n bytes", ""),
     ("reduce_scatter", "within each node:\na rank has half of the node's sum", "nothing crosses"),
-    ("all_reduce", "between ranks of the same place:\nhalf of the whole sum", "n/2 by each rank"),
+    ("all_reduce", "between equal local ranks:\nhalf of the whole sum", "n/2 by each rank"),
     ("all_gather", "within each node:\nboth halves are put together", "nothing crosses"),
 ]
 

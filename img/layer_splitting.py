@@ -1,4 +1,5 @@
-"""The pictures: model_parallelism, layer_split_model_parallel, pipeline_schedules."""
+"""The pictures: model_parallelism, layer_split_model_parallel, autograd_across_ranks, and
+pipeline_schedules."""
 
 from style import INK, PALE, RANKS, Axes, arrow, box, ink, name, paper, plt, save, words
 
@@ -87,6 +88,40 @@ def layer_split_model_parallel() -> None:
     save(figure, "layer_split_model_parallel")
 
 
+def autograd_across_ranks() -> None:
+    """Autograd's graph ends at the edge of a rank; two messages join the halves."""
+    figure, axes = paper(9.6, 3.0)
+    looks = {"linewidth": 2.2}
+    for rank, left in enumerate((0.25, 5.45)):
+        box(axes, left, 0.35, 3.9, 2.3, edgecolor=RANKS[rank], linewidth=2)
+        box(axes, left, 2.3, 3.9, 0.35, facecolor=RANKS[rank], edgecolor=RANKS[rank])
+        name(axes, left + 1.95, 2.48, rank, 10.5)
+    steps = (
+        (1.75, FORWARD, ("images", "half", "y"), ("x", "half", "loss")),
+        (0.85, BACKWARD, ("", "half", "gradient"), ("x.grad", "half", "1")),
+    )
+    for y, shade, *ranks in steps:
+        for left, names in zip((0.25, 5.45), ranks, strict=True):
+            places = [left + 0.65 + 1.3 * number for number in range(3)]
+            for x, text in zip(places, names, strict=True):
+                words(axes, x, y, text, 10)
+            for x, named in zip(places[1:], names, strict=False):
+                ends = (x - 0.85, y), (x - 0.5, y)
+                if named:  # images need no gradient
+                    arrow(axes, *(ends if shade == FORWARD else ends[::-1]), color=shade, **looks)
+    for left in (0.25, 5.45):
+        words(axes, left + 1.95, 0.58, "its weights' .grad", 8.5, color=PALE)
+    dashed = {"linestyle": (0, (4, 2)), "linewidth": 2.2}
+    arrow(axes, (4.2, 1.75), (5.4, 1.75), color=FORWARD, **dashed)
+    arrow(axes, (5.4, 0.85), (4.2, 0.85), color=BACKWARD, **dashed)
+    words(axes, 4.8, 2.0, "y.detach()", 9)
+    words(axes, 4.8, 0.6, "x.grad", 9)
+    words(axes, 4.8, 1.3, "messages: autograd\ndoes not see them", 8.5, color=PALE)
+    words(axes, 2.2, 1.3, "y.backward(gradient)", 9, color=PALE)
+    words(axes, 7.4, 1.3, "loss.backward()", 9, color=PALE)
+    save(figure, "autograd_across_ranks")
+
+
 def pipeline_schedules() -> None:
     """The lists of four schedules, on the simulator's clock."""
     names = "gpipe", "1f1b", "interleaved", "zero_bubble"
@@ -105,4 +140,5 @@ def pipeline_schedules() -> None:
 if __name__ == "__main__":
     model_parallelism()
     layer_split_model_parallel()
+    autograd_across_ranks()
     pipeline_schedules()

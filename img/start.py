@@ -9,46 +9,46 @@ PARTS = [  # each lesson: its name, what it is about, and how many minutes it ta
     (
         "Ranks",
         [
-            ("rank", "processes that\nsend tensors", 45),
-            ("collectives", "nine operations\nof all ranks", 45),
-            ("communication", "what messages\ncost", 45),
+            ("rank", "processes that\nsend tensors", 55),
+            ("collectives", "nine operations\nof all ranks", 65),
+            ("communication", "what messages\ncost", 60),
         ],
     ),
     (
         "Data",
         [
-            ("data_parallel", "one process,\nmany devices", 45),
-            ("distributed_data_parallel", "replicas that\nstay equal", 60),
-            ("ddp_in_practice", "memory, buffers,\nuneven batches", 45),
+            ("data_parallel", "one process,\nmany devices", 65),
+            ("distributed_data_parallel", "replicas that\nstay equal", 75),
+            ("ddp_in_practice", "memory, buffers,\nuneven batches", 60),
         ],
     ),
     (
         "Model",
         [
-            ("layer_splitting", "stages: a pipeline", 60),
-            ("pipeline_schedules", "who does what when", 45),
-            ("feature_splitting", "parts of every layer", 45),
-            ("sequence_parallel", "parts of every\nactivation", 45),
-            ("mixed_parallelism", "a mesh of all three", 60),
+            ("layer_splitting", "stages: a pipeline", 80),
+            ("pipeline_schedules", "who does what when", 65),
+            ("feature_splitting", "parts of every layer", 85),
+            ("sequence_parallel", "parts of every\nactivation", 90),
+            ("mixed_parallelism", "a mesh of all three", 95),
         ],
     ),
     (
         "Memory",
         [
-            ("zero", "optimizer states\nand gradients, shared", 45),
-            ("fully_sharded", "no rank has\nthe whole model", 45),
-            ("fsdp_in_practice", "what to wrap,\nwhere, in which bits", 45),
-            ("activation_checkpointing", "compute twice,\nkeep less", 45),
-            ("mixed_precision", "16 bits a number", 45),
-            ("offload", "what need not\nbe here", 45),
+            ("zero", "optimizer states\nand gradients, shared", 80),
+            ("fully_sharded", "no rank has\nthe whole model", 75),
+            ("fsdp_in_practice", "what to wrap,\nwhere, in which bits", 65),
+            ("activation_checkpointing", "compute twice,\nkeep less", 65),
+            ("mixed_precision", "16 bits a number", 70),
+            ("offload", "what need not\nbe here", 60),
         ],
     ),
     (
         "At work",
         [
-            ("real_tools", "torch, DeepSpeed,\nLightning, others", 60),
-            ("scaling_out", "a thousand ranks,\nand failures", 60),
-            ("beyond_gradients", "averages now and then,\nservers", 60),
+            ("real_tools", "torch, DeepSpeed,\nLightning, others", 100),
+            ("scaling_out", "a thousand ranks,\nand failures", 75),
+            ("beyond_gradients", "averages now and then,\nservers", 85),
         ],
     ),
 ]
@@ -64,7 +64,7 @@ def lesson_map() -> None:
         hours = sum(minutes for *_, minutes in lessons) / 60
         title = f"{'I II III IV V VI'.split()[column]} · {part}"
         axes.text(x, top + 0.2, title, fontsize=12, fontweight="bold")
-        axes.text(x + 2.25, top + 0.2, f"{hours:.3g} h", fontsize=9.5, color=PALE, ha="right")
+        axes.text(x + 2.25, top + 0.2, f"{hours:.1f} h", fontsize=9.5, color=PALE, ha="right")
         for row, (name, says, minutes) in enumerate(lessons):
             y = top - 1.12 * (row + 1)
             (notebook,) = NOTEBOOKS.glob(f"??_{name}.ipynb")

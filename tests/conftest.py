@@ -29,6 +29,7 @@ hypothesis.settings.load_profile("here")
 
 # What communicates in its own way is tested on both backends for the CPU.
 ON_BOTH = {
+    "test_averaged_once",
     "test_changed_after_wrapping",
     "test_collectives",
     "test_ddp_as_torch",

@@ -240,6 +240,10 @@ def _layouts() -> list[str]:
     collectives.all_reduce(conjugate)
     if conjugate.tolist() != [complex(sum(range(p)), -p)] * 3:
         wrong.append("all_reduce of a conjugate view")
+    one = torch.full((4,), float(r))[::2][1:]  # contiguous, with a stride of 2
+    collectives.all_reduce(one)
+    if one.tolist() != [float(sum(range(p)))]:
+        wrong.append("all_reduce of one element")
     expanded = torch.full((1,), float(r)).expand(4)  # may be read, not written
     found = [torch.zeros(4) for _ in range(p)]
     collectives.all_gather(found, expanded)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from programs import Family
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -473,6 +474,35 @@ def test_every_rank_takes_what_rank_0_has(pools):
     assert pools(3)(differ) == [[]] * 3
 
 
+def _views(rank):
+    """Of numbers that differ by the rank: tensors that are no plain memory of their elements."""
+    many = torch.arange(1.0, 7.0, dtype=torch.float64) * (rank + 1)
+    table = torch.polar(many, many)
+    return {
+        "conjugated": table.conj(),
+        "negated": table.conj().imag,
+        "with gaps": many[::2],
+        "one of every second": many[::2][:1],
+        "one of a column": many.view(2, 3)[:1, :1],
+        "a single conjugated": table[::3].conj()[1:],
+    }
+
+
+@pytest.mark.parametrize("names", [*_views(0), ", ".join(_views(0))])
+def test_buffers_may_be_views_of_any_kind(pools, names):
+    names = [name for name in _views(0) if name in names]
+
+    def take():
+        rank, _ = here()
+        module, theirs, views = nn.Linear(2, 2), _views(0), _views(rank)
+        for number, name in enumerate(names):
+            module.register_buffer(f"view{number}", views[name])
+        OURS(module)
+        return [name for name in names if views[name].tolist() != theirs[name].tolist()]
+
+    assert pools(2)(take) == [[]] * 2
+
+
 def test_more_than_a_message_of_state_is_broadcast(pools):
     def broadcast():
         rank, _ = here()
@@ -616,6 +646,8 @@ def test_the_checkpoint_is_the_bare_modules_and_no_wrapper_stays_behind(pools):
             plain = net()
             one_process(plain, plainly, 0)
             module.zero_grad()
+            for parameter in module.parameters():
+                get_gradient_edge(parameter).node.metadata["has hooks"] = True
             gone, loss = weakref.ref(ddp._reducer), loss_of(ddp(share(rank)))
             del ddp  # not before it has averaged
             loss.backward()
@@ -623,7 +655,7 @@ def test_the_checkpoint_is_the_bare_modules_and_no_wrapper_stays_behind(pools):
             del loss
             gc.collect()
             assert gone() is None
-            assert not any(p._post_accumulate_grad_hooks for p in module.parameters())
+            assert not any(get_gradient_edge(p).node.metadata for p in module.parameters())
         plain = net()
         one_process(plain, plainly, 0)
         loss_of(plain(share(rank))).backward()

@@ -214,3 +214,11 @@ def shown(path: Path) -> str:
 def test_every_module_of_checks_has_answers() -> None:
     there = {path.stem for path in ROOT.glob("minidist/checks/*.py")}
     assert there - {"__init__", "verdict"} == set(LESSONS)
+
+
+def test_a_scan_with_one_message_for_each_rank_is_told_so() -> None:
+    answers = MODULES["collectives"]
+    credit = "one message for each rank."
+    assert answers.check.scan(answers.chain).says.endswith(f"with {credit}")
+    for other in answers.doubling, answers.by_a_table, answers.by_broadcasts:
+        assert not answers.check.scan(other).says.endswith(f"with {credit}")

@@ -225,16 +225,18 @@ def test_bytes_that_are_sent_and_held(pools, size):
             step(1).backward()
         names = {"gloo": ("broadcast", "reduce"), "shm": ("all_gather", "reduce_scatter")}
         sent = [traffic.calls[name][1] for name in names[dist.get_backend()]]
-        shard = sum(p.to_local().nbytes for p in model.parameters())
-        assert held.live["parameters"] == held.live["gradients"] == shard
-        return sent, held.peak_of["parameters"] - shard, shard
+        rows = sum(p.to_local().nbytes for p in model.parameters())
+        live = held.live["parameters"], held.live["gradients"]
+        return sent, held.peak_of["parameters"] - live[0], live, rows
 
     model = Model()
     block, whole = padded(model.blocks[0], size), padded(model, size)
     root = whole - 3 * block
     found = pools(size)(run)
-    assert [each[:2] for each in found] == [([2 * whole - root, whole], root + 2 * block)] * size
-    assert sum(each[2] for each in found) == 8 * sum(p.numel() for p in model.parameters())
+    held = whole / size, whole / size
+    wanted = [2 * whole - root, whole], root + 2 * block, held
+    assert [each[:3] for each in found] == [wanted] * size
+    assert sum(each[3] for each in found) == 8 * sum(p.numel() for p in model.parameters())
 
 
 def test_a_profile_speaks_the_codes_words(pools):

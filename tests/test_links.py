@@ -121,3 +121,16 @@ def test_the_map_and_the_start_page_say_the_same_of_each_lesson(monkeypatch) -> 
     said = re.findall(row, text_of(NOTEBOOKS[0]), re.MULTILINE)
     assert drawn == [(name, int(minutes)) for name, minutes in said]
     assert [name for name, _ in drawn] == list(LESSONS)[1:]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS[1:], ids=lambda path: path.stem)
+def test_the_start_page_tells_about_as_many_minutes_as_a_lesson_takes(path: Path) -> None:
+    estimated = runpy.run_path(str(ROOT / "notebooks/minutes.py"))["minutes"](path)
+    said = re.search(rf"\({path.name}\) \| (\d+) \|", text_of(NOTEBOOKS[0]))
+    assert said and abs(int(said[1]) - estimated) < 10
+
+
+def test_the_readme_tells_as_many_hours_as_the_start_page() -> None:
+    minutes = map(int, re.findall(r"\.ipynb\) \| (\d+) \|", text_of(NOTEBOOKS[0])))
+    hours = re.search(r"About (\d+) hours", text_of(TEXTS[0]))
+    assert hours and abs(int(hours[1]) - sum(minutes) / 60) < 1

@@ -480,22 +480,45 @@ def test_arithmetic_is_that_of_products_and_of_attention():
     assert count_flops(lambda: attention(q, q, q).sum().backward()) == 7 * product
 
 
+# ---- copies within a process ----------------------------------------------------------------
+
+
+def test_copies_are_counted_by_their_bytes():
+    x, counter = torch.ones(10), md.measure.CopyCounter()
+    with counter:
+        x.clone(), x.double(), x.to("cpu"), torch.cat([x, x]), x[:5] + 1
+    x.clone()
+    assert counter.nbytes == 40 + 80  # to("cpu") had nothing to copy
+
+
+def test_cores_at_work_are_processor_seconds_for_each_on_the_clock():
+    start, cpu_start = time.perf_counter(), time.process_time()
+    seconds, cores = md.measure.cores_at_work(lambda: sum(range(3_000_000)) + bool(time.sleep(0.2)))
+    used = time.process_time() - cpu_start
+    assert 0.2 <= seconds <= time.perf_counter() - start
+    assert 0.5 * used < seconds * cores <= used
+
+
 # ---- messages there and back --------------------------------------------------------------
 
 
 def test_a_ping_pong_times_every_size_on_rank_0_and_leaves_no_message(pools):
     def twice():
-        first = md.measure.ping_pong([1, 4096], repeats=3)
+        with md.measure.TrafficCounter() as traffic:
+            first = md.measure.ping_pong([1, 4096], repeats=3)
         left = torch.full((1,), float(dist.get_rank()))
         dist.broadcast(left, src=2)
-        return first, left.item()
+        return first, left.item(), (traffic.sent_messages, traffic.sent_bytes)
 
     results = pools(3)(twice)
     samples = results[0][0]
     assert [nbytes for nbytes, _ in samples] == [1, 4096] * 3
     assert all(seconds > 0 for _, seconds in samples)
     assert len(results[1][0]) == 6 and results[2][0] == []
-    assert [left for _, left in results] == [2.0] * 3
+    assert [left for _, left, _ in results] == [2.0] * 3
+    # Four rounds of two sizes; before each message goes a byte, so that none is the first of all.
+    sent = (4 * 2 * 2, 4 * (1 + 1 + 1 + 4096))
+    assert [counted for *_, counted in results] == [sent, sent, (0, 0)]
 
 
 def test_a_fit_finds_the_line_and_medians_and_the_fastest_are_by_size():

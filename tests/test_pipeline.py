@@ -821,7 +821,7 @@ def test_of_new_shapes_only_the_shapes_travel(pools):
             with md.measure.TrafficCounter() as traffic:
                 model.train_step(x, torch.ones(2, length, 1), F.mse_loss)
             sent.append(sum(nbytes for _, nbytes in traffic.calls.values()))
-        return sent[0], sent[-1], len(model._opening._outlines)
+        return sent[0], sent[-1], len(model._preparation._specs)
 
     for first, last, kept in pools(2)(run):
         assert max(first, last) < 10_000 and kept == 64

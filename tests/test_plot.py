@@ -207,6 +207,23 @@ def test_a_timeline_may_name_its_rows() -> None:
             plot.timeline(nothing)
 
 
+def test_messages_of_a_timeline_may_have_a_lane_of_their_own() -> None:
+    line = Timeline()
+    line.spans = [
+        Span("backward", "compute", 1.0, 2.0),
+        Span("all_reduce", "communication", 1.2, 1.6),  # both within backward, and
+        Span("all_reduce", "communication", 1.3, 1.9),  # the second waits for the first
+        Span("all_reduce", "communication", 1.4, 1.5),  # done before those that left earlier
+        Span("waiting", "waiting", 2.0, 2.5),
+    ]
+    backward, first, second, third, waiting = plot.timeline([line], lanes=True).patches
+    assert [bar.get_x() for bar in (first, second, third)] == pytest.approx([200, 600, 900])
+    assert [bar.get_width() for bar in (first, second, third)] == pytest.approx([400, 300, 0])
+    assert first.get_height() == second.get_height()
+    assert backward.get_height() == waiting.get_height() > first.get_height()
+    assert backward.get_y() + backward.get_height() < first.get_y()  # the axis points down
+
+
 def test_timelines_that_share_an_axis_all_fit() -> None:
     _, panels = plt.subplots(3, 1, sharex=True)
     for ax, end in zip(panels, (2.0, 5.0, 1.0), strict=True):
@@ -402,6 +419,21 @@ def test_sweep_shows_dots_where_measured_and_lines_where_predicted() -> None:
     assert ax.get_xscale() == "log" and ax.get_ylim()[0] == 0
     said = [text.get_text() for text in ax.get_legend().get_texts()]
     assert said == ["gpipe", "1f1b", "line: predicted"]
+
+
+def test_sweep_has_levels_to_compare_with() -> None:
+    ax = plot.sweep({"a": {1: 2, 2: 3}}, levels={"none": 2.5, "all": 1})
+    dotted = [line.get_ydata()[0] for line in ax.lines if line.get_linestyle() == ":"]
+    assert dotted == [2.5, 1]
+    assert [(text.get_text(), text.xy[1]) for text in ax.texts] == [("none", 2.5), ("all", 1)]
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.105, 0.165), (0.3, 0.9), (1.1, 4.9), (2, 60)])
+def test_a_logarithmic_axis_has_three_ticks_or_more_also_below_a_decade(low, high) -> None:
+    ax = plot.sweep({"a": {1: low, 2: high}}, log="xy")
+    bottom, top = ax.get_ylim()
+    seen = [tick for tick in ax.get_yticks() if bottom <= tick <= top]
+    assert 3 <= len(seen) <= 7 and len({f"{tick:g}" for tick in seen}) == len(seen)
 
 
 def test_sweep_without_a_prediction_joins_the_dots() -> None:

@@ -111,6 +111,48 @@ def test_attributes_of_the_module_and_copies() -> None:
     assert all(p is not q for p, q in zip(copied.parameters(), wrapped.parameters(), strict=True))
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.device, self.limit = 1.0, "the module's", 0
+        self.register_buffer("shift", torch.zeros(2))
+        self._private = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * x + self.shift
+
+
+class Owner(Plain):
+    limit = 3
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.device = "the wrapper's"
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("wraps", [1, 2])
+def test_what_is_written_through_a_wrapper_reaches_the_module(wraps: int, copied: bool) -> None:
+    wrapped: nn.Module = Scaled()
+    for _ in range(wraps):
+        wrapped = Owner(wrapped)
+    wrapped = copy.deepcopy(wrapped) if copied else wrapped
+    inner = wrapped.module if wraps == 1 else wrapped.module.module
+    wrapped.scale = 3.0
+    wrapped.shift = torch.ones(2)
+    wrapped.new = "new"
+    assert wrapped(torch.ones(2)).tolist() == [4.0, 4.0] and inner.new == "new"
+    assert not {"scale", "shift", "new"} & vars(wrapped).keys() and "shift" not in wrapped._buffers
+    del wrapped.new
+    assert not hasattr(inner, "new") and not hasattr(wrapped, "new")
+    assert (wrapped.device, inner.device) == ("the wrapper's", "the module's")
+    wrapped.device, wrapped.limit, wrapped._private = "mine", 4, 2  # its own
+    assert (inner.device, inner.limit, inner._private) == ("the module's", 0, 1)
+    assert (wrapped.device, wrapped.limit, wrapped._private) == ("mine", 4, 2)
+    wrapped.module = nn.Identity()
+    assert wrapped(torch.ones(2)).tolist() == [1.0, 1.0]
+
+
 class Copying(nn.Linear):
     def __deepcopy__(self, memo: dict) -> "Copying":
         return self

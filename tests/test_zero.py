@@ -460,6 +460,84 @@ def test_gradients_of_the_bare_module_add_up_with_those_in_shards(pools):
     assert pools(2)(train) == [[]] * 2
 
 
+REMOVALS = {
+    "the module's": lambda model, optimizer: model.module.zero_grad(),
+    "the wrapper's": lambda model, optimizer: model.zero_grad(),
+    "one by one": lambda model, optimizer: [setattr(p, "grad", None) for p in model.parameters()],
+    "the last one's": lambda model, optimizer: setattr([*model.parameters()][-1], "grad", None),
+}
+
+
+@pytest.mark.parametrize("when", ["before a pass", "before a step"])
+@pytest.mark.parametrize("how", REMOVALS)
+@BOTH
+def test_a_gradient_that_is_set_to_none_is_none(pools, stage, how, when):
+    def train():
+        module = net()
+        plain = copy.deepcopy(module)
+        model, optimizer = stage(module, SGD)
+        alone = SGD[0](plain.parameters(), **SGD[1])
+        for step in range(3):
+            loss_of(model(share(dist.get_rank(), step))).backward()
+            for rank in range(2):
+                (loss_of(plain(share(rank, step))) / 2).backward()
+            if step == 1:
+                REMOVALS[how](model, optimizer)
+                for p in list(plain.parameters())[-1 if how == "the last one's" else 0 :]:
+                    p.grad = None
+            if when != "before a pass" or step == 2:
+                optimizer.step()
+                alone.step()
+        return apart(module.state_dict(), plain.state_dict())
+
+    assert pools(2)(train) == [[]] * 2
+
+
+def test_what_autograd_grad_computes_leaves_gradients_in_their_shards(pools):
+    def train():
+        module = net()
+        model, optimizer = stage2(module, SGD)
+        output = model(share(dist.get_rank()))
+        loss_of(output).backward(retain_graph=True)
+        before = [shard.grad.clone() for shard in optimizer.shards]
+        torch.autograd.grad(output.sum(), list(module.parameters()))
+        weights = copy.deepcopy(module.state_dict())
+        optimizer.step()
+        moved = apart(module.state_dict(), weights, 0)
+        after = [shard.grad for shard in optimizer.shards]
+        return all(map(torch.equal, before, after)) and len(moved) == len(weights)
+
+    assert all(pools(2)(train))
+
+
+@BOTH
+def test_states_that_are_removed_begin_anew(pools, stage):
+    """As for a warm restart. Of one parameter, or of all."""
+
+    def train():
+        module = net()
+        plain = copy.deepcopy(module)
+        model, optimizer = stage(module, SGD)
+        alone = SGD[0](plain.parameters(), **SGD[1])
+        for step in range(4):
+            optimizer.zero_grad()
+            alone.zero_grad()
+            loss_of(model(share(dist.get_rank(), step))).backward()
+            for rank in range(2):
+                (loss_of(plain(share(rank, step))) / 2).backward()
+            if step == 1:
+                optimizer.state.clear()
+                alone.state.clear()
+            if step == 3:
+                for each, of in ((optimizer, module), (alone, plain)):
+                    each.state.pop(of[0].weight, None)
+            optimizer.step()
+            alone.step()
+        return apart(whole(module, optimizer), whole(plain, alone))
+
+    assert pools(2)(train) == [[]] * 2
+
+
 def test_what_the_optimizers_own_step_takes(pools):
     def train():
         module = net()

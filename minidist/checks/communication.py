@@ -90,6 +90,8 @@ def _trial(all_reduce: Callable[..., Any], n: int) -> tuple[str, int, int]:
     wanted = ones * sum(10**other for other in range(world_size))
     with TrafficCounter() as traffic:
         result = all_reduce(x)
+    if torch.equal(x, wanted) and traffic.control_messages:
+        return "has the sum, but by md.collectives: use send, isend and recv yourself", 0, 0
     if torch.equal(x, wanted):
         return "", traffic.sent_messages, traffic.sent_bytes
     if isinstance(result, torch.Tensor) and torch.equal(result, wanted):

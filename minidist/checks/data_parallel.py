@@ -20,7 +20,7 @@ def device_0_sends(answer: object) -> str:
         "MB",
         {
             175: "that is what each rank of a ring sends",
-            100: "it sends a copy to each of the others",
+            100: "passed on from device to device it would be; here each copy comes from device 0",
             800: "it sends no copy to itself",
             1400: "that is what all devices send together, gradients included",
             700e6: "give MB",

@@ -76,6 +76,8 @@ def _trial(backward_of_all: Callable[..., Any], rows: list[int]) -> str:
     generator, total, wrong = torch.Generator().manual_seed(0), sum(rows), list[str]()
     single = zoo.mlp(64, 16, 10, dtype=torch.float64)
     model = DistributedDataParallel(zoo.mlp(64, 16, 10, dtype=torch.float64))
+    seen = [0]  # images of a forward pass
+    model.module.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
     for _ in range(2):
         images = torch.randn(total, 64, generator=generator, dtype=torch.float64)
         labels = torch.randint(10, (total,), generator=generator)
@@ -89,6 +91,8 @@ def _trial(backward_of_all: Callable[..., Any], rows: list[int]) -> str:
         if not ours and isinstance(result, torch.Tensor) and result.requires_grad:
             wrong.append(f"gets {shown(result)}: call backward() yourself")
         wrong += _complaints(ours, wanted, len(rows), total)
+    if max(seen) > max(rows):  # as many as another has may be padding
+        wrong.append(f"computes {max(seen)} images: each rank computes its own only")
     return wrong[0] if wrong else ""
 
 

@@ -1,5 +1,6 @@
 """The puzzles and the exercise of the lesson layer_splitting."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from minidist.checks.verdict import NotYet, check, function, number, on_ranks, ranks
+from minidist.checks.verdict import NotYet, check, function, number, on_ranks, ranks, shown
 from minidist.pipeline import instructions as do
 from minidist.pipeline import simulate, with_messages
 
@@ -63,7 +64,10 @@ def one_f_one_b(answer: object) -> str:
             _trial, step, m, world_size=world_size, where=" over gloo", backend="gloo"
         )
         _judge(results, world_size, m)
-    return "on 1, 2, 3 and 4 ranks, over gloo: the gradients, what is kept, and the idle time."
+    return (
+        "on 1, 2, 3 and 4 ranks, over gloo: the gradients, the loss, what is kept, and the idle "
+        "time."
+    )
 
 
 def _judge(results: list[tuple[str, Passes]], world_size: int, m: int) -> None:
@@ -109,7 +113,8 @@ def _trial(step: Callable[..., Any], m: int) -> tuple[str, Passes]:
     stage = stages[rank]
     passes: Passes = []
     rows: list[int] = []
-    F.cross_entropy(nn.Sequential(*stages)(batch), labels).backward()
+    loss = F.cross_entropy(nn.Sequential(*stages)(batch), labels)
+    loss.backward()
     wanted = [p.grad.clone() for p in stage.parameters() if p.grad is not None]
     stage.zero_grad()
 
@@ -121,7 +126,7 @@ def _trial(step: Callable[..., Any], m: int) -> tuple[str, Passes]:
             y.register_hook(lambda _: passes.append(("backward", i)))
 
     stage.register_forward_hook(forward)
-    step(stage, batch, labels, m, WIDTH)
+    returned = step(stage, batch, labels, m, WIDTH)
     found = [p.grad for p in stage.parameters() if p.grad is not None]
     if rows != [2] * m:
         return f"runs forward on micro-batches of {rows or 'no'} rows, not {[2] * m}", passes
@@ -134,4 +139,13 @@ def _trial(step: Callable[..., Any], m: int) -> tuple[str, Passes]:
         return "has other gradients than one process", passes
     if sorted(passes) != sorted((kind, i) for kind in ("forward", "backward") for i in range(m)):
         return "does not run each micro-batch forward once and backward once", passes
+    if rank == world_size - 1 and not _is(returned, loss.item()):
+        return f"returns {shown(returned)}; the loss is {loss.item():.6f}", passes
     return "", passes
+
+
+def _is(returned: Any, loss: float) -> bool:
+    try:
+        return math.isclose(float(returned), loss, rel_tol=1e-6)
+    except Exception:  # whatever an odd object raises
+        return False

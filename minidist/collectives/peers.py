@@ -21,7 +21,8 @@ PAUSE = 50e-6  # seconds; see Peers._let_announcements_out
 
 def as_bytes(flat: torch.Tensor) -> torch.Tensor:
     """The bytes of a flat, contiguous tensor, as a view: (n,) of any dtype -> (n * itemsize,)."""
-    return flat.view(torch.uint8)
+    # A tensor of one element may have any stride, and is contiguous.
+    return flat.as_strided((len(flat),), (1,)).view(torch.uint8)
 
 
 @dataclass

@@ -2,7 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
+from inspect import ismethod
+from typing import Any
 
+import torch
+from torch import nn
+
+from minidist.common.tensors_in import tensors_in
 from minidist.common.wrapper import Wrapper
 
 
@@ -11,6 +18,34 @@ class Synchronized(Wrapper):
     the forward pass. Scripts for torch's DistributedDataParallel set it, or use `no_sync`."""
 
     require_backward_grad_sync = True
+    _reducer: Any = None  # averages what comes by a forward pass of the wrapper, and that alone
+
+    def _forwarded(self, name: str, found: Any) -> Any:
+        """A method of the module raises RuntimeError if gradients go past the wrapper."""
+        if (
+            self._reducer is None
+            or not ismethod(found)
+            or not isinstance(found.__self__, nn.Module)
+        ):
+            return found
+
+        @wraps(found)
+        def call(*inputs: Any, **kwargs: Any) -> Any:
+            reducer = self._reducer
+            if reducer.awaits or not self.require_backward_grad_sync:
+                return found(*inputs, **kwargs)
+            strays = reducer.strays
+            output = found(*inputs, **kwargs)
+            graph = torch.is_grad_enabled() and any(t.grad_fn for t in tensors_in(output))
+            if graph or reducer.strays > strays:
+                who = type(self).__name__
+                raise RuntimeError(
+                    f"{name}() trains past the {who}, which averages what its own forward pass has "
+                    f"computed: call the {who} itself, or module.{name}() to train on one rank"
+                )
+            return output
+
+        return call
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

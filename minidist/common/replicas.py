@@ -84,14 +84,13 @@ def broadcast_state(
     messages cost their latency, not their size. Lesson: collectives.
     """
     for chunk in _chunks(tensors):
-        if len(chunk) == 1 and chunk[0].is_contiguous():
-            dist.broadcast(_as_bytes(chunk[0]), group=group, group_src=source)
-            continue
-        flat = torch.cat([_as_bytes(tensor) for tensor in chunk])
-        dist.broadcast(flat, group=group, group_src=source)
-        pieces = flat.split([tensor.nbytes for tensor in chunk])
+        everything = [_as_bytes(tensor) for tensor in chunk]
+        together = everything[0] if len(chunk) == 1 else torch.cat(everything)
+        dist.broadcast(together, group=group, group_src=source)
+        pieces = together.split([tensor.nbytes for tensor in chunk])
         for tensor, piece in zip(chunk, pieces, strict=True):
-            tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))
+            if piece.data_ptr() != tensor.data_ptr():
+                tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))
 
 
 def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -115,4 +114,6 @@ def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor, or a copy."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    # A tensor of one element may have any stride, and is contiguous.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)

@@ -5,6 +5,7 @@ module, and the checkpoint loads in any other strategy, and without one.
 """
 
 import copy
+from functools import wraps
 from typing import Any
 
 from torch import nn
@@ -15,12 +16,27 @@ MODULE = "module."
 class Wrapper(nn.Module):
     """A module around `module`, to be used in its place.
 
-    Its attributes are those of `module` as well. Its `state_dict` reads and writes the names of
+    Its attributes are those of `module` as well, to read and to write, but for those that are its
+    own, and for private ones to write. Its `state_dict` reads and writes the names of
     `module` itself, on its own and as a part of a larger module; a checkpoint of torch's
     DistributedDataParallel, with "module." before each name, loads too.
     """
 
     module: nn.Module
+    _is_made = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """What an `__init__` writes is the wrapper's, whatever names `module` has."""
+        super().__init_subclass__(**kwargs)
+        make: Any = cls.__init__
+
+        @wraps(make)
+        def made(self: Any, *args: Any, **kwargs: Any) -> None:
+            make(self, *args, **kwargs)
+            if type(self) is cls:
+                self._is_made = True
+
+        cls.__init__ = made  # type: ignore[method-assign]
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -37,7 +53,30 @@ class Wrapper(nn.Module):
             # What Python itself asks for, such as __deepcopy__, is about the wrapper.
             if inner is None or name.startswith("__"):
                 raise
-            return getattr(inner, name)
+            return self._forwarded(name, getattr(inner, name))
+
+    def _forwarded(self, name: str, found: Any) -> Any:
+        """What a user gets for this attribute of the module."""
+        return found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._keeps(name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._keeps(name):
+            super().__delattr__(name)
+        else:
+            delattr(self.module, name)
+
+    def _keeps(self, name: str) -> bool:
+        """Whether this is, or becomes, an attribute of ours."""
+        if name.startswith("_") or not self._is_made or hasattr(type(self), name):
+            return True
+        tables = (vars(self), self._modules, self._parameters, self._buffers)
+        return any(name in table for table in tables)
 
 
 def copy_on_ranks(wrapper: Any, memo: dict[int, Any], *same: Any) -> Any:

@@ -54,7 +54,8 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
     Raises RuntimeError without a process group; ValueError, on every rank, if the ranks have
     different models or nothing to train; TypeError for DTensor parameters. `forward` raises
     RuntimeError if a parameter has changed since (see `minidist.common.guard`); `backward`,
-    if one is left without gradient unasked.
+    if one is left without gradient unasked, or is in two wrappers that the pass goes through; a
+    method of the module, called through the wrapper, if its gradients would not be averaged.
     """
 
     def __init__(

@@ -4,11 +4,13 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 
 from minidist.common.tensors_in import tensors_in
 
@@ -21,6 +23,9 @@ class GradientWatch(ABC):
     allow_unused: whether gradients may be missing.
     """
 
+    _lock = threading.RLock()  # autograd has a thread for each device
+    _in_pass: ClassVar[list["GradientWatch"]] = []  # all whose backward pass is on its way
+
     def __init__(self, parameters: dict[str, nn.Parameter], allow_unused: bool) -> None:
         self.parameters, self._names = list(parameters.values()), list(parameters)
         self.positions = {parameter: i for i, parameter in enumerate(self.parameters)}
@@ -29,7 +34,7 @@ class GradientWatch(ABC):
         self._sync = False  # whether to average the passes after the last forward pass
         self._awaited = False  # whether the first of those has yet to end
         self._pass: weakref.ref[Callable[[], None]] | None = None
-        self._lock = threading.RLock()  # autograd has a thread for each device
+        self.strays = 0  # gradients that came by no forward pass of the wrapper
         self._register_hooks()
 
     @abstractmethod
@@ -64,14 +69,18 @@ class GradientWatch(ABC):
                 tensor.register_hook(lambda _: self._begin())
 
     def _register_hooks(self) -> None:
-        """These hooks hold us weakly, and go when we go."""
+        """Of each parameter, on the node that adds up its gradient: that runs after all hooks of
+        the parameter itself. These hooks hold us weakly, and go when we go."""
         me = weakref.ref(self)
 
-        def arrive(parameter: torch.Tensor) -> None:
+        def arrive(parameter: nn.Parameter, *_: Any) -> None:
             if (watch := me()) is not None:
                 watch._arrive(parameter)
 
-        hooks = [p.register_post_accumulate_grad_hook(arrive) for p in self.parameters]
+        # A parameter does not hold its node.
+        self._nodes = [get_gradient_edge(p).node for p in self.parameters]
+        pairs = zip(self.parameters, self._nodes, strict=True)
+        hooks: list[Any] = [node.register_hook(partial(arrive, p)) for p, node in pairs]
         weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
 
     # ---- during ----------------------------------------------------------------------------
@@ -80,6 +89,11 @@ class GradientWatch(ABC):
     def begun(self) -> bool:
         """Whether a backward pass is on its way."""
         return self._pass is not None
+
+    @property
+    def awaits(self) -> bool:
+        """Whether the gradients that come next are averaged."""
+        return self._awaited or self.begun
 
     def _begin(self) -> None:
         # At once: a hook may run in a backward pass within this one, which ends before it.
@@ -91,30 +105,39 @@ class GradientWatch(ABC):
 
                 # If the pass fails, autograd drops `end` instead of calling it.
                 self._pass = weakref.ref(end, lambda _: self._reset())
+                self._in_pass.append(self)
                 Variable._execution_engine.queue_callback(end)
 
-    def _arrive(self, parameter: Any) -> None:
+    def _arrive(self, parameter: nn.Parameter) -> None:
         with self._lock:
-            if self._awaited or (self.begun and self._sync):
+            others = [w for w in self._in_pass if w is not self and parameter in w.positions]
+            if others and self.begun and any(watch._sync for watch in [self, *others]):
+                raise RuntimeError(
+                    f"parameter {self._name(parameter)} is in two wrappers, and this backward pass "
+                    "is of both: its gradient would be averaged twice. Wrap a model once, as a "
+                    "whole"
+                )
+            if (self._awaited and not others) or (self.begun and self._sync):
                 self._require_complete(parameter)
                 self._begin()
                 self.arrived[parameter] = None
                 self.add(parameter)
             elif self.begun and not torch.is_grad_enabled():
                 self.keep(parameter)
-            # Else the pass is of another wrapper of the module, or of none.
+            elif not others:  # of the bare module
+                self.strays += 1
 
     def _require_complete(self, parameter: nn.Parameter) -> None:
         if torch.is_grad_enabled():
             raise RuntimeError("gradients of gradients are not averaged: create_graph=True")
         if parameter.grad is None:
             raise RuntimeError(
-                f"the gradient of {self._names[self.positions[parameter]]} was taken away by "
+                f"the gradient of {self._name(parameter)} was taken away by "
                 "another hook before it was averaged, such as that of receive_in_backward"
             )
         if parameter in self.arrived:
             raise RuntimeError(
-                f"the gradient of {self._names[self.positions[parameter]]} arrived twice in one "
+                f"the gradient of {self._name(parameter)} arrived twice in one "
                 "backward pass. Parts of a model that are recomputed one by one must not share "
                 "parameters."
             )
@@ -123,9 +146,9 @@ class GradientWatch(ABC):
 
     def _end(self) -> None:
         try:
+            self._awaited = False
             # Without an arrival it is torch.autograd.grad, which wants none of our gradients.
             if self._sync and (self.arrived or self._allow_unused):
-                self._awaited = False
                 unused = [p for p in self.parameters if p not in self.arrived]
                 if unused and not self._allow_unused:
                     raise RuntimeError(self._complaint(unused))
@@ -135,10 +158,15 @@ class GradientWatch(ABC):
 
     def _reset(self) -> None:
         self._pass, self.arrived = None, {}
+        if self in self._in_pass:
+            self._in_pass.remove(self)
         self.forget()
 
+    def _name(self, parameter: nn.Parameter) -> str:
+        return self._names[self.positions[parameter]]
+
     def _complaint(self, unused: list[nn.Parameter]) -> str:
-        names = [self._names[self.positions[parameter]] for parameter in unused]
+        names = list(map(self._name, unused))
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         return (
             f"this backward pass gave no gradient to {', '.join(names[:5])}{more}, for which the "

@@ -1,6 +1,7 @@
 """Measuring what ranks do, while they do it: bytes sent, time and memory."""
 
 from minidist.measure import record
+from minidist.measure.copies import CopyCounter, cores_at_work
 from minidist.measure.flops import count_flops
 from minidist.measure.memory import MemoryTracker, Phase
 from minidist.measure.ping_pong import fastest, fit, medians, ping_pong, tie_to_cores
@@ -9,11 +10,13 @@ from minidist.measure.torch_calls import TorchCalls
 from minidist.measure.traffic import TrafficCounter, traffic_matrix
 
 __all__ = [
+    "CopyCounter",
     "MemoryTracker",
     "Phase",
     "Span",
     "Timeline",
     "TrafficCounter",
+    "cores_at_work",
     "count_flops",
     "fastest",
     "fit",

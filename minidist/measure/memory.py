@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from minidist.measure import record
 from minidist.measure.meter import Measurement
-from minidist.measure.storages import Ledger
+from minidist.measure.storages import Ledger, Record
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,8 @@ class MemoryTracker(Measurement):
         held = [*self._module.parameters(), *self._module.buffers()]
         device = next((tensor.device for tensor in held if not tensor.is_meta), torch.device("cpu"))
         self._ledger, self._open = self._make_ledger(device), list[tuple[str, int]]()
+        # What holds a gradient that has come, and the rank of that before.
+        self._came: dict[torch.Tensor, list[tuple[Record, int]]] = {}
         self._look()
         for handle in self._hooks():
             block.callback(handle.remove)
@@ -134,7 +136,7 @@ class MemoryTracker(Measurement):
         self.live = {category: nbytes[-1] for category, nbytes in self.history.items()}
         self.peak_of = {category: max(nbytes) for category, nbytes in self.history.items()}
         self.peak = max(map(sum, zip(*self.history.values(), strict=True)))
-        del self._ledger, self._open
+        del self._ledger, self._open, self._nodes, self._came
 
     def _look(self) -> None:
         """Find out what the module and the optimizer hold now."""
@@ -160,11 +162,27 @@ class MemoryTracker(Measurement):
         if self._optimizer is not None:
             yield self._optimizer.register_step_pre_hook(lambda *_: begin("step"))
             yield self._optimizer.register_step_post_hook(lambda *_: end("step"))
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                yield parameter.register_post_accumulate_grad_hook(
-                    lambda leaf: self._ledger.mark(leaf.grad, "gradients")
-                )
+        trained = [p for p in module.parameters() if p.requires_grad]
+        # Of the parameter first, and of the node that adds up its gradient when all others of the
+        # parameter, and the wrapper, have seen that. A parameter does not hold its node.
+        self._nodes = [get_gradient_edge(parameter).node for parameter in trained]
+        for parameter, node in zip(trained, self._nodes, strict=True):
+            yield parameter.register_post_accumulate_grad_hook(self._gradient_came)
+            yield node.register_hook(functools.partial(self._gradient_stays, parameter))
+
+    def _gradient_came(self, parameter: torch.Tensor) -> None:
+        holders = self._ledger.records(parameter.grad)
+        self._came[parameter] = [(record, record.rank) for record in holders]
+        self._ledger.mark(parameter.grad, "gradients")
+
+    def _gradient_stays(self, parameter: torch.Tensor, *_: Any) -> None:
+        came = self._came.pop(parameter, ())
+        if parameter.grad is not None:  # not used up by another hook
+            self._ledger.mark(parameter.grad, "gradients")
+            there = self._ledger.records(parameter.grad)
+            for record, rank in came:
+                if record not in there:  # copied into a bucket
+                    record.rank = rank
 
     def _begin_phase(self, name: str) -> None:
         self._look()

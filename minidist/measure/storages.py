@@ -86,6 +86,11 @@ class Ledger(TorchDispatchMode):
             if found:
                 found.rank = min(found.rank, rank)
 
+    def records(self, tensors: Any) -> list[Record]:
+        """Those of the tensors' storages that are followed, in any nesting."""
+        found = (self._live.get(storage._cdata) for storage in storages(tensors))
+        return [record for record in found if record]
+
     def measure(self, storage: torch.UntypedStorage) -> None:
         """It may have been resized."""
         record = self._live.get(storage._cdata)

@@ -93,14 +93,13 @@ class OffloadedOptimizer(Optimizer):
         on the host until the next step.
 
         This is for one process, or a stage of a pipeline. An average over ranks is complete only
-        after backward; `step` fetches that. Raises RuntimeError if a wrapper waits for a
-        parameter's gradient. Of torch's own, and of one that comes later, backward or `step` raises
-        it.
+        after backward; `step` fetches that. Raises RuntimeError if a hook waits for a parameter's
+        gradient. With a wrapper that averages, backward raises it; with torch's, `step`.
         """
         if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self._mirrors):
             raise RuntimeError(
-                "the gradients of these parameters are awaited already: by a wrapper that averages "
-                "them, another optimizer or a MemoryTracker. Call this first, or let step() fetch"
+                "the gradients of these parameters are awaited already: by another optimizer, or "
+                "another hook. Call this first, or let step() fetch"
             )
         me = weakref.ref(self)
 

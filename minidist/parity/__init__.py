@@ -5,8 +5,8 @@ After every step the weights, the buffers, the optimizer's states and the loss m
 float64 that is 12 digits of 16: sums in another order differ in the last ones, and a wrong
 average does not.
 
-To read: `check` below, then `job` (the training, alone and on a rank) and `states` (what it leaves,
-and how far two of them are apart).
+To read: `check` below, then `job` (the training, alone and on a rank) and `snapshot` (what it
+leaves, and how far two of them are apart).
 """
 
 from collections.abc import Callable, Iterable, Mapping

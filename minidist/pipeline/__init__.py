@@ -10,9 +10,9 @@ says who does what when. To read, in this order:
                     runs, `balance` where to cut the model
     executor        runs a rank's list; `stage` computes, `transfers` sends and receives
 
-and the edges: `opening`, `microbatches` and `outlines` (what ranks must know before a step),
+and the edges: `preparation`, `microbatches` and `specs` (what ranks must know before a step),
 `split` (backward in two parts), `replay` (forward a second time), `ties` (parameters of two
-stages). Lesson: layer_splitting.
+stages). Lessons: layer_splitting, pipeline_schedules.
 """
 
 import copy
@@ -33,8 +33,8 @@ from minidist.common.wrapper import Wrapper, copy_on_ranks
 from minidist.pipeline.balance import balance_by_cost, balance_by_parameters
 from minidist.pipeline.executor import Executor
 from minidist.pipeline.instructions import Schedule
-from minidist.pipeline.microbatches import join, tensors_of
-from minidist.pipeline.opening import Loss, Opening
+from minidist.pipeline.microbatches import merge_microbatches, tensors_of
+from minidist.pipeline.preparation import Loss, Preparation
 from minidist.pipeline.schedules import (
     SCHEDULES,
     forward_only,
@@ -86,10 +86,10 @@ class Pipeline(Wrapper):
 
     A layer takes what the one before it gives, as in any nn.Sequential: a tensor, or tensors and
     plain values in tuples, lists and dicts; tensors of whole numbers and masks get no gradient.
-    What a stage gives may depend on the shape of the inputs, but not on their values. Before the
-    first step with inputs of a new shape, each stage runs a micro-batch once more, all but the
-    first stage one of ones, to find out what travels (`outlines`); random numbers and buffers are
-    then put back. The shapes of the last 64 kinds of batches are kept.
+    The shapes of a stage's outputs may depend on the shapes of the inputs, but not on their values.
+    Before the first step with inputs of a new shape, each stage makes a dry run with one
+    micro-batch, to infer the shapes (`specs`); random state and buffers are then restored. The
+    shapes of the last 64 kinds of batches are kept.
 
     A parameter that layers of several ranks share, as a tied embedding and head do, is kept by
     each, and gets the sum of their gradients. Batch norm takes its means over a micro-batch, not
@@ -136,7 +136,7 @@ class Pipeline(Wrapper):
             )
         stages = {stage: StageLayers() for stage in range(rank, plan.stages, ranks)}
         own = nn.Sequential()
-        # Of each stage, here or on another rank: the keyword arguments that its layers take.
+        # By stage, of all ranks: the keyword arguments that its layers take.
         keywords = [set[str]() for _ in counts]
         for (name, layer), stage in zip(layers, stage_of, strict=True):
             keywords[stage] |= keywords_of(layer)
@@ -145,7 +145,7 @@ class Pipeline(Wrapper):
                 own.add_module(name, layer)
         super().__init__(own)
         self.process_group, self.schedule, self.balance = group, plan, counts
-        # Of the last step or evaluation: what this rank did, and when (on a GPU: queued).
+        # What this rank did in the last step or evaluation, and when (on a GPU: when queued).
         self.trace: list[Span] = []
         later = [set[str]().union(*keywords[stage + 1 :]) for stage in range(plan.stages)]
         self._layers = {
@@ -153,15 +153,15 @@ class Pipeline(Wrapper):
             for stage, sequence in stages.items()
         }
         self.wrapped = [layers.module for layers in self._layers.values()]
-        # Of which each rank along another axis has shards.
+        # The stages of which each rank along another axis has a shard.
         self._sharded: list[Any] = [x for x in self.wrapped if hasattr(x, "summon_full_params")]
         self._recompute, self._names = recompute, list(module.state_dict())
         self._ties = [tie for tie in ties if rank in tie.ranks]
-        # Parameters of ours that another rank has too, and counts in norms.
+        # Shared parameters that count on another rank in norms.
         self.counted_elsewhere = {t.parameter for t in self._ties if t.ranks[0] != rank}
         self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self._peers, every = Peers(group), set[str]().union(*keywords)
-        self._opening = Opening(
+        self._preparation = Preparation(
             self._peers, own, self._layers, plan.stages, microbatches, every, self._device
         )
 
@@ -202,9 +202,9 @@ class Pipeline(Wrapper):
     def _run(
         self, inputs: Any, kwargs: dict[str, Any], training: tuple[Loss, Any] | None = None
     ) -> tuple[torch.Tensor, bool, Any]:
-        """Returns the loss, on every rank, and whether a tie has no gradient on one of them; or the
-        outputs, which only the last has made."""
-        batch, plan = self._opening.open(inputs, kwargs, training), self.schedule
+        """Returns the loss and whether a tie has no gradient on some rank, both on every rank; and
+        in an evaluation the outputs, which are empty on all ranks but the last stage's."""
+        batch, plan = self._preparation.prepare(inputs, kwargs, training), self.schedule
         if training is None:
             plan = forward_only(self._peers.size, plan.stages, len(batch.rows))
         stages = {stage: Stage(own, self._recompute) for stage, own in self._layers.items()}
@@ -218,15 +218,15 @@ class Pipeline(Wrapper):
         ranks, failed = self._peers.size, executor.problem is not None
         # 1 for a rank where a tie has no gradient; for one that failed, more than all of these.
         went = ranks + 1 if failed else int(some_unused(self._ties))
-        told = torch.tensor([loss, went], dtype=torch.float64, device=self._peers.device)
-        dist.all_reduce(told, group=self.process_group)
-        if told[1] > ranks:
-            self._opening.forget()
+        totals = torch.tensor([loss, went], dtype=torch.float64, device=self._peers.device)
+        dist.all_reduce(totals, group=self.process_group)
+        if totals[1] > ranks:
+            self._preparation.forget()
             agree.raise_on_every_rank(self.process_group, executor.problem)
         if training is not None:
-            return told[0], bool(told[1] > 0), None
-        empty = [batch.outlines[plan.stages - 1, n].empty(self._device) for n in batch.rows]
-        return told[0], False, join(executor.outputs or [y for y, _ in empty])
+            return totals[0], bool(totals[1] > 0), None
+        empty = [batch.specs[plan.stages - 1, n].empty(self._device) for n in batch.rows]
+        return totals[0], False, merge_microbatches(executor.outputs or [y for y, _ in empty])
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients of all stages so that their norm, taken over all of them, is at most

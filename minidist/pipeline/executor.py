@@ -18,10 +18,10 @@ from minidist.pipeline.instructions import (
     SendActivation,
     SendGradient,
 )
-from minidist.pipeline.microbatches import cut
-from minidist.pipeline.opening import Batch
-from minidist.pipeline.outlines import Outline
+from minidist.pipeline.microbatches import split_into_microbatches
+from minidist.pipeline.preparation import Batch
 from minidist.pipeline.simulate import Span
+from minidist.pipeline.specs import ActivationSpec
 from minidist.pipeline.stage import Gradients, Stage
 from minidist.pipeline.transfers import Transfers, Travelling
 
@@ -34,11 +34,11 @@ class Executor:
     stages: of this rank. last: the last stage of all, wherever it is.
 
     If a stage fails, the rank goes on through its list, but computes nothing and sends zeros: so no
-    other rank waits for ever, and all of them can be told at the end. After the run:
+    other rank waits for ever, and at the end all of them raise. After the run:
 
-    losses: of the last stage, one for each micro-batch, whose sum is the mean over the batch.
-    outputs: of the last stage, in an evaluation. trace: each instruction and when, which for a
-    computation is after the wait for its message. problem: what went wrong here.
+    losses: of the last stage, one for each micro-batch; their sum is the mean over the batch.
+    outputs: of the last stage, in an evaluation. trace: each instruction with its start and end; a
+    computation starts after the wait for its message. problem: the error of this rank.
     """
 
     def __init__(
@@ -77,23 +77,23 @@ class Executor:
 
     def _send_activation(self, stage: int, i: int) -> None:
         made = self._made.pop((stage, i))
-        self._transfers.send(made, self._outline(stage, i).tensors, stage + 1)
+        self._transfers.send(made, self._spec(stage, i).tensors, stage + 1)
 
     def _receive_activation(self, stage: int, i: int) -> None:
-        specs = self._outline(stage - 1, i).tensors
+        specs = self._spec(stage - 1, i).tensors
         self._coming[stage, i] = self._transfers.expect(specs, stage - 1)
 
     def _send_gradient(self, stage: int, i: int) -> None:
         found = self._found.pop((stage, i))
-        self._transfers.send(found, self._outline(stage - 1, i).gradients, stage - 1)
+        self._transfers.send(found, self._spec(stage - 1, i).gradients, stage - 1)
 
     def _receive_gradient(self, stage: int, i: int) -> None:
-        specs = self._outline(stage, i).gradients
+        specs = self._spec(stage, i).gradients
         self._coming_back[stage, i] = self._transfers.expect(specs, stage + 1)
 
-    def _outline(self, stage: int, i: int) -> Outline:
-        """Of what a stage gives."""
-        return self._batch.outlines[stage, self._batch.rows[i]]
+    def _spec(self, stage: int, i: int) -> ActivationSpec:
+        """The spec of a stage's outputs."""
+        return self._batch.specs[stage, self._batch.rows[i]]
 
     # ---- computations ----------------------------------------------------------------------
 
@@ -102,7 +102,7 @@ class Executor:
             inputs = self._batch.inputs[i]
         else:
             came = self._transfers.take(self._coming.pop((stage, i)))
-            inputs = self._outline(stage - 1, i).put_together(came)
+            inputs = self._spec(stage - 1, i).unflatten(came)
         made = self._compute(self._output if stage == self._last else self._activation, i, inputs)
         if stage < self._last:
             self._made[stage, i] = made
@@ -125,7 +125,7 @@ class Executor:
             self._found[stage, i] = found
 
     def _compute(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of some work. None if it fails, or another has failed here before."""
+        """The result of `work`; None if it fails, or if this rank has failed before."""
         self._start = time.perf_counter()
         if self.problem is not None:
             return None
@@ -137,21 +137,21 @@ class Executor:
             return None
 
     def _activation(self, i: int, inputs: tuple[Any, Any]) -> list[torch.Tensor]:
-        """What a stage gives, which is to be sent."""
+        """A stage's outputs, to be sent."""
         number = self._now.stage
-        stage, outline = self._stages[number], self._outline(number, i)
+        stage, spec = self._stages[number], self._spec(number, i)
         if self._batch.training is None:
-            return outline.take_apart(stage.evaluate(inputs, stage.layers.onward))
+            return spec.flatten(stage.evaluate(inputs, stage.layers.onward))
         if stage.recompute:
-            outline = outline.without_graph
-        return outline.take_apart(stage.forward(i, inputs, stage.layers.onward))
+            spec = spec.without_graph
+        return spec.flatten(stage.forward(i, inputs, stage.layers.onward))
 
     def _output(self, i: int, inputs: tuple[Any, Any]) -> None:
-        """What the last stage gives, which stays here: outputs, or in training a loss."""
+        """Keep the last stage's outputs, or in training its loss."""
         stage = self._stages[self._last]
         if self._batch.training is None:
             made = stage.evaluate(inputs, stage.layers.onward)
-            self._outline(self._last, i).take_apart(made)  # the other ranks know no other
+            self._spec(self._last, i).flatten(made)  # raises if the other ranks expect another spec
             self.outputs.append(made[0])
         else:
             self.losses.append(stage.forward(i, inputs, self._weighted_loss(i)).detach())
@@ -173,4 +173,4 @@ class Executor:
     @cached_property
     def _targets(self) -> list[Any]:
         assert self._batch.training is not None
-        return cut("targets", self._batch.training[1], self._batch.rows)
+        return split_into_microbatches("targets", self._batch.training[1], self._batch.rows)

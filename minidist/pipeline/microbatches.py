@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 
 def rows_of(total: int, microbatches: int) -> list[int]:
-    """The rows of each micro-batch, as even as can be: the first ones take what is left over."""
+    """The rows of each micro-batch, as even as possible: the first ones get the remainder."""
     small, larger = divmod(total, microbatches)
     return [small + (i < larger) for i in range(microbatches)]
 
@@ -27,9 +27,9 @@ def count_rows(inputs: Any) -> int:
     raise TypeError("the inputs of a pipeline are a tensor, its rows first, or several of these")
 
 
-def cut(what: str, batch: Any, rows: Sequence[int]) -> list[Any]:
-    """The micro-batches: of each tensor the next rows, of all else the same. Raises ValueError for
-    a tensor of another number of rows."""
+def split_into_microbatches(what: str, batch: Any, rows: Sequence[int]) -> list[Any]:
+    """The micro-batches: tensors are split by rows, all else is the same in each. Raises ValueError
+    for a tensor of another number of rows."""
     leaves, structure = tree_flatten(batch)
     total, columns = sum(rows), []
     for leaf in leaves:
@@ -43,12 +43,12 @@ def cut(what: str, batch: Any, rows: Sequence[int]) -> list[Any]:
     return [tree_unflatten(list(part), structure) for part in zip(*columns, strict=True)]
 
 
-def join(parts: Sequence[Any]) -> Any:
-    """The batch that micro-batches make: tensors one after another, all else from the first."""
+def merge_microbatches(parts: Sequence[Any]) -> Any:
+    """The batch: tensors are concatenated, all else comes from the first micro-batch."""
 
-    def together(first: Any, *others: Any) -> Any:
+    def merge(first: Any, *others: Any) -> Any:
         if not isinstance(first, torch.Tensor):
             return first
         return torch.cat([first, *others]) if first.ndim else torch.stack([first, *others])
 
-    return tree_map(together, *parts)
+    return tree_map(merge, *parts)

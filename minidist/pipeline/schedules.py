@@ -72,7 +72,7 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
 def interleaved(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """1F1B with several smaller stages on each rank: the pipeline fills v times as fast, for v
     times as many messages (Narayanan et al., arXiv 2104.04473).
-    Lesson: layer_splitting
+    Lesson: pipeline_schedules
 
     Micro-batches go in groups of p through a rank's first stage, then through its second, …
     Raises ValueError unless there are 2 ranks or more, and `microbatches` is a multiple of them.
@@ -107,7 +107,7 @@ def zero_bubble(ranks: int, microbatches: int) -> Schedule:
     2401.10241). Rank r puts off those of r micro-batches, and so every rank keeps the activations
     of min(m, p), no more than the first rank of 1F1B.
 
-    Lesson: layer_splitting
+    Lesson: pipeline_schedules
     """
 
     def order(rank: int) -> Order:

@@ -61,7 +61,7 @@ def simulate(
     nodes: int = 1,
 ) -> Prediction:
     """Predict a training step.
-    Lesson: layer_splitting
+    Lesson: pipeline_schedules
 
     forward, backward_inputs, backward_weights: of one micro-batch, in any unit of time; a number
         for every stage, or one for each. A whole backward takes as long as both its parts.

@@ -18,7 +18,7 @@ from minidist.pipeline.replay import Replay
 from minidist.pipeline.split import Deferred, backward_inputs
 
 Gradients = list[torch.Tensor | None]
-Finish = Callable[[Any, dict[str, Any]], Any]  # what is made of outputs and keyword arguments
+Finish = Callable[[Any, dict[str, Any]], Any]  # applied to outputs and keyword arguments
 
 
 class StageLayers(nn.Sequential):
@@ -38,8 +38,8 @@ class StageLayers(nn.Sequential):
 
 class Layers:
     """What a stage runs. module: its layers, or a strategy around them. later: the keyword
-    arguments that a layer of a later stage takes. plain: those of this step without tensors, which
-    every rank knows before it: they do not travel with the activations."""
+    arguments that a layer of a later stage takes. plain: those without tensors, which every rank
+    knows before the step, so that they are not sent with the activations."""
 
     def __init__(self, module: nn.Module, later: Set[str] = frozenset()) -> None:
         self.module, self.later = module, later
@@ -61,9 +61,8 @@ class Layers:
         """What goes to the next stage."""
         return y, {name: value for name, value in kwargs.items() if name in self.later}
 
-    def rehearse(self, inputs: tuple[Any, dict[str, Any]]) -> Any:
-        """What would go to the next stage. Random numbers, buffers and the inputs stay as they
-        are."""
+    def dry_run(self, inputs: tuple[Any, dict[str, Any]]) -> Any:
+        """What would be sent to the next stage. Random state, buffers and inputs do not change."""
         with Replay(self.module, tensors_of(inputs)).same_again():
             x, kwargs = tree_map_only(torch.Tensor, torch.clone, inputs)
             return self.onward(self(x, kwargs), kwargs)
@@ -81,9 +80,9 @@ def keywords_of(layer: nn.Module) -> set[str]:
 
 @dataclass
 class _Kept:
-    """What a forward pass leaves for its backward pass: the tensors that have come in and need a
-    gradient, and the graph that autograd has recorded, by its end at each output that needs one.
-    Not the outputs: they have left."""
+    """What a forward pass keeps for its backward pass: the received tensors that need a gradient,
+    and the graph that autograd has recorded, held by its end at each output. The outputs
+    themselves may be freed."""
 
     received: list[torch.Tensor]
     ends: list[GradientEdge]
@@ -92,7 +91,7 @@ class _Kept:
 class Stage:
     """The layers of one stage, and the activations of one batch's micro-batches in flight.
 
-    recompute: keep what has come in alone, and compute forward again when backward needs the rest.
+    recompute: keep the inputs only, and compute forward again when backward needs the rest.
     """
 
     def __init__(self, layers: Layers, recompute: bool) -> None:
@@ -106,9 +105,9 @@ class Stage:
             return finish(self.layers(*inputs), inputs[1])
 
     def forward(self, microbatch: int, inputs: tuple[Any, Any], finish: Finish) -> Any:
-        """What `finish` makes of the outputs for `inputs`: what the first layer takes, and keyword
-        arguments. Backward passes begin at the tensors in it that need a gradient. With `recompute`
-        it has no graph yet."""
+        """`finish` applied to the outputs for `inputs`: what the first layer takes, and keyword
+        arguments. Backward begins at the tensors in the result that need a gradient. With
+        `recompute` the result has no graph yet."""
 
         def compute() -> Any:
             return finish(self.layers(*_entered(inputs)), inputs[1])
@@ -130,15 +129,15 @@ class Stage:
         return self.evaluate(copies, finish)
 
     def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
-        """Add to the gradients of the weights, and return those for what has come in. `gradients`
-        are those for the outputs; None stands for a loss's own, which is 1."""
+        """Add to the gradients of the weights, and return those of the inputs. `gradients`: of the
+        outputs; None stands for that of a loss, which is 1."""
         kept = self._kept.pop(microbatch)()
         if kept.ends:
             torch.autograd.backward(kept.ends, gradients)
         return [x.grad for x in kept.received]
 
     def backward_inputs(self, microbatch: int, gradients: Gradients) -> Gradients:
-        """Return the gradients for what has come in. `backward_weights` does the rest."""
+        """Return the gradients of the inputs. `backward_weights` does the rest."""
         kept = self._kept.pop(microbatch)()
         if not kept.ends:
             self._deferred[microbatch] = []
@@ -148,7 +147,7 @@ class Stage:
         return found
 
     def backward_weights(self, microbatch: int) -> None:
-        """Add to the gradients of the weights what `backward_inputs` has put off."""
+        """Add the gradients of the weights, which `backward_inputs` has left out."""
         for deferred in self._deferred.pop(microbatch):
             deferred.run()
 
@@ -160,8 +159,8 @@ def _keep(inputs: Any, made: Any) -> _Kept:
 
 
 def _entered(inputs: tuple[Any, Any]) -> tuple[Any, Any]:
-    """The same, but for the leaves of the graph: a layer must not overwrite these, as
-    nn.ReLU(inplace=True) would, so it gets their memory by another name."""
+    """The inputs, with each leaf of the graph replaced by an alias. A layer such as
+    nn.ReLU(inplace=True) may overwrite its input, and autograd refuses that for a leaf."""
 
     def enter(x: torch.Tensor) -> torch.Tensor:
         return _Enter.apply(x) if x.requires_grad and x.is_leaf else x

@@ -27,7 +27,7 @@ class ScheduleError(ValueError):
 
 def validate(schedule: Schedule, in_flight: Sequence[int] | None = None) -> None:
     """Raise ScheduleError unless the schedule trains every stage on every micro-batch.
-    Lesson: layer_splitting
+    Lesson: pipeline_schedules
 
     - Each rank does what its stages have to do, each once: a forward, and a backward in one part
       or in two, with the messages that they need and make possible.

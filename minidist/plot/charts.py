@@ -118,13 +118,15 @@ def timeline(
     timelines: Iterable[RankSpans] | Mapping[str, Spans],
     ax: Axes | None = None,
     title: str = "Timeline",
+    lanes: bool = False,
 ) -> Axes:
     """Lesson: rank. A Gantt chart, a rank a row, in ms since the first span of any row.
 
     A mapping names its rows itself, from top to bottom: {"replica 0": timeline, …}.
     All spans are in seconds on one clock. A span has the colour of its name if that is an
     activity of the palette (forward, backward, step), else of its category. A span that begins
-    within another is drawn thinner, upon it.
+    within another is drawn thinner, upon it. lanes: communication has a lane of its own below,
+    where a message begins when the one before it has ended. Lesson: distributed_data_parallel.
     """
     if isinstance(timelines, Mapping):
         lines = [(name, line.spans) for name, line in timelines.items()]
@@ -146,14 +148,23 @@ def timeline(
 
         for row, (_, line) in enumerate(lines):
             around: list[float] = []  # the ends of the spans that the next may begin within
+            free, middle, whole = first, float(row), 0.78  # when the lane of messages is free
+            if lanes:
+                middle, whole = row - 0.2, 0.4
             for span in sorted(line, key=lambda span: (span.start, -span.end)):
-                around = [end for end in around if end > span.start]
-                depth, shade = len(around), shades[kind(span)]
-                left, width = (span.start - first) * 1e3, (span.end - span.start) * 1e3
-                thick = 0.78 * 0.66**depth
-                # The edge, in the same colour, keeps spans shorter than a pixel in sight.
-                ax.barh(row, width, thick, left, color=shade, ec=shade, lw=0.5, zorder=2 + depth)
-                around.append(span.end)
+                shade, edge = shades[kind(span)], shades[kind(span)]
+                start, at, thick, depth = span.start, middle, whole, 0
+                if lanes and span.category == "communication":
+                    start, at, thick, edge = max(start, free), row + 0.2, 0.3, "white"
+                    free = max(free, span.end)
+                else:
+                    around = [end for end in around if end > span.start]
+                    depth = len(around)
+                    thick *= 0.66**depth
+                    around.append(span.end)
+                left, width = (start - first) * 1e3, max(0, span.end - start) * 1e3
+                # An edge in the same colour keeps spans shorter than a pixel in sight.
+                ax.barh(at, width, thick, left, color=shade, ec=edge, lw=0.5, zorder=2 + depth)
         ax.set_yticks(range(len(lines)), [name for name, _ in lines])
         ax.set_ylim(len(lines) - 0.45, -0.55)
         ax.set_xlim(left=0, auto=None)  # panels that share this axis may still need more of it

@@ -36,11 +36,14 @@ def legend(ax: Axes, handles: Sequence[Any]) -> None:
 
 def ticks(axis: Any, show: Any, grid: str | None = FAINT, whole: bool = False) -> None:
     """Ticks at few round values, written by `show`, on a linear or a logarithmic axis."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+    from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, NullLocator
 
     if axis.get_scale() == "log":
         low, high = axis.get_view_interval()
-        axis.set_major_locator(LogLocator(10, subs=(1.0,) if high > 300 * low else (1, 2, 5)))
+        locator: Locator = LogLocator(10, subs=(1.0,) if high > 300 * low else (1, 2, 5))
+        if sum(low <= tick <= high for tick in locator.tick_values(low, high)) < 3:
+            locator = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10])  # such as 100 to 150 ms
+        axis.set_major_locator(locator)
         axis.set_minor_locator(NullLocator())
     else:
         axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10], integer=whole))

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Curve = Mapping[float, float]
+LEVEL: Any = {"ha": "center", "va": "center", "size": 8.5, "color": PALE}
+LEVEL["bbox"] = {"fc": "white", "ec": "none", "pad": 1, "alpha": 0.85}
 
 
 def sweep(
@@ -24,13 +26,15 @@ def sweep(
     ylabel: str = "",
     show: Callable[[float], str] = "{:g}".format,
     log: str = "x",
+    levels: Mapping[str, float] | None = None,
 ) -> Axes:
     """What is measured as dots, what is predicted as a line of the same colour. Without a
     prediction, lines join the dots.
 
     Both mappings go from a name to {x: y}. show: how to write a y, such as `md.plot.human_bytes`.
-    log: the axes that are logarithmic, "x", "y", "xy" or "". Each x that is measured has a tick;
-    where they are too many for that, powers of two have. Lesson: layer_splitting.
+    log: the axes that are logarithmic, "x", "y", "xy" or "". levels: values of y to compare with,
+    as dotted lines with their names. Each x that is measured has a tick; where they are too many
+    for that, powers of two have. Lesson: layer_splitting.
     """
     predicted = predicted or {}
     if not measured or not all(map(len, measured.values())):
@@ -45,13 +49,17 @@ def sweep(
             handles += [] if name in measured else line
         for i, (name, curve) in enumerate(measured.items()):
             size = 6 if len(places) < 40 else 3
-            # Curves that are equal lie upon each other: later lines are thinner.
-            look: dict[str, Any] = {"marker": "oDs^vPX*"[i % 8], "ms": size}
+            # Curves that are equal coincide: later lines are thinner, later dots smaller.
+            larger = min(3 * (len(measured) - 1 - i), 6) if predicted else 0
+            look: dict[str, Any] = {"marker": "oDs^vPX*"[i % 8], "ms": size + larger}
             look["lw"] = 0 if predicted else max(1.2, 4 - 1.2 * i)
             points = zip(*sorted(curve.items()), strict=True)
             handles += ax.plot(*points, color=shades[name], alpha=0.85, label=name, **look)
         if predicted:
             handles += ax.plot([], [], color=PALE, lw=1.6, label="line: predicted")
+        for name, level in (levels or {}).items():
+            ax.axhline(level, color=PALE, lw=1, ls=":", zorder=1)
+            ax.annotate(name, (0.68, level), xycoords=("axes fraction", "data"), **LEVEL)
         for name in log:
             getattr(ax, f"set_{name}scale")("log", base=2 if name == "x" else 10)
         if "y" not in log:

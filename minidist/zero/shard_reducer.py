@@ -6,9 +6,9 @@ there: one bucket fills while another travels, and the whole gradient is never i
 Lesson: zero.
 """
 
-import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from minidist.distributed_data_parallel.reducer import on_any_rank
 from minidist.distributed_data_parallel.watch import GradientWatch
 from minidist.zero.gradient_in_shards import GradientInShards
 from minidist.zero.messages import reduce_scatter
-from minidist.zero.partition import FlatParameters
+from minidist.zero.partition import FlatParameters, Piece
 
 
 class PassingBucket(Bucket):
@@ -98,13 +98,17 @@ class ShardReducer(GradientWatch):
     def _register_hooks(self) -> None:
         super()._register_hooks()
 
-        def make_room(parameter: nn.Parameter, _: torch.Tensor) -> None:
+        pieces = self._pieces
+
+        def make_room(parameter: nn.Parameter, *_: Any) -> None:
             # What is in shards stays there. Autograd would add to it what comes now.
+            _forget_removed(parameter, pieces)
             if isinstance(parameter.grad, GradientInShards):
                 parameter.grad = None
 
-        hooks = [p.register_hook(partial(make_room, p)) for p in self.parameters]
-        weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
+        # These go with the nodes.
+        for parameter, node in zip(self.parameters, self._nodes, strict=True):
+            node.register_prehook(partial(make_room, parameter))
 
     def keep(self, parameter: nn.Parameter) -> None:
         bucket, slot = self._places[parameter]
@@ -117,6 +121,8 @@ class ShardReducer(GradientWatch):
         # In this pass, or in those before it that were not averaged.
         used = [p in self.arrived or p.grad is not None for p in self.parameters]
         for parameter in unused:
+            if parameter not in before:
+                _forget_removed(parameter, self._pieces)
             self.add(parameter)
         self._receive()
         used = on_any_rank(used, self._group, self.parameters[0].device)
@@ -139,3 +145,9 @@ class ShardReducer(GradientWatch):
             self._make_buckets()
         for bucket in self._buckets:
             bucket.empty()
+
+
+def _forget_removed(parameter: nn.Parameter, pieces: dict[nn.Parameter, Piece]) -> None:
+    """A parameter without a `.grad` has none in shards: the user has set it to None."""
+    if parameter.grad is None and parameter in pieces:
+        pieces[parameter].own.grad = None

@@ -137,6 +137,7 @@ class ZeroRedundancyOptimizer(Optimizer):
                 loss = closure()
         self._require_unchanged()
         self._whole_states = None
+        self._forget_removed()
         shown = self._show_gradients()
         _copy_options(self, self._inner)
         self._inner.step(**options)
@@ -149,6 +150,14 @@ class ZeroRedundancyOptimizer(Optimizer):
         for wait in [all_gather(flat.flat, self.process_group) for flat in self._flats]:
             wait()
         return loss
+
+    def _forget_removed(self) -> None:
+        """What the user has removed from `state`, or from a parameter's `.grad`, is no more."""
+        for piece in self._pieces:
+            if piece.whole not in self.state:
+                self._inner.state.pop(piece.own, None)
+            if piece.whole.grad is None:
+                piece.own.grad = None
 
     def _show_gradients(self) -> list[tuple[Piece, torch.Tensor | None]]:
         """Where a parameter has its full gradient, add this rank's part of it to what its piece has

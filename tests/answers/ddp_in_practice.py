@@ -53,6 +53,16 @@ def on_all_images(model, images, labels):
     F.cross_entropy(model(images), labels).backward()
 
 
+def padded(model, images, labels):
+    """As many rows on each rank, those too many with weight 0."""
+    most = torch.tensor(len(labels))
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    more = int(most) - len(labels)
+    images, ours = torch.cat([images, torch.zeros(more, 64).double()]), len(labels)
+    losses = F.cross_entropy(model(images)[:ours], labels, reduction="sum")
+    (losses * dist.get_world_size() / all_images(labels)).backward()
+
+
 def past_ddp(model, images, labels):
     """Through the module inside, whose gradients it sums by hand."""
     F.cross_entropy(model.module(images), labels, reduction="sum").backward()
@@ -144,12 +154,12 @@ ANSWERS = {
     check.backward_of_all: (
         [
             *(weighted_loss, weighted_gradients, weighted_mean, mean_of_nothing),
-            *(without_ddps_average, one_by_one, returns_the_loss, on_all_images, past_ddp),
+            *(without_ddps_average, one_by_one, returns_the_loss, past_ddp, padded),
         ],
         [
             *(plain, summed, divided_by_all, divided_by_my_own, averaged_twice),
             *(share_of_the_images, as_many_as_all_have, not_averaged),
-            *(left_out, no_backward, by_join, lambda model, images, labels: None),
+            *(on_all_images, left_out, no_backward, by_join, lambda model, images, labels: None),
         ],
     ),
 }

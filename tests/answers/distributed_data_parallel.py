@@ -73,6 +73,17 @@ class AtTheEnd(Wrapped):
                 p.grad = piece.view_as(p)
 
 
+class OneDummy(AtTheEnd):
+    """Something travels meanwhile, but no gradient."""
+
+    def arrived(self, parameter):
+        if not self.missing:
+            self.dummy = dist.all_reduce(torch.zeros(1), async_op=True)
+        super().arrived(parameter)
+        if not self.missing:
+            self.dummy.wait()
+
+
 class Asynchronous(Wrapped):
     def begin(self):
         super().begin()
@@ -222,7 +233,7 @@ def bare(module):
     return module
 
 
-WAITING = [Waiting, ByRing, ByAllGather, ByReduceAndBroadcast, AtTheEnd]
+WAITING = [Waiting, ByRing, ByAllGather, ByReduceAndBroadcast, AtTheEnd, OneDummy]
 OVERLAPPING = [Asynchronous, ByCallback, Buckets, md.DistributedDataParallel, TorchDDP]
 WRONG = [
     *(Nothing, Summed, TwiceDivided, OwnWeights, OnlyWeights, WithFinish, Averaged, OnlyOnce),

@@ -14,7 +14,7 @@ class Passes:
         self.rank, self.last = dist.get_rank(), dist.get_world_size() - 1
         self.stage, self.width, self.wait = stage, width, wait
         self.images, self.labels = images.chunk(m), labels.chunk(m)
-        self.m, self.weight, self.kept, self.sending = m, weight, {}, []
+        self.m, self.weight, self.kept, self.sending, self.loss = m, weight, {}, [], 0.0
 
     def send(self, x, to):
         if self.wait:
@@ -33,6 +33,7 @@ class Passes:
             self.send(y.detach(), self.rank + 1)
         else:
             y = F.cross_entropy(y, self.labels[i]) / (self.m if self.weight else 1)
+            self.loss += y.item()
         self.kept[i] = x, y
 
     def backward(self, i):
@@ -48,6 +49,7 @@ class Passes:
     def finish(self):
         for work, _ in self.sending:
             work.wait()
+        return self.loss
 
 
 def in_turns(passes, warmup):
@@ -60,12 +62,12 @@ def in_turns(passes, warmup):
         passes.backward(i - warmup)
     for i in range(m - warmup, m):
         passes.backward(i)
-    passes.finish()
+    return passes.finish()
 
 
 def immediate(stage, images, labels, m, width):
     passes = Passes(stage, images, labels, m, width)
-    in_turns(passes, passes.last - passes.rank)
+    return in_turns(passes, passes.last - passes.rank)
 
 
 def by_count(stage, images, labels, m, width):
@@ -80,7 +82,7 @@ def by_count(stage, images, labels, m, width):
     while done < m:
         passes.backward(done)
         done += 1
-    passes.finish()
+    return passes.finish()
 
 
 def receives_first(stage, images, labels, m, width):
@@ -93,7 +95,7 @@ def receives_first(stage, images, labels, m, width):
         coming = [dist.irecv(x, rank - 1) for x in xs]
     back = [torch.empty(len(x), width, dtype=x.dtype) for x in xs]
     returning = [dist.irecv(g, rank + 1) for g in back] if rank < last else []
-    kept, done = {}, 0
+    kept, done, loss = {}, 0, torch.zeros((), dtype=torch.float64)
 
     def backward(i):
         x, y = kept.pop(i)
@@ -110,48 +112,52 @@ def receives_first(stage, images, labels, m, width):
             coming[i].wait()
             xs[i].requires_grad_()
         y = stage(xs[i])
-        kept[i] = xs[i], y if rank < last else F.cross_entropy(y, target) / m
         if rank < last:
             dist.send(y.detach(), rank + 1)
+        else:
+            y = F.cross_entropy(y, target) / m
+            loss += y.detach()
+        kept[i] = xs[i], y
         if i >= last - rank:
             backward(done)
             done += 1
     for i in range(done, m):
         backward(i)
+    return loss
 
 
 def gpipe(stage, images, labels, m, width):
     passes = Passes(stage, images, labels, m, width)
-    in_turns(passes, m)
+    return in_turns(passes, m)
 
 
 def one_at_a_time(stage, images, labels, m, width):
-    in_turns(Passes(stage, images, labels, m, width), 0)
+    return in_turns(Passes(stage, images, labels, m, width), 0)
 
 
 def one_too_many(stage, images, labels, m, width):
     passes = Passes(stage, images, labels, m, width)
-    in_turns(passes, passes.last - passes.rank + 1)
+    return in_turns(passes, passes.last - passes.rank + 1)
 
 
 def sends_that_wait(stage, images, labels, m, width):
     passes = Passes(stage, images, labels, m, width, wait=True)
-    in_turns(passes, passes.last - passes.rank)
+    return in_turns(passes, passes.last - passes.rank)
 
 
 def without_the_weight(stage, images, labels, m, width):
     passes = Passes(stage, images, labels, m, width, weight=False)
-    in_turns(passes, passes.last - passes.rank)
+    return in_turns(passes, passes.last - passes.rank)
 
 
 def forgets_the_last(stage, images, labels, m, width):
     passes = Passes(stage, images, labels, m, width)
     passes.m = m - 1
-    in_turns(passes, passes.last - passes.rank)
+    return in_turns(passes, passes.last - passes.rank)
 
 
 def without_microbatches(stage, images, labels, m, width):
-    immediate(stage, images, labels, 1, width)
+    return immediate(stage, images, labels, 1, width)
 
 
 def negative_warmup(stage, images, labels, m, width):
@@ -159,7 +165,15 @@ def negative_warmup(stage, images, labels, m, width):
     passes = Passes(stage, images, labels, m, width)
     for i in range(passes.last - passes.rank):
         passes.forward(i)
-    in_turns(passes, 0)
+    return in_turns(passes, 0)
+
+
+def without_the_loss(stage, images, labels, m, width):
+    immediate(stage, images, labels, m, width)
+
+
+def last_loss_only(stage, images, labels, m, width):
+    return immediate(stage, images, labels, m, width) / m
 
 
 def nothing(stage, images, labels, m, width):
@@ -183,6 +197,8 @@ ANSWERS = {
             forgets_the_last,
             without_microbatches,
             negative_warmup,
+            without_the_loss,
+            last_loss_only,
             nothing,
         ],
     ),

@@ -1,13 +1,12 @@
-"""What all ranks must know before a step: how many rows are in the batch, and the outlines of its
-activations.
+"""Before a step, ranks agree on the rows of the batch and the shapes of its activations.
 
-Outlines depend on the inputs, which the first rank has, and on what each rank has done with its
-layers: a frozen parameter, a layer in evaluation mode. So each rank has a number for that, and the
-numbers of all ranks together are the key to the outlines. This takes 16 bytes from each rank, once
-a step; and with a strategy around the stages, an all_reduce of 32 along its axis.
+The shapes depend on the inputs, which the first rank has, and on the state of each rank's layers: a
+frozen parameter, a layer in evaluation mode. So each rank hashes what it knows, and the hashes of
+all ranks are the key under which specs are cached. This takes 16 bytes from each rank, once a step;
+and with a strategy around the stages, an all_reduce of 32 along its axis.
 
-Keyword arguments without tensors, such as the number of the step, travel here too: to every rank,
-when they change.
+Keyword arguments without tensors, such as the number of the step, are broadcast here, when they
+change.
 """
 
 import copy
@@ -24,35 +23,35 @@ from minidist.collectives.peers import Peers
 from minidist.common import agree
 from minidist.common.guard import Guard
 from minidist.common.single import all_gather_single
-from minidist.pipeline.microbatches import count_rows, cut, rows_of, tensors_of
-from minidist.pipeline.outlines import PLAIN, Outlines, learn
+from minidist.pipeline.microbatches import count_rows, rows_of, split_into_microbatches, tensors_of
+from minidist.pipeline.specs import PLAIN, ActivationSpecs, infer_specs
 from minidist.pipeline.stage import Layers
 
 Loss = Callable[[Any, Any], torch.Tensor]
 FLAGS = type(None), bool, str, torch.dtype, torch.device
-KNOWN = 64  # kinds of batches whose outlines are kept
+CACHE_SIZE = 64  # kinds of batches
 
 
 @dataclass
 class Batch:
     """What a rank knows of a batch.
 
-    rows: of each micro-batch. inputs: of each, what the first layer gets, and keyword arguments; on
-    the rank of the first stage. training: loss_fn and targets, used where the last stage is; None:
-    there is no backward pass. outlines: of the activations that this rank sends and receives.
+    rows: of each micro-batch. inputs: for each micro-batch, what the first layer takes, and keyword
+    arguments; on the rank of the first stage only. training: loss_fn and targets, used by the last
+    stage; None: no backward pass. specs: of the activations that this rank sends and receives.
     """
 
     rows: Sequence[int]
     inputs: Sequence[tuple[Any, dict[str, Any]]]
     training: tuple[Loss, Any] | None
-    outlines: Outlines
+    specs: ActivationSpecs
 
 
-class Opening:
-    """Of all steps of a pipeline.
+class Preparation:
+    """Before each step, makes all ranks agree on rows and shapes.
 
-    module: this rank's layers; layers: the same, by stage. stages: of all ranks. keywords: all that
-    some layer takes. device: where activations are.
+    module: this rank's layers; layers: the same, by stage. stages: of all ranks. keywords: all
+    keyword arguments that some layer takes. device: of the activations.
     """
 
     def __init__(
@@ -69,10 +68,12 @@ class Opening:
         self._microbatches, self._keywords, self._device = microbatches, keywords, device
         self._modules, self._parameters = list(module.modules()), list(module.parameters())
         self._guard = Guard(module, "Pipeline")
-        self._outlines: dict[tuple[int, ...], Outlines] = {}  # the one used last at the end
-        self._plain: dict[str, Any] = {}  # of the last step, what layers of later stages take
+        self._specs: dict[tuple[int, ...], ActivationSpecs] = {}  # the one used last comes last
+        self._plain: dict[str, Any] = {}  # of the last step, for later stages
 
-    def open(self, inputs: Any, kwargs: dict[str, Any], training: tuple[Loss, Any] | None) -> Batch:
+    def prepare(
+        self, inputs: Any, kwargs: dict[str, Any], training: tuple[Loss, Any] | None
+    ) -> Batch:
         """Every rank calls this. Raises on all of them if the batch of the first cannot be cut, or
         if the parameters of one have changed."""
         trains = training is not None
@@ -84,8 +85,8 @@ class Opening:
             if self._peers.rank == 0:
                 total = self._count(inputs, kwargs, trains)
                 batch = inputs, {n: value for n, value in kwargs.items() if n not in plain}
-                parts = cut("inputs", batch, self._rows(total, trains))
-                seen += [_looks(batch, PLAIN), _looks(plain, FLAGS)]
+                parts = split_into_microbatches("inputs", batch, self._rows(total, trains))
+                seen += [_signature(batch, PLAIN), _signature(plain, FLAGS)]
                 fresh = repr(self._to_later(plain)) != repr(self._plain)
         except (TypeError, ValueError, RuntimeError) as error:
             problem = error
@@ -94,23 +95,23 @@ class Opening:
         mine = torch.tensor([number, 2 * total + fresh], device=self._peers.device)
         everyone = mine.new_empty(2 * self._peers.size)
         all_gather_single(everyone, mine, self._peers.group).wait()
-        numbers, told = everyone.view(-1, 2).T.tolist()
-        total, fresh = divmod(told[0], 2)
+        numbers, totals = everyone.view(-1, 2).T.tolist()
+        total, fresh = divmod(totals[0], 2)
         failed, key = min(numbers) < 0, tuple(numbers)
         rows = [] if failed else self._rows(total, trains)
-        sizes = [] if key in self._outlines else sorted(set(rows))
+        sizes = [] if key in self._specs else sorted(set(rows))
         times = self._agree_over_replicas(failed, len(rows), len(sizes), problem)
-        self._give_out(plain, fresh)
-        outlines = self._learn(sizes, rows, parts, trains) if sizes else self._outlines.pop(key)
+        self._broadcast_plain(plain, fresh)
+        specs = self._infer(sizes, rows, parts, trains) if sizes else self._specs.pop(key)
         if times > len(sizes):  # other replicas have new shapes
-            self._learn(rows[-1:] * (times - len(sizes)), rows, parts, trains)
-        self._outlines[key] = outlines
-        if len(self._outlines) > KNOWN:
-            del self._outlines[next(iter(self._outlines))]
-        return Batch(rows, parts, training, outlines)
+            self._infer(rows[-1:] * (times - len(sizes)), rows, parts, trains)
+        self._specs[key] = specs
+        if len(self._specs) > CACHE_SIZE:
+            del self._specs[next(iter(self._specs))]
+        return Batch(rows, parts, training, specs)
 
     def _to_later(self, plain: dict[str, Any]) -> dict[str, Any]:
-        """On the first rank: those of its keyword arguments that layers of later stages take."""
+        """On the first rank: the keyword arguments that layers of later stages take."""
         later = {name: value for name, value in plain.items() if name in self._layers[0].later}
         for name, value in later.items():
             for leaf in tree_leaves(value):
@@ -121,28 +122,28 @@ class Opening:
                     )
         return later
 
-    def _give_out(self, plain: dict[str, Any], fresh: bool) -> None:
-        """Let every rank's layers have the first one's keyword arguments without tensors."""
+    def _broadcast_plain(self, plain: dict[str, Any], fresh: bool) -> None:
+        """Give all ranks the first rank's keyword arguments without tensors."""
         first = self._peers.rank == 0
         if fresh:
-            told = [self._to_later(plain) if first else None]
-            dist.broadcast_object_list(told, group=self._peers.group, group_src=0)
-            assert told[0] is not None
-            self._plain = copy.deepcopy(told[0])  # the user's own lists may change
+            message = [self._to_later(plain) if first else None]
+            dist.broadcast_object_list(message, group=self._peers.group, group_src=0)
+            assert message[0] is not None
+            self._plain = copy.deepcopy(message[0])  # the user's own lists may change
         for layers in self._layers.values():
             layers.plain = plain if first else self._plain
 
     def _agree_over_replicas(
-        self, failed: bool, count: int, rehearsals: int, problem: Exception | None
+        self, failed: bool, count: int, dry_runs: int, problem: Exception | None
     ) -> int:
-        """How often each stage must be rehearsed. With a strategy around it that gathers its
-        parameters for each run, all ranks of the strategy must run it equally often. Raises on all
-        of them if one of their replicas has failed."""
+        """How many dry runs each stage makes. A strategy around a stage may gather its parameters
+        for each run, so all ranks of the strategy must run it equally often. Raises on all of them
+        if one has failed."""
         replicas = next(iter(self._layers.values())).groups
-        told = torch.tensor([failed, -count, count, rehearsals]).to(self._peers.device)
+        counts = torch.tensor([failed, -count, count, dry_runs]).to(self._peers.device)
         for group in replicas:
-            dist.all_reduce(told, dist.ReduceOp.MAX, group)
-        any_failed, negative_least, most, rehearsals = told.tolist()
+            dist.all_reduce(counts, dist.ReduceOp.MAX, group)
+        any_failed, negative_least, most, dry_runs = counts.tolist()
         if any_failed:
             assert self._peers.group is not None
             agree.raise_along([self._peers.group, *replicas], problem)
@@ -151,20 +152,20 @@ class Opening:
                 "a strategy around the stages needs batches that all its ranks cut into as many "
                 f"micro-batches: here they are {-negative_least} and {most}"
             )
-        return int(rehearsals)
+        return int(dry_runs)
 
     def forget(self) -> None:
-        """A step has failed: learn all outlines again. Every rank calls this."""
-        self._outlines.clear()
+        """A step has failed: drop all cached specs. Every rank calls this."""
+        self._specs.clear()
 
-    def _learn(
+    def _infer(
         self, sizes: list[int], rows: list[int], parts: Sequence[Any], trains: bool
-    ) -> Outlines:
+    ) -> ActivationSpecs:
         first = [(size, parts[rows.index(size)] if parts else None) for size in sizes]
-        run = {stage: own.rehearse for stage, own in self._layers.items()}
-        stages = self._stages - trains  # what the last one gives in training goes nowhere
+        run = {stage: own.dry_run for stage, own in self._layers.items()}
+        stages = self._stages - trains  # in training, nobody receives the last one's output
         with torch.set_grad_enabled(trains):
-            return learn(self._peers, stages, run, first, self._device)
+            return infer_specs(self._peers, stages, run, first, self._device)
 
     def _count(self, inputs: Any, kwargs: dict[str, Any], trains: bool) -> int:
         for name in kwargs.keys() - self._keywords:
@@ -178,16 +179,16 @@ class Opening:
         return rows_of(total, self._microbatches if trains else min(self._microbatches, total))
 
     def _state(self) -> Any:
-        """On what the outlines of this rank's layers depend, besides their inputs."""
+        """What the specs of this rank's layers depend on, besides the inputs."""
         device = self._device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         modes = [module.training for module in self._modules]
         return autocast, modes, [(p.requires_grad, p.dtype) for p in self._parameters]
 
 
-def _looks(tree: Any, by_value: tuple[type, ...]) -> Any:
-    """Of each tensor its shape and dtype, of some other kinds what they are, of all else the type:
-    a number that is not the same in each step must not look like another batch."""
+def _signature(tree: Any, by_value: tuple[type, ...]) -> Any:
+    """Of each tensor the shape and dtype, of the types in `by_value` the value, of all else the
+    type: a number that changes in each step must not look like another kind of batch."""
     leaves, structure = tree_flatten(tree)
     return structure, [
         (x.shape, x.dtype, x.requires_grad)

@@ -1,10 +1,10 @@
-"""What travels between two stages, found out once for inputs of one shape.
+"""The shapes of what stages send each other, inferred once for inputs of one shape.
 
-An activation is a tensor, or tensors and plain values in tuples, lists and dicts. Who receives one
-makes room for it before it comes, so it must know its *outline*: the structure, and of each tensor
-the shape and dtype. In the first step with inputs of a new shape, the stages run one micro-batch of
-each size to learn them: the first stage the batch's own, each other one all ones, of the shapes
-that the stage before it has found. These shapes travel; after that only tensors do.
+An activation is a tensor, or tensors and plain values in tuples, lists and dicts. The receiver
+allocates memory before one arrives, so it must know its *spec*: the structure, and of each tensor
+the shape and dtype. In the first step with inputs of a new shape, each stage runs one micro-batch
+of each size without effect, a dry run: the first stage the batch's own, the others ones, of the
+shapes that the stage before has found. The specs are broadcast; after that only tensors are sent.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a tensor of an activation looks like, and whether a gradient for it comes back."""
+    """Shape and dtype of a tensor, and whether a gradient for it is sent back."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -43,15 +43,15 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Outline:
-    """An activation without its numbers: each tensor is a `TensorSpec`."""
+class ActivationSpec:
+    """An activation in which each tensor is replaced by its `TensorSpec`."""
 
     leaves: list[Any]
     structure: TreeSpec
 
     @classmethod
-    def of(cls, activation: Any) -> "Outline":
-        """Raises TypeError if there is something in it that cannot travel."""
+    def of(cls, activation: Any) -> "ActivationSpec":
+        """Raises TypeError if it holds something that cannot be sent."""
         leaves, structure = tree_flatten(activation)
         return cls([_spec(leaf) for leaf in leaves], structure)
 
@@ -68,23 +68,22 @@ class Outline:
 
     @cached_property
     def gradients(self) -> list[TensorSpec]:
-        """Of the tensors for which a gradient comes back."""
+        """Of the tensors for which a gradient is sent back."""
         return [spec for spec in self.tensors if spec.gradient]
 
     @cached_property
-    def without_graph(self) -> "Outline":
-        """That of the same activation if autograd has not recorded how it was made."""
+    def without_graph(self) -> "ActivationSpec":
+        """The spec of the same activation made under `torch.no_grad()`."""
         leaves = [
             replace(leaf, gradient=False) if isinstance(leaf, TensorSpec) else leaf
             for leaf in self.leaves
         ]
-        return Outline(leaves, self.structure)
+        return ActivationSpec(leaves, self.structure)
 
-    def take_apart(self, activation: Any) -> list[torch.Tensor]:
-        """The tensors of an activation, cut off from autograd's graph. Raises ValueError if it is
-        not like this."""
+    def flatten(self, activation: Any) -> list[torch.Tensor]:
+        """The tensors of an activation, detached. Raises ValueError if it has another spec."""
         leaves, structure = tree_flatten(activation)
-        found = Outline([_spec(leaf) for leaf in leaves], structure)
+        found = ActivationSpec([_spec(leaf) for leaf in leaves], structure)
         if found != self:
             raise ValueError(
                 f"this stage gives {found}; after what it gave for other micro-batches it must be "
@@ -92,8 +91,8 @@ class Outline:
             )
         return [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
-    def put_together(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The activation that these tensors make. Those that need a gradient are leaves of
+    def unflatten(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The activation that consists of these tensors. Those that need a gradient are leaves of
         autograd's graph."""
         left = iter(tensors)
         leaves = [
@@ -103,11 +102,11 @@ class Outline:
         return tree_unflatten(leaves, self.structure)
 
     def empty(self, device: torch.device) -> Any:
-        return self.put_together([spec.empty(device) for spec in self.tensors])
+        return self.unflatten([spec.empty(device) for spec in self.tensors])
 
     def ones(self, device: torch.device) -> Any:
-        """Values that layers can take: an index of more than one row, a mask that hides nothing."""
-        return self.put_together([spec.ones(device) for spec in self.tensors])
+        """Ones: valid as indices where there are two rows or more, and as a mask: none hidden."""
+        return self.unflatten([spec.ones(device) for spec in self.tensors])
 
 
 def _spec(leaf: Any) -> Any:
@@ -121,34 +120,34 @@ def _spec(leaf: Any) -> Any:
     )
 
 
-Outlines = dict[tuple[int, int], Outline]  # by stage and rows of a micro-batch: what it gives
+ActivationSpecs = dict[tuple[int, int], ActivationSpec]  # of outputs, by stage and rows
 
 
-def learn(
+def infer_specs(
     peers: Peers,
     stages: int,
     run: Mapping[int, Callable[[Any], Any]],
     first: Sequence[tuple[int, Any]],
     device: torch.device,
-) -> Outlines:
-    """The outlines of what the first so many stages give, on every rank. All call this, and all
-    raise what went wrong on one.
+) -> ActivationSpecs:
+    """The specs of the outputs of stages 0 to `stages` - 1, on every rank. All ranks call this, and
+    all raise if one fails.
 
-    run: this rank's stages. first: numbers of rows, and what goes into stage 0, on its rank.
+    run: this rank's stages. first: (rows, the input of stage 0, on its rank), for each size.
     """
     assert peers.group is not None
-    found: Outlines = {}
+    found: ActivationSpecs = {}
     for rows, activation in first:
         for stage in range(stages):
-            problem, told = None, [None]
+            problem, message = None, [None]
             if stage in run:
                 try:
-                    told = [Outline.of(run[stage](activation)).tree()]
+                    message = [ActivationSpec.of(run[stage](activation)).tree()]
                 except Exception as error:
                     problem = error
                     problem.add_note(f"(at Forward({stage}, 0) of the pipeline)")
             agree.raise_on_every_rank(peers.group, problem)
-            dist.broadcast_object_list(told, group=peers.group, group_src=stage % peers.size)
-            found[stage, rows] = outline = Outline(*tree_flatten(told[0]))
-            activation = outline.ones(device) if stage + 1 in run else None
+            dist.broadcast_object_list(message, group=peers.group, group_src=stage % peers.size)
+            found[stage, rows] = spec = ActivationSpec(*tree_flatten(message[0]))
+            activation = spec.ones(device) if stage + 1 in run else None
     return found

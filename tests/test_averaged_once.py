@@ -1,0 +1,260 @@
+"""A gradient is averaged once, as the user's hooks have left it, and only by a wrapper's own pass.
+
+Held against one process, which computes all ranks' shares."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import minidist as md
+
+DDP = md.DistributedDataParallel
+SGD = partial(md.ZeroRedundancyOptimizer, optimizer_class=torch.optim.SGD, lr=1.0)
+
+
+def share(rank, step=0):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(5, 4, dtype=torch.float64, generator=generator)
+
+
+def mine(step=0):
+    return share(dist.get_rank(), step)
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+
+
+def sharded(module):
+    """Stage 2, with an optimizer whose step leaves each weight less by its gradient."""
+    optimizer = SGD(module.parameters())
+    return md.ShardedDataParallel(module, optimizer), optimizer
+
+
+def alone(module, pass_of, ranks=2):
+    """The gradients of one process, by the shares of all ranks."""
+    for rank in range(ranks):
+        (pass_of(module, rank) / ranks).backward()
+    return [parameter.grad for parameter in module.parameters()]
+
+
+def square(module, rank):
+    return module(share(rank)).pow(2).mean()
+
+
+def far(ours, theirs):
+    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+
+
+# ---- hooks of users -----------------------------------------------------------------------------
+
+
+def freeze(parameter):
+    parameter.grad[:2] = 0
+
+
+def double(gradient):
+    return 2 * gradient
+
+
+HOOKS = {
+    "post accumulate": (nn.Parameter.register_post_accumulate_grad_hook, freeze),
+    "gradient": (nn.Parameter.register_hook, double),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("wrap", ["torch", "ddp", "zero"])
+def test_a_hook_after_wrapping_comes_before_the_bucket(pools, wrap, kind):
+    register, hook = HOOKS[kind]
+
+    def train():
+        module, plain = net(), net()
+        optimizer, model = None, module
+        if wrap == "zero":
+            model, optimizer = sharded(module)
+        else:
+            model = (TorchDDP if wrap == "torch" else DDP)(module)
+        for each in (module, plain):
+            register(each[0].weight, hook)
+        theirs = alone(plain, square)
+        for step in range(3):  # the buckets are made anew on the way
+            model.zero_grad()
+            before = [p.detach().clone() for p in module.parameters()]
+            square(model, dist.get_rank()).backward()
+            ours = [p.grad for p in module.parameters()]
+            if optimizer is not None:
+                optimizer.step()
+                ours = [b - p.detach() for b, p in zip(before, module.parameters(), strict=True)]
+                with torch.no_grad():
+                    for b, p in zip(before, module.parameters(), strict=True):
+                        p.copy_(b)
+            if (apart := far(ours, theirs)) > 1e-12:
+                return step, apart
+        return None
+
+    assert pools(2)(train) == [None, None]
+
+
+# ---- two wrappers -------------------------------------------------------------------------------
+
+
+def twice():
+    return DDP(DDP(net()))
+
+
+def whole_and_part():
+    first, _, last = net()
+    return DDP(nn.Sequential(DDP(first), last))
+
+
+def zero_twice():
+    module = net()
+    optimizer = SGD(module.parameters())
+    return md.ShardedDataParallel(md.ShardedDataParallel(module, optimizer), optimizer)
+
+
+def ddp_around_zero():
+    return DDP(sharded(net())[0])
+
+
+@pytest.mark.parametrize("make", [twice, whole_and_part, zero_twice, ddp_around_zero])
+def test_a_parameter_in_two_wrappers_of_one_pass_is_refused(pools, make):
+    def train():
+        with pytest.raises(RuntimeError, match=r"parameter .* is in two wrappers, and this back"):
+            square(make(), dist.get_rank()).backward()
+
+    pools(2)(train)
+
+
+def parts():
+    torch.manual_seed(0)
+    return [nn.Linear(4, n).double() for n in (4, 2, 3)]
+
+
+def test_two_wrappers_that_share_a_part(pools):
+    """Each in a backward pass of its own: the gradients add up. Both in one: refused."""
+
+    def train():
+        encoder, *heads = parts()
+        models = [DDP(nn.Sequential(encoder, head)) for head in heads]
+        for model in models:
+            square(model, dist.get_rank()).backward()
+        plain, *plain_heads = parts()
+        for head in plain_heads:
+            alone(nn.Sequential(plain, head), square)
+        apart = far([encoder.weight.grad], [plain.weight.grad])
+        with pytest.raises(RuntimeError, match=r"parameter 0\.\w+ is in two wrappers"):
+            sum(square(model, dist.get_rank()) for model in models).backward()
+        return apart
+
+    assert max(pools(2)(train)) < 1e-12
+
+
+def test_a_wrapper_whose_output_is_left_alone_does_not_average(pools):
+    """A cell is run again: the wrapper of before is kept alive by what it gave."""
+
+    def train():
+        module = net()
+        kept = [DDP(module)(mine())]
+        model = DDP(module)
+        square(model, dist.get_rank()).backward()
+        apart = far([p.grad for p in module.parameters()], alone(net(), square))
+        assert kept
+        return apart
+
+    assert max(pools(2)(train)) < 1e-12
+
+
+def test_inputs_gradients_by_autograd_grad_are_no_pass_to_average(pools):
+    """Adversarial inputs, and then accumulation: this rank's own gradients."""
+
+    def train():
+        module, plain = net(), net()
+        model, x = DDP(module), mine().requires_grad_()
+        torch.autograd.grad(model(x).sum(), x)
+        with model.no_sync():
+            square(model, dist.get_rank()).backward()
+        square(plain, dist.get_rank()).backward()
+        apart = far([p.grad for p in module.parameters()], [p.grad for p in plain.parameters()])
+        torch.autograd.grad(model(x).sum(), x)
+        model.zero_grad()
+        square(model, dist.get_rank()).backward()
+        theirs = alone(net(), square)
+        return max(apart, far([p.grad for p in module.parameters()], theirs))
+
+    assert max(pools(2)(train)) < 1e-12
+
+
+# ---- methods of the module ----------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+        self.calls = 0
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, x):
+        return self(x).pow(2).mean()
+
+    def fit(self, x):
+        self.training_step(x).backward()
+
+    def penalty(self, weight=1.0):
+        return weight * sum(p.pow(2).sum() for p in self.parameters())
+
+    def count(self):
+        self.calls += 1
+        return self.calls, list(self.parameters())
+
+
+def wrapped(wrap):
+    module = Model()
+    return DDP(module) if wrap == "ddp" else sharded(module)[0]
+
+
+WRAPS = pytest.mark.parametrize("wrap", ["ddp", "zero"])
+
+
+@WRAPS
+@pytest.mark.parametrize("method", ["training_step", "fit", "penalty"])
+def test_a_method_that_trains_past_the_wrapper_is_refused(pools, wrap, method):
+    def train():
+        model = wrapped(wrap)
+        inputs = () if method == "penalty" else (mine(),)
+        for _ in range(2):  # before the first pass, and after one
+            with pytest.raises(RuntimeError, match=rf"{method}\(\) trains past the \w+DataPara"):
+                getattr(model, method)(*inputs)
+            model.zero_grad()
+            square(model, dist.get_rank()).backward()
+
+    pools(2)(train)
+
+
+@WRAPS
+def test_methods_that_may_be_called(pools, wrap):
+    def train():
+        model = wrapped(wrap)
+        assert model.count()[0] == 1 and model.module.calls == 1
+        with torch.no_grad():
+            model.training_step(mine())
+        with model.no_sync():
+            model.fit(mine())
+        model.module.fit(mine())
+        model.zero_grad()
+        (square(model, dist.get_rank()) + model.penalty(weight=0.5)).backward()
+        if wrap == "zero":
+            return 0.0
+        theirs = alone(Model(), lambda m, rank: square(m, rank) + m.penalty(0.5))
+        return far([p.grad for p in model.parameters()], theirs)
+
+    assert max(pools(2)(train)) < 1e-12
