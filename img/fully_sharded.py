@@ -1,4 +1,4 @@
-"""The pictures of the lesson fully_sharded: fsdp_unit, fsdp_hybrid."""
+"""The pictures of the lessons fully_sharded and fsdp_in_practice: fsdp_unit, fsdp_hybrid."""
 
 from style import EMPTY, PALE, RANKS, Axes, arrow, bar, box, ink, name, paper, save, words
 

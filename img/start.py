@@ -19,14 +19,14 @@ PARTS = [  # each lesson: its name, what it is about, and how many minutes it ta
         [
             ("data_parallel", "one process,\nmany devices", 65),
             ("distributed_data_parallel", "replicas that\nstay equal", 75),
-            ("ddp_in_practice", "memory, buffers,\nuneven batches", 60),
+            ("ddp_in_practice", "memory, buffers,\nuneven batches", 85),
         ],
     ),
     (
         "Model",
         [
             ("layer_splitting", "stages: a pipeline", 80),
-            ("pipeline_schedules", "who does what when", 65),
+            ("pipeline_schedules", "who does what when", 80),
             ("feature_splitting", "parts of every layer", 85),
             ("sequence_parallel", "parts of every\nactivation", 90),
             ("mixed_parallelism", "a mesh of all three", 95),
@@ -36,7 +36,8 @@ PARTS = [  # each lesson: its name, what it is about, and how many minutes it ta
         "Memory",
         [
             ("zero", "optimizer states\nand gradients, shared", 80),
-            ("fully_sharded", "no rank has\nthe whole model", 90),
+            ("fully_sharded", "no rank has\nthe whole model", 75),
+            ("fsdp_in_practice", "what to wrap,\nwhere, in which bits", 65),
             ("activation_checkpointing", "compute twice,\nkeep less", 65),
             ("mixed_precision", "16 bits a number", 70),
             ("offload", "what need not\nbe here", 60),

@@ -1,4 +1,4 @@
-"""The puzzles and the exercise of the lesson fully_sharded."""
+"""The puzzle and the exercise of the lesson fully_sharded."""
 
 import gc
 from collections.abc import Callable
@@ -31,26 +31,6 @@ def peak(answer: object) -> str:
         },
     )
     return "(160 / 4 + 30 + 50) million: the shard and the two largest neighbours, 4 bytes each."
-
-
-@check
-def leaves_a_node(answer: object) -> str:
-    """GB that leave a node in a step: 8 nodes of 8 GPUs, 7 billion parameters of 2 bytes."""
-    number(
-        answer,
-        24.5,
-        "GB",
-        {
-            41.34375: "that is full sharding, 3Ψ (N - 1)/N",
-            3.0625: "one rank sends that, and a node has eight",
-            12.25: "a parameter has 2 bytes",
-            28: "a ring sends 2 (M - 1)/M of the vector, not twice all of it",
-            27.5625: "the ring between the nodes has one rank of each of the 8 nodes, not 64",
-            36.75: "the all_gathers and the reduce_scatter stay within the node",
-            24.5e9: "give GB",
-        },
-    )
-    return "2 × 7/8 × 14 GB. In full sharding it is 3 × 63/64 × 14 GB, 1.7 times as much."
 
 
 @check

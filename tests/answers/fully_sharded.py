@@ -1,4 +1,4 @@
-"""Answers to the puzzles and the exercise of the lesson fully_sharded."""
+"""Answers to the puzzle and the exercise of the lesson fully_sharded."""
 
 import copy
 import warnings
@@ -325,10 +325,6 @@ def nothing_to_train(module):
 
 ANSWERS = {
     check.peak: ([480, 480.0], [600, 400, 320, 120, 800, 640, 480e6, 500, "480 MB"]),
-    check.leaves_a_node: (
-        [24.5, 2 * 7 / 8 * 14],
-        [41.34375, 3.0625, 12.25, 28, 27.5625, 36.75, 24.5e9, 24, "24.5 GB"],
-    ),
     check.unit: (
         [
             *(Flat, ByBroadcast, EachTensor, naive, wrapper, torch_fully_shard),
