@@ -171,6 +171,56 @@ def test_a_wrapper_whose_output_is_left_alone_does_not_average(pools):
     assert max(pools(2)(train)) < 1e-12
 
 
+def test_a_model_that_was_converted_and_back_is_averaged(pools):
+    """Autograd then has other nodes for its parameters, and hooks go with the old ones."""
+
+    def run():
+        module = net()
+        model = DDP(module)
+        model(mine()).sum().backward()
+        module.zero_grad()
+        model.float()
+        model.double()
+        square(model, dist.get_rank()).backward()
+        other = net()
+        wanted = alone(other, square)
+        return far([p.grad for p in module.parameters()], wanted)
+
+    assert max(pools(2)(run)) < 1e-12
+
+
+def test_a_part_that_was_converted_and_back_is_named(pools):
+    def run():
+        model = DDP(net(), find_unused_parameters=True)
+        model.module[2].float().double()
+        with pytest.raises(RuntimeError, match="2.weight has been converted or moved, and back"):
+            square(model, dist.get_rank()).backward()
+
+    pools(2)(run)
+
+
+def of_forces(module, rank):
+    x = share(rank).requires_grad_()
+    (force,) = torch.autograd.grad(module(x).pow(2).sum(), x, create_graph=True)
+    return force.pow(2).mean()
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_a_loss_of_gradients_alone_is_averaged(pools, unused):
+    """Its backward pass comes through no output of the wrapper."""
+
+    def run():
+        module = nn.Sequential(net()[0], nn.Tanh(), nn.Linear(3, 2, bias=False).double())
+        plain = nn.Sequential(*module)
+        wanted = [g.clone() for g in alone(plain, of_forces)]
+        module.zero_grad()
+        model = DDP(module, find_unused_parameters=unused)
+        of_forces(model, dist.get_rank()).backward()
+        return far([p.grad for p in module.parameters()], wanted)
+
+    assert max(pools(2)(run)) < 1e-12
+
+
 def test_inputs_gradients_by_autograd_grad_are_no_pass_to_average(pools):
     """Adversarial inputs, and then accumulation: this rank's own gradients."""
 

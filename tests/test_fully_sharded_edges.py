@@ -998,6 +998,102 @@ def test_forward_passes_with_full_parameters(pools, policy):
         assert difference < 1e-14
 
 
+class TwoInputs(nn.Linear):
+    def forward(self, x, table):
+        self.dtypes = x.dtype, table.dtype
+        return super().forward(x)
+
+
+class Outer(nn.Module):
+    def __init__(self, wrap):
+        super().__init__()
+        self.inner = wrap(TwoInputs(6, 6))
+
+    def forward(self, x):
+        return self.inner(x, torch.ones(3))
+
+
+def test_a_unit_that_is_wrapped_by_hand_is_no_root_within_another(pools):
+    """Its other inputs stay as they are, and all modules are shown to `apply`."""
+
+    def run():
+        wrap = partial(md.FullyShardedDataParallel, mixed_precision=MixedPrecision(torch.bfloat16))
+        inner = wrap(TwoInputs(6, 6))
+        alone = inner.module
+        inner(torch.ones(2, 6), torch.ones(3))
+        model = wrap(Outer(wrap))
+        model(torch.ones(2, 6))
+        names = []
+        model.apply(lambda module: names.append(type(module).__name__))
+        model.apply(lambda module: [p.data.fill_(2.0) for p in module.parameters(recurse=False)])
+        filled = {float(value.min()) for value in model.state_dict().values()}
+        return alone.dtypes, model.module.inner.module.dtypes, len(names), filled
+
+    b, f = torch.bfloat16, torch.float32
+    assert pools(2)(run) == [((b, b), (b, f), 4, {2.0})] * 2
+
+
+def test_summoned_on_one_rank_or_in_inference_mode(pools):
+    def run():
+        model = wrapped(double(6, 5, 4))
+        x = share(0)
+        with torch.no_grad():
+            wanted = model(x)
+        with model.summon_full_params(writeback=False, rank0_only=True):
+            shapes = {type(value).__name__ for value in model.state_dict().values()}
+        with torch.inference_mode(), model.summon_full_params():
+            found = model(x)
+            for p in model.parameters():
+                p.mul_(2)
+        with model.summon_full_params(writeback=False):
+            doubled = sum(float(p.detach().abs().sum()) for p in model.parameters())
+        state = sum(float(value.abs().sum()) for value in model.state_dict().values())
+        return shapes, float((found - wanted).abs().max()), doubled - state
+
+    whole, rows = pools(2)(run)
+    assert whole == ({"Tensor"}, 0.0, 0.0) and rows == ({"DTensor"}, 0.0, 0.0)
+
+
+def test_a_copy_of_a_model_whose_user_says_what_to_prefetch(pools):
+    def run():
+        torch.manual_seed(0)
+        model = double(6, 6, 6)
+        for unit in (model[0], model[2], model):
+            md.fully_shard(unit)
+        model[0].set_modules_to_forward_prefetch([model[2]])
+        model[2].set_modules_to_backward_prefetch([model[0]])
+        copied = copy.deepcopy(model)
+        for m in (model, copied):
+            squares(m, dist.get_rank(), 0).backward()
+        pairs = zip(model.parameters(), copied.parameters(), strict=True)
+        return max(float((p.grad - q.grad).to_local().abs().max()) for p, q in pairs)
+
+    assert pools(2)(run) == [0.0] * 2
+
+
+@pytest.mark.parametrize(
+    "precision", [{"param_dtype": torch.bfloat16}, {"buffer_dtype": torch.bfloat16}]
+)
+def test_a_batch_norm_of_two_names_keeps_its_precision(pools, precision):
+    def run():
+        block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        model = md.FullyShardedDataParallel(
+            nn.Sequential(block, block), mixed_precision=MixedPrecision(**precision)
+        )
+        model(torch.randn(3, 4)).float().sum().backward()
+        return block[1].running_mean.dtype
+
+    assert pools(2)(run) == [torch.float32] * 2
+
+
+def units_of_two_meshes(rank):
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+    inner = md.FullyShardedDataParallel(nn.Linear(4, 4))
+    model = md.FullyShardedDataParallel(nn.Sequential(inner, nn.Linear(4, 4)), device_mesh=mesh)
+    model(torch.randn(3, 4)).pow(2).sum().backward()
+    model.clip_grad_norm_(1e-3)
+
+
 def told(fault):
     """On a rank: what `fault` raises."""
     try:
@@ -1075,6 +1171,7 @@ REFUSED = {
     "unknown": (given(sharding=1), "has no argument sharding"),
     "backward with full parameters": (backward_within, "within summon_full_params"),
     "grad of pieces": (grad_of_pieces, "appears to not have been used in the graph"),
+    "clipping on two meshes": (units_of_two_meshes, "must have the same mesh"),
     "summoned twice": (summoned_twice, "within summon_full_params"),
     "summoned on one rank, written": (summoned_on_one_rank, "rank0_only"),
     "a method of torch's": (

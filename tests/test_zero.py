@@ -303,6 +303,43 @@ def test_groups_with_options_of_their_own(pools, stage, kind):
     assert pools(2)(together, stage, net, plainly, kind, grouped=True) == [None] * 2
 
 
+class Momentum(torch.optim.Optimizer):
+    """It makes its states at once, as Adagrad does."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["momentum"] = torch.ones_like(p)
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p -= group["lr"] * self.state[p]["momentum"].add_(p.grad)
+
+
+@pytest.mark.parametrize("stage", [stage1, stage2], ids=["1", "2"])
+def test_states_that_an_optimizer_makes_at_once(pools, stage):
+    def run():
+        torch.manual_seed(0)
+        module = net(6, 5, 4)
+        plain = copy.deepcopy(module)
+        model, optimizer = stage(module, (Momentum, {}))
+        alone = Momentum(plain.parameters())
+        for step in range(2):
+            loss_of(model(share(dist.get_rank(), step))).backward()
+            for rank in range(2):
+                (loss_of(plain(share(rank, step))) / 2).backward()
+            for each in (optimizer, alone):
+                each.step()
+                each.zero_grad()
+        return apart(model.state_dict(), plain.state_dict())
+
+    assert pools(2)(run) == [[]] * 2
+
+
 @BOTH
 def test_learning_rate_schedulers(pools, stage):
     def scheduled():

@@ -34,6 +34,7 @@ class GradientWatch(ABC):
         self._sync = False  # whether to average the passes after the last forward pass
         self._awaited = False  # whether the first of those has yet to end
         self._pass: weakref.ref[Callable[[], None]] | None = None
+        self._makes_graph = False  # the backward pass that is on its way
         self.strays = 0  # gradients that came by no forward pass of the wrapper
         self._register_hooks()
 
@@ -57,6 +58,8 @@ class GradientWatch(ABC):
 
     def expect(self, sync: bool) -> None:
         """A forward pass begins, and `sync` says whether to average after it."""
+        if not self._is_hooked(self.parameters[0]):  # the module was converted, and back
+            self._register_hooks()
         # Not less than before: one backward pass may be for several forward passes.
         self._sync = self._awaited = sync or self._awaited
         self._reset()
@@ -83,6 +86,10 @@ class GradientWatch(ABC):
         hooks: list[Any] = [node.register_hook(partial(arrive, p)) for p, node in pairs]
         weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
 
+    def _is_hooked(self, parameter: nn.Parameter) -> bool:
+        """Whether it has the node that it had. Another dtype or device makes it a new one."""
+        return get_gradient_edge(parameter).node is self._nodes[self.positions[parameter]]
+
     # ---- during ----------------------------------------------------------------------------
 
     @property
@@ -99,6 +106,7 @@ class GradientWatch(ABC):
         # At once: a hook may run in a backward pass within this one, which ends before it.
         with self._lock:
             if self._pass is None:
+                self._makes_graph = torch.is_grad_enabled()
 
                 def end() -> None:
                     self._end()
@@ -146,10 +154,16 @@ class GradientWatch(ABC):
 
     def _end(self) -> None:
         try:
-            self._awaited = False
-            # Without an arrival it is torch.autograd.grad, which wants none of our gradients.
+            # Without an arrival it is torch.autograd.grad, which wants none of our gradients. What
+            # it gives with create_graph may yet become the loss.
+            self._awaited = self._awaited and self._makes_graph and not self.arrived
             if self._sync and (self.arrived or self._allow_unused):
                 unused = [p for p in self.parameters if p not in self.arrived]
+                if unhooked := [p for p in unused if not self._is_hooked(p)]:
+                    raise RuntimeError(
+                        f"{self._name(unhooked[0])} has been converted or moved, and back, since "
+                        "the model was wrapped: convert the whole model, or wrap it then"
+                    )
                 if unused and not self._allow_unused:
                     raise RuntimeError(self._complaint(unused))
                 self.finish(unused)

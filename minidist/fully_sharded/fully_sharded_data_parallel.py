@@ -38,7 +38,13 @@ from minidist.fully_sharded.fully_shard import (
     require_alike,
     tensors_of,
 )
-from minidist.fully_sharded.param_group import Options, ParamGroup, partial_of, rows_of
+from minidist.fully_sharded.param_group import (
+    Options,
+    ParamGroup,
+    ShardedParameter,
+    partial_of,
+    rows_of,
+)
 from minidist.fully_sharded.state import in_backward
 from minidist.fully_sharded.wrap_policies import Policy, chosen
 
@@ -120,11 +126,16 @@ class FullyShardedDataParallel(Synchronized):
         offload = given.of_type("cpu_offload", cpu_offload, CPUOffload)
         modules, parameters = given.ignored(ignored_modules, ignored_states)
         precision = given.precision(mixed_precision)
-        kept = tuple(precision._module_classes_to_ignore) if precision.param_dtype else ()
+        dtypes = precision.param_dtype, precision.reduce_dtype, precision.buffer_dtype
+        kept = tuple(precision._module_classes_to_ignore) if any(dtypes) else ()
         options = Options(
             device_mesh or DeviceMesh.from_group(groups[0], rank.device().type),
             groups,
-            _policy(precision, precision.cast_forward_inputs),
+            MixedPrecisionPolicy(
+                precision.param_dtype,
+                precision.reduce_dtype,
+                cast_forward_inputs=precision.cast_forward_inputs,
+            ),
             given.reshards(sharding_strategy, len(groups)) and reshard_after_forward,
             offload is not None and offload.offload_params,
             parameters,
@@ -139,13 +150,15 @@ class FullyShardedDataParallel(Synchronized):
             own = list(own_modules(part, modules))
             given.require_device(device_id, _materialize(own, param_init_fn))
             policy = options.precision
-            if part is module:
-                policy = _policy(precision, precision.cast_root_forward_inputs)
             if isinstance(part, kept):
                 policy = _own_precision(own, precision.param_dtype)
             else:
                 _cast_buffers(own, precision.buffer_dtype)
             make_unit(part, replace(options, precision=policy))
+        for group in groups_in(module)[1:]:  # one that was wrapped by hand is no root any more
+            group.casts_inputs = group.options.precision.cast_forward_inputs
+        if module.fsdp_group.options.precision is options.precision:  # type: ignore[union-attr]
+            module.fsdp_group.casts_inputs = precision.cast_root_forward_inputs  # type: ignore[union-attr]
         if not (prefetch and given.prefetches(backward_prefetch)):
             for group in groups_in(module):
                 group.next_forward = group.next_backward = []
@@ -192,6 +205,13 @@ class FullyShardedDataParallel(Synchronized):
     def require_backward_grad_sync(self, sync: bool) -> None:
         self.module.set_requires_gradient_sync(sync)
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes within the block reduce nothing: see `set_requires_gradient_sync` of
+        `FSDPModule`. As with torch's class, the backward pass decides, not its forward pass."""
+        with super().no_sync():
+            yield
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients so that their norm, that of all ranks' rows together, is at most
         `max_norm`. Returns what it was, a number. All ranks must call it.
@@ -200,7 +220,9 @@ class FullyShardedDataParallel(Synchronized):
         raises where a rank has no rows of a parameter and `norm_type` is infinite.
         """
         parameters = [each.sharded for group in groups_in(self) for each in group.parameters]
-        if any(partial_of(p) is not None for p in parameters):  # within no_sync: DTensor adds up
+        groups = {group.options.groups[0] for group in groups_in(self)}
+        # Within no_sync DTensor adds up; units of several meshes it refuses.
+        if len(groups) > 1 or any(partial_of(p) is not None for p in parameters):
             norm: Any = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
             return torch.as_tensor(norm.full_tensor())
         device = torch.device(self.module.fsdp_group.options.mesh.device_type)
@@ -224,6 +246,8 @@ class FullyShardedDataParallel(Synchronized):
     def apply(self, fn: Callable[[nn.Module], Any]) -> Any:
         """`fn` of each module, with its full parameters. Each rank keeps its rows of what they have
         become: so `fn` must do the same on all ranks. All ranks must call it."""
+        if any(group.summoned for group in groups_in(self)):  # by the wrapper around this one
+            return super().apply(fn)
         with self.summon_full_params():
             return super().apply(fn)
 
@@ -291,8 +315,9 @@ class FullyShardedDataParallel(Synchronized):
                 _summon(group, not rank0_only or dist.get_rank() == 0, device, with_grads)
             yield
         finally:
-            for group in groups:
-                _dismiss(group, writeback)
+            summoned = [each for group in groups for each in _dismiss(group)]
+            for parameter, full in summoned if writeback else ():
+                _write_back(parameter, full)
 
 
 for _name, _reason in given.REFUSED.items():
@@ -308,28 +333,34 @@ def _summon(group: ParamGroup, here: bool, device: torch.device | None, with_gra
     group.summoned = True
     for each in group.parameters:
         sharded: Any = each.sharded
-        grad = sharded.grad.full_tensor() if with_grads and sharded.grad is not None else None
-        full = nn.Parameter(_copy(sharded.detach().full_tensor(), device), sharded.requires_grad)
-        if grad is not None:
-            full.grad = _copy(grad, device)
+        with torch.inference_mode(False), torch.no_grad():  # in which torch can detach no DTensor
+            whole = _copy(sharded.full_tensor(), device)
+            full = nn.Parameter(whole, sharded.requires_grad)
+            if with_grads and sharded.grad is not None:
+                full.grad = _copy(sharded.grad.full_tensor(), device)
         if full.requires_grad:
             full.register_hook(_refuse_backward)
         if here:
             each.put(full)
 
 
-def _dismiss(group: ParamGroup, writeback: bool) -> None:
-    """The modules have their DTensors again."""
-    for each in group.parameters:
+def _dismiss(group: ParamGroup) -> Iterator[tuple[ShardedParameter, nn.Parameter]]:
+    """The modules have their DTensors again. Gives what they had instead."""
+    for each in group.parameters if group.summoned else ():
         module, name = each.places[0]
         full = module._parameters[name]
-        if writeback and group.summoned and full is not None and full is not each.sharded:
-            with torch.no_grad():
-                each.local.copy_(rows_of(full.detach(), each.sharded)._local_tensor)
-            if full.grad is not None:
-                each.sharded.grad = rows_of(full.grad, each.sharded)
         each.put(each.sharded)
+        if full is not None and full is not each.sharded:
+            yield each, full
     group.summoned = False
+
+
+def _write_back(each: ShardedParameter, full: nn.Parameter) -> None:
+    """Take this rank's rows."""
+    with torch.inference_mode(False), torch.no_grad():
+        each.local.copy_(rows_of(full.detach(), each.sharded)._local_tensor)
+        if full.grad is not None:
+            each.sharded.grad = rows_of(full.grad, each.sharded)
 
 
 def _copy(whole: torch.Tensor, device: torch.device | None) -> torch.Tensor:
@@ -345,7 +376,9 @@ def _refuse_backward(_: torch.Tensor) -> None:
 
 def _whole(model: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
     """After `state_dict`: DTensors become whole tensors, tied ones one tensor."""
-    if model._state_type is not StateDictType.FULL_STATE_DICT:
+    if model._state_type is not StateDictType.FULL_STATE_DICT or any(
+        group.summoned for group in groups_in(model)
+    ):  # summoned, perhaps on one rank alone: the others would wait for it
         return
     wholes = dict[int, torch.Tensor]()
     for name, value in state.items():
@@ -385,19 +418,14 @@ def _materialize(own: Modules, init: Callable[[nn.Module], object] | None) -> to
     return device
 
 
-def _policy(precision: MixedPrecision, casts: bool) -> MixedPrecisionPolicy:
-    return MixedPrecisionPolicy(
-        precision.param_dtype, precision.reduce_dtype, cast_forward_inputs=casts
-    )
-
-
 def _of_classes(
     module: nn.Module, kept: tuple[type, ...], without: Set[nn.Module], parts: dict[str, nn.Module]
 ) -> dict[str, nn.Module]:
     """The modules that keep their precision, by name: units of their own, but for those chosen."""
+    found = {each: name.rstrip(".") for name, each in own_modules(module, without)}
     return {
-        name.rstrip("."): each
-        for name, each in own_modules(module, without)
+        name: each
+        for each, name in found.items()
         if isinstance(each, kept) and each is not module and each not in parts.values()
     }
 

@@ -309,6 +309,7 @@ class ParamGroup:
         self.module: Any = module
         self.modules, self.flats, self.options = modules, flats, opts
         self.reshards = opts.reshards  # after forward
+        self.casts_inputs = opts.precision.cast_forward_inputs
         self.reshards_after_backward = self.syncs = True
         self.divisor: float = math.prod(map(dist.get_world_size, opts.groups))
         self.prefix = ""  # of its names, in the root
@@ -499,7 +500,9 @@ class ParamGroup:
             flat._reducing = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"readers": set(), "before": None}
+        # What to gather ahead are units of the model that is copied: the copy finds its own.
+        ahead = {name: vars(self)[name] and None for name in ("next_forward", "next_backward")}
+        return vars(self) | {"readers": set(), "before": None} | ahead
 
 
 class _Unshard(torch.autograd.Function):

@@ -106,7 +106,7 @@ class State:
         try:
             this = self.pre_forward(group, again)
             precision = group.options.precision
-            if precision.param_dtype and precision.cast_forward_inputs:
+            if precision.param_dtype and group.casts_inputs:
                 inputs, kwargs = cast((inputs, kwargs), precision.param_dtype)
             output = compute(*inputs, **kwargs)
             self.post_forward(this, again, (inputs, kwargs), output)

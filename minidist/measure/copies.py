@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from minidist.measure.storages import is_wrapper
+
 
 class CopyCounter(TorchDispatchMode):
     """Counts the bytes of tensors that are copied as a whole, by `clone` or `to`.
@@ -26,6 +28,8 @@ class CopyCounter(TorchDispatchMode):
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if any(map(is_wrapper, types)):
+            return NotImplemented  # a DTensor: its own ops, on what it holds, come here next
         result = operation(*args, **(kwargs or {}))
         if operation in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
             self.nbytes += result.nbytes

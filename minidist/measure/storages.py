@@ -46,7 +46,8 @@ class Ledger(TorchDispatchMode):
         self.before: list[tuple[Record, int]] = []
         self.changes: list[tuple[Record, int]] = []
         self._live: dict[int, Record] = {}
-        self._whole: dict[int, torch.UntypedStorage] = {}  # of what is a part of another storage
+        # Of what is a part of another storage.
+        self._whole: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -69,7 +70,7 @@ class Ledger(TorchDispatchMode):
     def join(self, whole: torch.Tensor, parts: Iterable[torch.Tensor]) -> None:
         """The storages of the parts are slices of the whole one's, which counts in their place."""
         storage = whole.untyped_storage()
-        self._whole |= {part._cdata: storage for part in storages(list(parts))}
+        self._whole |= {part._cdata: weakref.ref(storage) for part in storages(list(parts))}
 
     def mark(self, tensors: Any, category: str, admit: bool = True) -> None:
         """The tensors, in any nesting, are `category`, and were so since they were made.
@@ -79,7 +80,8 @@ class Ledger(TorchDispatchMode):
         """
         rank = CATEGORIES.index(category)
         for part in storages(tensors):
-            storage = self._whole.get(part._cdata, part)
+            whole = self._whole.get(part._cdata, lambda: None)()
+            storage = part if whole is None else whole
             found = self._live.get(storage._cdata)
             if found is None and admit and (found := self._admit(storage)):
                 self.before.append((found, found.nbytes))

@@ -90,6 +90,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._whole_states: dict[int, dict[str, Any]] | None = None
         own = self._share_out(self.param_groups)
         self._inner = optimizer_class(own, **defaults)
+        self._take_states()  # some make them at once
         self.defaults = self._inner.defaults
         _copy_options(self._inner, self)  # with all that were not given
 
@@ -99,6 +100,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         if self._inner is not None:
             (own,) = self._share_out(self.param_groups[-1:])
             self._inner.add_param_group(own)
+            self._take_states()
 
     def _share_out(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Partition the parameters of these groups. Returns the groups of what this rank owns."""
@@ -144,12 +146,15 @@ class ZeroRedundancyOptimizer(Optimizer):
         _copy_options(self._inner, self)
         for piece, before in shown:
             piece.own.grad = before
-        for piece in self._pieces:
-            if piece.own in self._inner.state:
-                self.state[piece.whole] = self._inner.state[piece.own]
+        self._take_states()
         for wait in [all_gather(flat.flat, self.process_group) for flat in self._flats]:
             wait()
         return loss
+
+    def _take_states(self) -> None:
+        for piece in self._pieces:
+            if piece.own in self._inner.state:
+                self.state[piece.whole] = self._inner.state[piece.own]
 
     def _forget_removed(self) -> None:
         """What the user has removed from `state`, or from a parameter's `.grad`, is no more."""
