@@ -122,6 +122,8 @@ def _forget_groups() -> None:
     means the same group. Not before the end: if then a DistributedDataParallel of torch's were the
     last to hold the group, it could wait for these threads for ever, for it does not let them run.
     """
+    if "torch.distributed.tensor" in sys.modules:
+        _forget_meshes()
     functional = sys.modules.get("torch.distributed.nn.functional")
     if functional is None:
         return
@@ -131,6 +133,20 @@ def _forget_groups() -> None:
             each.__defaults__ = tuple(
                 None if isinstance(value, dist.ProcessGroup) else value for value in values
             )
+
+
+def _forget_meshes() -> None:
+    """DTensor remembers what it has computed once, with meshes and so with their groups: in Python,
+    and in C++."""
+    from torch.distributed.tensor import DTensor
+
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    for clear in (
+        getattr(getattr(propagator.propagate_op_sharding, "cache", None), "cache_clear", None),
+        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None),
+    ):
+        if clear is not None:
+            clear()
 
 
 def _best(place: Place, store: dist.Store | None) -> str:

@@ -124,9 +124,6 @@ STRATEGIES = {
     "parallelize": lambda module: md.tensor_parallel.parallelize(module, None, {"0": "columns"}),
     "MixedParallel": lambda module: md.mixed.MixedParallel(module, md.mixed.mesh(data=4), 2),
     "LocalSGD": averaging,
-    "OffloadedOptimizer": lambda module: md.OffloadedOptimizer(
-        module.parameters(), torch.optim.SGD, lr=0.1
-    ),
 }
 
 

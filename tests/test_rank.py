@@ -345,7 +345,7 @@ def main():
 
 main()
 """
-WRAPS = ["md.DistributedDataParallel", "md.FullyShardedDataParallel", "TorchDDP"]
+WRAPS = ["md.DistributedDataParallel", "md.FullyShardedDataParallel", "md.fully_shard", "TorchDDP"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads in /proc")
