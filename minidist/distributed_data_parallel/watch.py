@@ -88,7 +88,8 @@ class GradientWatch(ABC):
 
     def _is_hooked(self, parameter: nn.Parameter) -> bool:
         """Whether it has the node that it had. Another dtype or device makes it a new one."""
-        return get_gradient_edge(parameter).node is self._nodes[self.positions[parameter]]
+        kept = self._nodes[self.positions[parameter]]
+        return not parameter.requires_grad or get_gradient_edge(parameter).node is kept
 
     # ---- during ----------------------------------------------------------------------------
 
