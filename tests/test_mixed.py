@@ -249,10 +249,11 @@ def test_sharded_replicas_evaluate_in_as_many_micro_batches(pools):
     assert all(re.match(said, each) for each in told), told
 
 
-def test_a_copy_is_a_model_on_the_same_mesh(pools):
+@pytest.mark.parametrize("shard", [None, md.FullyShardedDataParallel])
+def test_a_copy_is_a_model_on_the_same_mesh(pools, shard):
     def run():
-        dense, whole = transformer(), mesh(**ALL)
-        model = MixedParallel(copy.deepcopy(dense), whole, 2)
+        dense, whole = transformer(shard is None), mesh(**ALL)
+        model = MixedParallel(copy.deepcopy(dense), whole, 2, shard=shard)
         copied = copy.deepcopy(model)
         inputs, targets = batch(0)
         rows = slice(whole.get_local_rank("data"), None, 2)

@@ -154,7 +154,8 @@ class FSDPModule(nn.Module):
             memo[id(group.options)] = group.options
             memo |= {id(flat.group): flat.group for flat in group.flats}
             for each in group.parameters:
-                memo[id(each.sharded)] = _copy(each.sharded)
+                if id(each.sharded) not in memo:  # it may be another module's, too
+                    memo[id(each.sharded)] = _copy(each.sharded)
         new = memo[id(self)] = type(self).__new__(type(self))
         for name, value in vars(self).items():
             if name != "fsdp_state":
