@@ -814,6 +814,23 @@ def test_initial_values_for_what_is_on_meta(pools):
     assert pools(2)(born) == [{"weight": {3}, "bias": {4}}] * 2
 
 
+def test_initial_values_that_one_rank_cannot_make(pools):
+    """All ranks hear of it; the others do not wait for that one."""
+
+    def init(module):
+        if dist.get_rank() == 1:
+            raise OSError("no such file: values.pt")
+        module.to_empty(device="cpu", recurse=False)
+
+    def born():
+        with torch.device("meta"):
+            module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        with pytest.raises(RuntimeError, match="rank 1.*no such file: values.pt"):
+            wrapped(module, param_init_fn=init)
+
+    assert pools(2)(born) == [None] * 2
+
+
 def test_offloaded_parameters(pools):
     """Here the CPU computes, too: nothing must change."""
     wrap = partial(wrapped, cpu_offload=CPUOffload(offload_params=True))

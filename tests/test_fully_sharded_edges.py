@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import minidist as md
-from minidist.fully_sharded import by_class, by_size
+from minidist.fully_sharded import by_class, by_size, flat_shard
 from minidist.fully_sharded.fsdp_module import groups_in
 
 LAYERS = by_class(nn.Linear)
@@ -50,13 +50,18 @@ def apart(ours, plain, allowed=1e-12):
     return {name: d for name, d in differences.items() if not d <= allowed}
 
 
-def trained(make, wrap, loss_of, steps=2, **options):
-    """On a rank: some steps, sharded and in one process. What differs, and the bytes not freed.
-    `loss_of(model, rank, step)` is the loss of this rank's share."""
+def pair(make, wrap=wrapped):
+    """A module, sharded; and one of the same weights, for one process."""
     torch.manual_seed(0)
     module = make()
     plain = copy.deepcopy(module)
-    model = wrap(module, **options)
+    return wrap(module), plain
+
+
+def trained(make, wrap, loss_of, steps=2, **options):
+    """On a rank: some steps, sharded and in one process. What differs, and the bytes not freed.
+    `loss_of(model, rank, step)` is the loss of this rank's share."""
+    model, plain = pair(make, partial(wrap, **options))
     ours, alone = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain))
     rank, size = dist.get_rank(), dist.get_world_size()
     for step in range(steps):
@@ -423,29 +428,47 @@ def test_what_one_rank_has_not_in_its_graph_counts_there_as_zero(pools, what, us
         assert pools(4)(run, hybrid, **options) == [FINE] * 4
 
 
+def clipped_by_method(model, norm_type=2.0):
+    if isinstance(model, md.FullyShardedDataParallel):
+        model.clip_grad_norm_(0.1, norm_type)
+    else:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type)
+
+
+def clipped_by_torch(model):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
 @pytest.mark.parametrize(
-    "use", [lambda rank, k: rank == k % 2, lambda rank, k: rank == 0 and k == 0]
+    "use",
+    [
+        lambda rank, k: rank == k % 2,
+        lambda rank, k: rank == 0 and k == 0,
+        lambda rank, k: rank == 0 and k == 1,
+        lambda rank, k: False,
+    ],
 )
-def test_what_one_rank_lacks_within_no_sync(pools, use):
-    """In a pass that is kept, and not in the one that is reduced."""
+@pytest.mark.parametrize("change", [lambda model: None, clipped_by_method, clipped_by_torch])
+def test_what_one_rank_lacks_within_no_sync(pools, use, change):
+    """In a pass that is kept, and not in the one that is reduced. Gradients within no_sync are the
+    same DTensors on all ranks; what no rank used keeps its value, without weight decay."""
 
     def run():
-        torch.manual_seed(0)
-        module = Prompted("layer")
-        plain = copy.deepcopy(module)
-        model = md.FullyShardedDataParallel(module, auto_wrap_policy=by_class(nn.Linear, Prompt))
+        wrap = partial(md.FullyShardedDataParallel, auto_wrap_policy=by_class(nn.Linear, Prompt))
+        model, plain = pair(partial(Prompted, "layer"), wrap)
         rank, size = dist.get_rank(), dist.get_world_size()
         for k in range(3):
             with model.no_sync() if k < 2 else contextlib.nullcontext():
                 model(share(rank, k), use(rank, k)).pow(2).mean().backward()
             for each in range(size):
                 (plain(share(each, k), use(each, k)).pow(2).mean() / size).backward()
-        sgd = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
-        for optimizer in sgd:
-            optimizer.step()
+            for m in (model, plain):
+                change(m)
+        for m in (model, plain):
+            torch.optim.SGD(m.parameters(), lr=0.1, weight_decay=0.1).step()
         return apart(model.state_dict(), plain.state_dict())
 
-    assert pools(2)(run) == [{}] * 2
+    assert pools(3)(run) == [{}] * 3
 
 
 class Forces(nn.Module):
@@ -608,10 +631,11 @@ def decayed(model):
 
 def test_groups_by_dimensions(pools):
     def run():
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Conv1d(1, 2, 2, dtype=torch.float64), nn.Flatten(), double(10, 3))
-        plain = copy.deepcopy(module)
-        model = wrapped(module)
+        model, plain = pair(
+            lambda: nn.Sequential(
+                nn.Conv1d(1, 2, 2, dtype=torch.float64), nn.Flatten(), double(10, 3)
+            )
+        )
         adam = [torch.optim.AdamW(decayed(m), lr=0.1) for m in (model, plain)]
         rank, size = dist.get_rank(), dist.get_world_size()
         for step in range(3):
@@ -654,10 +678,9 @@ def wholes(state):
 
 def test_the_state_of_the_module_itself_is_in_rows(pools):
     def run():
-        torch.manual_seed(0)
-        module = nn.Sequential(double(6, 5), nn.BatchNorm1d(5, dtype=torch.float64))
-        plain = copy.deepcopy(module)
-        model = wrapped(module)
+        model, plain = pair(
+            lambda: nn.Sequential(double(6, 5), nn.BatchNorm1d(5, dtype=torch.float64))
+        )
         rows = model.module.state_dict()
         found = apart(wholes(rows), plain.state_dict(), 0)
         assert isinstance(rows["0.0.weight"], DTensor) and len(rows["0.0.weight"]._local_tensor) < 5
@@ -667,13 +690,33 @@ def test_the_state_of_the_module_itself_is_in_rows(pools):
     assert pools(2)(run) == [{}] * 2
 
 
+def test_a_cast_copy_of_a_shard_dies_when_the_parameters_are_there(pools):
+    """Not when the thread that sent it comes to it."""
+    low = MixedPrecision(param_dtype=torch.bfloat16)
+
+    def run():
+        model = wrapped(double(6, 5, 4), mixed_precision=low)
+        sent = []
+        gather = flat_shard.all_gather_each
+
+        def watched(places, group, own):
+            sent.append(own)
+            return gather(places, group, own)
+
+        flat_shard.all_gather_each = watched
+        try:
+            model.module[0].unshard()
+        finally:
+            flat_shard.all_gather_each = gather
+        return [(own.dtype, own.untyped_storage().nbytes()) for own in sent]
+
+    assert pools(2)(run) == [[(torch.bfloat16, 0)]] * 2
+
+
 @pytest.mark.parametrize("sharded", [True, False])
 def test_saved_and_loaded_in_inference_mode(pools, sharded):
     def run():
-        torch.manual_seed(0)
-        module = double(6, 5, 4)
-        plain = copy.deepcopy(module)
-        model = wrapped(module)
+        model, plain = pair(lambda: double(6, 5, 4))
         state = model.module if sharded else model
         with torch.inference_mode():
             saved = state.state_dict()
@@ -705,10 +748,7 @@ def test_accumulation_by_a_flag(pools):
     """As scripts for DistributedDataParallel do it."""
 
     def run():
-        torch.manual_seed(0)
-        module = double(6, 5, 4)
-        plain = copy.deepcopy(module)
-        model = wrapped(module)
+        model, plain = pair(lambda: double(6, 5, 4))
         assert model.require_backward_grad_sync
         with md.measure.TrafficCounter() as traffic:
             for k in range(4):
@@ -730,10 +770,10 @@ def test_clipping_by_torch(pools, norm_type, wrap):
     several passes, and of shards without elements."""
 
     def run(foreach):
-        torch.manual_seed(0)
-        module = nn.Sequential(double(6, 5, 4), nn.Linear(4, 1, bias=False).double())
-        plain = copy.deepcopy(module)
-        model = wrap(module, auto_wrap_policy=LAYERS)
+        def make():
+            return nn.Sequential(double(6, 5, 4), nn.Linear(4, 1, bias=False).double())
+
+        model, plain = pair(make, partial(wrap, auto_wrap_policy=LAYERS))
         clip = partial(torch.nn.utils.clip_grad_norm_, norm_type=norm_type, foreach=foreach)
         norms = []
         for step in range(2):
@@ -768,13 +808,6 @@ def clipped_by_hand(model):
         p.grad /= torch.stack(norms).norm()
 
 
-def clipped_by_method(model, norm_type=2.0):
-    if isinstance(model, md.FullyShardedDataParallel):
-        model.clip_grad_norm_(0.1, norm_type)
-    else:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type)
-
-
 CHANGES = [scaled, scaled_in_a_copy, clipped_by_hand, clipped_by_method]
 CHANGES += [partial(clipped_by_method, norm_type=float("inf"))]
 
@@ -784,10 +817,7 @@ def test_what_happens_to_gradients_within_no_sync(pools, change):
     """They are the sum over the ranks, as any tool sees them, and the next pass adds to that."""
 
     def run():
-        torch.manual_seed(0)
-        module = double(6, 5, 4)
-        plain = copy.deepcopy(module)
-        model = wrapped(module)
+        model, plain = pair(lambda: double(6, 5, 4))
         rank, size = dist.get_rank(), dist.get_world_size()
         for k in range(2):
             with model.no_sync() if k == 0 else contextlib.nullcontext():
@@ -976,10 +1006,8 @@ def test_forward_passes_with_full_parameters(pools, policy):
     """As for the evaluation of averaged weights, or for text, on any rank alone."""
 
     def run():
-        torch.manual_seed(0)
-        module = Generates()
-        plain = copy.deepcopy(module)
-        model = md.FullyShardedDataParallel(module, auto_wrap_policy=policy)
+        wrap = partial(md.FullyShardedDataParallel, auto_wrap_policy=policy)
+        model, plain = pair(Generates, wrap)
         model(share(0)).sum().backward()
         x, found = share(5), []
         with torch.no_grad(), model.summon_full_params(writeback=False):

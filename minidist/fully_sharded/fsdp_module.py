@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from minidist.fully_sharded.backward_pass import in_backward
 from minidist.fully_sharded.param_group import ParamGroup
-from minidist.fully_sharded.state import State, in_backward
+from minidist.fully_sharded.state import State
 
 _OF_BUFFERS = "messages take memory from the backend's arena, or from torch"
 REFUSED = {  # methods of torch's FSDPModule

@@ -3,7 +3,7 @@
 Lesson: fsdp_in_practice
 """
 
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -23,29 +23,18 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from minidist import rank
+from minidist.common import agree
 from minidist.common.groups import groups_of
 from minidist.common.no_sync import Synchronized
 from minidist.common.norm import clip_grad_norm_
 from minidist.common.wrapper import Wrapper
 from minidist.fully_sharded import checkpoint
 from minidist.fully_sharded import torch_arguments as given
+from minidist.fully_sharded.flat_shard import Options, partial_of
 from minidist.fully_sharded.fsdp_module import FSDPModule, RefusedError, groups_in
-from minidist.fully_sharded.fully_shard import (
-    Modules,
-    make_unit,
-    own_modules,
-    places_of,
-    require_alike,
-    tensors_of,
-)
-from minidist.fully_sharded.param_group import (
-    Options,
-    ParamGroup,
-    ShardedParameter,
-    partial_of,
-    rows_of,
-)
-from minidist.fully_sharded.state import in_backward
+from minidist.fully_sharded.fully_shard import make_unit, own_modules, require_alike
+from minidist.fully_sharded.materialize import cast_buffers, materialize, of_classes, own_precision
+from minidist.fully_sharded.summon import summoned
 from minidist.fully_sharded.wrap_policies import Policy, chosen
 
 Optimizer = torch.optim.Optimizer
@@ -144,16 +133,17 @@ class FullyShardedDataParallel(Synchronized):
 
         def choose() -> dict[str, nn.Module]:
             found = chosen(module, auto_wrap_policy, modules) if auto_wrap_policy else {}
-            return _of_classes(module, kept, modules, found) | found
+            return of_classes(module, kept, modules, found) | found
 
         for part in [*require_alike(module, options, choose).values(), module]:
             own = list(own_modules(part, modules))
-            given.require_device(device_id, _materialize(own, param_init_fn))
+            with agree.together(*groups):
+                given.require_device(device_id, materialize(own, param_init_fn))
             policy = options.precision
             if isinstance(part, kept):
-                policy = _own_precision(own, precision.param_dtype)
+                policy = own_precision(own, precision.param_dtype)
             else:
-                _cast_buffers(own, precision.buffer_dtype)
+                cast_buffers(own, precision.buffer_dtype)
             make_unit(part, replace(options, precision=policy))
         for group in groups_in(module)[1:]:  # one that was wrapped by hand is no root any more
             group.casts_inputs = group.options.precision.cast_forward_inputs
@@ -300,24 +290,10 @@ class FullyShardedDataParallel(Synchronized):
         recurse: also those of units within. rank0_only: only on rank 0 of all, without `writeback`.
         offload_to_cpu: there. with_grads: and the gradients.
         """
-        if rank0_only and writeback:
-            raise ValueError("rank0_only: one rank alone cannot change what all have: writeback")
-        groups = groups_in(self)[: None if recurse else 1]
-        if any(group.module.fsdp_state.running for group in groups) or in_backward():
-            raise RuntimeError("summon_full_params within a forward or backward pass")
-        if any(group.summoned for group in groups):
-            raise RuntimeError("summon_full_params within summon_full_params")
         device = torch.device("cpu") if offload_to_cpu else None
-        try:
-            for group in groups:
-                group.module.fsdp_state.abandon()
-                group.reshard()
-                _summon(group, not rank0_only or dist.get_rank() == 0, device, with_grads)
+        groups = groups_in(self)[: None if recurse else 1]
+        with summoned(groups, writeback, rank0_only, device, with_grads):
             yield
-        finally:
-            summoned = [each for group in groups for each in _dismiss(group)]
-            for parameter, full in summoned if writeback else ():
-                _write_back(parameter, full)
 
 
 for _name, _reason in given.REFUSED.items():
@@ -326,52 +302,6 @@ for _name, _reason in given.REFUSED.items():
         raise RefusedError(f"{name}: {reason}")
 
     setattr(FullyShardedDataParallel, _name, staticmethod(_refuse))
-
-
-def _summon(group: ParamGroup, here: bool, device: torch.device | None, with_grads: bool) -> None:
-    """Give the modules whole parameters, copies. All ranks do this; only some keep them."""
-    group.summoned = True
-    for each in group.parameters:
-        sharded: Any = each.sharded
-        with torch.inference_mode(False), torch.no_grad():  # in which torch can detach no DTensor
-            whole = _copy(sharded.full_tensor(), device)
-            full = nn.Parameter(whole, sharded.requires_grad)
-            if with_grads and sharded.grad is not None:
-                full.grad = _copy(sharded.grad.full_tensor(), device)
-        if full.requires_grad:
-            full.register_hook(_refuse_backward)
-        if here:
-            each.put(full)
-
-
-def _dismiss(group: ParamGroup) -> Iterator[tuple[ShardedParameter, nn.Parameter]]:
-    """The modules have their DTensors again. Gives what they had instead."""
-    for each in group.parameters if group.summoned else ():
-        module, name = each.places[0]
-        full = module._parameters[name]
-        each.put(each.sharded)
-        if full is not None and full is not each.sharded:
-            yield each, full
-    group.summoned = False
-
-
-def _write_back(each: ShardedParameter, full: nn.Parameter) -> None:
-    """Take this rank's rows."""
-    with torch.inference_mode(False), torch.no_grad():
-        each.local.copy_(rows_of(full.detach(), each.sharded)._local_tensor)
-        if full.grad is not None:
-            each.sharded.grad = rows_of(full.grad, each.sharded)
-
-
-def _copy(whole: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-    return whole.to(device or whole.device, copy=True)
-
-
-def _refuse_backward(_: torch.Tensor) -> None:
-    raise RuntimeError(
-        "backward() of a forward pass within summon_full_params: its parameters are copies, and "
-        "no rank would get the gradients. Train outside of the block"
-    )
 
 
 def _whole(model: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -388,56 +318,3 @@ def _whole(model: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
                 with torch.inference_mode(False), torch.no_grad():
                     wholes[key] = value.full_tensor().to("cpu", copy=True)
             state[name] = wholes[key]
-
-
-# ---- what a unit is made of --------------------------------------------------------------------
-
-
-def _materialize(own: Modules, init: Callable[[nn.Module], object] | None) -> torch.device:
-    """Give memory and values to what is on the device "meta". Returns the device of all."""
-    tensors = tensors_of(own)
-    device = next((tensor.device for tensor in tensors if not tensor.is_meta), rank.device())
-    ties = places_of(own)
-    for name, module in own:
-        if not any(tensor.is_meta for tensor in tensors_of([("", module)])):
-            continue
-        if init is not None:
-            init(module)
-        elif hasattr(module, "reset_parameters"):
-            module.to_empty(device=device, recurse=False)
-            module.reset_parameters()  # type: ignore[operator]
-        else:
-            raise ValueError(
-                f"{name.rstrip('.') or 'the module'} is on the device meta, and has no "
-                "reset_parameters(): pass param_init_fn"
-            )
-    for _, places, _ in ties:
-        first, name = places[0]
-        for module, other in places[1:]:
-            module._parameters[other] = first._parameters[name]
-    return device
-
-
-def _of_classes(
-    module: nn.Module, kept: tuple[type, ...], without: Set[nn.Module], parts: dict[str, nn.Module]
-) -> dict[str, nn.Module]:
-    """The modules that keep their precision, by name: units of their own, but for those chosen."""
-    found = {each: name.rstrip(".") for name, each in own_modules(module, without)}
-    return {
-        name: each
-        for each, name in found.items()
-        if isinstance(each, kept) and each is not module and each not in parts.values()
-    }
-
-
-def _own_precision(own: Modules, low: torch.dtype | None) -> MixedPrecisionPolicy:
-    """Inputs are cast to the dtype that the module has, and outputs to the others' dtype."""
-    floating = (t.dtype for t in tensors_of(own) if t.is_floating_point())
-    return MixedPrecisionPolicy(next(floating, None), output_dtype=low)
-
-
-def _cast_buffers(own: Modules, dtype: torch.dtype | None) -> None:
-    for _, module in own:
-        for name, buffer in module._buffers.items():
-            if dtype and buffer is not None and buffer.is_floating_point():
-                module._buffers[name] = buffer.to(dtype)

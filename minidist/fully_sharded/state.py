@@ -1,24 +1,18 @@
-"""When units are gathered, freed and reduced.
+"""When units are gathered and freed: the forward pass.
 
-    forward:   gather 1 | compute 1 | compute 2 | compute 3
-                          gather 2    gather 3
-    backward:  gather 3 | compute 3 | compute 2 | compute 1
-                          gather 2    gather 1
-                                      reduce 3    reduce 2    reduce 1
+    gather 1 | compute 1 | compute 2 | compute 3
+               gather 2    gather 3
 
 At any time few units are gathered: the one that computes, those around it, such as the root, and
-the next one. The order is that of the forward pass before; the backward pass goes back the way of
-its own forward pass.
+the next one. The order is that of the forward pass before. The way back: `backward_pass`.
 Zhao et al., "PyTorch FSDP" (arXiv 2304.11277), sections 3.3 and 4. Lesson: fully_sharded
 """
 
-import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 from torch.profiler import record_function
@@ -28,38 +22,10 @@ from minidist.backend.uncompiled import uncompiled
 from minidist.common.guard import Guard
 from minidist.common.replicas import broadcast_state
 from minidist.common.tensors_in import tensors_in
+from minidist.fully_sharded.backward_pass import Ahead, BackwardPass, Trace, UnitPass, in_backward
 from minidist.fully_sharded.param_group import Gradients, ParamGroup
 
 _OF_TORCH = frozenset(nn.Module().__dict__)  # attributes that every module has
-
-
-class UnitPass:
-    """A forward pass of a unit, and the one that ended before it, which is next in the backward
-    pass. `task`: the backward pass that has come to it."""
-
-    def __init__(self, group: ParamGroup) -> None:
-        self.group = group
-        self.previous: UnitPass | None = group.before
-        self.since = torch.autograd._get_sequence_nr()  # the first node of its graph
-        self.node: Any = lambda: None  # of its full parameters, if autograd still has it
-        self.task: int | None = None
-        self.entered = self.left = 0  # places in the trace
-
-
-class Trace:
-    """What happened in a forward pass of the root, in this order, the same on all ranks: a unit was
-    entered (pass, True), or left (pass, False).
-
-    Autograd goes back in exactly this order, node by node. A backward pass that comes to an event
-    has done with all that was later. What it has not come to by then is not in this rank's graph.
-    It may be in another rank's: so gather and reduce it all the same.
-    """
-
-    _numbers = itertools.count()
-
-    def __init__(self) -> None:
-        self.number = next(self._numbers)
-        self.events: list[tuple[UnitPass, bool]] = []
 
 
 class State:
@@ -68,7 +34,7 @@ class State:
     def __init__(self, groups: list[ParamGroup]) -> None:
         self.groups, self.root = groups, groups[0]
         self.running = False  # within a forward pass of the root
-        self.ahead: list[ParamGroup] = []  # gathered before their time
+        self._ahead = Ahead()
         self.trace = Trace()  # of this forward pass
         self.traces = weakref.WeakSet[Trace]()  # of all that a backward pass may go back along
         self._known: list[ParamGroup] = []  # the order of units in the last forward pass
@@ -133,7 +99,7 @@ class State:
         if self._stale_buffers:  # a pass that trained has left other ones on each rank
             modules = (module for group in self.groups for module in group.modules)
             buffers = {id(b): b for m in modules for b in m._buffers.values() if b is not None}
-            for replicas in self.root.options.groups[::-1]:
+            for replicas in self.root.options.groups[::-1] if buffers else ():
                 broadcast_state(buffers.values(), replicas)
         self._stale_buffers = torch.is_grad_enabled() and self.root.syncs
         self.running, self.trace = True, Trace()
@@ -143,8 +109,7 @@ class State:
     def pre_forward(self, group: ParamGroup, again: bool) -> UnitPass:
         """Gather the unit, and begin to gather the next one."""
         this = UnitPass(group)
-        if group in self.ahead:
-            self.ahead.remove(group)
+        self._ahead.use(group)
         if not again:
             this.entered = len(self.trace.events)
             if torch.is_grad_enabled():
@@ -152,16 +117,14 @@ class State:
             group.readers.add(this)
         trace = None if again else self.trace
         with record_function(f"fsdp.pre_forward {group.name}"):
-            this.node = group.wait_for_unshard(
-                lambda grads: self.backward().post_backward(trace, this, grads)
-            )
+            this.node = group.wait_for_unshard(self._on_gradients(trace, this))
         if not again:
             self._now.append(group)
             done = len(self._now)
             if group.next_forward is not None:
-                self.prefetch(group.next_forward)
+                self._ahead.prefetch(group.next_forward)
             elif self._now == self._known[:done] and done < len(self._known):
-                self.prefetch([self._known[done]])
+                self._ahead.prefetch([self._known[done]])
         return this
 
     @uncompiled
@@ -193,13 +156,14 @@ class State:
 
     @uncompiled
     def _end(self) -> None:
-        self.prefetch([])
+        self._ahead.prefetch([])
         self._known, self._now, self._last = self._now, [], None
         self.running = False
 
     def abandon(self) -> None:
         """Reset: drop the forward pass, free all units but those that the user keeps."""
-        self._now, self._last, self.ahead, self.running = [], None, [], False
+        self._now, self._last, self.running = [], None, False
+        self._ahead.forget()
         for group in self.groups:
             group.readers.clear()
             kept = group.unsharded and (group.pinned or not group.reshards_after_backward)
@@ -210,23 +174,14 @@ class State:
             else:
                 group.reshard()
 
-    def prefetch(self, groups: list[ParamGroup]) -> None:
-        """Begin to gather the next units while another one computes, and no others."""
-        for group in self.ahead:
-            if group not in groups:
-                group.reshard()
-        self.ahead = [group for group in groups if group in self.ahead or not group.unsharded]
-        for group in self.ahead:
-            with record_function(f"fsdp.unshard {group.name}"):
-                group.unshard()
-
     # ---- backward --------------------------------------------------------------------------
 
     def backward(self) -> "BackwardPass":
         """The one that autograd computes."""
         if self._backward is None:
-            backward = BackwardPass(self)
-            backward.look_ahead()
+            backward = BackwardPass(self.groups, self.traces, self._ahead, self._on_gradients)
+            if backward.trains:
+                self._require_forward_is_over()
 
             def finish() -> None:
                 backward.root_post_backward()
@@ -238,160 +193,32 @@ class State:
             self._backward = backward
         return self._backward
 
+    def _on_gradients(self, trace: Trace | None, this: UnitPass) -> Callable[[Gradients], None]:
+        """What autograd calls when it has gone back through this pass of a unit."""
+
+        def called(gradients: Gradients) -> None:
+            self._require_forward_is_over()
+            self.backward().post_backward(trace, this, gradients)
+
+        return called
+
+    def _require_forward_is_over(self) -> None:
+        if self.running:
+            raise RuntimeError(
+                "backward() within the forward pass of a fully sharded model: its parameters "
+                "are still needed. torch.autograd.grad of other tensors works"
+            )
+
     def _forget(self, backward: "BackwardPass", failed: bool = False) -> None:
         """It is over. Nothing stays gathered."""
         backward.close_all()
         self._lost = self._backward = None
-        self.prefetch([])
+        self._ahead.prefetch([])
         for group in self.groups:
             if failed:
                 group.forget()
             if group.reshards_after_backward or failed:
                 group.reshard()
-
-
-class BackwardPass:
-    """One backward pass of autograd over the units of a root, back along the trace."""
-
-    def __init__(self, state: State) -> None:
-        self._state = state
-        self._opened: list[UnitPass] = []  # to which it has come
-        self._reached: dict[Trace, int] = {}  # how far it has come in each
-        self._in_flight: ParamGroup | None = None  # its gradient is being reduced
-        self._touched: dict[ParamGroup, list[bool]] = {}  # which parameters have a gradient
-        self._trains = False  # it makes gradients of parameters
-
-    def pre_backward(self, trace: Trace | None, this: UnitPass) -> None:
-        """Autograd is about to go back through a unit."""
-        if torch.is_grad_enabled():
-            raise RuntimeError("gradients of gradients are not reduced: create_graph=True")
-        self._go_back(trace, this, entered=False)
-
-    def post_backward(self, trace: Trace | None, this: UnitPass, gradients: Gradients) -> None:
-        """It has gone through the unit, and has these gradients."""
-        self._begin_training()
-        this.group.add(gradients)
-        # In a pass within this one, of a checkpoint, more will come.
-        if this.task in (None, torch._C._current_graph_task_id()):
-            self._go_back(trace, this, entered=True)
-
-    def look_ahead(self) -> None:
-        """Find out whether it makes gradients of parameters. torch.autograd.grad makes none."""
-        events = (event for trace in self._state.traces for event in trace.events)
-        nodes = [node for this, entered in events if entered and (node := this.node())]
-        if any(map(torch._C._will_engine_execute_node, nodes)):
-            self._begin_training()
-
-    def _begin_training(self) -> None:
-        if self._state.running:
-            raise RuntimeError(
-                "backward() within the forward pass of a fully sharded model: its parameters "
-                "are still needed. torch.autograd.grad of other tensors works"
-            )
-        self._trains = True
-
-    # ---- along the trace -------------------------------------------------------------------
-
-    def _go_back(self, trace: Trace | None, this: UnitPass, entered: bool) -> None:
-        """To this event, through all that were later."""
-        if trace is not None:  # what a checkpoint computes again is in none
-            for later in self._latest_first():
-                if later.number > trace.number:
-                    self._go_to(later, 0)
-            place = this.entered if entered else this.left
-            self._go_to(trace, place + 1)
-            self._reached[trace] = min(self._reached[trace], place)
-        self._close(this) if entered else self._open(trace, this)
-
-    def _go_to(self, trace: Trace, place: int) -> None:
-        reached = self._reached.get(trace, len(trace.events))
-        self._reached[trace] = min(reached, place)
-        for this, entered in trace.events[place:reached][::-1]:
-            self._close(this) if entered else self._open(trace, this)
-
-    def _latest_first(self) -> list[Trace]:
-        return sorted(self._reached, key=lambda trace: -trace.number)
-
-    def _open(self, trace: Trace | None, this: UnitPass) -> None:
-        """Gather the unit, and begin to gather the next one."""
-        group, state = this.group, self._state
-        if this.task is not None and this in group.readers:
-            return
-        this.task = torch._C._current_graph_task_id()
-        self._opened.append(this)
-        if group in state.ahead:
-            state.ahead.remove(group)
-        group.readers.add(this)
-        # A checkpoint within the unit computes again with these.
-        with torch.enable_grad(), record_function(f"fsdp.pre_backward {group.name}"):
-            group.wait_for_unshard(lambda grads: state.backward().post_backward(trace, this, grads))
-        if group.next_backward is not None:
-            state.prefetch(group.next_backward)
-        elif this.previous is not None:
-            state.prefetch([this.previous.group])
-
-    def _close(self, this: UnitPass) -> None:
-        """Free the parameters, and begin to reduce their gradient."""
-        group = this.group
-        group.readers.discard(this)
-        if not group.readers:
-            with record_function(f"fsdp.post_backward {group.name}"):
-                if group.reshards_after_backward:
-                    group.reshard()
-                else:
-                    group.hide()
-                if self._trains and group.trains:
-                    group.pending = True
-                    if group.syncs:
-                        self._reduce(group)
-
-    def close_all(self) -> None:
-        """Nothing is read any more."""
-        for this in self._opened:
-            this.task = None
-            this.group.readers.discard(this)
-
-    # ---- gradients -------------------------------------------------------------------------
-
-    def _reduce(self, group: ParamGroup) -> None:
-        if self._in_flight is not None:
-            self._in_flight.wait_for_reduce()  # no more than one is in flight
-        self._in_flight = group
-        before, now = self._touched.get(group), group.has_gradients()
-        self._touched[group] = [a or b for a, b in zip(before or now, now, strict=True)]
-        group.reduce()
-
-    def root_post_backward(self) -> None:
-        """Before `backward()` returns: the gradients are complete. A parameter without gradient on
-        some ranks counts there as zero. The optimizer passes over it if it has none on any."""
-        if not self._trains:
-            return
-        for trace in self._latest_first():
-            self._go_to(trace, 0)
-        for group in self._state.groups:
-            if group.syncs and (group.pending or group.has_partial):
-                self._reduce(group)
-            elif group.pending:
-                group.leave()
-        if not self._touched:
-            return
-        with record_function("fsdp.root_post_backward"):
-            self._state.prefetch([])  # a hook of a parameter may be an optimizer's step
-            for group in self._touched:
-                group.wait_for_reduce()
-            flags = [flag for touched in self._touched.values() for flag in touched]
-            options = self._state.root.options
-            together = torch.tensor(flags, dtype=torch.uint8, device=options.mesh.device_type)
-            for replicas in options.groups:
-                dist.all_reduce(together, dist.ReduceOp.MAX, replicas)
-            anywhere = iter(together.bool().tolist())
-            for group in self._touched:
-                group.deliver(anywhere)
-
-
-def in_backward() -> bool:
-    """Whether autograd computes a backward pass, on this thread."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def cast(values: Any, dtype: torch.dtype | None) -> Any:
