@@ -1138,14 +1138,14 @@ class OneQueue:
 
 
 def with_one_queue(*args, **options):
-    from minidist.pipeline import ties, transfers
+    from minidist.pipeline import executor, ties
 
-    ties.dist = transfers.dist = one = OneQueue()
+    ties.dist = executor.dist = one = OneQueue()
     try:
         return train(*args, **options)
     finally:
         one.close()
-        ties.dist = transfers.dist = dist
+        ties.dist = executor.dist = dist
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

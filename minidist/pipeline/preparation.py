@@ -23,8 +23,15 @@ from minidist.collectives.peers import Peers
 from minidist.common import agree
 from minidist.common.guard import Guard
 from minidist.common.single import all_gather_single
-from minidist.pipeline.microbatches import count_rows, rows_of, split_into_microbatches, tensors_of
-from minidist.pipeline.specs import PLAIN, ActivationSpecs, infer_specs
+from minidist.pipeline.specs import (
+    PLAIN,
+    ActivationSpecs,
+    count_rows,
+    infer_specs,
+    rows_of,
+    split_into_microbatches,
+    tensors_of,
+)
 from minidist.pipeline.stage import Layers
 
 Loss = Callable[[Any, Any], torch.Tensor]

@@ -1,6 +1,6 @@
 """When each rank would do what, if computations took so long and messages went over such a link."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from minidist.backend.lines import Lines
@@ -73,7 +73,7 @@ def simulate(
 
     Raises ValueError, with what each rank waits for, if they all wait for ever.
     """
-    ranks, position = schedule.ranks, [0] * len(schedule.ranks)
+    ranks = schedule.ranks
     clock = [0.0] * len(ranks)
     node_of = [rank * nodes // len(ranks) for rank in range(len(ranks))]
     network = Network(link, range(len(ranks)), node_of, Lines()) if link is not None else None
@@ -90,13 +90,11 @@ def simulate(
         own, stage = parts[type(instruction)], instruction.stage
         return sum(part if isinstance(part, (int, float)) else part[stage] for part in own)
 
-    def advance(rank: int) -> bool:
-        """Do the rank's next computation, if what it needs has been sent."""
-        instruction = ranks[rank][position[rank]]
+    def do(rank: int, instruction: Instruction) -> bool:
+        """A computation, if what it needs has been sent."""
         needed = needs(instruction, schedule.stages)
         if needed is not None and needed not in arrival:
             return False
-        position[rank] += 1
         if isinstance(instruction, Compute):
             start = max(clock[rank], arrival[needed] if needed else 0.0)
             clock[rank] = start + duration(instruction)
@@ -108,11 +106,24 @@ def simulate(
                 arrival[receive] = trip.due if trip else clock[rank]
         return True
 
-    while waiting := [rank for rank in range(len(ranks)) if position[rank] < len(ranks[rank])]:
-        if not any([advance(rank) for rank in waiting]):
-            stuck = "; ".join(f"rank {rank} at {ranks[rank][position[rank]]}" for rank in waiting)
-            raise ValueError(f"{schedule.name}: the ranks wait for each other: {stuck}")
+    if stuck := interpret(schedule, do):
+        where = "; ".join(f"rank {rank} at {ranks[rank][at]}" for rank, at in stuck.items())
+        raise ValueError(f"{schedule.name}: the ranks wait for each other: {where}")
     return Prediction(spans, [max(kept(rank), default=0) for rank in ranks])
+
+
+def interpret(schedule: Schedule, do: Callable[[int, Instruction], bool]) -> dict[int, int]:
+    """Let all ranks go through their lists, in turns. `do(rank, instruction)` says whether the rank
+    could do it, or must wait. Returns at which position each rank that is not at its end waits for
+    ever."""
+    at = [0] * len(schedule.ranks)
+    while waiting := [rank for rank, own in enumerate(schedule.ranks) if at[rank] < len(own)]:
+        done = [rank for rank in waiting if do(rank, schedule.ranks[rank][at[rank]])]
+        if not done:
+            return {rank: at[rank] for rank in waiting}
+        for rank in done:
+            at[rank] += 1
+    return {}
 
 
 def kept(instructions: Sequence[Instruction]) -> list[int]:

@@ -13,8 +13,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map_only
 
 from minidist.common.wrapper import Wrapper
-from minidist.pipeline.microbatches import tensors_of
 from minidist.pipeline.replay import Replay
+from minidist.pipeline.specs import tensors_of
 from minidist.pipeline.split import Deferred, backward_inputs
 
 Gradients = list[torch.Tensor | None]

@@ -17,7 +17,7 @@ from minidist.pipeline.instructions import (
     needs,
     other_end,
 )
-from minidist.pipeline.simulate import kept
+from minidist.pipeline.simulate import interpret, kept
 
 
 class ScheduleError(ValueError):
@@ -125,19 +125,16 @@ def _matched(schedule: Schedule) -> None:
 
 def _ends(schedule: Schedule, buffered: bool) -> None:
     """Go through all lists, as far as the messages let each rank go."""
-    ranks, position = schedule.ranks, [0] * len(schedule.ranks)
     reached: set[Instruction] = set()  # messages that a rank has come to
-    while waiting := [r for r in range(len(ranks)) if position[r] < len(ranks[r])]:
-        moved = False
-        for rank in waiting:
-            instruction = ranks[rank][position[rank]]
-            reached.add(instruction)
-            waits = isinstance(instruction, RECEIVES if buffered else SENDS + RECEIVES)
-            if not waits or other_end(instruction) in reached:
-                position[rank] += 1
-                moved = True
-        if not moved:
-            rank = waiting[0]
-            stuck = ", ".join(f"rank {r} at {ranks[r][position[r]]}" for r in waiting)
-            how = "buffered" if buffered else "blocking"
-            raise _error(schedule, rank, position[rank], f"deadlock with {how} sends: {stuck}")
+
+    def do(rank: int, instruction: Instruction) -> bool:
+        reached.add(instruction)
+        waits = isinstance(instruction, RECEIVES if buffered else SENDS + RECEIVES)
+        return not waits or other_end(instruction) in reached
+
+    if stuck := interpret(schedule, do):
+        where = ", ".join(
+            f"rank {rank} at {schedule.ranks[rank][at]}" for rank, at in stuck.items()
+        )
+        rank, how = next(iter(stuck)), "buffered" if buffered else "blocking"
+        raise _error(schedule, rank, stuck[rank], f"deadlock with {how} sends: {where}")

@@ -1,0 +1,290 @@
+"""`Pipeline`: a rank's stages, and a training step through all of them.
+
+Lessons: layer_splitting, pipeline_schedules
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from minidist.collectives.peers import Peers
+from minidist.common import agree
+from minidist.common.groups import require_group
+from minidist.common.norm import clip_grad_norm_
+from minidist.common.replicas import broadcast_state, require_same_model
+from minidist.common.wrapper import Wrapper, copy_on_ranks
+from minidist.pipeline.balance import balance_by_parameters
+from minidist.pipeline.executor import Executor, Transfers
+from minidist.pipeline.instructions import Schedule
+from minidist.pipeline.preparation import Loss, Preparation
+from minidist.pipeline.schedules import (
+    SCHEDULES,
+    forward_only,
+    interleaved,
+)
+from minidist.pipeline.simulate import Span
+from minidist.pipeline.specs import merge_microbatches, tensors_of
+from minidist.pipeline.stage import Layers, Stage, StageLayers, keywords_of
+from minidist.pipeline.ties import add_up, find_ties, set_aside, some_unused
+from minidist.pipeline.validate import validate
+
+
+class Pipeline(Wrapper):
+    """Trains `module`, an nn.Sequential, its layers spread over the ranks of a group.
+
+        model = md.Pipeline(model, microbatches=8)
+        optimizer = torch.optim.Adam(model.parameters())     # of this rank's layers
+        loss = model.train_step(inputs, targets, loss_fn)    # forward and backward
+        optimizer.step()
+
+    Every rank makes the whole module, takes rank 0's parameters and buffers, and keeps the layers
+    of its own stages; the others are freed when nobody else holds the module. Stage s lives on rank
+    s modulo the number of ranks. `module` is the part that is kept, under its original names.
+
+    microbatches: into how many parts a batch is cut, by rows, as evenly as can be.
+    schedule: "naive", "gpipe", "1f1b", "interleaved", "zero_bubble", or a Schedule of your own.
+    balance: how many layers each stage takes; None spreads the parameters evenly. Its length is
+        the number of stages: the number of ranks, or for "interleaved" a multiple (None: twice).
+    process_group: the ranks that take part; None is the default group.
+    recompute: keep a stage's inputs only, and compute its activations again for backward.
+    wrap: a strategy along another axis of a mesh, such as FullyShardedDataParallel. It is given
+        the layers of each stage, and what it returns is run in their place. Then no parameter can
+        be in two stages, and no schedule can go back in two parts, as "zero_bubble" does.
+
+    A layer takes what the one before it gives, as in any nn.Sequential: a tensor, or tensors and
+    plain values in tuples, lists and dicts; tensors of whole numbers and masks get no gradient.
+    The shapes of a stage's outputs may depend on the shapes of the inputs, but not on their values.
+    Before the first step with inputs of a new shape, each stage makes a dry run with one
+    micro-batch, to infer the shapes (`specs`); random state and buffers are then restored. The
+    shapes of the last 64 kinds of batches are kept.
+
+    A parameter that layers of several ranks share, as a tied embedding and head do, is kept by
+    each, and gets the sum of their gradients. Batch norm takes its means over a micro-batch, not
+    over the batch, and moves its running means once for each.
+
+    `copy.deepcopy` gives a pipeline of the same ranks, each with a copy of its own layers.
+    `torch.save` raises TypeError: save `state_dict()` or `full_state_dict()`.
+
+    Lesson: layer_splitting. Raises RuntimeError without a process group; on every rank, TypeError
+    if the module is no nn.Sequential, and ValueError if it cannot be cut so, the schedule cannot
+    take so many micro-batches, or the ranks disagree about any of this.
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        microbatches: int,
+        schedule: str | Schedule = "1f1b",
+        balance: Sequence[int] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        recompute: bool = False,
+        wrap: Callable[[nn.Module], nn.Module] | None = None,
+    ) -> None:
+        group = require_group(process_group, "Pipeline")
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        with agree.together(group):
+            plan, counts = _plan(module, microbatches, schedule, balance, ranks)
+            if wrap is not None and plan.splits_backward:
+                raise ValueError(
+                    f"schedule {plan.name} goes back in two parts, and a strategy around a stage "
+                    "waits for the whole backward pass: take another schedule, such as 1f1b"
+                )
+        settings = dict(microbatches=microbatches, balance=counts, schedule=plan)
+        agree.require_same(group, settings | dict(recompute=recompute))
+        require_same_model(module, group)
+        broadcast_state([*module.parameters(), *module.buffers()], group)
+
+        layers = list(module._modules.items())  # by name: a layer that comes twice has two
+        stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
+        ties = find_ties([m for _, m in layers], [plan.rank_of(stage) for stage in stage_of])
+        if wrap is not None and ties:
+            raise ValueError(
+                "a parameter that several stages share cannot be in a strategy of each"
+            )
+        stages = {stage: StageLayers() for stage in range(rank, plan.stages, ranks)}
+        own = nn.Sequential()
+        # By stage, of all ranks: the keyword arguments that its layers take.
+        keywords = [set[str]() for _ in counts]
+        for (name, layer), stage in zip(layers, stage_of, strict=True):
+            keywords[stage] |= keywords_of(layer)
+            if stage in stages:
+                stages[stage].add_module(name, layer)
+                own.add_module(name, layer)
+        super().__init__(own)
+        self.process_group, self.schedule, self.balance = group, plan, counts
+        # What this rank did in the last step or evaluation, and when (on a GPU: when queued).
+        self.trace: list[Span] = []
+        later = [set[str]().union(*keywords[stage + 1 :]) for stage in range(plan.stages)]
+        self._layers = {
+            stage: Layers(sequence if wrap is None else wrap(sequence), later[stage])
+            for stage, sequence in stages.items()
+        }
+        self.wrapped = [layers.module for layers in self._layers.values()]
+        # The stages of which each rank along another axis has a shard.
+        self._sharded: list[Any] = [x for x in self.wrapped if hasattr(x, "summon_full_params")]
+        self._recompute, self._names = recompute, list(module.state_dict())
+        self._ties = [tie for tie in ties if rank in tie.ranks]
+        # Shared parameters that count on another rank in norms.
+        self.counted_elsewhere = {t.parameter for t in self._ties if t.ranks[0] != rank}
+        self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        self._peers, every = Peers(group), set[str]().union(*keywords)
+        self._preparation = Preparation(
+            self._peers, own, self._layers, plan.stages, microbatches, every, self._device
+        )
+
+    def train_step(self, inputs: Any, targets: Any, loss_fn: Loss, **kwargs: Any) -> torch.Tensor:
+        """Forward and backward for one batch: adds to each parameter's `.grad`, as `backward()`
+        does, and returns the batch's loss, on every rank. Every rank calls this.
+
+        inputs: (rows, …), or several such tensors in a tuple, list or dict, for the first layer.
+        kwargs: go to each layer whose `forward` has an argument of that name, such as a mask
+        (rows, …). Tensors are cut by rows, all else is the same for all micro-batches. The shapes
+        of what a stage gives may depend on flags and words among them, but not on numbers, which
+        may be others in each step. Used on the first rank only. targets: (rows, …), or several, and
+        loss_fn: used on the last. The others may pass the same, or None.
+        loss_fn: called with the outputs and targets of a micro-batch; returns the *mean* over its
+        rows. Micro-batches may differ by a row, so each counts by its rows; the sum is the mean
+        over the batch. (A mean over what is not the same in all rows, such as words that are not
+        padding, is another one in parts than in the whole.)
+
+        If anything fails on a rank, all ranks raise: ValueError for fewer rows than micro-batches,
+        or tensors of another number of rows, or a stage whose outputs change shape or dtype from
+        one micro-batch to the next; RuntimeError for what a layer or loss_fn raised. Gradients then
+        make no sense, and are to be set to None.
+        """
+        with set_aside(self._ties):
+            loss, unused, _ = self._run(inputs, kwargs, (loss_fn, targets))
+            add_up(self._ties, self.process_group, unused)
+        return loss
+
+    def forward(self, inputs: Any, **kwargs: Any) -> Any:
+        """The outputs for the inputs, on every rank, without gradients. Every rank calls this;
+        `inputs` and `kwargs` are those of `train_step`, used on the first. There may be fewer rows
+        than micro-batches. Raises on every rank if a stage fails."""
+        last = self.schedule.rank_of(self.schedule.stages - 1)
+        *_, y = self._run(inputs, kwargs)
+        broadcast_state(tensors_of(y), self.process_group, last)
+        return y
+
+    def _run(
+        self, inputs: Any, kwargs: dict[str, Any], training: tuple[Loss, Any] | None = None
+    ) -> tuple[torch.Tensor, bool, Any]:
+        """Returns the loss and whether a tie has no gradient on some rank, both on every rank; and
+        in an evaluation the outputs, which are empty on all ranks but the last stage's."""
+        batch, plan = self._preparation.prepare(inputs, kwargs, training), self.schedule
+        if training is None:
+            plan = forward_only(self._peers.size, plan.stages, len(batch.rows))
+        stages = {stage: Stage(own, self._recompute) for stage, own in self._layers.items()}
+        transfers = Transfers(self._peers, self._device)
+        executor = Executor(stages, plan.stages - 1, transfers, batch)
+        executor.run(plan.ranks[self._peers.rank])
+        for own in self._layers.values():
+            own.plain = {}
+        self.trace = executor.trace
+        loss = sum(loss.item() for loss in executor.losses)
+        ranks, failed = self._peers.size, executor.problem is not None
+        # 1 for a rank where a tie has no gradient; for one that failed, more than all of these.
+        went = ranks + 1 if failed else int(some_unused(self._ties))
+        totals = torch.tensor([loss, went], dtype=torch.float64, device=self._peers.device)
+        dist.all_reduce(totals, group=self.process_group)
+        if totals[1] > ranks:
+            self._preparation.forget()
+            agree.raise_on_every_rank(self.process_group, executor.problem)
+        if training is not None:
+            return totals[0], bool(totals[1] > 0), None
+        empty = [batch.specs[plan.stages - 1, n].empty(self._device) for n in batch.rows]
+        return totals[0], False, merge_microbatches(executor.outputs or [y for y, _ in empty])
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale the gradients of all stages so that their norm, taken over all of them, is at most
+        `max_norm`; what it was is returned. As `torch.nn.utils.clip_grad_norm_` of the whole
+        module: parameters on several ranks count once. Every rank calls this, and if the stages
+        are fully sharded, every rank that has shards of them."""
+        return clip_grad_norm_(
+            self.parameters(),
+            max_norm,
+            norm_type,
+            groups=[*(stage.process_group for stage in self._sharded[:1]), self.process_group],
+            device=self._peers.device,
+            elsewhere=self.counted_elsewhere,
+        )
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The `state_dict` of the whole module, on the CPU of every rank, which must have room for
+        it. Every rank calls this, and if the stages are fully sharded, every rank that has shards
+        of them. (`state_dict()` is that of this rank's layers, or shards.)"""
+        with self.whole_stages():
+            return agree.whole_state(self.process_group, self.state_dict(), self._names)
+
+    @contextmanager
+    def whole_stages(self) -> Iterator[None]:
+        """Within the block no parameter is sharded by a strategy around its stage. Every rank that
+        has shards enters it."""
+        with ExitStack() as block:
+            for stage in self._sharded:
+                block.enter_context(stage.summon_full_params())
+            yield
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load what is of this rank's layers, from a checkpoint of the whole module or of these
+        layers. What is of other ranks' layers is passed over. If the stages are fully sharded, load
+        that of the whole module within `whole_stages()`."""
+        own = copy.copy(state_dict)
+        for name in set(self._names) - set(self.state_dict()):
+            own.pop(name, None)
+        return super().load_state_dict(own, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy_on_ranks(self, memo, self.process_group, self.schedule)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a Pipeline cannot be saved: it has one rank's layers. Save its full_state_dict()"
+        )
+
+
+def _plan(
+    module: nn.Sequential,
+    microbatches: int,
+    schedule: str | Schedule,
+    balance: Sequence[int] | None,
+    ranks: int,
+) -> tuple[Schedule, list[int]]:
+    """The schedule, and how many layers each stage takes. Raises if there can be none."""
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"Pipeline cuts an nn.Sequential, not {type(module).__name__}")
+    if not isinstance(microbatches, int) or microbatches < 1:
+        raise ValueError(f"microbatches must be 1 or more, not {microbatches}")
+    if isinstance(schedule, Schedule):
+        found = len(schedule.ranks), schedule.microbatches
+        if found != (ranks, microbatches):
+            raise ValueError(
+                f"the schedule is for {found[0]} ranks and {found[1]} micro-batches, "
+                f"not {ranks} and {microbatches}"
+            )
+        validate(schedule)
+    elif schedule == "interleaved":
+        per_rank = 2 if balance is None else max(1, len(balance) // ranks)
+        schedule = interleaved(ranks, microbatches, per_rank)
+    elif schedule in SCHEDULES:
+        schedule = SCHEDULES[schedule](ranks, microbatches)
+    else:
+        raise ValueError(f"there is no schedule {schedule!r}; there are {', '.join(SCHEDULES)}")
+    if balance is None:
+        return schedule, balance_by_parameters(module, schedule.stages)
+    if len(balance) != schedule.stages:
+        raise ValueError(
+            f"balance {list(balance)} makes {len(balance)} stages; on {ranks} ranks "
+            f"{schedule.name} has {schedule.stages}"
+        )
+    if min(balance) < 1 or sum(balance) != len(module):
+        raise ValueError(
+            f"balance {list(balance)} must share out {len(module)} layers, at least 1 to each "
+            f"stage; it shares out {sum(balance)}"
+        )
+    return schedule, list(balance)
