@@ -1,6 +1,7 @@
 """A reader's guess before a measurement, and how far off it was. Used by all lessons."""
 
 import math
+import re
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -91,7 +92,9 @@ def _verdict(said: Answer, seen: Answer) -> str:
     if _kind(said) != _kind(seen):
         return f"{_kind(said)} cannot be compared with {_kind(seen)}"
     if isinstance(said, str) and isinstance(seen, str):
-        return "right" if said.casefold() == seen.casefold() else "not so"
+        # Words as people type them: Zero bubble is zero_bubble, and "A, B" is AB.
+        said, seen = (re.sub(r"[\W_]", "", word.casefold()) for word in (said, seen))
+        return "right" if said == seen else "not so"
     if isinstance(said, bool):
         return "right" if said == seen else "not so"
     said, seen = float(said), float(seen)

@@ -47,6 +47,9 @@ SAYS = [
     (True, True, "said True, measured True: right"),
     (True, False, "said True, measured False: not so"),
     ("GPipe", "gpipe", "said GPipe, measured gpipe: right"),
+    ("Zero bubble", "zero_bubble", "said Zero bubble, measured zero_bubble: right"),
+    ("A, B", "AB", "said A, B, measured AB: right"),
+    ("-", "AB", "not so"),
     ("two\nlines", "1f1b", "said two lines, measured 1f1b: not so"),
     # What only looks like a number, or is one that nothing is near to.
     ("4", 4, "said 4, measured 4: a word cannot be compared with a number"),
