@@ -310,6 +310,14 @@ def test_a_folder_in_its_place_stops_no_check(copy, capsys) -> None:
     assert [path.name for path in copy.glob(f"{solved.SOLVED}*")] == [solved.SOLVED]
 
 
+def test_a_folder_that_is_gone_stops_no_check(copy, monkeypatch) -> None:
+    gone = copy / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert MODULES["rank"].check.two_tokens(120).right
+
+
 def test_the_table_has_all_lessons_in_their_order(copy, capsys) -> None:
     progress()
     title, *lines, total = capsys.readouterr().out.splitlines()

@@ -10,6 +10,7 @@ what is solved, beside it. Elsewhere nothing is kept: not among the originals, w
 tested, nor among the solutions.
 """
 
+import contextlib
 import importlib
 import json
 import os
@@ -21,27 +22,22 @@ SHARED = {"solved", "verdict"}  # what is no lesson
 
 
 def remember(name: str, check: str) -> None:
-    """Write down that a check of the lesson of this name has had its right answer, if this is a learner's copy.
+    """Write down, if this is a learner's copy, that a check of the lesson of this name is solved.
 
     The file is there as a whole or not at all. Where it cannot be written, nothing is kept: the
     check has answered all the same.
     """
-    folder = Path.cwd()
-    if not (folder / COPIED).exists():
-        return
-    found = read(folder)
-    if check in found.get(name, []):
-        return
-    found[name] = sorted([*found.get(name, []), check])
-    beside = folder / f"{SOLVED}.{os.getpid()}"
-    try:
-        try:
-            beside.write_text(json.dumps(found, indent=1, sort_keys=True))
-            beside.replace(folder / SOLVED)
-        finally:
-            beside.unlink(missing_ok=True)  # it is there still, if something has failed
-    except OSError:
-        pass
+    with contextlib.suppress(OSError):
+        folder = Path.cwd()
+        found = read(folder)
+        if (folder / COPIED).exists() and check not in found.get(name, []):
+            found[name] = sorted([*found.get(name, []), check])
+            beside = folder / f"{SOLVED}.{os.getpid()}"
+            try:
+                beside.write_text(json.dumps(found, indent=1, sort_keys=True))
+                beside.replace(folder / SOLVED)
+            finally:
+                beside.unlink(missing_ok=True)  # it is there still, if something has failed
 
 
 def read(folder: Path) -> dict[str, list[str]]:
