@@ -40,7 +40,7 @@ def said_of(check, answer) -> Verdict:
     start = time.monotonic()
     verdict = check(answer)
     assert time.monotonic() - start < 20
-    assert repr(verdict) == verdict.says
+    assert repr(verdict) == "\n".join(filter(None, [verdict.says, verdict.hint]))
     assert verdict.says.startswith("Right: " if verdict.right else "Not yet: ")
     assert verdict.says.endswith(".") and "\n" not in verdict.says and len(verdict.says) < 400
     return verdict
@@ -102,8 +102,14 @@ def test_a_right_answer_passes(check, answer, kept) -> None:
 
 
 @pytest.mark.parametrize(("check", "answer"), cases(1))
-def test_a_wrong_answer_gets_a_sentence(check, answer, kept) -> None:
-    assert not kept.verdict(check, answer).right
+def test_a_wrong_answer_gets_a_sentence_and_a_hint(check, answer, kept) -> None:
+    check.forget()
+    verdict = kept.verdict(check, answer)
+    assert not verdict.right
+    # A number that is rounded, or a word in its place, is no try.
+    assert (
+        verdict.hint.startswith("Hint 1") or "rounded" in verdict.says or " not '" in verdict.says
+    )
 
 
 class Odd:
@@ -213,7 +219,7 @@ def shown(path: Path) -> str:
 
 def test_every_module_of_checks_has_answers() -> None:
     there = {path.stem for path in ROOT.glob("minidist/checks/*.py")}
-    assert there - {"__init__", "verdict"} == set(LESSONS)
+    assert there - {"__init__", "solved", "verdict"} == set(LESSONS)
 
 
 def test_a_scan_with_one_message_for_each_rank_is_told_so() -> None:

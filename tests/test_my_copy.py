@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from minidist.checks import solved
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -68,6 +70,21 @@ def test_a_copy_that_has_no_list_is_kept(course, tmp_path):
     (my / "01_rank.ipynb").write_text("mine")
     course.copy_into(my)
     assert (my / "01_rank.ipynb").read_text() == "mine"
+
+
+def test_what_is_solved_is_kept_by_the_checks_and_by_an_update(course, tmp_path, monkeypatch):
+    my = tmp_path / "my"
+    course.copy_into(my)
+    for folder, kept in (my, True), (my / "solutions", False), (course.HERE, False):
+        monkeypatch.chdir(folder)
+        solved.remember("rank", "two_tokens")
+        assert (folder / solved.SOLVED).exists() is kept
+    written = (my / solved.SOLVED).read_text()
+    (course.HERE / "01_rank.ipynb").write_text("second edition")
+    for _ in range(2):
+        assert course.copy_into(my) == []
+    assert (my / "01_rank.ipynb").read_text() == "second edition"
+    assert (my / solved.SOLVED).read_text() == written and "two_tokens" in written
 
 
 def test_git_ignores_the_copy_and_make_lab_opens_it():

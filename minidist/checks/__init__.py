@@ -5,9 +5,11 @@
     check.shift(shift)      # in a notebook: shows a sentence, "Right: …" or "Not yet: …"
 
 A check takes the answer, whatever that is, and returns a `Verdict`. It looks at what an answer
-does, not at how: every right answer passes. `verdict` holds what the checks share.
+does, not at how: every right answer passes. `verdict` holds what the checks share, `solved` what
+is solved.
 """
 
+from minidist.checks.solved import progress
 from minidist.checks.verdict import Verdict
 
-__all__ = ["Verdict"]
+__all__ = ["Verdict", "progress"]

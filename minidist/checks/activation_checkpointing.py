@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from minidist.checks.verdict import NotYet, check, function, number, on_ranks, shown
+from minidist.checks.verdict import NotYet, check, function, hints, number, on_ranks, shown
 from minidist.measure import MemoryTracker, count_flops
 from minidist.zoo import Block
 
@@ -15,6 +15,12 @@ ROOM = 10.5  # what a selective block may keep, in sizes of its input
 
 
 @check
+@hints(
+    'Under "How many layers to a checkpoint?" there is the peak for n layers in segments of'
+    " k, where a layer keeps a times its input: n/k + ak.",
+    "Put in n and a. It is least where both terms are equal.",
+    "Where n/k and ak are equal, k is the root of n/a.",
+)
 def segment(answer: object) -> str:
     """Layers in a segment for the least peak: 64 layers that each keep 4 times their input."""
     number(
@@ -32,6 +38,11 @@ def segment(answer: object) -> str:
 
 
 @check
+@hints(
+    "The formula is in the puzzle itself. a, s and h are given.",
+    "First the second term: five times a times s, divided by h.",
+    "Add the constant 34 to it.",
+)
 def of_gpt3(answer: object) -> str:
     """34 + 5as/h, the bytes for each element of a block's input, of GPT-3."""
     number(
@@ -48,6 +59,14 @@ def of_gpt3(answer: object) -> str:
 
 
 @check
+@hints(
+    "`Selective` above keeps what its list names. There attention is kept, and all the rest"
+    " is computed again.",
+    "Dear are the matrix products and attention, and only those must not be done twice. "
+    "Which of the ops in the exercise are matrix products?",
+    "Name attention and a part of a name that both products have in common. Norms and GELU "
+    "are cheap: leave them out.",
+)
 def selective(answer: object) -> str:
     """A block that keeps at most 10.5 inputs' worth, and does no matrix product twice."""
     (wrong,) = on_ranks(_trial, function(answer), world_size=1)

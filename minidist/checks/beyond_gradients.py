@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minidist.checks.verdict import NotYet, check, function, number, on_ranks
+from minidist.checks.verdict import NotYet, check, function, hints, number, on_ranks
 
 MEETINGS = 3
 OUTER: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -17,6 +17,13 @@ OUTER: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 
 
 @check
+@hints(
+    "A meeting is an all_reduce of all parameters. How long does it take on this ring?",
+    "A rank sends 2(N − 1)/N times the bytes of all parameters. The link carries bits: a "
+    "byte has eight of them.",
+    "That time may be a tenth of what a period computes. A step is one second, so the "
+    "period has ten times as many steps as a meeting has seconds.",
+)
 def period(answer: object) -> str:
     """The shortest period with which meetings take a tenth of the computing at most: 10⁹ parameters
     of float32, 8 ranks, 1 Gb/s, 1 s a step."""
@@ -38,6 +45,13 @@ def period(answer: object) -> str:
 
 
 @check
+@hints(
+    "Write down, for both ways, how many bytes a rank sends for one parameter, with N ranks"
+    " on a ring.",
+    "All_gather: it passes on the bits of N − 1 ranks, each an eighth of a byte. "
+    "All_reduce: 2(N − 1)/N times the bytes of a float32 number.",
+    "Set the two equal. N − 1 cancels, and a simple equation for N is left.",
+)
 def gathered_bits(answer: object) -> str:
     """Ranks from which on an all_gather of everybody's bits saves nothing, beside an all_reduce of
     float32."""
@@ -56,6 +70,13 @@ def gathered_bits(answer: object) -> str:
 
 
 @check
+@hints(
+    "The formula above says which gradient the outer optimizer gets: anchor minus mean.",
+    "The mean needs an all_reduce for each parameter, divided by the number of ranks. Put "
+    "the difference into `anchor.grad`, on every rank.",
+    "Then let `outer` step, which moves the anchors. Last, copy each anchor into its "
+    "parameter, in place and without gradients.",
+)
 def meeting(answer: object) -> str:
     """`meet(parameters, anchors, outer)`: DiLoCo's outer step, on every rank."""
     for rank, wrong in enumerate(on_ranks(_trial, function(answer), world_size=3)):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minidist.checks.verdict import NotYet, check, function, number, on_ranks, ranks, shown
+from minidist.checks.verdict import NotYet, check, function, hints, number, on_ranks, ranks, shown
 from minidist.measure import TrafficCounter
 
 # What each of the four situations asks for.
@@ -15,6 +15,13 @@ WANTED = ["broadcast", "all_gather", "reduce_scatter", "all_to_all"]
 
 
 @check
+@hints(
+    'Look at the pictures under "Nine operations": who has what before, and who has what after?',
+    "Ask of each case: is it with one rank at first, or with all? Does a rank end with the "
+    "whole or with a part? Is anything added up?",
+    "In 1 one rank has it, and all get it. In 2 parts become a whole, on all. In 3 there is"
+    " a sum, and each keeps a part of it. In 4 each has something else for each.",
+)
 def which(answer: Any) -> str:
     """Which collective serves in each of four situations."""
     try:
@@ -46,6 +53,13 @@ def _plain(name: Any) -> str:
 
 
 @check
+@hints(
+    "In the training on four ranks the mean of the ranks' gradients was right because all "
+    "had equally many images. Here they have not.",
+    "Each of the four images must count the same. Turn the mean of rank 0 back into a sum "
+    "over its images.",
+    "Add the sums of both ranks, and divide by the number of all images.",
+)
 def whole_gradient(answer: object) -> str:
     """The gradient of four images: three with mean 4 on rank 0, one with 8 on rank 1."""
     number(
@@ -62,6 +76,13 @@ def whole_gradient(answer: object) -> str:
 
 
 @check
+@hints(
+    "Think of two ranks first. Which of them has to change its x, and what must it know for that?",
+    "A rank needs the sum over all ranks before it. Its left neighbour has that, as soon as"
+    " its own x is right.",
+    "A chain: receive from the left and add it to x, in place; then send x to the right. "
+    "The first rank receives nothing, the last one sends nothing.",
+)
 def scan(answer: object) -> str:
     """x becomes the sum over the ranks up to this one."""
     scan, most = function(answer), 0.0

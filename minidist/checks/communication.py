@@ -6,11 +6,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minidist.checks.verdict import NotYet, check, function, number, on_ranks, ranks
+from minidist.checks.verdict import NotYet, check, function, hints, number, on_ranks, ranks
 from minidist.measure import TrafficCounter
 
 
 @check
+@hints(
+    "The formula is the first of the lesson, t = α + nβ. An empty message has n = 0.",
+    "Let α + nβ be twice α, and solve for n.",
+    "The bytes must take as long as α. Multiply α, in seconds, by the bandwidth, in bytes a"
+    " second.",
+)
 def twice_an_empty_one(answer: object) -> str:
     """Bytes of the message that takes 2α, where α is 10 µs and 1/β is 25 GB/s."""
     number(
@@ -28,6 +34,12 @@ def twice_an_empty_one(answer: object) -> str:
 
 
 @check
+@hints(
+    "The paragraph above the puzzle has both: the algorithm bandwidth, and the bus "
+    "bandwidth made from it.",
+    "First the algorithm bandwidth: GB divided by seconds.",
+    "Multiply that by what a rank of a ring sends of each byte, 2(N − 1)/N for an all_reduce.",
+)
 def bus_bandwidth(answer: object) -> str:
     """GB/s, of an all_reduce of 1 GB on 8 GPUs in 5 ms."""
     number(
@@ -46,6 +58,14 @@ def bus_bandwidth(answer: object) -> str:
 
 
 @check
+@hints(
+    'It is described under "Five ways to all_reduce", with a picture. `recursive_doubling` '
+    "below it shows how two partners exchange tensors.",
+    "On the way down partners keep one half each, of the piece that they still have, and "
+    "send the other. Add what arrives to yours, and go on with it, at half the distance.",
+    "On the way back take the steps in reverse: send your finished piece, and receive the "
+    "partner's into the half you gave away. Use views of x, then all lies in its place.",
+)
 def halving_doubling(answer: object) -> str:
     """The sum in x on every rank: 2 lg N messages of a rank, 2 (N - 1)/N of the vector in them."""
     all_reduce = function(answer)

@@ -5,13 +5,19 @@ from typing import Any
 
 import torch
 
-from minidist.checks.verdict import NotYet, check, number, on_ranks, shown
+from minidist.checks.verdict import NotYet, check, hints, number, on_ranks, shown
 
 # The numbers of rows of the outputs to gather.
 SIZES = [[4], [2, 2], [3, 3, 3, 1], [2, 0, 1]]
 
 
 @check
+@hints(
+    'The formula is under "Who sends how much": look at its part for the model, by flat copies.',
+    "Device 0 sends the whole model to every other device, itself. The gradients come back "
+    "to it, so others send those.",
+    "It is (n − 1) P, with n devices and P megabytes. Leave out the images and outputs.",
+)
 def device_0_sends(answer: object) -> str:
     """MB that device 0 sends in a step: a model of 100 MB, 8 devices, small images and outputs."""
     number(
@@ -30,6 +36,13 @@ def device_0_sends(answer: object) -> str:
 
 
 @check
+@hints(
+    "It is the puzzle of unequal shares again, from the lesson on collectives: every image "
+    "must count the same.",
+    "The mean loss of a share, times its number of images, is the sum of their losses.",
+    "Each weight is a fraction: the images of the share, divided by the images of the "
+    "batch. The four must add up to one.",
+)
 def weights_of_losses(answer: Any) -> str:
     """By what to multiply four mean losses, of 3, 3, 3 and 1 images, to get the mean of all."""
     try:
@@ -57,6 +70,14 @@ def _close(ours: list[float], wanted: tuple[float, ...]) -> bool:
 
 
 @check
+@hints(
+    "Forward puts each output into its own rows of the joined tensor. Which rows of "
+    "`gradient` belong to it, then?",
+    "The outputs may have different numbers of rows. As `Double` does with its factor, "
+    "forward must keep in `ctx` what backward will need.",
+    "Backward cuts `gradient` along dimension 0 into pieces of just these lengths, and "
+    "returns the tuple of them. Equal chunks will not do.",
+)
 def gather(answer: Any) -> str:
     """An autograd Function that joins outputs, with a backward of its own."""
     if not isinstance(answer, type) or not issubclass(answer, torch.autograd.Function):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from minidist import zoo
-from minidist.checks.verdict import NotYet, check, function, number, on_ranks, shown
+from minidist.checks.verdict import NotYet, check, function, hints, number, on_ranks, shown
 from minidist.distributed_data_parallel import DistributedDataParallel
 from minidist.parity import relative_difference
 
@@ -16,6 +16,14 @@ SHARES = [[4, 4], [7, 1], [5, 1, 2], [3, 0, 6]]  # images of each rank
 
 
 @check
+@hints(
+    'The formula is under "What fills a rank\'s memory?". Leave out the activations and what'
+    " lasts briefly.",
+    "For each parameter there are the parameter, its gradient, and the two moments of Adam,"
+    " all in float32. Which of them does DDP divide among the GPUs?",
+    "Add up the bytes of these four numbers. A billion bytes are a GB, so multiply by the "
+    "billions of parameters.",
+)
 def memory_of_a_replica(answer: object) -> str:
     """GB on each of 8 GPUs: 7 billion parameters, Adam, float32, without activations."""
     number(
@@ -37,6 +45,12 @@ def memory_of_a_replica(answer: object) -> str:
 
 
 @check
+@hints(
+    'Look under "Does each image come once?" at what a `DistributedSampler` gives to each rank.',
+    "The ranks take a step together, so count the steps of one rank. How many images has it?",
+    "Divide its images by the size of a batch, and round up: the last batch is smaller, and"
+    " a step as well.",
+)
 def steps_of_an_epoch(answer: object) -> str:
     """Steps of each of 8 ranks: 1,000 images, a DistributedSampler, batches of 32 on a rank."""
     number(
@@ -55,6 +69,14 @@ def steps_of_an_epoch(answer: object) -> str:
 
 
 @check
+@hints(
+    'It went wrong under "Break it: shares of different sizes". Remember that DDP divides '
+    "by the number of ranks, not of images.",
+    "Begin with the sum of the losses of this rank's images, not with their mean. To know "
+    "how many images all ranks have, they must tell each other.",
+    "Divide the sum by the number of all images, and multiply it by the number of ranks, "
+    "which DDP will divide by. A rank without images goes backward, too: its sum is zero.",
+)
 def backward_of_all(answer: object) -> str:
     """Leaves the gradient of the mean over the images of all ranks, however they are shared."""
     backward_of_all = function(answer)

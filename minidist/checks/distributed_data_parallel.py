@@ -11,7 +11,7 @@ from torch import nn
 
 from minidist import zoo
 from minidist.backend import Link
-from minidist.checks.verdict import NotYet, check, number, on_ranks, ranks, shown
+from minidist.checks.verdict import NotYet, check, hints, number, on_ranks, ranks, shown
 from minidist.measure import record
 from minidist.parity import relative_difference
 
@@ -19,6 +19,12 @@ SLOW = Link(gbps=10, latency_us=20_000)  # each message travels for 20 ms, and s
 
 
 @check
+@hints(
+    "It is the first prediction of the lesson, for another network: the bytes of all "
+    "gradients, times a factor of the ring.",
+    "There are as many gradients as parameters. How many megabytes are they, in float32?",
+    "Multiply these megabytes by 2(N − 1)/N, for eight ranks.",
+)
 def bytes_of_a_step(answer: object) -> str:
     """MB that each of 8 GPUs sends in a step: 25 million parameters, float32, by a ring."""
     number(
@@ -38,6 +44,13 @@ def bytes_of_a_step(answer: object) -> str:
 
 
 @check
+@hints(
+    'Draw it as the timelines under "See it" do: a row for backward with the moments when '
+    "buckets are full, and a row for the messages.",
+    "When does the first bucket leave? While it travels, the next one becomes full. Does "
+    "the line ever stand idle after that?",
+    "Add the time until the first bucket is full, and the travels of all six, one after another.",
+)
 def last_bucket(answer: object) -> str:
     """ms until the last of 6 buckets is there: one is full every 10 ms, each travels for 15 ms."""
     number(
@@ -55,6 +68,14 @@ def last_bucket(answer: object) -> str:
 
 
 @check
+@hints(
+    "`NaiveDDP` above begins in the same way and sends in hooks. Read what it does when it "
+    "is made, and what a hook does.",
+    "In `__init__` every parameter must get rank 0's value: by which collective? And each "
+    "parameter gets a hook that runs when its gradient is complete.",
+    "The simplest hook waits: it all_reduces the gradient of its parameter and divides it "
+    "by the number of ranks. Then nothing is left to finish.",
+)
 def averages(answer: object) -> str:
     """A wrapper: replicas begin with rank 0's weights, `backward()` leaves the mean gradients."""
     _require_right(answer)
@@ -62,6 +83,14 @@ def averages(answer: object) -> str:
 
 
 @check
+@hints(
+    "Compare `NaiveDDP` with `TinyDDP`: both begin to send early. Which of them goes on "
+    "computing meanwhile?",
+    "A hook should start its all_reduce and return at once: `async_op=True` gives a handle "
+    "to wait for later. All hooks run, so count the gradients: who sees the last one?",
+    "The hook in which the count is complete waits for all handles, and makes sure each "
+    "`.grad` is the mean. Then it empties the lists, for the next step.",
+)
 def overlaps(answer: object) -> str:
     """The same, and gradients travel while backward computes."""
     _require_right(answer)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from minidist.checks.verdict import NotYet, check, function, number, on_ranks, ranks, shown
+from minidist.checks.verdict import NotYet, check, function, hints, number, on_ranks, ranks, shown
 from minidist.measure import TrafficCounter, count_flops
 from minidist.zoo import Block
 
@@ -23,6 +23,14 @@ OPERATORS = {  # those that the weight of a norm within a head does not need
 
 
 @check
+@hints(
+    'Look at "Four states of a tensor", and at the table above the puzzle. In which state '
+    "is γ, and what does each rank make of it?",
+    "Forward, each rank needs all of γ, and has it. Backward, each finds a gradient from "
+    "its own heads alone.",
+    "So nothing is sent forward, and backward the gradients of all ranks are summed. One "
+    "line of the table has just these two.",
+)
 def operator(answer: object) -> str:
     """The operator that a replicated weight needs if each rank uses it for its own heads."""
     named = getattr(answer, "__self__", answer)  # of Copy.apply, Copy
@@ -38,6 +46,13 @@ def operator(answer: object) -> str:
 
 
 @check
+@hints(
+    'The formula is under "Does it halve, in bytes?": columns, then rows. There the '
+    "features in the middle do not count.",
+    "There is an all_reduce forward and one backward. Each is of an activation: tokens "
+    "times features, outside the pair.",
+    "Bytes of the activation, times 2(N − 1)/N for a ring, times two all_reduces.",
+)
 def bytes_sent(answer: object) -> str:
     """What a rank of 8 sends in a step of 4096 → 16384 → 4096 features, 2048 tokens, 2 bytes."""
     activation = 2048 * 4096 * 2
@@ -62,6 +77,14 @@ def bytes_sent(answer: object) -> str:
 
 
 @check
+@hints(
+    'Under "A transformer block, by heads" it says which weight is cut into columns and '
+    "which into rows.",
+    "First split `block.qkv.weight` into its queries, keys and values. Take `mine` of each "
+    "of the three, and join these. x goes through `Copy` before it meets them.",
+    "The rank's heads are a part of the input of `block.out`: take `mine` of its weight "
+    "along dimension 1, and no bias. Then `Sum`, and the bias once, after it.",
+)
 def attention(answer: object) -> str:
     """Attention of a `zoo.Block`, of which each rank computes its heads."""
     own = function(answer)

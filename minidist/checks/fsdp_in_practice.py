@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from minidist.checks.verdict import check, function, number, require_right, shown
+from minidist.checks.verdict import check, function, hints, number, require_right, shown
 from minidist.measure import MemoryTracker, TrafficCounter
 from minidist.zoo import Transformer
 
@@ -16,6 +16,13 @@ BLOCKS = 4
 
 
 @check
+@hints(
+    'Under "Hybrid sharding: what leaves a node" there are two formulas, one for full '
+    "sharding and one for hybrid.",
+    "In hybrid sharding only the average with the replicas crosses the cable. Ψ is the "
+    "number of parameters, and M that of nodes.",
+    "2Ψ(M − 1)/M numbers leave a node. Put in M, and the bytes of all parameters for Ψ, in GB.",
+)
 def leaves_a_node(answer: object) -> str:
     """GB that leave a node in a step: 8 nodes of 8 GPUs, 7 billion parameters of 2 bytes."""
     number(
@@ -36,6 +43,14 @@ def leaves_a_node(answer: object) -> str:
 
 
 @check
+@hints(
+    'See "What to wrap": parts come first, then the whole. See also when the optimizer must'
+    " be made.",
+    "Each block is a good unit: not larger, for the memory, and not smaller, for the number"
+    " of messages. What has no unit belongs to the root.",
+    "Three steps: `md.fully_shard` on every block, then on the model itself, and only then "
+    "the optimizer, of the parameters that there are now.",
+)
 def prepare(answer: object) -> str:
     """A function that shards a transformer of four blocks well, and gives it an Adam."""
     require_right(_trial, function(answer), world_size=2, of_rank=": ")

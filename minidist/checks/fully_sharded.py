@@ -8,12 +8,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minidist.checks.verdict import NotYet, check, number, require_right, shown
+from minidist.checks.verdict import NotYet, check, hints, number, require_right, shown
 from minidist.measure.storages import Ledger
 from minidist.zoo import Block, mlp
 
 
 @check
+@hints(
+    '"The peak, predicted", above, says what is there at the worst moment: the shards, and '
+    "two neighbours.",
+    "A rank has its shard of all four units. For the neighbours, look at the pairs in the "
+    "order of the model.",
+    "In millions: an Nth of all parameters, and the largest pair of neighbours. Then take "
+    "the bytes of a float32 number.",
+)
 def peak(answer: object) -> str:
     """Megabytes of parameters at most: units of 30, 50, 20 and 60 million, float32, 4 ranks."""
     number(
@@ -34,6 +42,16 @@ def peak(answer: object) -> str:
 
 
 @check
+@hints(
+    "`TinyUnit` shows the way: an autograd function whose forward and backward gather, use "
+    "and free. What in it is special to a linear layer?",
+    "Lay all parameters end to end, with zeros until N divides the length, and keep your "
+    'piece as the only `nn.Parameter`. The module must lose its own: `to("meta")` keeps '
+    "their shapes alone.",
+    "Forward gathers, calls the module by `functional_call`, and saves x alone. Backward "
+    "gathers and computes forward again, with gradients enabled, takes `autograd.grad`, and"
+    " reduce_scatters it, divided by N.",
+)
 def unit(answer: object) -> str:
     """A unit around any module: a shard in memory, all of it only while it computes."""
     if not callable(answer):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from minidist.checks.verdict import NotYet, check, function, number, on_ranks, ranks, shown
+from minidist.checks.verdict import NotYet, check, function, hints, number, on_ranks, ranks, shown
 from minidist.pipeline import instructions as do
 from minidist.pipeline import simulate, with_messages
 
@@ -18,6 +18,12 @@ Passes = list[tuple[str, int]]  # ("forward" or "backward", the micro-batch), in
 
 
 @check
+@hints(
+    'The formula stands above the puzzle, under "The bubble". There are two: of the total '
+    "time, and of the ideal time.",
+    "The total is asked for. N is the number of ranks, and m that of micro-batches.",
+    "Divide N − 1 by m + N − 1. Type it as an expression; then nothing is rounded.",
+)
 def idle_part(answer: object) -> str:
     """Of the total time, for 8 ranks and 32 micro-batches."""
     number(
@@ -36,6 +42,14 @@ def idle_part(answer: object) -> str:
 
 
 @check
+@hints(
+    'Draw the rows of "Who works when?" for four stages, of which the third is twice as '
+    "slow. Forward first.",
+    "Once it has begun, the slow stage works without a pause. What does the first "
+    "micro-batch pass before it, and the last one after it?",
+    "Forward: two quick stages, then the slow one for each micro-batch, then one quick "
+    "stage. Backward is the same at twice the time. Add both.",
+)
 def slow_stage(answer: object) -> str:
     """Milliseconds of a GPipe step in which one of four stages is slow."""
     number(
@@ -56,6 +70,15 @@ def slow_stage(answer: object) -> str:
 
 
 @check
+@hints(
+    'Look at the lower panel under "1F1B". How many forward passes has each rank before its'
+    " first backward pass?",
+    "The last rank has one, and each rank before it one more, but never more than m. Then "
+    "forward and backward take turns, and at the end backward passes are left.",
+    "Make two functions of the body of `gpipe_step`, one for forward and one for backward, "
+    "and a queue of what is in flight. Send by `isend`, keep the work and the tensor, and "
+    "wait for all of them at the end.",
+)
 def one_f_one_b(answer: object) -> str:
     """A training step in the order 1F1B, on a backend whose `send` waits for the receiver."""
     step = function(answer)

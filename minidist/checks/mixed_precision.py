@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from minidist.checks.verdict import NotYet, check, function, number, on_ranks, shown
+from minidist.checks.verdict import NotYet, check, function, hints, number, on_ranks, shown
 from minidist.fully_sharded import NaiveFullySharded
 from minidist.mixed_precision import ShardedGradScaler
 from minidist.zoo import mlp
@@ -17,6 +17,14 @@ WORLD_SIZE = 3
 
 
 @check
+@hints(
+    "The formula above says how far the next bfloat16 is: 2^(e-7), for numbers between 2^e "
+    "and 2^(e+1).",
+    "As long as the next number is 1 away, adding 1 works. From which power of two on is it"
+    " 2 away?",
+    "There a sum with 1 lies half way to the next number, and is rounded back to the even "
+    "one. So it stays at that power of two.",
+)
 def stuck(answer: object) -> str:
     """Where a bfloat16 number ends that begins at 0 and to which 1 is added 1,000 times."""
     number(
@@ -34,6 +42,11 @@ def stuck(answer: object) -> str:
 
 
 @check
+@hints(
+    'Look at the table under "Where the bytes go": the line with 16-bit weights and a master copy.',
+    "That line is for Adam, whose two states have 32 bits each. SGD with momentum has one of them.",
+    "Add four things: a weight and a gradient in 16 bits, the master copy and the momentum in 32.",
+)
 def of_momentum(answer: object) -> str:
     """Bytes a parameter: SGD with momentum, 16-bit weights and gradients, 32 bits for the rest."""
     number(
@@ -52,6 +65,14 @@ def of_momentum(answer: object) -> str:
 
 
 @check
+@hints(
+    "The text above says what `md.ShardedGradScaler` does before each step. `careful_step` "
+    "asks its own rank alone.",
+    "Unscale, and note in a tensor of one number whether this rank has found something. "
+    "Then every rank calls the same collective, also one that has found nothing.",
+    "An all_reduce with the maximum, before anybody steps. Where it says that one has found"
+    " something, all return half of the scale. Else all step.",
+)
 def agreed(answer: object) -> str:
     """A step that all ranks take, or none."""
     step = function(answer)

@@ -7,12 +7,18 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from minidist.checks.verdict import NotYet, check, function, number, on_ranks, shown
+from minidist.checks.verdict import NotYet, check, function, hints, number, on_ranks, shown
 from minidist.offload import Budget, Crossings
 from minidist.zoo import Block
 
 
 @check
+@hints(
+    'See "What stays, what travels", and leave out all that is with the host.',
+    "Gradients leave at once, and the master copy and Adam's states are elsewhere. How many"
+    " bytes of a parameter stay?",
+    "Divide the GPU's memory in GB by the bytes of one weight. GB, divided by bytes, are billions.",
+)
 def largest(answer: object) -> str:
     """Billions of parameters on a GPU of 32 GB, with only the 16-bit weights on it."""
     number(
@@ -30,6 +36,11 @@ def largest(answer: object) -> str:
 
 
 @check
+@hints(
+    "Above are the times of the link and of computing.",
+    "Set the two equal. Ψ is on both sides, and cancels.",
+    "T is 4F, divided by 6B: F in operations a second, B in bytes a second.",
+)
 def tokens(answer: object) -> str:
     """Tokens a step at which computing takes as long as 4 bytes a parameter at 25 GB/s."""
     number(
@@ -47,6 +58,15 @@ def tokens(answer: object) -> str:
 
 
 @check
+@hints(
+    "The check says that too many bytes travel. For backward autograd keeps activations, "
+    "and also something that is on the device anyway.",
+    "`pack` must know a weight when it sees one. Often it gets the transpose: another "
+    "tensor, but in the same memory.",
+    "Note where the memory of each parameter begins: `untyped_storage().data_ptr()`. What "
+    "lies there stays as it is, and all else goes to the host. `unpack` must tell the two "
+    "apart.",
+)
 def activations(answer: object) -> str:
     """Hooks that leave activations, and nothing else, with the host until backward."""
     (wrong,) = on_ranks(_trial, function(answer), world_size=1)

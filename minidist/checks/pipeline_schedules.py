@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from minidist.backend.link import Link
-from minidist.checks.verdict import NotYet, check, function, number, on_ranks, ranks, shown
+from minidist.checks.verdict import NotYet, check, function, hints, number, on_ranks, ranks, shown
 from minidist.pipeline import Pipeline, Schedule, ScheduleError, simulate, validate, with_messages
 from minidist.pipeline import instructions as do
 from minidist.zoo import mlp
@@ -18,6 +18,12 @@ FAR = Link(gbps=1e6, latency_us=1e6)  # a message arrives one forward pass later
 
 
 @check
+@hints(
+    'Read "Interleaving" again: how many stages does the model have in all, over all ranks?',
+    "An activation is sent wherever two stages meet. How many such boundaries are there? It"
+    " is one less than stages.",
+    "Each micro-batch crosses each boundary once in forward. Multiply the two numbers.",
+)
 def activations_sent(answer: object) -> str:
     """Messages forward, in a step of 8 ranks with 4 stages each and 16 micro-batches."""
     number(
@@ -36,6 +42,13 @@ def activations_sent(answer: object) -> str:
 
 
 @check
+@hints(
+    "Count the units that one micro-batch takes in one stage: first without recomputation, "
+    "then with it.",
+    "Without it: forward and backward, which is twice as long. With it forward comes once more.",
+    "Divide the one by the other. With its bubble, a step takes m + N − 1 times as long "
+    "either way, so that cancels.",
+)
 def recomputed_time(answer: object) -> str:
     """How many times as long a 1F1B step takes, if all activations are recomputed."""
     number(
@@ -52,6 +65,14 @@ def recomputed_time(answer: object) -> str:
 
 
 @check
+@hints(
+    "Write down 1F1B's list for rank 0 of four. How many forward passes come first, and for"
+    " which rank is each of them?",
+    "Each of these forward passes covers the work of one rank behind this one. Here a "
+    "message to that rank takes one more unit, and that wants a forward pass as well.",
+    "So begin with twice as many forward passes as 1F1B, but at most m. Then take forward "
+    "and backward in turns. At the end the rest goes backward.",
+)
 def far_away(answer: object) -> str:
     """An order as fast as GPipe where messages arrive late, with few activations in flight."""
     (given,) = on_ranks(_orders, function(answer), world_size=1)

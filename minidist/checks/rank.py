@@ -8,11 +8,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minidist.checks.verdict import NotYet, check, function, number, require_right, shown
+from minidist.checks.verdict import NotYet, check, function, hints, number, require_right, shown
 from minidist.measure import TrafficCounter
 
 
 @check
+@hints(
+    "Draw the picture of the relay again, for two tokens: a row for each rank, and time to "
+    "the right.",
+    "Follow each token round the ring, and write down when it reaches each rank. A rank "
+    "works on one token at a time: where does one of them have to wait?",
+    "The token of rank 0 finds rank 2 at work. Add up what it goes through: two short "
+    "works, the wait, the long work, the last short one.",
+)
 def two_tokens(answer: object) -> str:
     """Milliseconds until two tokens, from ranks 0 and 2, are back, if each rank works on each: rank
     2 for 50 ms, the other three for 20."""
@@ -33,6 +41,13 @@ def two_tokens(answer: object) -> str:
 
 
 @check
+@hints(
+    'What the local rank is stands under "What makes a process a rank": each node counts '
+    "its own ranks from 0.",
+    "Write the eight ranks into two rows, one for each node.",
+    "Each column is a group: as many groups as a node has ranks, and in each one rank of "
+    "either node.",
+)
 def twins(answer: Any) -> str:
     """The groups of the ranks with the same local rank, on 2 nodes of 4 ranks."""
     try:
@@ -49,6 +64,14 @@ def twins(answer: Any) -> str:
 
 
 @check
+@hints(
+    'Under "Does `send` wait?" you saw that on gloo it does. If all ranks send first, '
+    "nobody is there to receive.",
+    "Some ranks must receive first. Each rank can decide that alone, by whether its number "
+    "is even or odd.",
+    "Even ranks send and then receive, odd ranks the other way round. Receive into a tensor"
+    " of its own, not into x. One rank alone has nobody to send to.",
+)
 def shift(answer: object) -> str:
     """x goes to the rank on the right, on a backend whose `send` waits for the receiver."""
     shift = function(answer)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from minidist.checks.verdict import NotYet, check, function, number, on_ranks
+from minidist.checks.verdict import NotYet, check, function, hints, number, on_ranks
 from minidist.distributed_data_parallel import DistributedDataParallel
 from minidist.parity import relative_difference
 from minidist.zoo import Transformer
@@ -16,6 +16,11 @@ TOKENS = [(4, 4), (7, 1), (6, 0), (5, 2, 1)]  # on each rank, by case
 
 
 @check
+@hints(
+    "What stage 1 divides stands in the lesson on ZeRO: one of weights, gradients and states.",
+    "In float32 each number has 4 bytes. Adam has two states for each parameter.",
+    "Add a whole weight, a whole gradient, and this rank's part of the two states.",
+)
 def held(answer: object) -> str:
     """Bytes a parameter from step to step: ZeRO-1 on 4 ranks, with Adam, all in float32."""
     number(
@@ -36,6 +41,12 @@ def held(answer: object) -> str:
 
 
 @check
+@hints(
+    "One of the two settings says how many examples a rank takes at once, the other how "
+    "often it does that before a step.",
+    "First find how many examples one rank sees until the optimizer steps.",
+    "The ranks see different examples: multiply by their number.",
+)
 def global_batch(answer: object) -> str:
     """Examples a step of the optimizer: 4 in a micro-batch, 8 of them accumulated, 16 ranks."""
     number(
@@ -53,6 +64,15 @@ def global_batch(answer: object) -> str:
 
 
 @check
+@hints(
+    'See "Break it: divided by the wrong number". A mean of means counts a token more where'
+    " there are few.",
+    "Take the sum of the losses on this rank, over the targets that are not -100. All ranks"
+    " together must know how many such targets there are.",
+    "Divide the sum by the number of all tokens, and multiply it by the number of ranks, by"
+    " which DDP divides. A rank without tokens has the sum zero, and goes backward like the"
+    " others.",
+)
 def by_tokens(answer: object) -> str:
     """A backward pass after which every rank has the gradient of the mean over all tokens."""
     backward = function(answer)

@@ -15,12 +15,19 @@ from typing import Any
 
 import torch
 
-from minidist.checks.verdict import NotYet, check, function, number, on_ranks
+from minidist.checks.verdict import NotYet, check, function, hints, number, on_ranks
 
 Save = Callable[[Any, str], Any]
 
 
 @check
+@hints(
+    "See **Devices, strong**, above: one part of a step shrinks with the ranks, the other "
+    "does not.",
+    "With very many ranks computing takes no time. What does 2(N − 1)/N come to, and how "
+    "long does the ring take then?",
+    "Divide the time of one rank by the time that is left with very many ranks.",
+)
 def most_speed_up(answer: object) -> str:
     """What no number of ranks exceeds: 8 s of computing alone; a ring; 0.1 s for the gradients to
     cross a line once."""
@@ -40,6 +47,12 @@ def most_speed_up(answer: object) -> str:
 
 
 @check
+@hints(
+    'Young\'s formula is under "Machines fail": √(2δM). What are δ and M?',
+    "M is the time between two failures anywhere. So many GPUs fail so many times as often as one.",
+    "Divide the hours of one GPU by the number of GPUs, and turn that into seconds. δ is "
+    "how long a save takes. Then the root of 2δM.",
+)
 def save_every(answer: object) -> str:
     """Young's interval in seconds: 16,384 GPUs, each fails once in 49,152 hours; a save is 24 s."""
     number(
@@ -72,6 +85,14 @@ CHANGES = NAMINGS | {
 
 
 @check
+@hints(
+    "A kill in the middle of writing leaves half a file. So where must the new bytes not be"
+    " written?",
+    "Write them beside the old checkpoint, in the same folder, and give the file its name "
+    "when it is complete. The first of the two facts does that.",
+    "The second fact comes before it: open the file yourself, save into it, flush, and wait"
+    " for the disk with `os.fsync`. Only then replace the old one.",
+)
 def save(answer: object) -> str:
     """`save(state, path)`: a kill at any moment leaves the old checkpoint or the new one."""
     (said,) = on_ranks(_trial, function(answer), world_size=1)

@@ -7,13 +7,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minidist.checks.verdict import check, function, number, require_right, shown
+from minidist.checks.verdict import check, function, hints, number, require_right, shown
 from minidist.measure import MemoryTracker
 
 B, OWN, C, F = 3, 4, 16, 2  # rows, tokens of a rank, features, hidden features of a rank
 
 
 @check
+@hints(
+    "The two formulas are above: **Gathered**, and **Logits stay**.",
+    "Write both down for B·T tokens, V columns and t ranks: one all_gather of all logits, "
+    "against three all_reduces of a number for each token.",
+    "Divide the first by the second. B·T and (t − 1)/t cancel. V stays above, and below it "
+    "the three all_reduces, each of which sends twice.",
+)
 def gathered_logits(answer: object) -> str:
     """How many times as many bytes as three all_reduces of B·T numbers: 128,256 logits, 8 ranks."""
     number(
@@ -32,6 +39,11 @@ def gathered_logits(answer: object) -> str:
 
 
 @check
+@hints(
+    "Take the last two lines of the table above.",
+    "Leave out what has an a in it, and set t to 16. sbh stands in both lines, and cancels.",
+    "Divide (10 + 24/t) by (34/t). Type it as an expression; then nothing is rounded.",
+)
 def of_sixteen(answer: object) -> str:
     """(10 + 24/t) / (34/t) for t = 16: what a rank keeps without and with sequence parallel."""
     number(
@@ -51,6 +63,14 @@ def of_sixteen(answer: object) -> str:
 
 
 @check
+@hints(
+    "The product saves its input for backward, and that are the tokens of all ranks. In an "
+    "autograd function of your own, you say what is kept.",
+    "Forward: gather, multiply, and save x and A alone. Only the gradient of A needs all "
+    "tokens, so backward can get them in the way forward did.",
+    "Backward: gather x again, for the gradient of A. The gradient of x comes from all "
+    "ranks: multiply `gradient` by A transposed, and reduce_scatter it along the tokens.",
+)
 def gather_matmul(answer: object) -> str:
     """The tokens of all ranks, times this rank's columns; only this rank's tokens are kept."""
     given = function(answer)

@@ -7,49 +7,116 @@ helps, or returns a sentence for the right answer:
     def bytes_sent(answer: object) -> str:
         number(answer, 6_000_000, "bytes", {24e6: "all ranks together send that"})
         return "every rank sends 2 (N - 1)/N of the vector."
+
+That sentence says what is wrong with this answer. Hints lead on, whatever the answer: the first
+says where in the lesson to look, the second the step, the third the shape of the answer, which
+none of them gives away. They stand between `@check` and the function, as `@hints("…", "…", "…")`.
+Each wrong answer of a session gets the next one. What is no try gets none, and does not count: no
+answer, or a malformed one (`NoTry`), and the cell of an exercise as the lesson has it.
 """
 
 import functools
+import linecache
 import math
 import signal
 import textwrap
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+from minidist.checks import solved
 from minidist.rank import launch
 from minidist.runtime import RankError
 
 WAIT = 3.0  # seconds that a rank waits for another
 DEADLINE = 6.0  # seconds that an answer may take, once
 
+Judge = TypeVar("Judge", bound=Callable[..., str])
+
 
 class NotYet(Exception):  # noqa: N818 (it is what a check says, not a fault)
     """The answer is wrong, for this reason."""
 
 
+class NoTry(NotYet):
+    """So is this one, but it is no try at the question: it gets no hint."""
+
+
 class Verdict(NamedTuple):
-    """Whether an answer is right, and what to say about it. A notebook shows the sentence."""
+    """Whether an answer is right, what to say about it, and a hint. A notebook shows both."""
 
     right: bool
     says: str
+    hint: str = ""
 
     def __repr__(self) -> str:
-        return self.says
+        return f"{self.says}\n{self.hint}".strip()
 
 
-def check(judge: Callable[..., str]) -> Callable[..., Verdict]:
-    """The check that gives the verdict of `judge`; an answer that is None is none yet."""
+class Check:
+    """Gives the verdict of `judge` on an answer, and counts the wrong ones of this process."""
 
-    @functools.wraps(judge)
-    def verdict(answer: object) -> Verdict:
+    __name__: str
+
+    def __init__(self, judge: Callable[..., str]) -> None:
+        functools.update_wrapper(self, judge)
+        self.judge = judge
+        self.hints: tuple[str, ...] = getattr(judge, "hints", ())
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew, as in a new session."""
+        self.wrong, self.is_solved, self.unwritten = 0, False, ""
+
+    def __call__(self, answer: object) -> Verdict:
         try:
             if answer is None:
-                raise NotYet("the answer is None. Put yours in its place.")
-            return Verdict(True, f"Right: {judge(answer)}")
+                raise NoTry("the answer is None. Put yours in its place.")
+            right = Verdict(True, f"Right: {self.judge(answer)}")
         except NotYet as reason:
-            return Verdict(False, f"Not yet: {reason}")
+            hint = "" if isinstance(reason, NoTry) else self._next_hint(answer)
+            return Verdict(False, f"Not yet: {reason}", hint)
+        self.wrong, self.is_solved = 0, True
+        solved.remember(self.__module__.rpartition(".")[2], self.__name__)
+        return right
 
-    return verdict
+    def _next_hint(self, answer: object) -> str:
+        # Who has solved it needs no hint: other answers are tried to see what the check says.
+        if not self.hints or self.is_solved or self._is_unwritten(answer):
+            return ""
+        self.wrong += 1
+        number = min(self.wrong, len(self.hints))
+        return f"Hint {number} of {len(self.hints)}: {self.hints[number - 1]}"
+
+    def _is_unwritten(self, answer: object) -> bool:
+        """Whether its cell is as the lesson has it: with `# Your lines here`. One may leave that
+        comment and write below it; so only the first cell that has it counts, until it changes."""
+        cell = _cell_of(answer)
+        if "Your lines" not in cell:
+            return False
+        self.unwritten = self.unwritten or cell
+        return cell == self.unwritten
+
+
+check = Check  # the decorator
+
+
+def hints(first: str, second: str, third: str) -> Callable[[Judge], Judge]:
+    """What leads to the answer, step by step. It stands below `@check`."""
+
+    def give(judge: Judge) -> Judge:
+        judge.hints = (first, second, third)  # type: ignore[attr-defined]
+        return judge
+
+    return give
+
+
+def _cell_of(answer: object) -> str:
+    """The source of the cell or file in which a function or a class is written, else ""."""
+    for thing in vars(answer).values() if isinstance(answer, type) else [answer]:
+        code = getattr(getattr(thing, "__func__", thing), "__code__", None)
+        if code is not None:
+            return "".join(linecache.getlines(code.co_filename))
+    return ""
 
 
 def number(
@@ -62,14 +129,29 @@ def number(
             raise TypeError
         value = float(answer)
     except Exception:  # whatever an odd object raises
-        raise NotYet(f"give {what}, not {shown(answer)}.") from None
+        raise NoTry(f"give {what}, not {shown(answer)}.") from None
     for other, hint in (wrong or {}).items():
         if math.isclose(value, other, rel_tol=1e-6):
             raise NotYet(f"{value:,g} is not it: {hint}.")
     if not math.isclose(value, right, rel_tol=1e-6):
-        if value in [float(f"{right:.{digits}g}") for digits in range(2, 7)]:
-            raise NotYet(f"{value:,g} is rounded: give all digits, or an expression such as 1 / 3.")
+        if _is_rounded(value, right):
+            raise NoTry(
+                f"{value:,g} is close, but it is rounded: give the exact number, or an expression "
+                "such as 1 / 3."
+            )
         raise NotYet(f"it is not {value:,g}{f' {unit}' if unit else ''}.")
+
+
+def _is_rounded(value: float, right: float) -> bool:
+    """Whether it is `right`, rounded or cut to 2 to 6 digits."""
+    if right <= 0:
+        return False
+    for digits in range(2, 7):
+        unit = 10.0 ** (math.floor(math.log10(right)) - digits + 1)
+        near = math.floor(right / unit), math.floor(right / unit + 0.5 + 1e-9)
+        if any(math.isclose(value, each * unit, rel_tol=1e-9) for each in near):
+            return True
+    return False
 
 
 def shown(thing: object) -> str:
@@ -84,7 +166,7 @@ def shown(thing: object) -> str:
 def function(answer: object) -> Callable[..., Any]:
     """Refuse what cannot be called."""
     if not callable(answer) or isinstance(answer, type):
-        raise NotYet(f"give the function itself, not {shown(answer)}.")
+        raise NoTry(f"give the function itself, not {shown(answer)}.")
     return answer
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from minidist import zoo
-from minidist.checks.verdict import NotYet, check, number, require_right, shown
+from minidist.checks.verdict import NotYet, check, hints, number, require_right, shown
 from minidist.distributed_data_parallel import DistributedDataParallel
 from minidist.measure import MemoryTracker
 from minidist.parity import relative_difference
@@ -25,6 +25,14 @@ COUNTS = 10  # numbers that Adam may keep besides: its steps, one for each tenso
 
 
 @check
+@hints(
+    'See "Where 16 bytes a parameter go", and the ladder above the puzzle: which of the '
+    "three kinds does stage 1 share out?",
+    "In mixed precision weight and gradient have 2 bytes each, and the optimizer's states "
+    "12. One of the three is divided by the number of ranks.",
+    "Add the weight, the gradient and the divided states. For a billion parameters, bytes a"
+    " parameter are GB.",
+)
 def stage_1_of_a_billion(answer: object) -> str:
     """GB of model states on each of 4 ranks: 1 billion parameters, stage 1, mixed precision."""
     number(
@@ -44,6 +52,13 @@ def stage_1_of_a_billion(answer: object) -> str:
 
 
 @check
+@hints(
+    'It is the line *Each*, under "Accumulation: the trap of stage 2".',
+    "Each micro-batch has a reduce_scatter of its gradients. What else is sent in a step, "
+    "and how often?",
+    "Count these collectives: one for each micro-batch, and one all_gather. In a ring each "
+    "sends (N − 1)/N of Ψ.",
+)
 def accumulated_in_stage_2(answer: object) -> str:
     """Numbers that a rank sends in a step, in Ψ: 8 ranks, 16 micro-batches, each one reduced."""
     number(
@@ -64,6 +79,15 @@ def accumulated_in_stage_2(answer: object) -> str:
 
 
 @check
+@hints(
+    "`TinyZero` deals out whole tensors. Here one cuts through them: read again the idea "
+    "under the exercise.",
+    "Lay all parameters end to end in one flat tensor, with zeros at the end until N "
+    "divides its length. Make each `parameter.data` a view of its place there.",
+    "The inner optimizer gets one parameter: this rank's shard, a view of the flat tensor. "
+    "In `step`, give it the same piece of all gradients, let it step, and all_gather the "
+    "shards into the flat tensor.",
+)
 def my_zero(answer: object) -> str:
     """A class `MyZero(parameters, make_optimizer)` that keeps an N-th of the states."""
     if not callable(answer):
