@@ -4,6 +4,7 @@ Where `korean.json` has the words of a picture, it is drawn in Korean too, into 
 """
 
 import json
+import logging
 import re
 from pathlib import Path
 
@@ -44,6 +45,7 @@ FONT = "NanumGothic"  # of Debian's package fonts-nanum
 # For each picture, English and Korean; # is a number. What is the same in both stands there, too.
 KOREAN = json.loads((HERE / "korean.json").read_text())
 plt.rcParams.update(STYLE)
+logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # its bold is called 600
 
 
 def paper(width: float, height: float) -> tuple[Figure, Axes]:
@@ -83,7 +85,7 @@ def translate(figure: Figure, words: dict[str, str]) -> None:
         axes.set_yticks(axes.get_yticks(), [in_korean(label, words) for label in labels])
     for text in figure.findobj(Text):
         text.set_text(in_korean(text.get_text(), words))
-        text.set_fontfamily([FONT, *plt.rcParams["font.sans-serif"]])
+        text.set_fontfamily([*plt.rcParams["font.sans-serif"], FONT])
 
 
 def in_korean(text: str, words: dict[str, str]) -> str:
