@@ -122,6 +122,35 @@ def one_sitting(notebook: NotebookNode) -> Iterator[str]:
             yield f"cell {cell.execution_count} has {lines} lines"
 
 
+def predictions(notebook: NotebookNode) -> Iterator[str]:
+    """A lesson asks for guesses, which nobody has made yet, and each meets its measurement in a
+    later cell. (Under another name, or too early, it would end "run all" in an error.)
+    """
+    cells = [cell.source for cell in code_cells(notebook)]
+    made = [
+        (number, name, guess)
+        for number, source in enumerate(cells)
+        for name, guess in re.findall(r"^(\w+) = md\.predict\(\s*(\w*)", source, re.MULTILINE)
+    ]
+    if len(made) < 2 or len(made) < sum(source.count("md.predict(") for source in cells):
+        yield f"{len(made)} predictions, each to be written as `guess = md.predict(None, …)`"
+    for number, name, guess in made:
+        if guess != "None":
+            yield f"{name} is stored with a guess, {guess or 'not with None'}"
+        again = [later for later, other, _ in made if other == name and later > number]
+        until = min(again, default=len(cells) - 1)
+        if not any(f"{name}.against(" in source for source in cells[number + 1 : until + 1]):
+            yield f"{name} does not meet its measurement in a later cell"
+
+
+LESSONS = [path for path in NOTEBOOKS if path.parent.name == "notebooks"][1:]  # no start page
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+def test_a_lesson_asks_for_predictions(path: Path) -> None:
+    assert list(predictions(nbformat.read(path, as_version=4))) == []
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_a_lesson_is_one_sitting(path: Path) -> None:
     assert list(one_sitting(nbformat.read(path, as_version=4))) == []
@@ -166,6 +195,10 @@ def timings(tagged: int, plain: int) -> list[NotebookNode]:
     ]
 
 
+def guess(*names: str, number: str = "None") -> str:
+    return "".join(f"{name} = md.predict({number}, 'MB')\n" for name in names)
+
+
 ERROR = nbformat.v4.new_output("error", ename="ValueError", evalue="no", traceback=["at /home/me"])
 WARNING = nbformat.v4.new_output("stream", name="stderr", text="/tmp/ipykernel_12/3.py:1: Warning")
 SVG = nbformat.v4.new_output("display_data", {"image/svg+xml": "<svg/>"})
@@ -186,6 +219,14 @@ FAULTS = [
     (one_sitting, [cell() for _ in range(MOST_CELLS + 1)]),
     (one_sitting, [nbformat.v4.new_markdown_cell("a " * (MOST_WORDS + 1))]),
     (one_sitting, [cell("1\n" * (MOST_LINES + 1))]),
+    (predictions, [cell(guess("a")), cell("a.against(1)")]),  # one
+    (predictions, [cell(guess("a", "b")), cell("a.against(1)")]),
+    (predictions, [cell("b.against(1)"), cell(guess("a", "b")), cell("a.against(1)")]),
+    (predictions, [cell(guess("a", "b") + "a.against(1)"), cell("b.against(1)")]),
+    (predictions, [cell(guess("a")), cell(guess("a")), cell("a.against(1)")]),
+    (predictions, [cell(guess("a", "b", number="4")), cell("a.against(1)\nb.against(1)")]),
+    (predictions, [cell(guess("a", "b", number="")), cell("a.against(1)\nb.against(1)")]),
+    (predictions, [cell(guess("a", "b") + "md.predict()"), cell("a.against(1)\nb.against(1)")]),
     (no_machine_paths, [cell(output=ERROR)]),
     (no_machine_paths, [cell(output=WARNING)]),
     (no_machine_paths, [nbformat.v4.new_markdown_cell(f"see {ROOT}")]),
@@ -203,3 +244,5 @@ def test_a_good_notebook_passes_every_check() -> None:
     for count, each in enumerate(good.cells, start=1):
         each.execution_count = count
     assert [complaint for check in CHECKS for complaint in check(good)] == []
+    asked = notebook(cell(guess("a", "b")), cell("a.against(1)"), cell("if 1:\n    b.against(2)"))
+    assert list(predictions(asked)) == []
