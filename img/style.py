@@ -1,5 +1,11 @@
-"""What the pictures share: paper, boxes, arrows, and the palette of the course's charts."""
+"""What the pictures share: paper, boxes, arrows, and the palette of the course's charts.
 
+Where `korean.json` has the words of a picture, it is drawn in Korean too, into `img/ko`.
+"""
+
+import json
+import logging
+import re
 from pathlib import Path
 
 import matplotlib
@@ -9,7 +15,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import findfont
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
+from matplotlib.text import Text
 
 from minidist.plot import RANKS
 from minidist.plot.palette import INK, PALE, STYLE, ink
@@ -33,7 +41,11 @@ __all__ = [
 
 HERE = Path(__file__).parent
 EMPTY = "#F0F0F0"  # a place where nothing is
+FONT = "NanumGothic"  # of Debian's package fonts-nanum
+# For each picture, English and Korean; # is a number. What is the same in both stands there, too.
+KOREAN = json.loads((HERE / "korean.json").read_text())
 plt.rcParams.update(STYLE)
+logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # its bold is called 600
 
 
 def paper(width: float, height: float) -> tuple[Figure, Axes]:
@@ -47,10 +59,40 @@ def paper(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def save(figure: Figure, name: str) -> None:
-    """Write `img/NAME.png`, the same bytes whenever it is drawn."""
-    figure.savefig(HERE / f"{name}.png", dpi=150, metadata={"Software": None})
+    """Write `img/NAME.png`, the same bytes whenever it is drawn, and its Korean form."""
+    write(figure, f"{name}.png")
+    if name in KOREAN:
+        translate(figure, KOREAN[name])
+        try:
+            findfont(FONT, fallback_to_default=False)
+        except ValueError:
+            print(f"img/ko/{name}.png stays: no font {FONT} (Debian: apt install fonts-nanum)")
+        else:
+            write(figure, f"ko/{name}.png")
     plt.close(figure)
-    print(f"img/{name}.png")
+
+
+def write(figure: Figure, name: str) -> None:
+    (HERE / name).parent.mkdir(exist_ok=True)
+    figure.savefig(HERE / name, dpi=150, metadata={"Software": None})
+    print(f"img/{name}")
+
+
+def translate(figure: Figure, words: dict[str, str]) -> None:
+    """Say in Korean what the figure says. Raises KeyError for what `words` does not have."""
+    for axes in figure.axes:
+        labels = [label.get_text() for label in axes.get_yticklabels()]
+        axes.set_yticks(axes.get_yticks(), [in_korean(label, words) for label in labels])
+    for text in figure.findobj(Text):
+        text.set_text(in_korean(text.get_text(), words))
+        text.set_fontfamily([*plt.rcParams["font.sans-serif"], FONT])
+
+
+def in_korean(text: str, words: dict[str, str]) -> str:
+    if not re.search("[a-z]{2}", text):
+        return text
+    numbers = iter(re.findall(r"\d+", text))
+    return re.sub("#", lambda _: next(numbers), words[re.sub(r"\d+", "#", text)])
 
 
 def box(axes: Axes, x: float, y: float, width: float, height: float, **looks: object) -> None:

@@ -4,7 +4,7 @@
 
 This is the only way in which outputs are made: every notebook runs from top to bottom in a fresh
 kernel, in its own folder, under the same conditions as nbval's. A notebook with a failing cell is
-left as it was.
+left as it was. A lesson that has a Korean form (`notebooks/ko`) hands its outputs on to that.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
+from translate import follow
 
 HERE = Path(__file__).resolve().parent
 CELL_TIMEOUT = 120  # seconds, as in `make test`
@@ -41,6 +42,9 @@ def execute(path: Path) -> None:
     ).execute(env=kernel_environment())
     clean(notebook)
     nbformat.write(notebook, path)
+    korean = HERE / "ko" / path.name
+    if path.parent == HERE and korean.exists():
+        follow(korean)
 
 
 def kernel_environment() -> dict[str, str]:
@@ -81,6 +85,8 @@ def main() -> int:
     parser.add_argument("notebooks", nargs="*", type=Path, help="all notebooks by default")
     everything = sorted(HERE.glob("*.ipynb")) + sorted(HERE.glob("solutions/*.ipynb"))
     paths = [path.resolve() for path in parser.parse_args().notebooks] or everything
+    if any(path.parent == HERE / "ko" for path in paths):
+        parser.error("a Korean lesson has the outputs of the English one: run that")
     failed = 0
     for path in paths:
         name = os.path.relpath(path)

@@ -19,8 +19,10 @@ LIST = ".copied.json"
 
 
 def lessons() -> list[Path]:
-    """What a learner needs of this folder: lessons, solutions, and the scripts that they run."""
+    """What a learner needs of this folder: lessons, solutions, the scripts that they run, and the
+    Korean lessons."""
     found = [*HERE.glob("*.ipynb"), *HERE.glob("solutions/*.ipynb"), *HERE.glob("scripts/*.*")]
+    found += [*HERE.glob("ko/*.ipynb"), *HERE.glob("ko/*.md")]
     return sorted(path.relative_to(HERE) for path in found)
 
 

@@ -23,6 +23,7 @@ from typing import Any
 PYTEST = [sys.executable, str(Path(__file__).with_name("judge.py"))]
 OPTIONS = ["--color=no", "-p", "no:cacheprovider", "-p", "needs", "--nbval", "--nbval-current-env"]
 OPTIONS += ["--nbval-cell-timeout=120", "--nbval-sanitize-with=notebooks/sanitize.cfg"]
+OPTIONS += ["--ignore=notebooks/ko"]  # the code of the English lessons: tests/test_korean.py
 
 WORKERS = os.environ.get("WORKERS", "2")
 SIDE_BY_SIDE = ["-n", WORKERS, "--dist=loadfile", "--max-worker-restart=0"]

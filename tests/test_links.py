@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
 SOLUTIONS = sorted(ROOT.glob("notebooks/solutions/*.ipynb"))
 LESSONS = {path.stem[3:]: int(path.stem[:2]) for path in NOTEBOOKS}  # name: number
-TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *NOTEBOOKS, *SOLUTIONS]
+KOREAN = sorted(path for kind in ("ipynb", "md") for path in ROOT.glob(f"notebooks/ko/*.{kind}"))
+TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *NOTEBOOKS, *SOLUTIONS, *KOREAN]
 SOURCES = [*ROOT.glob("minidist/**/*.py"), *ROOT.glob("tests/*.py"), *ROOT.glob("img/*.py")]
 
 

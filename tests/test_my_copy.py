@@ -10,6 +10,8 @@ import pytest
 from minidist.checks import solved
 
 ROOT = Path(__file__).resolve().parents[1]
+LESSONS = {"00_start.ipynb", "01_rank.ipynb", "solutions/01_rank.ipynb"}
+LESSONS |= {"ko/00_start.ipynb", "ko/glossary.md"}
 
 
 @pytest.fixture
@@ -17,7 +19,8 @@ def course(tmp_path):
     """A course of two lessons; its script as a module."""
     there = tmp_path / "notebooks"
     (there / "solutions").mkdir(parents=True)
-    for name in ("00_start.ipynb", "01_rank.ipynb", "solutions/01_rank.ipynb", "execute.py"):
+    (there / "ko").mkdir()
+    for name in (*LESSONS, "execute.py"):
         (there / name).write_text(f"{name}, first edition")
     shutil.copy(ROOT / "notebooks/my_copy.py", there)
     spec = importlib.util.spec_from_file_location("my_copy", there / "my_copy.py")
@@ -30,7 +33,7 @@ def test_lessons_are_copied_and_nothing_else(course, tmp_path):
     my = tmp_path / "my"
     assert course.copy_into(my) == []
     there = {str(path.relative_to(my)) for path in my.rglob("*") if path.is_file()}
-    assert there == {"00_start.ipynb", "01_rank.ipynb", "solutions/01_rank.ipynb", ".copied.json"}
+    assert there == LESSONS | {".copied.json"}
 
 
 def test_what_the_learner_changed_is_kept_and_the_rest_follows_the_course(course, tmp_path):
@@ -59,9 +62,9 @@ def test_a_lesson_that_moved_leaves_only_a_changed_copy_behind(course, tmp_path)
     for name in ("01_rank.ipynb", "solutions/01_rank.ipynb"):
         (course.HERE / name).rename(course.HERE / name.replace("rank", "moved"))
     course.copy_into(my)
-    there = {str(path.relative_to(my)) for path in my.rglob("*.ipynb")}
+    there = {str(path.relative_to(my)) for path in my.rglob("*") if path.is_file()}
     moved = {"01_moved.ipynb", "solutions/01_moved.ipynb"}
-    assert there == {"00_start.ipynb", "solutions/01_rank.ipynb"} | moved
+    assert there == LESSONS - {"01_rank.ipynb"} | moved | {".copied.json"}
 
 
 def test_a_copy_that_has_no_list_is_kept(course, tmp_path):
