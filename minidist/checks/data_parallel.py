@@ -14,8 +14,8 @@ SIZES = [[4], [2, 2], [3, 3, 3, 1], [2, 0, 1]]
 @check
 @hints(
     'The formula is under "Who sends how much": look at its part for the model, by flat copies.',
-    "Device 0 sends the whole model to every other device, itself. The gradients come back "
-    "to it, so others send those.",
+    "Device 0 itself sends the whole model to every other device. The gradients are sent by"
+    " the others.",
     "It is (n − 1) P, with n devices and P megabytes. Leave out the images and outputs.",
 )
 def device_0_sends(answer: object) -> str:

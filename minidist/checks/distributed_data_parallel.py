@@ -69,12 +69,13 @@ def last_bucket(answer: object) -> str:
 
 @check
 @hints(
-    "`NaiveDDP` above begins in the same way and sends in hooks. Read what it does when it "
-    "is made, and what a hook does.",
-    "In `__init__` every parameter must get rank 0's value: by which collective? And each "
-    "parameter gets a hook that runs when its gradient is complete.",
-    "The simplest hook waits: it all_reduces the gradient of its parameter and divides it "
-    "by the number of ranks. Then nothing is left to finish.",
+    "`TinyDDP` above does nearly all of it, but somebody must call its `finish`. Read what "
+    "it does when it is made, and what its hook does.",
+    "Here backward may not end before every gradient is the mean. A hook runs within "
+    "backward. So what if the hook did not return before its message has arrived?",
+    "In `__init__` do as `TinyDDP` does. The simplest hook all_reduces the gradient of its "
+    "parameter, waits for it, and divides by the number of ranks. That is slow, and right: "
+    "nothing is left to finish.",
 )
 def averages(answer: object) -> str:
     """A wrapper: replicas begin with rank 0's weights, `backward()` leaves the mean gradients."""
@@ -84,12 +85,12 @@ def averages(answer: object) -> str:
 
 @check
 @hints(
-    "Compare `NaiveDDP` with `TinyDDP`: both begin to send early. Which of them goes on "
-    "computing meanwhile?",
-    "A hook should start its all_reduce and return at once: `async_op=True` gives a handle "
-    "to wait for later. All hooks run, so count the gradients: who sees the last one?",
-    "The hook in which the count is complete waits for all handles, and makes sure each "
-    "`.grad` is the mean. Then it empties the lists, for the next step.",
+    "`TinyDDP` overlaps: its hook starts an all_reduce and returns at once. What is missing"
+    " is somebody who calls `finish`.",
+    "In each backward pass the hook runs once for every parameter. So count the gradients "
+    "that have arrived: one call of the hook sees that all of them are there.",
+    "That call does what `finish` did: it waits for all messages, and makes sure that each "
+    "`.grad` is the mean. Then it empties the list and the count, for the next step.",
 )
 def overlaps(answer: object) -> str:
     """The same, and gradients travel while backward computes."""

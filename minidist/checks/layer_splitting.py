@@ -43,8 +43,8 @@ def idle_part(answer: object) -> str:
 
 @check
 @hints(
-    'Draw the rows of "Who works when?" for four stages, of which the third is twice as '
-    "slow. Forward first.",
+    'Draw a row for each stage, as under "Who works when?", but with the micro-batches of '
+    "GPipe. The third stage is twice as slow as the others. Forward first.",
     "Once it has begun, the slow stage works without a pause. What does the first "
     "micro-batch pass before it, and the last one after it?",
     "Forward: two quick stages, then the slow one for each micro-batch, then one quick "

@@ -70,8 +70,8 @@ def of_momentum(answer: object) -> str:
     "asks its own rank alone.",
     "Unscale, and note in a tensor of one number whether this rank has found something. "
     "Then every rank calls the same collective, also one that has found nothing.",
-    "An all_reduce with the maximum, before anybody steps. Where it says that one has found"
-    " something, all return half of the scale. Else all step.",
+    "An all_reduce with the maximum, before anybody steps. If it says that some rank has "
+    "found something, all return half of the scale. Else all step.",
 )
 def agreed(answer: object) -> str:
     """A step that all ranks take, or none."""

@@ -20,8 +20,8 @@ FAR = Link(gbps=1e6, latency_us=1e6)  # a message arrives one forward pass later
 @check
 @hints(
     'Read "Interleaving" again: how many stages does the model have in all, over all ranks?',
-    "An activation is sent wherever two stages meet. How many such boundaries are there? It"
-    " is one less than stages.",
+    "An activation is sent wherever two stages meet. How many such boundaries are there? "
+    "One fewer than there are stages.",
     "Each micro-batch crosses each boundary once in forward. Multiply the two numbers.",
 )
 def activations_sent(answer: object) -> str:

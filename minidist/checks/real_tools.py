@@ -66,7 +66,7 @@ def global_batch(answer: object) -> str:
 @check
 @hints(
     'See "Break it: divided by the wrong number". A mean of means counts a token more where'
-    " there are few.",
+    " there are few of them.",
     "Take the sum of the losses on this rank, over the targets that are not -100. All ranks"
     " together must know how many such targets there are.",
     "Divide the sum by the number of all tokens, and multiply it by the number of ranks, by"

@@ -49,7 +49,8 @@ def most_speed_up(answer: object) -> str:
 @check
 @hints(
     'Young\'s formula is under "Machines fail": √(2δM). What are δ and M?',
-    "M is the time between two failures anywhere. So many GPUs fail so many times as often as one.",
+    "M is the time between two failures anywhere. A thousand GPUs fail a thousand times as "
+    "often as one.",
     "Divide the hours of one GPU by the number of GPUs, and turn that into seconds. δ is "
     "how long a save takes. Then the root of 2δM.",
 )

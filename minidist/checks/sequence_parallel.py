@@ -64,8 +64,8 @@ def of_sixteen(answer: object) -> str:
 
 @check
 @hints(
-    "The product saves its input for backward, and that are the tokens of all ranks. In an "
-    "autograd function of your own, you say what is kept.",
+    "The product saves its input for backward, and those are the tokens of all ranks. In an"
+    " autograd function of your own, you say what is kept.",
     "Forward: gather, multiply, and save x and A alone. Only the gradient of A needs all "
     "tokens, so backward can get them in the way forward did.",
     "Backward: gather x again, for the gradient of A. The gradient of x comes from all "
