@@ -1,10 +1,13 @@
-"""The Korean lessons are the English ones in another language: the same cells, code and outputs, and
-a text for each text. `notebooks/translate.py` copies what is the same."""
+"""The Korean lessons are the English ones in another language: the same cells, code and outputs,
+and a text for each text. `notebooks/translate.py` copies what is the same."""
 
 import copy
 import os
 import re
 import runpy
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -90,11 +93,14 @@ def link_in_korean(link: str) -> str:
 
 
 def same_names(korean: NotebookNode, english: NotebookNode) -> Iterator[str]:
-    """What is code in an English text is code in the Korean one; formulas are equal but for words."""
+    """What is code in an English text is code in the Korean one; formulas differ in words only."""
     for name, ours, theirs in texts(korean, english):
         for pattern in r"`[^`\n]+`", r"\$\$.*?\$\$":
             found, wanted = (
-                {re.sub(r"\\text\{[^}]*\}", "", each) for each in re.findall(pattern, text, re.DOTALL)}
+                {
+                    re.sub(r"\\text\{[^}]*\}", "", each)
+                    for each in re.findall(pattern, text, re.DOTALL)
+                }
                 for text in (ours, theirs)
             )
             if found != wanted:
@@ -110,6 +116,14 @@ def same_headings(korean: NotebookNode, english: NotebookNode) -> Iterator[str]:
             yield f"cell {name} has {ours}, in English {theirs}"
 
 
+def emphasis_is_seen(korean: NotebookNode, english: NotebookNode) -> Iterator[str]:
+    """Markdown takes `**` between a sign and a letter for the start of an emphasis, never its end,
+    and Korean puts its particles just there: `**말.**은`."""
+    for name, text, _ in texts(korean, english):
+        for found in re.findall(r"[.,:?!)\]%”\"]\*+[가-힣]+", plain(text)):
+            yield f"cell {name}: the stars in {found} will be shown"
+
+
 CHECKS: list[Check] = [
     same_cells,
     same_code,
@@ -118,6 +132,7 @@ CHECKS: list[Check] = [
     same_links,
     same_names,
     same_headings,
+    emphasis_is_seen,
 ]
 
 
@@ -211,6 +226,7 @@ FAULTS = [
     (same_names, change(0, 0, source=f"# `Copy` 하나\n\n{LINK}와 $$b \\text{{ 전체}}$$")),
     (same_headings, change(0, 0, source="`Copy` 하나")),
     (same_headings, change(0, 0, source="# `Copy` 하나\n\n- 하나 더")),
+    (emphasis_is_seen, change(0, 0, source="# **사본(copy)**은 하나")),
 ]
 
 
@@ -247,3 +263,29 @@ def test_the_korean_lesson_follows_the_english_one(tmp_path: Path, monkeypatch) 
 
     mark(path, {new.id})
     assert list(up_to_date(read(path), english)) == []
+
+
+def test_execute_hands_outputs_on_to_the_korean_lesson(tmp_path: Path) -> None:
+    for script in "execute.py", "translate.py":
+        shutil.copy(ENGLISH / script, tmp_path)
+    korean, english = pair()
+    korean.cells[1].outputs = english.cells[1].outputs = []
+    english.cells[1].metadata = {}
+    paths = tmp_path / "lesson.ipynb", tmp_path / "ko" / "lesson.ipynb"
+    paths[1].parent.mkdir()
+    for path, notebook in zip(paths, (english, korean), strict=True):
+        nbformat.write(notebook, path)
+
+    def execute(path: Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(tmp_path / "execute.py"), str(path)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+    assert execute(paths[0]).returncode == 0
+    done, english = read(paths[1]), read(paths[0])
+    assert done.cells[1].outputs[0].text == "1\n" and done.cells[0] == korean.cells[0]
+    assert [each for check in CHECKS for each in check(done, english) if check != same_links] == []
+
+    before = paths[1].read_text()
+    refused = execute(paths[1])
+    assert refused.returncode == 2 and "run that" in refused.stderr
+    assert paths[1].read_text() == before
