@@ -10,6 +10,7 @@ pool itself: `r(fn)` calls a function on every rank, `r.get("x", rank=1)` brings
 """
 
 import inspect
+import os
 import re
 import symtable
 from typing import Any
@@ -20,6 +21,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 from IPython.display import Image, display
 
+from minidist.measure.soft import Soften
 from minidist.rank import ranks as start_ranks
 from minidist.runtime import Pool, RankError, forkserver
 from minidist.runtime.cell import remember, run_cell
@@ -28,6 +30,8 @@ from minidist.runtime.cell import remember, run_cell
 def load(shell: InteractiveShell) -> None:
     """Make the magic known, and let the forkserver import torch while the reader reads."""
     shell.register_magics(RanksMagic)
+    if os.environ.get("MINIDIST_TIMING") == "soft":
+        shell.ast_transformers.append(Soften())
     forkserver.warm_up()
 
 
