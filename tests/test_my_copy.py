@@ -1,13 +1,19 @@
 """`make lab` opens a copy of the lessons that belongs to the learner."""
 
 import importlib.util
+import inspect
+import re
+import runpy
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from minidist import notebook
+
 ROOT = Path(__file__).resolve().parents[1]
+NOT_LESSONS = ("AGENTS.md", "execute.py", "notes.md")
 
 
 @pytest.fixture
@@ -15,7 +21,7 @@ def course(tmp_path):
     """A course of two lessons; its script as a module."""
     there = tmp_path / "notebooks"
     (there / "solutions").mkdir(parents=True)
-    for name in ("00_start.ipynb", "01_rank.ipynb", "solutions/01_rank.ipynb", "execute.py"):
+    for name in ("00_start.ipynb", "01_rank.ipynb", "solutions/01_rank.ipynb", *NOT_LESSONS):
         (there / name).write_text(f"{name}, first edition")
     shutil.copy(ROOT / "notebooks/my_copy.py", there)
     spec = importlib.util.spec_from_file_location("my_copy", there / "my_copy.py")
@@ -28,7 +34,8 @@ def test_lessons_are_copied_and_nothing_else(course, tmp_path):
     my = tmp_path / "my"
     assert course.copy_into(my) == []
     there = {str(path.relative_to(my)) for path in my.rglob("*") if path.is_file()}
-    assert there == {"00_start.ipynb", "01_rank.ipynb", "solutions/01_rank.ipynb", ".copied.json"}
+    lessons = {"00_start.ipynb", "01_rank.ipynb", "solutions/01_rank.ipynb"}
+    assert there == lessons | {"AGENTS.md", ".copied.json"}
 
 
 def test_what_the_learner_changed_is_kept_and_the_rest_follows_the_course(course, tmp_path):
@@ -68,6 +75,21 @@ def test_a_copy_that_has_no_list_is_kept(course, tmp_path):
     (my / "01_rank.ipynb").write_text("mine")
     course.copy_into(my)
     assert (my / "01_rank.ipynb").read_text() == "mine"
+
+
+def test_an_assistant_is_told_what_is_there(tmp_path):
+    """Its words are true of a learner's copy: what it names in code exists there."""
+    course = runpy.run_path(str(ROOT / "notebooks/my_copy.py"))
+    course["copy_into"](tmp_path / "my")
+    for name in ("minidist", ".venv"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    words = (tmp_path / "my/AGENTS.md").read_text()
+    named = re.findall(r"`((?:\.\./)?[\w./]*(?:/|\.ipynb))`", words)
+    assert {"solutions/", "../minidist/checks/", "00_start.ipynb"} <= set(named)
+    assert [name for name in named if not (tmp_path / "my" / name).exists()] == []
+    options = re.findall(r"`(--\w+)", words)
+    assert [each for each in options if each not in inspect.getsource(notebook)] == []
+    assert "solutions/` for the learner" in words and "MINIDIST_TIMING=soft" in words
 
 
 def test_git_ignores_the_copy_and_make_lab_opens_it():
