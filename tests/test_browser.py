@@ -13,13 +13,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from programs import Family, eventually
-
-webdriver = pytest.importorskip("selenium.webdriver", reason="pip install '.[browser]'")
 
 ROOT = Path(__file__).resolve().parents[1]
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
@@ -32,6 +31,7 @@ SOON, LESSON_ENDS = 120, 600  # seconds, on a busy machine
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.timeout(SOON + LESSON_ENDS),
+    pytest.mark.skipif(not find_spec("selenium"), reason="pip install '.[browser]'"),
     pytest.mark.skipif(not (BROWSER and DRIVER), reason="no chromium, or no chromedriver"),
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes by /proc"),
 ]
@@ -97,6 +97,8 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
 
 @pytest.fixture
 def page(lab: Lab) -> Iterator[Any]:
+    from selenium import webdriver  # here: the file is read where selenium is not
+
     options = webdriver.ChromeOptions()
     options.binary_location = BROWSER
     for word in ("headless=new", "no-sandbox", "disable-dev-shm-usage", "window-size=1400,1000"):
@@ -116,13 +118,15 @@ def seen(page: Any, selector: str) -> list[Any]:
 
 def click(page: Any, selector: str, words: str = "") -> None:
     """Click what has the words, once it is there."""
+    from selenium.common.exceptions import WebDriverException
+
     deadline = time.monotonic() + SOON
     while True:
         for element in seen(page, selector):
             try:
                 if words in element.text:
                     return element.click()
-            except webdriver.common.by.WebDriverException:  # drawn anew meanwhile, or covered
+            except WebDriverException:  # drawn anew meanwhile, or covered
                 pass
         assert time.monotonic() < deadline, f"nothing to click: {selector} {words}"
         time.sleep(0.2)

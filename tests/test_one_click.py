@@ -47,7 +47,8 @@ def test_the_first_cell_for_colab_makes_a_lesson_run(tmp_path: Path) -> None:
     site.mkdir()
     here.mkdir()
     # Of pip's work only the installing of minidist: nothing is fetched, and into another folder.
-    pip = dict(PIP_TARGET=str(site), PIP_NO_DEPS="1", PIP_NO_BUILD_ISOLATION="1", PIP_NO_INDEX="1")
+    # ("0": pip reads this one the other way round.)
+    pip = dict(PIP_TARGET=str(site), PIP_NO_DEPS="1", PIP_NO_BUILD_ISOLATION="0", PIP_NO_INDEX="1")
     cell = re.sub(r"^(%pip install -q \.\.).*", r"\1", cell, flags=re.MULTILINE)
     lesson = nbformat.read(ROOT / "notebooks/01_rank.ipynb", as_version=4)
     first = next(each.source for each in lesson.cells if each.cell_type == "code")
@@ -84,4 +85,4 @@ def test_make_browser_is_not_in_the_gate() -> None:
         text=True,
         timeout=100,
     ).stdout
-    assert "1 deselected" in found or "1 skipped" in found
+    assert "no tests collected (1 deselected)" in found
