@@ -43,8 +43,7 @@ class Lab(Family):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         runpy.run_path(str(ROOT / "notebooks/my_copy.py"))["copy_into"](folder / "my")
-        for name in ("img", "minidist"):  # to which the lessons link
-            (folder / name).symlink_to(ROOT / name)
+        shutil.copytree(ROOT / "img", folder / "img")  # which the lessons show
         self.lesson = folder / "my" / LESSON
         notebook = self.read()
         for cell in notebook["cells"]:
