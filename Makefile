@@ -3,6 +3,7 @@
 #             installs the systems of the lesson real_tools, which needs a C++ compiler (g++);
 #             all but these: make test WITHOUT_TOOLS=1
 # make soak   runs the long tests: hundreds of launches, interrupts and kills
+# make browser   runs lesson 1 in Chromium, as a learner would
 # All make the environment first when it is missing or out of date.
 
 PYTHON ?= python3
@@ -19,7 +20,7 @@ LAB_ARGS ?=
 TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test compiler soak lint notebooks img
+.PHONY: help setup lab test compiler soak lint notebooks img browser
 .DELETE_ON_ERROR:
 
 help:
@@ -92,6 +93,12 @@ compiler:
 # tests/gate.py says in which order, and what becomes of a test that fails only once.
 test: $(if $(WITHOUT_TOOLS),lint,compiler lint $(TOOLS))
 	$(PY) tests/gate.py $(TEST_ARGS)
+
+# Chromium and its driver come from the system: apt install chromium chromium-driver. Without them
+# the test is skipped.
+browser: $(READY)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[browser]'
+	$(PY) -m pytest tests/test_browser.py -m browser --color=no -p no:cacheprovider $(TEST_ARGS)
 
 # Another seed each time. To see a failure again: make soak SEED=...
 SEED := $(or $(SEED),$(shell date +%s))

@@ -10,6 +10,7 @@ pool itself: `r(fn)` calls a function on every rank, `r.get("x", rank=1)` brings
 """
 
 import inspect
+import os
 import re
 import symtable
 from typing import Any
@@ -20,6 +21,8 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 from IPython.display import Image, display
 
+from minidist.measure.soft import Soften
+from minidist.plot.alt import describe
 from minidist.rank import ranks as start_ranks
 from minidist.runtime import Pool, RankError, forkserver
 from minidist.runtime.cell import remember, run_cell
@@ -28,7 +31,17 @@ from minidist.runtime.cell import remember, run_cell
 def load(shell: InteractiveShell) -> None:
     """Make the magic known, and let the forkserver import torch while the reader reads."""
     shell.register_magics(RanksMagic)
+    if shell.display_formatter is not None:
+        bundles = shell.display_formatter.mimebundle_formatter
+        bundles.for_type_by_name("matplotlib.figure", "Figure", _alternative_text)
+    if os.environ.get("MINIDIST_TIMING") == "soft":
+        shell.ast_transformers.append(Soften())
     forkserver.warm_up()
+
+
+def _alternative_text(figure: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What IPython adds to a figure: no other form of it, and words for its picture."""
+    return {}, {"image/png": {"alt": describe(figure)}}
 
 
 @magics_class
@@ -85,7 +98,7 @@ class RanksMagic(Magics):
         for rank, pictures in zip(chosen, drawn, strict=True):
             for picture in pictures:
                 print(f"[rank {rank}]")
-                display(Image(picture))
+                display(Image(picture, alt=f"A figure that rank {rank} has drawn."))
         return None
 
     def _advice(self, error: RankError, pool: Pool) -> list[str]:

@@ -61,7 +61,8 @@ def clean(notebook: NotebookNode) -> None:
         cell.metadata = nbformat.from_dict(kept)
         for output in cell.get("outputs", []):
             if "metadata" in output:
-                output.metadata = NotebookNode()
+                alt = output.metadata.get("image/png", {}).get("alt")
+                output.metadata = nbformat.from_dict({"image/png": {"alt": alt}} if alt else {})
             if output.output_type == "error":
                 output.traceback = [shorten_paths(line) for line in output.traceback]
 

@@ -16,13 +16,13 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 LIST = ".copied.json"
+WHAT = ["*.ipynb", "solutions/*.ipynb", "scripts/*.*", "ko/*.ipynb", "ko/*.md", "AGENTS.md"]
 
 
 def lessons() -> list[Path]:
-    """What a learner needs of this folder: lessons, solutions, the scripts that they run, and the
-    Korean lessons."""
-    found = [*HERE.glob("*.ipynb"), *HERE.glob("solutions/*.ipynb"), *HERE.glob("scripts/*.*")]
-    found += [*HERE.glob("ko/*.ipynb"), *HERE.glob("ko/*.md")]
+    """What a learner needs of this folder: lessons, the Korean ones, solutions, the scripts that
+    they run, and a word for an AI assistant."""
+    found = [path for what in WHAT for path in HERE.glob(what)]
     return sorted(path.relative_to(HERE) for path in found)
 
 

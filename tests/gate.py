@@ -27,9 +27,9 @@ OPTIONS += ["--ignore=notebooks/ko"]  # the code of the English lessons: tests/t
 
 WORKERS = os.environ.get("WORKERS", "2")
 SIDE_BY_SIDE = ["-n", WORKERS, "--dist=loadfile", "--max-worker-restart=0"]
-SIDE_BY_SIDE += ["-m", "not soak and not alone"]
-ONE_BY_ONE = ["-n0", "-m", "alone and not soak"]
-AGAIN = ["-n0", "-m", "not soak"]
+SIDE_BY_SIDE += ["-m", "not soak and not browser and not alone"]
+ONE_BY_ONE = ["-n0", "-m", "alone and not soak and not browser"]
+AGAIN = ["-n0", "-m", "not soak and not browser"]
 
 PASSED, FAILED, NOTHING = 0, 1, 5  # exit codes of pytest
 FILES = 3  # of which tests may run again

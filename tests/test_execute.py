@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import nbformat
+from nbconvert import HTMLExporter
 from nbformat import NotebookNode
 
 ROOT = Path(__file__).resolve().parents[1]
+LOAD = "%load_ext minidist\nimport matplotlib.pyplot as plt\nimport minidist as md"
 
 
 def write(path: Path, *cells: NotebookNode, **metadata: object) -> None:
@@ -32,7 +34,7 @@ def test_an_executed_notebook_passes_nbval_and_carries_no_noise(tmp_path: Path) 
         nbformat.v4.new_markdown_cell("# A lesson"),
         code("import os, pathlib\npathlib.Path.cwd().name == '" + tmp_path.name + "'"),
         code("print('seen')\nos.system('echo hidden, as under nbval')"),
-        code("import matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.show()", collapsed=True),
+        code(f"{LOAD}\nmd.plot.loss({{'ring': [2, 1]}})\nplt.show()", collapsed=True),
         code("import json\njson.loads('{')", tags=["raises-exception"]),
     ]
     write(path, *cells, widgets={"state": {}}, language_info={"name": "python", "version": "9.9"})
@@ -53,7 +55,11 @@ def test_an_executed_notebook_passes_nbval_and_carries_no_noise(tmp_path: Path) 
     where, hidden, figure, error = (cell.outputs for cell in done.cells[1:])
     assert where[0].data["text/plain"] == "True"
     assert [output.get("text") for output in hidden] == ["seen\n", None]
-    assert "image/png" in figure[0].data and not figure[0].metadata
+    assert "image/png" in figure[0].data and set(figure[0].metadata) == {"image/png"}
+    assert figure[0].metadata["image/png"].keys() == {"alt"}
+    assert figure[0].metadata["image/png"].alt.startswith("Lines: Loss. Across: step 1 to 2.")
+    page, _ = HTMLExporter(template_name="classic").from_notebook_node(done)
+    assert 'alt="Lines: Loss. Across: step 1 to 2. ' in page
     traceback = "\n".join(error[0].traceback)
     assert "json/decoder.py" in traceback and sys.base_prefix not in traceback
 

@@ -1,17 +1,22 @@
 """`make lab` opens a copy of the lessons that belongs to the learner."""
 
 import importlib.util
+import inspect
+import re
+import runpy
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from minidist import notebook
 from minidist.checks import solved
 
 ROOT = Path(__file__).resolve().parents[1]
-LESSONS = {"00_start.ipynb", "01_rank.ipynb", "solutions/01_rank.ipynb"}
+LESSONS = {"00_start.ipynb", "01_rank.ipynb", "solutions/01_rank.ipynb", "AGENTS.md"}
 LESSONS |= {"ko/00_start.ipynb", "ko/glossary.md"}
+NOT_LESSONS = {"execute.py", "notes.md"}
 
 
 @pytest.fixture
@@ -20,7 +25,7 @@ def course(tmp_path):
     there = tmp_path / "notebooks"
     (there / "solutions").mkdir(parents=True)
     (there / "ko").mkdir()
-    for name in (*LESSONS, "execute.py"):
+    for name in LESSONS | NOT_LESSONS:
         (there / name).write_text(f"{name}, first edition")
     shutil.copy(ROOT / "notebooks/my_copy.py", there)
     spec = importlib.util.spec_from_file_location("my_copy", there / "my_copy.py")
@@ -88,6 +93,21 @@ def test_what_is_solved_is_kept_by_the_checks_and_by_an_update(course, tmp_path,
         assert course.copy_into(my) == []
     assert (my / "01_rank.ipynb").read_text() == "second edition"
     assert (my / solved.SOLVED).read_text() == written and "two_tokens" in written
+
+
+def test_an_assistant_is_told_what_is_there(tmp_path):
+    """Its words are true of a learner's copy: what it names in code exists there."""
+    course = runpy.run_path(str(ROOT / "notebooks/my_copy.py"))
+    course["copy_into"](tmp_path / "my")
+    for name in ("minidist", ".venv"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    words = (tmp_path / "my/AGENTS.md").read_text()
+    named = re.findall(r"`((?:\.\./)?[\w./]*(?:/|\.ipynb))`", words)
+    assert {"solutions/", "../minidist/checks/", "00_start.ipynb"} <= set(named)
+    assert [name for name in named if not (tmp_path / "my" / name).exists()] == []
+    options = re.findall(r"`(--\w+)", words)
+    assert [each for each in options if each not in inspect.getsource(notebook)] == []
+    assert "solutions/` for the learner" in words and "MINIDIST_TIMING=soft" in words
 
 
 def test_git_ignores_the_copy_and_make_lab_opens_it():

@@ -101,6 +101,21 @@ def pictures_are_png(notebook: NotebookNode) -> Iterator[str]:
                     yield f"cell {cell.execution_count} shows a figure without its PNG"
 
 
+def pictures_have_words(notebook: NotebookNode) -> Iterator[str]:
+    """Who does not see a picture is told what it shows. (An output that is older than this has no
+    words: so all of a notebook's plots have them, or none.)"""
+    for number, cell in enumerate(notebook.cells):
+        if cell.cell_type == "markdown" and re.search(
+            r"!\[\s*\]\(|<img(?![^>]*\balt=)", cell.source
+        ):
+            yield f"the picture in cell at {number} has no alternative text"
+    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
+    plots = [output for output in outputs if "image/png" in output.get("data", {})]
+    told = [bool(plot.metadata.get("image/png", {}).get("alt")) for plot in plots]
+    if any(told) and not all(told):
+        yield f"{told.count(False)} of {len(plots)} plots have no alternative text"
+
+
 def no_machine_paths(notebook: NotebookNode) -> Iterator[str]:
     """A lesson reads the same everywhere."""
     places = [*MACHINE_PATHS, *(place for place in THIS_MACHINE if len(place) > 1)]
@@ -163,6 +178,7 @@ CHECKS: list[Check] = [
     timed_alone,
     nothing_is_skipped,
     pictures_are_png,
+    pictures_have_words,
     no_machine_paths,
 ]
 
@@ -203,6 +219,8 @@ ERROR = nbformat.v4.new_output("error", ename="ValueError", evalue="no", traceba
 WARNING = nbformat.v4.new_output("stream", name="stderr", text="/tmp/ipykernel_12/3.py:1: Warning")
 SVG = nbformat.v4.new_output("display_data", {"image/svg+xml": "<svg/>"})
 FIGURE = nbformat.v4.new_output("display_data", {"text/plain": "<Figure size 640x480 with 1 Axes>"})
+PLOT = nbformat.v4.new_output("display_data", {"image/png": "iVBOR"})
+TOLD = nbformat.v4.new_output("display_data", PLOT.data, metadata={"image/png": {"alt": "Lines"}})
 
 FAULTS = [
     (ran_in_order, [cell(count=None)]),
@@ -216,6 +234,9 @@ FAULTS = [
     (nothing_is_skipped, [cell("#NBVAL_IGNORE_OUTPUT\n1")]),
     (pictures_are_png, [cell(output=SVG)]),
     (pictures_are_png, [cell(output=FIGURE)]),
+    (pictures_have_words, [nbformat.v4.new_markdown_cell("![](img.png)")]),
+    (pictures_have_words, [nbformat.v4.new_markdown_cell('<img src="img.png">')]),
+    (pictures_have_words, [cell(output=TOLD), cell(output=PLOT)]),
     (one_sitting, [cell() for _ in range(MOST_CELLS + 1)]),
     (one_sitting, [nbformat.v4.new_markdown_cell("a " * (MOST_WORDS + 1))]),
     (one_sitting, [cell("1\n" * (MOST_LINES + 1))]),
@@ -241,7 +262,11 @@ def test_a_check_finds_its_fault(check: Check, cells: list[NotebookNode]) -> Non
 def test_a_good_notebook_passes_every_check() -> None:
     meant = nbformat.v4.new_output("error", ename="ZeroDivisionError", evalue="division by zero")
     good = notebook(*timings(2, 17), cell("1/0", tag="raises-exception", output=meant))
-    for count, each in enumerate(good.cells, start=1):
+    good.cells[-2].outputs = [TOLD]
+    good.cells.append(
+        nbformat.v4.new_markdown_cell('![Ranks](a.png) <img src="a.png" alt="Ranks">')
+    )
+    for count, each in enumerate(code_cells(good), start=1):
         each.execution_count = count
     assert [complaint for check in CHECKS for complaint in check(good)] == []
     asked = notebook(cell(guess("a", "b")), cell("a.against(1)"), cell("if 1:\n    b.against(2)"))

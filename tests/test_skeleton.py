@@ -52,7 +52,7 @@ def declared() -> list[Requirement]:
     return [Requirement(line) for line in lines]
 
 
-MORE = [Requirement(line) for extra in ("tools", "mpi") for line in EXTRAS[extra]]
+MORE = [Requirement(line) for extra in ("tools", "mpi", "browser") for line in EXTRAS[extra]]
 
 
 @pytest.mark.parametrize("requirement", [*declared(), *MORE], ids=str)
@@ -116,7 +116,7 @@ def test_conda_takes_python_from_conda_forge_and_the_rest_from_pyproject() -> No
     assert pip == "pip"
     assert by_pip == {"pip": ["-c constraints.txt", "-e .[course,test]"]}
     assert conda["channels"] == ["conda-forge", "nodefaults"]
-    assert set(EXTRAS) == {"course", "test", "tools", "mpi"}
+    assert set(EXTRAS) == {"course", "test", "tools", "mpi", "browser"}
 
 
 # ---- the import order is the syllabus -----------------------------------------------------
