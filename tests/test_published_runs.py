@@ -2,7 +2,8 @@
 the peak within 10 %. Where it is further off, the reason stands here, and on the planner's page.
 
 Of each kind of GPU, one number is fitted to these runs, `utilisation`; of all, `float8`. All else
-is as published; what a source leaves open is noted.
+is as published; what a source leaves open is noted. Not here: DeepSeek-V3 (arXiv 2412.19437), whose
+experts the planner refuses.
 """
 
 import json
