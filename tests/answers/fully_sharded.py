@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
@@ -389,6 +390,44 @@ def in_a_module_list(modules):
     return nn.ModuleList(chain(modules))
 
 
+class Hooked(Ahead):
+    """No second forward: autograd saves where a parameter was, and it is gathered again."""
+
+    def forward(self, x):
+        unit, again = self, []
+
+        class Gather(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, shard):
+                return torch.cat([each.flatten() for each in unit.gather().values()])
+
+            @staticmethod
+            def backward(ctx, gradient):
+                return unit.reduce([gradient])[0]
+
+        flat = Gather.apply(self.shard)
+
+        def save(t, place=flat.untyped_storage().data_ptr()):
+            own = t.untyped_storage().data_ptr() == place
+            return (t.shape, t.stride(), t.storage_offset()) if own else t
+
+        def load(saved):
+            if isinstance(saved, torch.Tensor):
+                return saved
+            if not again:
+                with torch.enable_grad():
+                    pieces = [each.detach().flatten() for each in unit.gather().values()]
+                again.append(torch.cat(pieces))
+            return again[0].as_strided(*saved)
+
+        with saved_tensors_hooks(save, load):
+            return functional_call(self.module[0], self.full(flat), (x,))
+
+
+def hooked(modules):
+    return chain(modules, Hooked)
+
+
 def not_ahead(modules):
     return [Flat(module) for module in modules]
 
@@ -450,7 +489,7 @@ ANSWERS = {
         [24_000, 42_000, 10_500, 168_000, 3_000, 21, "21,000 tokens"],
     ),
     check.prefetch: (
-        [chain, one_tensor, in_a_module_list],
+        [chain, one_tensor, in_a_module_list, hooked],
         [
             *(not_ahead, forward_only, in_turn, all_at_once, two_ahead, last_first, by_itself),
             *(three_of_four, one_of_all, of_numbers, Ahead),
