@@ -16,6 +16,7 @@ import minidist as md
 from minidist import bench, fuzz, planner
 from minidist.compare import command as compare
 from minidist.planner.page import page, states_page
+from minidist.planner.transformer import named
 from minidist.scaling.beside import beside
 
 
@@ -62,9 +63,7 @@ Rounds in which other processes took part of the machine are thrown away and cou
 
 
 def _plan(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "--model", choices=planner.MODELS, metavar="MODEL", help=", ".join(planner.MODELS)
-    )
+    sub.add_argument("--model", help=", ".join(planner.MODELS))
     sub.add_argument("--gpu", default="h100", choices=planner.GPUS, help="what a rank is (h100)")
     sub.add_argument("--params", type=float, help="in place of a model: its size, such as 7.5e9")
     sub.add_argument("--optimizer", default="adam", choices=planner.OPTIMIZERS)
@@ -142,7 +141,7 @@ def _answer(given: argparse.Namespace) -> str:
     if given.params is not None:
         raise ValueError("--params is a model of which only the size is known: leave it away")
     if given.model:
-        model = replace(planner.MODELS[given.model], **shape)
+        model = replace(named(given.model), **shape)
     elif {"layers", "width", "heads"} <= shape.keys():
         model = planner.Transformer(**shape, llama=given.llama, tied=not given.llama)
     elif shape:

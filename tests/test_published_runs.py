@@ -2,11 +2,16 @@
 the peak within 10 %. Where it is further off, the reason stands here, and on the planner's page.
 
 Of each kind of GPU, one number is fitted to these runs, `utilisation`; of all, `float8`. All else
-is as published; what a source leaves open is noted.
+is as published; what a source leaves open is noted. Not here: DeepSeek-V3 (arXiv 2412.19437), whose
+experts the planner refuses.
 """
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -213,14 +218,14 @@ def ratio(name):
     return planner.step_time(model, layout, device, precision).total / took(model, layout)
 
 
-@pytest.mark.parametrize("name", [name for name in STEPS if name not in OFF])
-def test_a_published_step(name):
-    assert ratio(name) == pytest.approx(1, abs=0.25)
+def within(names, tolerance, off):
+    """Each name, what planned / published is, and how nearly: 1, or what `off` says."""
+    return [(name, *((off[name][0], 0.02) if name in off else (1, tolerance))) for name in names]
 
 
-@pytest.mark.parametrize("name", OFF)
-def test_a_published_step_that_is_further_off(name):
-    assert ratio(name) == pytest.approx(OFF[name][0], abs=0.02)
+@pytest.mark.parametrize(("name", "expected", "nearly"), within(STEPS, 0.25, OFF))
+def test_a_published_step(name, expected, nearly):
+    assert ratio(name) == pytest.approx(expected, abs=nearly)
 
 
 def test_what_the_page_says_of_its_errors():
@@ -233,6 +238,9 @@ def test_what_the_page_says_of_its_errors():
     assert f"torchtitan {TITAN.utilisation:.0%} on H100 of 500 W" in said
     slower = [1 / OFF[name][0] for name in OFF if "ZeRO-3" in name]
     assert f"A100, took {min(slower):.1f} to {max(slower):.1f} times as long" in said
+    said = " ".join(sources(FSDP_TP(256), H100, optimizer="adam", precision="mixed").split())
+    more = 1 / share("70B, 256, float8")
+    assert f"torchtitan's 70B took {more:.2f} times the memory that is planned" in said
     layout = Layout(512, 8, 8, stage=3, micro_batches=8)
     said = sources(layout, H100, optimizer="adam", precision="mixed")
     more = [1 / share(name) for name in PEAKS if "405B" in name]
@@ -275,10 +283,10 @@ PEAKS = {
     "8B, 4 H200": 61.1,
     "8B, 8 B200": 33.71,
 }
-# What the planner leaves out there, we do not know.
+# What the planner leaves out in these pipelines, we do not know.
 PIPELINE = "FSDP in torch's pipelines, 1F1B; interleaved it is nearer, though more is in flight"
 OFF_BY = {  # planned / published
-    "70B, 256, float8": (0.74, "unknown; 67.6 GiB with asynchronous tensor parallel"),
+    "70B, 256, float8": (0.74, "see test_what_tensor_parallel_of_torch_takes_more"),
     "405B, 512, 1F1B": (0.77, PIPELINE),
     "405B, 512, context 1": (0.85, PIPELINE),
     "405B, 512, context 2": (0.84, PIPELINE),
@@ -294,14 +302,9 @@ def share(name):
     return planner.peak(model, layout, precision=precision).total / GIB / PEAKS[name]
 
 
-@pytest.mark.parametrize("name", [name for name in PEAKS if name not in OFF_BY])
-def test_a_published_peak(name):
-    assert share(name) == pytest.approx(1, abs=0.10)
-
-
-@pytest.mark.parametrize("name", OFF_BY)
-def test_a_published_peak_that_is_further_off(name):
-    assert share(name) == pytest.approx(OFF_BY[name][0], abs=0.02)
+@pytest.mark.parametrize(("name", "expected", "nearly"), within(PEAKS, 0.10, OFF_BY))
+def test_a_published_peak(name, expected, nearly):
+    assert share(name) == pytest.approx(expected, abs=nearly)
 
 
 def test_sixteen_times_as_many_ranks_have_smaller_states():
@@ -310,6 +313,23 @@ def test_sixteen_times_as_many_ranks_have_smaller_states():
         for made in (lambda name: share(name) * PEAKS[name], PEAKS.get)
     )
     assert less == pytest.approx(published, rel=0.10)
+
+
+def test_what_tensor_parallel_of_torch_takes_more():
+    """Torch's own classes, replayed in small: its loss_parallel has 16 bytes a token and word, not
+    14; inputs of columns are gathered, 2 GiB each; and the allocator keeps such blocks, in which no
+    logits fit. With it the planner is as near as elsewhere. The published run with asynchronous
+    tensor parallel took 4.3 GiB less: two gathered inputs, then in a memory of their own."""
+    name = "70B, 256, float8"
+    path = Path(__file__).with_name("reserved_by_torch.py")
+    ran = subprocess.run([sys.executable, path], check=True, capture_output=True, text=True)
+    small, held = json.loads(ran.stdout), planner.peak(*STEPS[name][1:3], precision="float8")
+    tokens = 16 * 8192
+    gathered, word = tokens * 8192 * 2 / GIB, tokens * 128256 / 8 / GIB
+    assert (small["peak"] - small["kept"] - gathered) / word == pytest.approx(16, rel=0.05)
+    more = small["reserved"] - small["kept"] - held.logits / GIB
+    assert (held.total / GIB + more) / PEAKS[name] == pytest.approx(1, abs=0.10)
+    assert 71.9 - 67.6 == pytest.approx(2 * gathered, rel=0.1)
 
 
 def test_the_published_layout_of_405b_fits():

@@ -1,4 +1,4 @@
-"""The puzzle and the exercise of the lesson fsdp_in_practice."""
+"""The puzzles and the exercise of the lesson fsdp_in_practice."""
 
 from collections.abc import Callable
 from typing import Any
@@ -40,6 +40,35 @@ def leaves_a_node(answer: object) -> str:
         },
     )
     return "2 × 7/8 × 14 GB. In full sharding it is 3 × 63/64 × 14 GB, 1.7 times as much."
+
+
+@check
+@hints(
+    "Count for each micro-batch what travels: gathers for forward, gathers for backward,"
+    " reductions. `no_sync` is about one of the three.",
+    "Every unit is resharded after forward: so backward gathers it again. A number that is "
+    "gathered has 2 bytes, one that is reduced has 4.",
+    "Micro-batches times (gathers times 2 bytes), plus reductions times 4 bytes.",
+)
+def accumulated(answer: object) -> str:
+    """Bytes a parameter, of the vectors that are gathered and reduced in a step: 4 micro-batches,
+    gathers in bfloat16, reductions in float32, and only after the last one."""
+    number(
+        answer,
+        20,
+        "bytes a parameter",
+        {
+            32: "that is a reduction after each micro-batch",
+            8: "parameters are freed after each pass: every micro-batch gathers them again",
+            12: "with reshard_after_forward, backward gathers once more",
+            6: "parameters are freed after each pass: every micro-batch gathers them twice",
+            36: "what is gathered has 2 bytes",
+            18: "what is reduced has 4 bytes",
+            48: "that is all in float32, with a reduction after each micro-batch",
+            16: "the gradients are reduced, too, once",
+        },
+    )
+    return "4 × (2 + 2) + 4: no_sync saves reductions, and no gather. Reduced each time it is 32."
 
 
 @check

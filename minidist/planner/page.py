@@ -208,6 +208,13 @@ def sources(layout: Layout, device: Device, *, optimizer: str, precision: str) -
             "ZeRO-3 may be slower: GPT-3 by DeepSpeed of 2021, on 384 to 1,536 A100, took 1.3 to "
             "4.2 times as long as planned (arXiv 2104.04473, Table 2). Measure one all_gather"
         ]
+    if layout.stage == 3 and layout.tensor > 1:
+        said += [
+            "torch's tensor parallel needs more where the loss decides: torchtitan's 70B took 1.35 "
+            "times the memory that is planned (benchmarks/llama3_h100_202412, Table 4). Its "
+            "loss_parallel has 16 bytes a token and word, and its allocator keeps the gathered "
+            "inputs of layers beside the logits (tests/reserved_by_torch.py)"
+        ]
     if layout.stage == 3 and layout.pipeline > 1:
         said += [
             "ZeRO-3 in a pipeline may need more: torchtitan's took 1.1 to 1.3 times the memory "

@@ -1,6 +1,7 @@
 """The shape of a transformer: its parameters, and the operations of its forward pass. Models with
 published shapes are in MODELS. Lesson: zero."""
 
+import re
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -9,7 +10,8 @@ from minidist.planner.model_states import require_whole
 
 @dataclass(frozen=True)
 class Transformer:
-    """A decoder of `layers` layers, `width` wide (h), with sequences of `length` tokens (s).
+    """A decoder of `layers` layers, `width` wide (h), with sequences of `length` tokens (s). It is
+    dense: a mixture of experts, of whose parameters a token uses a part, is not planned here.
 
     Like GPT: biases, layer norms, learned positions, an MLP of two matrices. With `llama`: no
     biases, RMS norms, rotary positions, a gated MLP of three matrices.
@@ -144,3 +146,16 @@ MODELS = {
     "llama-3-405b": _llama(126, 16384, 128, 53248),
     "mistral-7b": _llama(32, 4096, 32, 14336, vocabulary=32000),
 }
+WITH_EXPERTS = re.compile(r"moe|mixtral|deepseek-[vr]\d|llama-4|gpt-oss|\dx\d+b|-a\d+b")
+
+
+def named(name: str) -> Transformer:
+    """The model of MODELS. Raises ValueError if it is not there; of one with experts, says why."""
+    if name in MODELS:
+        return MODELS[name]
+    if WITH_EXPERTS.search(name.lower()):
+        raise ValueError(
+            f"{name} has experts, and the planner knows dense models only: a token uses a part of "
+            "the parameters, and all_to_alls bring it to the ranks that have them"
+        )
+    raise ValueError(f"there is no model {name}, but {', '.join(MODELS)}")

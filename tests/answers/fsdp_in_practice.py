@@ -1,4 +1,4 @@
-"""Answers to the puzzle and the exercise of the lesson fsdp_in_practice."""
+"""Answers to the puzzles and the exercise of the lesson fsdp_in_practice."""
 
 import warnings
 
@@ -116,6 +116,10 @@ ANSWERS = {
     check.leaves_a_node: (
         [24.5, 2 * 7 / 8 * 14],
         [41.34375, 3.0625, 12.25, 28, 27.5625, 36.75, 24.5e9, 24, "24.5 GB"],
+    ),
+    check.accumulated: (
+        [20, 20.0, 4 * (2 + 2) + 4],
+        [32, 8, 12, 6, 36, 18, 48, 16, 24, "20 bytes"],
     ),
     check.prepare: (
         [blocks_then_root, of_torch, wrapper, sized, torchs_policy],
