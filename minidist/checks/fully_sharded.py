@@ -207,6 +207,14 @@ UNITS, PATIENCE = 4, 2.0  # of a row; seconds that rank 1 waits for rank 0 to co
 
 
 @check
+@hints(
+    "Which unit comes after a unit, forward, and which backward? Each must know the other, and "
+    "begin its gather before it computes itself.",
+    "Divide the gather into two: one part begins it, with `async_op=True`, and keeps its handle and"
+    " its tensor; the other waits. Whoever comes first, begins.",
+    "Make the units first, then give each its neighbours. In forward: wait for your own, begin the "
+    "one after, compute. In backward: wait, begin the one before, compute.",
+)
 def prefetch(answer: object) -> str:
     """A function that makes of modules a list of units: one computes, the next is gathered."""
     require_right(_in_a_row, function(answer), world_size=2, of_rank=": ")
