@@ -1,4 +1,8 @@
-"""What a picture shows, in words: its alternative text, for a reader who does not see it."""
+"""What a picture shows, in words: its alternative text, for a reader who does not see it.
+
+It is kept in the metadata of an output, where IPython and nbconvert's page "classic" have it.
+JupyterLab 4.6 does not read it yet.
+"""
 
 from __future__ import annotations
 
