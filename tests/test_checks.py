@@ -69,6 +69,9 @@ def test_no_hint_gives_the_answer_away(lesson, check) -> None:
                 assert not any(math.isclose(each, answer, rel_tol=1e-3) for each in numbers), hint
             if isinstance(answer, str):
                 assert answer.strip("`()").rpartition(".")[2] not in hint
+            for part in answer if isinstance(answer, list) else []:
+                words = part if isinstance(part, str) else str(part).strip("[]")
+                assert is_number(part) or words not in hint, hint
     code = [line.strip() for line in sources(notebook(lesson, "notebooks/solutions")).splitlines()]
     given = sources(notebook(lesson))
     for line in code:
@@ -143,7 +146,7 @@ def test_a_check_without_hints_is_a_check() -> None:
 def answer_of(cell: str, file: str) -> object:
     """What a cell of a notebook gives to its check."""
     linecache.cache[file] = len(cell), None, cell.splitlines(keepends=True), file  # as IPython does
-    given, names = [], SimpleNamespace()
+    given = []
     names = {"torch": torch, "nn": nn, "dist": dist, "md": md, "F": torch.nn.functional}
     name = re.search(r"\bcheck\.(\w+)\(", cell)[1]
     exec(compile(cell, file, "exec"), names | {"check": SimpleNamespace(**{name: given.append})})
@@ -153,16 +156,18 @@ def answer_of(cell: str, file: str) -> object:
 @pytest.mark.parametrize("lesson", LESSONS)
 def test_the_exercise_as_the_lesson_has_it_is_no_try(lesson) -> None:
     cells = [c.source for c in nbformat.read(notebook(lesson), 4).cells if c.cell_type == "code"]
-    (cell,) = [cell for cell in cells if "Your lines" in cell]
-    exercise = made()
-    for _ in range(2):
-        assert exercise(answer_of(cell, f"<{lesson}>")).hint == ""
-    below = cell.replace("Your lines", "pass  # mine. Your lines")  # the comment is there still
-    for n in 1, 2:
-        assert exercise(answer_of(below, f"<{lesson}, {n}>")).hint.startswith(f"Hint {n}")
-    exercise.forget()
-    without = cell.replace("Your lines", "My lines")
-    assert exercise(answer_of(without, f"<{lesson}, without>")).hint.startswith("Hint 1")
+    unwritten = [cell for cell in cells if "Your lines" in cell]
+    assert unwritten
+    for cell in unwritten:
+        exercise = made()
+        for _ in range(2):
+            assert exercise(answer_of(cell, f"<{lesson}>")).hint == ""
+        below = cell.replace("Your lines", "pass  # mine. Your lines")  # the comment is there still
+        for n in 1, 2:
+            assert exercise(answer_of(below, f"<{lesson}, {n}>")).hint.startswith(f"Hint {n}")
+        exercise.forget()
+        without = cell.replace("Your lines", "My lines")
+        assert exercise(answer_of(without, f"<{lesson}, without>")).hint.startswith("Hint 1")
 
 
 # ---- rounded numbers ------------------------------------------------------------------------
@@ -260,10 +265,12 @@ def test_elsewhere_nothing_is_kept(tmp_path, monkeypatch, capsys) -> None:
     """Not among the originals, which have no list; nor in the solutions of a copy."""
     assert MODULES["rank"].check.two_tokens(120).right
     (tmp_path / solved.COPIED).write_text("{}")
-    (tmp_path / "solutions").mkdir()
-    monkeypatch.chdir(tmp_path / "solutions")
-    assert MODULES["rank"].check.two_tokens(120).right
-    assert not list(tmp_path.rglob(f"{solved.SOLVED}*"))
+    for name, kept in ("solutions", False), ("ko", True):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        assert MODULES["rank"].check.two_tokens(120).right
+        found = [path.relative_to(tmp_path) for path in tmp_path.rglob(f"{solved.SOLVED}*")]
+        assert found == ([Path(solved.SOLVED)] if kept else [])
 
 
 @pytest.mark.parametrize(
