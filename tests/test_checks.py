@@ -69,6 +69,9 @@ def test_no_hint_gives_the_answer_away(lesson, check) -> None:
                 assert not any(math.isclose(each, answer, rel_tol=1e-3) for each in numbers), hint
             if isinstance(answer, str):
                 assert answer.strip("`()").rpartition(".")[2] not in hint
+            for part in answer if isinstance(answer, list) else []:
+                words = part if isinstance(part, str) else str(part).strip("[]")
+                assert is_number(part) or words not in hint, hint
     code = [line.strip() for line in sources(notebook(lesson, "notebooks/solutions")).splitlines()]
     given = sources(notebook(lesson))
     for line in code:
@@ -143,7 +146,7 @@ def test_a_check_without_hints_is_a_check() -> None:
 def answer_of(cell: str, file: str) -> object:
     """What a cell of a notebook gives to its check."""
     linecache.cache[file] = len(cell), None, cell.splitlines(keepends=True), file  # as IPython does
-    given, names = [], SimpleNamespace()
+    given = []
     names = {"torch": torch, "nn": nn, "dist": dist, "md": md, "F": torch.nn.functional}
     name = re.search(r"\bcheck\.(\w+)\(", cell)[1]
     exec(compile(cell, file, "exec"), names | {"check": SimpleNamespace(**{name: given.append})})
@@ -262,10 +265,12 @@ def test_elsewhere_nothing_is_kept(tmp_path, monkeypatch, capsys) -> None:
     """Not among the originals, which have no list; nor in the solutions of a copy."""
     assert MODULES["rank"].check.two_tokens(120).right
     (tmp_path / solved.COPIED).write_text("{}")
-    (tmp_path / "solutions").mkdir()
-    monkeypatch.chdir(tmp_path / "solutions")
-    assert MODULES["rank"].check.two_tokens(120).right
-    assert not list(tmp_path.rglob(f"{solved.SOLVED}*"))
+    for name, kept in ("solutions", False), ("ko", True):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        assert MODULES["rank"].check.two_tokens(120).right
+        found = [path.relative_to(tmp_path) for path in tmp_path.rglob(f"{solved.SOLVED}*")]
+        assert found == ([Path(solved.SOLVED)] if kept else [])
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@
     progress()
 
 `make lab` copies the lessons to `my/` and leaves a list there of what it copied (see
-notebooks/my_copy.py). By that list a check knows that it runs in a learner's copy, and writes down
-what is solved, beside it. Elsewhere nothing is kept: not among the originals, where the course is
-tested, nor among the solutions.
+notebooks/my_copy.py). By that list a check knows that it runs in a learner's copy, or in a folder
+of it, and writes down beside the list what is solved. What the solutions solve does not count. Nor
+is anything kept among the originals, where the course is tested.
 """
 
 import contextlib
@@ -28,9 +28,9 @@ def remember(name: str, check: str) -> None:
     check has answered all the same.
     """
     with contextlib.suppress(OSError):
-        folder = Path.cwd()
-        found = read(folder)
-        if (folder / COPIED).exists() and check not in found.get(name, []):
+        folder = _copy()
+        found = read(folder) if folder else {}
+        if folder and check not in found.get(name, []):
             found[name] = sorted([*found.get(name, []), check])
             beside = folder / f"{SOLVED}.{os.getpid()}"
             try:
@@ -53,9 +53,9 @@ def read(folder: Path) -> dict[str, list[str]]:
 def progress() -> None:
     """Print how many puzzles and exercises are solved in each lesson, and which of them are
     open, by the names of their checks. Call it in the folder of the lessons."""
-    folder = Path.cwd()
-    done = read(folder) if (folder / COPIED).exists() else {}
-    of_lessons = {path.stem[3:]: path.stem for path in folder.glob("[0-9][0-9]_*.ipynb")}
+    folder = _copy()
+    done = read(folder) if folder else {}
+    of_lessons = {p.stem[3:]: p.stem for p in (folder or Path()).glob("[0-9][0-9]_*.ipynb")}
     lines, known, solved = [], 0, 0
     for lesson in sorted(_lessons(), key=lambda name: of_lessons.get(name, name)):
         checks = _checks(lesson)
@@ -65,6 +65,13 @@ def progress() -> None:
         lines.append(f"{of_lessons.get(lesson, lesson):30}{count:10}{', '.join(still)}".rstrip())
     print(f"{'lesson':30}{'solved':10}still open", *lines, sep="\n")
     print(f"{'all':30}{solved} of {known}")
+
+
+def _copy() -> Path | None:
+    """The learner's copy in which this notebook runs, if it is one."""
+    here = Path.cwd()
+    around = () if here.name == "solutions" else (here, here.parent)
+    return next((folder for folder in around if (folder / COPIED).exists()), None)
 
 
 def _lessons() -> list[str]:
