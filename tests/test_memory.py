@@ -203,6 +203,18 @@ def test_a_data_set_counts_if_it_was_made_within():
     assert at(memory, -1) == {"parameters": P, "gradients": P, "activations": x.nbytes}
 
 
+def test_parameters_that_a_wrapper_replaces_are_let_go():
+    """As `fully_shard` does within the block: each whole parameter gives way to a part of it."""
+    model, x, y = small()
+    with MemoryTracker(model) as memory:
+        for layer in (model[0], model[2]):
+            for name, whole in list(layer.named_parameters()):
+                setattr(layer, name, nn.Parameter(whole.detach().clone()))
+        del whole
+        F.cross_entropy(model(x), y)
+    assert memory.live["parameters"] == P
+
+
 @pytest.mark.parametrize("none", [True, False])
 def test_accumulated_gradients_are_freed_by_zero_grad(none):
     model, x, y = small()

@@ -110,6 +110,8 @@ class MemoryTracker(Measurement):
         held = [*self._module.parameters(), *self._module.buffers()]
         device = next((tensor.device for tensor in held if not tensor.is_meta), torch.device("cpu"))
         self._ledger, self._open = self._make_ledger(device), list[tuple[str, int]]()
+        # The nodes that add up gradients, by parameter.
+        self._nodes: dict[torch.Tensor, Any] = {}
         # What holds a gradient that has come, and the rank of that before.
         self._came: dict[torch.Tensor, list[tuple[Record, int]]] = {}
         self._look()
@@ -146,6 +148,9 @@ class MemoryTracker(Measurement):
                 self._ledger.join(shard, rows)
             mark(getattr(module, "unsharded", []), "parameters")
         mark(parameters, "parameters")
+        # A node holds its parameter: let go of one that a wrapper has replaced within the block.
+        for replaced in self._nodes.keys() - set(parameters):
+            del self._nodes[replaced]
         mark(list(self._module.buffers()), "buffers")
         if self._optimizer is not None:
             groups = [group["params"] for group in self._optimizer.param_groups]
@@ -165,8 +170,8 @@ class MemoryTracker(Measurement):
         trained = [p for p in module.parameters() if p.requires_grad]
         # Of the parameter first, and of the node that adds up its gradient when all others of the
         # parameter, and the wrapper, have seen that. A parameter does not hold its node.
-        self._nodes = [get_gradient_edge(parameter).node for parameter in trained]
-        for parameter, node in zip(trained, self._nodes, strict=True):
+        self._nodes = {parameter: get_gradient_edge(parameter).node for parameter in trained}
+        for parameter, node in self._nodes.items():
             yield parameter.register_post_accumulate_grad_hook(self._gradient_came)
             yield node.register_hook(functools.partial(self._gradient_stays, parameter))
 
