@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from minidist.mixed_precision import ShardedGradScaler
     from minidist.offload import OffloadedOptimizer
     from minidist.pipeline import Pipeline
+    from minidist.prediction import predict
     from minidist.tensor_parallel import (
         ColumnParallelLinear,
         RowParallelLinear,
@@ -92,6 +93,7 @@ __all__ = [
     "pipeline",
     "planner",
     "plot",
+    "predict",
     "rank",
     "ranks",
     "saving",
@@ -101,7 +103,7 @@ __all__ = [
     "zero",
     "zoo",
 ]
-STRATEGIES = {  # what a lesson makes, and the module that it is in
+STRATEGIES = {  # what lessons use by name, and the module that it is in
     "ColumnParallelLinear": "tensor_parallel",
     "DataParallel": "data_parallel",
     "DistributedDataParallel": "distributed_data_parallel",
@@ -115,6 +117,7 @@ STRATEGIES = {  # what a lesson makes, and the module that it is in
     "ZeroRedundancyOptimizer": "zero",
     "checkpoint_wrapper": "checkpointing",
     "fully_shard": "fully_sharded",
+    "predict": "prediction",
     "vocab_parallel_cross_entropy": "tensor_parallel",
 }
 
