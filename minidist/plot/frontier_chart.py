@@ -25,7 +25,7 @@ def frontier(
     """A dot for each way; the nearer to the lower left corner, the better.
 
     measured: {what the colour stands for, such as "time": {way: (x, y)}}. The name of a way stands
-    above its highest dot, and a thin line joins its dots. show: writes an x, such as
+    beside its highest dot, and a thin line joins its dots. show: writes an x, such as
     `human_bytes`. Lesson: activation_checkpointing.
     """
     if not measured or not all(measured.values()):
@@ -42,9 +42,9 @@ def frontier(
             dots = [points[way] for points in measured.values() if way in points]
             ax.plot(*zip(*dots, strict=True), color=PALE, lw=0.8, zorder=1)
             where = max(dots, key=lambda dot: dot[1])
-            place: dict[str, Any] = {"xytext": (0, 7), "textcoords": "offset points"}
-            ax.annotate(way, where, ha="center", va="bottom", size=9, **place)
-        ax.margins(0.14, 0.16)
+            place: dict[str, Any] = {"xytext": (8, 0), "textcoords": "offset points"}
+            ax.annotate(way, where, va="center", size=9, **place)
+        ax.margins(0.14, 0.12)
         ticks(ax.xaxis, show)
         ticks(ax.yaxis, lambda value: f"{value:g}")
         ax.set_xlabel(xlabel)
