@@ -1,6 +1,6 @@
-"""The picture of the lesson mixed_precision: one parameter through a step, in 16 and 32 bits."""
+"""The pictures of the lesson mixed_precision: a number bit for bit, and a parameter in a step."""
 
-from style import INK, PALE, Axes, arrow, bar, ink, paper, save, words
+from style import EMPTY, INK, PALE, Axes, arrow, bar, ink, paper, save, words
 
 from minidist.plot import color
 
@@ -39,5 +39,38 @@ def mixed_precision() -> None:
     save(figure, "mixed_precision")
 
 
+FORMATS = {
+    "float32": (8, 23),
+    "bfloat16": (8, 7),
+    "float16": (5, 10),
+    "E4M3": (4, 3),
+    "E5M2": (5, 2),
+}
+BIT = 0.26  # inches
+
+
+def number_formats() -> None:
+    """Sign, exponent and digits, bit for bit."""
+    figure, axes = paper(10.6, 3.6)
+    shades = color("optimizer states"), color("parameters")
+    for row, (name, parts) in enumerate(FORMATS.items()):
+        x, y = 1.5, 2.75 - 0.6 * row
+        words(axes, 0.2, y + 0.2, name, 11, ha="left", fontweight="bold")
+        bar(axes, x, y, BIT, 0.4, EMPTY)
+        words(axes, x + BIT / 2, y + 0.2, "±", 9.5)
+        x += BIT
+        for bits, shade, kind in zip(parts, shades, ("exponent", "digits"), strict=True):
+            for place in range(bits):
+                bar(axes, x + BIT * place, y, BIT, 0.4, shade)
+            said = f"{bits} {kind}" if bits > 4 else str(bits)
+            behind = {"fc": shade, "ec": "none", "pad": 1.5}
+            words(axes, x + BIT * bits / 2, y + 0.2, said, 9.5, color=ink(shade), bbox=behind)
+            x += BIT * bits
+        words(axes, x + 0.12, y + 0.2, f"{1 + sum(parts)} bits", 9.5, color=PALE, ha="left")
+    words(axes, 1.5, 0.12, "±: the sign", 9.5, color=PALE, ha="left")
+    save(figure, "number_formats")
+
+
 if __name__ == "__main__":
+    number_formats()
     mixed_precision()

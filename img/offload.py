@@ -10,7 +10,7 @@ UNIT, WIDTH, FOOT = 0.4, 1.3, 0.85  # inches
 
 def memory_savers() -> None:
     """What a rank holds at the peak of a step, and which part of it each saver takes."""
-    figure, axes = paper(10.4, 4.95)
+    figure, axes = paper(12.1, 4.95)
     savers = [  # a name, what is left of each kind, and the price
         ("nothing saved", {}, ()),
         (
@@ -18,8 +18,9 @@ def memory_savers() -> None:
             dict.fromkeys(list(KINDS)[:3], 0.25),
             ("price: communication", "between ranks"),
         ),
+        ("micro-batches", {"activations": 0.25}, ("price: smaller", "products")),
         ("checkpointed", {"activations": 0.125}, ("price: forward", "once more")),
-        ("autocast", {"activations": 0.5}, ("16 bits on the way;", "price: digits")),
+        ("autocast", {"activations": 0.7}, ("16 bits on the way;", "price: digits")),
         (
             "offloaded",
             {"optimizer states": 0, "gradients": 0},
@@ -41,15 +42,16 @@ def memory_savers() -> None:
             y += height
         for row, line in enumerate(price):
             words(axes, middle, 0.5 - 0.22 * row, line, va="baseline")
-    x, y = 0.4 + 1.72 * 4, FOOT + UNIT
-    words(axes, 9.5, 2.95, "the host", color=PALE)
-    box(axes, 8.95, y - 0.1, 1.1, 1.65)
-    bar(axes, 9.05, y, 0.9, UNIT, color("gradients"))
-    bar(axes, 9.05, y + UNIT, 0.9, 2 * UNIT, color("optimizer states"))
-    words(axes, 9.5, y + 3 * UNIT + 0.17, "Adam's step", 9)
+    x, y = 0.4 + 1.72 * (len(savers) - 1), FOOT + UNIT
+    host = x + 1.77
+    words(axes, host + 0.45, 2.95, "the host", color=PALE)
+    box(axes, host - 0.1, y - 0.1, 1.1, 1.65)
+    bar(axes, host, y, 0.9, UNIT, color("gradients"))
+    bar(axes, host, y + UNIT, 0.9, 2 * UNIT, color("optimizer states"))
+    words(axes, host + 0.45, y + 3 * UNIT + 0.17, "Adam's step", 9)
     travel = {"color": color("communication"), "linewidth": 2}
-    arrow(axes, (x + WIDTH + 0.02, y + UNIT / 2), (9.03, y + UNIT / 2), **travel)
-    arrow(axes, (9.4, y - 0.12), (x + WIDTH + 0.02, FOOT + UNIT / 2), bend=-0.35, **travel)
+    arrow(axes, (x + WIDTH + 0.02, y + UNIT / 2), (host - 0.02, y + UNIT / 2), **travel)
+    arrow(axes, (host + 0.35, y - 0.12), (x + WIDTH + 0.02, FOOT + UNIT / 2), bend=-0.35, **travel)
     save(figure, "memory_savers")
 
 

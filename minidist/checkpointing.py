@@ -1,15 +1,16 @@
 """Lesson: activation_checkpointing. Activations that are computed twice instead of kept.
 
-Autograd keeps what backward will need of every op: for a block of a transformer, dozens of tensors
-of the size of its input. `checkpoint_wrapper` keeps the input alone. Backward, when it comes to the
-block, computes its forward pass again, and has the rest for as long as it is in that block:
+Autograd keeps what backward will need of every op: for a block of a transformer, its input and 15
+times as much. `checkpoint_wrapper` keeps the input alone. Backward, when it comes to the block,
+computes its forward pass again, and has the rest for as long as it is in that block:
 
     kept until backward:    the inputs of the wrapped modules
     most at once:           these, and all activations of one wrapped module
     computed:               forward twice, backward once: a third more
 
-So of n equal layers in √n wrapped segments, 2√n layers' worth is in memory at once, not n.
-Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174).
+So n equal layers that each keep a times their input are best wrapped in segments of √(n/a): then
+2√(na) inputs' worth is in memory at once, not na.
+Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174), for a = 1.
 
 `NaiveCheckpoint` is the idea. `checkpoint_wrapper` also takes modules with any inputs and outputs,
 draws the same random numbers again, and sees what was changed in between.

@@ -14,6 +14,7 @@
 | `schedule` | what each rank of a pipeline does when, predicted or measured |
 | `sweep` | what was measured beside what was predicted, for each value of something |
 | `breakdown` | of what parts several things consist, as bars from left to right |
+| `frontier` | several ways to do one thing, by what each saves and what it costs |
 
 Every chart draws into the axes that it is given, or into a new figure as wide as a notebook,
 returns the axes, and leaves matplotlib's settings as they were. Input with nothing to draw is
@@ -23,6 +24,7 @@ a ValueError. matplotlib is imported by the first chart, not by `import minidist
 from minidist.plot.bar_charts import bars, bytes_per_rank, stacked
 from minidist.plot.breakdown_chart import breakdown
 from minidist.plot.charts import loss, time_against_size, timeline, traffic
+from minidist.plot.frontier_chart import frontier
 from minidist.plot.memory_charts import memory, memory_by_rank
 from minidist.plot.palette import RANKS, color, human_bytes, human_time, style
 from minidist.plot.schedule_chart import schedule
@@ -34,6 +36,7 @@ __all__ = [
     "breakdown",
     "bytes_per_rank",
     "color",
+    "frontier",
     "human_bytes",
     "human_time",
     "loss",

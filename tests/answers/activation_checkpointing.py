@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -147,6 +148,24 @@ def wrap_mlp(block):
     return block
 
 
+def as_bytes(block):
+    """All is kept, but not in tensors."""
+
+    def pack(tensor):
+        array = tensor.detach().contiguous().numpy()
+        return array.tobytes(), array.dtype, tensor.shape
+
+    def unpack(kept):
+        data, dtype, shape = kept
+        return torch.from_numpy(np.frombuffer(data, dtype).copy()).view(shape)
+
+    def forward(x):
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return block(x)
+
+    return forward
+
+
 def frozen(block):
     def forward(x):
         with torch.no_grad():
@@ -174,6 +193,7 @@ ANSWERS = {
             md.checkpoint_wrapper,
             nothing_kept,
             all_kept,
+            as_bytes,
             without_addmm,
             without_attention,
             attention_alone,
