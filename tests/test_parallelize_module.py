@@ -131,9 +131,10 @@ def test_norms_and_initial_values_are_those_of_the_whole(pools):
 # ---- checkpoints ------------------------------------------------------------------------------
 
 
-def saved(folder, plan):
+def saved(folder, **options):
     dense = Llama().double()
-    model = tp.parallelize_module(copy.deepcopy(dense), mesh(), plan(dense))
+    plan = tp.llama_plan(dense)
+    model = tp.parallelize_module(copy.deepcopy(dense), mesh(), plan, **options)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     for step in range(2):
         inputs, targets = batch(step)
@@ -145,10 +146,9 @@ def saved(folder, plan):
     return tp.full_state_dict(model), wholes(moments(model, optimizer))
 
 
-def loaded(folder, plan):
-    torch.manual_seed(1)
+def loaded(folder, **options):
     model = Llama(seed=1).double()
-    tp.parallelize_module(model, mesh(), plan(model))
+    tp.parallelize_module(model, mesh(), tp.llama_plan(model), **options)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     states = dict(
         zip(("model", "optimizer"), dcp_state.get_state_dict(model, optimizer), strict=True)
@@ -165,10 +165,13 @@ def moments(model, optimizer):
     return {names[p]: state["exp_avg"] for p, state in optimizer.state.items()}
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_torchs_checkpoint_is_loaded_by_another_number_of_ranks(pools, tmp_path, ranks):
-    before = pools(2)(saved, tmp_path, tp.llama_plan)[0]
-    for after in pools(ranks)(loaded, tmp_path, tp.llama_plan):
+def test_torchs_checkpoint_is_loaded_by_another_number_of_ranks(
+    pools, tmp_path, ranks, sequence_parallel
+):
+    before = pools(2)(saved, tmp_path, sequence_parallel=sequence_parallel)[0]
+    for after in pools(ranks)(loaded, tmp_path, sequence_parallel=sequence_parallel):
         for kind, wanted in zip(after, before, strict=True):
             assert kind.keys() == wanted.keys()
             assert all(torch.equal(kind[name], wanted[name]) for name in wanted)
@@ -346,6 +349,29 @@ def any_module():
 
 def test_modules_that_no_plan_names_compute_as_they_are(pools):
     assert pools(2)(any_module) == [[]] * 2
+
+
+def converted():
+    """And recomputed in backward, and frozen in part."""
+    dense = Llama().double()
+    model = copy.deepcopy(dense)
+    tp.parallelize_module(model, mesh(), tp.llama_plan(model))
+    inputs, targets = batch(0)
+    results = []
+    for each, loss in ((model, md.vocab_parallel_cross_entropy), (dense, md.parity.cross_entropy)):
+        each.float().double()
+        each.model.norm.requires_grad_(False)
+        each.model.embed_tokens.requires_grad_(False)
+        for number, layer in enumerate(each.model.layers):
+            each.model.layers[number] = md.checkpoint_wrapper(layer)
+        loss(each(inputs), targets).backward()
+        grads = {name: p.grad for name, p in each.named_parameters()}
+        results.append({name: whole(g) for name, g in grads.items() if g is not None})
+    return same(*results) + ["frozen"] * (results[0].keys() != results[1].keys())
+
+
+def test_a_model_is_converted_frozen_and_recomputed(pools):
+    assert pools(2)(converted) == [[]] * 2
 
 
 def rank_0():

@@ -67,7 +67,7 @@ def parallelize_module(
     if src_data_rank is not None:
         plain = [p for p in module.parameters() if not isinstance(p, DTensor)]
         broadcast_state(plain, require_group(group_of(mesh), "parallelize_module"), src_data_rank)
-    before = [p for p in module.parameters() if isinstance(p, DTensor)]
+    before: list[Any] = [p for p in module.parameters() if isinstance(p, DTensor)]
     split(module, mesh, parallelize_plan, sequence_parallel, dtensors=True)
     kept = set(module.parameters())
     for parameter in before:

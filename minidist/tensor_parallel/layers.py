@@ -198,11 +198,12 @@ class _ParallelLinear(ParallelLayer):
         self,
         in_features: int,
         out_features: int,
-        bias: bool,
-        process_group: Group,
-        sequence_parallel: bool,
-        device: Any,
-        dtype: Any,
+        bias: bool = True,
+        process_group: Group = None,
+        *,
+        sequence_parallel: bool = False,
+        device: Any = None,
+        dtype: Any = None,
     ) -> None:
         super().__init__(process_group, sequence_parallel, in_features, out_features, bias)
         self.in_features, self.out_features = in_features, out_features
@@ -251,13 +252,9 @@ class ColumnParallelLinear(_ParallelLinear):
         process_group: Group = None,
         *,
         gather_output: bool = False,
-        sequence_parallel: bool = False,
-        device: Any = None,
-        dtype: Any = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            in_features, out_features, bias, process_group, sequence_parallel, device, dtype
-        )
+        super().__init__(in_features, out_features, bias, process_group, **options)
         self.gather_output = gather_output
         if gather_output:  # also for a VocabParallelLinear: only equal parts can be joined
             require_multiple(out_features, self.world_size, "out_features to gather")
@@ -306,13 +303,9 @@ class RowParallelLinear(_ParallelLinear):
         process_group: Group = None,
         *,
         input_is_parallel: bool = True,
-        sequence_parallel: bool = False,
-        device: Any = None,
-        dtype: Any = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            in_features, out_features, bias, process_group, sequence_parallel, device, dtype
-        )
+        super().__init__(in_features, out_features, bias, process_group, **options)
         self.input_is_parallel = input_is_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
