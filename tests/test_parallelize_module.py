@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor import parallel as torchs
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -106,6 +107,39 @@ def test_torchs_clipping_and_averages_are_those_of_one_process(
 ):
     norm = (0.05, float("inf")) if sequence_parallel else (0.3, 2.0)
     assert pools(ranks)(train, name, sequence_parallel, *norm) == [[]] * ranks
+
+
+def in_two_dimensions():
+    """Torch's FSDP along `data`, of a model that is split along `tensor`."""
+    axes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    dense, found = Llama().double(), []
+    model = copy.deepcopy(dense)
+    tp.parallelize_module(model, axes["tensor"], tp.llama_plan(model))
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=axes["data"])
+    both = model, dense
+    optimizers = [torch.optim.AdamW(each.parameters(), 1e-2, eps=1e-3) for each in both]
+    for step in range(3):
+        inputs, targets = batch(step)[:, :2]
+        own = slice(axes.get_local_rank("data"), None, 2)
+        group = axes.get_group("tensor")
+        losses = (
+            md.vocab_parallel_cross_entropy(model(inputs[own]), targets[own], group),
+            md.parity.cross_entropy(dense(inputs), targets),
+        )
+        norms = []
+        for loss, each, optimizer in zip(losses, both, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+            norms.append(whole(nn.utils.clip_grad_norm_(each.parameters(), 0.3)))
+            optimizer.step()
+        assert norms[1] > 0.4  # it does clip
+        found += apart({f"norm {step}": norms})
+    return found + same(wholes(model.state_dict()), dense.state_dict())
+
+
+def test_torchs_fsdp_shards_it_along_another_axis(pools):
+    assert pools(4)(in_two_dimensions) == [[]] * 4
 
 
 def draw_anew():
@@ -247,7 +281,10 @@ def beside_torch(name, parts):
             loss.backward()
         results.append({"loss": whole(loss.detach())})
         results[-1] |= {k: whole(p.grad) for k, p in model.named_parameters()}
-    (ours, theirs) = results
+    ours, theirs = results
+    with torch.no_grad():
+        copied = whole(copy.deepcopy(models[0])(inputs))
+        ours["copied"], theirs["copied"] = copied, whole(models[1](inputs))
     ours = {key.replace(".module.", "."): value for key, value in ours.items()}
     placed = {k.replace(".module.", "."): p for k, p in models[0].named_parameters()}
     found = (
@@ -266,6 +303,56 @@ def beside_torch(name, parts):
 @pytest.mark.parametrize("name", PLANS)
 def test_a_plan_of_torchs_does_what_torch_does(pools, name, parts):
     assert pools(2)(beside_torch, name, parts) == [[]] * 2
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x, *, mask):
+        return self.down(self.up(x).relu()) * mask
+
+
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.masked = Masked()
+
+    def forward(self, x):
+        return self.masked(x, mask=x.sigmoid())
+
+
+def prepared(kind):
+    """Its inputs are gathered along the sequence, and its output is cut."""
+    sequence, whole_ = Shard(1), Replicate()
+    into = dict(input_layouts=(sequence,), desired_input_layouts=(whole_,))
+    into |= dict(
+        input_kwarg_layouts={"mask": sequence}, desired_input_kwarg_layouts={"mask": whole_}
+    )
+    out = dict(output_layouts=(whole_,), desired_output_layouts=(sequence,))
+    style = {
+        "input": lambda: torchs.PrepareModuleInput(**into, use_local_output=True),
+        "both": lambda: torchs.PrepareModuleInputOutput(**into, use_local_input=True, **out),
+    }[kind]()
+    plan = {"masked": style, "masked.up": torchs.ColwiseParallel()}
+    plan["masked.down"] = torchs.RowwiseParallel()
+    results = []
+    for function in tp, torchs:
+        torch.manual_seed(0)
+        model = Around().double()
+        function.parallelize_module(model, mesh(), plan)
+        x = torch.randn(3, 4, 6).double().chunk(2, 1)[dist.get_rank()].requires_grad_()
+        y = whole(model(x))
+        y.sin().sum().backward()
+        results.append({"y": y, "x": x.grad})
+        results[-1] |= {name: whole(p.grad) for name, p in model.named_parameters()}
+    return same(*results)
+
+
+@pytest.mark.parametrize("kind", ["input", "both"])
+def test_inputs_and_outputs_are_prepared_as_by_torch(pools, kind):
+    assert pools(2)(prepared, kind) == [[]] * 2
 
 
 # ---- what it costs ----------------------------------------------------------------------------

@@ -62,8 +62,8 @@ def parallelize(
                             part of the tokens on each rank, with `sequence_parallel`
         "scattered"         its outputs (…, T, C) are cut along T, with `sequence_parallel`
 
-        or torch's ColwiseParallel(…), RowwiseParallel(…) or SequenceParallel(); those take layouts
-        of their own, whatever `sequence_parallel` says.
+        or one of torch's, such as ColwiseParallel(…); those take layouts of their own, whatever
+        `sequence_parallel` says.
     sequence_parallel: between the parallel regions, activations are sharded along the sequence; T
         must be a multiple of the number of ranks.
 
@@ -73,6 +73,9 @@ def parallelize(
 
     `copy.deepcopy` gives a model of the same ranks, each with a copy of its shards. `torch.save` of
     a model that a mesh or a group shares raises TypeError: save its `full_state_dict`.
+
+    Each parameter is a plain tensor, this rank's shard, and torch's clipping, `nn.init` and
+    checkpoints take it for a whole one: use `clip_grad_norm_` and `full_state_dict` from here, or split it by `parallelize_module`.
 
     Returns the model. Make its optimizer afterwards: an optimizer that was made before gets a
     RuntimeError for each parameter that is no longer there. Raises ValueError, and changes nothing,

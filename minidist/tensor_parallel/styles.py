@@ -6,7 +6,6 @@ its SequenceParallel; but they know themselves what `sequence_parallel` asks for
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -72,14 +71,15 @@ class Layer(Style):
         if where.mesh is not None:
             own.placement("weight")  # raises if there is none
         if self.as_dtensor:
-            if where.mesh is None:
+            mesh = where.mesh
+            if mesh is None:
                 raise TypeError("use_local_output=False is for parallelize_module")
-            own.register_forward_hook(partial(_features_as_dtensor, mesh=where.mesh))
+            own.register_forward_hook(lambda layer, _, y: _features(y, layer.out_features, mesh))
         return own
 
 
-def _features_as_dtensor(layer: Any, _: Any, y: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    shape = torch.Size((*y.shape[:-1], layer.out_features))
+def _features(y: torch.Tensor, out_features: int, mesh: DeviceMesh) -> DTensor:
+    shape = torch.Size((*y.shape[:-1], out_features))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(y, mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride)
 
@@ -118,11 +118,12 @@ Pair = tuple[Placement | None, Placement | None]  # how a tensor lies, and how i
 @dataclass(frozen=True)
 class Layouts(Style):
     """What a module takes or gives is to lie otherwise on the ranks: torch's PrepareModuleInput,
-    PrepareModuleOutput, PrepareModuleInputOutput."""
+    PrepareModuleOutput, PrepareModuleInputOutput. always: also without `sequence_parallel`."""
 
     inputs: tuple[Pair, ...] = ()
     kwargs: Mapping[str, Pair] = field(default_factory=dict)
     outputs: tuple[Pair, ...] = ()
+    always: bool = True
 
     def change(self, module: Any, where: Where) -> None:
         def enter(_: Any, args: Any, kwargs: Any) -> Any:
@@ -134,9 +135,10 @@ class Layouts(Style):
                 return _move_each(y, self.outputs, where.group)
             return _move(y, self.outputs[0], where.group)
 
-        if self.inputs or self.kwargs:
+        wanted = self.always or where.sequence_parallel
+        if wanted and (self.inputs or self.kwargs):
             module.register_forward_pre_hook(enter, with_kwargs=True)
-        if self.outputs:
+        if wanted and self.outputs:
             module.register_forward_hook(leave)
 
 
@@ -146,17 +148,13 @@ def _move_each(values: Any, pairs: tuple[Pair, ...], group: Group) -> Any:
 
 def _move(x: Any, pair: Pair | None, group: Group) -> Any:
     source, target = pair or (None, None)
-    if not isinstance(x, torch.Tensor) or source == target or source is None:
+    if source == target or source is None or x is None:
         return x
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"the plan says of a tensor how it lies, not of a {type(x).__name__}")
     if isinstance(source, Shard):
         x = gather_from_group(x, source.dim, group)
     return scatter_to_group(x, target.dim, group) if isinstance(target, Shard) else x
-
-
-class Scattered(Style):
-    def change(self, module: Any, where: Where) -> None:
-        if where.sequence_parallel:
-            module.register_forward_hook(lambda _, __, y: scatter_to_group(y, -2, where.group))
 
 
 def qkv(heads: int, kv_heads: int | None = None) -> Style:
@@ -185,7 +183,7 @@ STYLES: dict[str, Style] = {
     "vocabulary": Layer("vocabulary", VOCABULARY),
     "copied": Copied(always=True),
     "sequence": Copied(always=False),
-    "scattered": Scattered(),
+    "scattered": Layouts(outputs=((Replicate(), Shard(-2)),), always=False),
 }
 
 
