@@ -474,6 +474,15 @@ def test_all_ranks_take_the_parameters_of_rank_0(pools):
     assert pools(2)(rank_0) == [[]] * 2
 
 
+def other_models():
+    return raised(tp.parallelize_module, nn.Linear(4, 4 + dist.get_rank()), mesh(), {})
+
+
+def test_ranks_with_different_models_are_told(pools):
+    for told in pools(2)(other_models):
+        assert told.startswith("ValueError: the ranks have different models"), told
+
+
 def uneven():
     """A vocabulary of 251 tokens is 63, 63, 63 and 62."""
     dense = Llama().double()

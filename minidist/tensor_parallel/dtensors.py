@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from minidist.common.groups import require_group
 from minidist.common.guard import Abandoned, abandon
-from minidist.common.replicas import broadcast_state
+from minidist.common.replicas import broadcast_state, require_same_lines, words
 from minidist.rank import device
 from minidist.tensor_parallel.block import SequenceParallel
 from minidist.tensor_parallel.layers import ParallelLayer
@@ -50,7 +50,7 @@ def parallelize_module(
         `zoo.Transformer`. It may come in parts: first for the model, then for each block. What no
         plan has named is `Replicate`.
     src_data_rank: all ranks take the parameters of this one (its rank in the mesh); None: they
-        have the same already.
+        have the same already, and no message is sent.
     sequence_parallel: see `parallelize`.
 
     What passes between layers are plain tensors, but for outputs with `use_local_output=False`.
@@ -65,8 +65,11 @@ def parallelize_module(
     require_group(None, "parallelize_module")
     mesh = device_mesh or init_device_mesh(device().type, (dist.get_world_size(),))
     if src_data_rank is not None:
-        plain = [p for p in module.parameters() if not isinstance(p, DTensor)]
-        broadcast_state(plain, require_group(group_of(mesh), "parallelize_module"), src_data_rank)
+        group = require_group(group_of(mesh), "parallelize_module")
+        named = module.named_parameters()
+        plain = {name: p for name, p in named if not isinstance(p, DTensor)}
+        require_same_lines([words("parameter", name, p) for name, p in plain.items()], group)
+        broadcast_state(plain.values(), group, src_data_rank)
     before: list[Any] = [p for p in module.parameters() if isinstance(p, DTensor)]
     split(module, mesh, parallelize_plan, sequence_parallel, dtensors=True)
     kept = set(module.parameters())

@@ -74,8 +74,8 @@ def parallelize(
     `copy.deepcopy` gives a model of the same ranks, each with a copy of its shards. `torch.save` of
     a model that a mesh or a group shares raises TypeError: save its `full_state_dict`.
 
-    Each parameter is a plain tensor, this rank's shard, and torch's clipping, `nn.init` and
-    checkpoints take it for a whole one: use `clip_grad_norm_` and `full_state_dict` from here, or split it by `parallelize_module`.
+    A parameter is a plain tensor then, this rank's shard, which torch's clipping, `nn.init` and
+    checkpoints take for a whole one. They are right for a model of `parallelize_module`.
 
     Returns the model. Make its optimizer afterwards: an optimizer that was made before gets a
     RuntimeError for each parameter that is no longer there. Raises ValueError, and changes nothing,
