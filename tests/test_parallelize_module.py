@@ -513,7 +513,7 @@ def test_the_dense_models_weights_are_loaded_in_place(pools):
 
 def stale():
     model = md.zoo.mlp(4, 8, 4)
-    made = [torch.optim.SGD(model.parameters(), 0.1)]
+    made = [torch.optim.SGD(model[n].parameters(), 0.1) for n in (0, 2)]  # 2 is not named yet
     tp.parallelize_module(model, mesh(), {"0": "columns"})
     made.append(torch.optim.SGD(model.parameters(), 0.1))
     tp.parallelize_module(model, mesh(), {"2": "rows"})
