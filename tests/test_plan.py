@@ -81,9 +81,11 @@ class GPT2Attention(nn.Module):
 class Llama(nn.Module):
     """With `head_norm`, queries are normalized by head, as in Qwen 3."""
 
-    def __init__(self, layers=2, heads=8, kv_heads=4, head_norm=False, vocabulary=VOCABULARY):
+    def __init__(
+        self, layers=2, heads=8, kv_heads=4, head_norm=False, vocabulary=VOCABULARY, seed=0
+    ):
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         blocks = [LlamaBlock(heads, kv_heads, head_norm) for _ in range(layers)]
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(vocabulary, WIDTH)

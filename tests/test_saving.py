@@ -86,6 +86,16 @@ def in_place():
     return model, adam(model.parameters())
 
 
+def features():
+    """Of torch's DTensors; but for embedding and head, so that logits are whole."""
+    plan = md.tensor_parallel.transformer_plan(transformer())
+    plan = {name: style for name, style in plan.items() if name.startswith("blocks")}
+    model, mesh = transformer(), md.mixed.mesh(tensor=dist.get_world_size())
+    md.tensor_parallel.parallelize_module(model, mesh["tensor"], plan)
+    model.mesh = mesh
+    return model, adam(model.parameters())
+
+
 def mixed(data=1, pipeline=1, tensor=1, shard=None, zero=False):
     mesh = md.mixed.mesh(data, pipeline, tensor)
     model = MixedParallel(transformer(), mesh, 2, shard=shard)
@@ -139,6 +149,7 @@ STRATEGIES = {
     "offload": (2, offload),
     "zero_offload": (2, zero_offload),
     "recompute": (2, recompute),
+    "features": (2, features),
     "tensor": (2, partial(mixed, tensor=2)),
     "pipeline": (2, partial(mixed, pipeline=2)),
     "mixed": (4, partial(mixed, pipeline=2, tensor=2)),
@@ -148,7 +159,7 @@ STRATEGIES = {
 
 
 def data_of(model):
-    group = model.mesh.get_group("data") if isinstance(model, MixedParallel) else None
+    group = model.mesh.get_group("data") if hasattr(model, "mesh") else None
     return Batches(tokens(), BATCH, process_group=group)
 
 
@@ -219,6 +230,7 @@ CHAINS = [
     ["mixed_fsdp", "zero_2", "bare", "tensor", "in_place"],
     ["ddp4", "mixed_zero", "fsdp", "pipeline", "torch_ddp"],
     ["zero_1", "mixed_fsdp", "ddp", "fsdp4", "mixed"],
+    ["features", "zero_1", "mixed", "fsdp", "bare"],
     ["hybrid", "offload", "recompute", "zero_offload", "zero_2"],
 ]
 

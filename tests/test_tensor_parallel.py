@@ -396,7 +396,7 @@ def embedding(vocabulary, sequence_parallel):
     (x * weights).sum().backward()
     (y * shared(weights)).sum().backward()
     rank, size = here()
-    index = torch.arange(vocabulary).tensor_split(size)[rank]
+    index = torch.arange(vocabulary).chunk(size)[rank]  # as DTensor has it
     return apart(
         {
             "output": (y, shared(x)),

@@ -29,7 +29,7 @@ from minidist.tensor_parallel import (
     parallelize,
     vocab_parallel_cross_entropy,
 )
-from minidist.tensor_parallel.layer import gather_shards, shard
+from minidist.tensor_parallel.layers import gather_shards, indices_of
 from minidist.tensor_parallel.model import counted_elsewhere
 
 
@@ -207,7 +207,7 @@ class MixedParallel(Wrapper):
         if not self._vocabulary:
             return own
         ranks = self._tensor.size()
-        widths = [len(shard(self._vocabulary, rank, ranks)) for rank in range(ranks)]
+        widths = [len(indices_of(self._vocabulary, rank, ranks)) for rank in range(ranks)]
         return torch.cat(gather_shards(own, own.ndim - 1, widths, self._tensor), -1)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

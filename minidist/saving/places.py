@@ -3,7 +3,7 @@
     strategy                        what a rank has of a parameter
     bare, DDP, ZeRO 1 and 2         all of it
     fully sharded                   rows: a DTensor
-    tensor parallel                 features
+    tensor parallel                 features, and of `parallelize_module`'s a DTensor
     pipeline                        all, or nothing
     mixed                           rows of features, or nothing
 
@@ -24,7 +24,7 @@ from minidist.common.tensors_in import local_of
 from minidist.fully_sharded import FullyShardedDataParallel
 from minidist.mixed import MixedParallel
 from minidist.saving.boxes import Box, Boxed, dtensor_boxes, span_boxes, spread, whole_box
-from minidist.tensor_parallel.layer import ParallelLayer
+from minidist.tensor_parallel.layers import ParallelLayer
 from minidist.zero import ZeroRedundancyOptimizer
 
 EXTRA_STATE = "_extra_state"  # what a module's get_extra_state gives: a value, be it a tensor
@@ -37,6 +37,7 @@ class Place:
     own: torch.Tensor
     shape: torch.Size  # of the whole
     cut: tuple[int, torch.Tensor] | None = None  # of the whole, `own` is these indices along a dim
+    by_layer: bool = False  # `own` is a DTensor of what `cut` says, not of a part of it
     names: list[str] = field(default_factory=list)
 
     @property
@@ -46,10 +47,10 @@ class Place:
 
     def boxes(self, span: slice | None = None) -> list[Box]:
         """Of the whole; of a `span` of what the rank has, if one is given."""
-        if isinstance(self.own, DTensor):
+        if isinstance(self.own, DTensor) and not self.by_layer:
             found = dtensor_boxes(self.own)
         else:
-            found = whole_box(self.own.shape) if span is None else span_boxes(self.own, span)
+            found = whole_box(self.local.shape) if span is None else span_boxes(self.own, span)
         return found if self.cut is None else spread(found, *self.cut)
 
     def boxed(self) -> Boxed:
@@ -95,7 +96,9 @@ def _place(own: torch.Tensor, cut: tuple[int, ParallelLayer] | None) -> Place:
     dim, layer = cut
     shape = list(own.shape)
     shape[dim] = sum(len(layer.indices(rank)) for rank in range(layer.world_size))
-    return Place(own, torch.Size(shape), (dim, layer.indices(layer.rank)))
+    of_layer = isinstance(own, DTensor) and own.device_mesh.size() == layer.world_size
+    by_layer = of_layer and own.shape[dim] == shape[dim]  # else rows of its shard, fully sharded
+    return Place(own, torch.Size(shape), (dim, layer.indices(layer.rank)), by_layer)
 
 
 def _cuts(model: nn.Module) -> Iterator[tuple[torch.Tensor, tuple[int, ParallelLayer]]]:

@@ -4,19 +4,29 @@ All ranks see the same batch, and each has a part of every large weight. To read
 
     naive        the idea: two layers, and one all_reduce each way
     operators    how tensors enter and leave a region that ranks compute apart
-    linear       layers cut by columns and by rows (`layer`: what all such layers have in common)
-    vocabulary   embedding, output layer and loss
-    block        attention by heads, a transformer block (`random`: dropout on sharded tensors)
-    plan         any model, by the names of its parts (`parallelize`, `ready_plans`)
+    layers       linear layers split by columns and by rows, embedding, queries, keys and values
+    loss         of logits that are split by vocabulary
+    block        a transformer block (`random`: dropout on sharded tensors)
+    styles       what can be done to a module: torch's names for it, and ours
+    plan         any model, by the names of its parts (`ready_plans`)
     model        a whole model: its norm, its replicas, its checkpoint
+    dtensors     the same with DTensors, for torch's own functions (`parallelize_module`)
 
 Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
 Parallelism" (arXiv 1909.08053). Lesson: feature_splitting. For vocabulary, dropout and
 sequence parallel: lesson: sequence_parallel.
 """
 
-from minidist.tensor_parallel.block import ParallelBlock, QKVParallelLinear, SequenceParallel
-from minidist.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from minidist.tensor_parallel.block import ParallelBlock, SequenceParallel
+from minidist.tensor_parallel.dtensors import parallelize_module
+from minidist.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelLinear,
+)
+from minidist.tensor_parallel.loss import vocab_parallel_cross_entropy
 from minidist.tensor_parallel.model import (
     check_replicas,
     clip_grad_norm_,
@@ -33,14 +43,9 @@ from minidist.tensor_parallel.operators import (
     reduce_scatter_to_sequence,
     scatter_to_group,
 )
-from minidist.tensor_parallel.plan import heads, qkv
 from minidist.tensor_parallel.random import fork_rng
 from minidist.tensor_parallel.ready_plans import gpt2_plan, llama_plan, transformer_plan
-from minidist.tensor_parallel.vocabulary import (
-    VocabParallelEmbedding,
-    VocabParallelLinear,
-    vocab_parallel_cross_entropy,
-)
+from minidist.tensor_parallel.styles import heads, qkv
 
 __all__ = [
     "ColumnParallelLinear",
@@ -63,6 +68,7 @@ __all__ = [
     "llama_plan",
     "load_full_state_dict",
     "parallelize",
+    "parallelize_module",
     "qkv",
     "reduce_from_group",
     "reduce_scatter_to_sequence",

@@ -8,16 +8,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from minidist.common import norm
 from minidist.common.groups import require_group
 from minidist.common.guard import abandon_replaced
 from minidist.common.replicas import require_plain
 from minidist.common.tensors_in import local_of
-from minidist.tensor_parallel.layer import ParallelLayer
+from minidist.tensor_parallel.layers import ParallelLayer
 from minidist.tensor_parallel.operators import Group
-from minidist.tensor_parallel.plan import Where, split_by
+from minidist.tensor_parallel.plan import split_by
 from minidist.tensor_parallel.ready_plans import transformer_plan
+from minidist.tensor_parallel.styles import Where
 
 SPLIT = (
     "the model has been split by features, and this rank has a shard in its place. Make the "
@@ -60,8 +62,8 @@ def parallelize(
                             part of the tokens on each rank, with `sequence_parallel`
         "scattered"         its outputs (…, T, C) are cut along T, with `sequence_parallel`
 
-        or torch's ColwiseParallel(…), RowwiseParallel(…) or SequenceParallel(); those take layouts
-        of their own, whatever `sequence_parallel` says.
+        or one of torch's, such as ColwiseParallel(…); those take layouts of their own, whatever
+        `sequence_parallel` says.
     sequence_parallel: between the parallel regions, activations are sharded along the sequence; T
         must be a multiple of the number of ranks.
 
@@ -72,27 +74,46 @@ def parallelize(
     `copy.deepcopy` gives a model of the same ranks, each with a copy of its shards. `torch.save` of
     a model that a mesh or a group shares raises TypeError: save its `full_state_dict`.
 
+    A parameter is a plain tensor then, this rank's shard, which torch's clipping, `nn.init` and
+    checkpoints take for a whole one. They are right for a model of `parallelize_module`.
+
     Returns the model. Make its optimizer afterwards: an optimizer that was made before gets a
     RuntimeError for each parameter that is no longer there. Raises ValueError, and changes nothing,
     if the ranks cannot share its heads or features evenly, or a name of the plan matches nothing;
     TypeError for a layer that a style does not split, and for DTensors.
     """
-    group = _group(mesh)
+    for name, parameter in model.named_parameters():
+        require_plain(f"parameter {name}", parameter)
+    split(model, mesh, plan, sequence_parallel)
+    return model
+
+
+def split(
+    model: nn.Module,
+    mesh: DeviceMesh | Group,
+    plan: Mapping[str, Any] | None,
+    sequence_parallel: bool,
+    dtensors: bool = False,
+) -> None:
+    """Put layers that hold this rank's shards in the places that the plan names. dtensors: refuse
+    those that cannot be DTensors."""
+    group = group_of(mesh)
     if plan is None:
         if not hasattr(model, "blocks"):
             name = type(model).__name__
             raise TypeError(f"a {name} is not a zoo.Transformer: a plan must say how it is split")
         plan = transformer_plan(model)
+    if not isinstance(plan, Mapping):
+        raise TypeError(f'a plan names modules, as {{"up": {type(plan).__name__}(...)}}')
     ranks = dist.get_world_size(require_group(group, "parallelize"))
-    before = dict(model.named_parameters())
-    for name, parameter in before.items():
-        require_plain(f"parameter {name}", parameter)
-    split_by(model, plan, Where(group, ranks, sequence_parallel))
-    abandon_replaced(before.values(), model, SPLIT)
-    return model
+    before = [p for p in model.parameters() if not isinstance(p, DTensor)]
+    of_dtensors = mesh if dtensors and isinstance(mesh, DeviceMesh) else None
+    split_by(model, plan, Where(group, ranks, sequence_parallel, of_dtensors))
+    abandon_replaced(before, model, SPLIT)
 
 
-def _group(mesh: DeviceMesh | Group) -> Group:
+def group_of(mesh: DeviceMesh | Group) -> Group:
+    """The group of a mesh of one axis. Raises ValueError for one of several."""
     if not isinstance(mesh, DeviceMesh):
         return mesh
     if mesh.ndim != 1:
@@ -112,7 +133,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
                 del state[name]
             for name, tensor in layer.to_dense().state_dict().items():
                 state[prefix + name] = tensor
-    return state
+    return {name: local_of(value) for name, value in state.items()}
 
 
 def load_full_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
@@ -130,6 +151,10 @@ def load_full_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
             shards |= layer.state_dict(prefix=prefix)
             for name, parameter in own.items():
                 setattr(layer, name, parameter)  # an optimizer and a tied layer know this one
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if isinstance(parameter, DTensor) and name in shards:
+            spec = parameter._spec
+            shards[name] = DTensor(shards[name].to(parameter.dtype), spec, requires_grad=False)
     model.load_state_dict(shards)
 
 

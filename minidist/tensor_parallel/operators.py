@@ -1,28 +1,28 @@
 """The conjugate operators: how tensors enter and leave what ranks compute apart.
 
-A tensor lies on the t ranks of a group in one of four ways:
+A tensor lies on the t ranks of a group in one of four ways. Three have DTensor's names:
 
-    replicated   every rank has the whole x, and does the same with it
-    copied       every rank has the whole x, and does something of its own with it
-    sharded      rank r has x_r, the r-th of t equal parts along a dimension
-    partial      rank r has a summand, as large as the whole: x = x_0 + ... + x_(t-1)
+    Replicate   every rank has the whole x, and does the same with it
+    copied      every rank has the whole x, and does something of its own with it
+    Shard       rank r has x_r, the r-th of t equal parts along a dimension
+    Partial     rank r has a summand, as large as the whole: x = x_0 + ... + x_(t-1)
 
-Each operator leads from one way to another, and does it by a linear map. For two ranks, I being the
-identity:
+(For DTensor what is copied is Replicate as well, and only its gradient is Partial.) Each operator
+leads from one way to another, and does it by a linear map. For two ranks, I being the identity:
 
-    copy_to_group               replicated -> copied       identity         [I; I]
-    reduce_from_group           partial -> replicated      all_reduce       [I  I]
+    copy_to_group               Replicate -> copied      identity         [I; I]
+    reduce_from_group           Partial -> Replicate     all_reduce       [I  I]
 
-    scatter_to_group            replicated -> sharded      cut              I
-    gather_from_group           sharded -> replicated      all_gather       I
+    scatter_to_group            Replicate -> Shard       own part         I
+    gather_from_group           Shard -> Replicate       all_gather       I
 
-    gather_from_sequence        sharded -> copied          all_gather       [I; I]
-    reduce_scatter_to_sequence  partial -> sharded         reduce_scatter   [I  I]
+    gather_from_sequence        Shard -> copied          all_gather       [I; I]
+    reduce_scatter_to_sequence  Partial -> Shard         reduce_scatter   [I  I]
 
 The backward pass of a linear map is its transpose, and leads back. So two that stand together are
-conjugate: each is the backward pass of the other. The gradient of a copied tensor is partial (what
-the ranks do with x adds up), and that of a partial one copied; the gradients of replicated and
-sharded tensors are replicated and sharded as they are.
+conjugate: each is the backward pass of the other. The gradient of a copied tensor is Partial (what
+the ranks do with x adds up), and that of a Partial one copied; the gradients of Replicate and
+Shard are Replicate and Shard as they are.
 
 The last pair does the work of the other two in one message each. An all_reduce is a reduce_scatter
 and an all_gather: the pair moves the bytes of one all_reduce.
@@ -62,21 +62,21 @@ def reduce_from_group(x: torch.Tensor, group: Group = None) -> torch.Tensor:
 
 
 def scatter_to_group(x: torch.Tensor, dim: int = -1, group: Group = None) -> torch.Tensor:
-    """Forward: this rank's part of a replicated x. Backward: the gradients of all parts are
+    """Forward: this rank's part of a Replicate x. Backward: the gradients of all parts are
     gathered. Lesson: feature_splitting.
 
     Raises ValueError, on every rank, if x cannot be cut along `dim` into equal parts.
     """
     return _Conjugate.apply(
-        x, partial(cut, dim=dim, group=group), partial(join, dim=dim, group=group)
+        x, partial(own_part, dim=dim, group=group), partial(all_gather, dim=dim, group=group)
     )
 
 
 def gather_from_group(x: torch.Tensor, dim: int = -1, group: Group = None) -> torch.Tensor:
     """Forward: the parts of all ranks, joined along `dim`. Backward: this rank's part of the
-    gradient, which must be replicated. Lesson: feature_splitting."""
+    gradient, which must be Replicate. Lesson: feature_splitting."""
     return _Conjugate.apply(
-        x, partial(join, dim=dim, group=group), partial(cut, dim=dim, group=group)
+        x, partial(all_gather, dim=dim, group=group), partial(own_part, dim=dim, group=group)
     )
 
 
@@ -84,7 +84,7 @@ def gather_from_sequence(x: torch.Tensor, dim: int = -2, group: Group = None) ->
     """Forward: the parts of all ranks, joined along `dim`, as copies. Backward: the
     gradients of all ranks are summed, and this rank takes its part. Lesson: sequence_parallel."""
     return _Conjugate.apply(
-        x, partial(join, dim=dim, group=group), partial(reduce_scatter, dim=dim, group=group)
+        x, partial(all_gather, dim=dim, group=group), partial(reduce_scatter, dim=dim, group=group)
     )
 
 
@@ -95,7 +95,7 @@ def reduce_scatter_to_sequence(x: torch.Tensor, dim: int = -2, group: Group = No
     Raises ValueError, on every rank, if x cannot be cut along `dim` into equal parts.
     """
     return _Conjugate.apply(
-        x, partial(reduce_scatter, dim=dim, group=group), partial(join, dim=dim, group=group)
+        x, partial(reduce_scatter, dim=dim, group=group), partial(all_gather, dim=dim, group=group)
     )
 
 
@@ -126,12 +126,12 @@ def all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
     return total
 
 
-def cut(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+def own_part(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     """This rank's part of x."""
     return parts(x, dim, group)[dist.get_rank(group)].contiguous()
 
 
-def join(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+def all_gather(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     """The parts of all ranks as one."""
     pieces, work = begin_all_gather(x, group)
     work.wait()

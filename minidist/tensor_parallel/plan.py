@@ -1,7 +1,10 @@
 """How a model of any make is split by features: a plan says it, name by name.
 
     {"layers.*.attention": heads("n_heads", "n_kv_heads"),
-     "layers.*.attention.q": "columns", ..., "layers.*.attention.out": "rows"}
+     "layers.*.attention.q": ColwiseParallel(), ..., "layers.*.attention.out": RowwiseParallel()}
+
+The styles are torch's, with short names for them ("columns", "rows", …), which know what
+`sequence_parallel` asks for; and a few that torch has no name for, such as `heads`.
 
 A style puts a layer of this lesson in the place of one of torch's. What runs between a layer that
 is split by columns and the next that is split by rows stays as it is, and sees this rank's features
@@ -10,123 +13,13 @@ gets a gradient that is summed over the ranks.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from torch.distributed.tensor.parallel import SequenceParallel as TorchSequenceParallel
-from torch.distributed.tensor.placement_types import Replicate, Shard
 
-from minidist.tensor_parallel.block import QKVParallelLinear, SequenceParallel
-from minidist.tensor_parallel.layer import ParallelLayer, require_multiple
-from minidist.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from minidist.tensor_parallel.operators import Group, scatter_to_group
-from minidist.tensor_parallel.vocabulary import VocabParallelEmbedding, VocabParallelLinear
-
-
-@dataclass(frozen=True)
-class Where:
-    """The ranks that share the model."""
-
-    group: Group
-    ranks: int
-    sequence_parallel: bool
-
-
-class Style:
-    """What a plan says of one module: which is to stand in its place, and how it changes."""
-
-    def make(self, module: Any, where: Where) -> nn.Module:
-        """Raises ValueError or TypeError if it cannot be split so. Changes nothing yet."""
-        return module
-
-    def change(self, module: Any, where: Where) -> None:
-        """Changes the module in place."""
-
-
-Kinds = Mapping[type[nn.Module], type[ParallelLayer]]
-
-
-@dataclass(frozen=True)
-class Layer(Style):
-    """A layer of torch becomes one that is split. options: those of its constructor."""
-
-    name: str
-    kinds: Kinds
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def make(self, module: Any, where: Where) -> nn.Module:
-        kind = next((k for k in self.kinds if type(module).forward is k.forward), None)
-        if kind is None or set(dict(module.named_parameters())) - {"weight", "bias"}:
-            known = " or an ".join(f"nn.{k.__name__}" for k in self.kinds)
-            raise TypeError(f"{self.name!r} splits an {known}, not a {type(module).__name__}")
-        options = dict(sequence_parallel=where.sequence_parallel) | dict(self.options)
-        return self.kinds[kind].from_dense(module, where.group, **options).train(module.training)
-
-
-@dataclass(frozen=True)
-class Heads(Style):
-    names: tuple[str, ...]
-
-    def make(self, module: Any, where: Where) -> nn.Module:
-        for name in self.names:
-            number = getattr(module, name, None)
-            if not isinstance(number, int):
-                raise ValueError(f"a {type(module).__name__} has no number {name!r} to divide")
-            require_multiple(number, where.ranks, f"{name} over {where.ranks} ranks")
-        return module
-
-    def change(self, module: Any, where: Where) -> None:
-        for name in self.names:
-            setattr(module, name, getattr(module, name) // where.ranks)
-
-
-@dataclass(frozen=True)
-class Copied(Style):
-    """always: also if there is no part of the sequence for each rank."""
-
-    always: bool
-
-    def make(self, module: Any, where: Where) -> nn.Module:
-        wanted = self.always or where.sequence_parallel
-        return SequenceParallel(module, where.group) if wanted else module
-
-
-class Scattered(Style):
-    def change(self, module: Any, where: Where) -> None:
-        if where.sequence_parallel:
-            module.register_forward_hook(lambda _, __, y: scatter_to_group(y, -2, where.group))
-
-
-def qkv(heads: int, kv_heads: int | None = None) -> Style:
-    """One nn.Linear that gives all queries, then all keys, then all values, becomes a
-    `QKVParallelLinear`. Lesson: feature_splitting.
-
-    heads, kv_heads: how many there are in the whole layer.
-    """
-    return Layer("qkv", {nn.Linear: QKVParallelLinear}, dict(heads=heads, kv_heads=kv_heads))
-
-
-def heads(*names: str) -> Style:
-    """The module's attributes of these names, numbers such as of heads, are divided by the number
-    of ranks. Lesson: feature_splitting."""
-    return Heads(names)
-
-
-COLUMNS: Kinds = {nn.Linear: ColumnParallelLinear}
-ROWS: Kinds = {nn.Linear: RowParallelLinear}
-EMBEDDING: Kinds = {nn.Embedding: VocabParallelEmbedding}
-VOCABULARY: Kinds = {**EMBEDDING, nn.Linear: VocabParallelLinear}
-STYLES: dict[str, Style] = {
-    "columns": Layer("columns", COLUMNS),
-    "rows": Layer("rows", ROWS),
-    "vocabulary": Layer("vocabulary", VOCABULARY),
-    "copied": Copied(always=True),
-    "sequence": Copied(always=False),
-    "scattered": Scattered(),
-}
+from minidist.tensor_parallel.layers import ParallelLayer
+from minidist.tensor_parallel.styles import Style, Where, style_of
 
 
 def split_by(model: nn.Module, plan: Mapping[str, Any], where: Where) -> None:
@@ -142,6 +35,8 @@ def split_by(model: nn.Module, plan: Mapping[str, Any], where: Where) -> None:
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{name}: {error}") from None
         made[name] = by_module[module]
+    if made.get("", model) is not model:
+        raise TypeError("the plan's '': the model itself cannot be replaced. Name its parts")
     _tie(model, made)
     for name in sorted(styles, key=lambda name: -name.count(".")):  # parts before the whole
         module = model.get_submodule(name)
@@ -183,7 +78,7 @@ def _resolve(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Style]:
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     found: dict[str, tuple[str, Style]] = {}
     for pattern, value in plan.items():
-        style, matched = _style(pattern, value), [n for n in names if _matches(n, pattern)]
+        style, matched = style_of(pattern, value), [n for n in names if _matches(n, pattern)]
         if not matched:
             raise ValueError(f"the plan's {pattern!r} matches no module{_there_is(names, pattern)}")
         for name in matched:
@@ -211,38 +106,3 @@ def _there_is(names: list[str], pattern: str) -> str:
                 last = [child.rpartition(".")[2] for child in children]
                 return f": {place} has {', '.join(last) or 'no parts'}"
     return ""
-
-
-def _style(pattern: str, value: Any) -> Style:
-    """The style that a plan means. Raises ValueError or TypeError for one that there is not."""
-    if isinstance(value, Style):
-        return value
-    if isinstance(value, str):
-        if value not in STYLES:
-            known = ", ".join(STYLES)
-            raise ValueError(f"the plan's {pattern!r}: no style {value!r}; there are {known}")
-        return STYLES[value]
-    if isinstance(value, TorchSequenceParallel) and value.sequence_sharding == (Shard(1),):
-        return STYLES["copied"]
-    if isinstance(value, ColwiseParallel | RowwiseParallel) and (style := _of_torch(value)):
-        return style
-    raise TypeError(
-        f"the plan's {pattern!r}: minidist has nothing for {value}. It knows {', '.join(STYLES)}, "
-        "qkv(...), heads(...), and ColwiseParallel, RowwiseParallel and SequenceParallel of torch, "
-        "with inputs and outputs replicated or sharded along the features or dimension 1"
-    )
-
-
-def _of_torch(value: ColwiseParallel | RowwiseParallel) -> Style | None:
-    """Our style for one of torch's, if there is one for its layouts."""
-    (into,), (out,) = value.input_layouts, value.output_layouts
-    replicated, sequence, features = Replicate(), Shard(1), Shard(-1)
-    name = type(value).__name__
-    if isinstance(value, ColwiseParallel):
-        if into in (replicated, sequence) and out in (features, replicated):
-            options = dict(sequence_parallel=into == sequence, gather_output=out == replicated)
-            return Layer(name, COLUMNS, options)
-    elif into in (features, replicated) and out in (replicated, sequence):
-        kinds = ROWS if into == features else EMBEDDING
-        return Layer(name, kinds, dict(sequence_parallel=out == sequence))
-    return None

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from minidist.tensor_parallel.plan import heads, qkv
+from minidist.tensor_parallel.styles import heads, qkv
 
 
 def transformer_plan(model: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 import minidist as md
 from minidist import tensor_parallel
 from minidist.checks import sequence_parallel as check
-from minidist.tensor_parallel.linear import _GatherLinear
+from minidist.tensor_parallel.layers import _GatherLinear
 
 
 def gathered(x):

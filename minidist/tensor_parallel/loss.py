@@ -1,106 +1,16 @@
-"""A vocabulary that is split over the ranks: embedding, output layer, and loss.
+"""The loss of logits that are split by vocabulary. Lesson: sequence_parallel.
 
-In a small model with a large vocabulary these hold most of the weights, and the logits (B, T, V)
-are the largest activation. Here each rank has the weights of its own tokens, and no rank ever has
-all logits. Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3.
-
-A vocabulary is split as evenly as can be, without padding: V tokens over t ranks are V // t each,
-and one more on each of the first V % t ranks.
+In a small model with a large vocabulary, the logits (B, T, V) are the largest activation. Here no
+rank ever has all of them. Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3.
 """
 
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
 from torch.autograd.function import once_differentiable
 
-from minidist.tensor_parallel.layer import ParallelLayer
-from minidist.tensor_parallel.linear import ColumnParallelLinear
-from minidist.tensor_parallel.operators import (
-    Group,
-    reduce_from_group,
-    reduce_scatter_to_sequence,
-)
-
-
-class VocabParallelEmbedding(ParallelLayer):
-    """An embedding of which each rank holds the rows of its own tokens. Lesson: sequence_parallel.
-
-    The input (*) is replicated. A rank looks up its own tokens and has zeros for the others; the
-    sum over the ranks is the embedding (*, embedding_dim), replicated.
-
-    num_embeddings, embedding_dim, device, dtype: those of `nn.Embedding`, for the whole layer.
-    process_group: the ranks that share the layer; None is the default group.
-    sequence_parallel: the output is sharded along the sequence, (B, T / t, embedding_dim).
-
-    Raises ValueError if there are fewer tokens than ranks; `forward`, IndexError for a token that
-    is not in the vocabulary; `from_dense`, ValueError for an embedding with `padding_idx`,
-    `max_norm`, `scale_grad_by_freq` or `sparse`.
-    """
-
-    split = "num_embeddings"
-    sharded = {"weight": 0}
-    uneven = True
-    weight: nn.Parameter
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        process_group: Group = None,
-        *,
-        sequence_parallel: bool = False,
-        device: Any = None,
-        dtype: Any = None,
-    ) -> None:
-        super().__init__(process_group)
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.sequence_parallel = sequence_parallel
-        self.require_split()
-        self.take(self.make_dense(device, dtype))
-
-    def make_dense(self, device: Any, dtype: Any) -> nn.Embedding:
-        return nn.Embedding(self.num_embeddings, self.embedding_dim, device=device, dtype=dtype)
-
-    @staticmethod
-    def arguments(layer: nn.Embedding) -> tuple[Any, ...]:
-        for name in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
-            if getattr(layer, name) is not None and getattr(layer, name) is not False:
-                raise ValueError(f"a VocabParallelEmbedding has no {name}")
-        return layer.num_embeddings, layer.embedding_dim
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        if tokens.numel() and not 0 <= tokens.min() <= tokens.max() < self.num_embeddings:
-            raise IndexError(
-                f"tokens from {int(tokens.min())} to {int(tokens.max())} are not all in a "
-                f"vocabulary of {self.num_embeddings}"
-            )
-        first, count = int(self.indices(self.rank)[0]), len(self.weight)
-        own = tokens - first
-        elsewhere = (own < 0) | (own >= count)
-        partial = F.embedding(own.clamp(0, count - 1), self.weight)  # (*, C)
-        partial = partial.masked_fill(elsewhere.unsqueeze(-1), 0)
-        if self.sequence_parallel:
-            return reduce_scatter_to_sequence(partial, -2, self.process_group)
-        return reduce_from_group(partial, self.process_group)
-
-    def extra_repr(self) -> str:
-        return f"{self.num_embeddings}, {self.embedding_dim}, rank {self.rank} of {self.world_size}"
-
-
-class VocabParallelLinear(ColumnParallelLinear):
-    """The output layer of a language model: (*, C) to the logits of this rank's tokens.
-
-    A `ColumnParallelLinear` that splits its outputs as `VocabParallelEmbedding` does, so that the
-    two can share one weight. `vocab_parallel_cross_entropy` takes its output.
-
-    Raises ValueError if there are fewer tokens than ranks.
-    Lesson: sequence_parallel.
-    """
-
-    uneven = True
+from minidist.tensor_parallel.operators import Group
 
 
 def vocab_parallel_cross_entropy(

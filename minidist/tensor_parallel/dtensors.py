@@ -1,0 +1,159 @@
+"""Shards as DTensors: then torch's own functions know what a rank's tensors are parts of.
+
+A layer's parameter is a shard. As a plain tensor it looks whole, and so `parallelize` leaves it:
+its norm is one rank's. As a DTensor it has the dense parameter's shape, and `Shard` or `Replicate`
+says what of it is here. Then `torch.nn.utils.clip_grad_norm_`, `nn.init`, averaged models, and
+checkpoints by torch.distributed.checkpoint are right as they are.
+
+Layers compute with this rank's plain tensor, and so does what a plan leaves replicated: DTensor's
+dispatcher, which finds out at each operation what must be sent, has no part in a pass.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from minidist.common.groups import require_group
+from minidist.common.guard import Abandoned, abandon
+from minidist.common.replicas import broadcast_state, require_same_lines, words
+from minidist.rank import device
+from minidist.tensor_parallel.block import SequenceParallel
+from minidist.tensor_parallel.layers import ParallelLayer
+from minidist.tensor_parallel.model import SPLIT, group_of, split
+
+_REPLICATE: Placement = Replicate()
+READ = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # read parameters of what is in them
+
+
+def parallelize_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    parallelize_plan: Any = None,
+    *,
+    src_data_rank: int | None = 0,
+    sequence_parallel: bool = False,
+) -> nn.Module:
+    """Split a model by features, in place, as torch's function of this name does: its parameters
+    become DTensors. Lesson: feature_splitting.
+
+        plan = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
+        parallelize_module(model, mesh["tensor"], plan)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)    # the norm of the whole model
+
+    device_mesh: the ranks that share the model, along its one axis. None: all ranks.
+    parallelize_plan: torch's, ours (see `parallelize`), or of both; None is for a
+        `zoo.Transformer`. It may come in parts: first for the model, then for each block. What no
+        plan has named is `Replicate`.
+    src_data_rank: all ranks take the parameters of this one (its rank in the mesh); None: they
+        have the same already, and no message is sent.
+    sequence_parallel: see `parallelize`.
+
+    What passes between layers are plain tensors, but for outputs with `use_local_output=False`.
+    Replicated parameters are plain while their own module's forward runs; elsewhere they are
+    DTensors, and do not mix with plain tensors. A fused layer of queries, keys and values is a
+    `_StridedShard`: torch.distributed.checkpoint raises for it, `minidist.saving` takes it.
+
+    Returns the module. Make its optimizer afterwards. Raises what `parallelize` does, and
+    ValueError for grouped queries in one layer, which DTensor has no word for; and changes nothing
+    then but for the broadcast.
+    """
+    require_group(None, "parallelize_module")
+    mesh = device_mesh or init_device_mesh(device().type, (dist.get_world_size(),))
+    if src_data_rank is not None:
+        group = require_group(group_of(mesh), "parallelize_module")
+        named = module.named_parameters()
+        plain = {name: p for name, p in named if not isinstance(p, DTensor)}
+        require_same_lines([words("parameter", name, p) for name, p in plain.items()], group)
+        broadcast_state(plain.values(), group, src_data_rank)
+    before: list[Any] = [p for p in module.parameters() if isinstance(p, DTensor)]
+    split(module, mesh, parallelize_plan, sequence_parallel, dtensors=True)
+    kept = set(module.parameters())
+    for parameter in before:
+        if parameter not in kept:
+            parameter.grad = None
+            parameter.__class__, parameter.why = _Abandoned, SPLIT
+    distribute(module, mesh)
+    return module
+
+
+class _Abandoned(DTensor):
+    """A replicated parameter that a later plan has split: see `common.guard.Abandoned`."""
+
+    __slots__ = ()
+    grad = Abandoned.grad
+
+
+def distribute(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Make a DTensor of each parameter that is none yet."""
+    copied = {m for s in model.modules() if isinstance(s, SequenceParallel) for m in s.modules()}
+    found = list(_plain(model))
+    made = {p: _dtensor(p, mesh, placement, shape) for _, _, p, placement, shape in found}
+    for owner, name, parameter, _, _ in found:
+        owner._parameters[name] = made[parameter]
+    for owner in dict.fromkeys(owner for owner, *_ in found):
+        if not isinstance(owner, ParallelLayer) and owner not in copied:
+            owner.register_forward_pre_hook(_show)
+            owner.register_forward_hook(_hide, always_call=True)
+    for parameter in made:
+        abandon(parameter, SPLIT)
+
+
+def _plain(
+    model: nn.Module,
+) -> Iterator[tuple[nn.Module, str, nn.Parameter, Placement, torch.Size]]:
+    """Each parameter that is no DTensor: where it is, how it lies on the ranks, and the shape of
+    the whole."""
+    for owner in model.modules():
+        for name, p in owner._parameters.items():
+            if p is None or isinstance(p, DTensor):
+                continue
+            shape, placement = list(p.shape), _REPLICATE
+            if isinstance(owner, ParallelLayer):
+                placement = owner.placement(name)
+                if name in owner.sharded:
+                    shape[owner.sharded[name]] = getattr(owner, owner.split)
+            yield owner, name, p, placement, torch.Size(shape)
+
+
+def _dtensor(
+    p: nn.Parameter, mesh: DeviceMesh, placement: Placement, shape: torch.Size
+) -> nn.Parameter:
+    stride = torch.empty(shape, device="meta").stride()
+    whole = DTensor.from_local(
+        p.detach(), mesh, [placement], run_check=False, shape=shape, stride=stride
+    )
+    made = nn.Parameter(whole, p.requires_grad)
+    made.__dict__.update({k: v for k, v in vars(p).items() if k not in vars(made)})
+    made._backward_hooks = p._backward_hooks
+    made._post_accumulate_grad_hooks = p._post_accumulate_grad_hooks
+    return made
+
+
+def _show(module: Any, _: Any) -> None:
+    """Have a module compute with plain tensors. Python looks there before it asks nn.Module: so
+    `parameters()` stays as it is."""
+    shown = []
+    for owner in module.modules() if isinstance(module, READ) else [module]:
+        for name, p in owner._parameters.items():
+            if isinstance(p, DTensor) and name not in vars(owner):  # else by SequenceParallel
+                vars(owner)[name] = p.to_local()
+                shown.append((owner, name))
+    _relist(module)
+    vars(module).setdefault("_shown", []).append(shown)
+
+
+def _hide(module: Any, *_: Any) -> None:
+    for owner, name in vars(module)["_shown"].pop():
+        del vars(owner)[name]
+    _relist(module)
+
+
+def _relist(module: Any) -> None:
+    """nn.LSTM and the like have their parameters in a list as well."""
+    if hasattr(module, "_flat_weights_names"):
+        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]

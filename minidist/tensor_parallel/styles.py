@@ -1,0 +1,258 @@
+"""What a plan can say of a module: torch's styles, short names for them, and a few of our own.
+
+"columns", "rows" and "vocabulary" are torch's ColwiseParallel and RowwiseParallel, and "copied" is
+its SequenceParallel; but they know themselves what `sequence_parallel` asks for.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, parallel
+
+from minidist.tensor_parallel.block import SequenceParallel
+from minidist.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    ParallelLayer,
+    QKVParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelLinear,
+    require_multiple,
+)
+from minidist.tensor_parallel.operators import Group, gather_from_group, scatter_to_group
+
+
+@dataclass(frozen=True)
+class Where:
+    """The ranks that share the model. mesh: if parameters are to be DTensors."""
+
+    group: Group
+    ranks: int
+    sequence_parallel: bool
+    mesh: DeviceMesh | None = None
+
+
+class Style:
+    """What a plan says of one module: which is to stand in its place, and how it changes."""
+
+    def make(self, module: Any, where: Where) -> nn.Module:
+        """Raises ValueError or TypeError if it cannot be split so. Changes nothing yet."""
+        return module
+
+    def change(self, module: Any, where: Where) -> None:
+        """Changes the module in place."""
+
+
+Kinds = Mapping[type[nn.Module], type[ParallelLayer]]
+
+
+@dataclass(frozen=True)
+class Layer(Style):
+    """A layer of torch becomes one that is split. options: those of its constructor. as_dtensor:
+    its output, features of which each rank has some, says so."""
+
+    name: str
+    kinds: Kinds
+    options: Mapping[str, Any] = field(default_factory=dict)
+    as_dtensor: bool = False
+
+    def make(self, module: Any, where: Where) -> nn.Module:
+        kind = next((k for k in self.kinds if type(module).forward is k.forward), None)
+        if kind is None or set(dict(module.named_parameters())) - {"weight", "bias"}:
+            known = " or an ".join(f"nn.{k.__name__}" for k in self.kinds)
+            raise TypeError(f"{self.name!r} splits an {known}, not a {type(module).__name__}")
+        options = dict(sequence_parallel=where.sequence_parallel) | dict(self.options)
+        own = self.kinds[kind].from_dense(module, where.group, **options).train(module.training)
+        if where.mesh is not None:
+            own.placement("weight")  # raises if there is none
+        if self.as_dtensor:
+            mesh = where.mesh
+            if mesh is None:
+                raise TypeError("use_local_output=False is for parallelize_module")
+            own.register_forward_hook(lambda layer, _, y: _features(y, layer.out_features, mesh))
+        return own
+
+
+def _features(y: torch.Tensor, out_features: int, mesh: DeviceMesh) -> DTensor:
+    shape = torch.Size((*y.shape[:-1], out_features))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(y, mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride)
+
+
+@dataclass(frozen=True)
+class Heads(Style):
+    names: tuple[str, ...]
+
+    def make(self, module: Any, where: Where) -> nn.Module:
+        for name in self.names:
+            number = getattr(module, name, None)
+            if not isinstance(number, int):
+                raise ValueError(f"a {type(module).__name__} has no number {name!r} to divide")
+            require_multiple(number, where.ranks, f"{name} over {where.ranks} ranks")
+        return module
+
+    def change(self, module: Any, where: Where) -> None:
+        for name in self.names:
+            setattr(module, name, getattr(module, name) // where.ranks)
+
+
+@dataclass(frozen=True)
+class Copied(Style):
+    """always: also if there is no part of the sequence for each rank."""
+
+    always: bool
+
+    def make(self, module: Any, where: Where) -> nn.Module:
+        wanted = self.always or where.sequence_parallel
+        return SequenceParallel(module, where.group) if wanted else module
+
+
+Pair = tuple[Placement | None, Placement | None]  # how a tensor lies, and how it is to lie
+
+
+@dataclass(frozen=True)
+class Layouts(Style):
+    """What a module takes or gives is to lie otherwise on the ranks: torch's PrepareModuleInput,
+    PrepareModuleOutput, PrepareModuleInputOutput. always: also without `sequence_parallel`."""
+
+    inputs: tuple[Pair, ...] = ()
+    kwargs: Mapping[str, Pair] = field(default_factory=dict)
+    outputs: tuple[Pair, ...] = ()
+    always: bool = True
+
+    def change(self, module: Any, where: Where) -> None:
+        def enter(_: Any, args: Any, kwargs: Any) -> Any:
+            moved = {k: _move(kwargs[k], self.kwargs.get(k), where.group) for k in kwargs}
+            return _move_each(args, self.inputs, where.group), moved
+
+        def leave(_: Any, __: Any, y: Any) -> Any:
+            if isinstance(y, tuple):
+                return _move_each(y, self.outputs, where.group)
+            return _move(y, self.outputs[0], where.group)
+
+        wanted = self.always or where.sequence_parallel
+        if wanted and (self.inputs or self.kwargs):
+            module.register_forward_pre_hook(enter, with_kwargs=True)
+        if wanted and self.outputs:
+            module.register_forward_hook(leave)
+
+
+def _move_each(values: Any, pairs: tuple[Pair, ...], group: Group) -> Any:
+    return tuple(_move(v, pair, group) for v, pair in zip_longest(values, pairs[: len(values)]))
+
+
+def _move(x: Any, pair: Pair | None, group: Group) -> Any:
+    source, target = pair or (None, None)
+    if source == target or source is None or x is None:
+        return x
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"the plan says of a tensor how it lies, not of a {type(x).__name__}")
+    if isinstance(source, Shard):
+        x = gather_from_group(x, source.dim, group)
+    return scatter_to_group(x, target.dim, group) if isinstance(target, Shard) else x
+
+
+def qkv(heads: int, kv_heads: int | None = None) -> Style:
+    """One nn.Linear that gives all queries, then all keys, then all values, becomes a
+    `QKVParallelLinear`. Lesson: feature_splitting.
+
+    heads, kv_heads: how many there are in the whole layer.
+    """
+    return Layer("qkv", {nn.Linear: QKVParallelLinear}, dict(heads=heads, kv_heads=kv_heads))
+
+
+def heads(*names: str) -> Style:
+    """The module's attributes of these names, numbers such as of heads, are divided by the number
+    of ranks. Lesson: feature_splitting."""
+    return Heads(names)
+
+
+COLUMNS: Kinds = {nn.Linear: ColumnParallelLinear}
+ROWS: Kinds = {nn.Linear: RowParallelLinear}
+EMBEDDING: Kinds = {nn.Embedding: VocabParallelEmbedding}
+LOGITS: Kinds = {nn.Linear: VocabParallelLinear}
+VOCABULARY: Kinds = {**EMBEDDING, **LOGITS}
+STYLES: dict[str, Style] = {
+    "columns": Layer("columns", COLUMNS),
+    "rows": Layer("rows", ROWS),
+    "vocabulary": Layer("vocabulary", VOCABULARY),
+    "copied": Copied(always=True),
+    "sequence": Copied(always=False),
+    "scattered": Layouts(outputs=((Replicate(), Shard(-2)),), always=False),
+}
+
+
+def style_of(pattern: str, value: Any) -> Style:
+    """The style that a plan means. Raises ValueError or TypeError for one that there is not."""
+    if isinstance(value, Style):
+        return value
+    if isinstance(value, str):
+        if value not in STYLES:
+            known = ", ".join(STYLES)
+            raise ValueError(f"the plan's {pattern!r}: no style {value!r}; there are {known}")
+        return STYLES[value]
+    if isinstance(value, parallel.ParallelStyle) and (style := _of_torch(value)):
+        return style
+    raise TypeError(
+        f"the plan's {pattern!r}: minidist has nothing for {value}. It knows {', '.join(STYLES)}, "
+        "qkv(...), heads(...), and torch's styles, with inputs and outputs replicated or sharded "
+        "along the features or dimension 1"
+    )
+
+
+def _of_torch(value: Any) -> Style | None:
+    """Our style for one of torch's, if there is one for its layouts."""
+    if isinstance(value, parallel.SequenceParallel):
+        return STYLES["copied"] if value.sequence_sharding == (Shard(1),) else None
+    if isinstance(value, parallel.ColwiseParallel):
+        return _columns(value)
+    if isinstance(value, parallel.RowwiseParallel):
+        return _rows(value)
+    if isinstance(value, parallel.PrepareModuleInputOutput):
+        into, out = _layouts(value.prepare_module_input), _layouts(value.prepare_module_output)
+        return Layouts(into.inputs, into.kwargs, out.outputs) if into and out else None
+    return _layouts(value)
+
+
+def _columns(value: parallel.ColwiseParallel) -> Style | None:
+    (into,), (out,) = value.input_layouts, value.output_layouts
+    if into not in (Replicate(), Shard(1)) or out not in (Replicate(), Shard(-1)):
+        return None
+    options = dict(sequence_parallel=into == Shard(1), gather_output=out == Replicate())
+    if value.use_local_output:
+        return Layer("ColwiseParallel", COLUMNS, options)
+    # As loss_parallel takes logits.
+    return Layer("ColwiseParallel", LOGITS, options, True) if out == Shard(-1) else None
+
+
+def _rows(value: parallel.RowwiseParallel) -> Style | None:
+    (into,), (out,) = value.input_layouts, value.output_layouts
+    fits = into in (Replicate(), Shard(-1)) and out in (Replicate(), Shard(1))
+    if not fits or not value.use_local_output:
+        return None
+    kinds = ROWS if into == Shard(-1) else EMBEDDING
+    return Layer("RowwiseParallel", kinds, dict(sequence_parallel=out == Shard(1)))
+
+
+def _layouts(value: Any) -> Layouts | None:
+    """Of a PrepareModuleInput or a PrepareModuleOutput."""
+    inputs: tuple[Pair, ...] = ()
+    outputs: tuple[Pair, ...] = ()
+    kwargs: dict[str, Pair] = {}
+    if isinstance(value, parallel.PrepareModuleInput):
+        before, after = value.input_kwarg_layouts, value.desired_input_kwarg_layouts
+        kwargs = {name: (before[name], after[name]) for name in before}
+        whence, where = value.input_layouts or (), value.desired_input_layouts or ()
+        inputs = tuple(zip(whence, where, strict=True))
+    elif isinstance(value, parallel.PrepareModuleOutput):
+        outputs = tuple(zip(value.output_layouts, value.desired_output_layouts, strict=True))
+    else:
+        return None
+    pairs = [*inputs, *outputs, *kwargs.values()]
+    known = all(isinstance(p, Replicate | Shard | None) for pair in pairs for p in pair)
+    return Layouts(inputs, kwargs, outputs) if known else None
