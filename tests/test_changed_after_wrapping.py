@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import minidist as md
-from minidist.common.guard import Guard
+from minidist.common.wrapper import Guard
 from minidist.tensor_parallel import QKVParallelLinear, parallelize
 
 SGD = torch.optim.SGD

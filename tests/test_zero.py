@@ -306,6 +306,8 @@ def test_groups_with_options_of_their_own(pools, stage, kind):
 class Momentum(torch.optim.Optimizer):
     """It makes its states at once, as Adagrad does."""
 
+    elementwise = True
+
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
         for group in self.param_groups:
@@ -426,6 +428,8 @@ def test_gradients_of_several_optimizers(pools, loop):
 
 class Scaled(torch.optim.SGD):
     """Its step takes more than a closure."""
+
+    elementwise = True
 
     @torch.no_grad()
     def step(self, closure=None, *, scale=1.0):

@@ -31,7 +31,7 @@ from torch.distributed.tensor import (
 )
 
 from minidist import backend
-from minidist.zero.messages import all_gather_each, reduce_scatter
+from minidist.zero.shards import all_gather_each, reduce_scatter
 
 Place = tuple[nn.Module, str]  # a module, and what it calls the parameter
 Named = tuple[tuple[str, ...], tuple[Place, ...], nn.Parameter]

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from minidist.common import norm
+from minidist.common.abandoned import abandon_replaced
 from minidist.common.groups import require_group
-from minidist.common.guard import abandon_replaced
 from minidist.common.replicas import require_plain
 from minidist.common.tensors_in import local_of
 from minidist.tensor_parallel.layer import ParallelLayer
