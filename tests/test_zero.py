@@ -990,12 +990,14 @@ MISTAKES = {
     "Adafactor": (
         lambda rank: zero(net().parameters(), torch.optim.Adafactor),
         "TypeError",
-        "Adafactor cannot train shards",
+        "Adafactor cannot train shards of parameters: it looks at more than one element at a time",
     ),
     "norms": (
         lambda rank: zero(net().parameters(), Norm),
         "TypeError",
-        "Norm cannot train shards",
+        "Norm cannot train shards of parameters: it may look at more than one element at a time. "
+        "Give ZeroRedundancyOptimizer an elementwise one, such as Adam; if this is one, let its "
+        "class say elementwise = True",
     ),
     "another model": (another_model, "ValueError", "of another model: exp_avg of parameter 0"),
     "groups": (other_groups, "ValueError", "doesn't match the size"),

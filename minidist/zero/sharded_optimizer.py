@@ -87,10 +87,12 @@ class ZeroRedundancyOptimizer(Optimizer):
                     "Gradients that leave meanwhile are those of ShardedDataParallel"
                 )
             if not is_elementwise(optimizer_class):
+                known = optimizer_class.__module__.startswith("torch.")
                 raise TypeError(
-                    f"{optimizer_class.__name__} cannot train shards of parameters: it looks at "
-                    "more than one element at a time. Give ZeroRedundancyOptimizer an elementwise "
-                    "one, such as Adam"
+                    f"{optimizer_class.__name__} cannot train shards of parameters: it "
+                    f"{'looks' if known else 'may look'} at more than one element at a time. Give "
+                    "ZeroRedundancyOptimizer an elementwise one, such as Adam"
+                    + ("" if known else "; if this is one, let its class say elementwise = True")
                 )
             super().__init__(params, defaults)
         self._flats: list[FlatParameters] = []
