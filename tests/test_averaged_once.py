@@ -200,10 +200,10 @@ def test_a_part_that_was_converted_and_back_is_averaged(pools, unused):
         square(model, dist.get_rank()).backward()
         module.zero_grad()
         module[0].float().double()
-        module[2].weight.register_post_accumulate_grad_hook(freeze)
+        module[0].weight.register_post_accumulate_grad_hook(freeze)
         square(model, dist.get_rank()).backward()
         plain = net()
-        plain[2].weight.register_post_accumulate_grad_hook(freeze)
+        plain[0].weight.register_post_accumulate_grad_hook(freeze)
         return far([p.grad for p in module.parameters()], alone(plain, square))
 
     assert max(pools(2)(run)) < 1e-12

@@ -156,6 +156,9 @@ def test_what_is_written_through_a_wrapper_reaches_the_module(wraps: int, copied
     wrapped.device, wrapped.limit, wrapped._private = "mine", 4, 2  # its own
     assert (inner.device, inner.limit, inner._private) == ("the module's", 0, 1)
     assert (wrapped.device, wrapped.limit, wrapped._private) == ("mine", 4, 2)
+    wrapped.register_parameter("own", None)
+    wrapped.own = nn.Parameter(torch.ones(1))
+    assert not hasattr(inner, "own")
     wrapped.module = nn.Identity()
     assert wrapped(torch.ones(2)).tolist() == [1.0, 1.0]
 

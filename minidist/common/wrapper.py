@@ -63,10 +63,11 @@ class Wrapper(nn.Module):
 
     def _is_ours(self, name: str, part: bool = False) -> bool:
         """Whether this is an attribute of the wrapper. part: it is to be a part of a model."""
-        if name.startswith("_") or name in vars(self) or hasattr(type(self), name):
+        if name.startswith("_") or hasattr(type(self), name):
             return True
-        declared = (vars(kind).get("__annotations__", ()) for kind in type(self).__mro__)
-        if any(name in names for names in declared):
+        known = [vars(self), self._modules, self._parameters, self._buffers]
+        known += [vars(kind).get("__annotations__", {}) for kind in type(self).__mro__]
+        if any(name in names for names in known):
             return True
         return not part and not hasattr(self.module, name)
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from minidist import backend
-from minidist.common.agree import raise_on_every_rank
+from minidist.common.agree import together
 from minidist.common.no_sync import Synchronized
 from minidist.common.norm import clip_grad_norm_
 from minidist.common.replicas import broadcast_state, require_same_model
@@ -164,7 +164,10 @@ class ShardedDataParallel(Synchronized):
         flats = [flat for each in optimizers for flat in each._flats]
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         owned = [parameter for flat in flats for parameter in flat.parameters]
-        raise_on_every_rank(group, _problem(trained, owned, optimizers, group))
+        with together(group):
+            if any(group is not each.process_group for each in optimizers):
+                raise ValueError("the optimizers were made for different process groups")
+            _require_one_owner(trained, owned)
         require_same_model(module, group)
         broadcast_state([*module.parameters(), *module.buffers()], group)
         self.process_group = group
@@ -215,28 +218,20 @@ class ShardedDataParallel(Synchronized):
         return clip_grad_norm_(shards, max_norm, norm_type, groups=groups, device=device)
 
 
-def _problem(
-    trained: dict[str, nn.Parameter],
-    owned: list[nn.Parameter],
-    optimizers: list[ZeroRedundancyOptimizer],
-    group: dist.ProcessGroup,
-) -> ValueError | None:
-    if any(group is not optimizer.process_group for optimizer in optimizers):
-        return ValueError("the optimizers were made for different process groups")
+def _require_one_owner(trained: dict[str, nn.Parameter], owned: list[nn.Parameter]) -> None:
     once = set(owned)
     for name, parameter in trained.items():
         if parameter not in once:
-            return ValueError(
+            raise ValueError(
                 f"the optimizer does not have the module's parameter {name}: make it of "
                 "module.parameters(), after the module is moved, unfrozen or changed"
             )
     if len(once) < len(owned):
-        return ValueError(
+        raise ValueError(
             f"{len(owned) - len(once)} parameters are in two optimizers: each needs one owner"
         )
     if len(owned) > len(trained):
-        return ValueError(
+        raise ValueError(
             f"the optimizer has {len(owned) - len(trained)} parameters that the module does not "
             "train: give ShardedDataParallel the whole model"
         )
-    return None
