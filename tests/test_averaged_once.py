@@ -101,6 +101,22 @@ def test_a_hook_after_wrapping_comes_before_the_bucket(pools, wrap, kind):
     assert pools(2)(train) == [None, None]
 
 
+def test_a_hook_after_the_forward_pass_is_refused(pools):
+    """It would run after the gradient has gone into its bucket."""
+
+    def train():
+        model = DDP(net())
+        loss = square(model, dist.get_rank())
+        model.module[0].weight.register_post_accumulate_grad_hook(freeze)
+        with pytest.raises(RuntimeError, match="a hook of 0.weight was registered after the forw"):
+            loss.backward()
+        model.zero_grad()
+        square(model, dist.get_rank()).backward()
+        return float(model.module[0].weight.grad[:2].abs().max())
+
+    assert pools(2)(train) == [0.0, 0.0]
+
+
 # ---- two wrappers -------------------------------------------------------------------------------
 
 

@@ -306,6 +306,14 @@ class Reducer:
                 "backward pass. Parts of a model that are recomputed one by one must not share "
                 "parameters."
             )
+        hooks: Any = parameter._post_accumulate_grad_hooks
+        if len(hooks) > 1:
+            later = list(hooks.values())[list(hooks).index(self._hooks[parameter].id) :]
+            if not all(isinstance(hook, _Hook) for hook in later):
+                raise RuntimeError(
+                    f"a hook of {self._name(parameter)} was registered after the forward pass: it "
+                    "would change a gradient that is on its way. Register it before"
+                )
 
     def _stray(self, parameter: nn.Parameter) -> None:
         """A gradient by no forward pass of the wrapper. The bare module may have it; not a part
