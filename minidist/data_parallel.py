@@ -51,6 +51,10 @@ class DataParallel(Wrapper):
     Lesson: data_parallel.
     """
 
+    devices: list[torch.device]
+    output_device: torch.device
+    dim: int
+
     def __init__(
         self,
         module: nn.Module,

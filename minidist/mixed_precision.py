@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from minidist import rank
 from minidist.common.groups import require_group
-from minidist.zero.gradient_in_shards import GradientInShards
+from minidist.zero.shards import GradientInShards
 
 
 class ShardedGradScaler(torch.amp.GradScaler):

@@ -101,6 +101,22 @@ def test_a_hook_after_wrapping_comes_before_the_bucket(pools, wrap, kind):
     assert pools(2)(train) == [None, None]
 
 
+def test_a_hook_after_the_forward_pass_is_refused(pools):
+    """It would run after the gradient has gone into its bucket."""
+
+    def train():
+        model = DDP(net())
+        loss = square(model, dist.get_rank())
+        model.module[0].weight.register_post_accumulate_grad_hook(freeze)
+        with pytest.raises(RuntimeError, match="a hook of 0.weight was registered after the forw"):
+            loss.backward()
+        model.zero_grad()
+        square(model, dist.get_rank()).backward()
+        return float(model.module[0].weight.grad[:2].abs().max())
+
+    assert pools(2)(train) == [0.0, 0.0]
+
+
 # ---- two wrappers -------------------------------------------------------------------------------
 
 
@@ -189,14 +205,24 @@ def test_a_model_that_was_converted_and_back_is_averaged(pools):
     assert max(pools(2)(run)) < 1e-12
 
 
-def test_a_part_that_was_converted_and_back_is_named(pools):
-    def run():
-        model = DDP(net(), find_unused_parameters=True)
-        model.module[2].float().double()
-        with pytest.raises(RuntimeError, match="2.weight has been converted or moved, and back"):
-            square(model, dist.get_rank()).backward()
+@pytest.mark.parametrize("unused", [False, True])
+def test_a_part_that_was_converted_and_back_is_averaged(pools, unused):
+    """Also the hooks of the user's come first there, though they came later."""
 
-    pools(2)(run)
+    def run():
+        module = net()
+        model = DDP(module, find_unused_parameters=unused)
+        module[2].float().double()
+        square(model, dist.get_rank()).backward()
+        module.zero_grad()
+        module[0].float().double()
+        module[0].weight.register_post_accumulate_grad_hook(freeze)
+        square(model, dist.get_rank()).backward()
+        plain = net()
+        plain[0].weight.register_post_accumulate_grad_hook(freeze)
+        return far([p.grad for p in module.parameters()], alone(plain, square))
+
+    assert max(pools(2)(run)) < 1e-12
 
 
 def of_forces(module, rank):
@@ -305,6 +331,78 @@ def test_methods_that_may_be_called(pools, wrap):
         if wrap == "zero":
             return 0.0
         theirs = alone(Model(), lambda m, rank: square(m, rank) + m.penalty(0.5))
+        return far([p.grad for p in model.parameters()], theirs)
+
+    assert max(pools(2)(train)) < 1e-12
+
+
+# ---- parts of the module ------------------------------------------------------------------------
+
+
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.heads = nn.Linear(4, 3), nn.ModuleList([nn.Linear(3, 2), nn.Tanh()])
+        self.double()
+
+    def forward(self, x):
+        for each in (self.encoder, *self.heads):
+            x = each(x)
+        return x
+
+
+def by_a_layer(model):
+    return model.encoder(mine())
+
+
+def by_a_layer_in_a_list(model):
+    return model.heads[0](torch.ones(1, 3).double())
+
+
+def by_a_parameter(model):
+    return model.encoder.weight.pow(2)
+
+
+def wrapped_parts(wrap):
+    return DDP(Parts()) if wrap == "ddp" else sharded(Parts())[0]
+
+
+@WRAPS
+@pytest.mark.parametrize("use", [by_a_layer, by_a_layer_in_a_list, by_a_parameter])
+def test_a_part_that_trains_past_the_wrapper_is_refused(pools, wrap, use):
+    """Torch's class has no such attribute. Here it may be looked at, and used in a pass."""
+
+    def train():
+        model = wrapped_parts(wrap)
+        part = "heads" if use is by_a_layer_in_a_list else "encoder"
+        words = rf"^{part} trains past the \w+DataParallel, which .* do so within no_sync\(\) to"
+        for _ in range(2):  # before the first pass, and after one
+            use(model)  # an evaluation that forgot no_grad
+            with pytest.raises(RuntimeError, match=words):
+                use(model).sum().backward()
+            model.zero_grad()
+            square(model, dist.get_rank()).backward()
+
+    pools(2)(train)
+
+
+@WRAPS
+def test_parts_that_may_be_used(pools, wrap):
+    def train():
+        model = wrapped_parts(wrap)
+        assert model.encoder is model.module.encoder and len(model.heads) == 2
+        with model.no_sync():
+            by_a_layer(model).sum().backward()
+        model.zero_grad()
+        with torch.no_grad():
+            by_a_layer(model)
+        (square(model, dist.get_rank()) + model.encoder(mine()).pow(2).mean()).backward()
+        if wrap == "zero":
+            return 0.0
+        theirs = alone(
+            Parts(), lambda m, rank: square(m, rank) + m.encoder(share(rank)).pow(2).mean()
+        )
         return far([p.grad for p in model.parameters()], theirs)
 
     assert max(pools(2)(train)) < 1e-12

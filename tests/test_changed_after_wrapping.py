@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import minidist as md
-from minidist.common.guard import Guard
+from minidist.common.wrapper import Guard
 from minidist.tensor_parallel import QKVParallelLinear, parallelize
 
 SGD = torch.optim.SGD
@@ -399,8 +399,37 @@ class Clipped(SGD):
         super().step()
 
 
+class ClippedIfLarge(SGD):
+    """The same, of gradients whose norm is above 10: those of a trial may not be."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            nn.utils.clip_grad_norm_(group["params"], 10)
+        super().step()
+
+
+class Later(LARS):
+    """It begins at the sixth step to look at norms, as Shampoo does."""
+
+    calls = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.calls += 1
+        super().step() if self.calls > 5 else SGD.step(self)
+
+
+class Declared(ClippedIfLarge):
+    elementwise = True
+
+
+class ChildOfDeclared(Declared):
+    """Its step may be another."""
+
+
 RATES = [0.0, 1e-8, 1e-5, 1e-3, 1.0]
-WHOLE = [LARS, LAMB, Clipped, torch.optim.Adafactor]
+WHOLE = [LARS, LAMB, Clipped, ClippedIfLarge, Later, ChildOfDeclared, torch.optim.Adafactor]
 ELEMENTWISE = [
     torch.optim.Adam,
     torch.optim.AdamW,
@@ -413,6 +442,7 @@ ELEMENTWISE = [
     torch.optim.RMSprop,
     torch.optim.Rprop,
     torch.optim.SGD,
+    Declared,
 ]
 
 

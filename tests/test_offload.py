@@ -628,9 +628,9 @@ def test_gradients_that_leave_before_a_wrapper_sees_them_train_nothing(pools, wr
         module = net()
         model = wrap(module) if first else module
         optimizer = offloaded(module.parameters(), SGD)
-        optimizer.receive_in_backward()
-        model = model if first else wrap(module)
         try:
+            optimizer.receive_in_backward()
+            model = model if first else wrap(module)
             backward(model, 0, dist.get_rank())
             optimizer.step()
         except RuntimeError as error:
@@ -638,8 +638,10 @@ def test_gradients_that_leave_before_a_wrapper_sees_them_train_nothing(pools, wr
             return str(error), any(not torch.equal(*pair) for pair in moved)
 
     taken = "was taken away" if wrap is md.DistributedDataParallel else "had taken it"
+    if first and wrap is md.DistributedDataParallel:  # it has a hook itself
+        taken = "are awaited already"
     for words, moved in pools(2)(early):
-        assert taken in words and "receive_in_backward" in words and not moved
+        assert taken in words and (first or "receive_in_backward" in words) and not moved
 
 
 @pytest.mark.gpu

@@ -124,6 +124,7 @@ class Scaled(nn.Module):
 
 class Owner(Plain):
     limit = 3
+    device: str
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
@@ -140,15 +141,24 @@ def test_what_is_written_through_a_wrapper_reaches_the_module(wraps: int, copied
     inner = wrapped.module if wraps == 1 else wrapped.module.module
     wrapped.scale = 3.0
     wrapped.shift = torch.ones(2)
-    wrapped.new = "new"
-    assert wrapped(torch.ones(2)).tolist() == [4.0, 4.0] and inner.new == "new"
-    assert not {"scale", "shift", "new"} & vars(wrapped).keys() and "shift" not in wrapped._buffers
+    assert wrapped(torch.ones(2)).tolist() == [4.0, 4.0]
+    assert not {"scale", "shift"} & vars(wrapped).keys() and "shift" not in wrapped._buffers
+    wrapped.layer, wrapped.weight = nn.Identity(), nn.Parameter(torch.ones(2))
+    assert inner.layer is wrapped.layer and inner.weight is wrapped.weight
+    assert not wrapped._parameters and list(wrapped._modules) == ["module"]
+    del wrapped.layer, wrapped.weight
+    assert not hasattr(inner, "layer") and not hasattr(wrapped, "weight")
+    wrapped.new = "new"  # what neither has is the wrapper's, as in torch
+    assert wrapped.new == "new" and not hasattr(inner, "new")
     del wrapped.new
-    assert not hasattr(inner, "new") and not hasattr(wrapped, "new")
+    assert not hasattr(wrapped, "new")
     assert (wrapped.device, inner.device) == ("the wrapper's", "the module's")
     wrapped.device, wrapped.limit, wrapped._private = "mine", 4, 2  # its own
     assert (inner.device, inner.limit, inner._private) == ("the module's", 0, 1)
     assert (wrapped.device, wrapped.limit, wrapped._private) == ("mine", 4, 2)
+    wrapped.register_parameter("own", None)
+    wrapped.own = nn.Parameter(torch.ones(1))
+    assert not hasattr(inner, "own")
     wrapped.module = nn.Identity()
     assert wrapped(torch.ones(2)).tolist() == [1.0, 1.0]
 

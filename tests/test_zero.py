@@ -306,6 +306,8 @@ def test_groups_with_options_of_their_own(pools, stage, kind):
 class Momentum(torch.optim.Optimizer):
     """It makes its states at once, as Adagrad does."""
 
+    elementwise = True
+
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
         for group in self.param_groups:
@@ -426,6 +428,8 @@ def test_gradients_of_several_optimizers(pools, loop):
 
 class Scaled(torch.optim.SGD):
     """Its step takes more than a closure."""
+
+    elementwise = True
 
     @torch.no_grad()
     def step(self, closure=None, *, scale=1.0):
@@ -986,12 +990,14 @@ MISTAKES = {
     "Adafactor": (
         lambda rank: zero(net().parameters(), torch.optim.Adafactor),
         "TypeError",
-        "Adafactor cannot train shards",
+        "Adafactor cannot train shards of parameters: it looks at more than one element at a time",
     ),
     "norms": (
         lambda rank: zero(net().parameters(), Norm),
         "TypeError",
-        "Norm cannot train shards",
+        "Norm cannot train shards of parameters: it may look at more than one element at a time. "
+        "Give ZeroRedundancyOptimizer an elementwise one, such as Adam; if this is one, let its "
+        "class say elementwise = True",
     ),
     "another model": (another_model, "ValueError", "of another model: exp_avg of parameter 0"),
     "groups": (other_groups, "ValueError", "doesn't match the size"),

@@ -1,11 +1,11 @@
 """What every strategy needs, before its own idea begins.
 
 file          what it gives
-wrapper       the module around a module: names in checkpoints, attributes
+wrapper       the module around a module: attributes, names in checkpoints, changed parameters
 groups        which ranks take part: torch's process_group and device_mesh
 replicas      every rank begins with the same model and rank 0's values
 agree         arguments that must be alike, errors that all ranks must hear of
-guard         parameters that changed after wrapping
+abandoned     parameters that were replaced by shards, and who still has them
 norm          the norm of gradients on several ranks, and clipping by it
 no_sync       accumulation without averaging
 tensors_in    the tensors in what a module gives, however deep

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 def raise_on_every_rank(group: dist.ProcessGroup, problem: Exception | None) -> None:
     """Every rank of the group calls this. If any rank has a problem, all of them raise that of the
     first such rank: a ValueError or a TypeError as such, any other as RuntimeError."""
-    pass_on(group, _named(problem))
+    raise_along([group], problem)
 
 
 def raise_along(groups: Sequence[dist.ProcessGroup], problem: Exception | None) -> None:
@@ -33,22 +33,20 @@ def together(*groups: dist.ProcessGroup) -> Iterator[None]:
 
 
 def pass_on(group: dist.ProcessGroup, problem: Exception | None) -> None:
-    """The same for a problem that `raise_on_every_rank` has raised in another group: its message
-    names the rank already."""
-    mine = None if problem is None else (_kind(problem), str(problem))
-    for told in gather(group, mine):
-        if told is not None:
-            kind, words = told
-            raise kind(words) from (problem and problem.__cause__)
+    """The same for a problem that another group has raised already, by these functions: its message
+    names the rank."""
+    pass_on_along([group], problem)
 
 
 def pass_on_along(groups: Sequence[dist.ProcessGroup], problem: Exception | None) -> None:
-    """The same along every axis of a mesh."""
+    """The same along every axis of a mesh: those of the next group must hear it too."""
     for group in groups:
-        try:
-            pass_on(group, problem)
-        except Exception as error:  # all of this group have it now; those of the next must hear it
-            problem = error
+        mine = None if problem is None else (_kind(problem), str(problem))
+        if told := next(filter(None, gather(group, mine)), None):
+            kind, words = told
+            cause = problem and problem.__cause__
+            problem = kind(words)
+            problem.__cause__ = cause
     if problem is not None:
         raise problem
 

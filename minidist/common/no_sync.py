@@ -21,12 +21,13 @@ class Synchronized(Wrapper):
     _reducer: Any = None  # averages what comes by a forward pass of the wrapper, and that alone
 
     def _forwarded(self, name: str, found: Any) -> Any:
-        """A method of the module raises RuntimeError if gradients go past the wrapper."""
-        if (
-            self._reducer is None
-            or not ismethod(found)
-            or not isinstance(found.__self__, nn.Module)
-        ):
+        """A method of the module raises RuntimeError if gradients go past the wrapper; a layer or
+        parameter does so in the backward pass."""
+        if self._reducer is None:
+            return found
+        if isinstance(found, nn.Module | nn.Parameter):
+            self._reducer.reached[name] = found
+        if not ismethod(found) or not isinstance(found.__self__, nn.Module):
             return found
 
         @wraps(found)
@@ -38,14 +39,17 @@ class Synchronized(Wrapper):
             output = found(*inputs, **kwargs)
             graph = torch.is_grad_enabled() and any(t.grad_fn for t in tensors_in(output))
             if graph or reducer.strays > strays:
-                who = type(self).__name__
-                raise RuntimeError(
-                    f"{name}() trains past the {who}, which averages what its own forward pass has "
-                    f"computed: call the {who} itself, or module.{name}() to train on one rank"
-                )
+                raise RuntimeError(self._past(f"{name}()", f"module.{name}()"))
             return output
 
         return call
+
+    def _past(self, what: str, alone: str) -> str:
+        who = type(self).__name__
+        return (
+            f"{what} trains past the {who}, which averages what its own forward pass has computed: "
+            f"call the {who} itself, or {alone} to train on one rank"
+        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -1,12 +1,15 @@
 """A module around a module: what each strategy is to its user.
 
 A checkpoint must not depend on the strategy. So the names in `state_dict()` are those of the bare
-module, and the checkpoint loads in any other strategy, and without one.
+module, and the checkpoint loads in any other strategy, and without one. And a strategy averages or
+shards the parameters that it found: `Guard` names one that was changed since.
 """
 
 import copy
-from functools import wraps
-from typing import Any
+from collections.abc import Iterator, Set
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -16,27 +19,14 @@ MODULE = "module."
 class Wrapper(nn.Module):
     """A module around `module`, to be used in its place.
 
-    Its attributes are those of `module` as well, to read and to write, but for those that are its
-    own, and for private ones to write. Its `state_dict` reads and writes the names of
-    `module` itself, on its own and as a part of a larger module; a checkpoint of torch's
-    DistributedDataParallel, with "module." before each name, loads too.
+    The attributes of `module` can be read and written through it, but for those that the wrapper's
+    class declares, by a value or an annotation. A layer or parameter that is added becomes the
+    module's. Its `state_dict` reads and writes the names of `module` itself, on its own and as a
+    part of a larger module; a checkpoint of torch's DistributedDataParallel, with "module." before
+    each name, loads too.
     """
 
     module: nn.Module
-    _is_made = False
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """What an `__init__` writes is the wrapper's, whatever names `module` has."""
-        super().__init_subclass__(**kwargs)
-        make: Any = cls.__init__
-
-        @wraps(make)
-        def made(self: Any, *args: Any, **kwargs: Any) -> None:
-            make(self, *args, **kwargs)
-            if type(self) is cls:
-                self._is_made = True
-
-        cls.__init__ = made  # type: ignore[method-assign]
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -60,23 +50,26 @@ class Wrapper(nn.Module):
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self._keeps(name):
+        if self._is_ours(name, isinstance(value, nn.Module | nn.Parameter)):
             super().__setattr__(name, value)
         else:
             setattr(self.module, name, value)
 
     def __delattr__(self, name: str) -> None:
-        if self._keeps(name):
+        if self._is_ours(name):
             super().__delattr__(name)
         else:
             delattr(self.module, name)
 
-    def _keeps(self, name: str) -> bool:
-        """Whether this is, or becomes, an attribute of ours."""
-        if name.startswith("_") or not self._is_made or hasattr(type(self), name):
+    def _is_ours(self, name: str, part: bool = False) -> bool:
+        """Whether this is an attribute of the wrapper. part: it is to be a part of a model."""
+        if name.startswith("_") or hasattr(type(self), name):
             return True
-        tables = (vars(self), self._modules, self._parameters, self._buffers)
-        return any(name in table for table in tables)
+        known = [vars(self), self._modules, self._parameters, self._buffers]
+        known += [vars(kind).get("__annotations__", {}) for kind in type(self).__mro__]
+        if any(name in names for names in known):
+            return True
+        return not part and not hasattr(self.module, name)
 
 
 def copy_on_ranks(wrapper: Any, memo: dict[int, Any], *same: Any) -> Any:
@@ -88,25 +81,30 @@ def copy_on_ranks(wrapper: Any, memo: dict[int, Any], *same: Any) -> Any:
     return copied
 
 
+# ---- checkpoints -------------------------------------------------------------------------------
+
+
 def _without_prefix(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
     _rename(state, prefix + MODULE, prefix)
-    metadata = getattr(state, "_metadata", {})  # of each module, its version
-    for key in [key for key in metadata if f"{key}.".startswith(prefix + MODULE)]:
-        name = prefix + f"{key}.".removeprefix(prefix + MODULE)
-        metadata[name.rstrip(".")] = metadata.pop(key)
+    _rename(getattr(state, "_metadata", {}), prefix + MODULE, prefix)  # of each module, its version
 
 
 def _with_prefix(
     wrapper: nn.Module, state: dict[str, Any], prefix: str, _: Any, __: Any, *problems: list[str]
 ) -> None:
     wrapper.__dict__["_loading"] = prefix, problems
-    if "module" not in _own_names(wrapper):
-        for key in [key for key in state if key.startswith(prefix)]:
+    names = [name.removeprefix(prefix) for name in state if name.startswith(prefix)]
+    own = _own_names(wrapper)
+    if "module" not in own:
+        for name in names:
             # What torch's set_model_state_dict adds to the given state: our own.
-            state.pop(prefix + MODULE + key.removeprefix(prefix), None)
-    if not _is_torchs(
-        wrapper, [key.removeprefix(prefix) for key in state if key.startswith(prefix)]
-    ):
+            state.pop(prefix + MODULE + name, None)
+        names = [name for name in names if prefix + name in state]
+    # A checkpoint of torch's DistributedDataParallel has one "module." more than the module has.
+    torchs = bool(names) and all(name.startswith(MODULE) for name in names)
+    if torchs and "module" in own:
+        torchs = all(name.split(".")[1] in own for name in names)
+    if not torchs:
         _rename(state, prefix, prefix + MODULE)
 
 
@@ -115,15 +113,6 @@ def _tell_without_prefix(wrapper: nn.Module, _: Any) -> None:
     prefix, problems = wrapper.__dict__.pop("_loading")
     for told in problems:
         told[:] = [words.replace(prefix + MODULE, prefix, 1) for words in told]
-
-
-def _is_torchs(wrapper: nn.Module, names: list[str]) -> bool:
-    """Whether these are the names of a checkpoint of torch's DistributedDataParallel: each has one
-    "module." more than the module has."""
-    if not names or not all(name.startswith(MODULE) for name in names):
-        return False
-    own = _own_names(wrapper)
-    return "module" not in own or all(name.split(".")[1] in own for name in names)
 
 
 def _own_names(wrapper: nn.Module) -> set[str]:
@@ -135,6 +124,93 @@ def _own_names(wrapper: nn.Module) -> set[str]:
 
 
 def _rename(entries: dict[str, Any], old: str, new: str) -> None:
-    """Replace the prefix `old` of the keys by `new`, and keep the entries' order."""
-    for key in [key for key in entries if key.startswith(old)]:
-        entries[new + key.removeprefix(old)] = entries.pop(key)
+    """Replace the prefix `old` of the keys by `new`, and keep the entries' order. A module's own
+    key is its prefix without the dot."""
+    for key in [key for key in entries if f"{key}.".startswith(old)]:
+        entries[(new + f"{key}.".removeprefix(old)).rstrip(".")] = entries.pop(key)
+
+
+# ---- parameters that changed -------------------------------------------------------------------
+
+_kind = attrgetter("shape", "dtype", "device")
+_is_trained = attrgetter("requires_grad")
+
+
+class Guard:
+    """Notices when the parameters of `module` are no longer those that `who` has found in it: one
+    was added, replaced, removed or unfrozen, or is another kind of tensor.
+
+    A check takes about half a microsecond a parameter. It compares what is in the modules' own
+    tables, and builds no names. To freeze a parameter for a while, to rename one, or to add a
+    frozen one is no change. Parameters in `ignored` may do as they like.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        who: str,
+        ignored: Set[nn.Parameter] = frozenset(),
+        frozen_too: bool = False,
+    ) -> None:
+        """frozen_too: those that are frozen now are `who`'s as well, and may be trained later."""
+        self._module, self._who, self._ignored = module, who, ignored
+        named = module.named_parameters()
+        trained = {p: name for name, p in named if p.requires_grad or frozen_too}
+        self._trained = {p: name for p, name in trained.items() if p not in ignored}
+        self._kinds = list(map(_kind, self._trained))
+        self._look()
+
+    def require_unchanged(self, module: nn.Module | None = None) -> None:
+        """Raises RuntimeError that names the first parameter that changed, how, and what to do.
+        `module`: what a wrapper has now, where its `module` may have been replaced."""
+        module = self._module if module is None else module
+        if module is not self._module or not self._is_as_seen():
+            self._require_same_parameters(module)
+            self._module = module
+            self._look()
+        now = list(map(_kind, self._trained))
+        if now != self._kinds:
+            for name, before, after in zip(self._trained.values(), self._kinds, now, strict=True):
+                if before != after:
+                    self._refuse(name, "changed", f", from {_tell(before)} to {_tell(after)}")
+
+    def _look(self) -> None:
+        """Remember what is where in the module."""
+        modules: Iterator[Any] = self._module.modules()
+        self._tables: list[dict[str, Any]] = [
+            table for m in modules for table in (m._parameters, m._modules)
+        ]
+        self._seen = list(self._now())
+        known = self._trained.keys() | self._ignored
+        self._frozen = [p for p in self._module.parameters() if p not in known]
+
+    def _now(self) -> Iterator[Any]:
+        # With a mark at the end, so that one more or one less in the last table is seen.
+        return chain(chain.from_iterable(map(dict.values, self._tables)), [self._trained])
+
+    def _is_as_seen(self) -> bool:
+        return all(map(is_, self._now(), self._seen)) and not any(map(_is_trained, self._frozen))
+
+    def _require_same_parameters(self, module: nn.Module) -> None:
+        now = {p: name for name, p in module.named_parameters()}
+        names, frozen = set(self._trained.values()), set(self._frozen)
+        known = self._trained.keys() | self._ignored
+        for parameter, name in now.items():
+            if parameter.requires_grad and parameter not in known:
+                if parameter in frozen:
+                    self._refuse(name, "been unfrozen")
+                self._refuse(name, "been replaced" if name in names else "been added")
+        for parameter, name in self._trained.items():
+            if parameter not in now:
+                self._refuse(name, "been replaced" if name in now.values() else "been removed")
+
+    def _refuse(self, name: str, how: str, more: str = "") -> NoReturn:
+        raise RuntimeError(
+            f"parameter {name} has {how} since it was wrapped{more}. Change a module first, and "
+            f"wrap it then: {self._who} trains the parameters that it found"
+        )
+
+
+def _tell(kind: tuple[Any, ...]) -> str:
+    shape, dtype, device = kind
+    return f"shape {tuple(shape)}, {str(dtype).removeprefix('torch.')}, on {device}"

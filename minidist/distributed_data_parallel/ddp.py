@@ -12,13 +12,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from minidist.common.groups import groups_of, require_group
-from minidist.common.guard import Guard
 from minidist.common.no_sync import Synchronized
 from minidist.common.replicas import broadcast_state, require_same_model
-from minidist.common.wrapper import copy_on_ranks
-from minidist.distributed_data_parallel.arguments import device_of, require_supported
+from minidist.common.wrapper import Guard, copy_on_ranks
 from minidist.distributed_data_parallel.join import Step, UnevenBatches
 from minidist.distributed_data_parallel.reducer import CommHook, Reducer
+
+NOT_HERE = {  # of torch's arguments
+    "dim": "inputs are not cut here. Give each rank its own share of the batch",
+    "delay_all_reduce_named_params": "all gradients leave in buckets",
+    "param_to_hook_all_reduce": "all gradients leave in buckets",
+    "mixed_precision": "use torch.autocast, and a communication hook for the gradients",
+    "skip_all_reduce_unused_params": "a parameter that is never used can be frozen instead",
+    "bucket_cap_mb_list": "all buckets are of bucket_cap_mb, but for the first",
+}
 
 
 class DistributedDataParallel(Synchronized, UnevenBatches):
@@ -53,10 +60,15 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
 
     Raises RuntimeError without a process group; ValueError, on every rank, if the ranks have
     different models or nothing to train; TypeError for DTensor parameters. `forward` raises
-    RuntimeError if a parameter has changed since (see `minidist.common.guard`); `backward`,
+    RuntimeError if a parameter has changed since (see `minidist.common.wrapper`); `backward`,
     if one is left without gradient unasked, or is in two wrappers that the pass goes through; a
-    method of the module, called through the wrapper, if its gradients would not be averaged.
+    method or a part of the module, reached through the wrapper, if its gradients would not be
+    averaged: the latter in `backward`.
     """
+
+    bucket_cap_mb: float
+    find_unused_parameters: bool
+    broadcast_buffers: bool
 
     def __init__(
         self,
@@ -83,19 +95,17 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
     ) -> None:
         Synchronized.__init__(self, module)
         UnevenBatches.__init__(self)
-        require_supported(
-            dim=dim,
-            delay_all_reduce_named_params=delay_all_reduce_named_params,
-            param_to_hook_all_reduce=param_to_hook_all_reduce,
-            mixed_precision=mixed_precision,
-            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
-            bucket_cap_mb_list=bucket_cap_mb_list,
-        )
+        given = locals()
+        for name, reason in NOT_HERE.items():
+            if given[name]:
+                raise ValueError(
+                    f"DistributedDataParallel: {name}={given[name]!r} is not there: {reason}"
+                )
         self.bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
         if self.bucket_cap_mb <= 0:
             raise ValueError(f"bucket_cap_mb must be more than 0, not {bucket_cap_mb}")
         self.device = next(module.parameters(), torch.empty(0)).device
-        self._inputs_go_to = device_of(module, device_ids, output_device)
+        self._inputs_go_to = _device_of(module, device_ids, output_device)
         (self.process_group,) = groups_of(process_group, device_mesh, "DistributedDataParallel")
         self.find_unused_parameters = find_unused_parameters or static_graph
         broadcast = broadcast_buffers is not False
@@ -113,7 +123,7 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
             raise ValueError("DistributedDataParallel: the module has no parameter to train")
         self._guard = Guard(self.module, "DistributedDataParallel")
         cap, unused = int(self.bucket_cap_mb * 2**20), self.find_unused_parameters
-        self._reducer = Reducer(trained, self.process_group, cap, unused)
+        self._reducer = Reducer(self, trained, self.process_group, cap, unused)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's own, between what the ranks do together before and after."""
@@ -139,11 +149,11 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
             step = self._vote(step, trains)
         if step.rebuild:
             self._reducer.rebuild(step.source)
-        if step.broadcast:
-            broadcast_state(self.module.buffers(), self.process_group, step.source)
+        if step.broadcast and (buffers := list(self.module.buffers())):
+            broadcast_state(buffers, self.process_group, step.source)
         self._stale_buffers = step.sync and self.broadcast_buffers
         if torch.is_grad_enabled():  # an evaluation in between changes nothing
-            self._reducer.expect_from(step.contributors, step.sync)
+            self._reducer.expect(step.sync, step.contributors)
         return step.sync
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
@@ -179,3 +189,33 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
                 "state_dict() or its module"
             )
         return super().__reduce_ex__(protocol)
+
+
+def _device_of(
+    module: nn.Module, device_ids: Sequence[Any] | None, output_device: Any
+) -> torch.device | None:
+    """Where inputs are to be moved: the device that is named by both; None names none.
+
+    Raises TypeError or ValueError unless they are None or name the one device of the module.
+    """
+    if device_ids is not None and not isinstance(device_ids, list | tuple):
+        raise TypeError(f"device_ids is None or a list of one device, not {device_ids!r}")
+    if len(device_ids or ()) > 1:
+        raise ValueError(
+            f"device_ids={list(device_ids or ())}: a rank has one device. Start a rank for each"
+        )
+    named = [*(device_ids or ()), *([] if output_device is None else [output_device])]
+    found = {parameter.device for parameter in module.parameters()}
+    for device in named:
+        if len(found) != 1 or not _is(next(iter(found)), device):
+            there = ", ".join(sorted(map(str, found)))
+            raise ValueError(f"device {device!r} was named, but the module is on {there}")
+    return next(iter(found)) if named else None
+
+
+def _is(device: torch.device, name: Any) -> bool:
+    """Whether this is the device of that name. A number alone has no kind; the CPU no number."""
+    if isinstance(name, int):
+        return device.type == "cpu" or device.index == name
+    named = torch.device(name)
+    return named.type == device.type and named.index in (None, device.index)

@@ -5,7 +5,7 @@
     optimizer.step()
 
 Each gradient is averaged in a message of its own, while backward waits for it. What the other files
-add: `buckets` sends few and large messages, `reducer` sends them while backward goes on.
+add: few and large messages, which travel while backward goes on.
 Lesson: distributed_data_parallel.
 """
 

@@ -1,47 +1,206 @@
 """Averaging gradients while backward still computes.
 
-Autograd finishes the gradients of the last layers first. As soon as a bucket has all of its
-gradients it leaves, by an asynchronous all_reduce, and travels while autograd goes on to the
-layers before. Buckets leave in the same order on every rank, or rank 0's third would be added to
-rank 1's second. After Li et al., "PyTorch Distributed" (arXiv 2006.15704), sections 3.2 and 4.2.
+A bucket is one flat tensor, of which the gradients of its parameters are views: packing costs no
+copy of its own, and the mean arrives where the optimizer reads it. Autograd finishes the gradients
+of the last layers first. As soon as a bucket has all of its gradients it leaves, by an asynchronous
+all_reduce, and travels while autograd goes on to the layers before. Buckets leave in the same order
+on every rank, or rank 0's third would be added to rank 1's second.
+
+After Li et al., "PyTorch Distributed" (arXiv 2006.15704), sections 3.2 and 4.2.
 Lesson: distributed_data_parallel.
 """
 
+import threading
+import weakref
 from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import Variable
 
-from minidist.distributed_data_parallel.buckets import Bucket, assign
-from minidist.distributed_data_parallel.watch import GradientWatch
+from minidist import backend
+from minidist.common.no_sync import Synchronized
+from minidist.common.tensors_in import tensors_in
 
+FIRST_BUCKET = 2**20  # bytes: small, so that the first message leaves early
 CommHook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
 
 
-class Reducer(GradientWatch):
-    """Averages the gradients of `parameters` (by name, in the order of registration) over the ranks
-    of `group`, in buckets of `cap` bytes."""
+class Bucket:
+    """The gradients of some parameters, of one dtype on one device, in one flat tensor.
+
+    It has the methods of `torch.distributed.GradBucket`, so torch's communication hooks take it.
+    """
 
     def __init__(
         self,
+        index: int,
+        parameters: Sequence[nn.Parameter],
+        last: bool,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._index, self._last, self._group = index, last, group
+        self._parameters = list(parameters)
+        *self._offsets, self._size = accumulate((p.numel() for p in parameters), initial=0)
+        # Those of the parameters, or each step would pay for the difference.
+        self._strides = [dense_strides(parameter) for parameter in parameters]
+        self.empty()
+
+    @cached_property
+    def _flat(self) -> torch.Tensor:
+        return self.allocate()
+
+    def allocate(self) -> torch.Tensor:
+        """The memory of all gradients, (n,)."""
+        first = self._parameters[0]
+        # Where ranks share memory, in that memory: all_reduce then has nothing to copy.
+        return backend.empty(self._size, dtype=first.dtype, device=first.device, group=self._group)
+
+    @cached_property
+    def _views(self) -> list[torch.Tensor]:
+        places = zip(self._parameters, self._strides, self._offsets, strict=True)
+        return [self._flat.as_strided(p.shape, strides, at) for p, strides, at in places]
+
+    # What torch's hooks call.
+
+    def index(self) -> int:
+        """Its place in the order in which the buckets travel."""
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        """All gradients, as one tensor of shape (n,)."""
+        return self._flat
+
+    def set_buffer(self, tensor: torch.Tensor) -> None:
+        """Replace the values of all gradients."""
+        if tensor.data_ptr() != self._flat.data_ptr():
+            self._flat.copy_(tensor)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradient of each parameter: views of the buffer."""
+        return self._views
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters, in the order of their gradients."""
+        return list(self._parameters)
+
+    def is_last(self) -> bool:
+        """Whether no bucket travels after it."""
+        return self._last
+
+    # What a strategy calls.
+
+    def empty(self) -> None:
+        """Wait for all gradients of a backward pass."""
+        self.missing = len(self._parameters)
+
+    def hold(self, slot: int, scale: float = 1) -> None:
+        """Make the gradient of a parameter, times `scale`, a view of ours. Without a gradient, our
+        part of the bucket is zero."""
+        parameter, view = self._parameters[slot], self._views[slot]
+        if parameter.grad is view:
+            if scale != 1:
+                view.mul_(scale)
+        elif parameter.grad is None:
+            view.zero_()
+        elif parameter.grad.layout is not torch.strided:
+            raise RuntimeError("a sparse gradient has no place in a bucket: sparse=True")
+        else:
+            torch.mul(parameter.grad.detach(), scale, out=view)  # copied and scaled in one go
+            parameter.grad = view
+
+
+def assign(parameters: Sequence[nn.Parameter], cap: int) -> list[list[nn.Parameter]]:
+    """Parameters, in the order in which their gradients are expected, put into buckets.
+
+    A bucket is full when it holds `cap` bytes or more, or, the first one of each dtype and device,
+    1 MiB. Buckets come in the order in which they will be complete.
+    """
+    full: list[list[int]] = []
+    filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    room: dict[tuple[torch.dtype, torch.device], int] = {}
+    for position, parameter in enumerate(parameters):
+        kind = parameter.dtype, parameter.device
+        filling.setdefault(kind, []).append(position)
+        room[kind] = room.get(kind, min(FIRST_BUCKET, cap)) - parameter.nbytes
+        if room[kind] <= 0:
+            full.append(filling.pop(kind))
+            room[kind] = cap
+    full += filling.values()
+    return [[parameters[i] for i in bucket] for bucket in sorted(full, key=lambda b: b[-1])]
+
+
+def dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The strides of a tensor that is laid out like this one, without gaps."""
+    return torch.empty_like(parameter, device="meta").stride()
+
+
+class Reducer:
+    """Averages the gradients of `parameters` (by name, in the order of registration) over the ranks
+    of `group`, in buckets of `cap` bytes, for the forward passes of `wrapper`.
+
+    A backward pass is averaged if its forward pass asked for it by `expect`: then each bucket
+    leaves as it is full, and those with gradients that did not come before `backward()` returns.
+    find_unused_parameters: whether gradients may be missing.
+    """
+
+    def __init__(
+        self,
+        wrapper: Synchronized,
         parameters: dict[str, nn.Parameter],
         group: dist.ProcessGroup,
         cap: int,
         find_unused_parameters: bool,
+        plan: Sequence[Any] | None = None,
     ) -> None:
+        self.parameters, self._names = list(parameters.values()), list(parameters)
+        self.positions = {parameter: i for i, parameter in enumerate(self.parameters)}
+        self._wrapper, self._group, self._cap = weakref.ref(wrapper), group, cap
+        self._find_unused = find_unused_parameters
         self.comm_hook: tuple[CommHook, Any] | None = None
-        self._group, self._cap, self._find_unused = group, cap, find_unused_parameters
+        self._scale = 1 / dist.get_world_size(group)
         self._order: list[int] | None = None  # in which gradients arrived, until the next rebuild
         self._ordered = find_unused_parameters  # known, or of no use: each pass may have another
-        self._scale = 1.0
-        self._buckets: list[Bucket] = []
-        self._travelling: list[tuple[Bucket, Any]] = []
-        super().__init__(parameters, find_unused_parameters)
-        self._fill(self.parameters[::-1])  # backward comes to the last layer first
+
+        self._lock = threading.RLock()  # autograd has a thread for each device
+        self._sync = False  # whether to average the passes after the last forward pass
+        self._awaited = False  # whether the first of those has yet to end
+        self._pass: weakref.ref[Callable[[], None]] | None = None
+        self._makes_graph = False  # the backward pass that is on its way
+        self.arrived: dict[nn.Parameter, None] = {}  # in this pass, in this order
+        self.strays = 0  # gradients that came by no forward pass of the wrapper
+        self.reached: dict[str, Any] = {}  # parts of the module that a user has, by the wrapper
+
+        self._buckets: list[Any] = []
+        self._sent = 0  # of the buckets, in this pass
+        self._travelling: list[tuple[Any, Any]] = []  # each bucket, and what waits for it
+        # Backward comes to the last layer first.
+        self._make_buckets(assign(self.parameters[::-1], cap) if plan is None else plan)
+        hook = _Hook(self)
+        self._hooks = {p: p.register_post_accumulate_grad_hook(hook) for p in self.parameters}
+        weakref.finalize(self, _remove, list(self._hooks.values()))
 
     # ---- buckets, in the order of backward -------------------------------------------------
+
+    def _make_buckets(self, plan: Sequence[Any]) -> None:
+        """plan: the parameters of each bucket."""
+        self._plan = plan
+        self._buckets, self._places = [], {}  # first, so that no memory is needed for both
+        for index in range(len(plan)):
+            bucket = self._make_bucket(index)
+            self._buckets.append(bucket)
+            for slot, parameter in enumerate(bucket.parameters()):
+                self._places[parameter] = bucket, slot
+
+    def _make_bucket(self, index: int) -> Any:
+        bucket = Bucket(index, self._plan[index], index == len(self._plan) - 1, self._group)
+        for slot in range(len(self._plan[index])):
+            bucket.hold(slot)  # a gradient that is there already
+        return bucket
 
     @property
     def may_rebuild(self) -> bool:
@@ -53,47 +212,161 @@ class Reducer(GradientWatch):
         order = torch.tensor(self._order or range(len(self.parameters)))
         order = order.to(self.parameters[0].device)
         dist.broadcast(order, group=self._group, group_src=source)
-        self._fill([self.parameters[i] for i in order.tolist()])
+        plan = assign([self.parameters[i] for i in order.tolist()], self._cap)
+        if [list(map(id, each)) for each in plan] != [list(map(id, each)) for each in self._plan]:
+            self._make_buckets(plan)
         self._order, self._ordered = None, True
 
-    def _fill(self, order: list[nn.Parameter]) -> None:
-        plan = assign(order, self._cap)
-        now = [bucket.parameters() for bucket in self._buckets]
-        if [list(map(id, each)) for each in plan] != [list(map(id, each)) for each in now]:
-            self._make(plan)
+    # ---- before a backward pass ------------------------------------------------------------
 
-    def _make(self, plan: Sequence[Sequence[Any]]) -> None:
-        self._buckets, self._places = [], {}  # first, so that no memory is needed for both
-        for index, parameters in enumerate(plan):
-            bucket = Bucket(index, parameters, index == len(plan) - 1, self._group)
-            self._buckets.append(bucket)
-            for slot, parameter in enumerate(parameters):
-                self._places[parameter] = bucket, slot
-                bucket.hold(slot)  # a gradient that is there already
+    def expect(self, sync: bool, contributors: int | None = None) -> None:
+        """A forward pass begins. `sync`: whether to average after it, over so many ranks."""
+        for parameter, hook in self._hooks.items():
+            # After all hooks of the user's, also of those that came later.
+            hooks: Any = parameter._post_accumulate_grad_hooks
+            if next(reversed(hooks)) != hook.id:
+                hooks[hook.id] = hooks.pop(hook.id)
+        if contributors is not None:
+            self._scale = 1 / contributors
+        # Keep an earlier pass's wish: one backward pass may be for several forward passes.
+        self._sync = self._awaited = sync or self._awaited
+        self._reset()
 
-    # ---- a backward pass -------------------------------------------------------------------
+    def watch(self, output: Any) -> None:
+        """The forward pass has ended: learn when a backward pass comes to the tensors that it
+        gave. They hold us: the gradients are averaged even if the wrapper is dropped."""
+        for tensor in [output] if isinstance(output, torch.Tensor) else tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(lambda _: self._begin())
 
-    def expect_from(self, contributors: int, sync: bool) -> None:
-        """A forward pass begins, after which to average over so many ranks, if `sync`."""
-        self._scale = 1 / contributors
-        self.expect(sync)
+    # ---- during it -------------------------------------------------------------------------
 
-    def add(self, parameter: nn.Parameter) -> None:
-        self._put(parameter)
-        self._send_full_buckets()
+    @property
+    def begun(self) -> bool:
+        """Whether a backward pass is on its way."""
+        return self._pass is not None
 
-    def keep(self, parameter: nn.Parameter) -> None:
+    @property
+    def awaits(self) -> bool:
+        """Whether the gradients that come next are averaged."""
+        return self._awaited or self.begun
+
+    def _begin(self) -> None:
+        # At once: a hook may run in a backward pass within this one, which ends before it.
+        with self._lock:
+            if self._pass is None:
+                self._makes_graph = torch.is_grad_enabled()
+
+                def end() -> None:
+                    self._end()
+
+                # If the pass fails, autograd drops `end` instead of calling it.
+                self._pass = weakref.ref(end, lambda _: self._reset())
+                Variable._execution_engine.queue_callback(end)
+
+    def _arrive(self, parameter: nn.Parameter) -> None:
+        """Its gradient is complete."""
+        with self._lock:
+            hooks: Any = parameter._post_accumulate_grad_hooks
+            others = len(hooks) > 1 and self._others(hooks)
+            if others and self._pass and any(each._sync for each in [self, *others]):
+                raise RuntimeError(
+                    f"parameter {self._name(parameter)} is in two wrappers, and this backward pass "
+                    "is of both: its gradient would be averaged twice. Wrap a model once, as a "
+                    "whole"
+                )
+            if (self._awaited and not others) or (self._pass and self._sync):
+                self._require_complete(parameter)
+                if self._pass is None:
+                    self._begin()
+                self.arrived[parameter] = None
+                self._add(parameter)
+            elif self._pass and not torch.is_grad_enabled():  # it waits for a later pass: no_sync
+                bucket, slot = self._places[parameter]
+                bucket.hold(slot)
+            elif not others:
+                self._stray(parameter)
+
+    def _others(self, hooks: dict[int, Any]) -> list["Reducer"]:
+        """All other reducers that have this parameter, and whose backward pass is on its way."""
+        found = [hook.reducer() for hook in hooks.values() if isinstance(hook, _Hook)]
+        return [each for each in found if each not in (None, self) and each.begun]
+
+    def _require_complete(self, parameter: nn.Parameter) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError("gradients of gradients are not averaged: create_graph=True")
+        if parameter.grad is None:
+            raise RuntimeError(
+                f"the gradient of {self._name(parameter)} was taken away by "
+                "another hook before it was averaged, such as that of receive_in_backward"
+            )
+        if parameter in self.arrived:
+            raise RuntimeError(
+                f"the gradient of {self._name(parameter)} arrived twice in one "
+                "backward pass. Parts of a model that are recomputed one by one must not share "
+                "parameters."
+            )
+        hooks: Any = parameter._post_accumulate_grad_hooks
+        if len(hooks) > 1:
+            later = list(hooks.values())[list(hooks).index(self._hooks[parameter].id) :]
+            if not all(isinstance(hook, _Hook) for hook in later):
+                raise RuntimeError(
+                    f"a hook of {self._name(parameter)} was registered after the forward pass: it "
+                    "would change a gradient that is on its way. Register it before"
+                )
+
+    def _stray(self, parameter: nn.Parameter) -> None:
+        """A gradient by no forward pass of the wrapper. The bare module may have it; not a part
+        that was reached through the wrapper, for which it looks averaged."""
+        self.strays += 1
+        wrapper = self._wrapper()
+        if wrapper is None or not wrapper.require_backward_grad_sync:
+            return
+        for name, part in self.reached.items():
+            own = part.parameters() if isinstance(part, nn.Module) else [part]
+            if any(each is parameter for each in own):
+                raise RuntimeError(wrapper._past(name, "do so within no_sync()"))
+
+    def _add(self, parameter: nn.Parameter) -> None:
+        """Into its bucket, and the full buckets leave, each after all before it."""
         bucket, slot = self._places[parameter]
-        bucket.hold(slot)
+        bucket.hold(slot, 1 if self.comm_hook else self._scale)  # in torch, a hook divides itself
+        bucket.missing -= 1
+        while self._sent < len(self._buckets) and not self._buckets[self._sent].missing:
+            self._send(self._buckets[self._sent])
+            self._sent += 1
 
-    def finish(self, unused: list[nn.Parameter]) -> None:
+    def _send(self, bucket: Any) -> None:
+        if self.comm_hook is None:
+            handle: Any = dist.all_reduce(bucket.buffer(), group=self._group, async_op=True)
+        else:
+            hook, state = self.comm_hook
+            handle = hook(state, bucket)
+        self._travelling.append((bucket, handle))
+
+    # ---- after it --------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        try:
+            # Without an arrival it is torch.autograd.grad, which wants none of our gradients. What
+            # it gives with create_graph may yet become the loss.
+            self._awaited = self._awaited and self._makes_graph and not self.arrived
+            if self._sync and (self.arrived or self._find_unused):
+                unused = [p for p in self.parameters if p not in self.arrived]
+                if unused and not self._find_unused:
+                    raise RuntimeError(self._complaint(unused))
+                self._finish(unused)
+        finally:
+            self._reset()
+
+    def _finish(self, unused: list[nn.Parameter]) -> None:
+        """Average the rest, and wait until all are averaged."""
         if not self._ordered:
             self._order = [self.positions[parameter] for parameter in self.arrived]
         # In this pass, or in those before it that were not averaged.
         used = [p in self.arrived or p.grad is not None for p in self.parameters]
         for parameter in unused:
-            self._put(parameter)
-        self._send_full_buckets()
+            self._add(parameter)
         if self._find_unused:
             used = on_any_rank(used, self._group, self.parameters[0].device)
         self._wait()
@@ -102,10 +375,20 @@ class Reducer(GradientWatch):
                 bucket, slot = self._places[parameter]
                 parameter.grad = bucket.gradients()[slot]
 
-    def forget(self) -> None:
+    def _wait(self) -> None:
+        """Until all buckets have come back."""
+        for bucket, handle in self._travelling:
+            average = handle.wait()
+            if self.comm_hook:
+                bucket.set_buffer(average)
+        self._travelling = []
+
+    def _reset(self) -> None:
+        """A backward pass has ended, or has failed on its way."""
+        self._pass, self.arrived, self._sent = None, {}, 0
         if self._travelling:  # it failed. What still travels will write into these buckets.
             self._travelling = []
-            self._make([bucket.parameters() for bucket in self._buckets])
+            self._make_buckets(self._plan)
         for bucket in self._buckets:
             bucket.empty()
 
@@ -117,33 +400,35 @@ class Reducer(GradientWatch):
         if self._find_unused:
             on_any_rank([False] * len(self.parameters), self._group, self.parameters[0].device)
         self._wait()
-        self.forget()
 
-    def _put(self, parameter: nn.Parameter) -> None:
-        bucket, slot = self._places[parameter]
-        bucket.add(slot, 1 if self.comm_hook else self._scale)  # in torch, a hook divides by itself
+    def _name(self, parameter: nn.Parameter) -> str:
+        return self._names[self.positions[parameter]]
 
-    def _send_full_buckets(self) -> None:
-        for bucket in self._buckets[len(self._travelling) :]:
-            if not bucket.full:
-                return
-            self._send(bucket)
+    def _complaint(self, unused: list[nn.Parameter]) -> str:
+        names = list(map(self._name, unused))
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        return (
+            f"this backward pass gave no gradient to {', '.join(names[:5])}{more}, for which the "
+            "other ranks wait. Was a part of the model not used, or has it been frozen or replaced "
+            "since it was wrapped? With find_unused_parameters=True a parameter may be left out."
+        )
 
-    def _send(self, bucket: Bucket) -> None:
-        if self.comm_hook is None:
-            handle: Any = dist.all_reduce(bucket.buffer(), group=self._group, async_op=True)
-        else:
-            hook, state = self.comm_hook
-            handle = hook(state, bucket)
-        self._travelling.append((bucket, handle))
 
-    def _wait(self) -> None:
-        """Until all buckets have come back."""
-        for bucket, handle in self._travelling:
-            average = handle.wait()
-            if self.comm_hook:
-                bucket.set_buffer(average)
-        self._travelling = []
+class _Hook:
+    """Of a parameter, so that it stays when the parameter is converted. Holds the reducer weakly,
+    and goes when that goes."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self.reducer = weakref.ref(reducer)
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        if (reducer := self.reducer()) is not None:
+            reducer._arrive(parameter)
+
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def on_any_rank(

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from minidist import backend
-from minidist.zero.messages import all_gather_each, reduce_scatter
+from minidist.zero.shards import all_gather_each, reduce_scatter
 
 Place = tuple[nn.Module, str]  # a module, and what it calls the parameter
 Named = tuple[tuple[str, ...], tuple[Place, ...], nn.Parameter]

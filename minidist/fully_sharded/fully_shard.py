@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from minidist import rank
 from minidist.common import agree
+from minidist.common.abandoned import Abandoned, abandon
 from minidist.common.groups import groups_of
-from minidist.common.guard import Abandoned, abandon
 from minidist.common.replicas import broadcast_state, require_same_lines, words
 from minidist.distributed_data_parallel import DistributedDataParallel
 from minidist.fully_sharded.flat_shard import FlatShard, Named, Options, rows_of

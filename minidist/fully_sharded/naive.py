@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
-from minidist.zero.messages import all_gather, reduce_scatter
+from minidist.zero.shards import all_gather, reduce_scatter
 
 
 class NaiveFullySharded(nn.Module):

@@ -12,11 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minidist.common import agree
 from minidist.common.groups import require_group
-from minidist.common.guard import Guard
 from minidist.common.norm import clip_grad_norm_
 from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.single import all_gather_single
-from minidist.common.wrapper import Wrapper, copy_on_ranks
+from minidist.common.wrapper import Guard, Wrapper, copy_on_ranks
 from minidist.mixed.mean_gradients import MeanGradients
 from minidist.mixed.mesh_axes import AXES, require_all_ranks
 from minidist.pipeline import Pipeline, Schedule
@@ -74,6 +73,7 @@ class MixedParallel(Wrapper):
     ranks disagree about any of this.
     """
 
+    mesh: DeviceMesh
     pipeline: Pipeline
 
     def __init__(

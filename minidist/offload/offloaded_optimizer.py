@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from minidist.offload.budget import on_host, put_on_host
 from minidist.offload.mirror import CopyStream, Mirror
 from minidist.zero.optimizer_states import require_states_of
+from minidist.zero.sharded_optimizer import is_elementwise
 
 
 class OffloadedOptimizer(Optimizer):
@@ -37,8 +38,7 @@ class OffloadedOptimizer(Optimizer):
 
     Raises TypeError for an optimizer_class that is none; `OutOfMemory` if the host has no room:
     here for copies and gradients, or in the first step for the states. Parameters and states then
-    stay as they were.
-    Lesson: offload.
+    stay as they were. Lesson: offload.
     """
 
     def __init__(self, params: Any, optimizer_class: type[Optimizer], **defaults: Any) -> None:
@@ -57,6 +57,8 @@ class OffloadedOptimizer(Optimizer):
         """The class of such optimizers, for what wants a class: `ZeroRedundancyOptimizer`."""
 
         class Offloaded(OffloadedOptimizer):
+            elementwise = is_elementwise(optimizer_class)
+
             def __init__(self, params: Any, **defaults: Any) -> None:
                 super().__init__(params, optimizer_class, **defaults)
 

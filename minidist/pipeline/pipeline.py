@@ -75,6 +75,13 @@ class Pipeline(Wrapper):
     take so many micro-batches, or the ranks disagree about any of this.
     """
 
+    process_group: dist.ProcessGroup
+    schedule: Schedule
+    balance: list[int]
+    trace: list[Span]  # what this rank did in the last step, and when (on a GPU: when queued)
+    wrapped: list[nn.Module]
+    counted_elsewhere: set[nn.Parameter]  # shared ones that count on another rank in norms
+
     def __init__(
         self,
         module: nn.Sequential,
@@ -117,8 +124,7 @@ class Pipeline(Wrapper):
                 own.add_module(name, layer)
         super().__init__(own)
         self.process_group, self.schedule, self.balance = group, plan, counts
-        # What this rank did in the last step or evaluation, and when (on a GPU: when queued).
-        self.trace: list[Span] = []
+        self.trace = []
         later = [set[str]().union(*keywords[stage + 1 :]) for stage in range(plan.stages)]
         self._layers = {
             stage: Layers(sequence if wrap is None else wrap(sequence), later[stage])
@@ -129,7 +135,6 @@ class Pipeline(Wrapper):
         self._sharded: list[Any] = [x for x in self.wrapped if hasattr(x, "summon_full_params")]
         self._recompute, self._names = recompute, list(module.state_dict())
         self._ties = [tie for tie in ties if rank in tie.ranks]
-        # Shared parameters that count on another rank in norms.
         self.counted_elsewhere = {t.parameter for t in self._ties if t.ranks[0] != rank}
         self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self._peers, every = Peers(group), set[str]().union(*keywords)

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from minidist.collectives.peers import Peers
 from minidist.common import agree
-from minidist.common.guard import Guard
 from minidist.common.single import all_gather_single
+from minidist.common.wrapper import Guard
 from minidist.pipeline.specs import (
     PLAIN,
     ActivationSpecs,

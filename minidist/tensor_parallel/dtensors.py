@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from minidist.common.abandoned import Abandoned, abandon
 from minidist.common.groups import require_group
-from minidist.common.guard import Abandoned, abandon
 from minidist.common.replicas import broadcast_state, require_same_lines, words
 from minidist.rank import device
 from minidist.tensor_parallel.block import SequenceParallel
@@ -82,7 +82,7 @@ def parallelize_module(
 
 
 class _Abandoned(DTensor):
-    """A replicated parameter that a later plan has split: see `common.guard.Abandoned`."""
+    """A replicated parameter that a later plan has split: see `common.abandoned.Abandoned`."""
 
     __slots__ = ()
     grad = Abandoned.grad

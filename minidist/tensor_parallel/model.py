@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from minidist.common import norm
+from minidist.common.abandoned import abandon_replaced
 from minidist.common.groups import require_group
-from minidist.common.guard import abandon_replaced
 from minidist.common.replicas import require_plain
 from minidist.common.tensors_in import local_of
 from minidist.tensor_parallel.layers import ParallelLayer

@@ -15,14 +15,12 @@ paper has it, also 2Ψ.
 To read, in this order:
 
     naive               the idea: one vector of parameters, cut into N shards
-    partition           which rank owns what
-    messages            the two collectives, begun now and waited for later
+    shards              which rank owns what, and the two collectives
     sharded_optimizer   stage 1: a step
-    shard_reducer       stage 2: gradients go to their owner while backward still computes
-    sharded_ddp         the wrapper of stage 2
+    sharded_ddp         stage 2: gradients go to their owner while backward still computes
 
-A step of stage 2 is in the last four of these, on top of the buckets of DistributedDataParallel.
-The edges: `elementwise` (which optimizers may do so), `optimizer_states` (checkpoints).
+A step of stage 2 is in the last three of these, and in `reducer` of DistributedDataParallel. The
+edge: `optimizer_states` (checkpoints).
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (arXiv
 1910.02054), section 5. The pair of classes is FairScale's: OSS and ShardedDDP. Lesson: zero.
 """

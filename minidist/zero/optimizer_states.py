@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from minidist.distributed_data_parallel.buckets import dense_strides
-from minidist.zero.partition import Piece, in_memory_order
+from minidist.distributed_data_parallel.reducer import dense_strides
+from minidist.zero.shards import Piece
 
 States = dict[int, dict[str, Any]]  # by the number of the parameter: its states, by name
 
@@ -37,9 +37,7 @@ def join(
 def cut(piece: Piece, states: dict[str, Any]) -> dict[str, Any]:
     """The states of a piece, of those of its whole parameter."""
     return {
-        name: in_memory_order(value, piece.whole)[piece.span].clone()
-        if elementwise(name, value, piece.whole)
-        else value
+        name: piece.of(value).clone() if elementwise(name, value, piece.whole) else value
         for name, value in states.items()
     }
 

@@ -1,19 +1,122 @@
-"""Stage 2 (lesson: zero): a rank also holds no more of the gradients than its shard."""
+"""Stage 2 (lesson: zero): a rank also holds no more of the gradients than its shard.
+
+As in DistributedDataParallel they leave in buckets while backward still computes, and each rank
+adds its own. But a rank gets back its shard of the mean alone, and the memory of the bucket ends
+there: one bucket fills while another travels, and the whole gradient is never in memory at once.
+"""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
-from minidist.common.agree import raise_on_every_rank
-from minidist.common.guard import Guard
+from minidist import backend
+from minidist.common.agree import together
 from minidist.common.no_sync import Synchronized
 from minidist.common.norm import clip_grad_norm_
 from minidist.common.replicas import broadcast_state, require_same_model
-from minidist.zero.shard_reducer import ShardReducer
+from minidist.common.wrapper import Guard
+from minidist.distributed_data_parallel.reducer import Bucket, Reducer, on_any_rank
 from minidist.zero.sharded_optimizer import ZeroRedundancyOptimizer
+from minidist.zero.shards import FlatParameters, GradientInShards, Piece, reduce_scatter
+
+
+class PassingBucket(Bucket):
+    """The gradients of `FlatParameters`, with the same padding. Its memory is there from the first
+    gradient until the bucket has travelled."""
+
+    def __init__(
+        self, index: int, flat: FlatParameters, last: bool, group: dist.ProcessGroup
+    ) -> None:
+        super().__init__(index, flat.parameters, last, group)
+        self._like = flat.flat
+
+    def allocate(self) -> torch.Tensor:
+        """(N S,)"""
+        size, dtype, device = len(self._like), self._like.dtype, self._like.device
+        flat = backend.scratch(size, dtype=dtype, device=device, group=self._group)
+        flat[self._size :] = 0
+        return flat
+
+    def free(self) -> None:
+        """Forget the gradients."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        del self._flat, self._views
+
+
+class ShardReducer(Reducer):
+    """Gives each rank of `group` its shard of the mean gradients of `parameters`, by name, in the
+    `.grad` of the pieces of `flats`. The parameters' own `.grad` then stands for those of all
+    ranks: `GradientInShards`."""
+
+    def __init__(
+        self,
+        wrapper: Synchronized,
+        parameters: dict[str, nn.Parameter],
+        flats: Sequence[FlatParameters],
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._pieces = {piece.whole: piece for flat in flats for piece in flat.pieces}
+        self._shards: list[torch.Tensor] = []  # of the mean: (S,) of each bucket that has arrived
+        super().__init__(wrapper, parameters, group, 0, find_unused_parameters=True, plan=flats)
+        # A parameter does not hold its node, and the node holds this hook.
+        self._nodes = [get_gradient_edge(parameter).node for parameter in self.parameters]
+        for parameter, node in zip(self.parameters, self._nodes, strict=True):
+            node.register_prehook(partial(_make_room, parameter, self._pieces.get(parameter)))
+
+    def _make_bucket(self, index: int) -> PassingBucket:
+        return PassingBucket(index, self._plan[index], index == len(self._plan) - 1, self._group)
+
+    def _send(self, bucket: Any) -> None:
+        self._wait()  # so that no more than one travels
+        self._travelling = [(bucket, reduce_scatter(bucket.buffer(), self._group))]
+
+    def _wait(self) -> None:
+        for bucket, wait in self._travelling:
+            self._shards.append(wait())
+            bucket.free()
+        self._travelling = []
+
+    def _finish(self, unused: list[nn.Parameter]) -> None:
+        before = {p for p in unused if isinstance(p.grad, GradientInShards)}
+        for parameter in unused:
+            _make_room(parameter, self._pieces.get(parameter))
+        # In this pass, or in those before it that were not averaged.
+        used = [p in self.arrived or p.grad is not None for p in self.parameters]
+        for parameter in unused:
+            self._add(parameter)
+        self._wait()
+        used = on_any_rank(used, self._group, self.parameters[0].device)
+        for flat, shard in zip(self._plan, self._shards, strict=True):
+            for piece in flat.pieces:
+                # A gradient that no rank has stays None, and the optimizer passes over it.
+                if used[self.positions[piece.whole]]:
+                    if piece.own.grad is None:
+                        piece.own.grad = shard[piece.place]
+                    else:
+                        piece.own.grad += shard[piece.place]
+        for parameter, is_used in zip(self.parameters, used, strict=True):
+            if is_used or parameter in before:
+                mine = self._pieces.get(parameter)
+                parameter.grad = GradientInShards(parameter, mine, self._group)
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._shards = []
+
+
+def _make_room(parameter: nn.Parameter, piece: Piece | None, *_: Any) -> None:
+    """For a gradient that is whole: what is in shards stays there, unless the user has set the
+    parameter's `.grad` to None."""
+    if parameter.grad is None and piece is not None:
+        piece.own.grad = None
+    elif isinstance(parameter.grad, GradientInShards):
+        parameter.grad = None
 
 
 class ShardedDataParallel(Synchronized):
@@ -41,6 +144,8 @@ class ShardedDataParallel(Synchronized):
     and methods of the module raise RuntimeError as those of `DistributedDataParallel` do.
     """
 
+    process_group: dist.ProcessGroup
+
     def __init__(
         self,
         module: nn.Module,
@@ -59,14 +164,17 @@ class ShardedDataParallel(Synchronized):
         flats = [flat for each in optimizers for flat in each._flats]
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         owned = [parameter for flat in flats for parameter in flat.parameters]
-        raise_on_every_rank(group, _problem(trained, owned, optimizers, group))
+        with together(group):
+            if any(group is not each.process_group for each in optimizers):
+                raise ValueError("the optimizers were made for different process groups")
+            _require_one_owner(trained, owned)
         require_same_model(module, group)
         broadcast_state([*module.parameters(), *module.buffers()], group)
         self.process_group = group
         self._optimizers = optimizers
         self._stale_buffers = True  # rank 0 may change some until the first pass
         self._guard = Guard(module, "ShardedDataParallel")
-        self._reducer = ShardReducer(trained, flats, group)
+        self._reducer = ShardReducer(self, trained, flats, group)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's own. A pass that trains leaves other buffers on each rank: the next pass
@@ -77,8 +185,8 @@ class ShardedDataParallel(Synchronized):
             self._guard.require_unchanged(self.module)
             for optimizer in self._optimizers:
                 optimizer._require_unchanged()
-        if self._stale_buffers:
-            broadcast_state(self.module.buffers(), self.process_group)
+        if self._stale_buffers and (buffers := list(self.module.buffers())):
+            broadcast_state(buffers, self.process_group)
         self._stale_buffers = torch.is_grad_enabled() and self.require_backward_grad_sync
         if torch.is_grad_enabled():
             self._reducer.expect(self.require_backward_grad_sync)
@@ -110,28 +218,20 @@ class ShardedDataParallel(Synchronized):
         return clip_grad_norm_(shards, max_norm, norm_type, groups=groups, device=device)
 
 
-def _problem(
-    trained: dict[str, nn.Parameter],
-    owned: list[nn.Parameter],
-    optimizers: list[ZeroRedundancyOptimizer],
-    group: dist.ProcessGroup,
-) -> ValueError | None:
-    if any(group is not optimizer.process_group for optimizer in optimizers):
-        return ValueError("the optimizers were made for different process groups")
+def _require_one_owner(trained: dict[str, nn.Parameter], owned: list[nn.Parameter]) -> None:
     once = set(owned)
     for name, parameter in trained.items():
         if parameter not in once:
-            return ValueError(
+            raise ValueError(
                 f"the optimizer does not have the module's parameter {name}: make it of "
                 "module.parameters(), after the module is moved, unfrozen or changed"
             )
     if len(once) < len(owned):
-        return ValueError(
+        raise ValueError(
             f"{len(owned) - len(once)} parameters are in two optimizers: each needs one owner"
         )
     if len(owned) > len(trained):
-        return ValueError(
+        raise ValueError(
             f"the optimizer has {len(owned) - len(trained)} parameters that the module does not "
             "train: give ShardedDataParallel the whole model"
         )
-    return None

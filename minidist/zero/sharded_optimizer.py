@@ -5,24 +5,29 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import nn, optim
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from minidist.common.agree import require_same, together
 from minidist.common.groups import require_group
 from minidist.common.replicas import describe, require_plain
-from minidist.zero.elementwise import require_elementwise
-from minidist.zero.gradient_in_shards import GradientInShards
-from minidist.zero.messages import all_gather
 from minidist.zero.optimizer_states import cut, join, renamed, require_states_of
-from minidist.zero.partition import (
+from minidist.zero.shards import (
     BUCKET_CAP_MB,
     FlatParameters,
+    GradientInShards,
     Piece,
-    in_memory_order,
+    all_gather,
     partition,
 )
+
+# These look at one element at a time. Adafactor and Muon look at rows and columns, LARS and LAMB at
+# norms, LBFGS at all parameters, and a subclass at whatever its step does.
+ELEMENTWISE: set[type[Optimizer]] = {
+    *(optim.SGD, optim.ASGD, optim.RMSprop, optim.Rprop, optim.Adagrad, optim.Adadelta),
+    *(optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
+}
 
 
 class ZeroRedundancyOptimizer(Optimizer):
@@ -39,8 +44,8 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     params: as for any optimizer: parameters, pairs of name and parameter, or groups with options
         of their own. Those that are frozen now must stay so.
-    optimizer_class: a class of optimizers that look at one element at a time, such as SGD, Adam,
-        AdamW. Whether it does is tried out on six elements: Adafactor, Muon and LBFGS do not.
+    optimizer_class: a class of optimizers that look at one element at a time: torch's SGD, Adam,
+        AdamW and their kin, or one that says so, by `elementwise = True` in the class itself.
     process_group: the ranks that take part; None is the default group.
     parameters_as_bucket_view: of torch's class; what True says is always done here.
     overlap_with_ddp: of torch's class; False.
@@ -81,12 +86,18 @@ class ZeroRedundancyOptimizer(Optimizer):
                     "overlap_with_ddp: here a step begins when the backward pass has ended. "
                     "Gradients that leave meanwhile are those of ShardedDataParallel"
                 )
+            if not is_elementwise(optimizer_class):
+                known = optimizer_class.__module__.startswith("torch.")
+                raise TypeError(
+                    f"{optimizer_class.__name__} cannot train shards of parameters: it "
+                    f"{'looks' if known else 'may look'} at more than one element at a time. Give "
+                    "ZeroRedundancyOptimizer an elementwise one, such as Adam"
+                    + ("" if known else "; if this is one, let its class say elementwise = True")
+                )
             super().__init__(params, defaults)
-            for group in self.param_groups:
-                for parameter in group["params"][:1]:
-                    require_elementwise(optimizer_class, _options(group), parameter.device)
         self._flats: list[FlatParameters] = []
         self._pieces: list[Piece] = []
+        self._frozen: list[nn.Parameter] = []
         self._whole_states: dict[int, dict[str, Any]] | None = None
         own = self._share_out(self.param_groups)
         self._inner = optimizer_class(own, **defaults)
@@ -105,7 +116,9 @@ class ZeroRedundancyOptimizer(Optimizer):
     def _share_out(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Partition the parameters of these groups. Returns the groups of what this rank owns."""
         require_same(self.process_group, _described(groups) | {"bucket_cap_mb": self.bucket_cap_mb})
-        trained = [p for group in groups for p in group["params"] if p.requires_grad]
+        parameters = [p for group in groups for p in group["params"]]
+        trained = [p for p in parameters if p.requires_grad]
+        self._frozen += [p for p in parameters if not p.requires_grad]
         flats = partition(trained, self.process_group, int(self.bucket_cap_mb * 2**20))
         self._flats += flats
         pieces = {piece.whole: piece for flat in flats for piece in flat.pieces}
@@ -139,46 +152,44 @@ class ZeroRedundancyOptimizer(Optimizer):
                 loss = closure()
         self._require_unchanged()
         self._whole_states = None
-        self._forget_removed()
-        shown = self._show_gradients()
+
+        # 1. Each piece takes its part of the gradients, beside what it holds already.
+        held = [self._take_gradient(piece) for piece in self._pieces]
+
+        # 2. The optimizer updates this rank's shard.
+        for piece in self._pieces:
+            if piece.whole not in self.state:  # the user may have removed it
+                self._inner.state.pop(piece.own, None)
         _copy_options(self, self._inner)
         self._inner.step(**options)
         _copy_options(self._inner, self)
-        for piece, before in shown:
-            piece.own.grad = before
         self._take_states()
+        for piece, gradient in zip(self._pieces, held, strict=True):
+            piece.own.grad = gradient
+
+        # 3. All ranks get the parameters.
         for wait in [all_gather(flat.flat, self.process_group) for flat in self._flats]:
             wait()
         return loss
+
+    def _take_gradient(self, piece: Piece) -> torch.Tensor | None:
+        """Add the piece's part of a full gradient to what it holds from `ShardedDataParallel`.
+        Returns the latter."""
+        gradient: Any = piece.whole.grad
+        if gradient is None:  # the user may have removed it
+            piece.own.grad = None
+        held = piece.own.grad
+        if gradient is not None and not isinstance(gradient, GradientInShards):
+            if gradient.layout is not torch.strided:
+                raise RuntimeError("a sparse gradient cannot be cut into shards: sparse=True")
+            part = piece.of(gradient.detach())
+            piece.own.grad = part if held is None else held + part
+        return held
 
     def _take_states(self) -> None:
         for piece in self._pieces:
             if piece.own in self._inner.state:
                 self.state[piece.whole] = self._inner.state[piece.own]
-
-    def _forget_removed(self) -> None:
-        """What the user has removed from `state`, or from a parameter's `.grad`, is no more."""
-        for piece in self._pieces:
-            if piece.whole not in self.state:
-                self._inner.state.pop(piece.own, None)
-            if piece.whole.grad is None:
-                piece.own.grad = None
-
-    def _show_gradients(self) -> list[tuple[Piece, torch.Tensor | None]]:
-        """Where a parameter has its full gradient, add this rank's part of it to what its piece has
-        from `ShardedDataParallel`. Returns such pieces, and what they had."""
-        shown = []
-        for piece in self._pieces:
-            gradient: Any = piece.whole.grad
-            if gradient is None or isinstance(gradient, GradientInShards):
-                continue
-            if gradient.layout is not torch.strided:
-                raise RuntimeError("a sparse gradient cannot be cut into shards: sparse=True")
-            before = piece.own.grad
-            part = in_memory_order(gradient.detach(), piece.whole)[piece.span]
-            piece.own.grad = part if before is None else before + part
-            shown.append((piece, before))
-        return shown
 
     def _require_unchanged(self) -> None:
         if any(flat.moved() for flat in self._flats):
@@ -186,8 +197,7 @@ class ZeroRedundancyOptimizer(Optimizer):
                 "a parameter has been moved or converted since the optimizer was made. Change a "
                 "model first, and make its optimizer then"
             )
-        known = {p for flat in self._flats for p in flat.parameters}
-        if any(p.grad is not None and p not in known for p in self._parameters()):
+        if any(p.grad is not None for p in self._frozen):
             raise RuntimeError(
                 "a parameter has a gradient that was frozen when the optimizer was made. Unfreeze "
                 "it first, or add it then, by add_param_group"
@@ -263,6 +273,11 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._inner.state.clear()
         self._inner.state.update(owned)
         self._inner.__setstate__(self._inner.__getstate__())
+
+
+def is_elementwise(optimizer_class: type[Optimizer]) -> bool:
+    """Whether its step looks at one element at a time. A subclass must say so itself."""
+    return optimizer_class in ELEMENTWISE or bool(vars(optimizer_class).get("elementwise"))
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,255 @@
+"""Tensors in N shards of one size, one for each rank (lesson: zero): who owns what, and the two
+collectives, on a flat tensor x of (N S,).
+
+Parameters are laid end to end and cut: through the middle of one where it has to be. So each rank
+owns the N-th part of every bucket whatever the parameters' sizes, even if one embedding is half of
+the model: Ψ/N elements, but for the padding that makes each bucket a multiple of N.
+
+A reduce_scatter and an all_gather of Ψ elements each send Ψ(N-1)/N from every rank: together what
+the all_reduce of DistributedDataParallel sends.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from minidist import backend
+from minidist.common.norm import norms_over_ranks
+from minidist.common.single import all_gather_single, reduce_scatter_single
+from minidist.distributed_data_parallel.reducer import assign, dense_strides
+
+BUCKET_CAP_MB = 25.0  # as in DistributedDataParallel
+
+# Gloo makes an all_gather of copies, and a reduce_scatter of a whole all_reduce. N broadcasts, or N
+# reductions, of a shard each do the same up to four times faster.
+_BY_SHARD = "gloo"
+LARGE = 2**18  # bytes of a rank's part
+
+
+# ---- who owns what -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a rank owns of one parameter."""
+
+    whole: nn.Parameter
+    strides: tuple[int, ...]  # of the whole, as it lies in the bucket
+    span: slice  # which elements of it, in the order in which they lie in memory
+    own: nn.Parameter  # these elements (n,), in the same memory: the rank's optimizer trains them
+    place: slice  # where they are in the rank's shard of the bucket
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same elements of a tensor that belongs to the parameter and has its shape: (n,). A
+        view, if the tensor is laid out as the parameter is."""
+        if tensor.stride() != self.strides:
+            tensor = tensor.new_empty_strided(tensor.shape, self.strides).copy_(tensor)
+        return tensor.as_strided((tensor.numel(),), (1,))[self.span]
+
+
+class FlatParameters:
+    """Parameters of one dtype and device, in one flat tensor that the ranks own in equal shards.
+
+    From now on the parameters are views of it: what a rank sends is already together, and what it
+    receives arrives where the model reads it.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        self.parameters = list(parameters)
+        *offsets, used = accumulate((p.numel() for p in parameters), initial=0)
+        self.shard = -(-used // size)  # elements
+        first = parameters[0]
+        # (N S,), where ranks share memory in that: all_gather then has nothing to stage.
+        self.flat = backend.empty(
+            self.shard * size, dtype=first.dtype, device=first.device, group=group
+        )
+        self.flat[used:] = 0
+        self.pieces: list[Piece] = []
+        mine = range(rank * self.shard, (rank + 1) * self.shard)
+        can_train = first.is_floating_point() or first.is_complex()
+        for parameter, offset in zip(parameters, offsets, strict=True):
+            strides = dense_strides(parameter)
+            view = self.flat.as_strided(parameter.shape, strides, offset)
+            parameter.data = view.copy_(parameter.data)
+            start = max(mine.start, offset)
+            stop = min(mine.stop, offset + parameter.numel())
+            if stop - start >= min(1, parameter.numel()):
+                own = nn.Parameter(self.flat[start:stop], can_train)
+                span = slice(start - offset, stop - offset)
+                place = slice(start - mine.start, stop - mine.start)
+                self.pieces.append(Piece(parameter, strides, span, own, place))
+        self._addresses = self._now()
+
+    def _now(self) -> list[int]:
+        return list(map(torch.Tensor.data_ptr, self.parameters))
+
+    def moved(self) -> bool:
+        """Whether a parameter is no longer a view of the flat tensor."""
+        return self._now() != self._addresses
+
+
+def partition(
+    parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, cap: int
+) -> list[FlatParameters]:
+    """Buckets of `cap` bytes, in the order in which backward comes to them: last layers first."""
+    return [FlatParameters(bucket, group) for bucket in assign(parameters[::-1], cap)]
+
+
+class GradientInShards(torch.Tensor):
+    """The `.grad` of a parameter whose gradient is in shards, one on each rank: without elements
+    or memory. If it were None, torch.nn.utils.clip_grad_norm_ would clip nothing, without a word.
+
+    Its norms are those of the whole gradient: all ranks must take them. What is done in place, as
+    clipping does, is done to this rank's shard. All else raises RuntimeError."""
+
+    piece: Piece | None
+    group: dist.ProcessGroup
+
+    @staticmethod
+    def __new__(
+        cls, parameter: nn.Parameter, piece: Piece | None, group: dist.ProcessGroup
+    ) -> "GradientInShards":
+        """piece: what this rank has of the parameter, if it has a part of it."""
+        made: GradientInShards = torch.Tensor._make_wrapper_subclass(
+            cls,
+            parameter.shape,
+            strides=parameter.stride(),
+            dtype=parameter.dtype,
+            device=parameter.device,
+            storage_size=0,
+        )
+        made.piece, made.group = piece, group
+        return made
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """This rank's part: (n,), of no elements on some ranks."""
+        mine = None if self.piece is None else self.piece.own.grad
+        return torch.empty(0, dtype=self.dtype, device=self.device) if mine is None else mine
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"GradientInShards(of shape {tuple(self.shape)})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        shards = tree_map_only(cls, lambda gradient: gradient.shard, args)
+        several = isinstance(args[0], list)
+        first = args[0][0] if several else args[0]
+        if name in ("linalg_vector_norm", "_foreach_norm"):
+            norm_type = args[1] if len(args) > 1 else 2
+            own = shards[0] if several else shards[:1]
+            norms = norms_over_ranks(own, norm_type, first.group, first.device)
+            return norms if several else norms[0]
+        if "non_finite_check" in name:
+            raise RuntimeError(
+                "torch.amp.GradScaler looks at one rank's gradients, and here each rank has other "
+                "ones: use minidist.ShardedGradScaler"
+            )
+        if not (name.endswith("_") and isinstance(first, cls)):
+            raise RuntimeError(
+                "this parameter's gradient is in shards, one on each rank: in the .grad of the "
+                f"optimizer's `shards`. Its whole is nowhere, so there is no {name} of it. The "
+                "optimizer that takes steps is the one of the ShardedDataParallel"
+            )
+        func(*shards, **(kwargs or {}))
+        return args[0]
+
+
+# ---- the two collectives -----------------------------------------------------------------------
+
+
+def all_gather(
+    x: torch.Tensor, group: dist.ProcessGroup, own: torch.Tensor | None = None
+) -> Callable[[], None]:
+    """Begin to give every rank all shards. Each has its `own` (S,), in its place in x if that is
+    None. Returns the function that waits."""
+    shards = x.chunk(dist.get_world_size(group))
+    place = shards[dist.get_rank(group)]
+    if dist.get_backend(group) == _BY_SHARD:
+        if own is not None and own.data_ptr() != place.data_ptr():
+            place.copy_(own)
+        works = [
+            dist.broadcast(shard, group=group, group_src=rank, async_op=True)
+            for rank, shard in enumerate(shards)
+        ]
+    else:
+        own = place if own is None else own
+        works = [all_gather_single(x, own, group)]
+    return lambda: _wait(works)
+
+
+def all_gather_each(
+    places: Sequence[torch.Tensor], group: dist.ProcessGroup, own: torch.Tensor
+) -> Callable[[], None]:
+    """Begin to put all shards of several tensors into their places, (N n,) each. `own` (S,) has
+    this rank's, end to end. Returns the function that waits."""
+    ranks, kind = dist.get_world_size(group), dist.get_backend(group)
+    sizes = [len(place) // ranks for place in places]
+    parts = own.split(sizes)
+    if kind == "shm" and len(places) > 1:  # it writes each where it belongs
+        shm: Any = group
+        work = shm.all_gather_single_coalesced(list(places), list(parts))
+        return lambda: _wait([work])
+    # Others have one place for what they get. A large one is the tensor's own; a copy of many small
+    # ones costs less than a message for each.
+    alone = [kind == _BY_SHARD and part.nbytes >= LARGE for part in parts]
+    if not any(alone) and len(places) == 1:
+        alone = [True]
+    waits = [
+        all_gather(place, group, part)
+        for place, part, large in zip(places, parts, alone, strict=True)
+        if large
+    ]
+    small = [i for i, large in enumerate(alone) if not large]
+    gathered = own.new_empty(ranks * sum(sizes[i] for i in small))
+    if small:
+        mine = own if len(small) == len(parts) else torch.cat([parts[i] for i in small])
+        waits.append(all_gather(gathered, group, mine))
+
+    def wait() -> None:
+        for arrive in waits:
+            arrive()
+        each = gathered.view(ranks, -1).split([sizes[i] for i in small], 1) if small else ()
+        for i, shards in zip(small, each, strict=True):
+            places[i].view(ranks, -1).copy_(shards)
+
+    return wait
+
+
+def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
+    """Begin to add up the ranks' tensors. Returns the function that waits, and gives this rank's
+    shard of the sum: (S,), in memory of its own. What is left in x is not to be used."""
+    shards = x.chunk(dist.get_world_size(group))
+    own = shards[dist.get_rank(group)]
+    total = torch.empty_like(own)
+    if by_shard := dist.get_backend(group) == _BY_SHARD:
+        works = [
+            dist.reduce(shard, group=group, group_dst=rank, async_op=True)
+            for rank, shard in enumerate(shards)
+        ]
+    else:
+        works = [reduce_scatter_single(total, x, group)]
+
+    def wait() -> torch.Tensor:
+        _wait(works)
+        return total.copy_(own) if by_shard else total
+
+    return wait
+
+
+def _wait(works: list[dist.Work | None]) -> None:
+    for work in works:
+        assert work is not None
+        work.wait()
