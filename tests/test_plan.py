@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -279,10 +279,6 @@ def tied():
     return model
 
 
-def gathers():
-    return PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
-
-
 LLAMA = tp.llama_plan
 WRONG = {
     "a name": (
@@ -348,7 +344,7 @@ WRONG = {
         Llama,
         lambda m: {
             "model.layers.*": PrepareModuleInput(
-                input_layouts=Shard(1), desired_input_layouts=Replicate()
+                input_layouts=Partial(), desired_input_layouts=Replicate()
             )
         },
         "TypeError: the plan's 'model.layers.*': minidist has nothing for",
