@@ -28,7 +28,7 @@ from minidist.tensor_parallel import (
     parallelize,
     vocab_parallel_cross_entropy,
 )
-from minidist.tensor_parallel.layers import gather_shards, indices_of
+from minidist.tensor_parallel.layer import gather_shards, indices_of
 from minidist.tensor_parallel.model import counted_elsewhere
 
 

@@ -19,13 +19,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from minidist.common.wrapper import Wrapper
+from minidist.tensor_parallel.layer import OfGroup, local, require_multiple
 from minidist.tensor_parallel.layers import (
     ColumnParallelLinear,
-    OfGroup,
     QKVParallelLinear,
     RowParallelLinear,
-    local,
-    require_multiple,
 )
 from minidist.tensor_parallel.operators import Group, copy_to_group
 from minidist.tensor_parallel.random import fork_rng

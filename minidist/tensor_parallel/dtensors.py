@@ -23,7 +23,7 @@ from minidist.common.groups import require_group
 from minidist.common.replicas import broadcast_state, require_same_lines, words
 from minidist.rank import device
 from minidist.tensor_parallel.block import SequenceParallel
-from minidist.tensor_parallel.layers import ParallelLayer
+from minidist.tensor_parallel.layer import ParallelLayer
 from minidist.tensor_parallel.model import SPLIT, group_of, split
 
 _REPLICATE: Placement = Replicate()

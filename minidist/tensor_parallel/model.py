@@ -15,7 +15,7 @@ from minidist.common.abandoned import abandon_replaced
 from minidist.common.groups import require_group
 from minidist.common.replicas import require_plain
 from minidist.common.tensors_in import local_of
-from minidist.tensor_parallel.layers import ParallelLayer
+from minidist.tensor_parallel.layer import ParallelLayer
 from minidist.tensor_parallel.operators import Group
 from minidist.tensor_parallel.plan import split_by
 from minidist.tensor_parallel.ready_plans import transformer_plan

@@ -38,6 +38,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from minidist.common.single import all_gather_single, reduce_scatter_single
 
@@ -169,3 +171,70 @@ def parts(x: torch.Tensor, dim: int, group: Group) -> list[torch.Tensor]:
             f"{dim}: {x.shape[dim]} is not a multiple of {size}"
         )
     return list(x.chunk(size, dim))
+
+
+# ---- a linear layer and a message at once -----------------------------------------------------
+
+
+class CopyLinear(torch.autograd.Function):
+    """`F.linear(copy_to_group(x), weight, bias)`, whose backward does two things at once:
+
+    grad_x = sum over ranks of grad W        all_reduce: on its way, while
+    grad_W = grad^T x                        is computed
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, group: Group) -> torch.Tensor:
+        ctx.group = group
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        grad_x = work = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ weight
+            work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
+        grads = _parameter_grads(ctx, grad, x)
+        if work is not None:
+            work.wait()
+        return grad_x, *grads, None
+
+
+class GatherLinear(torch.autograd.Function):
+    """`F.linear(gather_from_sequence(x), weight, bias)`, that keeps x only as this rank's part:
+    backward gathers it again, while it computes what needs no x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, group: Group) -> torch.Tensor:
+        ctx.group = group
+        ctx.save_for_backward(x, weight)
+        return F.linear(all_gather(x, -2, group), weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        grad_x = work = None
+        whole, gathering = begin_all_gather(x, ctx.group)
+        if ctx.needs_input_grad[0]:
+            grad_x, work = begin_reduce_scatter(grad @ weight, -2, ctx.group)
+        gathering.wait()
+        grads = _parameter_grads(ctx, grad, torch.cat(whole, -2))
+        if work is not None:
+            work.wait()
+        return grad_x, *grads, None
+
+
+def _parameter_grads(
+    ctx: Any, grad: torch.Tensor, x: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of weight and bias, as far as they are asked for."""
+    rows = grad.reshape(-1, grad.shape[-1])  # (N, F / t)
+    _, weight, bias, _ = ctx.needs_input_grad
+    return (
+        rows.T @ x.reshape(-1, x.shape[-1]) if weight else None,
+        rows.sum(0) if bias else None,
+    )

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from minidist.tensor_parallel.layers import ParallelLayer
+from minidist.tensor_parallel.layer import ParallelLayer
 from minidist.tensor_parallel.styles import Style, Where, style_of
 
 

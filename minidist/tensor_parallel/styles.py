@@ -15,14 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, parallel
 
 from minidist.tensor_parallel.block import SequenceParallel
+from minidist.tensor_parallel.layer import ParallelLayer, require_multiple
 from minidist.tensor_parallel.layers import (
     ColumnParallelLinear,
-    ParallelLayer,
     QKVParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelLinear,
-    require_multiple,
 )
 from minidist.tensor_parallel.operators import Group, gather_from_group, scatter_to_group
 

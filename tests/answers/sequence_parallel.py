@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 import minidist as md
 from minidist import tensor_parallel
 from minidist.checks import sequence_parallel as check
-from minidist.tensor_parallel.layers import _GatherLinear
+from minidist.tensor_parallel.operators import GatherLinear
 
 
 def gathered(x):
@@ -69,7 +69,7 @@ def by_checkpoint(x, columns):
 
 
 def of_minidist(x, columns):
-    return _GatherLinear.apply(x, columns.T, None, None)
+    return GatherLinear.apply(x, columns.T, None, None)
 
 
 class Gather(torch.autograd.Function):
