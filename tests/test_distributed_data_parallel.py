@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import minidist as md
 from minidist.common.replicas import broadcast_state
 from minidist.distributed_data_parallel import bf16_compress_hook
-from minidist.distributed_data_parallel.reducer import assign
+from minidist.distributed_data_parallel.buckets import assign
 
 OURS = md.DistributedDataParallel
 TINY = 1e-4  # MiB: a bucket of some 13 float64 parameters, so that models of a few have several

@@ -1,10 +1,9 @@
 """Averaging gradients while backward still computes.
 
-A bucket is one flat tensor, of which the gradients of its parameters are views: packing costs no
-copy of its own, and the mean arrives where the optimizer reads it. Autograd finishes the gradients
-of the last layers first. As soon as a bucket has all of its gradients it leaves, by an asynchronous
-all_reduce, and travels while autograd goes on to the layers before. Buckets leave in the same order
-on every rank, or rank 0's third would be added to rank 1's second.
+Autograd finishes the gradients of the last layers first. As soon as a bucket has all of its
+gradients it leaves, by an asynchronous all_reduce, and travels while autograd goes on to the layers
+before. Buckets leave in the same order on every rank, or rank 0's third would be added to rank 1's
+second.
 
 After Li et al., "PyTorch Distributed" (arXiv 2006.15704), sections 3.2 and 4.2.
 Lesson: distributed_data_parallel.
@@ -13,8 +12,6 @@ Lesson: distributed_data_parallel.
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,121 +19,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 
-from minidist import backend
 from minidist.common.no_sync import Synchronized
 from minidist.common.tensors_in import tensors_in
+from minidist.distributed_data_parallel.buckets import Bucket, assign
 
-FIRST_BUCKET = 2**20  # bytes: small, so that the first message leaves early
 CommHook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
-
-
-class Bucket:
-    """The gradients of some parameters, of one dtype on one device, in one flat tensor.
-
-    It has the methods of `torch.distributed.GradBucket`, so torch's communication hooks take it.
-    """
-
-    def __init__(
-        self,
-        index: int,
-        parameters: Sequence[nn.Parameter],
-        last: bool,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        self._index, self._last, self._group = index, last, group
-        self._parameters = list(parameters)
-        *self._offsets, self._size = accumulate((p.numel() for p in parameters), initial=0)
-        # Those of the parameters, or each step would pay for the difference.
-        self._strides = [dense_strides(parameter) for parameter in parameters]
-        self.empty()
-
-    @cached_property
-    def _flat(self) -> torch.Tensor:
-        return self.allocate()
-
-    def allocate(self) -> torch.Tensor:
-        """The memory of all gradients, (n,)."""
-        first = self._parameters[0]
-        # Where ranks share memory, in that memory: all_reduce then has nothing to copy.
-        return backend.empty(self._size, dtype=first.dtype, device=first.device, group=self._group)
-
-    @cached_property
-    def _views(self) -> list[torch.Tensor]:
-        places = zip(self._parameters, self._strides, self._offsets, strict=True)
-        return [self._flat.as_strided(p.shape, strides, at) for p, strides, at in places]
-
-    # What torch's hooks call.
-
-    def index(self) -> int:
-        """Its place in the order in which the buckets travel."""
-        return self._index
-
-    def buffer(self) -> torch.Tensor:
-        """All gradients, as one tensor of shape (n,)."""
-        return self._flat
-
-    def set_buffer(self, tensor: torch.Tensor) -> None:
-        """Replace the values of all gradients."""
-        if tensor.data_ptr() != self._flat.data_ptr():
-            self._flat.copy_(tensor)
-
-    def gradients(self) -> list[torch.Tensor]:
-        """The gradient of each parameter: views of the buffer."""
-        return self._views
-
-    def parameters(self) -> list[torch.Tensor]:
-        """The parameters, in the order of their gradients."""
-        return list(self._parameters)
-
-    def is_last(self) -> bool:
-        """Whether no bucket travels after it."""
-        return self._last
-
-    # What a strategy calls.
-
-    def empty(self) -> None:
-        """Wait for all gradients of a backward pass."""
-        self.missing = len(self._parameters)
-
-    def hold(self, slot: int, scale: float = 1) -> None:
-        """Make the gradient of a parameter, times `scale`, a view of ours. Without a gradient, our
-        part of the bucket is zero."""
-        parameter, view = self._parameters[slot], self._views[slot]
-        if parameter.grad is view:
-            if scale != 1:
-                view.mul_(scale)
-        elif parameter.grad is None:
-            view.zero_()
-        elif parameter.grad.layout is not torch.strided:
-            raise RuntimeError("a sparse gradient has no place in a bucket: sparse=True")
-        else:
-            torch.mul(parameter.grad.detach(), scale, out=view)  # copied and scaled in one go
-            parameter.grad = view
-
-
-def assign(parameters: Sequence[nn.Parameter], cap: int) -> list[list[nn.Parameter]]:
-    """Parameters, in the order in which their gradients are expected, put into buckets.
-
-    A bucket is full when it holds `cap` bytes or more, or, the first one of each dtype and device,
-    1 MiB. Buckets come in the order in which they will be complete.
-    """
-    full: list[list[int]] = []
-    filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    room: dict[tuple[torch.dtype, torch.device], int] = {}
-    for position, parameter in enumerate(parameters):
-        kind = parameter.dtype, parameter.device
-        filling.setdefault(kind, []).append(position)
-        room[kind] = room.get(kind, min(FIRST_BUCKET, cap)) - parameter.nbytes
-        if room[kind] <= 0:
-            full.append(filling.pop(kind))
-            room[kind] = cap
-    full += filling.values()
-    return [[parameters[i] for i in bucket] for bucket in sorted(full, key=lambda b: b[-1])]
-
-
-def dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The strides of a tensor that is laid out like this one, without gaps."""
-    return torch.empty_like(parameter, device="meta").stride()
 
 
 class Reducer:

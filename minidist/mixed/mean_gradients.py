@@ -3,7 +3,8 @@
 import torch.distributed as dist
 from torch import nn
 
-from minidist.distributed_data_parallel.reducer import Bucket, assign, on_any_rank
+from minidist.distributed_data_parallel.buckets import Bucket, assign
+from minidist.distributed_data_parallel.reducer import on_any_rank
 from minidist.rank import device
 
 BUCKET = 25 * 2**20  # bytes, as DistributedDataParallel has it

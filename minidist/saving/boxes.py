@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from minidist.distributed_data_parallel.reducer import dense_strides
+from minidist.distributed_data_parallel.buckets import dense_strides
 
 Sizes = tuple[int, ...]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from minidist.distributed_data_parallel.reducer import dense_strides
+from minidist.distributed_data_parallel.buckets import dense_strides
 from minidist.zero.shards import Piece
 
 States = dict[int, dict[str, Any]]  # by the number of the parameter: its states, by name

@@ -20,7 +20,8 @@ from minidist.common.no_sync import Synchronized
 from minidist.common.norm import clip_grad_norm_
 from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.wrapper import Guard
-from minidist.distributed_data_parallel.reducer import Bucket, Reducer, on_any_rank
+from minidist.distributed_data_parallel.buckets import Bucket
+from minidist.distributed_data_parallel.reducer import Reducer, on_any_rank
 from minidist.zero.sharded_optimizer import ZeroRedundancyOptimizer
 from minidist.zero.shards import FlatParameters, GradientInShards, Piece, reduce_scatter
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from minidist import backend
 from minidist.common.norm import norms_over_ranks
 from minidist.common.single import all_gather_single, reduce_scatter_single
-from minidist.distributed_data_parallel.reducer import assign, dense_strides
+from minidist.distributed_data_parallel.buckets import assign, dense_strides
 
 BUCKET_CAP_MB = 25.0  # as in DistributedDataParallel
 
