@@ -21,6 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from minidist import backend
+from minidist.common.dtensor import distributed, relist
 from minidist.zero.shards import all_gather_each, reduce_scatter
 
 Place = tuple[nn.Module, str]  # a module, and what it calls the parameter
@@ -105,13 +106,13 @@ class ShardedParameter:
         `parameters()` stays as it is."""
         for module, name in self.places:
             module.__dict__[name] = view
-            _relist(module)
+            relist(module)
 
     def hide(self) -> None:
         """The opposite."""
         for module, name in self.places:
             module.__dict__.pop(name, None)
-            _relist(module)
+            relist(module)
 
     def put(self, parameter: nn.Parameter) -> None:
         """Make this the parameter of the modules."""
@@ -161,16 +162,7 @@ class FlatShard:
         rows = -(-len(p) // self.ranks)
         own = p.detach()[self.rank * rows : (self.rank + 1) * rows]
         local = _part(self.shard, in_shard.start, own.shape).copy_(own)
-        mesh, placements = self.options.mesh, self.options.placements
-        stride = torch.empty(p.shape, device="meta").stride()
-        new = DTensor.from_local(
-            local, mesh, placements, run_check=False, shape=p.shape, stride=stride
-        )
-        sharded = nn.Parameter(new, p.requires_grad)
-        sharded.__dict__.update({k: v for k, v in vars(p).items() if k not in vars(sharded)})
-        sharded._backward_hooks = p._backward_hooks
-        sharded._post_accumulate_grad_hooks = p._post_accumulate_grad_hooks
-        return sharded
+        return distributed(p, local, self.options.mesh, self.options.placements, p.shape)
 
     def adopt(self) -> None:
         """Make a shard of what the parameters are now: moved, converted or copied."""
@@ -326,13 +318,6 @@ def _by_rank(
     yield place[:ranks], flat[: ranks * length].view(ranks, length)
     if rest:
         yield place[ranks, :rest], flat[ranks * length :]
-
-
-def _relist(module: nn.Module) -> None:
-    """nn.LSTM and the like have their parameters in a list as well."""
-    if hasattr(module, "_flat_weights_names"):
-        names: Any = module._flat_weights_names
-        module._flat_weights = [getattr(module, name) for name in names]  # type: ignore[assignment]
 
 
 def _set_version(tensor: torch.Tensor, version: int) -> None:

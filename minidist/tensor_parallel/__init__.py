@@ -4,6 +4,7 @@ All ranks see the same batch, and each has a part of every large weight. To read
 
     naive        the idea: two layers, and one all_reduce each way
     operators    how tensors enter and leave a region that ranks compute apart
+    layer        what all layers are: shards of a dense one
     layers       linear layers split by columns and by rows, embedding, queries, keys and values
     loss         of logits that are split by vocabulary
     block        a transformer block (`random`: dropout on sharded tensors)

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from minidist.common.abandoned import Abandoned, abandon
+from minidist.common.dtensor import distributed, relist
 from minidist.common.groups import require_group
 from minidist.common.replicas import broadcast_state, require_same_lines, words
 from minidist.rank import device
@@ -92,7 +93,10 @@ def distribute(model: nn.Module, mesh: DeviceMesh) -> None:
     """Make a DTensor of each parameter that is none yet."""
     copied = {m for s in model.modules() if isinstance(s, SequenceParallel) for m in s.modules()}
     found = list(_plain(model))
-    made = {p: _dtensor(p, mesh, placement, shape) for _, _, p, placement, shape in found}
+    made = {
+        p: distributed(p, p.detach(), mesh, [placement], shape)
+        for _, _, p, placement, shape in found
+    }
     for owner, name, parameter, _, _ in found:
         owner._parameters[name] = made[parameter]
     for owner in dict.fromkeys(owner for owner, *_ in found):
@@ -120,20 +124,6 @@ def _plain(
             yield owner, name, p, placement, torch.Size(shape)
 
 
-def _dtensor(
-    p: nn.Parameter, mesh: DeviceMesh, placement: Placement, shape: torch.Size
-) -> nn.Parameter:
-    stride = torch.empty(shape, device="meta").stride()
-    whole = DTensor.from_local(
-        p.detach(), mesh, [placement], run_check=False, shape=shape, stride=stride
-    )
-    made = nn.Parameter(whole, p.requires_grad)
-    made.__dict__.update({k: v for k, v in vars(p).items() if k not in vars(made)})
-    made._backward_hooks = p._backward_hooks
-    made._post_accumulate_grad_hooks = p._post_accumulate_grad_hooks
-    return made
-
-
 def _show(module: Any, _: Any) -> None:
     """Have a module compute with plain tensors. Python looks there before it asks nn.Module: so
     `parameters()` stays as it is."""
@@ -143,17 +133,11 @@ def _show(module: Any, _: Any) -> None:
             if isinstance(p, DTensor) and name not in vars(owner):  # else by SequenceParallel
                 vars(owner)[name] = p.to_local()
                 shown.append((owner, name))
-    _relist(module)
+    relist(module)
     vars(module).setdefault("_shown", []).append(shown)
 
 
 def _hide(module: Any, *_: Any) -> None:
     for owner, name in vars(module)["_shown"].pop():
         del vars(owner)[name]
-    _relist(module)
-
-
-def _relist(module: Any) -> None:
-    """nn.LSTM and the like have their parameters in a list as well."""
-    if hasattr(module, "_flat_weights_names"):
-        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+    relist(module)
