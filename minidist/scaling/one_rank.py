@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from minidist.common import single
 from minidist.distributed_data_parallel.reducer import Reducer
-from minidist.fully_sharded import param_group
+from minidist.fully_sharded import flat_shard
 
 aten = torch.ops.aten
 
@@ -95,7 +95,7 @@ def one_rank_of(world_size: int, rank: int = 0) -> Iterator[Trace]:
             for name, stand_in in _stand_ins(trace).items():
                 block.enter_context(mock.patch.object(dist, name, stand_in))
             # A sharded model on "meta" is no mistake here. Agreement stays on the CPU.
-            block.enter_context(mock.patch.object(param_group, "ON_META", ""))
+            block.enter_context(mock.patch.object(flat_shard, "ON_META", ""))
             # The order of its buckets would be learnt from numbers of rank 0.
             block.enter_context(mock.patch.object(Reducer, "may_rebuild", False))
             no = partial(_no_autocast, torch.is_autocast_enabled)
