@@ -29,7 +29,6 @@ BUCKET_CAP_MB = 25.0  # as in DistributedDataParallel
 # Gloo makes an all_gather of copies, and a reduce_scatter of a whole all_reduce. N broadcasts, or N
 # reductions, of a shard each do the same up to four times faster.
 _BY_SHARD = "gloo"
-LARGE = 2**18  # bytes of a rank's part
 
 
 # ---- who owns what -----------------------------------------------------------------------------
@@ -193,37 +192,23 @@ def all_gather(
 def all_gather_each(
     places: Sequence[torch.Tensor], group: dist.ProcessGroup, own: torch.Tensor
 ) -> Callable[[], None]:
-    """Begin to put all shards of several tensors into their places, (N n,) each. `own` (S,) has
-    this rank's, end to end. Returns the function that waits."""
-    ranks, kind = dist.get_world_size(group), dist.get_backend(group)
+    """Begin to put all shards of several tensors into their places, (N n,) each, in one message.
+    `own` (S,) has this rank's, end to end. Returns the function that waits."""
+    if len(places) == 1:
+        return all_gather(places[0], group, own)
+    ranks = dist.get_world_size(group)
     sizes = [len(place) // ranks for place in places]
-    parts = own.split(sizes)
-    if kind == "shm" and len(places) > 1:  # it writes each where it belongs
+    if dist.get_backend(group) == "shm":  # it writes each where it belongs
         shm: Any = group
-        work = shm.all_gather_single_coalesced(list(places), list(parts))
+        work = shm.all_gather_single_coalesced(list(places), list(own.split(sizes)))
         return lambda: _wait([work])
-    # Others have one place for what they get. A large one is the tensor's own; a copy of many small
-    # ones costs less than a message for each.
-    alone = [kind == _BY_SHARD and part.nbytes >= LARGE for part in parts]
-    if not any(alone) and len(places) == 1:
-        alone = [True]
-    waits = [
-        all_gather(place, group, part)
-        for place, part, large in zip(places, parts, alone, strict=True)
-        if large
-    ]
-    small = [i for i, large in enumerate(alone) if not large]
-    gathered = own.new_empty(ranks * sum(sizes[i] for i in small))
-    if small:
-        mine = own if len(small) == len(parts) else torch.cat([parts[i] for i in small])
-        waits.append(all_gather(gathered, group, mine))
+    gathered = own.new_empty(ranks * len(own))
+    arrive = all_gather(gathered, group, own)
 
     def wait() -> None:
-        for arrive in waits:
-            arrive()
-        each = gathered.view(ranks, -1).split([sizes[i] for i in small], 1) if small else ()
-        for i, shards in zip(small, each, strict=True):
-            places[i].view(ranks, -1).copy_(shards)
+        arrive()
+        for place, shards in zip(places, gathered.view(ranks, -1).split(sizes, 1), strict=True):
+            place.view(ranks, -1).copy_(shards)
 
     return wait
 
