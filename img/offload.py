@@ -4,8 +4,8 @@ from style import EMPTY, PALE, arrow, bar, box, ink, paper, save, words
 
 from minidist.plot import color
 
-KINDS = {"parameters": 1, "gradients": 1, "optimizer states": 2, "activations": 4}
-UNIT, WIDTH, FOOT = 0.4, 1.3, 0.85  # inches
+KINDS = {"parameters": 1, "gradients": 1, "optimizer states": 2, "activations": 2.7}
+UNIT, WIDTH, FOOT = 0.48, 1.3, 0.85  # inches
 
 
 def memory_savers() -> None:
@@ -44,8 +44,8 @@ def memory_savers() -> None:
             words(axes, middle, 0.5 - 0.22 * row, line, va="baseline")
     x, y = 0.4 + 1.72 * (len(savers) - 1), FOOT + UNIT
     host = x + 1.77
-    words(axes, host + 0.45, 2.95, "the host", color=PALE)
-    box(axes, host - 0.1, y - 0.1, 1.1, 1.65)
+    words(axes, host + 0.45, 3.28, "the host", color=PALE)
+    box(axes, host - 0.1, y - 0.1, 1.1, 1.9)
     bar(axes, host, y, 0.9, UNIT, color("gradients"))
     bar(axes, host, y + UNIT, 0.9, 2 * UNIT, color("optimizer states"))
     words(axes, host + 0.45, y + 3 * UNIT + 0.17, "Adam's step", 9)

@@ -12,6 +12,7 @@ from minidist.checks.verdict import NotYet, check, function, hints, number, on_r
 from minidist.measure import MemoryTracker, count_flops
 from minidist.zoo import Block
 
+DEAR = ["mm", "attention"]  # what the exercise finds: these cost arithmetic
 ROOM = 10.5  # what a selective block may keep, in sizes of its input
 
 
