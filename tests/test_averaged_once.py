@@ -2,6 +2,7 @@
 
 Held against one process, which computes all ranks' shares."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -187,20 +188,83 @@ def test_a_wrapper_whose_output_is_left_alone_does_not_average(pools):
     assert max(pools(2)(train)) < 1e-12
 
 
-def test_a_model_that_was_converted_and_back_is_averaged(pools):
-    """Autograd then has other nodes for its parameters, and hooks go with the old ones."""
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_a_model_that_was_converted_and_back_is_averaged(pools, with_gradients):
+    """Autograd then has other nodes for its parameters, and hooks go with the old ones. Gradients
+    that are there are views of the buckets, and get other memory."""
 
     def run():
         module = net()
         model = DDP(module)
-        model(mine()).sum().backward()
-        module.zero_grad()
+        for _ in range(2):  # after the first the buckets are made anew
+            model(mine()).sum().backward()
+        if not with_gradients:
+            module.zero_grad()
         model.float()
         model.double()
+        module.zero_grad(set_to_none=not with_gradients)
         square(model, dist.get_rank()).backward()
         other = net()
         wanted = alone(other, square)
         return far([p.grad for p in module.parameters()], wanted)
+
+    assert max(pools(2)(run)) < 1e-12
+
+
+class Nothing(torch.autograd.Function):
+    """A product whose weight gets a gradient on rank 0 alone."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight.T, x.T @ grad if dist.get_rank() == 0 else None
+
+
+class Product(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 3, dtype=torch.float64))
+        self.last = nn.Linear(3, 2, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.last(Nothing.apply(x, self.weight))
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "zero"])
+def test_a_gradient_that_a_function_leaves_out_counts_as_zero(pools, wrap):
+    """On rank 1 autograd comes to the weight, and has no gradient for it."""
+
+    def run():
+        torch.manual_seed(0)
+        module = Product()
+        before = module.weight.detach().clone()
+        plain = copy.deepcopy(module)
+        if wrap == "ddp":
+            model = DDP(module, find_unused_parameters=True)
+            optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        else:
+            model, optimizer = sharded(module)
+        square(model, dist.get_rank()).backward()
+        optimizer.step()
+        plain.last(share(0) @ plain.weight).pow(2).mean().backward()
+        return far([before - module.weight], [plain.weight.grad / 2])
+
+    assert max(pools(2)(run)) < 1e-12
+
+
+def test_a_tracker_that_begins_after_the_forward_pass_only_reads(pools):
+    def run():
+        module = net()
+        model = DDP(module)
+        loss = square(model, dist.get_rank())
+        with md.measure.MemoryTracker(model):
+            loss.backward()
+        return far([p.grad for p in module.parameters()], alone(net(), square))
 
     assert max(pools(2)(run)) < 1e-12
 

@@ -300,6 +300,19 @@ def hooks_from_after(model, ranks):
 
 
 @case
+def hooks_that_remove_themselves(model, ranks):
+    def once(p, handles):
+        p.grad.mul_(0.5)
+        handles.pop().remove()
+
+    for p in model.parameters():
+        handles = []
+        handles.append(p.register_post_accumulate_grad_hook(partial(once, handles=handles)))
+        p.register_post_accumulate_grad_hook(lambda p: None)
+    return train(model, ranks)
+
+
+@case
 def optimizer_in_backward(model, ranks):
     each = {p: torch.optim.Adam([p], lr=1e-2) for p in model.parameters()}
 

@@ -4,6 +4,7 @@ against torch's function of the same name.
 """
 
 import copy
+import warnings
 from collections import Counter
 
 import pytest
@@ -568,3 +569,27 @@ def test_without_dtensors_logits_are_plain(pools):
         return raised(tp.parallelize, md.zoo.mlp(4, 8, 4), mesh(), plan)
 
     assert pools(2)(run) == ["TypeError: 0: use_local_output=False is for parallelize_module"] * 2
+
+
+def weight_norm():
+    """The old form: a hook before forward computes the weight of two parameters."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated
+        first = nn.utils.weight_norm(nn.Linear(4, 4))
+    return nn.Sequential(first, nn.Linear(4, 6), nn.Linear(6, 2)).double()
+
+
+def with_weight_norm():
+    model, dense = weight_norm(), weight_norm()
+    plan = {"1": torchs.ColwiseParallel(), "2": torchs.RowwiseParallel()}
+    tp.parallelize_module(model, mesh(), plan)
+    x = torch.arange(12.0, dtype=torch.float64).view(3, 4)
+    for each in model, dense:
+        each(x).pow(2).mean().backward()
+    named = dense.named_parameters()
+    return apart({name: (whole(model.get_parameter(name).grad), p.grad) for name, p in named})
+
+
+def test_a_hook_before_forward_reads_plain_tensors(pools):
+    assert pools(2)(with_weight_norm) == [[]] * 2

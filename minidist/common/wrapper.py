@@ -7,6 +7,7 @@ shards the parameters that it found: `Guard` names one that was changed since.
 
 import copy
 from collections.abc import Iterator, Set
+from inspect import get_annotations
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, NoReturn
@@ -66,7 +67,7 @@ class Wrapper(nn.Module):
         if name.startswith("_") or hasattr(type(self), name):
             return True
         known = [vars(self), self._modules, self._parameters, self._buffers]
-        known += [vars(kind).get("__annotations__", {}) for kind in type(self).__mro__]
+        known += [get_annotations(kind) for kind in type(self).__mro__]
         if any(name in names for names in known):
             return True
         return not part and not hasattr(self.module, name)

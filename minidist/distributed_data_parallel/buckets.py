@@ -49,8 +49,11 @@ class Bucket:
 
     @cached_property
     def _views(self) -> list[torch.Tensor]:
-        places = zip(self._parameters, self._strides, self._offsets, strict=True)
-        return [self._flat.as_strided(p.shape, strides, at) for p, strides, at in places]
+        return list(map(self._view, range(len(self._parameters))))
+
+    def _view(self, slot: int) -> torch.Tensor:
+        shape = self._parameters[slot].shape
+        return self._flat.as_strided(shape, self._strides[slot], self._offsets[slot])
 
     # What torch's hooks call.
 
@@ -89,6 +92,9 @@ class Bucket:
         """Make the gradient of a parameter, times `scale`, a view of ours. Without a gradient, our
         part of the bucket is zero."""
         parameter, view = self._parameters[slot], self._views[slot]
+        place = self._flat.data_ptr() + self._offsets[slot] * self._flat.element_size()
+        if view.data_ptr() != place:  # Module.to has given it other memory, as it does with .grad
+            view = self._views[slot] = self._view(slot)
         if parameter.grad is view:
             if scale != 1:
                 view.mul_(scale)

@@ -31,7 +31,7 @@ class Reducer:
     of `group`, in buckets of `cap` bytes, for the forward passes of `wrapper`.
 
     A backward pass is averaged if its forward pass asked for it by `expect`: then each bucket
-    leaves as it is full, and those with gradients that did not come before `backward()` returns.
+    leaves as it is full, and those that still lack gradients leave at the end of the pass.
     find_unused_parameters: whether gradients may be missing.
     """
 
@@ -67,7 +67,7 @@ class Reducer:
         self._travelling: list[tuple[Any, Any]] = []  # each bucket, and what waits for it
         # Backward comes to the last layer first.
         self._make_buckets(assign(self.parameters[::-1], cap) if plan is None else plan)
-        hook = _Hook(self)
+        hook = GradientHook(self)
         self._hooks = {p: p.register_post_accumulate_grad_hook(hook) for p in self.parameters}
         weakref.finalize(self, _remove, list(self._hooks.values()))
 
@@ -155,6 +155,8 @@ class Reducer:
         """Its gradient is complete."""
         with self._lock:
             hooks: Any = parameter._post_accumulate_grad_hooks
+            if parameter.grad is None and len(hooks) == 1:  # a Function of the user's gave None
+                return
             others = len(hooks) > 1 and self._others(hooks)
             if others and self._pass and any(each._sync for each in [self, *others]):
                 raise RuntimeError(
@@ -176,7 +178,7 @@ class Reducer:
 
     def _others(self, hooks: dict[int, Any]) -> list["Reducer"]:
         """All other reducers that have this parameter, and whose backward pass is on its way."""
-        found = [hook.reducer() for hook in hooks.values() if isinstance(hook, _Hook)]
+        found = [hook.reducer() for hook in hooks.values() if isinstance(hook, GradientHook)]
         return [each for each in found if each not in (None, self) and each.begun]
 
     def _require_complete(self, parameter: nn.Parameter) -> None:
@@ -196,7 +198,9 @@ class Reducer:
         hooks: Any = parameter._post_accumulate_grad_hooks
         if len(hooks) > 1:
             later = list(hooks.values())[list(hooks).index(self._hooks[parameter].id) :]
-            if not all(isinstance(hook, _Hook) for hook in later):
+            if not all(
+                isinstance(hook, GradientHook) or hasattr(hook, "only_reads") for hook in later
+            ):
                 raise RuntimeError(
                     f"a hook of {self._name(parameter)} was registered after the forward pass: it "
                     "would change a gradient that is on its way. Register it before"
@@ -301,7 +305,7 @@ class Reducer:
         )
 
 
-class _Hook:
+class GradientHook:
     """Of a parameter, so that it stays when the parameter is converted. Holds the reducer weakly,
     and goes when that goes."""
 

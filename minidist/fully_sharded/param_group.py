@@ -200,7 +200,7 @@ class ParamGroup:
             each.has_part = there or gradient is not None
             own = each.local.new_zeros(each.sharded.shape)
             if gradient is not None:
-                torch.div(gradient, self.divisor, out=own)
+                own.copy_(gradient / self.divisor)  # the shards may be on another device
             if partial is not None:
                 own += partial
             elif before is not None:  # each rank adds its rows of the mean
@@ -268,9 +268,9 @@ def _accumulate(parameter: nn.Parameter, mean: torch.Tensor) -> None:
     like: Any = parameter
     gradient: Any = DTensor(like._local_tensor, like._spec, requires_grad=False)
     gradient._local_tensor = mean  # not at once: copy.deepcopy fails for a view with an offset
-    for hook in (parameter._backward_hooks or {}).values():
+    for hook in list((parameter._backward_hooks or {}).values()):  # one may remove itself
         replaced = hook(gradient)
         gradient = gradient if replaced is None else replaced
     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-    for hook in (like._post_accumulate_grad_hooks or {}).values():
+    for hook in list((like._post_accumulate_grad_hooks or {}).values()):
         hook(parameter)

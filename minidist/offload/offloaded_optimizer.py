@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from minidist.distributed_data_parallel.reducer import GradientHook
 from minidist.offload.budget import on_host, put_on_host
 from minidist.offload.mirror import CopyStream, Mirror
 from minidist.zero.optimizer_states import require_states_of
@@ -96,9 +97,16 @@ class OffloadedOptimizer(Optimizer):
 
         This is for one process, or a stage of a pipeline. An average over ranks is complete only
         after backward; `step` fetches that. Raises RuntimeError if a hook waits for a parameter's
-        gradient. With a wrapper that averages, backward raises it; with torch's, `step`.
+        gradient, as a wrapper's that averages. If that is made later, backward raises it; torch's,
+        `step`.
         """
-        if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self._mirrors):
+        waiting = [getattr(p, "_post_accumulate_grad_hooks", None) or {} for p in self._mirrors]
+        if any(isinstance(hook, GradientHook) for hooks in waiting for hook in hooks.values()):
+            raise RuntimeError(
+                "the gradients of these parameters are awaited already, by a wrapper that averages "
+                "them over the ranks. That is complete only after backward: let step() fetch"
+            )
+        if any(waiting):
             raise RuntimeError(
                 "the gradients of these parameters are awaited already: by another optimizer, or "
                 "another hook. Call this first, or let step() fetch"

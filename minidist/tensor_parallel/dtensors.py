@@ -28,7 +28,7 @@ from minidist.tensor_parallel.layer import ParallelLayer
 from minidist.tensor_parallel.model import SPLIT, group_of, split
 
 _REPLICATE: Placement = Replicate()
-READ = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # read parameters of what is in them
+READ = (nn.MultiheadAttention,)  # reads parameters of what is in it
 
 
 def parallelize_module(
@@ -77,6 +77,7 @@ def parallelize_module(
     for parameter in before:
         if parameter not in kept:
             parameter.grad = None
+            parameter._local_tensor = parameter._local_tensor.new_empty(0)
             parameter.__class__, parameter.why = _Abandoned, SPLIT
     distribute(module, mesh)
     return module
@@ -101,7 +102,7 @@ def distribute(model: nn.Module, mesh: DeviceMesh) -> None:
         owner._parameters[name] = made[parameter]
     for owner in dict.fromkeys(owner for owner, *_ in found):
         if not isinstance(owner, ParallelLayer) and owner not in copied:
-            owner.register_forward_pre_hook(_show)
+            owner.register_forward_pre_hook(_show, prepend=True)  # before hooks that read weights
             owner.register_forward_hook(_hide, always_call=True)
     for parameter in made:
         abandon(parameter, SPLIT)
@@ -138,6 +139,7 @@ def _show(module: Any, _: Any) -> None:
 
 
 def _hide(module: Any, *_: Any) -> None:
-    for owner, name in vars(module)["_shown"].pop():
-        del vars(owner)[name]
-    relist(module)
+    if shown := vars(module).get("_shown"):  # else a hook before ours has raised
+        for owner, name in shown.pop():
+            del vars(owner)[name]
+        relist(module)
