@@ -226,6 +226,57 @@ def test_collectives_leave_what_gloo_leaves(shm, which, world_size):
         assert wrong == [], f"rank {rank}"
 
 
+DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+
+
+def reduced(group, dtype, op):
+    """The bytes that an all_reduce leaves, or the error that refuses it."""
+    try:
+        x = data((5,), dtype, 7)
+    except (RuntimeError, TypeError):  # numbers that torch stores, and cannot make
+        x = data((5 * dtype.itemsize,), torch.uint8, 7).view(dtype)
+    try:
+        group.allreduce([x], all_reduce_options(op)).wait()
+        found = x.view(torch.uint8)
+        return (found > 0 if dtype == torch.bool else found).tolist()  # True is 2 for gloo
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def all_reduce_options(op):
+    options = dist.AllreduceOptions()
+    options.reduceOp = getattr(dist.ReduceOp, op)
+    return options
+
+
+def every_dtype(dtypes):
+    """Of each operation and dtype: what all_reduce leaves on gloo and on one group of "shm"."""
+    gloo, shm = dist.new_group(backend="gloo"), dist.new_group()
+    warnings.simplefilter("ignore")  # some dtypes are experimental
+    found = {}
+    for dtype, op in itertools.product(dtypes, OPS):
+        found[dtype, op] = reduced(gloo, dtype, op), reduced(shm, dtype, op)
+    x = torch.ones(1)
+    dist.all_reduce(x, group=shm)
+    for group in (gloo, shm):
+        dist.destroy_process_group(group)
+    return found, x.item()
+
+
+def test_every_operation_of_every_dtype_is_as_with_gloo_or_is_refused_at_once(shm):
+    (found, after), (other, _) = shm(2)(every_dtype, DTYPES)
+    assert after == 2
+    for (dtype, op), (theirs, ours) in found.items():
+        if isinstance(ours, str):
+            what = f"{str(dtype).removeprefix('torch.')}(5,)"
+            assert ours == f"ValueError: all_reduce: there is no {op} of {what}"
+            assert other[dtype, op][1] == ours and isinstance(theirs, str), (dtype, op, theirs)
+            assert dtype not in OPS[op]
+        elif not isinstance(theirs, str):
+            assert ours == theirs == other[dtype, op][1], (dtype, op)
+    assert found[torch.float8_e4m3fn, "SUM"][1].startswith("ValueError")
+
+
 # ---- any sequence of calls, on any groups -------------------------------------------------
 
 MEMBERS = [[0, 1, 2, 3], [0, 2, 3], [3, 1], [1, 2], [2]]

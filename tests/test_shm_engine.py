@@ -3,12 +3,14 @@
 import contextlib
 import inspect
 import itertools
+import math
 import random
 import re
 import signal
 import sys
 import threading
 import time
+import warnings
 from array import array
 
 import pytest
@@ -543,14 +545,25 @@ def refused(call):
     return said, x.item()
 
 
+def quantized():
+    return torch._empty_affine_quantized([4], scale=1, zero_point=0, dtype=torch.qint8)
+
+
+def nested():
+    with warnings.catch_warnings(action="ignore"):  # a prototype
+        return torch.nested.nested_tensor([torch.ones(1), torch.ones(3)])
+
+
 REFUSED = {
+    "broadcast: .* not torch.qint8 .quantized, on cpu": lambda: dist.broadcast(quantized(), 1),
+    "broadcast: .* not torch.float32 .nested, on cpu": lambda: dist.broadcast(nested(), 1),
+    "send: .* not torch.float32 .nested, on cpu": lambda: dist.send(nested(), 1),
+    "all_reduce: .* not torch.float32 .torch.sparse_coo, on cpu": lambda: dist.all_reduce(
+        torch.eye(2).to_sparse()
+    ),
     "there is no SUM of uint16": lambda: dist.all_reduce(torch.ones(3, dtype=torch.uint16)),
-    "all_reduce: .* is expanded: clone": lambda: dist.all_reduce(expanded()),
-    "broadcast: .* is expanded": lambda: dist.broadcast(expanded(), 1),
-    "reduce: .* is expanded": lambda: dist.reduce(expanded(), 0),
     "all_gather: .* is expanded": lambda: dist.all_gather([expanded()] * 2, torch.ones(4)),
     "gather: .* is expanded": lambda: dist.gather(torch.ones(4), [expanded()] * 2, 0),
-    "scatter: .* is expanded": lambda: dist.scatter(expanded(), None, 1),
     "reduce_scatter: .* expanded": lambda: dist.reduce_scatter(expanded(), [torch.ones(4)] * 2),
     "all_to_all: .* is expanded": lambda: dist.all_to_all([expanded()] * 2, [torch.ones(4)] * 2),
     "all_to_all_single: .* expanded": lambda: dist.all_to_all_single(expanded(), torch.ones(4)),
@@ -562,6 +575,39 @@ REFUSED = {
 def test_what_cannot_be_received_into_is_refused_and_the_group_goes_on(ranks, words):
     (said, total), other = ranks(2)(refused, REFUSED[words])
     assert re.search(words, said) and (total, other) == (2, (None, 2))
+
+
+def filled(backend):
+    """What calls leave in expanded tensors, if they have one value for them. Behind each there is
+    memory of its own, for gloo goes on to write there."""
+    group, rank = dist.new_group(backend=backend), dist.get_rank()
+    xs = [torch.full((9,), rank + 1.0)[:1].expand(4) for _ in range(5)]
+    dist.all_reduce(xs[0], group=group)
+    dist.all_reduce(xs[1], dist.ReduceOp.MAX, group=group)
+    dist.broadcast(xs[2], 1, group=group)
+    parts = [torch.full((4,), math.nan), torch.ones(4)]
+    dist.scatter(xs[3], parts if rank else None, 1, group=group)
+    dist.reduce(xs[4], 0, group=group)
+    columns = torch.arange(9.0)[:2].view(2, 1).expand(2, 3)
+    dist.all_reduce(columns, group=group)
+    return [x.tolist() for x in [*xs[: 5 - rank], columns]]
+
+
+def test_an_expanded_tensor_takes_the_value_that_a_call_has_for_it(ranks):
+    assert str(ranks(2)(filled, "shm")) == str(ranks(2)(filled, "gloo"))
+
+
+def test_an_expanded_tensor_that_cannot_hold_the_result_is_told(ranks):
+    def run():
+        group = dist.new_group()
+        x = torch.arange(4.0) if dist.get_rank() == 1 else expanded()
+        try:
+            dist.broadcast(x, 1, group=group)
+        except RuntimeError as error:
+            return str(error)
+
+    said, other = ranks(2)(run)
+    assert said.startswith("float32(4,) is expanded: its elements share their memory") and not other
 
 
 def test_what_is_only_sent_may_be_expanded(ranks):

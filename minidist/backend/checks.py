@@ -22,12 +22,13 @@ def _describe(dtype: torch.dtype, shape: torch.Size) -> str:
 
 
 def dense(what: str, tensors: Tensors) -> None:
-    """They lie in the memory of the CPU, one element after another."""
+    """Their numbers lie in the memory of the CPU."""
     for x in tensors:
-        if x.layout != torch.strided or x.device.type != "cpu":
+        if x.layout != torch.strided or x.device.type != "cpu" or x.is_quantized or x.is_nested:
+            kind = "quantized" if x.is_quantized else "nested" if x.is_nested else x.layout
             raise ValueError(
-                f'{what}: backend "shm" takes dense tensors on the CPU, not {describe(x)} '
-                f"({x.layout}, on {x.device})"
+                f'{what}: backend "shm" takes dense tensors on the CPU, not {x.dtype} ({kind}, '
+                f"on {x.device})"
             )
 
 

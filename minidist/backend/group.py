@@ -217,9 +217,21 @@ def flatten(x: torch.Tensor) -> torch.Tensor:
 
 
 def put_back(x: torch.Tensor, flat: torch.Tensor) -> None:
-    """Write (n,) back where it came from, if it is a copy."""
-    if x.data_ptr() != flat.data_ptr():
-        _writable(x).copy_(flat.view(x.shape))
+    """Write (n,) back where it came from, if it is a copy. Elements that share their memory, as in
+    an expanded tensor, take one value. Raises RuntimeError if the result has several for them."""
+    if x.data_ptr() == flat.data_ptr():
+        return
+    x, result = _writable(x), flat.view(x.shape)
+    if 0 not in x.stride():
+        x.copy_(result)
+        return
+    one = tuple(slice(None) if stride else slice(1) for stride in x.stride())
+    x[one].copy_(result[one])
+    if not torch.equal(flatten(x).view(torch.uint8), flat.view(torch.uint8)):  # NaN is NaN
+        raise RuntimeError(
+            f"{describe(x)} is expanded: its elements share their memory, and the result has "
+            "different values for them. clone() it before the call"
+        )
 
 
 def _writable(x: torch.Tensor) -> torch.Tensor:

@@ -45,10 +45,8 @@ class ShmProcessGroup(Group):
     def _all_reduce(
         self, name: str, tensors: Tensors, opts: Any, root: int | None = None
     ) -> Handle:
-        op, reduction = self._reduction(name, opts.reduceOp, tensors)
+        reduction = self._reduction(name, opts.reduceOp, tensors)
         receivers, to = (range(self.size()), "") if root is None else ([root], f"dst={root}, ")
-        if self.rank() in receivers:
-            checks.writable(name, tensors)
 
         def run() -> Operation:
             for x in tensors:
@@ -57,19 +55,17 @@ class ShmProcessGroup(Group):
                 if self.rank() in receivers:
                     put_back(x, flat)
 
-        what, nbytes = f"{name}({describe(*tensors)}, {to}op={op})", _nbytes(tensors)
+        what, nbytes = f"{name}({describe(*tensors)}, {to}op={reduction.name})", _nbytes(tensors)
         cost = self._ring(nbytes, 2) if root is None else self._tree(nbytes, root, steps.back)
         return self._collective(what, run(), list(tensors), opts, cost)
 
-    def _reduction(self, name: str, op: Any, tensors: Tensors) -> tuple[str, Reduction]:
+    def _reduction(self, name: str, op: Any, tensors: Tensors) -> Reduction:
         self._take(name, tensors)
         return Reduction.of(name, op, tensors, self.size())
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Handle:
         opts = opts or dist.BroadcastOptions()
         self._take("broadcast", tensors)
-        if self.rank() != opts.rootRank:
-            checks.writable("broadcast", tensors)
 
         def run() -> Operation:
             for x in tensors:
@@ -153,7 +149,6 @@ class ShmProcessGroup(Group):
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Handle:
         opts = opts or dist.ScatterOptions()
         self._take("scatter", [*outputs, *(inputs[0] if inputs else [])])
-        checks.writable("scatter", outputs)
         if inputs:
             checks.one_each("scatter", inputs[0], outputs[0], self.size())
 
@@ -191,7 +186,7 @@ class ShmProcessGroup(Group):
     def _reduce_scatter(
         self, name: str, outputs: Tensors, inputs: Sequence[Tensors], opts: Any
     ) -> Handle:
-        op, reduction = self._reduction(name, opts.reduceOp, outputs)
+        reduction = self._reduction(name, opts.reduceOp, outputs)
         checks.writable(name, outputs)
         for x, parts in zip(outputs, inputs, strict=True):
             self._take(name, parts)
@@ -203,7 +198,7 @@ class ShmProcessGroup(Group):
                 yield from operations.reduce_scatter(self.members, flat, flats, reduction)
                 put_back(x, flat)
 
-        what = f"{name}({describe(*outputs)}, op={op})"
+        what = f"{name}({describe(*outputs)}, op={reduction.name})"
         cost = self._ring(self.size() * _nbytes(outputs))
         return self._collective(what, run(), list(outputs), opts, cost)
 

@@ -1,7 +1,7 @@
 """What `dist.ReduceOp` means, element by element."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -22,14 +22,13 @@ FUNCTIONS: dict[Any, Callable[..., object]] = {
     Op.BOR: torch.bitwise_or,
     Op.BXOR: torch.bitwise_xor,
 }
-BITWISE = [Op.BAND, Op.BOR, Op.BXOR]
-ORDERED = [Op.MIN, Op.MAX]
 
 
 @dataclass(frozen=True)
 class Reduction:
     """How two tensors become one: `add(a, b, out=total)`; and then `finish(total)`."""
 
+    name: str  # that of the `dist.ReduceOp`
     add: Callable[..., object]
     finish: Callable[[torch.Tensor], object] = lambda total: None
 
@@ -43,42 +42,29 @@ class Reduction:
         self.finish(total)
 
     @classmethod
-    def of(cls, what: str, op: Any, tensors: Tensors, size: int) -> tuple[str, "Reduction"]:
-        """The name of a `dist.ReduceOp`, and what it does to these tensors of so many ranks. Raises
-        ValueError if there is no such operation, or not for numbers of such a kind."""
-        op = getattr(op, "op", op)  # an object of ReduceOp
-        name, reduction = _named(op, size)
-        if reduction is None:
-            raise ValueError(f'{what}: backend "shm" has no {op}')
+    def of(cls, what: str, op: Any, tensors: Tensors, size: int) -> "Reduction":
+        """What a `dist.ReduceOp` does to these tensors of so many ranks. Raises ValueError if torch
+        cannot do that to numbers of such a kind."""
+        op, found = getattr(op, "op", op), None  # it may be an object of ReduceOp
         for x in tensors:
-            if not _is_for(op, x.dtype):
-                raise ValueError(f"{what}: there is no {name} of {describe(x)}")
-        return name, reduction
+            found = _reduction(op, x.dtype, size)
+            if found is None:
+                raise ValueError(f"{what}: there is no {op.name} of {describe(x)}")
+        if found is None:
+            raise ValueError(f"{what} takes one tensor or more")
+        return found
 
 
-# Both are asked at each call, and torch's operations are slow to compare.
-
-
-@lru_cache(1024)
-def _named(op: Any, size: int) -> tuple[str, Reduction | None]:
+@lru_cache(1024)  # it is asked at each call, and takes a while
+def _reduction(op: Any, dtype: torch.dtype, size: int) -> Reduction | None:
     if op not in FUNCTIONS:
-        return "", None
+        return None
+    reduction = Reduction(op.name, FUNCTIONS[op])
     if op == Op.AVG:
-        return op.name, Reduction(FUNCTIONS[op], lambda total: total.div_(size))
-    return op.name, Reduction(FUNCTIONS[op])
-
-
-@lru_cache(1024)
-def _is_for(op: Any, dtype: torch.dtype) -> bool:
-    if op in BITWISE:
-        return not (dtype.is_floating_point or dtype.is_complex)
-    if op in ORDERED and dtype.is_complex:
-        return False
-    if op == Op.AVG and not (dtype.is_floating_point or dtype.is_complex):
-        return False
-    x = torch.zeros(1, dtype=dtype)
-    try:  # of some dtypes torch has no sum
-        FUNCTIONS[op](x, x, out=x)
-    except NotImplementedError:
-        return False
-    return True
+        reduction = replace(reduction, finish=lambda total: total.div_(size))
+    try:  # Torch does not add all that it can store. Ask before a message is under way.
+        x = torch.ones(1, dtype=dtype, device="cpu")
+        reduction.into(x, x, [x])
+    except RuntimeError:
+        return None
+    return reduction
