@@ -554,11 +554,28 @@ def nested():
         return torch.nested.nested_tensor([torch.ones(1), torch.ones(3)])
 
 
+def freed():
+    x = torch.ones(9)[1:5]
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def fake():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.ones(4)
+
+
 REFUSED = {
-    "broadcast: .* not torch.qint8 .quantized, on cpu": lambda: dist.broadcast(quantized(), 1),
-    "broadcast: .* not torch.float32 .nested, on cpu": lambda: dist.broadcast(nested(), 1),
-    "send: .* not torch.float32 .nested, on cpu": lambda: dist.send(nested(), 1),
-    "all_reduce: .* not torch.float32 .torch.sparse_coo, on cpu": lambda: dist.all_reduce(
+    "all_gather: .* .without memory": lambda: dist.all_gather([torch.ones(4)] * 2, freed()),
+    "recv: .* .without memory": lambda: dist.recv(freed(), 1),
+    "scatter: .* not a FakeTensor of .* .without": lambda: dist.scatter(fake(), None, 1),
+    "all_reduce: .* .without": lambda: dist.all_reduce(torch._efficientzerotensor(4)),
+    "broadcast: .* not a Tensor of torch.qint8 .quantized": lambda: dist.broadcast(quantized(), 1),
+    "broadcast: .* not a Tensor of torch.float32 .nested": lambda: dist.broadcast(nested(), 1),
+    "send: .* not a Tensor of torch.float32 .nested": lambda: dist.send(nested(), 1),
+    "all_reduce: .* not a Tensor of torch.float32 .torch.sparse_coo": lambda: dist.all_reduce(
         torch.eye(2).to_sparse()
     ),
     "there is no SUM of uint16": lambda: dist.all_reduce(torch.ones(3, dtype=torch.uint16)),

@@ -24,12 +24,24 @@ def _describe(dtype: torch.dtype, shape: torch.Size) -> str:
 def dense(what: str, tensors: Tensors) -> None:
     """Their numbers lie in the memory of the CPU."""
     for x in tensors:
-        if x.layout != torch.strided or x.device.type != "cpu" or x.is_quantized or x.is_nested:
-            kind = "quantized" if x.is_quantized else "nested" if x.is_nested else x.layout
+        if strange := _strange(x):
             raise ValueError(
-                f'{what}: backend "shm" takes dense tensors on the CPU, not {x.dtype} ({kind}, '
-                f"on {x.device})"
+                f'{what}: backend "shm" takes dense tensors in the memory of the CPU, not a '
+                f"{type(x).__name__} of {x.dtype} ({strange})"
             )
+
+
+def _strange(x: torch.Tensor) -> str:
+    """What is in the way of reading its memory, if anything is."""
+    if x.layout != torch.strided:
+        return str(x.layout)
+    if x.device.type != "cpu":
+        return f"on {x.device}"
+    if x.is_quantized or x.is_nested:
+        return "quantized" if x.is_quantized else "nested"
+    if x.numel() and not (x.data_ptr() and x.untyped_storage().nbytes()):
+        return "without memory"  # it has been freed, or never was, as that of a fake tensor
+    return ""
 
 
 def writable(what: str, tensors: Tensors) -> None:
