@@ -11,7 +11,7 @@ Each lesson of the course teaches one module of this package.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from minidist.backend import Link
+from minidist.link import Link
 from minidist.rank import launch, ranks
 from minidist.runtime import RankError
 

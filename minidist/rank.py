@@ -24,7 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minidist.backend import Link  # and with it the backend "shm"
+import minidist.backend  # noqa: F401 - it registers the backend "shm"
+from minidist.link import Link
 from minidist.runtime import Pool
 
 

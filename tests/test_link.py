@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 
 import minidist as md
 from minidist import bench
-from minidist.backend import steps
-from minidist.backend.lines import LIMIT, TIMES, Lines, SharedLines, occupy
-from minidist.backend.link import VARIABLE, Link, Network
 from minidist.bench import Row
 from minidist.bench import link as table
 from minidist.collectives import cost
 from minidist.collectives.cost import sent
+from minidist.link import steps
+from minidist.link.lines import LIMIT, TIMES, Lines, SharedLines, occupy
+from minidist.link.link import VARIABLE, Link, Network
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -6,9 +6,10 @@ To read, in this order: `segment` (memory that all ranks see), `address` and `me
 find it), `words` (how one sees what another has done), `bell` (how one that sleeps is woken),
 `handle` (what a call gives back), `queues` and `engine` (who goes on with operations), `members`
 (barriers, and calls that are checked), `staging`, `reduction`, `all_reduce` and `operations` (the
-collectives), `messages` (send and recv), `arena` (tensors in shared memory), `link`, `lines` and
-`steps` (an emulated network), `checks` (mistakes), `callbacks` (their place in the order of calls),
-`group` and `process_group` (what torch calls), `uncompiled` (what torch.compile leaves alone).
+collectives), `messages` (send and recv), `arena` (tensors in shared memory), `checks` (mistakes),
+`callbacks` (their place in the order of calls), `group` and `process_group` (what torch calls),
+`uncompiled` (what torch.compile leaves alone). How long a message takes on an emulated network says
+the room `minidist.link`.
 """
 
 import math
@@ -19,13 +20,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from minidist.backend.link import Link
 from minidist.backend.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from minidist.backend.arena import Arena
 
-__all__ = ["Link", "empty", "purpose", "scratch"]
+__all__ = ["empty", "purpose", "scratch"]
 
 
 @uncompiled

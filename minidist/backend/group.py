@@ -20,12 +20,12 @@ from minidist.backend.callbacks import Place
 from minidist.backend.checks import dense, describe, writable
 from minidist.backend.engine import Engine
 from minidist.backend.handle import Handle
-from minidist.backend.link import Link
 from minidist.backend.members import Caller, Members, at_line
 from minidist.backend.point_to_point import Post
 from minidist.backend.queues import Operation
-from minidist.backend.steps import Step
 from minidist.backend.uncompiled import uncompiled
+from minidist.link import Link
+from minidist.link.steps import Step
 from minidist.measure import record
 
 Tensors = Sequence[torch.Tensor]

@@ -29,13 +29,14 @@ import torch.distributed as dist
 from minidist.backend.address import life, machine, process
 from minidist.backend.arena import Arena
 from minidist.backend.bell import Bell
-from minidist.backend.lines import LINES
-from minidist.backend.link import Link, Network
 from minidist.backend.meeting import Meeting, attach, ended, spell
 from minidist.backend.queues import Operation, Until, Wait
 from minidist.backend.segment import HEAD, Segment
-from minidist.backend.steps import Step
 from minidist.backend.words import publish, reached
+from minidist.link import Link
+from minidist.link.lines import LINES
+from minidist.link.link import Network
+from minidist.link.steps import Step
 
 Caller = tuple[str, int] | None  # a file, and a line of it
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minidist.backend import checks, operations, steps
+from minidist.backend import checks, operations
 from minidist.backend.all_reduce import all_reduce
 from minidist.backend.checks import describe
 from minidist.backend.group import Cost, Group, Tensors, flatten, put_back
@@ -21,6 +21,7 @@ from minidist.backend.queues import Operation
 from minidist.backend.reduction import Reduction
 from minidist.backend.staging import joined
 from minidist.backend.uncompiled import uncompiled
+from minidist.link import steps
 
 Way = Callable[[list[steps.Step]], list[steps.Step]]  # as it is, or `steps.back`
 

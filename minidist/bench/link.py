@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 import minidist as md
-from minidist.backend import Link
 from minidist.bench import Row, draw, show
 from minidist.collectives import cost
+from minidist.link import Link
 from minidist.runtime import Pool
 
 LINK = Link(gbps=0.04, latency_us=10_000)

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from minidist import zoo
-from minidist.backend import Link
 from minidist.checks.verdict import NotYet, check, hints, number, on_ranks, ranks, shown
+from minidist.link import Link
 from minidist.measure import record
 from minidist.parity import relative_difference
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from minidist.backend.link import Link
 from minidist.checks.verdict import NotYet, check, function, hints, number, on_ranks, ranks, shown
+from minidist.link import Link
 from minidist.pipeline import Pipeline, Schedule, ScheduleError, simulate, validate, with_messages
 from minidist.pipeline import instructions as do
 from minidist.zoo import mlp

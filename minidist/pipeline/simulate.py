@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from minidist.backend.lines import Lines
-from minidist.backend.link import Link, Network
+from minidist.link.lines import Lines
+from minidist.link.link import Link, Network
 from minidist.pipeline.instructions import (
     Backward,
     BackwardInputs,

@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from minidist.backend.link import Link
 from minidist.collectives.cost import cost
+from minidist.link import Link
 
 REACHED = 0.8  # of a line's speed, by large messages of NCCL; the data sheet has the line's
 LATENCY_US = 3.4, 9.6  # in a node, and to others: NCCL, src/graph/tuning.cc, hwLat, Ring Simple

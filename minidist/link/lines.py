@@ -48,7 +48,7 @@ def occupy(busy: list[float], at: float, seconds: float) -> tuple[float, float]:
 
 
 class Lines:
-    """The lines of a network that one process only knows: a simulated one."""
+    """The lines of a network that only one process uses: a simulated one."""
 
     def __init__(self) -> None:
         self._busy: Busy = defaultdict(list)

@@ -22,8 +22,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from minidist.backend.lines import LIMIT, LINES, Busy, Lines, occupy
-from minidist.backend.steps import Step
+from minidist.link.lines import LIMIT, LINES, Busy, Lines, occupy
+from minidist.link.steps import Step
 
 VARIABLE = "MINIDIST_LINK"
 

@@ -18,7 +18,8 @@ def ring(p: int, nbytes: float, rounds: int = 1) -> list[Step]:
 
 
 def tree(p: int, nbytes: float, root: int) -> list[Step]:
-    """A broadcast: who has the vector passes it on to who is so far away, half as far each step."""
+    """A broadcast: each rank that has the vector sends it to the rank at distance d, which halves
+    from step to step."""
     return [
         [((root + v) % p, (root + v + d) % p, nbytes) for v in range(0, p - d, 2 * d)]
         for d in reversed(_powers(p))
@@ -36,7 +37,8 @@ def back(steps: Sequence[Step]) -> list[Step]:
 
 
 def pairwise(sizes: Sequence[Sequence[float]]) -> list[Step]:
-    """An all_to_all, of so many bytes from each rank to each: always to the next but one more."""
+    """An all_to_all, of so many bytes from each rank to each: in step d, rank r sends to rank r + d
+    (mod p)."""
     p = len(sizes)
     return [[(r, (r + d) % p, sizes[r][(r + d) % p]) for r in range(p)] for d in range(1, p)]
 
