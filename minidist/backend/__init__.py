@@ -5,8 +5,8 @@
 To read, in this order: `segment` (memory that all ranks see), `address` and `meeting` (how they
 find it), `words` (how one sees what another has done), `bell` (how one that sleeps is woken),
 `handle` (what a call gives back), `queues` and `engine` (who goes on with operations), `members`
-(barriers, and calls that are checked), `staging`, `reduction`, `all_reduce` and `operations` (the
-collectives), `messages` (send and recv), `arena` (tensors in shared memory), `checks` (mistakes),
+(barriers, and calls that are checked), `tensors` (mistakes, and what ReduceOp means),
+`collectives`, `point_to_point` (send and recv), `arena` (tensors in shared memory),
 `callbacks` (their place in the order of calls), `group` and `process_group` (what torch calls),
 `uncompiled` (what torch.compile leaves alone). How long a message takes on an emulated network says
 the room `minidist.link`.

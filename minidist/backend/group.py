@@ -17,18 +17,16 @@ import torch
 import torch.distributed as dist
 
 from minidist.backend.callbacks import Place
-from minidist.backend.checks import dense, describe, writable
 from minidist.backend.engine import Engine
 from minidist.backend.handle import Handle
 from minidist.backend.members import Caller, Members, at_line
 from minidist.backend.point_to_point import Post
 from minidist.backend.queues import Operation
+from minidist.backend.tensors import Tensors, dense, describe, flatten, put_back, writable
 from minidist.backend.uncompiled import uncompiled
 from minidist.link import Link
 from minidist.link.steps import Step
 from minidist.measure import record
-
-Tensors = Sequence[torch.Tensor]
 
 # Between a call and the caller's line; torch deprecates by a function of typing_extensions.
 OURS = ("torch", "minidist", "typing_extensions", "contextlib")
@@ -56,8 +54,8 @@ class Group(dist.ProcessGroup):
         self._engine = Engine(self.members.bell, self.members.explain, self.members.leave)
         self._post = Post(self.members)
         self._number = 0  # of calls
-        # In `join`, ranks let each other know by a single number that they have not finished.
-        # Torch's DDP holds its handle in C++ alone, where it would end with its Python object.
+        # Keep the last eight small handles alive: torch's DDP (in `join`) drops the Python object
+        # while C++ still uses it.
         self._held = deque[Handle](maxlen=8)
         self._name = self._description = ""
         self.purpose = Purpose()
@@ -69,10 +67,11 @@ class Group(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> "Group":
         return self
 
-    def _take(self, what: str, tensors: Tensors) -> None:
-        """These belong to a call, which is wrong if they are not dense."""
-        dense(what, tensors)
-        record.hand_over(tensors)
+    def _take(self, what: str, tensors: Tensors, outputs: Tensors = ()) -> None:
+        """A call takes these tensors, and fills those. Raises ValueError if that cannot be."""
+        dense(what, [*tensors, *outputs])
+        writable(what, outputs)
+        record.hand_over([*tensors, *outputs])
 
     def _collective(
         self, what: str, operation: Operation, result: list[Any], opts: Any, cost: Cost
@@ -134,8 +133,7 @@ class Group(dist.ProcessGroup):
 
     def _receive(self, tensors: Tensors, sources: list[int], tag: int, src: int | None) -> Handle:
         (x,) = tensors
-        self._take("recv", tensors)
-        writable("recv", tensors)
+        self._take("recv", [], tensors)
         where = caller()
         handle = Handle([x], lambda: f"recv({describe(x)}, src={src}, tag={tag}){at_line(where)}")
         self._record("recv", "received", None, x.nbytes, handle)
@@ -207,40 +205,6 @@ def _nodes(ranks: Sequence[int]) -> list[int]:
     """The node of each of these ranks, as torchrun's variables say it."""
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or max(ranks) + 1
     return [rank // per_node for rank in ranks]
-
-
-def flatten(x: torch.Tensor) -> torch.Tensor:
-    """(*,) to (n,): a view where possible."""
-    if not x.is_contiguous() or x.is_conj() or x.is_neg():
-        x = x.detach().resolve_conj().resolve_neg().contiguous()
-    return _writable(x).view(-1)
-
-
-def put_back(x: torch.Tensor, flat: torch.Tensor) -> None:
-    """Write (n,) back where it came from, if it is a copy. Elements that share their memory, as in
-    an expanded tensor, take one value. Raises RuntimeError if the result has several for them."""
-    if x.data_ptr() == flat.data_ptr():
-        return
-    x, result = _writable(x), flat.view(x.shape)
-    if 0 not in x.stride():
-        x.copy_(result)
-        return
-    one = tuple(slice(None) if stride else slice(1) for stride in x.stride())
-    x[one].copy_(result[one])
-    if not torch.equal(flatten(x).view(torch.uint8), flat.view(torch.uint8)):  # NaN is NaN
-        raise RuntimeError(
-            f"{describe(x)} is expanded: its elements share their memory, and the result has "
-            "different values for them. clone() it before the call"
-        )
-
-
-def _writable(x: torch.Tensor) -> torch.Tensor:
-    """The same memory. A tensor made in inference_mode may only be written to within it, and who
-    goes on with an operation is not."""
-    if x.is_inference() and not torch.is_inference_mode_enabled():
-        alias = torch.empty(0, dtype=x.dtype, device=x.device)
-        return alias.set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
-    return x.detach()
 
 
 def caller() -> Caller:

@@ -2,27 +2,41 @@
 # mypy: disable-error-code="override,assignment"
 """The backend "shm": the calls of `torch.distributed`, for tensors on the CPU.
 
-torch calls these methods, with a list of tensors and an object of options; what they do with memory
-is in `operations`.
+torch calls these methods, with lists of tensors and an object of options. Each checks what this
+rank can see, and then gives `_run` its row of a table: what the call is named (all ranks must make
+the same), which tensors it fills from which, by which of the `collectives`, and what that costs on
+an emulated link.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from minidist.backend import checks, operations
-from minidist.backend.all_reduce import all_reduce
-from minidist.backend.checks import describe
-from minidist.backend.group import Cost, Group, Tensors, flatten, put_back
+from minidist.backend import collectives
+from minidist.backend.group import Cost, Group
 from minidist.backend.handle import Handle
 from minidist.backend.queues import Operation
-from minidist.backend.reduction import Reduction
-from minidist.backend.staging import joined
+from minidist.backend.tensors import (
+    Reduction,
+    Tensors,
+    describe,
+    flatten,
+    one_each,
+    put_back,
+    splits,
+    together,
+)
 from minidist.backend.uncompiled import uncompiled
 from minidist.link import steps
 
+# Of a call that is made without any.
+ALL_REDUCE, REDUCE = dist.AllreduceOptions(), dist.ReduceOptions()
+BROADCAST, REDUCE_SCATTER = dist.BroadcastOptions(), dist.ReduceScatterOptions()
+GATHER, SCATTER = dist.GatherOptions(), dist.ScatterOptions()
+
+Flats = Sequence[torch.Tensor]  # (n,) each
 Way = Callable[[list[steps.Step]], list[steps.Step]]  # as it is, or `steps.back`
 
 
@@ -31,68 +45,70 @@ class ShmProcessGroup(Group):
     """Ranks that share memory. Made by `dist.init_process_group("shm")`, by
     `dist.new_group(backend="shm")`, and for meshes of such groups."""
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> Handle:
-        opts = opts or dist.AllreduceOptions()
+    def _run(
+        self,
+        what: str,
+        groups: Iterable[tuple[Tensors, Tensors]],
+        collective: Callable[[Flats, Flats], Operation],
+        result: Sequence[Any],
+        opts: Any,
+        cost: Cost,
+        receives: bool = True,
+    ) -> Handle:
+        """Begin a call. Of each of its groups (outs, ins), one after another, `collective` gets the
+        tensors as (n,), and fills the outs, if this rank `receives` anything."""
+
+        def run() -> Operation:
+            for outs, ins in groups:
+                flats = [flatten(out) for out in outs]
+                yield from collective(flats, [flatten(x) for x in ins])
+                if receives:
+                    for out, flat in zip(outs, flats, strict=True):
+                        put_back(out, flat)
+
+        return self._collective(what, run(), list(result), opts, cost)
+
+    def allreduce(self, tensors: Tensors, opts: Any = ALL_REDUCE) -> Handle:
         return self._all_reduce("all_reduce", tensors, opts)
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Handle:
-        opts = opts or dist.AllreduceCoalescedOptions()
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = ALL_REDUCE) -> Handle:
         return self._all_reduce("all_reduce_coalesced", tensors, opts)
 
-    def reduce(self, tensors: Tensors, opts: Any = None) -> Handle:
-        opts = opts or dist.ReduceOptions()
+    def reduce(self, tensors: Tensors, opts: Any = REDUCE) -> Handle:
         return self._all_reduce("reduce", tensors, opts, opts.rootRank)
 
     def _all_reduce(
         self, name: str, tensors: Tensors, opts: Any, root: int | None = None
     ) -> Handle:
-        reduction = self._reduction(name, opts.reduceOp, tensors)
-        receivers, to = (range(self.size()), "") if root is None else ([root], f"dst={root}, ")
-
-        def run() -> Operation:
-            for x in tensors:
-                flat = flatten(x)
-                yield from all_reduce(self.members, flat, reduction, receivers)
-                if self.rank() in receivers:
-                    put_back(x, flat)
-
-        what, nbytes = f"{name}({describe(*tensors)}, {to}op={reduction.name})", _nbytes(tensors)
-        cost = self._ring(nbytes, 2) if root is None else self._tree(nbytes, root, steps.back)
-        return self._collective(what, run(), list(tensors), opts, cost)
-
-    def _reduction(self, name: str, op: Any, tensors: Tensors) -> Reduction:
         self._take(name, tensors)
-        return Reduction.of(name, op, tensors, self.size())
+        reduction = Reduction.of(name, opts.reduceOp, tensors, self.size())
+        receivers, to = (range(self.size()), "") if root is None else ([root], f"dst={root}, ")
+        nbytes = _nbytes(tensors)
+        return self._run(
+            f"{name}({describe(*tensors)}, {to}op={reduction.name})",
+            [([x], []) for x in tensors],
+            lambda xs, _: collectives.all_reduce(self.members, xs[0], reduction, receivers),
+            tensors,
+            opts,
+            self._ring(nbytes, 2) if root is None else self._tree(nbytes, root, steps.back),
+            receives=self.rank() in receivers,
+        )
 
-    def broadcast(self, tensors: Tensors, opts: Any = None) -> Handle:
-        opts = opts or dist.BroadcastOptions()
+    def broadcast(self, tensors: Tensors, opts: Any = BROADCAST) -> Handle:
         self._take("broadcast", tensors)
-
-        def run() -> Operation:
-            for x in tensors:
-                flat = flatten(x)
-                yield from operations.broadcast(self.members, flat, opts.rootRank)
-                if self.rank() != opts.rootRank:
-                    put_back(x, flat)
-
-        what = f"broadcast({describe(*tensors)}, src={opts.rootRank})"
-        cost = self._tree(_nbytes(tensors), opts.rootRank)
-        return self._collective(what, run(), list(tensors), opts, cost)
+        return self._run(
+            f"broadcast({describe(*tensors)}, src={opts.rootRank})",
+            [([x], []) for x in tensors],
+            lambda xs, _: collectives.broadcast(self.members, xs[0], opts.rootRank),
+            tensors,
+            opts,
+            self._tree(_nbytes(tensors), opts.rootRank),
+            receives=self.rank() != opts.rootRank,
+        )
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Handle:
-        for outs, x in zip(outputs, inputs, strict=True):
-            self._take("all_gather", [x, *outs])
-            checks.writable("all_gather", outs)
-            checks.one_each("all_gather", outs, x, self.size())
-
-        def run() -> Operation:
-            for outs, x in zip(outputs, inputs, strict=True):
-                yield from self._gather(outs, x)
-
         cost = self._ring(self.size() * _nbytes(inputs))
-        return self._collective(
-            f"all_gather({describe(*inputs)})", run(), list(outputs), opts, cost
-        )
+        return self._gather("all_gather", outputs, inputs, opts, cost)
 
     def allgather_coalesced(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
@@ -108,122 +124,108 @@ class ShmProcessGroup(Group):
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Handle:
         for output, x in zip(outputs, inputs, strict=True):
-            self._take("all_gather_single", [output, x])
-            checks.writable("all_gather_single", [output])
-            checks.together("all_gather_single", output, x, self.size())
+            self._take("all_gather_single", [x], [output])
+            together("all_gather_single", output, x, self.size())
 
-        def run() -> Operation:
-            flats, parts = [flatten(output) for output in outputs], [flatten(x) for x in inputs]
-            for dtype in dict.fromkeys(x.dtype for x in inputs):  # all of a dtype at once
-                wholes = [flat.view(self.size(), -1) for flat in flats if flat.dtype == dtype]
-                own = [part for part in parts if part.dtype == dtype]
-                x = joined(own)
-                by_rank = list(zip(*wholes, strict=True))
+        def by_dtype(outs: Flats, xs: Flats) -> Operation:
+            for dtype in dict.fromkeys(x.dtype for x in xs):  # all of a dtype at once
+                own = [x for x in xs if x.dtype == dtype]
+                wholes = [out.view(self.size(), -1) for out in outs if out.dtype == dtype]
+                by_rank, x = list(zip(*wholes, strict=True)), collectives.joined(own)
                 x = torch.cat(own) if x is None else x
-                yield from operations.all_gather(self.members, by_rank, x)
-            for output, flat in zip(outputs, flats, strict=True):
-                put_back(output, flat)
+                yield from collectives.all_gather(self.members, by_rank, x)
 
         what, cost = f"all_gather_single({describe(*inputs)})", self._ring(_nbytes(outputs))
-        return self._collective(what, run(), list(outputs), opts, cost)
+        return self._run(what, [(outputs, inputs)], by_dtype, outputs, opts, cost)
 
-    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Handle:
-        opts = opts or dist.GatherOptions()
-        self._take("gather", [*inputs, *(outputs[0] if outputs else [])])
-        if outputs:
-            checks.writable("gather", outputs[0])
-            checks.one_each("gather", outputs[0], inputs[0], self.size())
-
-        def run() -> Operation:
-            yield from self._gather(outputs[0] if outputs else [], inputs[0])
-
-        what = f"gather({describe(*inputs)}, dst={opts.rootRank})"
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = GATHER) -> Handle:
         cost = self._flat(self.size() * _nbytes(inputs), opts.rootRank, steps.back)
-        return self._collective(what, run(), list(outputs), opts, cost)
+        return self._gather("gather", outputs, inputs, opts, cost, opts.rootRank)
 
-    def _gather(self, outs: Any, x: torch.Tensor) -> Operation:
-        flats = [flatten(out) for out in outs]
-        yield from operations.all_gather(self.members, [[flat] for flat in flats], flatten(x))
-        for out, flat in zip(outs, flats, strict=True):
-            put_back(out, flat)
+    def _gather(
+        self,
+        name: str,
+        outputs: Sequence[Tensors],
+        inputs: Tensors,
+        opts: Any,
+        cost: Cost,
+        root: int | None = None,
+    ) -> Handle:
+        """outputs: for each input one tensor a rank; none at all on a rank that is not the root."""
+        groups = [(outs, [x]) for outs, x in zip(outputs or [[]], inputs, strict=True)]
+        for outs, ins in groups:
+            self._take(name, ins, outs)
+            if root in (None, self.rank()):
+                one_each(name, outs, ins[0], self.size())
+        return self._run(
+            f"{name}({describe(*inputs)}{'' if root is None else f', dst={root}'})",
+            groups,
+            lambda outs, xs: collectives.all_gather(self.members, [[o] for o in outs], xs[0]),
+            outputs,
+            opts,
+            cost,
+        )
 
-    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Handle:
-        opts = opts or dist.ScatterOptions()
-        self._take("scatter", [*outputs, *(inputs[0] if inputs else [])])
-        if inputs:
-            checks.one_each("scatter", inputs[0], outputs[0], self.size())
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = SCATTER) -> Handle:
+        parts = inputs[0] if inputs else []
+        self._take("scatter", [*parts, *outputs])  # an expanded output takes its one value
+        if parts:
+            one_each("scatter", parts, outputs[0], self.size())
 
-        def run() -> Operation:
-            parts = [flatten(part) for part in (inputs[0] if inputs else [])]
-            flat = flatten(outputs[0])
-            yield from operations.scatter(self.members, flat, parts, opts.rootRank)
-            put_back(outputs[0], flat)
-
-        what = f"scatter({describe(*outputs)}, src={opts.rootRank})"
-        cost = self._flat(self.size() * _nbytes(outputs), opts.rootRank)
-        return self._collective(what, run(), list(outputs), opts, cost)
+        return self._run(
+            f"scatter({describe(*outputs)}, src={opts.rootRank})",
+            [(outputs, parts)],
+            lambda outs, ins: collectives.scatter(self.members, outs[0], ins, opts.rootRank),
+            outputs,
+            opts,
+            self._flat(self.size() * _nbytes(outputs), opts.rootRank),
+        )
 
     def reduce_scatter(
-        self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None
+        self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = REDUCE_SCATTER
     ) -> Handle:
-        opts = opts or dist.ReduceScatterOptions()
         return self._reduce_scatter("reduce_scatter", outputs, inputs, opts)
 
     def reduce_scatter_single(
-        self, output: torch.Tensor, x: torch.Tensor, opts: Any = None
+        self, output: torch.Tensor, x: torch.Tensor, opts: Any = REDUCE_SCATTER
     ) -> Handle:
         return self.reduce_scatter_single_coalesced([output], [x], opts)
 
     def reduce_scatter_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+        self, outputs: Tensors, inputs: Tensors, opts: Any = REDUCE_SCATTER
     ) -> Handle:
-        opts = opts or dist.ReduceScatterOptions()
         for output, x in zip(outputs, inputs, strict=True):
             self._take("reduce_scatter_single", [x])
-            checks.together("reduce_scatter_single", x, output, self.size())
+            together("reduce_scatter_single", x, output, self.size())
         parts = [list(flatten(x).view(self.size(), -1)) for x in inputs]
         return self._reduce_scatter("reduce_scatter_single", outputs, parts, opts)
 
     def _reduce_scatter(
         self, name: str, outputs: Tensors, inputs: Sequence[Tensors], opts: Any
     ) -> Handle:
-        reduction = self._reduction(name, opts.reduceOp, outputs)
-        checks.writable(name, outputs)
         for x, parts in zip(outputs, inputs, strict=True):
-            self._take(name, parts)
-            checks.one_each(name, parts, x, self.size())
+            self._take(name, parts, [x])
+            one_each(name, parts, x, self.size())
+        reduction = Reduction.of(name, opts.reduceOp, outputs, self.size())
 
-        def run() -> Operation:
-            for x, parts in zip(outputs, inputs, strict=True):
-                flat, flats = flatten(x), [flatten(part) for part in parts]
-                yield from operations.reduce_scatter(self.members, flat, flats, reduction)
-                put_back(x, flat)
-
-        what = f"{name}({describe(*outputs)}, op={reduction.name})"
-        cost = self._ring(self.size() * _nbytes(outputs))
-        return self._collective(what, run(), list(outputs), opts, cost)
+        return self._run(
+            f"{name}({describe(*outputs)}, op={reduction.name})",
+            [([x], parts) for x, parts in zip(outputs, inputs, strict=True)],
+            lambda xs, parts: collectives.reduce_scatter(self.members, xs[0], parts, reduction),
+            outputs,
+            opts,
+            self._ring(self.size() * _nbytes(outputs)),
+        )
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Handle:
-        self._take("all_to_all", [*outputs, *inputs])
-        checks.writable("all_to_all", outputs)
+        self._take("all_to_all", inputs, outputs)
         for tensors in (outputs, inputs):
             if len(tensors) != self.size() or {x.dtype for x in tensors} != {inputs[0].dtype}:
                 raise ValueError(
                     f"all_to_all takes {self.size()} tensors of one dtype, one for each rank, "
                     f"not {describe(*tensors)}"
                 )
-
-        sizes: list[list[int]] = []  # from each rank to each, in bytes, once they are known
-
-        def run() -> Operation:
-            outs, parts = [flatten(out) for out in outputs], [flatten(part) for part in inputs]
-            sizes.extend((yield from operations.all_to_all(self.members, outs, parts)))
-            for out, flat in zip(outputs, outs, strict=True):
-                put_back(out, flat)
-
-        what = f"all_to_all(dtype={inputs[0].dtype})"  # shapes may differ
-        cost = Cost(_nbytes(inputs), lambda: steps.pairwise(sizes))
-        return self._collective(what, run(), list(outputs), opts, cost)
+        return self._all_to_all("all_to_all", outputs, inputs, opts)
 
     def all_to_all_single(
         self,
@@ -233,29 +235,37 @@ class ShmProcessGroup(Group):
         input_splits: Sequence[int],
         opts: Any = None,
     ) -> Handle:
-        self._take("all_to_all_single", [output, x])
-        checks.writable("all_to_all_single", [output])
+        self._take("all_to_all_single", [x], [output])
         if output.dtype != x.dtype:
             raise ValueError(f"all_to_all_single: {describe(output)} from {describe(x)}")
-        lengths = checks.splits("all_to_all_single", x, input_splits, self.size())
-        rooms = checks.splits("all_to_all_single", output, output_splits, self.size())
+        lengths = splits("all_to_all_single", x, input_splits, self.size())
+        rooms = splits("all_to_all_single", output, output_splits, self.size())
+        return self._all_to_all("all_to_all_single", [output], [x], opts, rooms, lengths)
 
+    def _all_to_all(
+        self,
+        name: str,
+        outputs: Tensors,
+        inputs: Tensors,
+        opts: Any,
+        rooms: Sequence[int] = (),
+        lengths: Sequence[int] = (),
+    ) -> Handle:
+        """Of one tensor for each rank; or of one in all, with as many elements for each rank."""
         sizes: list[list[int]] = []  # from each rank to each, in bytes, once they are known
 
-        def run() -> Operation:
-            flat = flatten(output)
-            parts = flatten(x).split(lengths)
-            sizes.extend((yield from operations.all_to_all(self.members, flat.split(rooms), parts)))
-            put_back(output, flat)
+        def exchange(outs: Flats, parts: Flats) -> Operation:
+            if lengths:
+                outs, parts = outs[0].split(rooms), parts[0].split(lengths)
+            sizes.extend((yield from collectives.all_to_all(self.members, outs, parts)))
 
-        what = f"all_to_all_single(dtype={x.dtype})"
-        cost = Cost(x.nbytes, lambda: steps.pairwise(sizes))
-        return self._collective(what, run(), [output], opts, cost)
+        what = f"{name}(dtype={inputs[0].dtype})"  # shapes may differ
+        cost = Cost(_nbytes(inputs), lambda: steps.pairwise(sizes))
+        return self._run(what, [(outputs, inputs)], exchange, outputs, opts, cost)
 
     def barrier(self, opts: Any = None) -> Handle:
-        operation = operations.barrier(self.members)
         cost = Cost(0, lambda: steps.dissemination(self.size()))
-        return self._collective("barrier()", operation, [], opts, cost)
+        return self._collective("barrier()", self.members.agree(), [], opts, cost)
 
     # ---- what they cost on an emulated link ------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Two bare processes that make the copies of an all_reduce by shared memory, and nothing else.
 
-The backend "shm" takes a tensor through staging areas, piece by piece (`backend.operations`): a
+The backend "shm" takes a tensor through staging areas, piece by piece (`backend.collectives`): a
 rank stages a piece, adds up its own half of it, and takes the other half. Here is just that, by a
 fork and a spinning flag: no process group, no check, no thread. So it is a bound: from ordinary
 tensors, no library is faster that makes these copies.

@@ -99,8 +99,8 @@ def by_checking(world_size: int, rounds: int) -> Row:
 
 def _checking_here(rounds: int) -> tuple[list[float], list[float]]:
     """Of an all_reduce of 1 kB: the seconds it takes, and those of them that its check takes."""
-    from minidist.backend.checks import describe
     from minidist.backend.group import Group, caller
+    from minidist.backend.tensors import describe
 
     group, x = dist.new_group(backend="shm"), torch.zeros(250)
     assert isinstance(group, Group)
