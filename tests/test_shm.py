@@ -268,8 +268,10 @@ def test_every_operation_of_every_dtype_is_as_with_gloo_or_is_refused_at_once(sh
     assert after == 2
     for (dtype, op), (theirs, ours) in found.items():
         if isinstance(ours, str):
-            what = f"{str(dtype).removeprefix('torch.')}(5,)"
-            assert ours == f"ValueError: all_reduce: there is no {op} of {what}"
+            name = str(dtype).removeprefix("torch.")
+            odd = re.fullmatch("u?int[1-7]|qu?int.*", name)
+            told = "which torch does not copy)" if odd else f"there is no {op} of {name}(5,)"
+            assert ours.startswith("ValueError: all_reduce: ") and ours.endswith(told), ours
             assert other[dtype, op][1] == ours and isinstance(theirs, str), (dtype, op, theirs)
             assert dtype not in OPS[op]
         elif not isinstance(theirs, str):

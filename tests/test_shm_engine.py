@@ -554,6 +554,10 @@ def nested():
         return torch.nested.nested_tensor([torch.ones(1), torch.ones(3)])
 
 
+def small():
+    return torch.zeros(4, dtype=torch.uint8).view(torch.int4)
+
+
 def freed():
     x = torch.ones(9)[1:5]
     x.untyped_storage().resize_(0)
@@ -569,6 +573,7 @@ def fake():
 
 REFUSED = {
     "all_gather: .* .without memory": lambda: dist.all_gather([torch.ones(4)] * 2, freed()),
+    "broadcast: .* torch.int4 .which torch does not copy": lambda: dist.broadcast(small(), 1),
     "recv: .* .without memory": lambda: dist.recv(freed(), 1),
     "scatter: .* not a FakeTensor of .* .without": lambda: dist.scatter(fake(), None, 1),
     "all_reduce: .* .without": lambda: dist.all_reduce(torch._efficientzerotensor(4)),

@@ -45,7 +45,17 @@ def _strange(x: torch.Tensor) -> str:
         return "quantized" if x.is_quantized else "nested"
     if x.numel() and not (x.data_ptr() and x.untyped_storage().nbytes()):
         return "without memory"  # it has been freed, or never was, as that of a fake tensor
-    return ""
+    return "" if _copied(x.dtype) else "which torch does not copy"
+
+
+@functools.lru_cache(64)
+def _copied(dtype: torch.dtype) -> bool:
+    x = torch.empty(1, dtype=dtype, device="cpu")
+    try:
+        x.copy_(x.clone())
+    except RuntimeError:
+        return False
+    return True
 
 
 def writable(what: str, tensors: Tensors) -> None:
