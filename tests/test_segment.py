@@ -157,9 +157,9 @@ def test_all_ranks_of_a_machine_find_each_other():
     before, size = files(), 12
     members = meet(size)
     tensors = [m.arena.empty(5, torch.int64).fill_(m.rank) for m in members]
-    assert all([m.place(x) for m, x in zip(members, tensors, strict=True)])
+    assert all([m.share(x) for m, x in zip(members, tensors, strict=True)])
     for m in members:
-        found = [m.placed(rank, tensors[0]) for rank in range(size)]
+        found = [m.shared(rank, tensors[0]) for rank in range(size)]
         assert [x.unique().tolist() for x in found] == [[rank] for rank in range(size)]
     slots = [[m.slot(0, 11, 1), m.slot(11, 11, 0)] for m in members]
     slots[3][0].fill_(33)

@@ -871,7 +871,7 @@ def test_what_came_just_before_the_other_left_is_taken():
         yield Message()
 
     bell, _ = Bell.create(memoryview(array("q", [0] * 8)))
-    engine = Engine(bell, explain, farewell=bell.close)
+    engine = Engine(bell, explain, on_close=bell.close)
     assert engine.submit("a lane", operation(), Handle([], lambda: "a call"), 5).wait()
     engine.close()
 
@@ -895,7 +895,7 @@ def test_a_short_call_does_not_overtake_one_made_before():
         go.wait(5)
 
     bell, _ = Bell.create(memoryview(array("q", [0] * 8)))
-    engine = Engine(bell, lambda *wait: None, farewell=bell.close)
+    engine = Engine(bell, lambda *wait: None, on_close=bell.close)
     handle = Handle([], lambda: "a long call")
     handle.get_future().add_done_callback(linger)
     engine.submit("long", long(), handle, 5)

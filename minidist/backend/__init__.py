@@ -6,8 +6,8 @@ To read, in this order: `segment` (memory that all ranks see), `address` and `me
 find it), `words` (how one sees what another has done), `bell` (how one that sleeps is woken),
 `handle` (what a call gives back), `queues` and `engine` (who goes on with operations), `members`
 (barriers, and calls that are checked), `staging`, `reduction`, `all_reduce` and `operations` (the
-collectives), `messages` (send and recv), `arena` (tensors in shared memory), `link`, `lines` and
-`steps` (an emulated network), `checks` (mistakes), `callbacks` (their place in the order of calls),
+collectives), `point_to_point` (send and recv), `arena` (tensors in shared memory), `link`, `lines`
+and `steps` (an emulated network), `checks` (mistakes), `callbacks` (the order of what they call),
 `group` and `process_group` (what torch calls), `uncompiled` (what torch.compile leaves alone).
 """
 
@@ -54,8 +54,8 @@ def scratch(
     device: torch.device | str = "cpu",
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """The same, for a moment: the memory that ranks share is kept for the next one of this size, up
-    to 64 MiB a group."""
+    """Like `empty`, for a tensor that lives shortly: its memory is kept for the next one of this
+    size, up to 64 MiB a group."""
     arena = _arena(group, device)
     if arena is None:
         return torch.empty(size, dtype=dtype, device=device)

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 
 def machine() -> str:
-    """What only those processes have in common that see each other's files: those of one machine,
-    since it was started, and of one container."""
+    """Identifies this boot and PID namespace: only processes with equal values can open each
+    other's /proc files."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"

@@ -25,7 +25,7 @@ class Arena:
         self._segment = segment
         self._owner = os.getpid()
         self._untouched = list(range(segment.first, 48))  # chunks
-        self._free: list[tuple[int, int]] = []  # places (from, to), in order
+        self._free: list[tuple[int, int]] = []  # offsets (from, to), in order
         # A tensor's end comes at any moment, in any thread, even amid `empty`: so it only leaves a
         # note here.
         self._given_back: deque[tuple[int, int]] = deque()
@@ -58,7 +58,7 @@ class Arena:
             return self._tensor(numel, dtype, start, size, self._keep)
 
     def _find_room(self, nbytes: int) -> tuple[int, int]:
-        """A free place, and the size that is taken there."""
+        """The offset of free memory, and the size that is taken there."""
         while self._given_back:
             self._merge(*self._given_back.popleft())
         size = _pages(nbytes)
@@ -89,7 +89,7 @@ class Arena:
         return torch.ops.aten.lift_fresh.default(tensor)[:numel]
 
     def _grow(self, size: int) -> int:
-        """Take the smallest chunk that has so much room. Its index among the free places."""
+        """Take the smallest chunk that has so much room. Its index in `_free`."""
         number = next(k for k in self._untouched if 1 << k >= size)
         try:
             self._segment.chunk(number, grow=True)
@@ -130,8 +130,8 @@ def _pages(nbytes: int) -> int:
     return -(-max(nbytes, 1) // PAGE) * PAGE
 
 
-def _begins_chunk(place: int) -> bool:
-    return place & (place - 1) == 0
+def _begins_chunk(offset: int) -> bool:
+    return offset & (offset - 1) == 0
 
 
 def available() -> int:

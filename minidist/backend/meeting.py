@@ -11,16 +11,16 @@ from minidist.backend.segment import Segment
 
 
 class Meeting:
-    """Where the ranks of a group tell each other where they are."""
+    """A store, in which the ranks of a group exchange values."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
         # A store may outlive its group, and serve the next one of the same name.
-        self._turn = store.add(f"turn of rank {rank}", 1)
+        self._generation = store.add(f"generation of rank {rank}", 1)
 
     def exchange(self, name: str, value: str) -> list[str]:
         """The values of all ranks."""
-        keys = [f"{name} {rank}, {self._turn}" for rank in range(self._size)]
+        keys = [f"{name} {rank}, {self._generation}" for rank in range(self._size)]
         self._store.set(keys[self._rank], value)
         try:
             self._store.wait(keys, self._timeout)
@@ -66,5 +66,5 @@ def ended(number: int, born: str) -> bool:
 
 
 def spell(ranks: list[int]) -> str:
-    """These ranks, in words."""
+    """[1, 2] is "ranks 1, 2"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

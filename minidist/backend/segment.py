@@ -6,7 +6,7 @@ death, it is gone too.
 
 A segment is small, and grows. It begins with what every group needs: the head, the staging areas,
 the slots. Behind them it is cut into chunks for tensors: chunk k goes from byte 2^k of the file to
-byte 2^(k+1). So one number, the place of a tensor in the file, says in which chunk the tensor lies.
+byte 2^(k+1). So a tensor's offset in the file also says in which chunk the tensor lies.
 A process maps a chunk when it first needs it, and a chunk that nobody needs costs nothing. The
 machine gives a page when somebody first writes to it.
 """
@@ -90,18 +90,18 @@ class Segment:
             return self._chunks[number][0]
 
     def find(self, x: torch.Tensor) -> int:
-        """The place of a tensor that lies in a chunk, or 0 if it lies elsewhere."""
+        """The offset of a tensor that lies in a chunk, or 0 if it lies elsewhere."""
         address = x.data_ptr()
         for number, (_, where) in self._chunks.items():
             if 0 <= address - where < 1 << number:
                 return (1 << number) + address - where
         return 0
 
-    def at(self, place: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """(numel,), at a place that the segment's rank has found."""
-        number = place.bit_length() - 1
-        offset = place - (1 << number)
-        return torch.frombuffer(self.chunk(number), dtype=dtype, count=numel, offset=offset)
+    def at(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """(numel,), at an offset that the segment's rank has found."""
+        number = offset.bit_length() - 1
+        chunk, start = self.chunk(number), 1 << number
+        return torch.frombuffer(chunk, dtype=dtype, count=numel, offset=offset - start)
 
     def room(self) -> int:
         """Bytes that the file system can still give to the file; where it has no limit, 1 << 62."""

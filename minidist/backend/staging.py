@@ -51,14 +51,14 @@ def show(
     """Let the others see x of these ranks, and check that all make the same call. If it lies in the
     arena on each of them: those tensors, (n,), to be read until the next barrier. Else nothing, and
     on each rank `stage` has been called, which stages a first piece."""
-    shared = members.place(x if members.rank in ranks else None)
+    shared = members.share(x if members.rank in ranks else None)
     if not shared:
         stage()
     yield from members.agree()
-    places = [members.has_placed(rank) for rank in ranks]
-    if all(places) and x is not None:
-        return [members.placed(rank, x) for rank in ranks]
-    if any(places):  # somewhere else it does not
+    found = [members.has_shared(rank) for rank in ranks]
+    if all(found) and x is not None:
+        return [members.shared(rank, x) for rank in ranks]
+    if any(found):  # somewhere else it does not
         if shared:
             stage()
         yield from members.barrier()
