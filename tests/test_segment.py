@@ -24,7 +24,7 @@ from programs import Family, Program, eventually
 
 import minidist as md
 from minidist.backend import address
-from minidist.backend.address import life, machine, process, show
+from minidist.backend.address import life, machine, process
 from minidist.backend.arena import SPARE, Arena, available
 from minidist.backend.members import HEAD, SLOT, STAGE, STAGES, Members
 from minidist.backend.segment import TOKEN, Segment
@@ -480,24 +480,19 @@ def test_a_death_is_seen_where_pidfd_open_and_memfd_create_are_refused(tmp_path)
 
 @pytest.fixture
 def stranger(tmp_path):
-    """A process that has two files open, a regular one and a pipe; its number, and theirs."""
+    """A process that has a file open: with the number of that."""
     path = tmp_path / "precious"
     path.write_bytes(b"precious " * 20_000)
-    source = "import os; f = open('precious', 'r+b'); print(f.fileno(), *os.pipe()); input()"
     process = subprocess.Popen(
-        [sys.executable, "-uc", source],
+        [sys.executable, "-uc", "f = open('precious', 'r+b'); print(f.fileno()); input()"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         cwd=tmp_path,
     )
-    process.files = list(map(int, process.stdout.readline().split()))
+    process.file = int(process.stdout.readline())
     yield process
     assert path.read_bytes() == b"precious " * 20_000
-    hears = os.open(f"/proc/{process.pid}/fd/{process.files[1]}", os.O_RDONLY | os.O_NONBLOCK)
-    with pytest.raises(BlockingIOError):  # nothing has come through the pipe
-        os.read(hears, 1)
-    os.close(hears)
     process.communicate("")
 
 
@@ -519,11 +514,10 @@ def where(of, file):
 
 
 def test_a_rank_of_another_machine_or_container_is_refused_and_nobody_is_touched(stranger):
-    pid, (file, _, rings) = stranger.pid, stranger.files
-    memory, pipes = f"{where(stranger, file)}\t5", "\t".join([where(stranger, rings)] * 2)
+    pid, memory = stranger.pid, f"{where(stranger, stranger.file)}\t5"
     boot, namespace = machine().split()
     for elsewhere in (f"another {namespace}", f"{boot} pid:[1]"):
-        assert told([elsewhere, pid, life(pid), memory, pipes]) == (
+        assert told([elsewhere, pid, life(pid), memory]) == (
             "rank 1 runs on another machine or in another container: shared memory does not reach "
             "it; use backend gloo"
         )
@@ -531,21 +525,18 @@ def test_a_rank_of_another_machine_or_container_is_refused_and_nobody_is_touched
 
 def test_a_strangers_file_is_not_taken_for_a_ranks(stranger):
     """On this machine: the rank has ended, and its number, or its files' numbers, are another's."""
-    pid, (file, _, rings) = stranger.pid, stranger.files
+    pid, file = stranger.pid, stranger.file
     gone = "Connection closed by peer: rank 1 has died"
     mine, shown = Segment.create(HEAD + STAGES * STAGE + 4 * SLOT)
-    pipes = "\t".join([where(stranger, rings)] * 2)
-    moved = f"/proc/{pid}/fd/{rings}:1:2"
     token = shown.split("\t")[1]
-    for born, memory, bell in [
-        ("1", f"{where(stranger, file)}\t5", pipes),  # another life
-        (life(pid), f"/proc/{pid}/fd/{file}:1:2\t5", pipes),  # another file
-        (life(pid), f"{where(stranger, file)}\t5", pipes),  # and one that has no token
-        (life(pid), f"/proc/{pid}/fd/99:1:2\t5", pipes),  # none
-        (life(pid), shown.replace(token, "7"), pipes),  # a segment, not that one
-        (life(pid), shown, f"{moved}\t{moved}"),  # another pipe
+    for born, memory in [
+        ("1", f"{where(stranger, file)}\t5"),  # another life
+        (life(pid), f"/proc/{pid}/fd/{file}:1:2\t5"),  # another file
+        (life(pid), f"{where(stranger, file)}\t5"),  # and one that has no token
+        (life(pid), f"/proc/{pid}/fd/99:1:2\t5"),  # none
+        (life(pid), shown.replace(token, "7")),  # a segment, not that one
     ]:
-        assert told([machine(), pid, born, memory, bell]) == gone
+        assert told([machine(), pid, born, memory]) == gone
     mine.close()
     assert mine.words[TOKEN] == int(token)
 
@@ -553,8 +544,7 @@ def test_a_strangers_file_is_not_taken_for_a_ranks(stranger):
 def test_a_file_that_may_not_be_opened_is_named(monkeypatch):
     mine, shown = Segment.create(MIB)
     refuse(monkeypatch, "pread", errno.EACCES)
-    pipe = show(0)
-    error = told([machine(), process(), life(process()), shown, f"{pipe}\t{pipe}"])
+    error = told([machine(), process(), life(process()), shown])
     assert error == "the memory of rank 1 cannot be opened: [Errno 13] Permission denied"
     mine.close()
 
@@ -638,9 +628,8 @@ def test_a_rank_that_dies_while_the_group_is_made_leaves_no_file_open():
     born = life(pid)
     os.kill(pid, signal.SIGKILL)
     mine, shown = Segment.create(MIB)
-    pipe = show(0)
     try:
-        error = told([machine(), pid, born, shown, f"{pipe}\t{pipe}"])
+        error = told([machine(), pid, born, shown])
         assert error == "Connection closed by peer: rank 1 has died"
     finally:
         os.waitpid(pid, 0)

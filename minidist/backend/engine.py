@@ -54,7 +54,7 @@ class Engine:
     def __init__(self, bell: Bell, explain: Explain, on_close: Callable[[], None]) -> None:
         self._bell, self._explain, self._on_close = bell, explain, on_close
         self._queues = Queues()
-        # The lock guards who drives and the bell. Taken as it is, and not by the condition, an
+        # The lock guards who drives. Taken as it is, and not by the condition, an
         # interrupt cannot come between its release and the end of the block.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -131,14 +131,12 @@ class Engine:
     def _listen(self) -> None:
         """While nobody drives, the bell wakes our own thread."""
         with self._lock:
-            if self._driver is None and not self._closed:
+            if self._driver is None:
                 self._bell.expect(THREAD if self._queues else 0)
 
     def wake(self) -> None:
         """Wake whoever takes steps, to look at a task that is new."""
-        with self._lock:  # or the bell could be gone
-            if not self._closed:
-                self._bell.ring() if self._driver is not None else self._bell.wake()
+        self._bell.ring() if self._driver is not None else self._bell.wake()
 
     def _complete(self, tasks: list[Task]) -> None:
         """Give their handles the results of these tasks, which have ended. That runs callbacks, and
@@ -156,15 +154,13 @@ class Engine:
         if tasks and (self._driver is not None or self._followers):
             with self._lock:
                 self._changed.notify_all()
-                if not self._closed:
-                    self._bell.ring()
+            self._bell.ring()
 
     def _fail(self, error: BaseException) -> None:
         """Our own thread sees this, and makes all tasks complete with this error."""
         with self._lock:
             self._failure = self._failure or error
-            if not self._closed:
-                self._bell.wake()
+        self._bell.wake()
 
     # ---- a thread that waits ---------------------------------------------------------------
 
@@ -207,8 +203,7 @@ class Engine:
 
     def _follow(self, seconds: float) -> None:
         """Wait until something has ended, or nobody drives any more. Called with the lock."""
-        if not self._closed:
-            self._bell.ring()  # a driver that sleeps does not know of ours
+        self._bell.ring()  # a driver that sleeps does not know of ours
         self._followers += 1
         try:
             self._changed.wait(seconds)
@@ -309,8 +304,7 @@ class Engine:
         ended."""
         with self._lock:
             self._failure, self._closing = self._failure or failure, True
-            if not self._closed:
-                self._bell.wake()
+        self._bell.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join()
             atexit.unregister(self.close)

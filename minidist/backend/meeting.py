@@ -6,7 +6,6 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from minidist.backend.address import life, machine
-from minidist.backend.bell import Bell
 from minidist.backend.segment import Segment
 
 
@@ -35,9 +34,9 @@ class Meeting:
 
 def attach(
     rank: int, shown: str, nbytes: int, opened: contextlib.ExitStack
-) -> tuple[Segment, Bell, tuple[int, str]]:
-    """Another rank's segment, its bell, and its life. What is opened will be closed by `opened`."""
-    where, number, born, memory, pipes = shown.split("\n")
+) -> tuple[Segment, tuple[int, str]]:
+    """Another rank's segment, and its life. What is opened will be closed by `opened`."""
+    where, number, born, memory = shown.split("\n")
     if where != machine():
         raise RuntimeError(
             f"rank {rank} runs on another machine or in another container: shared memory does not "
@@ -48,9 +47,7 @@ def attach(
             raise ProcessLookupError
         segment = Segment.attach(memory, nbytes)
         opened.callback(segment.close)
-        bell = Bell.attach(segment.words, pipes)
-        opened.callback(bell.close)
-        return segment, bell, (int(number), born)
+        return segment, (int(number), born)
     except OSError as error:
         gone = isinstance(error, (FileNotFoundError, ProcessLookupError))
         if gone or ended(int(number), born):  # whatever the error is while it dies

@@ -4,7 +4,7 @@ Each word of shared memory has one writer: a rank writes into its own segment on
 of the others. The head of a segment holds
 
 - `TICK`, the number of barriers that the rank has come to; `LEFT`, 1 when it has left the group;
-- `EXPECTED` (in `bell`), which of the rank's threads sleeps until its bell rings: 0 for none;
+- `EXPECTED`, which of the rank's threads its bell shall wake; `RUNG`, which it has (see `bell`);
 - `TOKEN` (in `segment`), by which others know that it is this segment;
 - `OFFSET`, where in its segment the last two tensors lie that it has shared, or 0;
 - `MARK`, a checksum of its last two calls;
@@ -42,7 +42,7 @@ Caller = tuple[str, int] | None  # a file, and a line of it
 
 LIMIT = 256  # ranks of a group
 TICK, LEFT, OFFSET, READY, PLANNED, MARK = 0, 1, 4, 6, 7, 8
-POSTED, TAKEN, HEADERS = 10, 10 + LIMIT, 10 + 2 * LIMIT
+POSTED, TAKEN, HEADERS = 13, 13 + LIMIT, 13 + 2 * LIMIT
 DUES = HEADERS + 10 * LIMIT
 LENGTH = 2048  # bytes of a description
 TEXT = HEAD - LENGTH
@@ -75,21 +75,19 @@ class Members:
             self.mine, memory = Segment.create(nbytes)
             opened.callback(self.mine.close)
             shown.callback(Segment.forget, memory)
-            self.bell, pipes = Bell.create(self.mine.words)
-            opened.callback(self.bell.close)
-            shown.callback(Bell.forget, pipes)
             meeting, me = Meeting(store, rank, size, timeout), process()
-            mine = "\n".join([machine(), str(me), life(me), memory, pipes])
+            mine = "\n".join([machine(), str(me), life(me), memory])
             found = meeting.exchange("segment", mine)
             others = {r: attach(r, found[r], nbytes, opened) for r in range(size) if r != rank}
             if link is not None:
                 shown.callback(LINES.join(rank, meeting.exchange))
             meeting.exchange("attached", "")
             self._opened = opened.pop_all()  # until we leave; an error before closes it now
-        self._lives = {r: life for r, (_, _, life) in others.items()}
-        self._bells = {r: bell for r, (_, bell, _) in others.items()}
+        self._lives = {r: life for r, (_, life) in others.items()}
         self.segments = [others[r][0] if r != rank else self.mine for r in range(size)]
         self.heads = [segment.words for segment in self.segments]
+        self.bell = Bell(self.heads[rank])
+        self._bells = {r: Bell(self.heads[r]) for r in others}
         self.arena = Arena(self.mine)
         self._calls = self._pieces = self._shared = 0
         self._due = 0.0  # when the last call was over, on an emulated link
@@ -226,7 +224,6 @@ class Members:
         self.mine.words[LEFT] = 1
         self.ring(*self._bells)
         self._lives.clear()
-        self._bells.clear()
         self._opened.close()
 
 
