@@ -2,13 +2,13 @@
 
     dist.init_process_group("shm")          # also by md.ranks(4, backend="shm"), and under torchrun
 
-To read, in this order: `segment` (memory that all ranks see), `address` and `meeting` (how they
-find it), `words` (how one sees what another has done), `bell` (how one that sleeps is woken),
-`handle` (what a call gives back), `queues` and `engine` (who goes on with operations), `members`
-(barriers, and calls that are checked), `staging`, `reduction`, `all_reduce` and `operations` (the
-collectives), `point_to_point` (send and recv), `arena` (tensors in shared memory), `link`, `lines`
-and `steps` (an emulated network), `checks` (mistakes), `callbacks` (the order of what they call),
-`group` and `process_group` (what torch calls), `uncompiled` (what torch.compile leaves alone).
+To read, in this order: `segment` (memory that all ranks see), `meeting` (how they find it), `words`
+(how one sees what another has done), `bell` (how one that sleeps is woken), `handle` (what a call
+gives back), `queues` and `engine` (who goes on with operations), `members` (barriers, and calls
+that are checked), `staging`, `reduction`, `all_reduce` and `operations` (the collectives),
+`point_to_point` (send and recv), `arena` (tensors in shared memory), `link`, `lines` and `steps`
+(an emulated network), `checks` (mistakes), `callbacks` (the order of what they call), `group` and
+`process_group` (what torch calls), `uncompiled` (what torch.compile leaves alone).
 """
 
 import math

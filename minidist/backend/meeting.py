@@ -1,11 +1,12 @@
-"""How the ranks of a group find each other: each shows its memory and its bell in a store."""
+"""How the ranks of a group find each other's memory, and see that another rank has died."""
 
 import contextlib
+import os
+import socket
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from minidist.backend.address import life, machine
 from minidist.backend.segment import Segment
 
 
@@ -35,27 +36,61 @@ class Meeting:
 def attach(
     rank: int, shown: str, nbytes: int, opened: contextlib.ExitStack
 ) -> tuple[Segment, tuple[int, str]]:
-    """Another rank's segment, and its life. What is opened will be closed by `opened`."""
+    """Another rank's segment, which `opened` will close, and its life."""
     where, number, born, memory = shown.split("\n")
-    if where != machine():
-        raise RuntimeError(
-            f"rank {rank} runs on another machine or in another container: shared memory does not "
-            "reach it; use backend gloo"
-        )
     try:
+        if where != machine():
+            raise RuntimeError(
+                f"rank {rank} runs on another machine or in another container: shared memory does "
+                "not reach it; use backend gloo"
+            )
         if life(int(number)) != born:
             raise ProcessLookupError
         segment = Segment.attach(memory, nbytes)
-        opened.callback(segment.close)
-        return segment, (int(number), born)
     except OSError as error:
-        gone = isinstance(error, (FileNotFoundError, ProcessLookupError))
-        if gone or ended(int(number), born):  # whatever the error is while it dies
-            raise RuntimeError(f"Connection closed by peer: rank {rank} has died") from None
-        raise RuntimeError(f"the memory of rank {rank} cannot be opened: {error}") from error
+        raise unreachable(rank, error, ended(int(number), born) and "died") from None
+    opened.callback(segment.close)
+    return segment, (int(number), born)
+
+
+def unreachable(rank: int, error: OSError, gone: str | bool) -> RuntimeError:
+    """The rank's memory could not be opened; `gone` is how it has gone, if that is known."""
+    # A process closes its files before others can see that it has ended.
+    if gone or isinstance(error, (FileNotFoundError, ProcessLookupError)):
+        return RuntimeError(f"Connection closed by peer: rank {rank} has {gone or 'died'}")
+    return RuntimeError(f"the memory of rank {rank} cannot be opened: {error}")
+
+
+def machine() -> str:
+    """Identifies this boot and PID namespace: only processes with equal values can open each
+    other's /proc files."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except (FileNotFoundError, PermissionError):  # macOS
+        return socket.gethostname()
+
+
+def life(number: int) -> str:
+    """When the process of this number began, by the kernel's clock; "" if it has ended. So two
+    processes that had the number one after the other are told apart. Raises OSError if this cannot
+    be seen now."""
+    try:
+        with open(f"/proc/{number}/stat") as file:
+            state, *fields = file.read().rpartition(")")[2].split()  # behind its name
+        return "" if state in "ZXx" else fields[18]
+    except (FileNotFoundError, ProcessLookupError):
+        if os.path.isdir("/proc/self"):
+            return ""
+    try:  # macOS
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return ""
+    return "?"
 
 
 def ended(number: int, born: str) -> bool:
+    """Whether the process that had this life has ended."""
     try:
         return life(number) != born
     except OSError:  # no file is left to look with

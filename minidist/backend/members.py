@@ -27,14 +27,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from minidist.backend.address import life, machine, process
 from minidist.backend.arena import Arena
 from minidist.backend.bell import Bell
 from minidist.backend.lines import LINES
 from minidist.backend.link import Link, Network
-from minidist.backend.meeting import Meeting, attach, ended, spell
+from minidist.backend.meeting import Meeting, attach, ended, life, machine, spell, unreachable
 from minidist.backend.queues import Operation, Until, Wait
-from minidist.backend.segment import HEAD, Segment
+from minidist.backend.segment import HEAD, Segment, process
 from minidist.backend.steps import Step
 from minidist.backend.words import publish, reached
 
@@ -74,7 +73,7 @@ class Members:
         with contextlib.ExitStack() as opened, contextlib.ExitStack() as shown:
             self.mine, memory = Segment.create(nbytes)
             opened.callback(self.mine.close)
-            shown.callback(Segment.forget, memory)
+            shown.callback(Segment.hide, memory)
             meeting, me = Meeting(store, rank, size, timeout), process()
             mine = "\n".join([machine(), str(me), life(me), memory])
             found = meeting.exchange("segment", mine)
@@ -175,7 +174,10 @@ class Members:
     def shared(self, rank: int, like: torch.Tensor) -> torch.Tensor:
         """That tensor, (n,), of the length and the dtype of this one."""
         offset = self.heads[rank][OFFSET + self._shared % 2]
-        return self.segments[rank].at(offset, len(like), like.dtype)
+        try:
+            return self.segments[rank].at(offset, len(like), like.dtype)
+        except OSError as error:
+            raise unreachable(rank, error, self._gone(rank)) from None
 
     # ---- the emulated link -----------------------------------------------------------------
 
