@@ -64,8 +64,8 @@ def scratch(
 
 @contextmanager
 def purpose(group: dist.ProcessGroup, what: str) -> Iterator[None]:
-    """The collectives of this group that begin within the block are for this: "shm" raises an error
-    that names it if the ranks make one for different purposes. Other backends cannot tell."""
+    """Say what the collectives of this group are for that begin within the block. If ranks make one
+    for different purposes, "shm" raises an error that names these. Other backends cannot tell."""
     named: Any = getattr(group, "purpose", None)
     if named is None:
         yield

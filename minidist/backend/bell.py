@@ -51,8 +51,8 @@ class Bell:
         }
 
     def expect(self, who: int) -> None:
-        """Who changes something from now on wakes THREAD, or WAITER, or nobody (0). Look once more
-        before you `wait`."""
+        """From now on a rank that changes something wakes THREAD, or WAITER, or nobody (0). Look
+        once more before you `wait`."""
         self._head[EXPECTED] = who
 
     def wait(self, who: int, seconds: float) -> None:

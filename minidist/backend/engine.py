@@ -106,7 +106,7 @@ class Engine:
         return handle
 
     def append(self, queue: Hashable, operation: Operation) -> None:
-        """Put an operation behind one that is under way, which somebody goes on with."""
+        """Put an operation into the queue of one that is under way: so nobody has to be woken."""
         task = Task(operation, Handle([], lambda: "callbacks"), math.inf)
         with self._lock:
             if self._failure is None and not self._closing:
@@ -187,7 +187,7 @@ class Engine:
         try:
             with self._lock:
                 if self._closed and not handle.settled:
-                    lost = True  # by an interrupt; or `_close` would come to it
+                    lost = True  # an interrupt came between its last step and `_complete`
                 elif self._driver is None and may_drive and self._failure is None:
                     self._bell.expect(0)
                     self._driver = me
@@ -220,7 +220,7 @@ class Engine:
     def _leave_rest(self) -> None:
         """Wake our own thread if something arrived while nobody listened, or if a task waits for a
         time: no other rank rings for that."""
-        # Within a callback no other one may run, and so no work be done.
+        # A callback does no work: another callback could run within it.
         if self._here.calls_back or self._work() or any(w.due() for w in self._queues.waits()):
             self.wake()
 

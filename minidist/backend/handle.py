@@ -4,30 +4,18 @@ import contextlib
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from minidist.backend.uncompiled import uncompiled
 
+if TYPE_CHECKING:
+    from minidist.backend.callbacks import Reservation
+    from minidist.backend.engine import Engine
+
 _FUTURES = threading.Lock()  # guards a handle's future, which is made on first request
-
-
-class Reservation(Protocol):
-    """Is entered while callbacks run: see `callbacks`."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def release(self) -> None: ...
-
-
-class Worker(Protocol):
-    """What goes on with operations: the engine."""
-
-    def wait(self, handle: "Handle", seconds: float) -> None: ...
 
 
 @uncompiled
@@ -43,7 +31,7 @@ class Handle(dist.Work):
         self._outcome: torch.futures.Future[Any] | None = None  # its value may be an error
         self._future: torch.futures.Future[Any] | None = None  # raises that error
         self.ended = False  # settled, and its callbacks have run
-        self.engine: Worker | None = None
+        self.engine: Engine | None = None
         self.source = -1  # of a message
         self.reserve: Callable[[], Reservation] | None = None  # for what its callbacks call
         self._reservation: Reservation | None = None

@@ -116,14 +116,14 @@ class Members:
         self._calls += 1
         self._call = what, where
         self.mine.words[MARK + self._calls % 2] = zlib.crc32(what.encode())
-        # Not from now, which is later by what a processor needs to wake up.
+        # Not from now: that is later, by the time that a processor needs to wake up.
         self.mine.words[READY] = int(max(at, self._due) * 1e9)
 
     def barrier(self) -> Operation:
         """Wait until all have come here."""
         ticks = self.mine.words[TICK] + 1
         publish(self.mine.words, TICK, ticks)
-        barrier = _Barrier(self.heads, ticks)
+        barrier = _Reached(self.heads, TICK, ticks)
         if barrier.over():  # this rank is the last
             self.ring(*self._bells)
         else:
@@ -193,7 +193,7 @@ class Members:
                 plan[DUES + rank] = int(due * 1e9)
             publish(plan, PLANNED, self._calls)
             self.ring(*self._bells)
-        elif not (planned := _Planned(plan, self._calls)).over():
+        elif not (planned := _Reached([plan], PLANNED, self._calls)).over():
             yield planned
         self._due = plan[DUES + self.rank] / 1e9
         yield Until(self._due)
@@ -222,35 +222,24 @@ class Members:
         return "left" if self.heads[rank][LEFT] else ""
 
     def leave(self) -> None:
-        """Tell the others that this rank will come no more."""
+        """Tell the others that this rank leaves the group, and close what it has opened."""
         self.mine.words[LEFT] = 1
         self.ring(*self._bells)
         self._lives.clear()
         self._opened.close()
 
 
-class _Barrier(Wait):
-    def __init__(self, heads: list[memoryview], ticks: int) -> None:
-        self._heads, self._ticks = heads, ticks
+class _Reached(Wait):
+    """Until this word is `value` or more in the heads of ranks 0, 1, ..."""
+
+    def __init__(self, heads: list[memoryview], at: int, value: int) -> None:
+        self._heads, self._at, self._value = heads, at, value
 
     def over(self) -> bool:
-        return reached(self._heads, TICK, self._ticks)
+        return reached(self._heads, self._at, self._value)
 
     def missing(self) -> list[int]:
-        return [r for r, head in enumerate(self._heads) if head[TICK] < self._ticks]
-
-
-class _Planned(Wait):
-    """Rank 0 has booked the messages of a call."""
-
-    def __init__(self, plan: memoryview, call: int) -> None:
-        self._plan, self._call = plan, call
-
-    def over(self) -> bool:
-        return reached([self._plan], PLANNED, self._call)
-
-    def missing(self) -> list[int]:
-        return [0]
+        return [r for r, head in enumerate(self._heads) if head[self._at] < self._value]
 
 
 def _short(description: str) -> str:

@@ -33,7 +33,7 @@ class Wait:
         return False
 
     def due(self) -> float:
-        """The time (of time.monotonic) before which it is not over; 0 if nobody knows."""
+        """The time (of time.monotonic) before which it cannot be over; 0 if that is unknown."""
         return 0.0
 
 
@@ -68,7 +68,7 @@ class Task:
     def __init__(self, operation: Operation, handle: Handle, timeout: float) -> None:
         self.operation, self.handle, self.timeout = operation, handle, timeout
         self.wait: Wait | None = None
-        self.since = time.monotonic()  # when it began to wait; for its queue it does not count
+        self.since = time.monotonic()  # when this wait began; time in the queue does not count
         self.ended = False
         self.failure: BaseException | None = None
 

@@ -76,7 +76,7 @@ class Segment:
 
     @staticmethod
     def hide(address: str) -> None:
-        """Nobody will attach it any more."""
+        """Remove the name of its file, if it has one: all ranks have attached it."""
         hide(address.split("\t")[0])
 
     def close(self) -> None:
@@ -204,7 +204,7 @@ def reach(shown: str) -> int:
 
 
 def hide(shown: str) -> None:
-    """Nobody will reach it any more."""
+    """Remove the file's name, if it has one: all have opened it."""
     if _has_name(shown):
         os.unlink(shown.rsplit(":", 2)[0])
 
