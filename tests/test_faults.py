@@ -21,7 +21,7 @@ import torch.distributed as dist
 from programs import SEED, Program, eventually, few
 
 import minidist as md
-from minidist.backend.address import life
+from minidist.backend.meeting import life
 
 SOON = 5  # seconds
 TIMEOUT = 1.5  # the ranks' own, where it is what ends a call; elsewhere it must not be

@@ -40,11 +40,12 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import minidist as md
-from minidist.backend.bell import EXPECTED, THREAD, WAITER, Bell
+from minidist.backend.bell import THREAD, WAITER, Bell
 from minidist.backend.engine import Engine
 from minidist.backend.handle import Handle
 from minidist.backend.members import SLOT, STAGE
 from minidist.backend.queues import Wait
+from minidist.backend.segment import Segment
 from minidist.common.single import all_gather_single, reduce_scatter_single
 
 SOON = 5  # seconds
@@ -923,8 +924,8 @@ def test_what_came_just_before_the_other_left_is_taken():
     def operation():
         yield Message()
 
-    bell, _ = Bell.create(memoryview(array("q", [0] * 8)))
-    engine = Engine(bell, explain, farewell=bell.close)
+    bell = Bell(memoryview(array("q", [0] * 16)))
+    engine = Engine(bell, explain, on_close=lambda: None)
     assert engine.submit("a lane", operation(), Handle([], lambda: "a call"), 5).wait()
     engine.close()
 
@@ -947,8 +948,8 @@ def test_a_short_call_does_not_overtake_one_made_before():
         ending.set()
         go.wait(5)
 
-    bell, _ = Bell.create(memoryview(array("q", [0] * 8)))
-    engine = Engine(bell, lambda *wait: None, farewell=bell.close)
+    bell = Bell(memoryview(array("q", [0] * 16)))
+    engine = Engine(bell, lambda *wait: None, on_close=lambda: None)
     handle = Handle([], lambda: "a long call")
     handle.get_future().add_done_callback(linger)
     engine.submit("long", long(), handle, 5)
@@ -968,34 +969,31 @@ def waits(bell, who, seconds):
     return time.monotonic() - start
 
 
-@pytest.mark.parametrize("proc", [True, False], ids=["linux", "macos"])
-def test_a_bell_is_heard_by_who_expects_it(monkeypatch, proc):
-    if not proc:
-        monkeypatch.setattr(os.path, "isdir", lambda path: False)
-    head = memoryview(array("q", [0] * 8))
-    mine, address = Bell.create(head)
-    theirs = Bell.attach(head, address)
-    Bell.forget(address)
-    pipes = [shown.rsplit(":", 2)[0] for shown in address.split("\t")]
-    assert [os.path.exists(pipe) for pipe in pipes] == [proc, proc]
+@pytest.mark.parametrize("kernel", [True, False], ids=["linux", "macos"])
+def test_a_bell_is_heard_by_who_expects_it(monkeypatch, kernel):
+    if not kernel:
+        monkeypatch.setattr("minidist.backend.bell.FUTEX", None)
+    segment, address = Segment.create(1 << 20)
+    other = Segment.attach(address, 1 << 20)  # at another address
+    mine, theirs = Bell(segment.words), Bell(other.words)
     theirs.ring()  # nobody expects it
-    for who, other in [(THREAD, WAITER), (WAITER, THREAD)]:
-        while waits(mine, other, 0.01) < 0.01:
-            pass
+    for who, another in [(THREAD, WAITER), (WAITER, THREAD)]:
         mine.expect(who)
         assert waits(mine, who, 0.1) >= 0.1
-        for _ in range(100_000):  # more than the pipe holds
+        for _ in range(3):  # it rings before we sleep
             theirs.ring()
         assert waits(mine, who, 5) < 1
-        while waits(mine, who, 0.01) < 0.01:
-            pass
+        assert waits(mine, who, 0.1) >= 0.1
         theirs.ring()
-        assert waits(mine, other, 0.1) >= 0.1  # it rang for the other
+        assert waits(mine, another, 0.1) >= 0.1  # it rang for the other
+        threading.Timer(0.2, theirs.ring).start()  # and while we sleep
+        assert waits(mine, who, 0.01) < 0.01  # the last one
+        assert 0.1 < waits(mine, who, 5) < 1
         mine.expect(0)
-    mine.close()
-    head[EXPECTED] = THREAD
-    theirs.ring()  # to one that is gone
-    theirs.close()
+    mine.wake()
+    assert waits(mine, THREAD, 5) < 1
+    segment.close()
+    other.close()
 
 
 # ---- tensors in shared memory -------------------------------------------------------------

@@ -137,7 +137,8 @@ def test_an_interrupt_at_each_place_of_a_call_ends_it_on_every_rank(ranks, call)
         assert mine == ("interrupt" if place else None) or place[0][-1]
         known, calm = known + place, 0 if place else calm + 1
     names = {name for _, name, *_ in known}
-    assert "submit" in names and (call == "send" or "_left" in names)  # a short send never waits
+    assert "submit" in names
+    assert call == "send" or "_after_driving" in names  # a short send never waits
 
 
 # ---- several threads ----------------------------------------------------------------------
@@ -221,8 +222,8 @@ class Alone(Engine):
     """An engine without other ranks."""
 
     def __init__(self):
-        bell, _ = Bell.create(memoryview(array("q", [0] * 8)))
-        super().__init__(bell, lambda *wait: None, farewell=bell.close)
+        bell = Bell(memoryview(array("q", [0] * 16)))
+        super().__init__(bell, lambda *wait: None, on_close=lambda: None)
 
 
 def until(flag):
@@ -500,7 +501,7 @@ def test_a_call_that_begins_while_its_group_fails_is_left_to_who_ends_them_all()
 def gather_here_and_there(rounds):
     """A tensor of torch's and one of the arena, in one call; rank 1 is slow to look where they lie.
     What is wrong."""
-    rank, look = dist.get_rank(), Members.has_placed
+    rank, look = dist.get_rank(), Members.has_shared
 
     def late(self, of):
         time.sleep(0.02)
@@ -508,7 +509,7 @@ def gather_here_and_there(rounds):
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(Members, "has_placed", late)
+            patch.setattr(Members, "has_shared", late)
         found, wanted = [], []
         for number in range(rounds):
             there = empty(100).fill_(10 + rank + number)

@@ -2,14 +2,13 @@
 
     dist.init_process_group("shm")          # also by md.ranks(4, backend="shm"), and under torchrun
 
-To read, in this order: `segment` (memory that all ranks see), `address` and `meeting` (how they
-find it), `words` (how one sees what another has done), `bell` (how one that sleeps is woken),
-`handle` (what a call gives back), `queues` and `engine` (who goes on with operations), `members`
-(barriers, and calls that are checked), `tensors` (mistakes, and what ReduceOp means),
-`collectives`, `point_to_point` (send and recv), `arena` (tensors in shared memory),
-`callbacks` (their place in the order of calls), `group` and `process_group` (what torch calls),
-`uncompiled` (what torch.compile leaves alone). How long a message takes on an emulated network says
-the room `minidist.link`.
+To read, in this order: `segment` (memory that all ranks see), `meeting` (how they find it), `words`
+(how one sees what another has done), `bell` (how one that sleeps is woken), `handle` (what a call
+gives back), `queues` and `engine` (who goes on with operations), `members` (barriers, and calls
+that are checked), `tensors` (mistakes, and what ReduceOp means), `collectives`, `point_to_point`
+(send and recv), `arena` (tensors in shared memory), `callbacks` (the order of what they call),
+`group` and `process_group` (what torch calls), `uncompiled` (what torch.compile leaves alone). How
+long a message takes on an emulated network says the room `minidist.link`.
 """
 
 import math
@@ -54,8 +53,8 @@ def scratch(
     device: torch.device | str = "cpu",
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """The same, for a moment: the memory that ranks share is kept for the next one of this size, up
-    to 64 MiB a group."""
+    """Like `empty`, for a tensor that lives shortly: its memory is kept for the next one of this
+    size, up to 64 MiB a group."""
     arena = _arena(group, device)
     if arena is None:
         return torch.empty(size, dtype=dtype, device=device)
@@ -64,8 +63,8 @@ def scratch(
 
 @contextmanager
 def purpose(group: dist.ProcessGroup, what: str) -> Iterator[None]:
-    """The collectives of this group that begin within the block are for this: "shm" raises an error
-    that names it if the ranks make one for different purposes. Other backends cannot tell."""
+    """Say what the collectives of this group are for that begin within the block. If ranks make one
+    for different purposes, "shm" raises an error that names these. Other backends cannot tell."""
     named: Any = getattr(group, "purpose", None)
     if named is None:
         yield

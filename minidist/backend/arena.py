@@ -14,27 +14,26 @@ import torch
 from minidist.backend.segment import Segment
 
 PAGE = mmap.PAGESIZE
-SPARE = 1 << 26  # bytes of scratch memory that nobody uses, at most
+SPARE = 1 << 26  # most bytes of scratch memory that are kept for later
 
 
 class Arena:
-    """Gives out the chunks of a segment, and takes back what the last tensor has left. It begins
-    with nothing and takes one chunk more when a tensor finds no room."""
+    """Makes tensors in the chunks of a segment, and uses the memory of those that are gone again.
+    It begins without a chunk, and takes one more when a tensor finds no room."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
         self._owner = os.getpid()
         self._untouched = list(range(segment.first, 48))  # chunks
-        self._free: list[tuple[int, int]] = []  # places (from, to), in order
-        # A tensor's end comes at any moment, in any thread, even amid `empty`: so it only leaves a
-        # note here.
+        self._free: list[tuple[int, int]] = []  # offsets (from, to), in order
+        # A tensor may be freed at any moment, in any thread, even during `empty`: so its finalizer
+        # only appends here.
         self._given_back: deque[tuple[int, int]] = deque()
-        self._spare: deque[tuple[int, int]] = deque()  # scratch memory that nobody uses
+        self._spare: deque[tuple[int, int]] = deque()  # scratch memory, kept for later
         self._lock = threading.Lock()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """(numel,), uninitialized. Raises MemoryError, which tells how much there is, if that is
-        too much."""
+        """(numel,), uninitialized. Raises MemoryError, which says how much is left."""
         if os.getpid() != self._owner:
             return torch.empty(numel, dtype=dtype)  # a child that was forked is no rank
         with self._lock:
@@ -42,8 +41,8 @@ class Arena:
             return self._tensor(numel, dtype, start, size, self._take_back)
 
     def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The same, for a moment: its memory is kept for the next one of its size, for the machine
-        takes time to give pages."""
+        """Like `empty`, for a tensor that lives shortly: its memory is kept for the next one of its
+        size, since the machine takes time to give pages."""
         if os.getpid() != self._owner:
             return torch.empty(numel, dtype=dtype)
         with self._lock:
@@ -58,7 +57,7 @@ class Arena:
             return self._tensor(numel, dtype, start, size, self._keep)
 
     def _find_room(self, nbytes: int) -> tuple[int, int]:
-        """A free place, and the size that is taken there."""
+        """The offset of free memory, and the size that is taken there."""
         while self._given_back:
             self._merge(*self._given_back.popleft())
         size = _pages(nbytes)
@@ -85,11 +84,11 @@ class Arena:
         tensor = self._segment.at(start, max(numel, 1), dtype)
         chunk = self._segment.chunk(start.bit_length() - 1)
         weakref.finalize(tensor.untyped_storage(), at_its_end, chunk, start, start + size)
-        # This changes nothing, but who watches torch's operations sees that there is a new tensor.
+        # A no-op, by which torch's modes see that there is a new tensor.
         return torch.ops.aten.lift_fresh.default(tensor)[:numel]
 
     def _grow(self, size: int) -> int:
-        """Take the smallest chunk that has so much room. Its index among the free places."""
+        """Take the smallest chunk that has so much room. Its index in `_free`."""
         number = next(k for k in self._untouched if 1 << k >= size)
         try:
             self._segment.chunk(number, grow=True)
@@ -115,7 +114,7 @@ class Arena:
             self._spare.append((start, end))
 
     def _merge(self, start: int, end: int) -> None:
-        """With what is free beside it, in its own chunk."""
+        """Add this to the free memory, joined with what is free beside it in its chunk."""
         at = bisect.bisect(self._free, (start, end))
         if at < len(self._free) and self._free[at][0] == end and not _begins_chunk(end):
             end = self._free.pop(at)[1]
@@ -126,12 +125,12 @@ class Arena:
 
 
 def _pages(nbytes: int) -> int:
-    """So many bytes, and what is missing to whole pages."""
+    """Bytes, rounded up to whole pages."""
     return -(-max(nbytes, 1) // PAGE) * PAGE
 
 
-def _begins_chunk(place: int) -> bool:
-    return place & (place - 1) == 0
+def _begins_chunk(offset: int) -> bool:
+    return offset & (offset - 1) == 0
 
 
 def available() -> int:

@@ -2,8 +2,8 @@
 
 A callback runs when a call has ended. That is another moment on each rank: what the callback calls
 would come before the program's next call on one rank, and after it on another. So whoever takes the
-future of a call, to attach a callback, keeps a place in the order of calls. What the callbacks of
-that call call comes there: after all that was called before, and before all that is called later.
+future of a call, to attach a callback, makes a reservation in the order of calls. The calls that
+the callbacks make take place there: after all calls made before it, and before all made later.
 """
 
 import threading
@@ -12,39 +12,39 @@ from collections.abc import Hashable
 from minidist.backend.engine import Engine
 from minidist.backend.queues import Operation, Wait
 
-_running = threading.local()  # `place`: the one whose callbacks this thread runs
+_running = threading.local()  # `reservation`: the one whose callbacks this thread runs
 
 
-class Place(Wait):
-    """The place of one call's callbacks in a queue. It is entered while they run. It is the name of
-    a queue too: of that for what they call."""
+class Reservation(Wait):
+    """Stands in a queue for the calls that one call's callbacks make. It is entered while they run.
+    It is also the name of another queue, which has those calls."""
 
     def __init__(self, engine: Engine, queue: Hashable) -> None:
         self._engine = engine
         self._calls: set[object] = set()  # of the callbacks, that have not ended
-        self._reached = self._left = False
-        operation = self._keep()
-        # A place among another one's calls is one of them: that is over when this is.
-        engine.append(queue, queue.take(operation) if isinstance(queue, Place) else operation)
+        self._reached = self._released = False
+        operation = self._hold()
+        # A reservation among another one's calls is one of them: that is over when this is.
+        engine.append(queue, queue.take(operation) if isinstance(queue, Reservation) else operation)
 
     @staticmethod
-    def current(engine: Engine) -> "Place | None":
-        """The place whose callbacks this thread runs, if it is one of this engine's group."""
-        place: Place | None = getattr(_running, "place", None)
-        return place if place is not None and place._engine is engine else None
+    def current(engine: Engine) -> "Reservation | None":
+        """The one whose callbacks this thread runs, if it belongs to this engine's group."""
+        current: Reservation | None = getattr(_running, "reservation", None)
+        return current if current is not None and current._engine is engine else None
 
-    def _keep(self) -> Operation:
-        """Stands in the queue: what is called later waits behind it."""
+    def _hold(self) -> Operation:
+        """The operation in the queue: calls made later wait behind it."""
         self._reached = True
         if not self.over():
             yield self
 
     def over(self) -> bool:
-        return self._left and not self._calls
+        return self._released and not self._calls
 
     def take(self, operation: Operation) -> Operation:
-        """An operation that a callback calls: it begins when all that was called before the place
-        has ended."""
+        """An operation that a callback calls. It begins when all calls made before the reservation
+        have ended."""
         self._calls.add(operation)
 
         def run() -> Operation:
@@ -56,22 +56,22 @@ class Place(Wait):
         return run()
 
     def __enter__(self) -> None:
-        self._outer: Place | None = getattr(_running, "place", None)
-        _running.place = self
+        self._outer: Reservation | None = getattr(_running, "reservation", None)
+        _running.reservation = self
 
     def __exit__(self, *_: object) -> None:
-        _running.place = self._outer
-        self.leave()
+        _running.reservation = self._outer
+        self.release()
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """No callback will run here any more."""
-        self._left = True
+        self._released = True
         self._engine.wake()
 
 
 class _Reached(Wait):
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, reservation: Reservation) -> None:
+        self._reservation = reservation
 
     def over(self) -> bool:
-        return self._place._reached
+        return self._reservation._reached

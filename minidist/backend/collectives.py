@@ -58,14 +58,14 @@ def show(
 ) -> Generator[Wait, None, dict[int, torch.Tensor]]:
     """Check that all ranks make the same call. Where x of these ranks all lie in the arena: all of
     them, valid until the next barrier. Otherwise stage the first piece and return {}."""
-    shared = members.place(x if members.rank in ranks else None)
+    shared = members.share(x if members.rank in ranks else None)
     if not shared:
         stage()
     yield from members.agree()
-    places = [members.has_placed(rank) for rank in ranks]
-    if all(places) and x is not None:
-        return {rank: members.placed(rank, x) for rank in ranks}
-    if any(places):  # somewhere else it does not
+    found = [members.has_shared(rank) for rank in ranks]
+    if all(found) and x is not None:
+        return {rank: members.shared(rank, x) for rank in ranks}
+    if any(found):  # somewhere else it does not
         if shared:
             stage()
         yield from members.barrier()

@@ -5,6 +5,20 @@ own has ended: it is the *driver*. No other thread has to be woken for that. Whi
 engine's own thread goes on with them; it sleeps until another rank rings. There is one driver at a
 time; other threads that wait follow it.
 
+A task, which is an operation that has been submitted, goes through these states:
+
+    state      where it is                          who moves it on
+    queued     in its queue, behind another task    whoever takes the last step of that one
+    ready      the first in its queue               whoever takes its first step
+    waiting    the first; it has yielded a `Wait`   whoever takes a step once that is over
+    ended      in no queue                          whoever took its last step, in `_complete`
+    complete   its handle has the result            nobody
+
+Steps are taken by the driver, or else by our own thread (both by `Queues.round`); the first steps
+of a short task by the call itself (`Queues.begin`). The first task that fails ends the others:
+`_fail` keeps its error and wakes our own thread, which makes all tasks complete with this error
+(`_close`).
+
 How a rank falls asleep without missing what it waits for: it says in shared memory who expects the
 bell (`Bell.expect`), looks once more, and only then sleeps. Others change what they change first,
 and then ring.
@@ -26,22 +40,21 @@ IDLE = 1.0  # seconds that the thread sleeps while nothing is under way
 
 
 class Here(threading.local):
-    calls_back = False  # whether this thread runs what is called when an operation has ended
+    calls_back = False  # whether this thread runs the callbacks of a task
 
 
 class Engine:
     """Runs operations.
 
     The first that fails is the last: the others end with its error, and so do all that follow.
-    `explain(wait, what, seconds)` is asked, while an operation waits, whether there is a reason to
-    give up; `seconds` is its timeout once that is over, else 0. `farewell` is called when the
-    thread ends, for whatever reason.
+    `explain(wait, call, overdue)` is asked while an operation waits, see `queues.Explain`.
+    `on_close` is called when our own thread ends, for whatever reason.
     """
 
-    def __init__(self, bell: Bell, explain: Explain, farewell: Callable[[], None]) -> None:
-        self._bell, self._explain, self._farewell = bell, explain, farewell
+    def __init__(self, bell: Bell, explain: Explain, on_close: Callable[[], None]) -> None:
+        self._bell, self._explain, self._on_close = bell, explain, on_close
         self._queues = Queues()
-        # The lock guards who drives and the bell. Taken as it is, and not by the condition, an
+        # The lock guards who drives. Taken as it is, and not by the condition, an
         # interrupt cannot come between its release and the end of the block.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -93,43 +106,41 @@ class Engine:
         return handle
 
     def append(self, queue: Hashable, operation: Operation) -> None:
-        """Put an operation behind one that is under way, which somebody goes on with."""
+        """Put an operation into the queue of one that is under way: so nobody has to be woken."""
         task = Task(operation, Handle([], lambda: "callbacks"), math.inf)
         with self._lock:
             if self._failure is None and not self._closing:
                 self._queues.add(queue, task)
 
     def _begin(self, queue: Hashable, task: Task) -> bool:
-        """Take a task's first steps. True if our own thread need not be woken: the task has ended,
-        or waits for a rank that will ring."""
+        """Run a task's first steps in the caller. True if it has ended, or waits for a rank that
+        will ring for our own thread."""
         for _ in range(2):  # the second time for what came before the bell was expected
             begun, ended = self._queues.begin(queue, task)
             if ended:
-                self._end(ended)
+                self._complete(ended)
                 return True
             if not begun or task.wait is None or task.wait.due():
                 break
-            self._entrust()
+            self._listen()
         else:
             return True
-        self._entrust()
+        self._listen()
         return False
 
-    def _entrust(self) -> None:
-        """While nobody drives, the bell rings for our own thread."""
+    def _listen(self) -> None:
+        """While nobody drives, the bell wakes our own thread."""
         with self._lock:
-            if self._driver is None and not self._closed:
+            if self._driver is None:
                 self._bell.expect(THREAD if self._queues else 0)
 
     def wake(self) -> None:
-        """Wake whoever goes on with operations, to look at one that is new."""
-        with self._lock:  # or the bell could be gone
-            if not self._closed:
-                self._bell.ring() if self._driver is not None else self._bell.wake()
+        """Wake whoever takes steps, to look at a task that is new."""
+        self._bell.ring() if self._driver is not None else self._bell.wake()
 
-    def _end(self, tasks: list[Task]) -> None:
-        """Say that they have ended. This calls back, and what is called may call us: so nobody
-        holds a lock, or drives."""
+    def _complete(self, tasks: list[Task]) -> None:
+        """Give their handles the results of these tasks, which have ended. That runs callbacks, and
+        these may call us: so this thread holds no lock, and does not drive."""
         outer, self._here.calls_back = self._here.calls_back, True
         try:
             for task in tasks:
@@ -143,20 +154,19 @@ class Engine:
         if tasks and (self._driver is not None or self._followers):
             with self._lock:
                 self._changed.notify_all()
-                if not self._closed:
-                    self._bell.ring()
+            self._bell.ring()
 
     def _fail(self, error: BaseException) -> None:
-        """Our own thread sees this, and ends all operations."""
+        """Our own thread sees this, and makes all tasks complete with this error."""
         with self._lock:
             self._failure = self._failure or error
-            if not self._closed:
-                self._bell.wake()
+        self._bell.wake()
 
     # ---- a thread that waits ---------------------------------------------------------------
 
-    def finish(self, handle: Handle, seconds: float) -> None:
-        """Go on with what is under way until this has ended, or for so long if that is not 0."""
+    def wait(self, handle: Handle, seconds: float) -> None:
+        """Go on with all tasks until this handle's is complete, or for so many seconds (0: without
+        limit)."""
         end, me = time.monotonic() + seconds if seconds else math.inf, threading.get_ident()
         # Of two callbacks the second must not run within the first, which it may have to wait for.
         here = plain() and not self._here.calls_back
@@ -164,20 +174,20 @@ class Engine:
             self._start()
         try:
             while not handle.ended and time.monotonic() < end:
-                self._end(self._drive_or_follow(handle, end, here, me))
+                self._complete(self._drive_or_follow(handle, end, here, me))
             if self._queues and self._failure is None:
-                self._hand_over()
+                self._leave_rest()
         except BaseException as error:  # an interrupt: an operation may be half done
             self._fail(error)
             raise
 
     def _drive_or_follow(self, handle: Handle, end: float, may_drive: bool, me: int) -> list[Task]:
-        """What has ended meanwhile."""
+        """Drive, or follow who does. Returns the tasks that have ended meanwhile."""
         lost = False
         try:
             with self._lock:
-                if self._closed and not handle.over:
-                    lost = True  # by an interrupt; or `_close` would come to it
+                if self._closed and not handle.settled:
+                    lost = True  # an interrupt came between its last step and `_complete`
                 elif self._driver is None and may_drive and self._failure is None:
                     self._bell.expect(0)
                     self._driver = me
@@ -189,33 +199,33 @@ class Engine:
         finally:
             if self._driver == me:
                 self._driver = None  # at once: an interrupt may come when a function begins
-                self._left()
+                self._after_driving()
 
     def _follow(self, seconds: float) -> None:
         """Wait until something has ended, or nobody drives any more. Called with the lock."""
-        if not self._closed:
-            self._bell.ring()  # a driver that sleeps does not know of ours
+        self._bell.ring()  # a driver that sleeps does not know of ours
         self._followers += 1
         try:
             self._changed.wait(seconds)
         finally:
             self._followers -= 1
 
-    def _left(self) -> None:
-        """Somebody drives no more."""
-        self._entrust()
+    def _after_driving(self) -> None:
+        """Nobody drives now: our own thread may work, or a follower may drive."""
+        self._listen()
         if self._followers:
             with self._lock:
                 self._changed.notify_all()
 
-    def _hand_over(self) -> None:
-        """Wake our own thread for what came before the bell rang for it, or has its own time."""
-        # Within a callback no other one may run, and so no work be done.
+    def _leave_rest(self) -> None:
+        """Wake our own thread if something arrived while nobody listened, or if a task waits for a
+        time: no other rank rings for that."""
+        # A callback does no work: another callback could run within it.
         if self._here.calls_back or self._work() or any(w.due() for w in self._queues.waits()):
             self.wake()
 
     def _drive(self, handle: Handle, end: float) -> list[Task]:
-        """Go on with everything until something has ended: that."""
+        """Go on with all tasks until one has ended. Returns it, or nothing if the time is up."""
         patience, expected = 0.0, False
         while not handle.ended and self._failure is None:
             moved, ended = self._queues.round()
@@ -246,7 +256,7 @@ class Engine:
     def _run(self) -> None:
         me = threading.current_thread()
         try:
-            while self._thread is me and not self._over():
+            while self._thread is me and not self._finished():
                 if self._driver is not None or not self._work():
                     self._sleep()
         except BaseException as error:  # a mistake of ours: nobody may wait for ever
@@ -254,21 +264,22 @@ class Engine:
         if self._thread is me:
             self._close()
 
-    def _over(self) -> bool:
+    def _finished(self) -> bool:
         return self._failure is not None or (self._closing and not self._queues)
 
     def _work(self) -> bool:
-        """A round. Nothing of what has ended is held beyond it, tensors neither. False if nothing
-        moves."""
+        """Take a step of each queue. False if no task could go on. Afterwards this thread holds no
+        task that has ended, and so none of its tensors."""
         moved, ended = self._queues.round()
-        self._end(ended)
+        self._complete(ended)
         return moved
 
     def _sleep(self) -> None:
-        """Until the bell rings for us, a time has come, or it is time to look at the others."""
-        self._entrust()
+        """Sleep until the bell rings for this thread, a task's time has come, or it is time to see
+        whether the other ranks are still there."""
+        self._listen()
         now = time.monotonic()
-        if (self._driver is None and self._work()) or self._over():
+        if (self._driver is None and self._work()) or self._finished():
             return
         seconds, _ = self._queues.rest(now)
         self._bell.wait(THREAD, max(0, min(seconds, WATCH)) if self._queues else IDLE)
@@ -276,30 +287,30 @@ class Engine:
             self._look(now)
 
     def _close(self) -> None:
-        """End all that is under way, and leave the others."""
+        """Make all tasks complete with an error, and leave the other ranks."""
         with self._lock:
             self._failure = self._failure or RuntimeError("the process group has been closed")
             while self._driver is not None:
                 self._follow(NAP)
             self._closed = True
-            self._farewell()
+            self._on_close()
         for task in self._queues.clear():
             task.handle.end(self._failure)
         with self._lock:
             self._changed.notify_all()
 
     def close(self, failure: BaseException | None = None) -> None:
-        """End the thread: now, with this error, or when all operations have ended."""
+        """End our own thread: now, with this error for all tasks; without one, when they have
+        ended."""
         with self._lock:
             self._failure, self._closing = self._failure or failure, True
-            if not self._closed:
-                self._bell.wake()
+        self._bell.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join()
             atexit.unregister(self.close)
 
     def _look(self, now: float) -> None:
-        """Now and then: whether there is still hope."""
+        """Fail if a task waits in vain. Looks every WATCH seconds only."""
         if now >= self._looked + WATCH:
             self._looked = now
             if error := self._queues.hopeless(now, self._explain):

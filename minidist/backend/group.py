@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from minidist.backend.callbacks import Place
+from minidist.backend.callbacks import Reservation
 from minidist.backend.engine import Engine
 from minidist.backend.handle import Handle
 from minidist.backend.members import Caller, Members, at_line
@@ -86,11 +86,11 @@ class Group(dist.ProcessGroup):
             yield from operation
             yield from self.members.travel(cost.steps)
 
-        place = Place.current(self._engine)  # this is a callback
-        queue, whole = ("collectives", run()) if place is None else (place, place.take(run()))
+        inner = Reservation.current(self._engine)  # this is a callback
+        queue, whole = ("collectives", run()) if inner is None else (inner, inner.take(run()))
         handle = Handle(result, lambda: what + at_line(where))
         self._record(what, "collective", None, cost.size, handle)
-        handle.keep_place = partial(Place, self._engine, queue)
+        handle.reserve = partial(Reservation, self._engine, queue)
         if cost.size <= 8:
             self._held.append(handle)
         seconds, short = self._seconds(opts), cost.size <= SHORT

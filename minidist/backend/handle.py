@@ -4,30 +4,18 @@ import contextlib
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from minidist.backend.uncompiled import uncompiled
 
-_FUTURES = threading.Lock()  # a handle's future is made by who asks for it, or else never
+if TYPE_CHECKING:
+    from minidist.backend.callbacks import Reservation
+    from minidist.backend.engine import Engine
 
-
-class Place(Protocol):
-    """Where callbacks run: see `callbacks`."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def leave(self) -> None: ...
-
-
-class Finisher(Protocol):
-    """What goes on with operations: the engine."""
-
-    def finish(self, handle: "Handle", seconds: float) -> None: ...
+_FUTURES = threading.Lock()  # guards a handle's future, which is made on first request
 
 
 @uncompiled
@@ -39,38 +27,39 @@ class Handle(dist.Work):
         super().__init__()
         self._result, self.what = result, what
         self._error: BaseException | None = None
-        self.over = False  # it is clear how
-        self._first: torch.futures.Future[Any] | None = None  # has an error for its value
-        self._future: torch.futures.Future[Any] | None = None  # raises it
-        self.ended = False  # and its future too
-        self.engine: Finisher | None = None
+        self.settled = False  # the result, or the error, is known
+        self._outcome: torch.futures.Future[Any] | None = None  # its value may be an error
+        self._future: torch.futures.Future[Any] | None = None  # raises that error
+        self.ended = False  # settled, and its callbacks have run
+        self.engine: Engine | None = None
         self.source = -1  # of a message
-        self.keep_place: Callable[[], Place] | None = None  # for what its callbacks call
-        self._place: Place | None = None
+        self.reserve: Callable[[], Reservation] | None = None  # for what its callbacks call
+        self._reservation: Reservation | None = None
 
     def end(self, error: BaseException | None = None) -> None:
-        """The operation has ended, well or not. A second end changes nothing: where a group fails,
-        several threads may end what is under way."""
+        """The operation has ended, with this error if any. A second call changes nothing: where a
+        group fails, several threads may end what is under way."""
         with _FUTURES:
-            if self.over:
+            if self.settled:
                 return
-            self._error, self.over, first, place = error, True, self._first, self._place
+            self._error, self.settled = error, True
+            outcome, reservation = self._outcome, self._reservation
         try:
-            if first is not None:
-                with place or contextlib.nullcontext():
-                    first.set_result(self._value())
+            if outcome is not None:
+                with reservation or contextlib.nullcontext():
+                    outcome.set_result(self._value())
         finally:
             self.ended = True  # after the future: who has waited may take its value
 
     @property
     def has_future(self) -> bool:
         """Whether somebody may have attached callbacks."""
-        return self._first is not None
+        return self._outcome is not None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the end. Raises what went wrong."""
         if not self.ended and self.engine is not None:
-            self.engine.finish(self, timeout.total_seconds())
+            self.engine.wait(self, timeout.total_seconds())
             if not self.ended:
                 raise RuntimeError(f"Timed out waiting {timeout.total_seconds():g} s")
         if self._error is not None:
@@ -92,23 +81,22 @@ class Handle(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """Its value is the result. In a callback, wait for a handle (`Work.wait`), not for another
         future: that waits in C++, and the thread that it stops may be the one that works."""
-        keep = self.keep_place if self._place is None and not self.over else None
-        place = keep() if keep is not None else None
+        reserve = self.reserve if self._reservation is None and not self.settled else None
+        reservation = reserve() if reserve is not None else None
         with _FUTURES:
-            if self._place is None and not self.over:
-                self._place, place = place, None
-            if self._future is None or self._first is None:
-                # An error is the first one's value: set_exception, called from Python, would end
-                # the process.
-                self._first = torch.futures.Future()
-                self._future = self._first.then(_raise)
-                over = self.over
+            if self._reservation is None and not self.settled:
+                self._reservation, reservation = reservation, None
+            if self._future is None or self._outcome is None:
+                # Not set_exception: called from Python, it would end the process.
+                self._outcome = torch.futures.Future()
+                self._future = self._outcome.then(_raise)
+                late = self.settled
             else:
-                over = False
-        if place is not None:
-            place.leave()  # too late: callbacks run as they are attached
-        if over:
-            self._first.set_result(self._value())
+                late = False
+        if reservation is not None:
+            reservation.release()  # too late: callbacks run as they are attached
+        if late:
+            self._outcome.set_result(self._value())
         return self._future
 
     def _value(self) -> Any:

@@ -1,26 +1,26 @@
-"""How the ranks of a group find each other: each shows its memory and its bell in a store."""
+"""How the ranks of a group find each other's memory, and see that another rank has died."""
 
 import contextlib
+import os
+import socket
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from minidist.backend.address import life, machine
-from minidist.backend.bell import Bell
 from minidist.backend.segment import Segment
 
 
 class Meeting:
-    """Where the ranks of a group tell each other where they are."""
+    """A store, in which the ranks of a group exchange values."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
         # A store may outlive its group, and serve the next one of the same name.
-        self._turn = store.add(f"turn of rank {rank}", 1)
+        self._generation = store.add(f"generation of rank {rank}", 1)
 
     def exchange(self, name: str, value: str) -> list[str]:
         """The values of all ranks."""
-        keys = [f"{name} {rank}, {self._turn}" for rank in range(self._size)]
+        keys = [f"{name} {rank}, {self._generation}" for rank in range(self._size)]
         self._store.set(keys[self._rank], value)
         try:
             self._store.wait(keys, self._timeout)
@@ -35,30 +35,62 @@ class Meeting:
 
 def attach(
     rank: int, shown: str, nbytes: int, opened: contextlib.ExitStack
-) -> tuple[Segment, Bell, tuple[int, str]]:
-    """Another rank's segment, its bell, and its life. What is opened will be closed by `opened`."""
-    where, number, born, memory, pipes = shown.split("\n")
-    if where != machine():
-        raise RuntimeError(
-            f"rank {rank} runs on another machine or in another container: shared memory does not "
-            "reach it; use backend gloo"
-        )
+) -> tuple[Segment, tuple[int, str]]:
+    """Another rank's segment, which `opened` will close, and its life."""
+    where, number, born, memory = shown.split("\n")
     try:
+        if where != machine():
+            raise RuntimeError(
+                f"rank {rank} runs on another machine or in another container: shared memory does "
+                "not reach it; use backend gloo"
+            )
         if life(int(number)) != born:
             raise ProcessLookupError
         segment = Segment.attach(memory, nbytes)
-        opened.callback(segment.close)
-        bell = Bell.attach(segment.words, pipes)
-        opened.callback(bell.close)
-        return segment, bell, (int(number), born)
     except OSError as error:
-        gone = isinstance(error, (FileNotFoundError, ProcessLookupError))
-        if gone or ended(int(number), born):  # whatever the error is while it dies
-            raise RuntimeError(f"Connection closed by peer: rank {rank} has died") from None
-        raise RuntimeError(f"the memory of rank {rank} cannot be opened: {error}") from error
+        raise unreachable(rank, error, ended(int(number), born) and "died") from None
+    opened.callback(segment.close)
+    return segment, (int(number), born)
+
+
+def unreachable(rank: int, error: OSError, gone: str | bool) -> RuntimeError:
+    """The rank's memory could not be opened; `gone` is how it has gone, if that is known."""
+    # A process closes its files before others can see that it has ended.
+    if gone or isinstance(error, (FileNotFoundError, ProcessLookupError)):
+        return RuntimeError(f"Connection closed by peer: rank {rank} has {gone or 'died'}")
+    return RuntimeError(f"the memory of rank {rank} cannot be opened: {error}")
+
+
+def machine() -> str:
+    """Identifies this boot and PID namespace: only processes with equal values can open each
+    other's /proc files."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except (FileNotFoundError, PermissionError):  # macOS
+        return socket.gethostname()
+
+
+def life(number: int) -> str:
+    """When the process of this number began, by the kernel's clock; "" if it has ended. So two
+    processes that had the number one after the other are told apart. Raises OSError if this cannot
+    be seen now."""
+    try:
+        with open(f"/proc/{number}/stat") as file:
+            state, *fields = file.read().rpartition(")")[2].split()  # behind its name
+        return "" if state in "ZXx" else fields[18]
+    except (FileNotFoundError, ProcessLookupError):
+        if os.path.isdir("/proc/self"):
+            return ""
+    try:  # macOS
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return ""
+    return "?"
 
 
 def ended(number: int, born: str) -> bool:
+    """Whether the process that had this life has ended."""
     try:
         return life(number) != born
     except OSError:  # no file is left to look with
@@ -66,5 +98,5 @@ def ended(number: int, born: str) -> bool:
 
 
 def spell(ranks: list[int]) -> str:
-    """These ranks, in words."""
+    """[1, 2] is "ranks 1, 2"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

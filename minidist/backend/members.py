@@ -4,14 +4,15 @@ Each word of shared memory has one writer: a rank writes into its own segment on
 of the others. The head of a segment holds
 
 - `TICK`, the number of barriers that the rank has come to; `LEFT`, 1 when it has left the group;
-- `EXPECTED` (in `bell`), 1 while the rank sleeps until its bell rings;
+- `EXPECTED`, which of the rank's threads its bell shall wake; `RUNG`, which it has (see `bell`);
 - `TOKEN` (in `segment`), by which others know that it is this segment;
-- `PLACE`, where the last two tensors that it has shown lie in its arena, or 0;
+- `OFFSET`, where in its segment the last two tensors lie that it has shared, or 0;
 - `MARK`, a checksum of its last two calls;
 - on an emulated link, in ns: `READY`, when its last call began; in rank 0's head `DUES + q`, when
   rank q's messages of the last call have come and gone; and `PLANNED`, which call that was;
 - `POSTED + q`, the number of messages to rank q that have been put into slots; `TAKEN + q`, that of
-  the messages from rank q that have been taken out; `HEADERS`, what is in the slots (`messages`);
+  the messages from rank q that have been taken out; `HEADERS`, what is in the slots (see
+  `point_to_point`);
 - at `TEXT`, its call, once that is known not to be that of all others.
 
 Behind the head come the staging areas, two slots for each rank, and the arena.
@@ -26,12 +27,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from minidist.backend.address import life, machine, process
 from minidist.backend.arena import Arena
 from minidist.backend.bell import Bell
-from minidist.backend.meeting import Meeting, attach, ended, spell
+from minidist.backend.meeting import Meeting, attach, ended, life, machine, spell, unreachable
 from minidist.backend.queues import Operation, Until, Wait
-from minidist.backend.segment import HEAD, Segment
+from minidist.backend.segment import HEAD, Segment, process
 from minidist.backend.words import publish, reached
 from minidist.link import Link
 from minidist.link.lines import LINES
@@ -41,8 +41,8 @@ from minidist.link.steps import Step
 Caller = tuple[str, int] | None  # a file, and a line of it
 
 LIMIT = 256  # ranks of a group
-TICK, LEFT, PLACE, READY, PLANNED, MARK = 0, 1, 4, 6, 7, 8
-POSTED, TAKEN, HEADERS = 10, 10 + LIMIT, 10 + 2 * LIMIT
+TICK, LEFT, OFFSET, READY, PLANNED, MARK = 0, 1, 4, 6, 7, 8
+POSTED, TAKEN, HEADERS = 13, 13 + LIMIT, 13 + 2 * LIMIT
 DUES = HEADERS + 10 * LIMIT
 LENGTH = 2048  # bytes of a description
 TEXT = HEAD - LENGTH
@@ -74,24 +74,22 @@ class Members:
         with contextlib.ExitStack() as opened, contextlib.ExitStack() as shown:
             self.mine, memory = Segment.create(nbytes)
             opened.callback(self.mine.close)
-            shown.callback(Segment.forget, memory)
-            self.bell, pipes = Bell.create(self.mine.words)
-            opened.callback(self.bell.close)
-            shown.callback(Bell.forget, pipes)
+            shown.callback(Segment.hide, memory)
             meeting, me = Meeting(store, rank, size, timeout), process()
-            mine = "\n".join([machine(), str(me), life(me), memory, pipes])
+            mine = "\n".join([machine(), str(me), life(me), memory])
             found = meeting.exchange("segment", mine)
             others = {r: attach(r, found[r], nbytes, opened) for r in range(size) if r != rank}
             if link is not None:
                 shown.callback(LINES.join(rank, meeting.exchange))
             meeting.exchange("attached", "")
             self._opened = opened.pop_all()  # until we leave; an error before closes it now
-        self._lives = {r: life for r, (_, _, life) in others.items()}
-        self._bells = {r: bell for r, (_, bell, _) in others.items()}
+        self._lives = {r: life for r, (_, life) in others.items()}
         self.segments = [others[r][0] if r != rank else self.mine for r in range(size)]
         self.heads = [segment.words for segment in self.segments]
+        self.bell = Bell(self.heads[rank])
+        self._bells = {r: Bell(self.heads[r]) for r in others}
         self.arena = Arena(self.mine)
-        self._calls = self._pieces = self._shows = 0
+        self._calls = self._pieces = self._shared = 0
         self._due = 0.0  # when the last call was over, on an emulated link
         self._call: tuple[str, Caller] = "", None
         self._areas: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
@@ -101,32 +99,32 @@ class Members:
         self._pieces += 1
         key = self._pieces % STAGES, dtype
         if key not in self._areas:
-            place = HEAD + key[0] * STAGE
-            self._areas[key] = [s.bytes[place : place + STAGE].view(dtype) for s in self.segments]
+            start = HEAD + key[0] * STAGE
+            self._areas[key] = [s.bytes[start : start + STAGE].view(dtype) for s in self.segments]
         if not parts:
             return [area[:length] for area in self._areas[key]]
         return [area[: parts * length].view(parts, length) for area in self._areas[key]]
 
     def slot(self, sender: int, receiver: int, number: int) -> torch.Tensor:
         """Where the sender puts its message of this number for the receiver: (SLOT,) bytes."""
-        place = HEAD + STAGES * STAGE + (2 * receiver + number % 2) * SLOT
-        return self.segments[sender].bytes[place : place + SLOT]
+        start = HEAD + STAGES * STAGE + (2 * receiver + number % 2) * SLOT
+        return self.segments[sender].bytes[start : start + SLOT]
 
     # ---- what ranks call -------------------------------------------------------------------
 
     def call(self, what: str, where: Caller, at: float = 0.0) -> None:
-        """A call begins, which was made at this time. All ranks must make the same one."""
+        """Begin a call that was made at this time. All ranks must make the same one."""
         self._calls += 1
         self._call = what, where
         self.mine.words[MARK + self._calls % 2] = zlib.crc32(what.encode())
-        # Not from now, which is later by what a processor needs to wake up.
+        # Not from now: that is later, by the time that a processor needs to wake up.
         self.mine.words[READY] = int(max(at, self._due) * 1e9)
 
     def barrier(self) -> Operation:
         """Wait until all have come here."""
         ticks = self.mine.words[TICK] + 1
         publish(self.mine.words, TICK, ticks)
-        barrier = _Barrier(self.heads, ticks)
+        barrier = _Reached(self.heads, TICK, ticks)
         if barrier.over():  # this rank is the last
             self.ring(*self._bells)
         else:
@@ -163,21 +161,24 @@ class Members:
             lines.append(f"\n  rank {rank}: {what}{line}")
         raise RuntimeError("every rank of a group must make the same call" + "".join(lines))
 
-    def place(self, x: torch.Tensor | None) -> bool:
-        """Write down where the tensor lies, before a barrier. Whether it lies in our arena."""
-        place = 0 if x is None else self.mine.find(x)
-        self._shows += 1  # of the several tensors of a call, each has its own word
-        self.mine.words[PLACE + self._shows % 2] = place
-        return place > 0
+    def share(self, x: torch.Tensor | None) -> bool:
+        """Before a barrier: publish where in our arena the tensor lies. False if it does not."""
+        offset = 0 if x is None else self.mine.find(x)
+        self._shared += 1  # of the several tensors of a call, each has its own word
+        self.mine.words[OFFSET + self._shared % 2] = offset
+        return offset > 0
 
-    def has_placed(self, rank: int) -> bool:
-        """After it: whether the rank's tensor lies in its arena."""
-        return self.heads[rank][PLACE + self._shows % 2] > 0
+    def has_shared(self, rank: int) -> bool:
+        """After the barrier: whether that rank's tensor lies in its arena."""
+        return self.heads[rank][OFFSET + self._shared % 2] > 0
 
-    def placed(self, rank: int, like: torch.Tensor) -> torch.Tensor:
-        """That tensor, (n,), of the length of this one."""
-        place = self.heads[rank][PLACE + self._shows % 2]
-        return self.segments[rank].at(place, len(like), like.dtype)
+    def shared(self, rank: int, like: torch.Tensor) -> torch.Tensor:
+        """That tensor, (n,), of the length and the dtype of this one."""
+        offset = self.heads[rank][OFFSET + self._shared % 2]
+        try:
+            return self.segments[rank].at(offset, len(like), like.dtype)
+        except OSError as error:
+            raise unreachable(rank, error, self._gone(rank)) from None
 
     # ---- the emulated link -----------------------------------------------------------------
 
@@ -193,65 +194,53 @@ class Members:
                 plan[DUES + rank] = int(due * 1e9)
             publish(plan, PLANNED, self._calls)
             self.ring(*self._bells)
-        elif not (planned := _Planned(plan, self._calls)).over():
+        elif not (planned := _Reached([plan], PLANNED, self._calls)).over():
             yield planned
         self._due = plan[DUES + self.rank] / 1e9
         yield Until(self._due)
 
     # ---- when somebody does not come -------------------------------------------------------
 
-    def explain(self, wait: Wait, what: str, seconds: float) -> BaseException | None:
-        """Why it is in vain to wait, if it is: in the call `what`, for so many `seconds` already if
-        that is too long, else 0."""
+    def explain(self, wait: Wait, call: str, overdue: float) -> BaseException | None:
+        """The error if the awaited ranks are gone, or if `overdue` seconds have passed; else None.
+        See `queues.Explain`."""
         missing = wait.missing()
         gone = {rank: how for rank in missing if (how := self._gone(rank))}
         if gone and (len(gone) == len(missing) or not wait.any_will_do()):
             rank, how = next(iter(gone.items()))
             return RuntimeError(
                 f"Connection closed by peer: rank {rank} has {how}, and rank {self.rank} waits for "
-                f"it in {what}"
+                f"it in {call}"
             )
-        if not missing or not seconds:
+        if not missing or not overdue:
             return None
-        return RuntimeError(f"Timed out waiting {seconds:g} s for {spell(missing)} in {what}")
+        return RuntimeError(f"Timed out waiting {overdue:g} s for {spell(missing)} in {call}")
 
     def _gone(self, rank: int) -> str:
-        """How the rank has gone, if it has."""
+        """ "died" or "left" if the rank is gone, else ""."""
         if rank in self._lives and ended(*self._lives[rank]):
             return "died"
         return "left" if self.heads[rank][LEFT] else ""
 
     def leave(self) -> None:
-        """Tell the others that this rank will come no more."""
+        """Tell the others that this rank leaves the group, and close what it has opened."""
         self.mine.words[LEFT] = 1
         self.ring(*self._bells)
         self._lives.clear()
-        self._bells.clear()
         self._opened.close()
 
 
-class _Barrier(Wait):
-    def __init__(self, heads: list[memoryview], ticks: int) -> None:
-        self._heads, self._ticks = heads, ticks
+class _Reached(Wait):
+    """Until this word is `value` or more in the heads of ranks 0, 1, ..."""
+
+    def __init__(self, heads: list[memoryview], at: int, value: int) -> None:
+        self._heads, self._at, self._value = heads, at, value
 
     def over(self) -> bool:
-        return reached(self._heads, TICK, self._ticks)
+        return reached(self._heads, self._at, self._value)
 
     def missing(self) -> list[int]:
-        return [r for r, head in enumerate(self._heads) if head[TICK] < self._ticks]
-
-
-class _Planned(Wait):
-    """Rank 0 has booked the messages of a call."""
-
-    def __init__(self, plan: memoryview, call: int) -> None:
-        self._plan, self._call = plan, call
-
-    def over(self) -> bool:
-        return reached([self._plan], PLANNED, self._call)
-
-    def missing(self) -> list[int]:
-        return [0]
+        return [r for r, head in enumerate(self._heads) if head[self._at] < self._value]
 
 
 def _short(description: str) -> str:

@@ -33,12 +33,12 @@ class Wait:
         return False
 
     def due(self) -> float:
-        """The time (of time.monotonic) before which it is not over; 0 if nobody knows."""
+        """The time (of time.monotonic) before which it cannot be over; 0 if that is unknown."""
         return 0.0
 
 
 class Until(Wait):
-    """A time that has to come."""
+    """Until a time of time.monotonic."""
 
     def __init__(self, due: float) -> None:
         self._due = due
@@ -52,11 +52,12 @@ class Until(Wait):
 
 Operation = Generator[Wait, None, None]
 
-# Of a wait, in a call, for so many seconds already if that is too long (else 0): why it is in vain.
+# explain(wait, call, overdue): the error if waiting is hopeless, else None. `call` describes the
+# call; `overdue` is 0 before the timeout of the wait is over, and then that timeout in seconds.
 Explain = Callable[[Wait, str, float], BaseException | None]
 
 give_way = getattr(os, "sched_yield", partial(time.sleep, 0))  # macOS has none
-NAP = 0.01  # seconds, the longest sleep of a driver: a ring that got lost delays it no more
+NAP = 0.01  # seconds, the longest sleep of a driver: bounds the delay if a ring is lost
 WAKE = 1e-4  # seconds that a sleep may last longer than it was asked to
 AT_ONCE = 4  # steps of a short operation that the call itself takes
 
@@ -67,7 +68,7 @@ class Task:
     def __init__(self, operation: Operation, handle: Handle, timeout: float) -> None:
         self.operation, self.handle, self.timeout = operation, handle, timeout
         self.wait: Wait | None = None
-        self.since = time.monotonic()  # when it began to wait; for its queue it does not count
+        self.since = time.monotonic()  # when this wait began; time in the queue does not count
         self.ended = False
         self.failure: BaseException | None = None
 
@@ -85,16 +86,16 @@ class Task:
 
 
 class Queues:
-    """Queues of operations, by name. Any thread may take a step: `_turn` lets one do so at a time.
+    """Queues of operations, by name. Any thread may take a step, one at a time.
 
-    Who takes a step has to end the handles of what has ended, without holding anything: that calls
-    back, and what is called may communicate.
+    A task that has ended is returned to who took its last step. It has to give the handle its
+    result without a lock: that runs callbacks, which may communicate.
     """
 
     def __init__(self) -> None:
         self._queues: dict[Hashable, deque[Task]] = {}
         self._lock = threading.Lock()  # for the dictionary
-        self._turn = threading.Lock()  # for a step
+        self._stepping = threading.Lock()  # for a step
 
     def __bool__(self) -> bool:
         return bool(self._queues)
@@ -114,17 +115,19 @@ class Queues:
         return [task.wait for task in self.firsts() if task.wait is not None]
 
     def rest(self, now: float) -> tuple[float, bool]:
-        """For how many seconds none of them can go on, at most; whether all know their time."""
+        """The seconds until the first of them may go on, NAP if no time is known; and whether each
+        of them waits for a time that is known."""
         dues = [wait.due() for wait in self.waits()]
         seconds = min([due - now - WAKE for due in dues if due > now], default=NAP)
         return seconds, bool(dues) and all(due > now for due in dues)
 
     def round(self) -> tuple[bool, list[Task]]:
-        """Take a step of each queue, until a task has ended: whether any could, and that task. Of
-        two, the first one's callbacks could wait for the second, which nobody else would end."""
+        """Take a step of each queue, until a task has ended. Returns whether any step could be
+        taken, and that task. Only one: its callbacks may wait for a second one, whose handle nobody
+        else would end."""
         moved = False
         for name in list(self._queues):
-            with self._turn:
+            with self._stepping:
                 tasks = self._queues.get(name)
                 if tasks and (task := tasks[0]).step():
                     moved = True
@@ -134,13 +137,13 @@ class Queues:
         return moved, []
 
     def begin(self, name: Hashable, task: Task) -> tuple[bool, list[Task]]:
-        """Take the first steps of a task here and now: whether that could be, and the task if it
-        has ended with them. It cannot if another thread has the turn or has done the task, or if
-        the task would overtake one that came before: of two receives, the first begun gets the
-        first message."""
-        if self._turn.locked():
+        """Take the first steps of a task here and now. Returns whether that could be, and the task
+        if it has ended. It cannot be if another thread takes a step or has done the task, or if the
+        task would overtake one that was submitted before: of two receives, the first that begins
+        gets the first message."""
+        if self._stepping.locked():
             return False, []
-        with self._turn:  # not `acquire`: after it an interrupt would leave the turn taken for ever
+        with self._stepping:  # not `acquire`: an interrupt after it would leave it locked
             if task.ended or (
                 len(self._queues) > 1
                 and any([each.wait is None for each in self.firsts() if each is not task])
@@ -156,23 +159,23 @@ class Queues:
             return True, []
 
     def hopeless(self, now: float, explain: Explain) -> BaseException | None:
-        """Why one of them waits in vain, if that is so."""
+        """The error if one of them waits in vain, else None."""
         for task in self.firsts():
             if (wait := task.wait) is None:
                 continue
-            late = task.timeout if now > task.since + task.timeout else 0.0
-            error = explain(wait, task.handle.what(), late)
-            with self._turn:  # what it waits for may have come before the other left
+            overdue = task.timeout if now > task.since + task.timeout else 0.0
+            error = explain(wait, task.handle.what(), overdue)
+            with self._stepping:  # what it waits for may have come before the other left
                 if error is not None and not wait.over():
                     return error
         return None
 
     def clear(self) -> list[Task]:
-        """Drop all tasks: those."""
-        with self._turn, self._lock:
-            left = [task for tasks in self._queues.values() for task in tasks]
+        """Remove all tasks, and return them."""
+        with self._stepping, self._lock:
+            removed = [task for tasks in self._queues.values() for task in tasks]
             self._queues.clear()
-        return left
+        return removed
 
     def _remove(self, name: Hashable) -> None:
         with self._lock:
@@ -183,8 +186,8 @@ class Queues:
 
 
 def plain() -> bool:
-    """Whether what this thread asks of torch is done as it stands. Else the engine's thread does
-    the whole operation: a tracker would count it, and a default device would lead it astray."""
+    """False if this thread has a torch mode active (inference, dispatch, function): it would alter
+    our own tensor operations. Then the engine's thread does the whole operation."""
     return not (
         torch.is_inference_mode_enabled()
         or torch._C._len_torch_dispatch_stack()

@@ -6,20 +6,28 @@ death, it is gone too.
 
 A segment is small, and grows. It begins with what every group needs: the head, the staging areas,
 the slots. Behind them it is cut into chunks for tensors: chunk k goes from byte 2^k of the file to
-byte 2^(k+1). So one number, the place of a tensor in the file, says in which chunk the tensor lies.
-A process maps a chunk when it first needs it, and a chunk that nobody needs costs nothing. The
-machine gives a page when somebody first writes to it.
+byte 2^(k+1). So a tensor's offset in the file also says in which chunk the tensor lies. A process
+maps a chunk when it first needs it, and a chunk that nobody needs costs nothing. The machine gives
+a page when somebody first writes to it.
+
+Memory stays mapped without an open file. So a group costs a rank one open file, that of its own
+segment, however many ranks there are: it opens another rank's only while it maps a part of it.
+
+The address of a file travels through a store, which other machines and containers may share. There
+the same path leads to a stranger's file, or nowhere; and here too, once the process has ended and
+its number is another's. So nothing is opened before it is known to be the file that was shown.
 """
 
+import contextlib
 import ctypes
 import mmap
 import os
 import sys
+import tempfile
 import threading
+from collections.abc import Iterator
 
 import torch
-
-from minidist.backend.address import closed_by_an_error, hide, new_file, reach, show
 
 HEAD = 1 << 16  # bytes at its beginning that hold flags and descriptions, see `members`
 TOKEN = 3  # the word of the head that no other segment has
@@ -31,9 +39,10 @@ class Segment:
 
     def __init__(self, file: int, nbytes: int) -> None:
         self._file, self._lock = file, threading.Lock()
+        self._shown, self._closed = "", False  # where the file is opened again, if it is not kept
         self._chunks: dict[int, tuple[mmap.mmap, int]] = {}  # with the address of each
         self.first = (nbytes - 1).bit_length()
-        begin = _map(file, 0, nbytes)
+        begin, _ = _map(file, 0, nbytes)
         head = memoryview(begin)[:HEAD]
         self.words, self.text = head.cast("q"), head
         with torch.inference_mode(False):  # who writes to it later may not be in that mode
@@ -44,7 +53,7 @@ class Segment:
         """A new one that begins with so many bytes; and its address, by which others attach it.
         Raises OSError, which names the call, if the system refuses."""
         file, name = new_file(nbytes)
-        with closed_by_an_error([file]):
+        with _closed_by_an_error(file):
             os.ftruncate(file, nbytes)
             segment, token = cls(file, nbytes), int.from_bytes(os.urandom(8), "little") >> 1
             segment.words[TOKEN] = token
@@ -55,53 +64,69 @@ class Segment:
         """The segment that another rank has created. Raises FileNotFoundError if that is gone,
         OSError if it cannot be opened."""
         shown, token = address.split("\t")
-        file = reach(shown, os.O_RDWR)
-        with closed_by_an_error([file]):
+        file = reach(shown)
+        with _closed_by_an_error(file):
             if os.pread(file, 8, 8 * TOKEN) != int(token).to_bytes(8, sys.byteorder):
                 raise FileNotFoundError(shown)
-            return cls(file, nbytes)
+            segment = cls(file, nbytes)
+        if not _has_name(shown):
+            segment._shown, segment._file = shown, -1
+            os.close(file)
+        return segment
 
     @staticmethod
-    def forget(address: str) -> None:
-        """Nobody will attach it any more."""
+    def hide(address: str) -> None:
+        """Remove the name of its file, if it has one: all ranks have attached it."""
         hide(address.split("\t")[0])
 
     def close(self) -> None:
-        """What is mapped stays, but the segment grows no more."""
+        """What is mapped stays, but no chunk is mapped any more."""
         with self._lock:
+            self._closed = True
             if self._file >= 0:
                 os.close(self._file)
             self._file = -1
 
     def chunk(self, number: int, grow: bool = False) -> mmap.mmap:
         """A chunk, mapped when first asked for. The rank that made the segment lets it `grow`.
-        Raises OSError if that cannot be, RuntimeError if the segment has been closed."""
+        Raises OSError if that cannot be, FileNotFoundError if the rank that made it has closed it
+        or died, RuntimeError if we have closed it."""
         with self._lock:
             if number not in self._chunks:
-                if self._file < 0:
-                    raise RuntimeError("the process group has been closed")
                 start = 1 << number
-                if grow:
-                    os.ftruncate(self._file, max(2 * start, os.fstat(self._file).st_size))
-                chunk = _map(self._file, start, start)
-                where = ctypes.addressof(ctypes.c_char.from_buffer(chunk))
-                # A new dict: `find` may be looking through the old one.
-                self._chunks = {**self._chunks, number: (chunk, where)}
+                with self._open() as file:
+                    if grow:
+                        os.ftruncate(file, max(2 * start, os.fstat(file).st_size))
+                    # A new dict: `find` may be looking through the old one.
+                    self._chunks = {**self._chunks, number: _map(file, start, start)}
             return self._chunks[number][0]
 
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[int]:
+        if self._closed:
+            raise RuntimeError("the process group has been closed")
+        if self._file >= 0:
+            yield self._file
+            return
+        file = reach(self._shown)
+        try:
+            yield file
+        finally:
+            os.close(file)
+
     def find(self, x: torch.Tensor) -> int:
-        """The place of a tensor that lies in a chunk, or 0 if it lies elsewhere."""
+        """The offset of a tensor that lies in a chunk, or 0 if it lies elsewhere."""
         address = x.data_ptr()
         for number, (_, where) in self._chunks.items():
             if 0 <= address - where < 1 << number:
                 return (1 << number) + address - where
         return 0
 
-    def at(self, place: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """(numel,), at a place that the segment's rank has found."""
-        number = place.bit_length() - 1
-        offset = place - (1 << number)
-        return torch.frombuffer(self.chunk(number), dtype=dtype, count=numel, offset=offset)
+    def at(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """(numel,), at an offset that the segment's rank has found."""
+        number = offset.bit_length() - 1
+        chunk, start = self.chunk(number), 1 << number
+        return torch.frombuffer(chunk, dtype=dtype, count=numel, offset=offset - start)
 
     def room(self) -> int:
         """Bytes that the file system can still give to the file; where it has no limit, 1 << 62."""
@@ -110,8 +135,96 @@ class Segment:
         return there.f_bavail * there.f_frsize if there is not None and there.f_blocks else 1 << 62
 
 
-def _map(file: int, start: int, nbytes: int) -> mmap.mmap:
-    memory = mmap.mmap(file, nbytes, offset=start)
+# ---- a part of a file in this process's memory -------------------------------------------------
+
+FIXED, NORESERVE = 0x10, 0x4000 if sys.platform == "linux" else 0  # of sys/mman.h
+
+_mmap = ctypes.CDLL(None, use_errno=True).mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+]
+
+
+def _map(file: int, start: int, nbytes: int) -> tuple[mmap.mmap, int]:
+    """These bytes of a file, and their address."""
+    # mmap.mmap(file, ...) would keep a second file open. So it takes addresses only, and what lies
+    # there is replaced by the file.
+    memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
+    where = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    if _mmap(where, nbytes, protection, mmap.MAP_SHARED | FIXED, file, start) != where:
+        raise OSError(ctypes.get_errno(), f"mmap: {os.strerror(ctypes.get_errno())}")
     if hasattr(mmap, "MADV_DONTDUMP"):  # or a crash would write it all into its core
         memory.madvise(mmap.MADV_DONTDUMP)
-    return memory
+    return memory, where
+
+
+# ---- files that other processes find ------------------------------------------------------------
+
+
+def new_file(nbytes: int) -> tuple[int, str]:
+    """A file in memory, without a name. Where the system has none or refuses it, one in a folder;
+    on macOS that needs its name, until all have it open."""
+    try:
+        return os.memfd_create("minidist", os.MFD_CLOEXEC), ""
+    except (AttributeError, OSError) as error:
+        refused = f"memfd_create: {error}"
+    if not os.path.isdir("/proc/self/fd"):
+        return tempfile.mkstemp(prefix="minidist-")
+    for folder in ("/dev/shm", tempfile.gettempdir()):
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                os.posix_fallocate(file.fileno(), 0, nbytes)  # or a full folder ends us by SIGBUS
+                return os.dup(file.fileno()), ""
+        except OSError as error:
+            refused += f"; {folder}: {error}"
+    raise OSError(f"no memory that ranks could share ({refused})")
+
+
+def show(file: int, name: str = "") -> str:
+    """Where another process finds a file that this one has open, by its name if it has one; and
+    what tells the file from any other that may be found there."""
+    there = os.fstat(file)
+    return f"{name or f'/proc/{process()}/fd/{file}'}:{there.st_dev}:{there.st_ino}"
+
+
+def reach(shown: str) -> int:
+    """Open what another process shows. Raises FileNotFoundError if that is gone."""
+    name, device, inode = shown.rsplit(":", 2)
+    there = os.stat(name)  # not yet opened: a stranger's pipe would notice that
+    if (there.st_dev, there.st_ino) != (int(device), int(inode)):
+        raise FileNotFoundError(name)
+    return os.open(name, os.O_RDWR | os.O_CLOEXEC)
+
+
+def hide(shown: str) -> None:
+    """Remove the file's name, if it has one: all have opened it."""
+    if _has_name(shown):
+        os.unlink(shown.rsplit(":", 2)[0])
+
+
+def _has_name(shown: str) -> bool:
+    return not shown.startswith("/proc/")
+
+
+def process() -> int:
+    """The number by which others find this process."""
+    try:
+        return int(os.readlink("/proc/self"))
+    except OSError:  # macOS
+        return os.getpid()
+
+
+@contextlib.contextmanager
+def _closed_by_an_error(file: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        os.close(file)
+        raise

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 
-from minidist.backend.address import hide, new_file, reach, show
+from minidist.backend.segment import hide, new_file, reach, show
 
 Busy = MutableMapping[int, list[float]]  # by the number of a line
 
@@ -90,7 +90,7 @@ class SharedLines(Lines):
         shown, token = exchange("file of lines", f"{shown}\n{secrets.token_hex()}")[0].split("\n")
         try:
             if rank != 0:
-                file = reach(shown, os.O_RDWR)
+                file = reach(shown)
             words = memoryview(mmap.mmap(file, COUNT * ROOM)).cast("d")
         except OSError as error:
             raise RuntimeError("Connection closed by peer: rank 0 has died") from error
