@@ -4,7 +4,7 @@ A sentence stands in the code in English, and that code knows of no other langua
 reads it, `spoken` looks it up. `korean.json` has a template for each: the f-string
 f"it is not {value} {unit}." has the key "it is not {0} {1}.", and its Korean says where the values
 go. A value that is a sentence itself is looked up as well. A number, code, or the text of an error
-stays as it is.
+stays as it is, and so does what the checks of the other lessons say.
 
 The language comes from outside, since the cells of a lesson are the same in all languages. It is
 `MINIDIST_LANGUAGE`, `ko` or `en`, in the environment in which Jupyter starts; else it is Korean

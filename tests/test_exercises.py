@@ -51,6 +51,7 @@ def said_of(check, answer) -> Verdict:
         for said in filter(None, verdict[1:]):
             korean = in_korean(said)
             assert korean.startswith(("정답입니다: ", "아직 아닙니다: ", "힌트 ")), korean
+            assert korean.endswith((".", "?")), korean
             assert not english_in(korean), korean
     return verdict
 
