@@ -46,8 +46,9 @@ def message(axes: Axes, start: float, end: float, y: float, text: str) -> None:
 def panel(axes: Axes, low: float, title: str, says: str) -> float:
     """The grey ground of one way. Returns the height of the middle of its matrices."""
     box(axes, 0.15, low, 9.3, 2.1, facecolor="#F6F6F6", edgecolor="none")
-    axes.text(0.35, low + 1.78, title, fontsize=11.5, fontweight="bold")
-    axes.text(0.5 + 0.105 * len(title), low + 1.785, says, fontsize=9.5, color=PALE)
+    name = axes.text(0.35, low + 1.78, title, fontsize=11.5, fontweight="bold", va="baseline")
+    beside = {"xycoords": (name, axes.transData), "xytext": (14, 0), "textcoords": "offset points"}
+    axes.annotate(says, (1, low + 1.785), fontsize=9.5, color=PALE, va="baseline", **beside)
     y = low + 0.9
     matrix(axes, 0.4, y, NARROW, ROWS, "whole", "x")
     sign(axes, 1.17, y, "×")

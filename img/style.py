@@ -81,18 +81,20 @@ def write(figure: Figure, name: str) -> None:
 def translate(figure: Figure, words: dict[str, str]) -> None:
     """Say in Korean what the figure says. Raises KeyError for what `words` does not have."""
     for axes in figure.axes:
-        labels = [label.get_text() for label in axes.get_yticklabels()]
-        axes.set_yticks(axes.get_yticks(), [in_korean(label, words) for label in labels])
+        if axes.axison:  # else these ticks, which are not shown, would make room for themselves
+            labels = [label.get_text() for label in axes.get_yticklabels()]
+            axes.set_yticks(axes.get_yticks(), [in_korean(label, words) for label in labels])
     for text in figure.findobj(Text):
         text.set_text(in_korean(text.get_text(), words))
         text.set_fontfamily([*plt.rcParams["font.sans-serif"], FONT])
 
 
 def in_korean(text: str, words: dict[str, str]) -> str:
-    if not re.search("[a-z]{2}", text):
+    key = re.sub(r"\d+", "#", text)
+    if key not in words and not re.search("[a-z]{2}", text):
         return text
     numbers = iter(re.findall(r"\d+", text))
-    return re.sub("#", lambda _: next(numbers), words[re.sub(r"\d+", "#", text)])
+    return re.sub("#", lambda _: next(numbers), words[key])
 
 
 def box(axes: Axes, x: float, y: float, width: float, height: float, **looks: object) -> None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+from minidist.language import spoken
+
 Answer = bool | int | float | str
 
 
@@ -28,7 +30,8 @@ class Prediction:
             return
         said, seen = (_shown(answer, self.unit) for answer in (self.number, found))
         about = f"{self.what}: you" if self.what else "You"
-        print(f"{about} said {said}, measured {seen}: {_verdict(self.number, found)}.")
+        verdict = _verdict(self.number, found)
+        print(spoken(f"{about} said {said}, measured {seen}: {verdict}."))
 
 
 def predict(number: Any = None, what: str = "", unit: str = "") -> Prediction:
@@ -43,7 +46,7 @@ def predict(number: Any = None, what: str = "", unit: str = "") -> Prediction:
     try:
         return Prediction(None if number is None else _answer(number), what, unit)
     except TypeError as error:
-        print(f"{error} So this counts as no guess.")
+        print(spoken(str(error)), spoken("So this counts as no guess."))
         return Prediction(None, what, unit)
 
 
@@ -105,13 +108,13 @@ def _verdict(said: Answer, seen: Answer) -> str:
     # A float has its rounding, a count has none.
     if math.isclose(said, seen, rel_tol=1e-6) and not (said.is_integer() and seen.is_integer()):
         return "exactly"
-    way = "too low" if said < seen else "too high"
     if min(said, seen) <= 0:  # no ratio would say it
-        return f"{_shown(abs(said - seen), '')} {way}"
-    ratio, off = max(said, seen) / min(said, seen), abs(said - seen) / seen
-    for percent in 1, 5:
-        if off <= percent / 100 + 1e-9:
-            return f"within {percent} %"
-    if ratio < 2:
-        return f"{100 * off:.0f} % {way}"
-    return f"{ratio:.2g} times {way}" if ratio < 100 else f"{ratio:,.0f} times {way}"
+        off = _shown(abs(said - seen), "")
+    else:
+        ratio, part = max(said, seen) / min(said, seen), abs(said - seen) / seen
+        for percent in 1, 5:
+            if part <= percent / 100 + 1e-9:
+                return f"within {percent} %"
+        off = f"{ratio:.2g} times" if ratio < 100 else f"{ratio:,.0f} times"
+        off = f"{100 * part:.0f} %" if ratio < 2 else off
+    return f"{off} too low" if said < seen else f"{off} too high"

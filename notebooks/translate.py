@@ -4,11 +4,13 @@
     python notebooks/translate.py --done CELL ...      the text of these cells is up to date now
 
 Code, outputs and tags are those of the English lesson: `notebooks/execute.py` copies them when it
-has run it. A text is written in Korean by hand. Its cell keeps a short hash of the English text
-that it translates, so that we notice when that has changed. Terms: `notebooks/ko/glossary.md`.
+has run it. Only what a check says is in Korean, as in a learner's kernel (`minidist.language`). A
+text is written in Korean by hand. Its cell keeps a short hash of the English text that it
+translates, so that we notice when that has changed. Terms: `notebooks/ko/glossary.md`.
 """
 
 import argparse
+import copy
 import hashlib
 import sys
 from collections.abc import Iterator
@@ -17,12 +19,24 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
+from minidist.language import in_korean
+
 HERE = Path(__file__).resolve().parent
 HASH = "translates"  # in the metadata of a Korean text
 
 
 def digest(source: str) -> str:
     return hashlib.sha256(source.encode()).hexdigest()[:12]
+
+
+def in_a_korean_lesson(cell: NotebookNode) -> NotebookNode:
+    """A code cell as a Korean lesson has it: what a check says is in Korean."""
+    cell = copy.deepcopy(cell)
+    for output in cell.outputs:
+        said = output.get("data", {}).get("text/plain", "")
+        if said.startswith(("Right: ", "Not yet: ")):
+            output.data["text/plain"] = "\n".join(map(in_korean, said.splitlines()))
+    return cell
 
 
 def follow(path: Path) -> NotebookNode:
@@ -34,7 +48,8 @@ def follow(path: Path) -> NotebookNode:
         cells = nbformat.read(path, as_version=4).cells
         texts = {cell.id: cell for cell in cells if cell.cell_type == "markdown"}
     english.cells = [
-        texts.get(cell.id, cell) if cell.cell_type == "markdown" else cell for cell in english.cells
+        texts.get(cell.id, cell) if cell.cell_type == "markdown" else in_a_korean_lesson(cell)
+        for cell in english.cells
     ]
     nbformat.write(english, path)
     return english

@@ -18,6 +18,8 @@ import pytest
 
 import minidist as md
 from minidist.checks import Verdict
+from minidist.checks.solved import SHARED
+from minidist.language import in_korean
 
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS = sorted(
@@ -25,6 +27,8 @@ LESSONS = sorted(
 )
 MODULES = {lesson: importlib.import_module(f"answers.{lesson}") for lesson in LESSONS}
 CHECKS = [(lesson, check) for lesson in LESSONS for check in MODULES[lesson].ANSWERS]
+KOREAN = [each for each in LESSONS if [*ROOT.glob(f"notebooks/ko/??_{each}.ipynb")]]
+CODE_WORDS = {*("autograd", "gloo", "send", "work", "data", "pipeline", "tensor", "ms"), "eager"}
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -43,7 +47,19 @@ def said_of(check, answer) -> Verdict:
     assert repr(verdict) == "\n".join(filter(None, [verdict.says, verdict.hint]))
     assert verdict.says.startswith("Right: " if verdict.right else "Not yet: ")
     assert verdict.says.endswith(".") and "\n" not in verdict.says and len(verdict.says) < 400
+    if check.__module__.rpartition(".")[2] in KOREAN:
+        for said in filter(None, verdict[1:]):
+            korean = in_korean(said)
+            assert korean.startswith(("정답입니다: ", "아직 아닙니다: ", "힌트 ")), korean
+            assert korean.endswith((".", "?")), korean
+            assert not english_in(korean), korean
     return verdict
+
+
+def english_in(korean: str) -> set[str]:
+    """The English words in it, but for code, and for the text of an error."""
+    plain = re.sub(r"Error: .*|`[^`]*`|<[^>]*>|\([^가-힣]*\)", " ", korean)
+    return set(re.findall(r"(?<![\w.])[a-z]{2,}(?![\w.(])", plain)) - CODE_WORDS
 
 
 def cases(which: int) -> list:
@@ -218,7 +234,7 @@ def shown(path: Path) -> str:
 
 def test_every_module_of_checks_has_answers() -> None:
     there = {path.stem for path in ROOT.glob("minidist/checks/*.py")}
-    assert there - {"__init__", "solved", "verdict"} == set(LESSONS)
+    assert there - {"__init__", *SHARED} == set(LESSONS)
 
 
 def test_a_scan_with_one_message_for_each_rank_is_told_so() -> None:

@@ -193,7 +193,7 @@ def test_a_plain_install_gives_a_working_import(tmp_path: Path) -> None:
     written = {path.relative_to(ROOT) for path in (ROOT / "minidist").rglob("*.py")}
     installed = {path.relative_to(site) for path in (site / "minidist").rglob("*.py")}
     assert installed == written
-    assert (site / "minidist" / "py.typed").exists()
+    assert {"py.typed", "korean.json"} <= {path.name for path in (site / "minidist").iterdir()}
 
     needed = closure([Requirement(line) for line in PROJECT["dependencies"]])
     absent = [

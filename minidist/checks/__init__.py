@@ -4,9 +4,9 @@
 
     check.shift(shift)      # in a notebook: shows a sentence, "Right: …" or "Not yet: …"
 
-A check takes the answer, whatever that is, and returns a `Verdict`. It looks at what an answer
-does, not at how: every right answer passes. `verdict` holds what the checks share, `solved` what
-is solved.
+A check takes the answer, whatever that is, and returns a `Verdict`, which a Korean lesson shows in
+Korean (see `minidist.language`). It looks at what an answer does, not at how: every right answer
+passes. `verdict` holds what the checks share, `solved` what is solved.
 """
 
 from minidist.checks.solved import progress

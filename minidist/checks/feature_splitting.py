@@ -90,13 +90,13 @@ def attention(answer: object) -> str:
     own = function(answer)
     for world_size, heads in (2, 4), (3, 3), (4, 8):
         results = on_ranks(_trial, own, heads, world_size=world_size)
-        on = f"on {ranks(world_size)}, with {heads} heads"
+        on = f"{ranks(world_size)}, with {heads} heads"
         for rank, (wrong, _, _) in enumerate(results):
             if wrong:
-                raise NotYet(f"{on}, rank {rank}: {wrong}.")
+                raise NotYet(f"on {on}, rank {rank}: {wrong}.")
         _, found, wanted = zip(*results, strict=True)
         if wrong := _of_weights(found, wanted[0]):
-            raise NotYet(f"{on}, {wrong}.")
+            raise NotYet(f"on {on}: {wrong}.")
     return "on 2, 3 and 4 ranks: the output and all gradients, with a rank's share of the work."
 
 

@@ -94,15 +94,15 @@ def one_f_one_b(answer: object) -> str:
 
 
 def _judge(results: list[tuple[str, Passes]], world_size: int, m: int) -> None:
-    on = f"on {ranks(world_size)}, with {m} micro-batches"
+    on = f"{ranks(world_size)}, with {m} micro-batches"
     for rank, (wrong, _) in enumerate(results):
         if wrong:
-            raise NotYet(f"{on}, rank {rank} {wrong}.")
+            raise NotYet(f"on {on}, rank {rank} {wrong}.")
     for rank, (_, passes) in enumerate(results):
         kept, limit = _most_in_flight(passes), min(m, world_size - rank)
         if kept > limit:
             raise NotYet(
-                f"the gradients are right, but {on}, rank {rank} keeps {kept} micro-batches, "
+                f"the gradients are right, but on {on}, rank {rank} keeps {kept} micro-batches, "
                 f"not {limit}."
             )
     kinds = {"forward": do.Forward, "backward": do.Backward}
@@ -112,8 +112,8 @@ def _judge(results: list[tuple[str, Passes]], world_size: int, m: int) -> None:
     idle = simulate(with_messages("yours", orders, world_size, m)).idle
     if idle > (wanted := (world_size - 1) / (m + world_size - 1)) + 1e-9:
         raise NotYet(
-            f"the gradients are right, but {on}, the ranks are idle for {idle:.0%} of the time, "
-            f"with 1F1B {wanted:.0%}."
+            f"the gradients are right, but on {on}, the ranks are idle for {idle:.0%} of the "
+            f"time, with 1F1B {wanted:.0%}."
         )
 
 

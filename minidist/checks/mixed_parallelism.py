@@ -87,7 +87,7 @@ def norm(answer: object) -> str:
         on = " × ".join(map(str, sizes))
         results = on_ranks(_trial, function(answer), sizes, world_size=8, where=f", {on}")
         if strange := [odd for odd, _ in results if odd]:
-            raise NotYet(f"{strange[0]}.")
+            raise NotYet(strange[0])
         found = [value for _, value in results]
         wanted, hints = _norms(sizes)
         for rank, value in enumerate(found):
@@ -111,13 +111,13 @@ def _trial(my_norm: Callable[..., Any], sizes: Sizes) -> tuple[str, float]:
     found = my_norm(parts, *groups)
     pairs = zip(parts, _parts(sizes, p, t), strict=True)
     if not all(torch.equal(part.gradient, before.gradient) for part, before in pairs):
-        return "my_norm changes the gradients, and the optimizer still needs them", 0.0
+        return "my_norm changes the gradients, and the optimizer still needs them.", 0.0
     try:
         if isinstance(found, str | bool):
             raise TypeError
         return "", float(found)
     except Exception:  # whatever an odd object raises
-        return f"give a tensor with the norm, or a number, not {shown(found)}", 0.0
+        return f"give a tensor with the norm, or a number, not {shown(found)}.", 0.0
 
 
 def _whole(sizes: Sizes) -> list[tuple[torch.Tensor, int, bool]]:

@@ -77,18 +77,20 @@ def far_away(answer: object) -> str:
     """An order as fast as GPipe where messages arrive late, with few activations in flight."""
     (given,) = on_ranks(_orders, function(answer), world_size=1)
     for (world_size, m), orders in given:
-        on = f"on {ranks(world_size)}, with {m} micro-batches"
+        on = f"{ranks(world_size)}, with {m} micro-batches"
         if isinstance(orders, str):
-            raise NotYet(f"{on}, {orders}.")
+            raise NotYet(f"on {on}: {orders}.")
         schedule = _schedule(orders, world_size, m, on)
         late = simulate(schedule, link=FAR)
         for rank, kept in enumerate(late.in_flight):
             limit = min(m, 2 * (world_size - rank) - 1)
             if kept > limit:
-                raise NotYet(f"{on}, rank {rank} keeps {kept} micro-batches; {limit} are enough.")
+                raise NotYet(
+                    f"on {on}, rank {rank} keeps {kept} micro-batches; {limit} are enough."
+                )
         wanted = 3 * (m + world_size - 1) + 2 * (world_size - 1)
         if late.time > wanted + 0.01:
-            raise NotYet(f"{on}, a step takes {late.time:.0f} units of time, not {wanted}.")
+            raise NotYet(f"on {on}: a step takes {late.time:.0f} units of time, not {wanted}.")
     results = on_ranks(_trial, schedule, world_size=4)
     if max(results) > 1e-9:
         raise NotYet("the order is valid, but the gradients are not those of one process.")
@@ -123,10 +125,10 @@ def _schedule(orders: list[list[do.Compute]], world_size: int, m: int, on: str) 
         schedule = with_messages("yours", orders, world_size, m)
         validate(schedule)
     except ScheduleError as problem:
-        raise NotYet(f"{on}: {str(problem).rstrip('.')}.") from None
+        raise NotYet(f"on {on}: {str(problem).rstrip('.')}.") from None
     except Exception as problem:  # computations in a circle, or of stages that do not exist
         said = " ".join(str(problem).split())[:200] or shown(problem)
-        raise NotYet(f"{on}: {said.rstrip('.')}.") from None
+        raise NotYet(f"on {on}: {said.rstrip('.')}.") from None
     return schedule
 
 

@@ -18,7 +18,7 @@ import pkgutil
 from pathlib import Path
 
 COPIED, SOLVED = ".copied.json", ".solved.json"
-SHARED = {"solved", "verdict"}  # what is no lesson
+SHARED = {"solved", "units_in_a_row", "verdict"}  # what is no lesson
 
 
 def remember(name: str, check: str) -> None:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from minidist.checks import solved
+from minidist.language import spoken
 from minidist.rank import launch
 from minidist.runtime import RankError
 
@@ -42,14 +43,15 @@ class NoTry(NotYet):
 
 
 class Verdict(NamedTuple):
-    """Whether an answer is right, what to say about it, and a hint. A notebook shows both."""
+    """Whether an answer is right, what to say about it, and a hint. A notebook shows both, in the
+    learner's language: see `minidist.language`."""
 
     right: bool
     says: str
     hint: str = ""
 
     def __repr__(self) -> str:
-        return f"{self.says}\n{self.hint}".strip()
+        return "\n".join(spoken(each) for each in (self.says, self.hint) if each)
 
 
 class Check:
@@ -139,7 +141,7 @@ def number(
                 f"{value:,g} is close, but it is rounded: give the exact number, or an expression "
                 "such as 1 / 3."
             )
-        raise NotYet(f"it is not {value:,g}{f' {unit}' if unit else ''}.")
+        raise NotYet(f"it is not {value:,g} {unit}." if unit else f"it is not {value:,g}.")
 
 
 def _is_rounded(value: float, right: float) -> bool:
@@ -172,7 +174,7 @@ def function(answer: object) -> Callable[..., Any]:
 
 def ranks(world_size: int) -> str:
     """1 rank, 2 ranks."""
-    return f"{world_size} rank{'s' if world_size > 1 else ''}"
+    return "1 rank" if world_size == 1 else f"{world_size} ranks"
 
 
 def on_ranks(
@@ -185,11 +187,11 @@ def on_ranks(
     except RankError as error:
         first, _, rest = str(error).partition("\n\n")
         line = rest.strip().partition("\n\n")[0].split("\n")[-1].strip()
-        at = f", in the line `{line}`" if rest.startswith("  ") else ""
         if "Pair is not connected" in first:  # gloo's words
             first = "a rank sends to itself, or receives from itself"
         said = textwrap.shorten(first, 240, placeholder=" …").rstrip(".")
-        raise NotYet(f"on {ranks(world_size)}{where}: {said}{at}.") from None
+        said = f"{said}, in the line `{line}`" if rest.startswith("  ") else said
+        raise NotYet(f"on {ranks(world_size)}{where}: {said}.") from None
     except TypeError as error:  # it cannot be sent to the ranks
         raise NotYet(f"{error}.") from None
 

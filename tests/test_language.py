@@ -1,0 +1,256 @@
+"""Checks and predictions speak Korean where a Korean lesson runs."""
+
+import ast
+import json
+import re
+import string
+from collections.abc import Iterator, Set
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from test_exercises import KOREAN, MODULES, english_in
+from test_prediction import SAYS, WRONG
+
+import minidist as md
+from minidist import language
+from minidist.language import in_korean, spoken
+
+ROOT = Path(__file__).resolve().parents[1]
+CATALOGUE = json.loads(language.CATALOGUE.read_text(encoding="utf-8"))
+
+# Where sentences stand; of some files only in these functions.
+SOURCES: dict[str, Set[str]] = {
+    **{f"checks/{each}.py": set() for each in (*KOREAN, "verdict")},
+    "prediction.py": set(),
+    "pipeline/validate.py": set(),
+    "pipeline/simulate.py": set(),
+    "runtime/report.py": {"place", "_ending", "_blame"},
+}
+# Strings that look like sentences: two are looked for in what others say, one ends an error's text.
+NOT_SAID = {"Your lines", "Pair is not connected"}
+NOT_SAID |= {". `ulimit -n` says how many it may open; raise that before you start Python"}
+# What the code puts together, so that no string of it has the whole.
+ASSEMBLED = {
+    "{0} over gloo",
+    "{0} ranks, {1} × {2} × {3}",
+    "on {0}, rank {1} has {2}, one process {3}: {4}.",
+    *("{0}, rank {1} at {2}", "{0}; rank {1} at {2}"),
+    *("rank {0} {1}", "every rank {0}", "raised {0}: {1}", "was in {0}, {1}", "was at {0}"),
+    *("{0} times too low", "{0} times too high", "{0} of shape {1}"),
+}
+
+
+def templates(source: str, functions: Set[str] = frozenset()) -> Iterator[str]:
+    """The strings of a module, without its docstrings. An f-string has numbers in place of its
+    values; values side by side have one."""
+    tree = ast.parse(source)
+    parts: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Expr():
+                parts.add(node.value)
+            case ast.JoinedStr():
+                parts.update(node.values)
+            case ast.FormattedValue(format_spec=ast.JoinedStr() as spec):
+                parts.add(spec)
+    named = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name in functions]
+    for node in [each for root in named or [tree] for each in ast.walk(root)]:
+        match node:
+            case ast.Constant(value=str() as text) if node not in parts:
+                yield text
+            case ast.JoinedStr(values=values) if node not in parts:
+                text = "".join(
+                    each.value if isinstance(each, ast.Constant) else "\0" for each in values
+                )
+                numbers = iter(range(10))
+                yield re.sub("\0+", lambda _, numbers=numbers: f"{{{next(numbers)}}}", text)
+
+
+def is_said(template: str) -> bool:
+    """Whether it has words for a reader, more than one, and is no part of a line."""
+    whole = template == template.strip() and "\n" not in template
+    return whole and " " in template and bool(re.search("[A-Za-z]{2}", template))
+
+
+def all_templates() -> set[str]:
+    return {
+        each
+        for name, functions in SOURCES.items()
+        for each in templates((ROOT / "minidist" / name).read_text(), functions)
+    }
+
+
+# ---- the catalogue is complete --------------------------------------------------------------
+
+
+def test_templates_are_read_from_a_source() -> None:
+    source = '''
+"""A docstring."""
+def f(x):
+    """Another one."""
+    what = f"no {x:,.2f}" if x else "none"
+    raise ValueError(f"it is {x!r}{what}, not {x + 1:g}: " "see there")
+'''
+    found = {"no {0}", "none", "it is {0}, not {1}: see there"}
+    assert set(templates(source)) == found
+    assert set(templates(source, {"f"})) == {*found, "Another one."} - {"Another one."}
+    assert {each for each in found if is_said(each)} == found - {"none"}
+
+
+def test_every_sentence_has_a_korean_form() -> None:
+    said = {each for each in all_templates() if is_said(each)}
+    assert sorted(said - CATALOGUE.keys() - NOT_SAID) == []
+
+
+def test_no_form_is_left_of_a_sentence_that_is_gone() -> None:
+    assert sorted(CATALOGUE.keys() - all_templates() - ASSEMBLED) == []
+    assert ASSEMBLED <= CATALOGUE.keys() and NOT_SAID <= all_templates()
+
+
+def values(template: str) -> set[str]:
+    return {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+
+
+def faults(key: str, korean: str) -> Iterator[str]:
+    if not values(korean) == values(key) == set(map(str, range(len(values(key))))):
+        yield "other values"
+    if words := english_in(korean):
+        yield f"English: {words}"
+    if re.search(r"(?<![니시])다(\.|$)|[가-힣]요([.?!]|$)", korean):
+        yield "not polite"
+    if set(re.findall("`[^`{]+`", key)) - set(re.findall("`[^`{]+`", korean)):
+        yield "lacks code"
+    if (key[-1] in ".?") != (korean[-1] in ".?") and key[-1] != ":":
+        yield "ends otherwise"
+    given = [str(number) for number in range(11, 11 + len(values(key)))]
+    if in_korean(key.format(*given)) != korean.format(*given):
+        yield "another form is taken for it"
+
+
+def test_a_korean_form_says_the_same_in_korean() -> None:
+    found = {key: list(faults(key, korean)) for key, korean in CATALOGUE.items()}
+    assert {key: each for key, each in found.items() if each} == {}
+
+
+FAULTS = [
+    ("it is {0} of {1}.", "{0}입니다."),
+    ("it is {0}, {1}.", "{0}입니다."),
+    ("it is wrong.", "it is wrong입니다."),
+    ("it is not {0}.", "{0}이 아니다."),
+    ("it is not {0}.", "{0}이 아니에요."),
+    ("call `f`.", "부르십시오."),
+    ("it is not {0}.", "{0}: 답이 아닙니다"),
+    ("it is not {0} at all.", "{0}: 답이 아닙니다."),
+]
+
+
+@pytest.mark.parametrize(("key", "korean"), FAULTS)
+def test_a_fault_is_found(key, korean) -> None:
+    assert list(faults(key, korean))
+
+
+@pytest.mark.parametrize("lesson", KOREAN)
+def test_what_a_korean_hint_quotes_is_in_the_korean_lesson(lesson) -> None:
+    (path,) = ROOT.glob(f"notebooks/ko/??_{lesson}.ipynb")
+    cells = nbformat.read(path, 4).cells
+    texts = [cell.source for cell in cells if cell.cell_type == "markdown"]
+    titles = re.findall("^#+ (.*)", "\n".join(texts), re.MULTILINE)
+    quoted, strong = [], []
+    for check in MODULES[lesson].ANSWERS:
+        for hint in map(in_korean, check.hints):
+            quoted += re.findall(r'"([^"]+)"', hint)
+            strong += re.findall(r"\*\*[^*]+\*\*", hint)
+    assert quoted or strong
+    assert [each for each in quoted if not any(each in title for title in titles)] == []
+    assert [each for each in strong if not any(each.strip("*") in text for text in texts)] == []
+
+
+# ---- who hears it ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def in_folder(tmp_path, monkeypatch):
+    """Go to a folder of this name."""
+    monkeypatch.delenv("MINIDIST_LANGUAGE", raising=False)
+
+    def go(name: str) -> Path:
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        return tmp_path / name
+
+    return go
+
+
+@pytest.mark.parametrize(
+    ("folder", "variable", "korean"),
+    [
+        *(("ko", "", True), ("my", "", False), ("solutions", "", False)),
+        *(("ko", "en", False), ("my", "ko", True), ("my", "fr", False)),
+    ],
+)
+def test_the_language_comes_from_outside(in_folder, monkeypatch, folder, variable, korean) -> None:
+    in_folder(folder)
+    monkeypatch.setenv("MINIDIST_LANGUAGE", variable)
+    said = "the answer is None. Put yours in its place."
+    assert spoken(said) == (CATALOGUE[said] if korean else said)
+
+
+def test_a_folder_that_is_gone_speaks_english(in_folder) -> None:
+    in_folder("ko").rmdir()
+    assert spoken("exactly") == "exactly"
+
+
+def test_what_the_catalogue_does_not_have_stays(in_folder) -> None:
+    in_folder("ko")
+    assert spoken("shapes {0} and {1} do not match") == "shapes {0} and {1} do not match"
+    mixed = "Not yet: on 2 ranks: rank 1 raised ValueError: a: b {0}, in the line `x = {1}`."
+    assert "오류가 났습니다. ValueError: a: b {0} (코드: `x = {1}`)." in spoken(mixed)
+
+
+@pytest.mark.parametrize(("number", "measured", "_"), SAYS, ids=str)
+def test_a_prediction_in_korean(in_folder, capsys, number, measured, _) -> None:
+    in_folder("ko")
+    md.predict(number, "bytes sent").against(measured)
+    said = capsys.readouterr().out.rstrip()
+    assert said.startswith("bytes sent: 예측 ") and said.endswith("니다.")
+    verdict = said.partition(", 측정 ")[2].partition(": ")[2]
+    assert not english_in(verdict) and "said" not in said
+
+
+@pytest.mark.parametrize(("wrong", "kind"), WRONG, ids=[kind for _, kind in WRONG])
+def test_no_prediction_in_korean(in_folder, capsys, wrong, kind) -> None:
+    in_folder("ko")
+    md.predict(wrong)
+    said = capsys.readouterr().out
+    assert not english_in(said.replace(kind.split()[0], "")) and said.endswith("칩니다.\n")
+
+
+def test_a_learners_copy_of_a_korean_lesson(in_folder) -> None:
+    """The cells of a lesson in a real kernel: a puzzle, an exercise, and a guess on a rank."""
+    folder = in_folder("ko")
+    cells = [
+        "import torch\nimport minidist as md\n%load_ext minidist\n"
+        "from minidist.checks import layer_splitting as check",
+        "check.idle_part(None)",
+        "check.idle_part(7 / 32)",
+        "check.idle_part(7 / 39)",
+        "%%ranks -n 2\nimport minidist as md\nmd.predict(2).against(4)",
+        "def my_step(stage, images, labels, m, width):\n    return 0.0\n\n"
+        "check.one_f_one_b(my_step)",
+    ]
+    made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    NotebookClient(made, resources={"metadata": {"path": str(folder)}}, timeout=60).execute()
+    none, wrong, right, guess, exercise = (
+        "".join(o.get("text") or o.data["text/plain"] for o in cell.outputs)
+        for cell in made.cells[1:]
+    )
+    assert none == "아직 아닙니다: 답이 None입니다. 그 자리에 여러분의 답을 적으십시오."
+    assert wrong.startswith("아직 아닙니다: `0.21875`: 답이 아닙니다. 전체 시간이 아니라 ")
+    assert '\n힌트 1/3: 공식은 퍼즐 위 "버블" 절에 있습니다.' in wrong
+    assert right.startswith("정답입니다: 7 / (32 + 7)입니다.")
+    assert "예측 2, 측정 4: 예측이 측정값의 2분의 1입니다." in guess
+    assert exercise.startswith("아직 아닙니다: 랭크 1개와 마이크로배치 3개로 실행한 결과, 랭크 0: ")
+    for said in none, wrong, right, exercise:
+        assert not english_in(said)
