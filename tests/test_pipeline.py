@@ -1588,6 +1588,24 @@ def test_stages_that_are_fully_sharded_are_clipped_and_saved_whole(pools):
     assert all(difference <= 1e-12 and loaded for difference, loaded in found)
 
 
+def test_torchs_clipping_sees_one_rank_and_the_pipelines_own_sees_all(pools):
+    def run():
+        plain, (inputs, targets) = mlp(), digits(0)
+        F.cross_entropy(plain(inputs), targets).backward()
+        whole = nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+        model = md.Pipeline(copy.deepcopy(plain), 4)
+        model.train_step(inputs, targets, F.cross_entropy)
+        own = [plain.get_parameter(name).grad for name, _ in model.module.named_parameters()]
+        assert apart(model.clip_grad_norm_(1e9), whole) <= 1e-12
+        torchs = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        assert apart(torchs, nn.utils.get_total_norm(own)) <= 1e-12
+        return whole.item(), torchs.item()
+
+    (whole, first), (_, second) = pools(2)(run)
+    assert first < whole and second < whole and abs(first - second) > 0.01 * whole
+    assert (first**2 + second**2) ** 0.5 == pytest.approx(whole, rel=1e-12)
+
+
 def test_other_ranks_layers_are_freed(pools):
     def run():
         module = mlp()

@@ -69,6 +69,8 @@ class Pipeline(Wrapper):
 
     `copy.deepcopy` gives a pipeline of the same ranks, each with a copy of its own layers.
     `torch.save` raises TypeError: save `state_dict()` or `full_state_dict()`.
+    torch's `nn.utils.clip_grad_norm_` sees one rank's gradients: call `clip_grad_norm_` of this
+    class.
 
     Lesson: layer_splitting. Raises RuntimeError without a process group; on every rank, TypeError
     if the module is no nn.Sequential, and ValueError if it cannot be cut so, the schedule cannot
@@ -208,8 +210,9 @@ class Pipeline(Wrapper):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients of all stages so that their norm, taken over all of them, is at most
         `max_norm`; what it was is returned. As `torch.nn.utils.clip_grad_norm_` of the whole
-        module: parameters on several ranks count once. Every rank calls this, and if the stages
-        are fully sharded, every rank that has shards of them."""
+        module: parameters on several ranks count once. (That function, given `parameters()`, takes
+        the norm of this rank's stages only, and each rank scales by another number.) Every rank
+        calls this, and if the stages are fully sharded, every rank that has shards of them."""
         return clip_grad_norm_(
             self.parameters(),
             max_norm,
