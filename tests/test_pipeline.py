@@ -1501,6 +1501,169 @@ def test_only_the_ends_need_the_batch_which_is_cut_evenly(pools):
     assert [rows for _, _, rows in found] == [[], [], [(3, 3), (3, 3), (3, 3), (2, 2)]]
 
 
+# ---- from the device meta -----------------------------------------------------------------------
+
+
+class Shift(nn.Module):
+    """A parameter and a buffer of its own, and a part."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift, self.linear = nn.Parameter(torch.empty(6)), nn.Linear(6, 6)
+        self.register_buffer("scale", torch.empty(()))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.normal_(self.shift)
+        self.scale.fill_(0.5)
+
+    def forward(self, x):
+        return self.scale * self.linear(x) + self.shift
+
+
+def ends_tied(frozen=False):
+    """Random numbers are drawn in the order of the layers. The ends share their weight."""
+    layers = [nn.Embedding(17, 6), Shift(), nn.Dropout(0.0), nn.LayerNorm(6)]
+    layers += [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 17)]
+    layers[0].weight.requires_grad_(not frozen)
+    layers[-1].weight = layers[0].weight
+    return nn.Sequential(*layers).double()
+
+
+def drawn_whole(frozen=False):
+    """What one process draws by seed 7, module by module."""
+    torch.manual_seed(7)
+    whole = ends_tied(frozen)
+    torch.manual_seed(7)
+    for module in whole.modules():
+        if hasattr(module, "reset_parameters"):
+            before = module.weight.clone() if module is whole[-1] else None
+            module.reset_parameters()
+            if before is not None:  # the values of a tied weight are those of the first layer
+                module.weight.data.copy_(before)
+    return whole, torch.rand(3)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_from_meta_it_trains_as_what_one_process_draws(pools, schedule, frozen, ranks):
+    def run():
+        torch.manual_seed(7 + dist.get_rank())  # the first rank's counts
+        with torch.device("meta"):
+            module = ends_tied(frozen)
+        model = md.Pipeline(module, 6, schedule)
+        drawn = torch.rand(3)
+        whole, after = drawn_whole(frozen)
+        state = whole.state_dict()
+        same = all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+        adam, ours = (torch.optim.Adam(each.parameters(), lr=0.01) for each in (whole, model))
+        found = []
+        for step in range(3):
+            inputs, targets = words(step)
+            loss = md.parity.cross_entropy(whole(inputs), targets)
+            loss.backward()
+            found.append(apart(model.train_step(inputs, targets, md.parity.cross_entropy), loss))
+            for optimizer in (adam, ours):
+                optimizer.step()
+                optimizer.zero_grad()
+        full = model.full_state_dict()
+        found += [apart(full[name], value) for name, value in whole.state_dict().items()]
+        return same, torch.equal(drawn, after), max(found)
+
+    for same, goes_on, worst in pools(ranks)(run):
+        assert same and goes_on and worst <= 1e-12
+
+
+def test_from_meta_a_loaded_state_is_that_of_the_whole_model(pools):
+    def run():
+        with torch.device("meta"):
+            module = ends_tied()
+        model, whole = md.Pipeline(module, 4), drawn_whole()[0]
+        model.load_state_dict(whole.state_dict())
+        inputs, targets = words(0)
+        loss = md.parity.cross_entropy(whole(inputs), targets)
+        loss.backward()
+        found = [apart(model.train_step(inputs, targets, md.parity.cross_entropy), loss)]
+        ours = model.module.named_parameters(remove_duplicate=False)
+        wanted = dict(whole.named_parameters(remove_duplicate=False))
+        return max(found + [apart(p.grad, wanted[name].grad) for name, p in ours])
+
+    assert max(pools(3)(run)) <= 1e-12
+
+
+def test_from_meta_no_rank_ever_holds_more_than_its_stage(pools):
+    layer = 4 * 129 * 128
+
+    def run():
+        with torch.device("meta"):
+            module = nn.Sequential(*[nn.Linear(128, 128) for _ in range(8)])
+        with md.measure.MemoryTracker(module) as memory:
+            model = md.Pipeline(module, 4)
+        own = sum(p.untyped_storage().nbytes() for p in model.parameters())
+        assert all(p.is_meta or p in set(model.parameters()) for p in module.parameters())
+        assert model.train_step(*torch.ones(2, 8, 128), F.mse_loss).isfinite()
+        return own, memory.peak
+
+    for own, peak in pools(4)(run):
+        assert own == 2 * layer and own <= peak < own + layer
+
+
+def test_from_meta_stages_are_sharded_as_well(pools):
+    def run():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
+        group = mesh.get_group("pipeline")
+        torch.manual_seed(7)
+        with torch.device("meta"):
+            module = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
+        wrap = partial(md.FullyShardedDataParallel, device_mesh=mesh["data"])
+        model = md.Pipeline(module, 2, process_group=group, wrap=wrap)
+        torch.manual_seed(7)
+        wanted = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)]).state_dict()
+        full = model.full_state_dict()
+        return all(torch.equal(full[name], value) for name, value in wanted.items())
+
+    assert pools(4)(run) == [True] * 4
+
+
+class NoReset(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(3, 3))
+
+    def forward(self, x):
+        return x @ self.table
+
+
+def meta_pipeline(init=None):
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Tanh(), NoReset()))
+    return md.Pipeline(module, 2, balance=[1, 1], param_init_fn=init)
+
+
+def test_from_meta_what_has_no_values_of_its_own_is_named_on_every_rank(pools):
+    def halfway(module):
+        if isinstance(module, nn.Linear):
+            module.to_empty(device="cpu")
+
+    for init, why in (
+        (None, "has no reset_parameters(): pass param_init_fn"),
+        (halfway, "param_init_fn leaves it there"),
+    ):
+        words = "ValueError", f"rank 1: 1.1 is on the device meta, and {why}"
+        assert told(pools(2), partial(meta_pipeline, init)) == [words] * 2
+
+    def run():
+        def init(module):
+            module.to_empty(device="cpu", recurse=False)
+            for p in module.parameters(recurse=False):
+                nn.init.constant_(p, 0.5 + dist.get_rank())
+
+        return [p.unique().tolist() for p in meta_pipeline(init).parameters()]
+
+    assert pools(2)(run) == [[[0.5], [0.5]], [[1.5]]]
+
+
 # ---- as a module ------------------------------------------------------------------------------
 
 

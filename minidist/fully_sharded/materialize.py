@@ -1,38 +1,20 @@
-"""Before a module becomes a unit: it gets values, and its precision. Lesson: fsdp_in_practice"""
+"""Before a module becomes a unit: where it is, and its precision. Lesson: fsdp_in_practice"""
 
-from collections.abc import Callable, Set
+from collections.abc import Set
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from minidist import rank
-from minidist.fully_sharded.fully_shard import Modules, own_modules, places_of, tensors_of
+from minidist.common.materialize import Modules, tensors_of
+from minidist.fully_sharded.fully_shard import own_modules
 
 
-def materialize(own: Modules, init: Callable[[nn.Module], object] | None) -> torch.device:
-    """Give memory and values to what is on the device "meta". Returns the device of all."""
-    tensors = tensors_of(own)
-    device = next((tensor.device for tensor in tensors if not tensor.is_meta), rank.device())
-    ties = places_of(own)
-    for name, module in own:
-        if not any(tensor.is_meta for tensor in tensors_of([("", module)])):
-            continue
-        if init is not None:
-            init(module)
-        elif hasattr(module, "reset_parameters"):
-            module.to_empty(device=device, recurse=False)
-            module.reset_parameters()  # type: ignore[operator]
-        else:
-            raise ValueError(
-                f"{name.rstrip('.') or 'the module'} is on the device meta, and has no "
-                "reset_parameters(): pass param_init_fn"
-            )
-    for _, places, _ in ties:
-        first, name = places[0]
-        for module, other in places[1:]:
-            module._parameters[other] = first._parameters[name]
-    return device
+def device_of(own: Modules) -> torch.device:
+    """Of a unit, where it is or will be."""
+    there = (tensor.device for tensor in tensors_of(own) if not tensor.is_meta)
+    return next(there, rank.device())
 
 
 def of_classes(

@@ -4,8 +4,9 @@ Lessons: layer_splitting, pipeline_schedules
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from minidist.collectives.peers import Peers
 from minidist.common import agree
 from minidist.common.groups import require_group
+from minidist.common.materialize import materialize, places_of, tie_again
 from minidist.common.norm import clip_grad_norm_
 from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.wrapper import Wrapper, copy_on_ranks
@@ -30,8 +32,9 @@ from minidist.pipeline.schedules import (
 from minidist.pipeline.simulate import Span
 from minidist.pipeline.specs import merge_microbatches, tensors_of
 from minidist.pipeline.stage import Layers, Stage, StageLayers, keywords_of
-from minidist.pipeline.ties import add_up, find_ties, set_aside, some_unused
+from minidist.pipeline.ties import Tie, add_up, find_ties, set_aside, some_unused
 from minidist.pipeline.validate import validate
+from minidist.rank import device
 
 
 class Pipeline(Wrapper):
@@ -55,6 +58,12 @@ class Pipeline(Wrapper):
     wrap: a strategy along another axis of a mesh, such as FullyShardedDataParallel. It is given
         the layers of each stage, and what it returns is run in their place. Then no parameter can
         be in two stages, and no schedule can go back in two parts, as "zero_bubble" does.
+    param_init_fn: gives memory and values to a module on the device "meta"; None calls its
+        `to_empty` and `reset_parameters()`.
+
+    A model that no rank could hold is made on the device "meta": each rank then fills its own
+    stages only. The stages are filled in their order, each with the random state that the one
+    before has left, so the values are those that one process would draw by rank 0's seed.
 
     A layer takes what the one before it gives, as in any nn.Sequential: a tensor, or tensors and
     plain values in tuples, lists and dicts; tensors of whole numbers and masks get no gradient.
@@ -93,6 +102,7 @@ class Pipeline(Wrapper):
         process_group: dist.ProcessGroup | None = None,
         recompute: bool = False,
         wrap: Callable[[nn.Module], nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], object] | None = None,
     ) -> None:
         group = require_group(process_group, "Pipeline")
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -106,12 +116,15 @@ class Pipeline(Wrapper):
         settings = dict(microbatches=microbatches, balance=counts, schedule=plan)
         agree.require_same(group, settings | dict(recompute=recompute))
         require_same_model(module, group)
-        broadcast_state([*module.parameters(), *module.buffers()], group)
+        tensors = [*module.parameters(), *module.buffers()]
+        filled = [tensor for tensor in tensors if not tensor.is_meta]
+        broadcast_state(filled, group)
+        self._device = filled[0].device if filled else device()
 
         layers = list(module._modules.items())  # by name: a layer that comes twice has two
         stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
         ties = find_ties([m for _, m in layers], [plan.rank_of(stage) for stage in stage_of])
-        if wrap is not None and ties:
+        if wrap is not None and any(tie.parameter.requires_grad for tie in ties):
             raise ValueError(
                 "a parameter that several stages share cannot be in a strategy of each"
             )
@@ -124,6 +137,9 @@ class Pipeline(Wrapper):
             if stage in stages:
                 stages[stage].add_module(name, layer)
                 own.add_module(name, layer)
+        self._peers = Peers(group)
+        if len(filled) < len(tensors):
+            ties = _materialize(stages, plan, ties, self._peers, self._device, param_init_fn)
         super().__init__(own)
         self.process_group, self.schedule, self.balance = group, plan, counts
         self.trace = []
@@ -136,10 +152,10 @@ class Pipeline(Wrapper):
         # The stages of which each rank along another axis has a shard.
         self._sharded: list[Any] = [x for x in self.wrapped if hasattr(x, "summon_full_params")]
         self._recompute, self._names = recompute, list(module.state_dict())
-        self._ties = [tie for tie in ties if rank in tie.ranks]
+        trained = [tie for tie in ties if tie.parameter.requires_grad]
+        self._ties = [tie for tie in trained if rank in tie.ranks]
         self.counted_elsewhere = {t.parameter for t in self._ties if t.ranks[0] != rank}
-        self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        self._peers, every = Peers(group), set[str]().union(*keywords)
+        every = set[str]().union(*keywords)
         self._preparation = Preparation(
             self._peers, own, self._layers, plan.stages, microbatches, every, self._device
         )
@@ -296,3 +312,46 @@ def _plan(
             f"stage; it shares out {sum(balance)}"
         )
     return schedule, list(balance)
+
+
+def _materialize(
+    stages: Mapping[int, nn.Module],
+    plan: Schedule,
+    ties: Sequence[Tie],
+    peers: Peers,
+    device: torch.device,
+    init: Callable[[nn.Module], object] | None,
+) -> list[Tie]:
+    """Fill this rank's stages, each when all before it are filled. Returns this rank's ties, with
+    the parameters that they have become, and the values of the first rank that has each."""
+    assert peers.group is not None
+    places = places_of([named for stage in stages.values() for named in stage.named_modules()])
+    for number in range(plan.stages):
+        with agree.together(peers.group):
+            if number in stages:
+                materialize(list(stages[number].named_modules()), device, init)
+        _pass_on_random_state(peers.group, plan.rank_of(number), device)
+    become = tie_again(places)
+    mine = [
+        replace(tie, parameter=become[tie.parameter]) for tie in ties if peers.rank in tie.ranks
+    ]
+    for tie in mine:
+        values = tie.parameter.detach().reshape(-1)
+        first, *others = tie.ranks
+        if peers.rank == first:
+            for other in others:
+                peers.send(values, other)
+        else:
+            tie.parameter.data.copy_(peers.recv(values, first).view_as(tie.parameter))
+    return mine
+
+
+def _pass_on_random_state(group: dist.ProcessGroup, source: int, device: torch.device) -> None:
+    """Every rank of the group gets that of one, for the CPU and for the device."""
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    dist.broadcast_object_list(states, group=group, group_src=source)
+    torch.set_rng_state(states[0])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[1], device)

@@ -24,12 +24,12 @@ class Tie:
 
 
 def find_ties(layers: Sequence[nn.Module], rank_of_layer: Sequence[int]) -> list[Tie]:
-    """The parameters to train that layers on different ranks share, in the order of the model."""
+    """The parameters that layers on different ranks share, in the order of the model."""
     ranks: dict[nn.Parameter, set[int]] = {}
     for layer, rank in zip(layers, rank_of_layer, strict=True):
         for parameter in layer.parameters():
             ranks.setdefault(parameter, set()).add(rank)
-    return [Tie(p, sorted(own)) for p, own in ranks.items() if len(own) > 1 and p.requires_grad]
+    return [Tie(p, sorted(own)) for p, own in ranks.items() if len(own) > 1]
 
 
 @contextmanager
