@@ -21,19 +21,16 @@ from minidist.common.norm import clip_grad_norm_
 from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.wrapper import Wrapper, copy_on_ranks
 from minidist.pipeline.balance import balance_by_parameters
-from minidist.pipeline.executor import Executor, Transfers
+from minidist.pipeline.batch import Loss, Preparation, merge_microbatches
+from minidist.pipeline.executor import Executor, Tie, added_up, find_ties
 from minidist.pipeline.instructions import Schedule
-from minidist.pipeline.preparation import Loss, Preparation
 from minidist.pipeline.schedules import (
     SCHEDULES,
     forward_only,
     interleaved,
 )
-from minidist.pipeline.simulate import Span
-from minidist.pipeline.specs import merge_microbatches, tensors_of
-from minidist.pipeline.stage import Layers, Stage, StageLayers, keywords_of
-from minidist.pipeline.ties import Tie, add_up, find_ties, set_aside, some_unused
-from minidist.pipeline.validate import validate
+from minidist.pipeline.simulate import Span, validate
+from minidist.pipeline.stage import Stage, StageLayers, keywords_of, tensors_of
 from minidist.rank import device
 
 
@@ -69,7 +66,7 @@ class Pipeline(Wrapper):
     plain values in tuples, lists and dicts; tensors of whole numbers and masks get no gradient.
     The shapes of a stage's outputs may depend on the shapes of the inputs, but not on their values.
     Before the first step with inputs of a new shape, each stage makes a dry run with one
-    micro-batch, to infer the shapes (`specs`); random state and buffers are then restored. The
+    micro-batch, to infer the shapes (`batch`); random state and buffers are then restored. The
     shapes of the last 64 kinds of batches are kept.
 
     A parameter that layers of several ranks share, as a tied embedding and head do, is kept by
@@ -128,36 +125,36 @@ class Pipeline(Wrapper):
             raise ValueError(
                 "a parameter that several stages share cannot be in a strategy of each"
             )
-        stages = {stage: StageLayers() for stage in range(rank, plan.stages, ranks)}
+        parts = {stage: StageLayers() for stage in range(rank, plan.stages, ranks)}
         own = nn.Sequential()
         # By stage, of all ranks: the keyword arguments that its layers take.
         keywords = [set[str]() for _ in counts]
         for (name, layer), stage in zip(layers, stage_of, strict=True):
             keywords[stage] |= keywords_of(layer)
-            if stage in stages:
-                stages[stage].add_module(name, layer)
+            if stage in parts:
+                parts[stage].add_module(name, layer)
                 own.add_module(name, layer)
         self._peers = Peers(group)
         if len(filled) < len(tensors):
-            ties = _materialize(stages, plan, ties, self._peers, self._device, param_init_fn)
+            ties = _materialize(parts, plan, ties, self._peers, self._device, param_init_fn)
         super().__init__(own)
         self.process_group, self.schedule, self.balance = group, plan, counts
         self.trace = []
         later = [set[str]().union(*keywords[stage + 1 :]) for stage in range(plan.stages)]
-        self._layers = {
-            stage: Layers(sequence if wrap is None else wrap(sequence), later[stage])
-            for stage, sequence in stages.items()
+        self._stages = {
+            stage: Stage(part if wrap is None else wrap(part), later[stage], recompute)
+            for stage, part in parts.items()
         }
-        self.wrapped = [layers.module for layers in self._layers.values()]
+        self.wrapped = [stage.module for stage in self._stages.values()]
         # The stages of which each rank along another axis has a shard.
         self._sharded: list[Any] = [x for x in self.wrapped if hasattr(x, "summon_full_params")]
-        self._recompute, self._names = recompute, list(module.state_dict())
+        self._names = list(module.state_dict())
         trained = [tie for tie in ties if tie.parameter.requires_grad]
         self._ties = [tie for tie in trained if rank in tie.ranks]
         self.counted_elsewhere = {t.parameter for t in self._ties if t.ranks[0] != rank}
         every = set[str]().union(*keywords)
         self._preparation = Preparation(
-            self._peers, own, self._layers, plan.stages, microbatches, every, self._device
+            self._peers, own, self._stages, plan.stages, microbatches, every, self._device
         )
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: Loss, **kwargs: Any) -> torch.Tensor:
@@ -180,9 +177,8 @@ class Pipeline(Wrapper):
         one micro-batch to the next; RuntimeError for what a layer or loss_fn raised. Gradients then
         make no sense, and are to be set to None.
         """
-        with set_aside(self._ties):
-            loss, unused, _ = self._run(inputs, kwargs, (loss_fn, targets))
-            add_up(self._ties, self.process_group, unused)
+        with added_up(self._ties, self.process_group):
+            loss, _ = self._run(inputs, kwargs, (loss_fn, targets))
         return loss
 
     def forward(self, inputs: Any, **kwargs: Any) -> Any:
@@ -190,38 +186,36 @@ class Pipeline(Wrapper):
         `inputs` and `kwargs` are those of `train_step`, used on the first. There may be fewer rows
         than micro-batches. Raises on every rank if a stage fails."""
         last = self.schedule.rank_of(self.schedule.stages - 1)
-        *_, y = self._run(inputs, kwargs)
+        _, y = self._run(inputs, kwargs)
         broadcast_state(tensors_of(y), self.process_group, last)
         return y
 
     def _run(
         self, inputs: Any, kwargs: dict[str, Any], training: tuple[Loss, Any] | None = None
-    ) -> tuple[torch.Tensor, bool, Any]:
-        """Returns the loss and whether a tie has no gradient on some rank, both on every rank; and
-        in an evaluation the outputs, which are empty on all ranks but the last stage's."""
+    ) -> tuple[torch.Tensor, Any]:
+        """The loss, on every rank; and in an evaluation the outputs, which are empty on all ranks
+        but the last stage's."""
         batch, plan = self._preparation.prepare(inputs, kwargs, training), self.schedule
         if training is None:
             plan = forward_only(self._peers.size, plan.stages, len(batch.rows))
-        stages = {stage: Stage(own, self._recompute) for stage, own in self._layers.items()}
-        transfers = Transfers(self._peers, self._device)
-        executor = Executor(stages, plan.stages - 1, transfers, batch)
-        executor.run(plan.ranks[self._peers.rank])
-        for own in self._layers.values():
-            own.plain = {}
+        executor = Executor(self._stages, plan.stages - 1, self._peers, self._device, batch)
+        try:
+            with torch.set_grad_enabled(training is not None):
+                executor.run(plan.ranks[self._peers.rank])
+        finally:
+            for stage in self._stages.values():
+                stage.end_step()
         self.trace = executor.trace
-        loss = sum(loss.item() for loss in executor.losses)
-        ranks, failed = self._peers.size, executor.problem is not None
-        # 1 for a rank where a tie has no gradient; for one that failed, more than all of these.
-        went = ranks + 1 if failed else int(some_unused(self._ties))
-        totals = torch.tensor([loss, went], dtype=torch.float64, device=self._peers.device)
+        mine = [sum(loss.item() for loss in executor.losses), executor.problem is not None]
+        totals = torch.tensor(mine, dtype=torch.float64, device=self._peers.device)
         dist.all_reduce(totals, group=self.process_group)
-        if totals[1] > ranks:
-            self._preparation.forget()
+        if totals[1]:
+            self._preparation.specs.clear()
             agree.raise_on_every_rank(self.process_group, executor.problem)
         if training is not None:
-            return totals[0], bool(totals[1] > 0), None
+            return totals[0], None
         empty = [batch.specs[plan.stages - 1, n].empty(self._device) for n in batch.rows]
-        return totals[0], False, merge_microbatches(executor.outputs or [y for y, _ in empty])
+        return totals[0], merge_microbatches(executor.outputs or [y for y, _ in empty])
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients of all stages so that their norm, taken over all of them, is at most
