@@ -812,6 +812,26 @@ def test_a_number_that_changes_rehearses_no_stage(pools):
         assert broadcasts[1] == broadcasts[2] > broadcasts[3] == 0, broadcasts
 
 
+class Calls(nn.Module):
+    def forward(self, x, function=None):
+        return x if function is None else function(x)
+
+
+def test_a_function_as_keyword_argument_stays_on_the_first_rank(pools):
+    def run(at):
+        layers = four()
+        layers[at] = nn.Sequential(layers[at])
+        layers[at].append(Calls())
+        layers[at].forward = lambda x, function=None: layers[at][1](layers[at][0](x), function)
+        model = md.Pipeline(layers, 2, balance=[2, 2])
+        batch = torch.ones(4, 3)
+        model.train_step(batch, batch, F.mse_loss, function=lambda x: 2 * x)
+
+    assert told(pools(2), partial(run, 0)) == [None, None]
+    first, second = told(pools(2), partial(run, 3))
+    assert first == second and "rank 0" in first[1] and "pickle" in first[1]
+
+
 def test_of_new_shapes_only_the_shapes_travel(pools):
     def run():
         model, sent = md.Pipeline(nn.Sequential(nn.Linear(2, 9), nn.Linear(9, 1)), 2), []
@@ -924,6 +944,29 @@ def test_layers_that_are_frozen_or_change_their_mode_between_steps(pools, schedu
         return max(found)
 
     assert max(pools(3)(run)) <= 1e-12
+
+
+def test_two_ranks_that_swap_their_modes_are_another_kind_of_step(pools):
+    def run():
+        layers = [nn.Identity(), nn.Linear(6, 6), nn.Identity(), OnlyInTraining()]
+        layers += [Halves(), OnlyInTraining(), Halves(), nn.Linear(6, 3)]
+        plain = nn.Sequential(*layers).double()
+        model, found = md.Pipeline(copy.deepcopy(plain), 2, balance=[2] * 4), []
+        for first in (True, False, True):
+            for number, trains in ((3, first), (5, not first)):
+                for each in (plain, model.module):
+                    if str(number) in dict(each.named_children()):
+                        each.get_submodule(str(number)).train(trains)
+            inputs, targets = digits(0)
+            model.zero_grad(), plain.zero_grad()
+            loss = F.cross_entropy(plain(inputs), targets)
+            loss.backward()
+            found.append(apart(model.train_step(inputs, targets, F.cross_entropy), loss))
+            ours = model.module.named_parameters()
+            found += [apart(p.grad, plain.get_parameter(name).grad) for name, p in ours]
+        return max(found)
+
+    assert max(pools(4)(run)) <= 1e-12
 
 
 # ---- backward in two parts --------------------------------------------------------------------
@@ -1766,6 +1809,22 @@ def test_torchs_clipping_sees_one_rank_and_the_pipelines_own_sees_all(pools):
     (whole, first), (_, second) = pools(2)(run)
     assert first < whole and second < whole and abs(first - second) > 0.01 * whole
     assert (first**2 + second**2) ** 0.5 == pytest.approx(whole, rel=1e-12)
+
+
+def test_sharded_stages_need_as_many_micro_batches_on_all_ranks(pools):
+    def run():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
+        wrap = partial(md.FullyShardedDataParallel, device_mesh=mesh["data"])
+        model = md.Pipeline(mlp(), 3, process_group=mesh.get_group("pipeline"), wrap=wrap)
+        whole, data, found = mlp(), mesh.get_local_rank("data"), []
+        for rows in (7 - data, 6 + data, 2):  # of other sizes, and with other remainders
+            inputs = digits(data, rows=rows)[0]
+            found.append(apart(model(inputs), whole(inputs)))
+        with pytest.raises(ValueError, match="as many micro-batches: here they are 2 and 3"):
+            model(digits(0, rows=3 - data)[0])
+        return max(found)
+
+    assert max(pools(4)(run)) <= 1e-12
 
 
 def test_other_ranks_layers_are_freed(pools):
