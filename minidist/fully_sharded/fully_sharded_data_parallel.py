@@ -34,8 +34,8 @@ from minidist.fully_sharded import torch_arguments as given
 from minidist.fully_sharded.flat_shard import Options, partial_of
 from minidist.fully_sharded.fsdp_module import FSDPModule, RefusedError, groups_in
 from minidist.fully_sharded.fully_shard import make_unit, own_modules, require_alike
-from minidist.fully_sharded.materialize import cast_buffers, device_of, of_classes, own_precision
 from minidist.fully_sharded.summon import summoned
+from minidist.fully_sharded.unit_precision import cast_buffers, device_of, of_classes, own_precision
 from minidist.fully_sharded.wrap_policies import Policy, chosen
 
 Optimizer = torch.optim.Optimizer
