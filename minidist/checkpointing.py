@@ -29,8 +29,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from minidist.common.replay import Replay
 from minidist.common.wrapper import Wrapper
-from minidist.pipeline.replay import Replay
 
 
 class NaiveCheckpoint(torch.autograd.Function):

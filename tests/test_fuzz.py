@@ -31,7 +31,7 @@ def lose(pass_backward):
     def backward(executor, stage, i):
         pass_backward(executor, stage, i)
         if stage >= dist.get_world_size():
-            executor._stages[stage].layers.module.zero_grad()
+            executor._stages[stage].module.zero_grad()
 
     return backward
 

@@ -52,8 +52,7 @@ from minidist.pipeline.instructions import (
     other_end,
 )
 from minidist.pipeline.schedules import forward_only, with_messages
-from minidist.pipeline.split import backward_inputs
-from minidist.pipeline.stage import Layers, Stage
+from minidist.pipeline.stage import Stage, backward_inputs
 
 apart = md.parity.relative_difference
 
@@ -813,6 +812,26 @@ def test_a_number_that_changes_rehearses_no_stage(pools):
         assert broadcasts[1] == broadcasts[2] > broadcasts[3] == 0, broadcasts
 
 
+class Calls(nn.Module):
+    def forward(self, x, function=None):
+        return x if function is None else function(x)
+
+
+def test_a_function_as_keyword_argument_stays_on_the_first_rank(pools):
+    def run(at):
+        layers = four()
+        layers[at] = nn.Sequential(layers[at])
+        layers[at].append(Calls())
+        layers[at].forward = lambda x, function=None: layers[at][1](layers[at][0](x), function)
+        model = md.Pipeline(layers, 2, balance=[2, 2])
+        batch = torch.ones(4, 3)
+        model.train_step(batch, batch, F.mse_loss, function=lambda x: 2 * x)
+
+    assert told(pools(2), partial(run, 0)) == [None, None]
+    first, second = told(pools(2), partial(run, 3))
+    assert first == second and "rank 0" in first[1] and "pickle" in first[1]
+
+
 def test_of_new_shapes_only_the_shapes_travel(pools):
     def run():
         model, sent = md.Pipeline(nn.Sequential(nn.Linear(2, 9), nn.Linear(9, 1)), 2), []
@@ -821,7 +840,7 @@ def test_of_new_shapes_only_the_shapes_travel(pools):
             with md.measure.TrafficCounter() as traffic:
                 model.train_step(x, torch.ones(2, length, 1), F.mse_loss)
             sent.append(sum(nbytes for _, nbytes in traffic.calls.values()))
-        return sent[0], sent[-1], len(model._preparation._specs)
+        return sent[0], sent[-1], len(model._preparation.specs)
 
     for first, last, kept in pools(2)(run):
         assert max(first, last) < 10_000 and kept == 64
@@ -927,6 +946,29 @@ def test_layers_that_are_frozen_or_change_their_mode_between_steps(pools, schedu
     assert max(pools(3)(run)) <= 1e-12
 
 
+def test_two_ranks_that_swap_their_modes_are_another_kind_of_step(pools):
+    def run():
+        layers = [nn.Identity(), nn.Linear(6, 6), nn.Identity(), OnlyInTraining()]
+        layers += [Halves(), OnlyInTraining(), Halves(), nn.Linear(6, 3)]
+        plain = nn.Sequential(*layers).double()
+        model, found = md.Pipeline(copy.deepcopy(plain), 2, balance=[2] * 4), []
+        for first in (True, False, True):
+            for number, trains in ((3, first), (5, not first)):
+                for each in (plain, model.module):
+                    if str(number) in dict(each.named_children()):
+                        each.get_submodule(str(number)).train(trains)
+            inputs, targets = digits(0)
+            model.zero_grad(), plain.zero_grad()
+            loss = F.cross_entropy(plain(inputs), targets)
+            loss.backward()
+            found.append(apart(model.train_step(inputs, targets, F.cross_entropy), loss))
+            ours = model.module.named_parameters()
+            found += [apart(p.grad, plain.get_parameter(name).grad) for name, p in ours]
+        return max(found)
+
+    assert max(pools(4)(run)) <= 1e-12
+
+
 # ---- backward in two parts --------------------------------------------------------------------
 
 
@@ -965,7 +1007,7 @@ def test_neither_part_of_backward_does_the_others_work():
 
 def test_the_graph_is_gone_after_both_parts():
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(2, 4)
-    stage = Stage(Layers(model), recompute=False)
+    stage = Stage(model)
     saved = []
 
     def pack(tensor):
@@ -1082,7 +1124,7 @@ def test_bytes_that_travel(pools, schedule, v):
         assert sum(rank.sent_messages for rank in ranks) == 2 * boundaries * m
         assert sum(rank.sent_bytes for rank in ranks) == 2 * boundaries * rows * row
         # What rows there are; the loss, and that all went well. With a new shape, what travels.
-        calls = {"all_gather": (1, 16 * p), "all_reduce": (1, 16)}
+        calls = {"all_reduce": (2, 32 + 16)}
         assert [rank.calls == calls for rank in ranks] == [not new] * p
 
 
@@ -1138,14 +1180,14 @@ class OneQueue:
 
 
 def with_one_queue(*args, **options):
-    from minidist.pipeline import executor, ties
+    from minidist.pipeline import executor
 
-    ties.dist = executor.dist = one = OneQueue()
+    executor.dist = one = OneQueue()
     try:
         return train(*args, **options)
     finally:
         one.close()
-        ties.dist = executor.dist = dist
+        executor.dist = dist
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -1501,6 +1543,169 @@ def test_only_the_ends_need_the_batch_which_is_cut_evenly(pools):
     assert [rows for _, _, rows in found] == [[], [], [(3, 3), (3, 3), (3, 3), (2, 2)]]
 
 
+# ---- from the device meta -----------------------------------------------------------------------
+
+
+class Shift(nn.Module):
+    """A parameter and a buffer of its own, and a part."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift, self.linear = nn.Parameter(torch.empty(6)), nn.Linear(6, 6)
+        self.register_buffer("scale", torch.empty(()))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.normal_(self.shift)
+        self.scale.fill_(0.5)
+
+    def forward(self, x):
+        return self.scale * self.linear(x) + self.shift
+
+
+def ends_tied(frozen=False):
+    """Random numbers are drawn in the order of the layers. The ends share their weight."""
+    layers = [nn.Embedding(17, 6), Shift(), nn.Dropout(0.0), nn.LayerNorm(6)]
+    layers += [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 17)]
+    layers[0].weight.requires_grad_(not frozen)
+    layers[-1].weight = layers[0].weight
+    return nn.Sequential(*layers).double()
+
+
+def drawn_whole(frozen=False):
+    """What one process draws by seed 7, module by module."""
+    torch.manual_seed(7)
+    whole = ends_tied(frozen)
+    torch.manual_seed(7)
+    for module in whole.modules():
+        if hasattr(module, "reset_parameters"):
+            before = module.weight.clone() if module is whole[-1] else None
+            module.reset_parameters()
+            if before is not None:  # the values of a tied weight are those of the first layer
+                module.weight.data.copy_(before)
+    return whole, torch.rand(3)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_from_meta_it_trains_as_what_one_process_draws(pools, schedule, frozen, ranks):
+    def run():
+        torch.manual_seed(7 + dist.get_rank())  # the first rank's counts
+        with torch.device("meta"):
+            module = ends_tied(frozen)
+        model = md.Pipeline(module, 6, schedule)
+        drawn = torch.rand(3)
+        whole, after = drawn_whole(frozen)
+        state = whole.state_dict()
+        same = all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+        adam, ours = (torch.optim.Adam(each.parameters(), lr=0.01) for each in (whole, model))
+        found = []
+        for step in range(3):
+            inputs, targets = words(step)
+            loss = md.parity.cross_entropy(whole(inputs), targets)
+            loss.backward()
+            found.append(apart(model.train_step(inputs, targets, md.parity.cross_entropy), loss))
+            for optimizer in (adam, ours):
+                optimizer.step()
+                optimizer.zero_grad()
+        full = model.full_state_dict()
+        found += [apart(full[name], value) for name, value in whole.state_dict().items()]
+        return same, torch.equal(drawn, after), max(found)
+
+    for same, goes_on, worst in pools(ranks)(run):
+        assert same and goes_on and worst <= 1e-12
+
+
+def test_from_meta_a_loaded_state_is_that_of_the_whole_model(pools):
+    def run():
+        with torch.device("meta"):
+            module = ends_tied()
+        model, whole = md.Pipeline(module, 4), drawn_whole()[0]
+        model.load_state_dict(whole.state_dict())
+        inputs, targets = words(0)
+        loss = md.parity.cross_entropy(whole(inputs), targets)
+        loss.backward()
+        found = [apart(model.train_step(inputs, targets, md.parity.cross_entropy), loss)]
+        ours = model.module.named_parameters(remove_duplicate=False)
+        wanted = dict(whole.named_parameters(remove_duplicate=False))
+        return max(found + [apart(p.grad, wanted[name].grad) for name, p in ours])
+
+    assert max(pools(3)(run)) <= 1e-12
+
+
+def test_from_meta_no_rank_ever_holds_more_than_its_stage(pools):
+    layer = 4 * 129 * 128
+
+    def run():
+        with torch.device("meta"):
+            module = nn.Sequential(*[nn.Linear(128, 128) for _ in range(8)])
+        with md.measure.MemoryTracker(module) as memory:
+            model = md.Pipeline(module, 4)
+        own = sum(p.untyped_storage().nbytes() for p in model.parameters())
+        assert all(p.is_meta or p in set(model.parameters()) for p in module.parameters())
+        assert model.train_step(*torch.ones(2, 8, 128), F.mse_loss).isfinite()
+        return own, memory.peak
+
+    for own, peak in pools(4)(run):
+        assert own == 2 * layer and own <= peak < own + layer
+
+
+def test_from_meta_stages_are_sharded_as_well(pools):
+    def run():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
+        group = mesh.get_group("pipeline")
+        torch.manual_seed(7)
+        with torch.device("meta"):
+            module = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
+        wrap = partial(md.FullyShardedDataParallel, device_mesh=mesh["data"])
+        model = md.Pipeline(module, 2, process_group=group, wrap=wrap)
+        torch.manual_seed(7)
+        wanted = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)]).state_dict()
+        full = model.full_state_dict()
+        return all(torch.equal(full[name], value) for name, value in wanted.items())
+
+    assert pools(4)(run) == [True] * 4
+
+
+class NoReset(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(3, 3))
+
+    def forward(self, x):
+        return x @ self.table
+
+
+def meta_pipeline(init=None):
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Tanh(), NoReset()))
+    return md.Pipeline(module, 2, balance=[1, 1], param_init_fn=init)
+
+
+def test_from_meta_what_has_no_values_of_its_own_is_named_on_every_rank(pools):
+    def halfway(module):
+        if isinstance(module, nn.Linear):
+            module.to_empty(device="cpu")
+
+    for init, why in (
+        (None, "has no reset_parameters(): pass param_init_fn"),
+        (halfway, "param_init_fn leaves it there"),
+    ):
+        words = "ValueError", f"rank 1: 1.1 is on the device meta, and {why}"
+        assert told(pools(2), partial(meta_pipeline, init)) == [words] * 2
+
+    def run():
+        def init(module):
+            module.to_empty(device="cpu", recurse=False)
+            for p in module.parameters(recurse=False):
+                nn.init.constant_(p, 0.5 + dist.get_rank())
+
+        return [p.unique().tolist() for p in meta_pipeline(init).parameters()]
+
+    assert pools(2)(run) == [[[0.5], [0.5]], [[1.5]]]
+
+
 # ---- as a module ------------------------------------------------------------------------------
 
 
@@ -1586,6 +1791,40 @@ def test_stages_that_are_fully_sharded_are_clipped_and_saved_whole(pools):
 
     found = pools(4)(run)
     assert all(difference <= 1e-12 and loaded for difference, loaded in found)
+
+
+def test_torchs_clipping_sees_one_rank_and_the_pipelines_own_sees_all(pools):
+    def run():
+        plain, (inputs, targets) = mlp(), digits(0)
+        F.cross_entropy(plain(inputs), targets).backward()
+        whole = nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+        model = md.Pipeline(copy.deepcopy(plain), 4)
+        model.train_step(inputs, targets, F.cross_entropy)
+        own = [plain.get_parameter(name).grad for name, _ in model.module.named_parameters()]
+        assert apart(model.clip_grad_norm_(1e9), whole) <= 1e-12
+        torchs = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        assert apart(torchs, nn.utils.get_total_norm(own)) <= 1e-12
+        return whole.item(), torchs.item()
+
+    (whole, first), (_, second) = pools(2)(run)
+    assert first < whole and second < whole and abs(first - second) > 0.01 * whole
+    assert (first**2 + second**2) ** 0.5 == pytest.approx(whole, rel=1e-12)
+
+
+def test_sharded_stages_need_as_many_micro_batches_on_all_ranks(pools):
+    def run():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
+        wrap = partial(md.FullyShardedDataParallel, device_mesh=mesh["data"])
+        model = md.Pipeline(mlp(), 3, process_group=mesh.get_group("pipeline"), wrap=wrap)
+        whole, data, found = mlp(), mesh.get_local_rank("data"), []
+        for rows in (7 - data, 6 + data, 2):  # of other sizes, and with other remainders
+            inputs = digits(data, rows=rows)[0]
+            found.append(apart(model(inputs), whole(inputs)))
+        with pytest.raises(ValueError, match="as many micro-batches: here they are 2 and 3"):
+            model(digits(0, rows=3 - data)[0])
+        return max(found)
+
+    assert max(pools(4)(run)) <= 1e-12
 
 
 def test_other_ranks_layers_are_freed(pools):

@@ -3,6 +3,8 @@
 file          what it gives
 wrapper       the module around a module: attributes, names in checkpoints, changed parameters
 groups        which ranks take part: torch's process_group and device_mesh
+materialize   values for what is on the device meta
+replay        what a forward pass depends on, to compute it a second time
 replicas      every rank begins with the same model and rank 0's values
 agree         arguments that must be alike, errors that all ranks must hear of
 abandoned     parameters that were replaced by shards, and who still has them

@@ -22,10 +22,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from minidist import backend
 from minidist.common.dtensor import distributed, relist
+from minidist.common.materialize import Named, Place
 from minidist.zero.shards import all_gather_each, reduce_scatter
 
-Place = tuple[nn.Module, str]  # a module, and what it calls the parameter
-Named = tuple[tuple[str, ...], tuple[Place, ...], nn.Parameter]
 EMPTY = 2**30  # the version of full parameters without memory
 ON_META = (
     "is on the device meta: call to_empty(device=...) of the sharded model, and fill its parameters"

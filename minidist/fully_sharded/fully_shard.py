@@ -1,6 +1,6 @@
 """`fully_shard`, torch's form: it makes a unit of a module, in place. Lesson: fully_sharded"""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from functools import cache
 from typing import Any, TypeVar
 
@@ -14,9 +14,10 @@ from minidist import rank
 from minidist.common import agree
 from minidist.common.abandoned import Abandoned, abandon
 from minidist.common.groups import groups_of
+from minidist.common.materialize import Modules, Named, places_of, tensors_of
 from minidist.common.replicas import broadcast_state, require_same_lines, words
 from minidist.distributed_data_parallel import DistributedDataParallel
-from minidist.fully_sharded.flat_shard import FlatShard, Named, Options, rows_of
+from minidist.fully_sharded.flat_shard import FlatShard, Options, rows_of
 from minidist.fully_sharded.fsdp_module import FSDPModule, group_of, groups_in, share_state
 from minidist.fully_sharded.param_group import ParamGroup
 from minidist.fully_sharded.torch_arguments import of_type
@@ -26,7 +27,6 @@ from minidist.zero import ShardedDataParallel
 
 M = TypeVar("M", bound=nn.Module)
 
-Modules = Sequence[tuple[str, nn.Module]]
 STRATEGIES = DistributedDataParallel, ShardedDataParallel, Pipeline, MixedParallel
 SHARDED = (
     "shards of it have taken its place. Make the optimizer after sharding, of the module's "
@@ -136,25 +136,6 @@ def own_modules(
     for name, child in module._modules.items():
         if child is not None and group_of(child) is None and child not in without:
             yield from own_modules(child, without, f"{prefix}{name}.")
-
-
-def tensors_of(own: Modules, without: Set[nn.Parameter] = frozenset()) -> list[torch.Tensor]:
-    """The parameters and buffers of these modules, each once."""
-    found = (t for _, m in own for t in (*m._parameters.values(), *m._buffers.values()))
-    return list({id(t): t for t in found if t is not None and t not in without}.values())
-
-
-def places_of(own: Modules, without: Set[nn.Parameter] = frozenset()) -> list[Named]:
-    """Each parameter, with all its names and places."""
-    found: dict[nn.Parameter, list[tuple[str, tuple[nn.Module, str]]]] = {}
-    for prefix, module in own:
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter not in without:
-                found.setdefault(parameter, []).append((prefix + name, (module, name)))
-    return [
-        (tuple(name for name, _ in places), tuple(place for _, place in places), parameter)
-        for parameter, places in found.items()
-    ]
 
 
 def _flatten(own: Modules, options: Options) -> Iterator[FlatShard]:

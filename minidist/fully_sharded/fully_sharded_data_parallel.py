@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from minidist import rank
 from minidist.common import agree
 from minidist.common.groups import groups_of
+from minidist.common.materialize import materialize
 from minidist.common.no_sync import Synchronized
 from minidist.common.norm import clip_grad_norm_
 from minidist.common.wrapper import Wrapper
@@ -33,8 +34,8 @@ from minidist.fully_sharded import torch_arguments as given
 from minidist.fully_sharded.flat_shard import Options, partial_of
 from minidist.fully_sharded.fsdp_module import FSDPModule, RefusedError, groups_in
 from minidist.fully_sharded.fully_shard import make_unit, own_modules, require_alike
-from minidist.fully_sharded.materialize import cast_buffers, materialize, of_classes, own_precision
 from minidist.fully_sharded.summon import summoned
+from minidist.fully_sharded.unit_precision import cast_buffers, device_of, of_classes, own_precision
 from minidist.fully_sharded.wrap_policies import Policy, chosen
 
 Optimizer = torch.optim.Optimizer
@@ -138,7 +139,9 @@ class FullyShardedDataParallel(Synchronized):
         for part in [*require_alike(module, options, choose).values(), module]:
             own = list(own_modules(part, modules))
             with agree.together(*groups):
-                given.require_device(device_id, materialize(own, param_init_fn))
+                device = device_of(own)
+                materialize(own, device, param_init_fn)
+                given.require_device(device_id, device)
             policy = options.precision
             if isinstance(part, kept):
                 policy = own_precision(own, precision.param_dtype)

@@ -19,7 +19,7 @@ from minidist.common.wrapper import Guard, Wrapper, copy_on_ranks
 from minidist.mixed.mean_gradients import MeanGradients
 from minidist.mixed.mesh_axes import AXES, require_all_ranks
 from minidist.pipeline import Pipeline, Schedule
-from minidist.pipeline.preparation import Loss
+from minidist.pipeline.batch import Loss
 from minidist.rank import device
 from minidist.tensor_parallel import (
     ColumnParallelLinear,

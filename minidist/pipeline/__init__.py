@@ -6,23 +6,24 @@ says who does what when. To read, in this order:
 
     naive           the idea: GPipe in one function
     instructions    a schedule is data: a list of what each rank does
-    schedules       five of them; `simulate` and `validate` say what can be known of one before it
-                    runs, `balance` where to cut the model
-    pipeline        what users call: cuts the model, and runs a step
-    preparation     before a step: ranks agree on its rows and shapes (`specs`)
-    executor        runs a rank's list; sends and receives
-    stage           computes
+    schedules       five of them; `simulate` says what can be known of one before it runs, `balance`
+                    where to cut the model
 
-and the edges: `split` (backward in two parts), `replay` (forward a second time), `ties` (parameters
-of two stages). Lessons: layer_splitting, pipeline_schedules.
+and then the four files through which a step goes:
+
+    pipeline        what users call: cuts the model, and runs a step
+    batch           before a step: micro-batches, and the shapes of what is sent
+    executor        runs a rank's list: sends and receives; adds up what two stages share
+    stage           computes: forward, backward, or backward in two parts
+
+Lessons: layer_splitting, pipeline_schedules.
 """
 
 from minidist.pipeline.balance import balance_by_cost, balance_by_parameters
 from minidist.pipeline.instructions import Schedule
 from minidist.pipeline.pipeline import Pipeline
 from minidist.pipeline.schedules import SCHEDULES, with_messages
-from minidist.pipeline.simulate import Prediction, Span, simulate
-from minidist.pipeline.validate import ScheduleError, validate
+from minidist.pipeline.simulate import Prediction, ScheduleError, Span, simulate, validate
 
 __all__ = [
     "SCHEDULES",

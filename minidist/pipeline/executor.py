@@ -1,23 +1,31 @@
-"""One rank runs its list of instructions: a method for each kind.
+"""One rank runs its list of instructions.
 
 Messages between neighbouring ranks do not block. Both sides post a message at its place in their
 list. So what `validate` proves of the lists holds for the messages, even where two ranks share one
 queue for both directions, as with NCCL. A rank does not wait for a send, and waits for a receive
 only when it needs the tensors.
+
+At the end of a step, ranks that share a parameter, as a first layer and a last one do, add up the
+parts of its gradient that they have found: a tie. So copies that were equal stay equal.
 """
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from minidist.collectives.peers import TAG, Peers, as_bytes
+from minidist.pipeline.batch import ActivationSpec, Batch, TensorSpec, split_into_microbatches
 from minidist.pipeline.instructions import (
-    Backward,
+    RECEIVES,
+    SENDS,
     BackwardInputs,
     BackwardWeights,
     Forward,
@@ -27,74 +35,18 @@ from minidist.pipeline.instructions import (
     SendActivation,
     SendGradient,
 )
-from minidist.pipeline.preparation import Batch
 from minidist.pipeline.simulate import Span
-from minidist.pipeline.specs import ActivationSpec, TensorSpec, split_into_microbatches
 from minidist.pipeline.stage import Gradients, Stage
 
-Place = tuple[int, int]  # a stage and a micro-batch
 Works = list[dist.Work | None]
 Travelling = tuple[list[torch.Tensor], Works]  # tensors, and handles to wait for
 IN_FLIGHT = 2  # messages to one rank: each holds its tensors until it has arrived
 
 
-class Transfers:
-    """This rank's messages of one step. Tensors are on `device`."""
-
-    def __init__(self, peers: Peers, device: torch.device) -> None:
-        self._peers, self._device = peers, device
-        self._leaving: dict[int, deque[Travelling]] = defaultdict(deque)
-
-    def send(
-        self, tensors: Sequence[torch.Tensor | None] | None, specs: Sequence[TensorSpec], stage: int
-    ) -> None:
-        """Send tensors of these specs to the rank of a stage. None stands for zeros, sent by a rank
-        that has failed, so that no other waits for ever."""
-        whole = [
-            spec.empty(self._device).zero_() if x is None else x.contiguous()
-            for spec, x in zip(specs, tensors or [None] * len(specs), strict=True)
-        ]
-        group, to = self._peers.group, stage % self._peers.size
-        leaving = self._leaving[to]
-        if len(leaving) == IN_FLIGHT:
-            _wait(leaving.popleft()[1])
-        works = [dist.isend(x, group=group, group_dst=to, tag=TAG) for x in _bytes(whole)]
-        leaving.append((whole, works))
-
-    def expect(self, specs: Sequence[TensorSpec], stage: int) -> Travelling:
-        """Post the receive of tensors of these specs, from the rank of a stage."""
-        group, source = self._peers.group, stage % self._peers.size
-        tensors = [spec.empty(self._device) for spec in specs]
-        works = [dist.irecv(x, group=group, group_src=source, tag=TAG) for x in _bytes(tensors)]
-        return tensors, works
-
-    def take(self, coming: Travelling) -> list[torch.Tensor]:
-        """Wait for tensors whose receive is posted."""
-        _wait(coming[1])
-        return coming[0]
-
-    def finish(self) -> None:
-        """Wait for all sends."""
-        for leaving in self._leaving.values():
-            for _, works in leaving:
-                _wait(works)
-
-
-def _bytes(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors as bytes; empty ones are not sent."""
-    return [as_bytes(x.view(-1)) for x in tensors if x.numel()]
-
-
-def _wait(works: Works) -> None:
-    for work in works:
-        assert work is not None  # None: this rank is not in the group
-        work.wait()
-
-
 class Executor:
     """Interprets the instructions of one rank, for one batch.
 
-    stages: of this rank. last: the last stage of all, wherever it is.
+    stages: of this rank. last: the last stage of all, wherever it is. device: of the tensors.
 
     If a stage fails, the rank goes on through its list, but computes nothing and sends zeros: so no
     other rank waits for ever, and at the end all of them raise. After the run:
@@ -105,14 +57,18 @@ class Executor:
     """
 
     def __init__(
-        self, stages: Mapping[int, Stage], last: int, transfers: Transfers, batch: Batch
+        self,
+        stages: Mapping[int, Stage],
+        last: int,
+        peers: Peers,
+        device: torch.device,
+        batch: Batch,
     ) -> None:
-        self._stages, self._last = stages, last
-        self._transfers, self._batch = transfers, batch
-        self._coming: dict[Place, Travelling] = {}  # activations
-        self._made: dict[Place, list[torch.Tensor] | None] = {}  # activations; None: failed
-        self._coming_back: dict[Place, Travelling] = {}  # gradients
-        self._found: dict[Place, Gradients | None] = {}  # gradients
+        self._stages, self._last, self._batch = stages, last, batch
+        self._peers, self._device = peers, device
+        self._made: dict[Instruction, Gradients | None] = {}  # by the send; None: failed
+        self._leaving: dict[int, deque[Travelling]] = defaultdict(deque)  # by the rank they go to
+        self._coming: dict[Instruction, Travelling] = {}  # by the receive
         self.losses: list[torch.Tensor] = []
         self.outputs: list[Any] = []
         self.trace: list[Span] = []
@@ -120,43 +76,64 @@ class Executor:
 
     def run(self, instructions: Sequence[Instruction]) -> None:
         """Do it all, in order."""
-        do: dict[type[Instruction], Callable[[int, int], None]] = {
-            Forward: self._forward,
-            Backward: self._backward,
-            BackwardInputs: self._backward_inputs,
-            BackwardWeights: self._backward_weights,
-            SendActivation: self._send_activation,
-            ReceiveActivation: self._receive_activation,
-            SendGradient: self._send_gradient,
-            ReceiveGradient: self._receive_gradient,
-        }
-        for instruction in instructions:
-            self._now, self._start = instruction, time.perf_counter()
-            do[type(instruction)](instruction.stage, instruction.microbatch)
-            self.trace.append(Span(instruction, self._start, time.perf_counter()))
-        self._transfers.finish()
+        for now in instructions:
+            self._now, self._start = now, time.perf_counter()
+            if isinstance(now, SENDS):
+                self._send(now)
+            elif isinstance(now, RECEIVES):
+                self._receive(now)
+            elif isinstance(now, Forward):
+                self._forward(now.stage, now.microbatch)
+            elif isinstance(now, BackwardWeights):
+                self._compute(self._stages[now.stage].backward_weights, now.microbatch)
+            else:
+                self._backward(now.stage, now.microbatch)
+            self.trace.append(Span(now, self._start, time.perf_counter()))
+        for leaving in self._leaving.values():
+            for _, works in leaving:
+                _wait(works)
 
     # ---- messages --------------------------------------------------------------------------
 
-    def _send_activation(self, stage: int, i: int) -> None:
-        made = self._made.pop((stage, i))
-        self._transfers.send(made, self._spec(stage, i).tensors, stage + 1)
+    def _send(self, message: Instruction) -> None:
+        """The tensors that are ready for it; zeros if this rank has failed."""
+        specs, other = self._carried(message)
+        tensors = self._made.pop(message) or [None] * len(specs)
+        whole = [
+            spec.empty(self._device).zero_() if x is None else x.contiguous()
+            for spec, x in zip(specs, tensors, strict=True)
+        ]
+        leaving, group = self._leaving[other], self._peers.group
+        if len(leaving) == IN_FLIGHT:
+            _wait(leaving.popleft()[1])
+        works = [dist.isend(x, group=group, group_dst=other, tag=TAG) for x in _bytes(whole)]
+        leaving.append((whole, works))
 
-    def _receive_activation(self, stage: int, i: int) -> None:
-        specs = self._spec(stage - 1, i).tensors
-        self._coming[stage, i] = self._transfers.expect(specs, stage - 1)
+    def _receive(self, message: Instruction) -> None:
+        """Post it."""
+        specs, other = self._carried(message)
+        tensors, group = [spec.empty(self._device) for spec in specs], self._peers.group
+        works = [dist.irecv(x, group=group, group_src=other, tag=TAG) for x in _bytes(tensors)]
+        self._coming[message] = tensors, works
 
-    def _send_gradient(self, stage: int, i: int) -> None:
-        found = self._found.pop((stage, i))
-        self._transfers.send(found, self._spec(stage - 1, i).gradients, stage - 1)
-
-    def _receive_gradient(self, stage: int, i: int) -> None:
-        specs = self._spec(stage, i).gradients
-        self._coming_back[stage, i] = self._transfers.expect(specs, stage + 1)
+    def _carried(self, message: Instruction) -> tuple[list[TensorSpec], int]:
+        """The specs of the tensors in a message, and the rank at its other end."""
+        stage, i = message.stage, message.microbatch
+        up = isinstance(message, (SendActivation, ReceiveGradient))  # the other is the next stage
+        spec = self._spec(stage if up else stage - 1, i)
+        activation = isinstance(message, (SendActivation, ReceiveActivation))
+        other = (stage + 1 if up else stage - 1) % self._peers.size
+        return spec.tensors if activation else spec.gradients, other
 
     def _spec(self, stage: int, i: int) -> ActivationSpec:
         """The spec of a stage's outputs."""
         return self._batch.specs[stage, self._batch.rows[i]]
+
+    def _take(self, message: Instruction) -> list[torch.Tensor]:
+        """Wait for tensors whose receive is posted."""
+        tensors, works = self._coming.pop(message)
+        _wait(works)
+        return tensors
 
     # ---- computations ----------------------------------------------------------------------
 
@@ -164,28 +141,21 @@ class Executor:
         if stage == 0:
             inputs = self._batch.inputs[i]
         else:
-            came = self._transfers.take(self._coming.pop((stage, i)))
+            came = self._take(ReceiveActivation(stage, i))
             inputs = self._spec(stage - 1, i).unflatten(came)
-        made = self._compute(self._output if stage == self._last else self._activation, i, inputs)
+        made = self._compute(self._outputs, stage, i, inputs)
         if stage < self._last:
-            self._made[stage, i] = made
+            self._made[SendActivation(stage, i)] = made
 
     def _backward(self, stage: int, i: int) -> None:
-        self._go_back(stage, i, self._stages[stage].backward)
-
-    def _backward_inputs(self, stage: int, i: int) -> None:
-        self._go_back(stage, i, self._stages[stage].backward_inputs)
-
-    def _backward_weights(self, stage: int, i: int) -> None:
-        self._compute(self._stages[stage].backward_weights, i)
-
-    def _go_back(self, stage: int, i: int, way: Callable[[int, Gradients], Gradients]) -> None:
         gradients: Gradients = [None]  # that of a loss is 1
         if stage < self._last:
-            gradients = [*self._transfers.take(self._coming_back.pop((stage, i)))]
+            gradients = [*self._take(ReceiveGradient(stage, i))]
+        own = self._stages[stage]
+        way = own.backward_inputs if isinstance(self._now, BackwardInputs) else own.backward
         found = self._compute(way, i, gradients)
         if stage > 0:
-            self._found[stage, i] = found
+            self._made[SendGradient(stage, i)] = found
 
     def _compute(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """The result of `work`; None if it fails, or if this rank has failed before."""
@@ -199,25 +169,17 @@ class Executor:
             problem.add_note(f"(at {self._now} of the pipeline)")
             return None
 
-    def _activation(self, i: int, inputs: tuple[Any, Any]) -> list[torch.Tensor]:
-        """A stage's outputs, to be sent."""
-        number = self._now.stage
-        stage, spec = self._stages[number], self._spec(number, i)
-        if self._batch.training is None:
-            return spec.flatten(stage.evaluate(inputs, stage.layers.onward))
-        if stage.recompute:
-            spec = spec.without_graph
-        return spec.flatten(stage.forward(i, inputs, stage.layers.onward))
-
-    def _output(self, i: int, inputs: tuple[Any, Any]) -> None:
-        """Keep the last stage's outputs, or in training its loss."""
-        stage = self._stages[self._last]
-        if self._batch.training is None:
-            made = stage.evaluate(inputs, stage.layers.onward)
-            self._spec(self._last, i).flatten(made)  # raises if the other ranks expect another spec
+    def _outputs(self, stage: int, i: int, inputs: tuple[Any, Any]) -> Gradients:
+        """A stage's outputs, to be sent. Of the last one they are kept, or in training the loss."""
+        own, last = self._stages[stage], stage == self._last
+        if last and self._batch.training is not None:
+            self.losses.append(own.forward(i, inputs, self._weighted_loss(i)).detach())
+            return []
+        made = own.forward(i, inputs, own.onward)
+        if last:
             self.outputs.append(made[0])
-        else:
-            self.losses.append(stage.forward(i, inputs, self._weighted_loss(i)).detach())
+        spec = self._spec(stage, i)
+        return [*(spec.without_graph if own.recompute else spec).flatten(made)]
 
     def _weighted_loss(self, i: int) -> Callable[[Any, Any], torch.Tensor]:
         """A micro-batch's part of the batch's mean loss: fewer rows count for less."""
@@ -237,3 +199,77 @@ class Executor:
     def _targets(self) -> list[Any]:
         assert self._batch.training is not None
         return split_into_microbatches("targets", self._batch.training[1], self._batch.rows)
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors as bytes; empty ones are not sent."""
+    return [as_bytes(x.view(-1)) for x in tensors if x.numel()]
+
+
+def _wait(works: Works) -> None:
+    for work in works:
+        assert work is not None  # None: this rank is not in the group
+        work.wait()
+
+
+# ---- parameters of several stages --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A parameter, and the ranks (within the group) that have it."""
+
+    parameter: nn.Parameter
+    ranks: list[int]
+
+
+def find_ties(layers: Sequence[nn.Module], rank_of_layer: Sequence[int]) -> list[Tie]:
+    """The parameters that layers on different ranks share, in the order of the model."""
+    ranks: dict[nn.Parameter, set[int]] = {}
+    for layer, rank in zip(layers, rank_of_layer, strict=True):
+        for parameter in layer.parameters():
+            ranks.setdefault(parameter, set()).add(rank)
+    return [Tie(p, sorted(own)) for p, own in ranks.items() if len(own) > 1]
+
+
+@contextmanager
+def added_up(ties: Sequence[Tie], group: dist.ProcessGroup) -> Iterator[None]:
+    """What the block adds to the gradient of each of this rank's ties is summed over the ranks that
+    share it. What was there has been summed already, and is added after it."""
+    before = [tie.parameter.grad for tie in ties]
+    for tie in ties:
+        tie.parameter.grad = None
+    try:
+        yield
+        for tie in ties:
+            tie.parameter.grad = _sum(tie, group)
+    finally:
+        for tie, gradient in zip(ties, before, strict=True):
+            if gradient is not None:
+                found = tie.parameter.grad
+                tie.parameter.grad = gradient if found is None else gradient + found
+
+
+def _sum(tie: Tie, group: dist.ProcessGroup) -> torch.Tensor | None:
+    """Each rank sends its part to all others (mostly there is one) and adds up in the order of the
+    ranks, so that all have the same bits. None if none has a gradient. Of two ranks, the first
+    sends first: where they have one queue, as with NCCL, two sends would wait for each other."""
+    rank, parameter = dist.get_rank(group), tie.parameter
+    # For each rank a row: its part, and whether it has one.
+    parts = parameter.new_zeros(len(tie.ranks), parameter.numel() + 1)
+    mine = parts[tie.ranks.index(rank)]
+    if parameter.grad is not None:
+        mine[:-1], mine[-1] = parameter.grad.reshape(-1), 1
+    works: Works = []
+    for other, part in zip(tie.ranks, parts, strict=True):
+        if other == rank:
+            continue
+        sent, came = as_bytes(mine), as_bytes(part)
+        for sends in (rank < other, rank > other):
+            if sends:
+                works.append(dist.isend(sent, group=group, group_dst=other, tag=TAG))
+            else:
+                works.append(dist.irecv(came, group=group, group_src=other, tag=TAG))
+    _wait(works)
+    total = parts.sum(0)
+    return total[:-1].view(parameter.shape) if total[-1] else None

@@ -4,8 +4,9 @@ Lessons: layer_splitting, pipeline_schedules
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,23 +16,22 @@ from torch import nn
 from minidist.collectives.peers import Peers
 from minidist.common import agree
 from minidist.common.groups import require_group
+from minidist.common.materialize import materialize, places_of, tie_again
 from minidist.common.norm import clip_grad_norm_
 from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.wrapper import Wrapper, copy_on_ranks
 from minidist.pipeline.balance import balance_by_parameters
-from minidist.pipeline.executor import Executor, Transfers
+from minidist.pipeline.batch import Loss, Preparation, merge_microbatches
+from minidist.pipeline.executor import Executor, Tie, added_up, find_ties
 from minidist.pipeline.instructions import Schedule
-from minidist.pipeline.preparation import Loss, Preparation
 from minidist.pipeline.schedules import (
     SCHEDULES,
     forward_only,
     interleaved,
 )
-from minidist.pipeline.simulate import Span
-from minidist.pipeline.specs import merge_microbatches, tensors_of
-from minidist.pipeline.stage import Layers, Stage, StageLayers, keywords_of
-from minidist.pipeline.ties import add_up, find_ties, set_aside, some_unused
-from minidist.pipeline.validate import validate
+from minidist.pipeline.simulate import Span, validate
+from minidist.pipeline.stage import Stage, StageLayers, keywords_of, tensors_of
+from minidist.rank import device
 
 
 class Pipeline(Wrapper):
@@ -55,12 +55,18 @@ class Pipeline(Wrapper):
     wrap: a strategy along another axis of a mesh, such as FullyShardedDataParallel. It is given
         the layers of each stage, and what it returns is run in their place. Then no parameter can
         be in two stages, and no schedule can go back in two parts, as "zero_bubble" does.
+    param_init_fn: gives memory and values to a module on the device "meta"; None calls its
+        `to_empty` and `reset_parameters()`.
+
+    A model that no rank could hold is made on the device "meta": each rank then fills its own
+    stages only. The stages are filled in their order, each with the random state that the one
+    before has left, so the values are those that one process would draw by rank 0's seed.
 
     A layer takes what the one before it gives, as in any nn.Sequential: a tensor, or tensors and
     plain values in tuples, lists and dicts; tensors of whole numbers and masks get no gradient.
     The shapes of a stage's outputs may depend on the shapes of the inputs, but not on their values.
     Before the first step with inputs of a new shape, each stage makes a dry run with one
-    micro-batch, to infer the shapes (`specs`); random state and buffers are then restored. The
+    micro-batch, to infer the shapes (`batch`); random state and buffers are then restored. The
     shapes of the last 64 kinds of batches are kept.
 
     A parameter that layers of several ranks share, as a tied embedding and head do, is kept by
@@ -69,6 +75,8 @@ class Pipeline(Wrapper):
 
     `copy.deepcopy` gives a pipeline of the same ranks, each with a copy of its own layers.
     `torch.save` raises TypeError: save `state_dict()` or `full_state_dict()`.
+    torch's `nn.utils.clip_grad_norm_` sees one rank's gradients: call `clip_grad_norm_` of this
+    class.
 
     Lesson: layer_splitting. Raises RuntimeError without a process group; on every rank, TypeError
     if the module is no nn.Sequential, and ValueError if it cannot be cut so, the schedule cannot
@@ -91,6 +99,7 @@ class Pipeline(Wrapper):
         process_group: dist.ProcessGroup | None = None,
         recompute: bool = False,
         wrap: Callable[[nn.Module], nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], object] | None = None,
     ) -> None:
         group = require_group(process_group, "Pipeline")
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -104,42 +113,48 @@ class Pipeline(Wrapper):
         settings = dict(microbatches=microbatches, balance=counts, schedule=plan)
         agree.require_same(group, settings | dict(recompute=recompute))
         require_same_model(module, group)
-        broadcast_state([*module.parameters(), *module.buffers()], group)
+        tensors = [*module.parameters(), *module.buffers()]
+        filled = [tensor for tensor in tensors if not tensor.is_meta]
+        broadcast_state(filled, group)
+        self._device = filled[0].device if filled else device()
 
         layers = list(module._modules.items())  # by name: a layer that comes twice has two
         stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
         ties = find_ties([m for _, m in layers], [plan.rank_of(stage) for stage in stage_of])
-        if wrap is not None and ties:
+        if wrap is not None and any(tie.parameter.requires_grad for tie in ties):
             raise ValueError(
                 "a parameter that several stages share cannot be in a strategy of each"
             )
-        stages = {stage: StageLayers() for stage in range(rank, plan.stages, ranks)}
+        parts = {stage: StageLayers() for stage in range(rank, plan.stages, ranks)}
         own = nn.Sequential()
         # By stage, of all ranks: the keyword arguments that its layers take.
         keywords = [set[str]() for _ in counts]
         for (name, layer), stage in zip(layers, stage_of, strict=True):
             keywords[stage] |= keywords_of(layer)
-            if stage in stages:
-                stages[stage].add_module(name, layer)
+            if stage in parts:
+                parts[stage].add_module(name, layer)
                 own.add_module(name, layer)
+        self._peers = Peers(group)
+        if len(filled) < len(tensors):
+            ties = _materialize(parts, plan, ties, self._peers, self._device, param_init_fn)
         super().__init__(own)
         self.process_group, self.schedule, self.balance = group, plan, counts
         self.trace = []
         later = [set[str]().union(*keywords[stage + 1 :]) for stage in range(plan.stages)]
-        self._layers = {
-            stage: Layers(sequence if wrap is None else wrap(sequence), later[stage])
-            for stage, sequence in stages.items()
+        self._stages = {
+            stage: Stage(part if wrap is None else wrap(part), later[stage], recompute)
+            for stage, part in parts.items()
         }
-        self.wrapped = [layers.module for layers in self._layers.values()]
+        self.wrapped = [stage.module for stage in self._stages.values()]
         # The stages of which each rank along another axis has a shard.
         self._sharded: list[Any] = [x for x in self.wrapped if hasattr(x, "summon_full_params")]
-        self._recompute, self._names = recompute, list(module.state_dict())
-        self._ties = [tie for tie in ties if rank in tie.ranks]
+        self._names = list(module.state_dict())
+        trained = [tie for tie in ties if tie.parameter.requires_grad]
+        self._ties = [tie for tie in trained if rank in tie.ranks]
         self.counted_elsewhere = {t.parameter for t in self._ties if t.ranks[0] != rank}
-        self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        self._peers, every = Peers(group), set[str]().union(*keywords)
+        every = set[str]().union(*keywords)
         self._preparation = Preparation(
-            self._peers, own, self._layers, plan.stages, microbatches, every, self._device
+            self._peers, own, self._stages, plan.stages, microbatches, every, self._device
         )
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: Loss, **kwargs: Any) -> torch.Tensor:
@@ -162,9 +177,8 @@ class Pipeline(Wrapper):
         one micro-batch to the next; RuntimeError for what a layer or loss_fn raised. Gradients then
         make no sense, and are to be set to None.
         """
-        with set_aside(self._ties):
-            loss, unused, _ = self._run(inputs, kwargs, (loss_fn, targets))
-            add_up(self._ties, self.process_group, unused)
+        with added_up(self._ties, self.process_group):
+            loss, _ = self._run(inputs, kwargs, (loss_fn, targets))
         return loss
 
     def forward(self, inputs: Any, **kwargs: Any) -> Any:
@@ -172,44 +186,43 @@ class Pipeline(Wrapper):
         `inputs` and `kwargs` are those of `train_step`, used on the first. There may be fewer rows
         than micro-batches. Raises on every rank if a stage fails."""
         last = self.schedule.rank_of(self.schedule.stages - 1)
-        *_, y = self._run(inputs, kwargs)
+        _, y = self._run(inputs, kwargs)
         broadcast_state(tensors_of(y), self.process_group, last)
         return y
 
     def _run(
         self, inputs: Any, kwargs: dict[str, Any], training: tuple[Loss, Any] | None = None
-    ) -> tuple[torch.Tensor, bool, Any]:
-        """Returns the loss and whether a tie has no gradient on some rank, both on every rank; and
-        in an evaluation the outputs, which are empty on all ranks but the last stage's."""
+    ) -> tuple[torch.Tensor, Any]:
+        """The loss, on every rank; and in an evaluation the outputs, which are empty on all ranks
+        but the last stage's."""
         batch, plan = self._preparation.prepare(inputs, kwargs, training), self.schedule
         if training is None:
             plan = forward_only(self._peers.size, plan.stages, len(batch.rows))
-        stages = {stage: Stage(own, self._recompute) for stage, own in self._layers.items()}
-        transfers = Transfers(self._peers, self._device)
-        executor = Executor(stages, plan.stages - 1, transfers, batch)
-        executor.run(plan.ranks[self._peers.rank])
-        for own in self._layers.values():
-            own.plain = {}
+        executor = Executor(self._stages, plan.stages - 1, self._peers, self._device, batch)
+        try:
+            with torch.set_grad_enabled(training is not None):
+                executor.run(plan.ranks[self._peers.rank])
+        finally:
+            for stage in self._stages.values():
+                stage.end_step()
         self.trace = executor.trace
-        loss = sum(loss.item() for loss in executor.losses)
-        ranks, failed = self._peers.size, executor.problem is not None
-        # 1 for a rank where a tie has no gradient; for one that failed, more than all of these.
-        went = ranks + 1 if failed else int(some_unused(self._ties))
-        totals = torch.tensor([loss, went], dtype=torch.float64, device=self._peers.device)
+        mine = [sum(loss.item() for loss in executor.losses), executor.problem is not None]
+        totals = torch.tensor(mine, dtype=torch.float64, device=self._peers.device)
         dist.all_reduce(totals, group=self.process_group)
-        if totals[1] > ranks:
-            self._preparation.forget()
+        if totals[1]:
+            self._preparation.specs.clear()
             agree.raise_on_every_rank(self.process_group, executor.problem)
         if training is not None:
-            return totals[0], bool(totals[1] > 0), None
+            return totals[0], None
         empty = [batch.specs[plan.stages - 1, n].empty(self._device) for n in batch.rows]
-        return totals[0], False, merge_microbatches(executor.outputs or [y for y, _ in empty])
+        return totals[0], merge_microbatches(executor.outputs or [y for y, _ in empty])
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients of all stages so that their norm, taken over all of them, is at most
         `max_norm`; what it was is returned. As `torch.nn.utils.clip_grad_norm_` of the whole
-        module: parameters on several ranks count once. Every rank calls this, and if the stages
-        are fully sharded, every rank that has shards of them."""
+        module: parameters on several ranks count once. (That function, given `parameters()`, takes
+        the norm of this rank's stages only, and each rank scales by another number.) Every rank
+        calls this, and if the stages are fully sharded, every rank that has shards of them."""
         return clip_grad_norm_(
             self.parameters(),
             max_norm,
@@ -293,3 +306,46 @@ def _plan(
             f"stage; it shares out {sum(balance)}"
         )
     return schedule, list(balance)
+
+
+def _materialize(
+    stages: Mapping[int, nn.Module],
+    plan: Schedule,
+    ties: Sequence[Tie],
+    peers: Peers,
+    device: torch.device,
+    init: Callable[[nn.Module], object] | None,
+) -> list[Tie]:
+    """Fill this rank's stages, each when all before it are filled. Returns this rank's ties, with
+    the parameters that they have become, and the values of the first rank that has each."""
+    assert peers.group is not None
+    places = places_of([named for stage in stages.values() for named in stage.named_modules()])
+    for number in range(plan.stages):
+        with agree.together(peers.group):
+            if number in stages:
+                materialize(list(stages[number].named_modules()), device, init)
+        _pass_on_random_state(peers.group, plan.rank_of(number), device)
+    become = tie_again(places)
+    mine = [
+        replace(tie, parameter=become[tie.parameter]) for tie in ties if peers.rank in tie.ranks
+    ]
+    for tie in mine:
+        values = tie.parameter.detach().reshape(-1)
+        first, *others = tie.ranks
+        if peers.rank == first:
+            for other in others:
+                peers.send(values, other)
+        else:
+            tie.parameter.data.copy_(peers.recv(values, first).view_as(tie.parameter))
+    return mine
+
+
+def _pass_on_random_state(group: dist.ProcessGroup, source: int, device: torch.device) -> None:
+    """Every rank of the group gets that of one, for the CPU and for the device."""
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    dist.broadcast_object_list(states, group=group, group_src=source)
+    torch.set_rng_state(states[0])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[1], device)

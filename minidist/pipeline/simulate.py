@@ -1,11 +1,19 @@
-"""When each rank would do what, if computations took so long and messages went over such a link."""
+"""What can be known of a schedule from its lists alone.
 
+`simulate`: when each rank would do what, if computations took so long and messages went over such a
+link. `validate`: whether ranks can run it at all.
+"""
+
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from minidist.link.lines import Lines
 from minidist.link.link import Link, Network
 from minidist.pipeline.instructions import (
+    RECEIVES,
+    SENDS,
     Backward,
     BackwardInputs,
     BackwardWeights,
@@ -135,3 +143,113 @@ def kept(instructions: Sequence[Instruction]) -> list[int]:
         now -= isinstance(instruction, (Backward, BackwardWeights))
         counts.append(now)
     return counts
+
+
+# ---- can ranks run it? -------------------------------------------------------------------------
+
+
+class ScheduleError(ValueError):
+    """A schedule that ranks cannot run. Names the rank, the position in its list, and what is
+    there."""
+
+
+def validate(schedule: Schedule, in_flight: Sequence[int] | None = None) -> None:
+    """Raise ScheduleError unless the schedule trains every stage on every micro-batch.
+    Lesson: pipeline_schedules
+
+    - Each rank does what its stages have to do, each once: a forward, and a backward in one part
+      or in two, with the messages that they need and make possible.
+    - Forward comes before backward, gradients for inputs before those for weights, a receive
+      before what needs it, a send after what makes it.
+    - Between any two ranks messages are received in the order in which they are sent.
+    - No ranks wait for each other for ever, whether a send waits for its receive or not.
+    - in_flight: rank r never keeps the activations of more than in_flight[r] forward passes.
+    """
+    for rank in range(len(schedule.ranks)):
+        _complete_and_in_order(schedule, rank)
+    _matched(schedule)
+    for buffered in (True, False):
+        _ends(schedule, buffered)
+    for rank, limit in enumerate(in_flight or ()):
+        for position, count in enumerate(kept(schedule.ranks[rank])):
+            if count > limit:
+                raise _error(schedule, rank, position, f"keeps {count} activations, not {limit}")
+
+
+def _error(schedule: Schedule, rank: int, position: int, problem: str) -> ScheduleError:
+    return ScheduleError(
+        f"{schedule.name}, rank {rank}, position {position}, "
+        f"{schedule.ranks[rank][position]}: {problem}"
+    )
+
+
+def _complete_and_in_order(schedule: Schedule, rank: int) -> None:
+    """Each rank does what its stages have to do, each once, and after what it depends on."""
+    instructions, stages = schedule.ranks[rank], schedule.stages
+    own = range(rank, stages, len(schedule.ranks))
+    halves = {x for x in instructions if isinstance(x, (BackwardInputs, BackwardWeights))}
+    in_two_parts = {(x.stage, x.microbatch) for x in halves}
+    before: dict[Instruction, list[Instruction]] = {}  # each, and what must stand before it
+    for place in product(own, range(schedule.microbatches)):
+        kinds = [BackwardInputs, BackwardWeights] if place in in_two_parts else [Backward]
+        previous = None
+        for step in [Forward(*place), *(kind(*place) for kind in kinds)]:
+            needed, given = needs(step, stages), gives(step, stages)
+            before[step] = [x for x in (needed, previous) if x]
+            before |= ({needed: []} if needed else {}) | ({given: [step]} if given else {})
+            previous = step
+    places: dict[Instruction, int] = {}
+    for position, instruction in enumerate(instructions):
+        if instruction.stage not in own:
+            raise _error(schedule, rank, position, "the stage is not on this rank")
+        if instruction.microbatch not in range(schedule.microbatches):
+            raise _error(schedule, rank, position, "there is no such micro-batch")
+        if instruction in places:
+            raise _error(schedule, rank, position, f"stands at {places[instruction]} already")
+        places[instruction] = position
+    for instruction in sorted(before.keys() - places.keys(), key=str):
+        raise ScheduleError(f"{schedule.name}, rank {rank}: {instruction} is missing")
+    for instruction, position in places.items():
+        if instruction not in before:
+            raise _error(schedule, rank, position, "has no use here")
+        for other in before[instruction]:
+            if places[other] > position:
+                raise _error(schedule, rank, position, f"stands before {other}")
+
+
+def _matched(schedule: Schedule) -> None:
+    """The n-th send from one rank to another is what that rank receives as the n-th from it."""
+    sends: dict[tuple[int, int], list[tuple[int, Instruction]]] = defaultdict(list)
+    receives: dict[tuple[int, int], list[tuple[int, Instruction]]] = defaultdict(list)
+    for rank, instructions in enumerate(schedule.ranks):
+        for position, instruction in enumerate(instructions):
+            if isinstance(instruction, Compute):
+                continue
+            there = schedule.rank_of(other_end(instruction).stage)
+            if isinstance(instruction, SENDS):
+                sends[rank, there].append((position, other_end(instruction)))
+            else:
+                receives[there, rank].append((position, instruction))
+    for (here, there), sent in sends.items():
+        pairs = zip(sent, receives[here, there], strict=True)  # as many: the lists are complete
+        for (_, wanted), (position, receive) in pairs:
+            if receive != wanted:
+                problem = f"rank {here} sends what {wanted} is for first"
+                raise _error(schedule, there, position, problem)
+
+
+def _ends(schedule: Schedule, buffered: bool) -> None:
+    """Go through all lists, as far as the messages let each rank go."""
+    reached: set[Instruction] = set()  # messages that a rank has come to
+
+    def do(rank: int, instruction: Instruction) -> bool:
+        reached.add(instruction)
+        waits = isinstance(instruction, RECEIVES if buffered else SENDS + RECEIVES)
+        return not waits or other_end(instruction) in reached
+
+    if stuck := interpret(schedule, do):
+        where = ", ".join(
+            f"rank {rank} at {schedule.ranks[rank][at]}" for rank, at in stuck.items()
+        )
+        rank, how = next(iter(stuck)), "buffered" if buffered else "blocking"
+        raise _error(schedule, rank, stuck[rank], f"deadlock with {how} sends: {where}")

@@ -1,7 +1,22 @@
-"""One stage computes: forward, backward, or backward in two parts."""
+"""One stage computes: forward, backward, or backward in two parts.
+
+Backward in two parts does nothing twice. Autograd's graph leads from the outputs y back to the
+inputs x and to the weights. Take an affine layer y = x Wᵀ. Its node gets dy, and computes two
+products:
+
+    dx = dy W       for the nodes before it: on the way from y to x
+    dW = dyᵀ x      for the weights: off that way
+
+The first part of backward goes the way from y to x only, and notes the dy of each node at which
+weights branch off: a fork. The second part starts at each fork with its dy, and goes only where the
+weights are. Autograd skips what nobody asks for, so a fork computes dx in the first part and dW in
+the second. (A `torch.autograd.Function` written in Python computes both, twice.)
+Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241).
+"""
 
 import inspect
-from collections.abc import Callable, Sequence, Set
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -9,16 +24,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_map_only
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from minidist.common.replay import Replay
 from minidist.common.wrapper import Wrapper
-from minidist.pipeline.replay import Replay
-from minidist.pipeline.specs import tensors_of
-from minidist.pipeline.split import Deferred, backward_inputs
 
 Gradients = list[torch.Tensor | None]
 Finish = Callable[[Any, dict[str, Any]], Any]  # applied to outputs and keyword arguments
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """The tensors in nested tuples, lists and dicts, in torch's order."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 class StageLayers(nn.Sequential):
@@ -36,17 +54,38 @@ class StageLayers(nn.Sequential):
         return input
 
 
-class Layers:
-    """What a stage runs. module: its layers, or a strategy around them. later: the keyword
-    arguments that a layer of a later stage takes. plain: those without tensors, which every rank
-    knows before the step, so that they are not sent with the activations."""
+def keywords_of(layer: nn.Module) -> set[str]:
+    """The keyword arguments that a layer takes: all names of its `forward` but the first."""
+    while isinstance(layer, Wrapper):
+        layer = layer.module
+    try:
+        return set(list(inspect.signature(layer.forward).parameters)[1:])
+    except (TypeError, ValueError):  # a compiled function does not tell
+        return set()
 
-    def __init__(self, module: nn.Module, later: Set[str] = frozenset()) -> None:
-        self.module, self.later = module, later
+
+class Stage:
+    """One stage, and the activations of one batch's micro-batches in flight.
+
+    module: its layers, or a strategy around them. later: the keyword arguments that a layer of a
+    later stage takes. recompute: keep the inputs only, and compute forward again when backward
+    needs the rest. plain: this step's keyword arguments without tensors, which every rank knows
+    before it, so that they are not sent with the activations.
+    """
+
+    def __init__(
+        self, module: nn.Module, later: Set[str] = frozenset(), recompute: bool = False
+    ) -> None:
+        self.module, self.later, self.recompute = module, later, recompute
+        self.end_step()
+
+    def end_step(self) -> None:
+        """Forget all that is of one batch."""
         self.plain: dict[str, Any] = {}
-
-    def __call__(self, x: Any, kwargs: dict[str, Any]) -> Any:
-        return self.module(x, **self.plain, **kwargs)
+        # Gives the received tensors that need a gradient, and the graph that autograd has recorded,
+        # held by its end at each output. The outputs themselves may be freed.
+        self._kept: dict[int, Callable[[], tuple[list[torch.Tensor], list[GradientEdge]]]] = {}
+        self._deferred: dict[int, list[Deferred]] = {}
 
     @property
     def groups(self) -> Sequence[dist.ProcessGroup]:
@@ -65,86 +104,48 @@ class Layers:
         """What would be sent to the next stage. Random state, buffers and inputs do not change."""
         with Replay(self.module, tensors_of(inputs)).same_again():
             x, kwargs = tree_map_only(torch.Tensor, torch.clone, inputs)
-            return self.onward(self(x, kwargs), kwargs)
-
-
-def keywords_of(layer: nn.Module) -> set[str]:
-    """The keyword arguments that a layer takes: all names of its `forward` but the first."""
-    while isinstance(layer, Wrapper):
-        layer = layer.module
-    try:
-        return set(list(inspect.signature(layer.forward).parameters)[1:])
-    except (TypeError, ValueError):  # a compiled function does not tell
-        return set()
-
-
-@dataclass
-class _Kept:
-    """What a forward pass keeps for its backward pass: the received tensors that need a gradient,
-    and the graph that autograd has recorded, held by its end at each output. The outputs
-    themselves may be freed."""
-
-    received: list[torch.Tensor]
-    ends: list[GradientEdge]
-
-
-class Stage:
-    """The layers of one stage, and the activations of one batch's micro-batches in flight.
-
-    recompute: keep the inputs only, and compute forward again when backward needs the rest.
-    """
-
-    def __init__(self, layers: Layers, recompute: bool) -> None:
-        self.layers, self.recompute = layers, recompute
-        self._kept: dict[int, Callable[[], _Kept]] = {}
-        self._deferred: dict[int, list[Deferred]] = {}
-
-    def evaluate(self, inputs: tuple[Any, Any], finish: Finish) -> Any:
-        """The same as `forward`, with nothing kept for a backward pass."""
-        with torch.no_grad():
-            return finish(self.layers(*inputs), inputs[1])
+            return self.onward(self.module(x, **self.plain, **kwargs), kwargs)
 
     def forward(self, microbatch: int, inputs: tuple[Any, Any], finish: Finish) -> Any:
         """`finish` applied to the outputs for `inputs`: what the first layer takes, and keyword
         arguments. Backward begins at the tensors in the result that need a gradient. With
-        `recompute` the result has no graph yet."""
+        `recompute` the result has no graph yet; under `torch.no_grad()` nothing is kept."""
 
-        def compute() -> Any:
-            return finish(self.layers(*_entered(inputs)), inputs[1])
+        def compute(inputs: tuple[Any, Any]) -> Any:
+            x, kwargs = _entered(inputs)
+            return finish(self.module(x, **self.plain, **kwargs), inputs[1])
 
+        if not torch.is_grad_enabled():
+            return compute(inputs)
         if not self.recompute:
-            made = compute()
+            made = compute(inputs)
             kept = _keep(inputs, made)
             self._kept[microbatch] = lambda: kept
             return made
-        replay = Replay(self.layers.module, tensors_of(inputs))
+        replay = Replay(self.module, tensors_of(inputs))
 
-        def again() -> _Kept:
+        def again() -> tuple[list[torch.Tensor], list[GradientEdge]]:
             with replay.same_again():
-                return _keep(inputs, compute())
+                return _keep(inputs, compute(inputs))
 
         self._kept[microbatch] = again
-        # On copies: a layer may overwrite what is needed once more.
-        copies = tree_map_only(torch.Tensor, lambda x: x.detach().clone(), inputs)
-        return self.evaluate(copies, finish)
+        with torch.no_grad():  # on copies: a layer may overwrite what is needed once more
+            return compute(tree_map_only(torch.Tensor, lambda x: x.detach().clone(), inputs))
 
     def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
         """Add to the gradients of the weights, and return those of the inputs. `gradients`: of the
         outputs; None stands for that of a loss, which is 1."""
-        kept = self._kept.pop(microbatch)()
-        if kept.ends:
-            torch.autograd.backward(kept.ends, gradients)
-        return [x.grad for x in kept.received]
+        received, ends = self._kept.pop(microbatch)()
+        if ends:
+            torch.autograd.backward(ends, gradients)
+        return [x.grad for x in received]
 
     def backward_inputs(self, microbatch: int, gradients: Gradients) -> Gradients:
         """Return the gradients of the inputs. `backward_weights` does the rest."""
-        kept = self._kept.pop(microbatch)()
-        if not kept.ends:
-            self._deferred[microbatch] = []
-            return [None for _ in kept.received]
-        found, left = backward_inputs(kept.ends, gradients, kept.received)
+        received, ends = self._kept.pop(microbatch)()
+        found, left = backward_inputs(ends, gradients, received) if ends else ([], [])
         self._deferred[microbatch] = left
-        return found
+        return found or [None for _ in received]
 
     def backward_weights(self, microbatch: int) -> None:
         """Add the gradients of the weights, which `backward_inputs` has left out."""
@@ -152,10 +153,10 @@ class Stage:
             deferred.run()
 
 
-def _keep(inputs: Any, made: Any) -> _Kept:
+def _keep(inputs: Any, made: Any) -> tuple[list[torch.Tensor], list[GradientEdge]]:
     # A gradient is to be sent back for the leaves among the inputs.
     received = [x for x in tensors_of(inputs) if x.requires_grad and x.is_leaf]
-    return _Kept(received, [get_gradient_edge(y) for y in tensors_of(made) if y.requires_grad])
+    return received, [get_gradient_edge(y) for y in tensors_of(made) if y.requires_grad]
 
 
 def _entered(inputs: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -176,3 +177,92 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
+
+
+# ---- backward in two parts ---------------------------------------------------------------------
+
+_Fork = tuple[list[GradientEdge], list[torch.Tensor]]
+
+
+@dataclass
+class Deferred:
+    """A fork: the gradients that have come to it, and the weights that branch off there (None: all
+    weights beyond)."""
+
+    edges: list[GradientEdge]
+    gradients: list[torch.Tensor | None]
+    weights: list[torch.Tensor] | None
+
+    def run(self) -> None:
+        """Add to the weights' gradients."""
+        torch.autograd.backward(self.edges, self.gradients, inputs=self.weights)
+
+
+def backward_inputs(
+    ends: Sequence[GradientEdge],
+    gradients: Sequence[torch.Tensor | None],
+    inputs: Sequence[torch.Tensor],
+) -> tuple[list[torch.Tensor | None], list[Deferred]]:
+    """The gradients for `inputs`, and what is left to do for the weights. The graph ends in `ends`,
+    where `gradients` come in (None stands for a loss's own, 1). Without inputs everything is left
+    for later."""
+    if not inputs:
+        return [], [Deferred(list(ends), list(gradients), None)]
+    forks = _forks(ends, {get_gradient_edge(x).node for x in inputs})
+    uses = Counter(weight for _, weights in forks for weight in weights)
+    # From the later use of a weight, the way to it leads over the earlier: both parts at once.
+    several = [weight for weight, count in uses.items() if count > 1]
+    edges = [edge for own, _ in forks for edge in own]
+    wanted: list[Any] = [*inputs, *several, *edges]
+    found = torch.autograd.grad(
+        ends, wanted, gradients, retain_graph=bool(forks), allow_unused=True
+    )
+    for weight, own in zip(several, found[len(inputs) :], strict=False):
+        if own is not None:
+            weight.grad = own if weight.grad is None else weight.grad + own
+    at = dict(zip(edges, found[len(inputs) + len(several) :], strict=True))
+    left = []
+    for own_edges, weights in forks:
+        once = [weight for weight in weights if uses[weight] == 1]
+        reached = {edge: at[edge] for edge in own_edges if at[edge] is not None}
+        if once and reached:
+            left.append(Deferred(list(reached), list(reached.values()), once))
+    return list(found[: len(inputs)]), left
+
+
+def _forks(ends: Sequence[GradientEdge], inputs: set[Node]) -> list[_Fork]:
+    """The nodes on the way to the inputs from which weights branch off, and those ends from which
+    no way leads there: the edges by which gradients come to each, and the weights."""
+    edges: dict[Any, dict[int, None]] = defaultdict(dict)  # by which gradients come to a node
+    for end in ends:
+        edges[end.node][end.output_nr] = None
+    leads_on: dict[Any, bool] = {}  # to an input
+    weights: dict[Any, dict[torch.Tensor, None]] = {}  # off the way, at or beyond a node
+    roots = dict.fromkeys(end.node for end in ends)
+    for node in _nodes(roots):
+        following = [(child, number) for child, number in node.next_functions if child]
+        for child, number in following:
+            edges[child][number] = None
+        leads_on[node] = node in inputs or any(leads_on[child] for child, _ in following)
+        leaf = getattr(node, "variable", None)
+        weights[node] = {} if leaf is None or node in inputs else {leaf: None}
+        for child, _ in following:
+            if not leads_on[child]:
+                weights[node] |= weights[child]
+    forks = [node for node in weights if weights[node] and (leads_on[node] or node in roots)]
+    return [([GradientEdge(node, i) for i in edges[node]], list(weights[node])) for node in forks]
+
+
+def _nodes(roots: Iterable[Any]) -> Iterator[Any]:
+    """All nodes of a graph, each after those that it leads to."""
+    done: set[Any] = set()
+    stack = list(roots)
+    while stack:
+        node = stack[-1]
+        new = [child for child, _ in node.next_functions if child and child not in done]
+        stack += new
+        if not new:
+            stack.pop()
+            if node not in done:
+                done.add(node)
+                yield node

@@ -1,0 +1,351 @@
+"""Before a step: the batch in micro-batches, and the shapes of what stages send each other.
+
+An activation is a tensor, or tensors and plain values in tuples, lists and dicts. The receiver
+allocates memory before one arrives, so it must know its *spec*: the structure, and of each tensor
+the shape and dtype. For a batch of a new kind, each stage runs one micro-batch of each size without
+effect, a dry run: the first stage the batch's own, the others ones, of the shapes that the stage
+before has found. The specs are broadcast; after that only tensors are sent.
+
+Specs depend on the inputs, which the first rank has, and on the state of each rank's layers: a
+frozen parameter, a layer in evaluation mode. So each rank hashes what it knows, and the sum of the
+hashes is the key under which specs are cached. That is one all_reduce of 32 bytes a step; and with
+a strategy around the stages, another along its axis.
+"""
+
+import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+
+from minidist.collectives.peers import Peers
+from minidist.common import agree
+from minidist.common.wrapper import Guard
+from minidist.pipeline.stage import Stage, tensors_of
+
+Loss = Callable[[Any, Any], torch.Tensor]
+FLAGS = type(None), bool, str, torch.dtype, torch.device
+PLAIN = (*FLAGS, int, float, complex, torch.Size)
+CACHE_SIZE = 64  # kinds of batches
+
+
+# ---- micro-batches -----------------------------------------------------------------------------
+
+
+def rows_of(total: int, microbatches: int) -> list[int]:
+    """The rows of each micro-batch, as even as possible: the first ones get the remainder."""
+    small, larger = divmod(total, microbatches)
+    return [small + (i < larger) for i in range(microbatches)]
+
+
+def count_rows(inputs: Any) -> int:
+    """The rows of a batch: the length of the first tensor in it. Raises TypeError if there is
+    none."""
+    for tensor in tensors_of(inputs):
+        if tensor.ndim:
+            return len(tensor)
+    raise TypeError("the inputs of a pipeline are a tensor, its rows first, or several of these")
+
+
+def split_into_microbatches(what: str, batch: Any, rows: Sequence[int]) -> list[Any]:
+    """The micro-batches: tensors are split by rows, all else is the same in each. Raises ValueError
+    for a tensor of another number of rows."""
+    leaves, structure = tree_flatten(batch)
+    total, columns = sum(rows), []
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0:
+            columns.append([leaf] * len(rows))
+        elif len(leaf) == total:
+            columns.append(list(leaf.split(list(rows))))
+        else:
+            found = tuple(leaf.shape)
+            raise ValueError(f"the {what} of a batch of {total} rows have as many, not {found}")
+    return [tree_unflatten(list(part), structure) for part in zip(*columns, strict=True)]
+
+
+def merge_microbatches(parts: Sequence[Any]) -> Any:
+    """The batch: tensors are concatenated, all else comes from the first micro-batch."""
+
+    def merge(first: Any, *others: Any) -> Any:
+        if not isinstance(first, torch.Tensor):
+            return first
+        return torch.cat([first, *others]) if first.ndim else torch.stack([first, *others])
+
+    return tree_map(merge, *parts)
+
+
+# ---- what is sent ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of a tensor, and whether a gradient for it is sent back."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    gradient: bool
+
+    def __repr__(self) -> str:
+        words = f"shape {self.shape}, {str(self.dtype).removeprefix('torch.')}"
+        without = self.dtype.is_floating_point and not self.gradient
+        return words + (", without gradient" if without else "")
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class ActivationSpec:
+    """An activation in which each tensor is replaced by its `TensorSpec`."""
+
+    leaves: list[Any]
+    structure: TreeSpec
+
+    @classmethod
+    def of(cls, activation: Any) -> "ActivationSpec":
+        """Raises TypeError if it holds something that cannot be sent."""
+        leaves, structure = tree_flatten(activation)
+        return cls([_spec(leaf) for leaf in leaves], structure)
+
+    def __str__(self) -> str:
+        outputs, kwargs = self.tree()
+        return f"{outputs}" + (f" and {kwargs}" if kwargs else "")
+
+    def tree(self) -> Any:
+        return tree_unflatten(self.leaves, self.structure)
+
+    @cached_property
+    def tensors(self) -> list[TensorSpec]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
+
+    @cached_property
+    def gradients(self) -> list[TensorSpec]:
+        """Of the tensors for which a gradient is sent back."""
+        return [spec for spec in self.tensors if spec.gradient]
+
+    @cached_property
+    def without_graph(self) -> "ActivationSpec":
+        """The spec of the same activation made under `torch.no_grad()`."""
+        tree = tree_map(
+            lambda x: replace(x, gradient=False) if isinstance(x, TensorSpec) else x, self.tree()
+        )
+        return ActivationSpec(*tree_flatten(tree))
+
+    def flatten(self, activation: Any) -> list[torch.Tensor]:
+        """The tensors of an activation, detached. Raises ValueError if it has another spec."""
+        found = ActivationSpec.of(activation)
+        if found != self:
+            raise ValueError(
+                f"this stage gives {found}; after what it gave for other micro-batches it must be "
+                f"{self}"
+            )
+        return [tensor.detach() for tensor in tensors_of(activation)]
+
+    def unflatten(self, tensors: Iterable[torch.Tensor]) -> Any:
+        """The activation that consists of these tensors. Those that need a gradient are leaves of
+        autograd's graph."""
+        left = iter(tensors)
+        leaves = [
+            next(left).requires_grad_(leaf.gradient) if isinstance(leaf, TensorSpec) else leaf
+            for leaf in self.leaves
+        ]
+        return tree_unflatten(leaves, self.structure)
+
+    def empty(self, device: torch.device) -> Any:
+        return self.unflatten(spec.empty(device) for spec in self.tensors)
+
+    def ones(self, device: torch.device) -> Any:
+        """Ones: valid as indices where there are two rows or more, and as a mask: none hidden."""
+        return self.unflatten(spec.empty(device).fill_(1) for spec in self.tensors)
+
+
+def _spec(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+    if isinstance(leaf, PLAIN):
+        return leaf
+    raise TypeError(
+        "between stages travel tensors, numbers, strings and None, in tuples, lists and dicts; "
+        f"this stage gives a {type(leaf).__name__}"
+    )
+
+
+ActivationSpecs = dict[tuple[int, int], ActivationSpec]  # of outputs, by stage and rows
+
+
+# ---- what all ranks agree on -------------------------------------------------------------------
+
+
+@dataclass
+class Batch:
+    """What a rank knows of a batch.
+
+    rows: of each micro-batch. inputs: for each micro-batch, what the first layer takes, and keyword
+    arguments; on the rank of the first stage only. training: loss_fn and targets, used by the last
+    stage; None: no backward pass. specs: of the activations that this rank sends and receives.
+    """
+
+    rows: Sequence[int]
+    inputs: Sequence[tuple[Any, dict[str, Any]]]
+    training: tuple[Loss, Any] | None
+    specs: ActivationSpecs
+
+
+class Preparation:
+    """Before each step, makes all ranks agree on rows and specs.
+
+    module: this rank's layers; own: its stages. stages: how many all ranks have. keywords: all
+    keyword arguments that some layer takes. device: of the activations.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        module: nn.Module,
+        own: Mapping[int, Stage],
+        stages: int,
+        microbatches: int,
+        keywords: Set[str],
+        device: torch.device,
+    ) -> None:
+        self._peers, self._own, self._stages = peers, own, stages
+        self._microbatches, self._keywords, self._device = microbatches, keywords, device
+        self._modules, self._parameters = list(module.modules()), list(module.parameters())
+        self._guard = Guard(module, "Pipeline")
+        self.specs: dict[int, ActivationSpecs] = {}  # the one used last comes last
+        self._plain = pickle.dumps({})  # keyword arguments without tensors, for later stages
+
+    def prepare(
+        self, inputs: Any, kwargs: dict[str, Any], training: tuple[Loss, Any] | None
+    ) -> Batch:
+        """Every rank calls this. Raises on all of them if the batch of the first cannot be cut, or
+        if the parameters of one have changed."""
+        trains, first = training is not None, self._peers.rank == 0
+        plain = {name: value for name, value in kwargs.items() if not tensors_of(value)}
+        seen, total, parts, to_later, problem = [trains, self._state()], 0, [], self._plain, None
+        try:
+            if trains:
+                self._guard.require_unchanged()
+            if first:
+                total = self._count(inputs, kwargs, trains)
+                batch = inputs, {n: value for n, value in kwargs.items() if n not in plain}
+                parts = split_into_microbatches("inputs", batch, self._rows(total, trains))
+                seen += [_signature(batch, PLAIN), _signature(plain, FLAGS)]
+                later = self._own[0].later
+                to_later = pickle.dumps({n: value for n, value in plain.items() if n in later})
+        except Exception as error:
+            problem = error
+        number = hash(repr((self._peers.rank, seen))) >> 16  # 48 bits: the sum fits into 64
+        mine = [number, total, to_later != self._plain, problem is not None]
+        told = torch.tensor(mine, device=self._peers.device)
+        dist.all_reduce(told, group=self._peers.group)
+        key, total, fresh, failed = told.tolist()
+        rows = [] if failed else self._rows(total, trains)
+        new = self._agree_along_strategy(key not in self.specs, len(rows), bool(failed), problem)
+        self._pass_on(plain, to_later, bool(fresh))
+        specs = self._infer(rows, parts, trains) if new else self.specs[key]
+        self.specs.pop(key, None)
+        self.specs[key] = specs
+        if len(self.specs) > CACHE_SIZE:
+            del self.specs[next(iter(self.specs))]
+        return Batch(rows, parts, training, specs)
+
+    def _agree_along_strategy(
+        self, new: bool, count: int, failed: bool, problem: Exception | None
+    ) -> bool:
+        """Whether stages make dry runs. A strategy around a stage may gather its parameters for
+        each run, so all ranks of the strategy must run it equally often. Raises on all of them if
+        one has failed."""
+        groups = self._strategy
+        told = torch.tensor([new, failed, count, -count]).to(self._peers.device)
+        for group in groups:
+            dist.all_reduce(told, dist.ReduceOp.MAX, group)
+        new, failed, most, negative_least = told.tolist()
+        if failed:
+            assert self._peers.group is not None
+            agree.raise_along([self._peers.group, *groups], problem)
+        if most != -negative_least:
+            raise ValueError(
+                "a strategy around the stages needs batches that all its ranks cut into as many "
+                f"micro-batches: here they are {-negative_least} and {most}"
+            )
+        return bool(new)
+
+    @property
+    def _strategy(self) -> Sequence[dist.ProcessGroup]:
+        """The groups of the strategy around the stages, if there is one."""
+        return next(iter(self._own.values())).groups
+
+    def _pass_on(self, plain: dict[str, Any], to_later: bytes, fresh: bool) -> None:
+        """Keyword arguments without tensors go to all ranks when they have changed."""
+        if fresh:
+            message = [to_later]
+            dist.broadcast_object_list(message, group=self._peers.group, group_src=0)
+            self._plain = message[0]
+        for stage in self._own.values():
+            stage.plain = plain if self._peers.rank == 0 else pickle.loads(self._plain)
+
+    def _infer(self, rows: list[int], parts: Sequence[Any], trains: bool) -> ActivationSpecs:
+        """The specs of the outputs of all stages, on every rank; in training without the last one,
+        whose output nobody receives. All ranks call this, and all raise if one fails."""
+        assert self._peers.group is not None
+        found: ActivationSpecs = {}
+        sizes = [0, len(rows) - 1]  # the largest micro-batch, and the smallest
+        if rows[0] == rows[-1] and not self._strategy:
+            sizes = [0]
+        for i in sizes:
+            activation: Any = parts[i] if parts else None
+            for stage in range(self._stages - trains):
+                problem, message = None, [None]
+                if stage in self._own:
+                    try:
+                        with torch.set_grad_enabled(trains):
+                            given = self._own[stage].dry_run(activation)
+                        message = [ActivationSpec.of(given).tree()]
+                    except Exception as error:
+                        problem = error
+                        problem.add_note(f"(at Forward({stage}, 0) of the pipeline)")
+                agree.raise_on_every_rank(self._peers.group, problem)
+                source = stage % self._peers.size
+                dist.broadcast_object_list(message, group=self._peers.group, group_src=source)
+                spec = ActivationSpec(*tree_flatten(message[0]))
+                found[stage, rows[i]] = spec
+                activation = spec.ones(self._device) if stage + 1 in self._own else None
+        return found
+
+    def _count(self, inputs: Any, kwargs: dict[str, Any], trains: bool) -> int:
+        for name in kwargs.keys() - self._keywords:
+            raise TypeError(f"no layer has an argument {name!r}")
+        total, least = count_rows((inputs, kwargs)), self._microbatches if trains else 1
+        if total < least:
+            raise ValueError(f"a batch of {total} rows cannot be cut into {least} micro-batches")
+        return total
+
+    def _rows(self, total: int, trains: bool) -> list[int]:
+        return rows_of(total, self._microbatches if trains else min(self._microbatches, total))
+
+    def _state(self) -> Any:
+        """What the specs of this rank's layers depend on, besides the inputs."""
+        device = self._device.type
+        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        modes = [module.training for module in self._modules]
+        return autocast, modes, [(p.requires_grad, p.dtype) for p in self._parameters]
+
+
+def _signature(tree: Any, by_value: tuple[type, ...]) -> Any:
+    """Of each tensor the shape and dtype, of the types in `by_value` the value, of all else the
+    type: a number that changes in each step must not look like another kind of batch."""
+    leaves, structure = tree_flatten(tree)
+    return structure, [
+        (x.shape, x.dtype, x.requires_grad)
+        if isinstance(x, torch.Tensor)
+        else x
+        if isinstance(x, by_value)
+        else type(x)
+        for x in leaves
+    ]
