@@ -1,11 +1,13 @@
 """Answers to the puzzles and the exercise of the lesson fsdp_in_practice."""
 
 import warnings
+from functools import partial
 
 import torch
 import torch.distributed.fsdp as torch_fsdp
+import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
 import minidist as md
 from minidist.checks import fsdp_in_practice as check
@@ -28,12 +30,64 @@ def blocks_then_root(model, fully_shard=md.fully_shard):
     return model, adam(model)
 
 
+def by_parts(model, fully_shard=md.fully_shard):
+    where = mesh()
+    for block in model.blocks:
+        for part in block.mlp, block.qkv, block.out:
+            fully_shard(part, mesh=where)
+    fully_shard(model, mesh=where)
+    return model, adam(model)
+
+
 def of_torch(model):
     warnings.simplefilter("ignore")  # torch's, about views
+    return by_parts(model, torch_fsdp.fully_shard)
+
+
+def blocks_of_torch(model):
+    warnings.simplefilter("ignore")
     return blocks_then_root(model, torch_fsdp.fully_shard)
 
 
 def wrapper(model):
+    parts = {part for block in model.blocks for part in (block.mlp, block.qkv, block.out)}
+    policy = partial(lambda_auto_wrap_policy, lambda_fn=parts.__contains__)
+    model = md.FullyShardedDataParallel(model, auto_wrap_policy=policy)
+    return [model, adam(model)]
+
+
+class Attention(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.heads, self.qkv, self.out = block.heads, block.qkv, block.out
+
+    def forward(self, x):
+        q, k, v = (
+            each.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for each in self.qkv(x).chunk(3, dim=-1)
+        )
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(attended.transpose(1, 2).flatten(2))
+
+
+class Halves(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.norm1, self.norm2 = block.norm1, block.norm2
+        self.attention, self.mlp = md.fully_shard(Attention(block)), md.fully_shard(block.mlp)
+
+    def forward(self, x):
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+def in_halves(model):
+    model.blocks = nn.Sequential(*map(Halves, model.blocks))
+    md.fully_shard(model)
+    return model, adam(model)
+
+
+def by_policy(model):
     model = md.FullyShardedDataParallel(model, auto_wrap_policy=by_class(md.zoo.Block))
     return model, adam(model)
 
@@ -43,9 +97,18 @@ def sized(model):
     return [model, adam(model)]
 
 
-def torchs_policy(model):
-    policy = ModuleWrapPolicy({md.zoo.Block})
-    model = md.FullyShardedDataParallel(model, auto_wrap_policy=policy)
+def mlps_only(model):
+    for block in model.blocks:
+        md.fully_shard(block.mlp)
+    md.fully_shard(model)
+    return model, adam(model)
+
+
+def mlp_then_block(model):
+    for block in model.blocks:
+        md.fully_shard(block.mlp)
+        md.fully_shard(block)
+    md.fully_shard(model)
     return model, adam(model)
 
 
@@ -72,27 +135,30 @@ def in_pairs(model):
 
 def kept(model):
     for block in model.blocks:
-        md.fully_shard(block, reshard_after_forward=False)
+        for part in block.mlp, block.qkv, block.out:
+            md.fully_shard(part, reshard_after_forward=False)
     md.fully_shard(model)
     return model, adam(model)
 
 
 def no_root(model):
     for block in model.blocks:
-        md.fully_shard(block)
+        for part in block.mlp, block.qkv, block.out:
+            md.fully_shard(part)
     return model, adam(model)
 
 
 def root_first(model):
     md.fully_shard(model)
     for block in model.blocks:
-        md.fully_shard(block)
+        for part in block.mlp, block.qkv, block.out:
+            md.fully_shard(part)
     return model, adam(model)
 
 
 def made_before(model):
     optimizer = adam(model)
-    return blocks_then_root(model)[0], optimizer
+    return by_parts(model)[0], optimizer
 
 
 def made_before_in_torch(model):
@@ -101,11 +167,11 @@ def made_before_in_torch(model):
 
 
 def with_sgd(model):
-    return blocks_then_root(model)[0], torch.optim.SGD(model.parameters(), lr=1e-3)
+    return by_parts(model)[0], torch.optim.SGD(model.parameters(), lr=1e-3)
 
 
 def no_optimizer(model):
-    return blocks_then_root(model)[0]
+    return by_parts(model)[0]
 
 
 def by_ddp(model):
@@ -122,8 +188,9 @@ ANSWERS = {
         [32, 8, 12, 6, 36, 18, 48, 16, 24, "20 bytes"],
     ),
     check.prepare: (
-        [blocks_then_root, of_torch, wrapper, sized, torchs_policy],
+        [by_parts, of_torch, wrapper, in_halves],
         [
+            *(blocks_then_root, blocks_of_torch, by_policy, sized, mlps_only, mlp_then_block),
             *(one_unit, each_linear, in_pairs, kept, no_root, root_first, made_before, by_ddp),
             *(made_before_in_torch, with_sgd, no_optimizer),
         ],
