@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from test_plan import LENGTH, MODELS, VOCABULARY, Llama, apart, of_torch
+from test_plan import LENGTH, MODELS, VOCABULARY, Llama, apart, of_torch, raised
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as dcp_state
@@ -46,14 +46,6 @@ def wholes(state):
 def same(found, wanted):
     lost = [f"{name} is not there" for name in wanted.keys() - found.keys()]
     return lost + apart({name: (found[name], wanted[name]) for name in wanted})
-
-
-def raised(function, *args, **kwargs):
-    try:
-        function(*args, **kwargs)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 # ---- torch's functions ------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from test_plan import raised
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -62,14 +63,6 @@ def apart(named):
         elif not md.parity.relative_difference(a, b) <= ALLOWED[b.dtype]:
             found.append(f"{name} differs by {md.parity.relative_difference(a, b):.1e}")
     return found
-
-
-def raised(function, *args, **kwargs):
-    try:
-        function(*args, **kwargs)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 # ---- the operators ----------------------------------------------------------------------------
