@@ -5,7 +5,8 @@ All ranks see the same batch, and each has a part of every large weight. To read
     naive        the idea: two layers, and one all_reduce each way
     operators    how tensors enter and leave a region that ranks compute apart
     layer        what all layers are: shards of a dense one
-    layers       linear layers split by columns and by rows, embedding, queries, keys and values
+    layers       linear layers split by columns and by rows, embedding
+    qkv          queries, keys and values in one layer
     loss         of logits that are split by vocabulary
     block        a transformer block (`random`: dropout on sharded tensors)
     styles       what can be done to a module: torch's names for it, and ours
@@ -22,7 +23,6 @@ from minidist.tensor_parallel.block import ParallelBlock, SequenceParallel
 from minidist.tensor_parallel.dtensors import parallelize_module
 from minidist.tensor_parallel.layers import (
     ColumnParallelLinear,
-    QKVParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelLinear,
@@ -44,6 +44,7 @@ from minidist.tensor_parallel.operators import (
     reduce_scatter_to_sequence,
     scatter_to_group,
 )
+from minidist.tensor_parallel.qkv import QKVParallelLinear
 from minidist.tensor_parallel.random import fork_rng
 from minidist.tensor_parallel.ready_plans import gpt2_plan, llama_plan, transformer_plan
 from minidist.tensor_parallel.styles import heads, qkv

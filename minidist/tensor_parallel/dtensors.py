@@ -134,7 +134,8 @@ def _show(module: Any, _: Any) -> None:
             if isinstance(p, DTensor) and name not in vars(owner):  # else by SequenceParallel
                 vars(owner)[name] = p.to_local()
                 shown.append((owner, name))
-    relist(module)
+    if isinstance(module, nn.RNNBase):
+        relist(module)
     vars(module).setdefault("_shown", []).append(shown)
 
 
@@ -142,4 +143,5 @@ def _hide(module: Any, *_: Any) -> None:
     if shown := vars(module).get("_shown"):  # else a hook before ours has raised
         for owner, name in shown.pop():
             del vars(owner)[name]
-        relist(module)
+        if isinstance(module, nn.RNNBase):
+            relist(module)

@@ -7,15 +7,12 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from minidist.common.groups import require_group
 from minidist.common.tensors_in import local_of
 from minidist.common.wrapper import copy_on_ranks
-from minidist.tensor_parallel.operators import (
-    Group,
-    begin_all_gather,
-)
+from minidist.tensor_parallel.operators import Group, begin_all_gather
 
 
 class OfGroup(nn.Module):
@@ -133,11 +130,6 @@ class ParallelLayer(OfGroup):
 
     def extra_repr(self) -> str:
         return ", ".join([*map(str, self.sizes), f"rank {self.rank} of {self.world_size}"])
-
-
-def local(parameter: Any) -> Any:
-    """What this rank has of a parameter, or None. The gradient of a DTensor is one as well."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def gather_shards(

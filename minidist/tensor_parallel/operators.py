@@ -40,11 +40,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from minidist.common.single import all_gather_single, reduce_scatter_single
 
 Group = dist.ProcessGroup | None  # None: the default group
 Map = Callable[[torch.Tensor], torch.Tensor]
+
+
+def local(parameter: Any) -> Any:
+    """What this rank has of a parameter, or None. The gradient of a DTensor is one as well."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def copy_to_group(x: torch.Tensor, group: Group = None) -> torch.Tensor:

@@ -18,12 +18,12 @@ from minidist.tensor_parallel.block import SequenceParallel
 from minidist.tensor_parallel.layer import ParallelLayer, require_multiple
 from minidist.tensor_parallel.layers import (
     ColumnParallelLinear,
-    QKVParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelLinear,
 )
 from minidist.tensor_parallel.operators import Group, gather_from_group, scatter_to_group
+from minidist.tensor_parallel.qkv import QKVParallelLinear
 
 
 @dataclass(frozen=True)
