@@ -11,8 +11,8 @@ All ranks see the same batch, and each has a part of every large weight. To read
     block        a transformer block (`random`: dropout on sharded tensors)
     styles       what can be done to a module: torch's names for it, and ours
     plan         any model, by the names of its parts (`ready_plans`)
-    model        a whole model: its norm, its replicas, its checkpoint
-    dtensors     the same with DTensors, for torch's own functions (`parallelize_module`)
+    model        a whole model: its layers replaced, its replicas, its checkpoint
+    dtensors     its shards as DTensors, for torch's own functions (`parallelize_module`)
 
 Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
 Parallelism" (arXiv 1909.08053). Lesson: feature_splitting. For vocabulary, dropout and
@@ -30,11 +30,9 @@ from minidist.tensor_parallel.layers import (
 from minidist.tensor_parallel.loss import vocab_parallel_cross_entropy
 from minidist.tensor_parallel.model import (
     check_replicas,
-    clip_grad_norm_,
     full_state_dict,
-    grad_norm,
     load_full_state_dict,
-    parallelize,
+    split,
 )
 from minidist.tensor_parallel.operators import (
     copy_to_group,
@@ -58,23 +56,21 @@ __all__ = [
     "VocabParallelEmbedding",
     "VocabParallelLinear",
     "check_replicas",
-    "clip_grad_norm_",
     "copy_to_group",
     "fork_rng",
     "full_state_dict",
     "gather_from_group",
     "gather_from_sequence",
     "gpt2_plan",
-    "grad_norm",
     "heads",
     "llama_plan",
     "load_full_state_dict",
-    "parallelize",
     "parallelize_module",
     "qkv",
     "reduce_from_group",
     "reduce_scatter_to_sequence",
     "scatter_to_group",
+    "split",
     "transformer_plan",
     "vocab_parallel_cross_entropy",
 ]

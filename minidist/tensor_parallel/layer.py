@@ -99,10 +99,12 @@ class ParallelLayer(OfGroup):
 
     def shard_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """This rank's shard of a parameter of the dense layer, as a copy."""
-        whole = local_of(whole.detach())
+        here = local_of(whole.detach())
+        if here.shape != whole.shape:
+            raise TypeError(f"its {name} is sharded already. Split a model by features first")
         if name not in self.sharded:
-            return whole.clone()
-        return whole.index_select(self.sharded[name], self.indices(self.rank).to(whole.device))
+            return here.clone()
+        return here.index_select(self.sharded[name], self.indices(self.rank).to(here.device))
 
     def take(self, dense: nn.Module) -> None:
         """Hold this rank's shard of the parameters of `dense`, as a copy."""

@@ -160,7 +160,7 @@ def qkv(heads: int, kv_heads: int | None = None) -> Style:
     """One nn.Linear that gives all queries, then all keys, then all values, becomes a
     `QKVParallelLinear`. Lesson: feature_splitting.
 
-    heads, kv_heads: how many there are in the whole layer.
+    heads, kv_heads: how many there are in the whole layer; fewer kv_heads in `MixedParallel` only.
     """
     return Layer("qkv", {nn.Linear: QKVParallelLinear}, dict(heads=heads, kv_heads=kv_heads))
 
