@@ -96,10 +96,10 @@ def load_full_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
             shards |= layer.state_dict(prefix=prefix)
             for name, parameter in own.items():
                 setattr(layer, name, parameter)  # an optimizer and a tied layer know this one
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in model.state_dict(keep_vars=True).items():
         if isinstance(parameter, DTensor) and name in shards:
-            spec = parameter._spec
-            shards[name] = DTensor(shards[name].to(parameter.dtype), spec, requires_grad=False)
+            local = shards[name].to(parameter.dtype)
+            shards[name] = DTensor(local, parameter._spec, requires_grad=False)
     model.load_state_dict(shards)
 
 
