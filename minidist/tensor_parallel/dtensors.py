@@ -26,6 +26,7 @@ from minidist.rank import device
 from minidist.tensor_parallel.block import SequenceParallel
 from minidist.tensor_parallel.layer import ParallelLayer
 from minidist.tensor_parallel.model import SPLIT, group_of, parameters_of, split
+from minidist.tensor_parallel.operators import local
 
 _REPLICATE: Placement = Replicate()
 READ = (nn.MultiheadAttention,)  # reads parameters of what is in it
@@ -163,7 +164,7 @@ def _show(module: Any, _: Any) -> None:
     for owner in module.modules() if isinstance(module, READ) else [module]:
         for name, p in owner._parameters.items():
             if isinstance(p, DTensor) and name not in vars(owner):  # else by SequenceParallel
-                vars(owner)[name] = p.to_local()
+                vars(owner)[name] = local(p)
                 shown.append((owner, name))
     if isinstance(module, nn.RNNBase):
         relist(module)
