@@ -10,7 +10,7 @@ from torch import nn
 
 import minidist as md
 from minidist.common.wrapper import Guard
-from minidist.tensor_parallel import QKVParallelLinear, parallelize
+from minidist.tensor_parallel import QKVParallelLinear, parallelize_module
 
 SGD = torch.optim.SGD
 
@@ -235,7 +235,7 @@ def test_the_mesh_sees_a_change_too(pools):
 
 
 def split(model):
-    parallelize(model)
+    parallelize_module(model)
 
 
 def split_in_a_mesh(model):
@@ -258,7 +258,7 @@ def test_an_optimizer_of_the_whole_model_is_told_that_it_has_been_split(
     for told in pools(2)(train):
         assert told is not None and told[0] == "RuntimeError"
         assert told[1].startswith("this parameter is no more: the model has been split by features")
-        assert "Make the optimizer after parallelize or MixedParallel" in told[1]
+        assert "Make the optimizer after parallelize_module or MixedParallel" in told[1]
 
 
 def test_an_optimizer_made_before_a_mesh_that_cuts_no_layer_trains(pools):

@@ -121,7 +121,6 @@ STRATEGIES = {
     "FullyShardedDataParallel": md.FullyShardedDataParallel,
     "fully_shard": md.fully_shard,
     "Pipeline": lambda module: md.Pipeline(module, 2),
-    "parallelize": lambda module: md.tensor_parallel.parallelize(module, None, {"0": "columns"}),
     "MixedParallel": lambda module: md.mixed.MixedParallel(module, md.mixed.mesh(data=4), 2),
     "LocalSGD": averaging,
 }

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from test_plan import raised
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -245,7 +246,7 @@ def test_sharded_replicas_evaluate_in_as_many_micro_batches(pools):
         return model(batch(0, rows=1 + whole.get_local_rank("data"))[0])
 
     said = "ValueError: a strategy around the stages .* micro-batches: here they are 1 and 2"
-    told = pools(4)(complaint, evaluate)
+    told = pools(4)(raised, evaluate)
     assert all(re.match(said, each) for each in told), told
 
 
@@ -268,7 +269,7 @@ def test_a_copy_is_a_model_on_the_same_mesh(pools, shard):
                     p -= p.grad
         full = copied.full_state_dict()
         found += apart({name: (full[name], t) for name, t in dense.state_dict().items()})
-        return found + [complaint(torch.save, model, "/dev/null")]
+        return found + [raised(torch.save, model, "/dev/null")]
 
     said = "TypeError: a MixedParallel cannot be saved: it has one rank's shards of the model."
     for found in pools(8)(run):
@@ -414,7 +415,7 @@ def test_a_checkpoint_of_one_mesh_loads_in_any_other_and_in_the_model(pools):
             {"outputs": (other(inputs), dense(inputs)), "own": (own(inputs), dense(inputs))}
         )
         del full["norm.bias"], full["blocks.0.norm1.bias"]
-        told = complaint(other.load_full_state_dict, full)
+        told = raised(other.load_full_state_dict, full)
         return found, kept, told.startswith("RuntimeError") and "bias" in told
 
     for there in PAIRS.values():
@@ -486,14 +487,6 @@ def test_bytes_by_axis(pools, eight, sequence_parallel):
 # ---- mistakes -----------------------------------------------------------------------------
 
 
-def complaint(function, *args, **kwargs):
-    try:
-        function(*args, **kwargs)
-    except (RuntimeError, TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
 WRONG_MESHES = {
     "too many": (
         lambda rank: {"data": 2, "tensor": 4},
@@ -525,7 +518,7 @@ WRONG_MESHES = {
 @pytest.mark.parametrize("what", WRONG_MESHES)
 def test_a_mesh_that_does_not_fit_is_refused_on_every_rank(pools, what):
     arguments, said = WRONG_MESHES[what]
-    told = pools(4)(lambda: complaint(mesh, **arguments(dist.get_rank())))
+    told = pools(4)(lambda: raised(mesh, **arguments(dist.get_rank())))
     assert all(said in each for each in told), told
 
 
@@ -591,7 +584,7 @@ WRONG_MODELS = {
 @pytest.mark.parametrize("what", WRONG_MODELS)
 def test_what_cannot_be_trained_on_a_mesh_is_refused_on_every_rank(pools, what):
     function, said = WRONG_MODELS[what]
-    told = pools(4)(complaint, function)
+    told = pools(4)(raised, function)
     assert all(said in each for each in told), told
 
 
@@ -638,7 +631,7 @@ WRONG_BATCHES = {
 @pytest.mark.parametrize("what", WRONG_BATCHES)
 def test_a_step_that_fails_in_one_replica_fails_in_all(pools, what):
     function, said = WRONG_BATCHES[what]
-    told = pools(4)(complaint, function)
+    told = pools(4)(raised, function)
     assert all(re.match(said, each) for each in told), told
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from test_plan import LENGTH, MODELS, VOCABULARY, Llama, apart, of_torch
+from test_plan import LENGTH, MODELS, VOCABULARY, Llama, apart, of_torch, raised, replicated_between
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as dcp_state
@@ -48,33 +48,27 @@ def same(found, wanted):
     return lost + apart({name: (found[name], wanted[name]) for name in wanted})
 
 
-def raised(function, *args, **kwargs):
-    try:
-        function(*args, **kwargs)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
 # ---- torch's functions ------------------------------------------------------------------------
 
 
-def train(name, sequence_parallel, limit, kind):
+def train(make, plan, sequence_parallel, limit, kind, loss_of=md.vocab_parallel_cross_entropy):
     """Torch's clipping and averages at each step, beside one process."""
-    make, plan = MODELS[name]
     dense = make().double()
-    model = copy.deepcopy(dense)
-    tp.parallelize_module(model, mesh(), plan(model), sequence_parallel=sequence_parallel)
+    model, options = copy.deepcopy(dense), dict(sequence_parallel=sequence_parallel)
+    assert tp.parallelize_module(model, mesh(), plan(model), **options) is model
     both = model, dense
     optimizers = [torch.optim.AdamW(each.parameters(), 1e-2, eps=1e-3) for each in both]
     emas = [AveragedModel(each, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for each in both]
     found = ["shape"] * any(
         p.shape != q.shape for p, q in zip(model.parameters(), dense.parameters(), strict=True)
     )
+    share = sum(p.to_local().numel() for p in model.parameters())
+    share /= sum(p.numel() for p in dense.parameters())
+    found += [f"a share of {share}"] * (share > 1.1 / dist.get_world_size())
     for step in range(3):
         inputs, targets = batch(step)
         losses = (
-            md.vocab_parallel_cross_entropy(model(inputs), targets),
+            loss_of(model(inputs), targets),
             md.parity.cross_entropy(dense(inputs), targets),
         )
         norms = []
@@ -87,7 +81,9 @@ def train(name, sequence_parallel, limit, kind):
         assert norms[1] > 1.1 * limit  # it does clip
         found += apart({"loss": losses, "norm": norms})
         found += same(wholes(model.state_dict()), dense.state_dict())
-        found += same(tp.full_state_dict(model), dense.state_dict())
+        full = tp.full_state_dict(model)
+        found += ["names"] * (full.keys() != dense.state_dict().keys())
+        found += same(full, dense.state_dict())
         found += same(wholes(emas[0].module.state_dict()), emas[1].module.state_dict())
         tp.check_replicas(model)
         if found:
@@ -107,7 +103,16 @@ def test_torchs_clipping_and_averages_are_those_of_one_process(
     pools, name, ranks, sequence_parallel
 ):
     norm = (0.05, float("inf")) if sequence_parallel else (0.3, 2.0)
-    assert pools(ranks)(train, name, sequence_parallel, *norm) == [[]] * ranks
+    assert pools(ranks)(train, *MODELS[name], sequence_parallel, *norm) == [[]] * ranks
+
+
+@pytest.mark.parametrize("plan", [of_torch, replicated_between])
+def test_a_plan_of_torchs_styles_with_numbers_of_heads(pools, plan):
+    def make():  # a head that is gathered must be of equal parts
+        return Llama(vocabulary=252)
+
+    told = pools(2)(train, make, plan, False, 0.3, 2.0, loss_of=md.parity.cross_entropy)
+    assert told == [[]] * 2
 
 
 def in_two_dimensions():
@@ -378,7 +383,7 @@ def operations(name, sequence_parallel):
     make, plan = MODELS[name]
     models = make(), make()
     options = dict(sequence_parallel=sequence_parallel)
-    tp.parallelize(models[0], mesh(), plan(models[0]), **options)
+    tp.split(models[0], None, plan(models[0]), **options)
     tp.parallelize_module(models[1], mesh(), plan(models[1]), **options)
     (inputs, targets), found = batch(0), []
     for model in models:
@@ -499,17 +504,15 @@ def test_a_vocabulary_is_split_as_dtensor_does(pools):
     assert pools(4)(uneven) == [(rows, []) for rows in (63, 63, 63, 62)]
 
 
-def load_in_place():
-    model, other = Llama(), Llama(seed=1)
-    tp.parallelize_module(model, mesh(), tp.llama_plan(model))
-    before = list(model.parameters())
-    tp.load_full_state_dict(model, other.state_dict())
-    stayed = all(a is b for a, b in zip(before, model.parameters(), strict=True))
-    return ["other"] * (not stayed) + same(wholes(model.state_dict()), other.state_dict())
+def fully_sharded_before():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model, mesh=mesh())
+    return raised(tp.parallelize_module, model, mesh(), {"0": "columns", "1": "rows"})
 
 
-def test_the_dense_models_weights_are_loaded_in_place(pools):
-    assert pools(2)(load_in_place) == [[]] * 2
+def test_what_is_sharded_already_is_not_split(pools):
+    words = "TypeError: 0: its weight is sharded already. Split a model by features first"
+    assert pools(2)(fully_sharded_before) == [words] * 2
 
 
 def stale():
@@ -528,6 +531,7 @@ def test_an_optimizer_that_was_made_before_is_told(pools):
 
 
 def refused(plan, make):
+    torch.manual_seed(0)
     model = make()
     before = str(model), {name: p.clone() for name, p in model.named_parameters()}
     told = raised(tp.parallelize_module, model, mesh(), plan)
@@ -566,7 +570,7 @@ def test_what_is_refused_changes_nothing(pools, what):
 def test_without_dtensors_logits_are_plain(pools):
     def run():
         plan = {"0": torchs.ColwiseParallel(**LOGITS)}
-        return raised(tp.parallelize, md.zoo.mlp(4, 8, 4), mesh(), plan)
+        return raised(tp.split, md.zoo.mlp(4, 8, 4), None, plan)
 
     assert pools(2)(run) == ["TypeError: 0: use_local_output=False is for parallelize_module"] * 2
 

@@ -269,7 +269,7 @@ def test_parameters_of_the_presets(name):
 
 
 def parameters_here(length, *shape):
-    split = md.tensor_parallel.parallelize(md.zoo.Transformer(97, length, *shape))
+    split = md.tensor_parallel.split(md.zoo.Transformer(97, length, *shape))
     parts = split.blocks[0], split.tokens, split.positions, split.norm
     return [sum(p.numel() for p in part.parameters()) for part in parts]
 
@@ -499,7 +499,7 @@ def test_traffic():
 
 def calls_of_tensor_parallel(sequence_parallel):
     model = md.zoo.Transformer(64, 16, 32, 4, 3)
-    split = md.tensor_parallel.parallelize(model, sequence_parallel=sequence_parallel)
+    split = md.tensor_parallel.parallelize_module(model, sequence_parallel=sequence_parallel)
     blocks = split.blocks
     x = torch.randn(2, 16 // (dist.get_world_size() if sequence_parallel else 1), 32)
     x.requires_grad_()

@@ -1,4 +1,4 @@
-"""Lesson 6: a model that is split by features trains as one process does. Held against the dense
+"""A model that is split by features trains as one process does. Held against the dense
 layers in one process, and against torch's own parallelize_module.
 
 All ranks see the same batch, so a gradient that is summed once too often, or not at all, shows as
@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from test_plan import raised
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -26,7 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import minidist as md
 from minidist import tensor_parallel as tp
+from minidist.common.norm import grad_norm
 from minidist.common.single import ALL_GATHER, REDUCE_SCATTER
+from minidist.tensor_parallel.model import counted_elsewhere
 
 ALLOWED = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.03}
 BACKENDS = ["gloo", "shm"]
@@ -53,6 +56,11 @@ def part(x, dim=-1):
     return x.chunk(size, dim)[rank]
 
 
+def norm_of(model, kind=2.0):
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()], kind)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
 def apart(named):
     """What differs in {name: (ours, wanted)}, by more than its dtype allows."""
     found = []
@@ -62,14 +70,6 @@ def apart(named):
         elif not md.parity.relative_difference(a, b) <= ALLOWED[b.dtype]:
             found.append(f"{name} differs by {md.parity.relative_difference(a, b):.1e}")
     return found
-
-
-def raised(function, *args, **kwargs):
-    try:
-        function(*args, **kwargs)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 # ---- the operators ----------------------------------------------------------------------------
@@ -346,16 +346,17 @@ def subgroup(pairs, sequence_parallel):
     other = raised(md.ColumnParallelLinear, 4, 6, process_group=groups[1 - which])
 
     dense = md.zoo.Transformer(9, length=4, width=8, heads=2, seed=which).double()
-    model = tp.parallelize(copy.deepcopy(dense), group, sequence_parallel=sequence_parallel)
+    model, mesh = copy.deepcopy(dense), DeviceMesh.from_group(group, "cpu")
+    tp.parallelize_module(model, mesh, sequence_parallel=sequence_parallel)
     tokens, targets = torch.randint(9, (2, 3, 4), generator=torch.Generator().manual_seed(which))
     wanted = md.parity.cross_entropy(dense(tokens), targets)
     loss = md.vocab_parallel_cross_entropy(model(tokens), targets, group)
     wanted.backward()
     loss.backward()
-    norm = nn.utils.get_total_norm([p.grad for p in dense.parameters()])
-    found = apart({"loss": (loss, wanted), "norm": (tp.grad_norm(model), norm)})
-    for parameter in (*model.parameters(), *dense.parameters()):
-        parameter.data = parameter.grad
+    found = apart({"loss": (loss, wanted), "norm": (norm_of(model), norm_of(dense))})
+    with torch.no_grad():
+        for parameter in (*model.parameters(), *dense.parameters()):
+            parameter.copy_(parameter.grad)
     tp.check_replicas(model, group)
     full = tp.full_state_dict(model)
     found += apart({name: (full[name], tensor) for name, tensor in dense.state_dict().items()})
@@ -551,8 +552,8 @@ def grouped_query(kv_heads, sequence_parallel, bias=False):
     out = block.attention(ours)
     (out * part(weights)).sum().backward()
     found = apart({"output": (out, part(y)), "x": (ours.grad, shared(x.grad))})
-    squares = sum(p.grad.square().sum() for p in dense.parameters())
-    found += apart({"norm": (tp.grad_norm(block.qkv), squares.sqrt())})
+    ranks = dict(groups=[None], device=x.device, elsewhere=counted_elsewhere(block.qkv, None))
+    found += apart({"norm": (grad_norm(block.qkv.parameters(), **ranks), norm_of(dense))})
     tp.check_replicas(block)
     again = block.qkv.to_dense()
     for name, parameter in again.named_parameters():
@@ -579,7 +580,8 @@ def train(sequence_parallel, dtype, tied=True, vocabulary=250, heads=4, steps=4)
     dense = md.zoo.Transformer(vocabulary, length=12, width=24, heads=heads).to(dtype)
     if not tied:
         dense.head.weight = nn.Parameter(dense.head.weight.detach() * 2)
-    model = tp.parallelize(copy.deepcopy(dense), sequence_parallel=sequence_parallel)
+    model = copy.deepcopy(dense)
+    tp.parallelize_module(model, sequence_parallel=sequence_parallel)
     before = {name: tensor.clone() for name, tensor in dense.state_dict().items()}
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     alone = torch.optim.Adam(dense.parameters(), lr=1e-3)
@@ -593,7 +595,7 @@ def train(sequence_parallel, dtype, tied=True, vocabulary=250, heads=4, steps=4)
         wanted = md.parity.cross_entropy(dense(inputs), targets)
         ours.backward()
         wanted.backward()
-        norm = tp.clip_grad_norm_(model, 0.3)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.3).full_tensor()
         expected = nn.utils.clip_grad_norm_(dense.parameters(), 0.3)
         assert expected > 0.6  # it does clip
         optimizer.step()
@@ -627,7 +629,7 @@ def test_the_dense_models_weights_are_loaded_in_place(pools, sequence_parallel):
     def load():
         dense = md.zoo.Transformer(250, length=12, width=24, heads=4, seed=1)
         model = md.zoo.Transformer(250, length=12, width=24, heads=4)
-        tp.parallelize(model, sequence_parallel=sequence_parallel)
+        tp.parallelize_module(model, sequence_parallel=sequence_parallel)
         before = list(model.parameters())
         tp.load_full_state_dict(model, dense.state_dict())
         found = [] if model.head.weight is model.tokens.weight else ["tie"]
@@ -663,9 +665,8 @@ def test_a_model_of_a_mesh_is_copied_and_averaged(pools, sequence_parallel):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
         torch.manual_seed(mesh.get_local_rank("data"))
         dense = md.zoo.Transformer(8, length=6, width=8, heads=2, layers=1).double()
-        model = tp.parallelize(
-            copy.deepcopy(dense), mesh["tensor"], sequence_parallel=sequence_parallel
-        )
+        model, options = copy.deepcopy(dense), dict(sequence_parallel=sequence_parallel)
+        tp.parallelize_module(model, mesh["tensor"], **options)
         mean, averaged = (torch.optim.swa_utils.AveragedModel(each) for each in (model, dense))
         tokens, found = torch.arange(12).view(2, 6) % 8, {}
         for _ in range(3):
@@ -695,19 +696,18 @@ def test_a_transformer_in_float32(pools):
 
     def forward_and_backward():
         dense = md.zoo.Transformer(250, length=12, width=24, heads=4)
-        model = tp.parallelize(copy.deepcopy(dense))
+        model = tp.parallelize_module(copy.deepcopy(dense))
         inputs, targets = torch.randint(250, (2, 3, 12), generator=torch.Generator())
         ours = md.vocab_parallel_cross_entropy(model(inputs), targets)
         wanted = md.parity.cross_entropy(dense(inputs), targets)
         ours.backward()
         wanted.backward()
-        norms = tp.grad_norm(model), nn.utils.get_total_norm([p.grad for p in dense.parameters()])
-        return apart({"loss": (ours, wanted), "norm": norms})
+        return apart({"loss": (ours, wanted), "norm": (norm_of(model), norm_of(dense))})
 
     assert pools(2)(forward_and_backward) == [[]] * 2
 
 
-def test_the_norm_of_every_kind(pools):
+def test_the_norm_of_every_kind_and_of_layers_made_before(pools):
     def norms():
         torch.manual_seed(0)
         dense = md.zoo.Block(8, 4).double()
@@ -716,18 +716,18 @@ def test_the_norm_of_every_kind(pools):
             p.data_ptr() for p in block.parameters()
         }
         assert not both and not block.training
+        tp.parallelize_module(block, None, {})
         x = random(2, 3, 8)
         bend(dense(x), 0).backward()
         bend(block(x), 0).backward()
         found = {}
         for kind in (1.0, 2.0, 3.0, math.inf):
             for place in ("", "mlp.0"):  # where the largest is replicated, and where it is not
-                gradients = [p.grad for p in dense.get_submodule(place).parameters()]
-                wanted = nn.utils.get_total_norm(gradients, kind)
-                found[kind, place] = tp.grad_norm(block.get_submodule(place), kind), wanted
-        return apart(found), tp.grad_norm(nn.Linear(2, 2)).item()
+                both = block.get_submodule(place), dense.get_submodule(place)
+                found[kind, place] = norm_of(both[0], kind), norm_of(both[1], kind)
+        return apart(found)
 
-    assert pools(4)(norms) == [([], 0.0)] * 4
+    assert pools(4)(norms) == [[]] * 4
 
 
 def test_torch_splits_a_block_in_the_same_way(pools):
@@ -993,7 +993,7 @@ def test_sizes_that_cannot_be_split_are_refused(pools):
             raised(tp.ParallelBlock, 8, 4),
             raised(tp.ParallelBlock, 24, 6, 4),
             raised(tp.ParallelBlock, 24, 6, 2),
-            raised(tp.parallelize, md.zoo.Transformer(width=32, heads=2)),
+            raised(tp.parallelize_module, md.zoo.Transformer(width=32, heads=2)),
             raised(md.VocabParallelEmbedding.from_dense, embedding),
             raised(md.VocabParallelEmbedding(9, 4), torch.tensor([3, 9])),
             raised(md.VocabParallelEmbedding(9, 4), torch.tensor([-1])),

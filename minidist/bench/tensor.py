@@ -27,7 +27,6 @@ from torch.distributed.tensor.parallel import (
 import minidist as md
 from minidist.bench import Row, Target, draw, show
 from minidist.bench.training import BACKENDS, Make, Trainer, measure, text, transformer
-from minidist.tensor_parallel import parallelize
 
 LAYERS, WIDTH, LENGTH, ROWS = 2, 256, 64, 4  # 1.7 million parameters; tokens a row, rows a batch
 WORLD_SIZES = [2, 4]
@@ -76,11 +75,10 @@ def ways(**sizes: int) -> dict[str, Make]:
 def by_minidist(
     backend: str, sequence_parallel: bool, layers: int = LAYERS, width: int = WIDTH
 ) -> Trainer:
-    """`md.tensor_parallel.parallelize`."""
+    """`md.tensor_parallel.parallelize_module`."""
     group = dist.new_group(backend=backend)
-    model = parallelize(
-        transformer(layers, width, LENGTH), group, sequence_parallel=sequence_parallel
-    )
+    mesh, model = DeviceMesh.from_group(group, "cpu"), transformer(layers, width, LENGTH)
+    md.tensor_parallel.parallelize_module(model, mesh, sequence_parallel=sequence_parallel)
 
     def step(inputs: torch.Tensor, targets: torch.Tensor) -> float:
         loss = md.vocab_parallel_cross_entropy(model(inputs), targets, group)

@@ -82,7 +82,7 @@ def plan_of(model: nn.Module) -> Mapping[str, Any] | None:
     if plan is None and not isinstance(model, md.zoo.Transformer):
         raise RefusedError(
             f"nothing says how a {type(model).__name__} is split by features: give it an "
-            "attribute `tensor_plan`, as md.tensor_parallel.parallelize takes it"
+            "attribute `tensor_plan`, as md.tensor_parallel.parallelize_module takes it"
         )
     return plan
 

@@ -18,7 +18,7 @@ from minidist.compare.systems import RefusedError, System
 from minidist.compare.task import Task, replicas
 from minidist.compare.watched_steps import State, Watch
 from minidist.planner import Layout
-from minidist.tensor_parallel import VocabParallelLinear, full_state_dict, parallelize
+from minidist.tensor_parallel import VocabParallelLinear, full_state_dict, parallelize_module
 
 
 def one_process(task: Task, watch: Watch) -> State:
@@ -90,7 +90,7 @@ def tensor(task: Task, watch: Watch) -> State:
     """Every rank has some features of every layer."""
     with taking():
         model = task.make()
-        parallelize(model, plan=plan_of(model))
+        parallelize_module(model, None, plan_of(model))
     optimizer = task.optimizer(model.parameters())
     by_vocabulary = any(isinstance(layer, VocabParallelLinear) for layer in model.modules())
     loss_of = md.vocab_parallel_cross_entropy if by_vocabulary else task.loss

@@ -219,20 +219,12 @@ class Stages(Alone):
 
 class Features(Alone):
     def wrap(self, module: nn.Module) -> list[Any]:
-        plan, options = _plan(self.trial, module), dict(self.options)
-        self.has_dtensors, features = options.pop("dtensors"), md.tensor_parallel
-        split: Any = features.parallelize_module if self.has_dtensors else features.parallelize
-        self.model = split(module, None, plan, **options)
+        plan = _plan(self.trial, module)
+        self.model = md.tensor_parallel.parallelize_module(module, None, plan, **self.options)
         return optimizers_of(self.trial, self.model)
 
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return md.vocab_parallel_cross_entropy(outputs, targets)
-
-    def clip(self, norm: float) -> None:
-        if self.has_dtensors:
-            clip_grad_norm_(self.model.parameters(), norm)
-        else:
-            md.tensor_parallel.clip_grad_norm_(self.model, norm)
 
     def state(self) -> dict[str, torch.Tensor]:
         return md.tensor_parallel.full_state_dict(self.model)

@@ -88,7 +88,7 @@ STRATEGIES: dict[str, Callable[[random.Random], Options]] = {
     "fsdp": of_units,
     "fully_shard": of_units_in_place,
     "pipeline": of_stages,
-    "tensor": lambda chance: of_features(chance) | {"dtensors": chance.random() < 0.5},
+    "tensor": of_features,
     "mixed": of_a_mesh,
 }
 MODELS = ["mlp", "lstm", "batch norm", "transformer", "llama"]

@@ -25,7 +25,7 @@ from minidist.tensor_parallel import (
     ColumnParallelLinear,
     full_state_dict,
     load_full_state_dict,
-    parallelize,
+    split,
     vocab_parallel_cross_entropy,
 )
 from minidist.tensor_parallel.layer import gather_shards, indices_of
@@ -46,9 +46,9 @@ class MixedParallel(Wrapper):
     it keeps this rank's features of this rank's layers, under their original names.
 
     mesh: from `mesh`, or any DeviceMesh of all ranks whose axes are data, pipeline and tensor.
-    plan: how the layers are split along `tensor`, as `tensor_parallel.parallelize` takes it, by the
-        names that modules have in `module`. None is for a `zoo.Transformer`, and for a mesh without
-        tensor parallelism.
+    plan: how the layers are split along `tensor`, as `tensor_parallel.parallelize_module` takes it,
+        by the names that modules have in `module`. None is for a `zoo.Transformer`, and for a mesh
+        without tensor parallelism. Grouped queries may be in one layer.
     microbatches, schedule, balance, recompute: those of `Pipeline`, for each replica. The layers
         are those of `module`, an nn.Sequential, or those of `module.sequential()`. ("zero_bubble"
         gains little with more than one tensor rank: the backward of a column layer cannot be cut in
@@ -58,7 +58,8 @@ class MixedParallel(Wrapper):
         `functools.partial` of it. Its units are gathered for every micro-batch, unless
         `reshard_after_forward=False`. No parameter can be in two stages then, and no schedule can
         go back in two parts, as "zero_bubble" does.
-    sequence_parallel: see `tensor_parallel.parallelize`. Less travels along the pipeline, too.
+    sequence_parallel: see `tensor_parallel.parallelize_module`. Less travels along the pipeline,
+        too.
 
     Tied embedding and head stay so, in all replicas and stages. Along `data` gradients are averaged
     once a step, so an optimizer may shard its states there: a `md.ZeroRedundancyOptimizer` with
@@ -106,12 +107,13 @@ class MixedParallel(Wrapper):
         self._by_place = mesh.mesh.permute([names.index(axis) for axis in AXES])  # (d, p, t)
         if self._tensor.size() > 1:
             with agree.together(world):
-                parallelize(module, self._tensor, plan, sequence_parallel=sequence_parallel)
+                split(module, self._tensor, plan, sequence_parallel=sequence_parallel)
         model: Any = module
         layers = model if isinstance(model, nn.Sequential) else model.sequential()
         last: Any = layers[-1]
-        split = isinstance(last, ColumnParallelLinear) and not last.gather_output
-        self._vocabulary = last.out_features if split else 0  # of whose logits a rank gives its own
+        # The words of which a rank gives the logits of its own.
+        parted = isinstance(last, ColumnParallelLinear) and not last.gather_output
+        self._vocabulary = last.out_features if parted else 0
         pipeline = Pipeline(
             layers,
             microbatches,

@@ -115,7 +115,7 @@ class Llama(nn.Module):
 
 
 def plan_of(shape: Transformer) -> dict[str, Any]:
-    """How `tensor_parallel.parallelize` cuts a `Llama`: two pairs of columns and rows a layer."""
+    """How `tensor_parallel.split` cuts a `Llama`: two pairs of columns and rows a layer."""
     return {
         "embedding": "vocabulary",
         "layers.*.norm*": "sequence",

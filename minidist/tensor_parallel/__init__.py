@@ -5,13 +5,14 @@ All ranks see the same batch, and each has a part of every large weight. To read
     naive        the idea: two layers, and one all_reduce each way
     operators    how tensors enter and leave a region that ranks compute apart
     layer        what all layers are: shards of a dense one
-    layers       linear layers split by columns and by rows, embedding, queries, keys and values
+    layers       linear layers split by columns and by rows, embedding
+    qkv          queries, keys and values in one layer
     loss         of logits that are split by vocabulary
     block        a transformer block (`random`: dropout on sharded tensors)
     styles       what can be done to a module: torch's names for it, and ours
     plan         any model, by the names of its parts (`ready_plans`)
-    model        a whole model: its norm, its replicas, its checkpoint
-    dtensors     the same with DTensors, for torch's own functions (`parallelize_module`)
+    model        a whole model: its layers replaced, its replicas, its checkpoint
+    dtensors     its shards as DTensors, for torch's own functions (`parallelize_module`)
 
 Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
 Parallelism" (arXiv 1909.08053). Lesson: feature_splitting. For vocabulary, dropout and
@@ -22,7 +23,6 @@ from minidist.tensor_parallel.block import ParallelBlock, SequenceParallel
 from minidist.tensor_parallel.dtensors import parallelize_module
 from minidist.tensor_parallel.layers import (
     ColumnParallelLinear,
-    QKVParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelLinear,
@@ -30,11 +30,9 @@ from minidist.tensor_parallel.layers import (
 from minidist.tensor_parallel.loss import vocab_parallel_cross_entropy
 from minidist.tensor_parallel.model import (
     check_replicas,
-    clip_grad_norm_,
     full_state_dict,
-    grad_norm,
     load_full_state_dict,
-    parallelize,
+    split,
 )
 from minidist.tensor_parallel.operators import (
     copy_to_group,
@@ -44,6 +42,7 @@ from minidist.tensor_parallel.operators import (
     reduce_scatter_to_sequence,
     scatter_to_group,
 )
+from minidist.tensor_parallel.qkv import QKVParallelLinear
 from minidist.tensor_parallel.random import fork_rng
 from minidist.tensor_parallel.ready_plans import gpt2_plan, llama_plan, transformer_plan
 from minidist.tensor_parallel.styles import heads, qkv
@@ -57,23 +56,21 @@ __all__ = [
     "VocabParallelEmbedding",
     "VocabParallelLinear",
     "check_replicas",
-    "clip_grad_norm_",
     "copy_to_group",
     "fork_rng",
     "full_state_dict",
     "gather_from_group",
     "gather_from_sequence",
     "gpt2_plan",
-    "grad_norm",
     "heads",
     "llama_plan",
     "load_full_state_dict",
-    "parallelize",
     "parallelize_module",
     "qkv",
     "reduce_from_group",
     "reduce_scatter_to_sequence",
     "scatter_to_group",
+    "split",
     "transformer_plan",
     "vocab_parallel_cross_entropy",
 ]

@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from minidist.common.wrapper import Wrapper
-from minidist.tensor_parallel.layer import OfGroup, local, require_multiple
+from minidist.tensor_parallel.layer import OfGroup, require_multiple
 from minidist.tensor_parallel.layers import (
     ColumnParallelLinear,
-    QKVParallelLinear,
     RowParallelLinear,
 )
-from minidist.tensor_parallel.operators import Group, copy_to_group
+from minidist.tensor_parallel.operators import Group, copy_to_group, local
+from minidist.tensor_parallel.qkv import QKVParallelLinear
 from minidist.tensor_parallel.random import fork_rng
 
 

@@ -1,9 +1,9 @@
 """Shards as DTensors: then torch's own functions know what a rank's tensors are parts of.
 
-A layer's parameter is a shard. As a plain tensor it looks whole, and so `parallelize` leaves it:
-its norm is one rank's. As a DTensor it has the dense parameter's shape, and `Shard` or `Replicate`
-says what of it is here. Then `torch.nn.utils.clip_grad_norm_`, `nn.init`, averaged models, and
-checkpoints by torch.distributed.checkpoint are right as they are.
+A layer's parameter is a shard. As a plain tensor it looks whole: its norm is one rank's. As a
+DTensor it has the dense parameter's shape, and `Shard` or `Replicate` says what of it is here. Then
+`torch.nn.utils.clip_grad_norm_`, `nn.init`, averaged models, and checkpoints by
+torch.distributed.checkpoint are right as they are.
 
 Layers compute with this rank's plain tensor, and so does what a plan leaves replicated: DTensor's
 dispatcher, which finds out at each operation what must be sent, has no part in a pass.
@@ -25,7 +25,8 @@ from minidist.common.replicas import broadcast_state, require_same_lines, words
 from minidist.rank import device
 from minidist.tensor_parallel.block import SequenceParallel
 from minidist.tensor_parallel.layer import ParallelLayer
-from minidist.tensor_parallel.model import SPLIT, group_of, split
+from minidist.tensor_parallel.model import SPLIT, group_of, parameters_of, split
+from minidist.tensor_parallel.operators import local
 
 _REPLICATE: Placement = Replicate()
 READ = (nn.MultiheadAttention,)  # reads parameters of what is in it
@@ -42,37 +43,68 @@ def parallelize_module(
     """Split a model by features, in place, as torch's function of this name does: its parameters
     become DTensors. Lesson: feature_splitting.
 
-        plan = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
-        parallelize_module(model, mesh["tensor"], plan)
+        model = parallelize_module(md.zoo.Transformer())
+        loss = md.vocab_parallel_cross_entropy(model(tokens), targets)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)    # the norm of the whole model
 
+        parallelize_module(mine, mesh["tensor"], {
+            "layers.*.attention": tensor_parallel.heads("n_heads", "n_kv_heads"),
+            "layers.*.attention.[qkv]": "columns", "layers.*.attention.out": "rows",
+            "layers.*.mlp.up": ColwiseParallel(), "layers.*.mlp.down": RowwiseParallel(),
+            "embedding": "vocabulary", "head": "vocabulary",
+        })
+
     device_mesh: the ranks that share the model, along its one axis. None: all ranks.
-    parallelize_plan: torch's, ours (see `parallelize`), or of both; None is for a
-        `zoo.Transformer`. It may come in parts: first for the model, then for each block. What no
-        plan has named is `Replicate`.
-    src_data_rank: all ranks take the parameters of this one (its rank in the mesh); None: they
-        have the same already, and no message is sent.
-    sequence_parallel: see `parallelize`.
+    parallelize_plan: of each module what happens to it, by its name; `*` stands for any part of a
+        name. None is for a `zoo.Transformer`. There are ready ones: `transformer_plan`,
+        `gpt2_plan` and `llama_plan`. A style is one of torch's, such as ColwiseParallel(…), with
+        layouts of its own; or
+
+        "columns", "rows"   an nn.Linear becomes a `ColumnParallelLinear`, a `RowParallelLinear`
+        qkv(heads)          one for queries, keys and values becomes a `QKVParallelLinear`
+        "vocabulary"        an nn.Embedding, or the nn.Linear of the logits, is split by tokens
+        heads(name, …)      numbers that the module has as attributes, such as of heads, are divided
+                            by that of ranks, so that its `forward` counts this rank's
+        "copied"            what is replicated between columns and rows, such as a norm of each
+                            head: its gradients are summed over the ranks
+        "sequence"          what is replicated elsewhere, such as a norm: "copied", where it sees a
+                            part of the tokens on each rank, with `sequence_parallel`
+        "scattered"         its outputs (…, T, C) are cut along T, with `sequence_parallel`
+
+        It may come in parts: first for the model, then for each block. What no plan has named is
+        `Replicate`.
+    src_data_rank: all ranks take the parameters of this one (its rank in the mesh), but for shards
+        of layers made before; None: they have the same already, and no message is sent.
+    sequence_parallel: between the parallel regions, activations are sharded along the sequence; T
+        must be a multiple of the number of ranks.
+
+    Every rank sees the same tokens (B, T), and has the logits (B, T, V_r) of its own tokens, if the
+    head is split by tokens. One weight in two layers, such as a tied head, stays one. Dropout
+    between columns and rows drops the same of each rank's features.
 
     What passes between layers are plain tensors, but for outputs with `use_local_output=False`.
     Replicated parameters are plain while their own module's forward runs; elsewhere they are
     DTensors, and do not mix with plain tensors. A fused layer of queries, keys and values is a
     `_StridedShard`: torch.distributed.checkpoint raises for it, `minidist.saving` takes it.
+    `copy.deepcopy` gives a model of the same ranks. `torch.save` of a model that a mesh shares
+    raises TypeError: save its `full_state_dict`.
 
-    Returns the module. Make its optimizer afterwards. Raises what `parallelize` does, and
-    ValueError for grouped queries in one layer, which DTensor has no word for; and changes nothing
-    then but for the broadcast.
+    Returns the module. Make its optimizer afterwards: one that was made before gets a RuntimeError
+    for each parameter that is no longer there. Raises ValueError, and changes nothing but for the
+    broadcast, if the ranks cannot share its heads or features evenly, or a name of the plan matches
+    nothing, and for grouped queries in one layer, which DTensor has no word for; TypeError for a
+    layer that a style does not split, or that is sharded already.
     """
     require_group(None, "parallelize_module")
     mesh = device_mesh or init_device_mesh(device().type, (dist.get_world_size(),))
     if src_data_rank is not None:
         group = require_group(group_of(mesh), "parallelize_module")
-        named = module.named_parameters()
-        plain = {name: p for name, p in named if not isinstance(p, DTensor)}
+        named = parameters_of(module)
+        plain = {name: p for name, p, cut in named if not (cut or isinstance(p, DTensor))}
         require_same_lines([words("parameter", name, p) for name, p in plain.items()], group)
         broadcast_state(plain.values(), group, src_data_rank)
     before: list[Any] = [p for p in module.parameters() if isinstance(p, DTensor)]
-    split(module, mesh, parallelize_plan, sequence_parallel, dtensors=True)
+    split(module, mesh, parallelize_plan, sequence_parallel=sequence_parallel)
     kept = set(module.parameters())
     for parameter in before:
         if parameter not in kept:
@@ -132,9 +164,10 @@ def _show(module: Any, _: Any) -> None:
     for owner in module.modules() if isinstance(module, READ) else [module]:
         for name, p in owner._parameters.items():
             if isinstance(p, DTensor) and name not in vars(owner):  # else by SequenceParallel
-                vars(owner)[name] = p.to_local()
+                vars(owner)[name] = local(p)
                 shown.append((owner, name))
-    relist(module)
+    if isinstance(module, nn.RNNBase):
+        relist(module)
     vars(module).setdefault("_shown", []).append(shown)
 
 
@@ -142,4 +175,5 @@ def _hide(module: Any, *_: Any) -> None:
     if shown := vars(module).get("_shown"):  # else a hook before ours has raised
         for owner, name in shown.pop():
             del vars(owner)[name]
-        relist(module)
+        if isinstance(module, nn.RNNBase):
+            relist(module)

@@ -7,15 +7,12 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from minidist.common.groups import require_group
 from minidist.common.tensors_in import local_of
 from minidist.common.wrapper import copy_on_ranks
-from minidist.tensor_parallel.operators import (
-    Group,
-    begin_all_gather,
-)
+from minidist.tensor_parallel.operators import Group, begin_all_gather
 
 
 class OfGroup(nn.Module):
@@ -102,10 +99,12 @@ class ParallelLayer(OfGroup):
 
     def shard_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """This rank's shard of a parameter of the dense layer, as a copy."""
-        whole = local_of(whole.detach())
+        here = local_of(whole.detach())
+        if here.shape != whole.shape:
+            raise TypeError(f"its {name} is sharded already. Split a model by features first")
         if name not in self.sharded:
-            return whole.clone()
-        return whole.index_select(self.sharded[name], self.indices(self.rank).to(whole.device))
+            return here.clone()
+        return here.index_select(self.sharded[name], self.indices(self.rank).to(here.device))
 
     def take(self, dense: nn.Module) -> None:
         """Hold this rank's shard of the parameters of `dense`, as a copy."""
@@ -133,11 +132,6 @@ class ParallelLayer(OfGroup):
 
     def extra_repr(self) -> str:
         return ", ".join([*map(str, self.sizes), f"rank {self.rank} of {self.world_size}"])
-
-
-def local(parameter: Any) -> Any:
-    """What this rank has of a parameter, or None. The gradient of a DTensor is one as well."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def gather_shards(

@@ -23,7 +23,7 @@ from minidist.tensor_parallel.styles import Style, Where, style_of
 
 
 def split_by(model: nn.Module, plan: Mapping[str, Any], where: Where) -> None:
-    """Split a model in place, by a plan. See `parallelize`."""
+    """Split a model in place, by a plan. See `parallelize_module`."""
     styles = _resolve(model, plan)
     made: dict[str, nn.Module] = {}
     by_module: dict[nn.Module, nn.Module] = {}  # a module with two names stays one

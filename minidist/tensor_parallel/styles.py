@@ -18,12 +18,12 @@ from minidist.tensor_parallel.block import SequenceParallel
 from minidist.tensor_parallel.layer import ParallelLayer, require_multiple
 from minidist.tensor_parallel.layers import (
     ColumnParallelLinear,
-    QKVParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelLinear,
 )
 from minidist.tensor_parallel.operators import Group, gather_from_group, scatter_to_group
+from minidist.tensor_parallel.qkv import QKVParallelLinear
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def qkv(heads: int, kv_heads: int | None = None) -> Style:
     """One nn.Linear that gives all queries, then all keys, then all values, becomes a
     `QKVParallelLinear`. Lesson: feature_splitting.
 
-    heads, kv_heads: how many there are in the whole layer.
+    heads, kv_heads: how many there are in the whole layer; fewer kv_heads in `MixedParallel` only.
     """
     return Layer("qkv", {nn.Linear: QKVParallelLinear}, dict(heads=heads, kv_heads=kv_heads))
 
