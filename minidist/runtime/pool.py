@@ -1,5 +1,7 @@
 """The notebook's side of the ranks: call them, and say what went wrong."""
 
+import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -9,7 +11,7 @@ import cloudpickle
 
 from minidist.runtime import torch_ops
 from minidist.runtime.processes import Processes
-from minidist.runtime.report import Outcome, interruption, rank_error
+from minidist.runtime.report import Outcome, edits, interruption, rank_error
 
 torch_ops.register()
 
@@ -38,6 +40,7 @@ class Pool:
         self._environs, self._timeout, self._imports = list(environs), timeout, list(imports)
         self._stage = cloudpickle.dumps(stage)
         self._lock = threading.Lock()
+        self._owner = os.getpid()
         self._closed = False
         self._processes: Processes | None = None
         self.era = object()  # another one whenever new processes are started
@@ -58,6 +61,11 @@ class Pool:
         for rank in ranks:
             if rank not in range(self.world_size):
                 raise ValueError(f"there is no rank {rank} among {self.world_size} ranks")
+        if os.getpid() != self._owner:
+            raise RuntimeError(
+                "these ranks belong to the process that this one was forked from. "
+                "Start ranks of its own here: md.ranks"
+            )
         call = _pickle(function, args, kwargs)
         with self._lock:
             if self._closed:
@@ -76,7 +84,9 @@ class Pool:
         return self.on([rank], _read, name)[0]
 
     def close(self) -> None:
-        """End the ranks. Closing twice is no error."""
+        """End the ranks. Closing twice is no error, and a forked child's copy ends nothing."""
+        if os.getpid() != self._owner:
+            return
         with self._lock:
             self._closed = True
             processes, self._processes = self._processes, None  # first: if it is interrupted
@@ -124,6 +134,8 @@ class Pool:
         except BaseException:
             processes.end()
             raise
+        if (said := edits(list(outcomes.values()))) and sys.stderr is not None:
+            sys.stderr.write(said)
         returned = all(outcome.returned for outcome in outcomes.values())
         lasts = returned or (may_last and all(map(_owes_nothing, outcomes.values())))
         if lasts:

@@ -10,12 +10,13 @@ import os
 import re
 import signal
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
 
-from minidist.runtime.stack import Frame, Stack, relabel
+from minidist.runtime.stack import Frame, Stack, label, relabel
 
 # What a rank's backend says when the fault is another rank's.
 _LOST = re.compile(r"Connection (closed|reset)|Broken pipe|caused pair closure")
@@ -92,6 +93,7 @@ class Outcome:
     stack: Stack | None = None  # it was still running: here (None: no answer)
     stuck: str = ""  # what it did not do in time
     progress: int = 0  # how often it communicated in this call
+    edited: Sequence[str] = ()  # files of modules that it has imported as they were before
 
     @property
     def exception(self) -> BaseException | None:
@@ -200,6 +202,16 @@ def rank_error(outcomes: list[Outcome], timeout: float, lasts: bool) -> RankErro
     return RankError("\n\n".join(parts), first.rank, tracebacks)
 
 
+def edits(outcomes: list[Outcome]) -> str:
+    """What a reader should know who has edited a module that ranks have imported; or nothing."""
+    files = dict.fromkeys(label(file) for outcome in outcomes for file in outcome.edited)
+    return "".join(
+        f"{file} was edited after the ranks imported it: they run it as it was before. "
+        "New ranks run it as it is now (`%%ranks --fresh`, or another pool).\n"
+        for file in files
+    )
+
+
 def interruption(outcomes: list[Outcome]) -> str:
     """What a reader who interrupts a cell reads."""
     return "The ranks were ended. Where they were:\n" + _places(outcomes)
@@ -229,6 +241,8 @@ def _blame(first: Outcome, others: list[Outcome], timeout: float) -> str:
         return f"exited early: {code}" + _lines(first.failure.stack)
     message = relabel(first.failure.message)
     said = f"raised {first.failure.type}" + (f": {message}" if message else "")
+    if os.strerror(errno.EMFILE) in message:
+        said += ". `ulimit -n` says how many it may open; raise that before you start Python"
     operation = first.failure.stack.operation  # None: it did not come as far
     if operation and first.failure.is_timeout:
         said = f"waited {timeout:g} s in {operation}, in vain"
@@ -237,8 +251,6 @@ def _blame(first: Outcome, others: list[Outcome], timeout: float) -> str:
     elif first.failure.refused:
         what, line = first.failure.refused
         said += f"\n\nThe system had refused a call: {what}\n  " + str(line).replace("\n", "\n  ")
-    if os.strerror(errno.EMFILE) in message:
-        said += ". `ulimit -n` says how many it may open; raise that before you start Python"
     return said + _lines(first.failure.stack)
 
 
