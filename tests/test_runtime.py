@@ -918,15 +918,23 @@ os.close(0)
 import minidist as md
 r = md.ranks(2)
 r(print, "heard")
-r.close()
 os.mkdir("gone"); os.chdir("gone"); os.rmdir("../gone")
+try:
+    r(int, "x")
+except md.RankError as error:
+    print(str(error).split("\\n")[0])
+r.close()
 try:
     md.ranks(2)
 except FileNotFoundError as error:
     print("refused")
 """
     with Program(source, tmp_path) as program:
-        out = "[rank 0] heard\n[rank 1] heard\nrefused\n"
+        out = (
+            "[rank 0] heard\n[rank 1] heard\n"
+            "every rank raised ValueError: invalid literal for int() with base 10: 'x'\n"
+            "refused\n"
+        )
         assert program.finish(30) == (0, out, "")
         assert program.temporary() == []
 
@@ -971,6 +979,49 @@ for action in (close, call, start):
         )
         assert program.finish(60) == (0, out, "")
         assert program.temporary() == []
+
+
+def test_a_program_may_block_signals_and_use_its_ranks_in_handlers_and_as_it_exits(tmp_path):
+    source = """
+import atexit, os, signal, sys, threading, time
+
+def refused():
+    try:
+        print(r(len, []), flush=True)
+    except RuntimeError as error:
+        print(error, flush=True)
+
+def finish():  # multiprocessing has ended the ranks by now
+    refused()
+    r.close()
+
+def stop(*_):
+    refused()
+    r.close()
+    sys.exit(5)
+
+atexit.register(finish)
+signal.signal(signal.SIGTERM, stop)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # as for signal.sigwait
+import minidist as md, torch.distributed as dist
+r = md.ranks(2)
+try:
+    r(lambda: os._exit(3) if dist.get_rank() else dist.barrier())
+except md.RankError as error:
+    print(error.rank, flush=True)
+print(r(len, []), flush=True)
+if ENDING == "stop":
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    r(time.sleep, 60)
+"""
+    for ending, code, said in [
+        ("exit", 0, "these ranks were closed\n"),
+        ("stop", 5, "these ranks are called already, by this thread\nthese ranks were closed\n"),
+    ]:
+        with Program(f"ENDING = {ending!r}\n" + source, tmp_path) as program:
+            assert program.finish(60) == (code, f"1\n[0, 0]\n{said}", "")
+            assert program.gone_within(5)
+            assert program.temporary() == []
 
 
 def test_functions_and_classes_of_a_program_travel(tmp_path):

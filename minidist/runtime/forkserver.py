@@ -54,7 +54,8 @@ def warm_up() -> None:
 
     resource_tracker.ensure_running()  # its start would unblock the signal again
     # A kernel's interrupt goes to the forkserver too, which only ignores it after its imports.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # Nothing else may be blocked in it and in ranks: they hear of their children by SIGCHLD.
+    mask = signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT})
     try:
         with _globals, _unnamed(forkserver._forkserver):
             forkserver.ensure_running()

@@ -39,7 +39,8 @@ class Pool:
         self.world_size = len(environs)
         self._environs, self._timeout, self._imports = list(environs), timeout, list(imports)
         self._stage = cloudpickle.dumps(stage)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may call or close us amid a call
+        self._calling = False
         self._owner = os.getpid()
         self._closed = False
         self._processes: Processes | None = None
@@ -68,10 +69,18 @@ class Pool:
             )
         call = _pickle(function, args, kwargs)
         with self._lock:
-            if self._closed:
+            if self._closed or (self._processes is not None and self._processes.ended):
                 raise RuntimeError("these ranks were closed")
-            processes = self._started()
-            outcomes = self._attempt(processes, lambda: processes.call(call, sorted(set(ranks))))
+            if self._calling:
+                raise RuntimeError("these ranks are called already, by this thread")
+            self._calling = True
+            try:
+                processes = self._started()
+                outcomes = self._attempt(
+                    processes, lambda: processes.call(call, sorted(set(ranks)))
+                )
+            finally:
+                self._calling = False
         return [outcomes[rank].value for rank in ranks]
 
     def get(self, name: str, rank: int | None = None) -> Any:
@@ -90,7 +99,7 @@ class Pool:
         with self._lock:
             self._closed = True
             processes, self._processes = self._processes, None  # first: if it is interrupted
-            if processes is not None:
+            if processes is not None and not processes.ended:
                 processes.dismiss()
 
     def __enter__(self) -> "Pool":
@@ -138,7 +147,7 @@ class Pool:
             sys.stderr.write(said)
         returned = all(outcome.returned for outcome in outcomes.values())
         lasts = returned or (may_last and all(map(_owes_nothing, outcomes.values())))
-        if lasts:
+        if lasts and not self._closed:
             self._processes = processes
         else:
             processes.end()

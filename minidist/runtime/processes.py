@@ -131,6 +131,11 @@ class Processes:
             self._outcomes[rank] = Outcome(rank, stack=self._answer(rank, deadline))
         return [self._outcomes[rank] for rank in sorted(self._outcomes)]
 
+    @property
+    def ended(self) -> bool:
+        """Whether the ranks were ended: at the interpreter's exit, if nobody else did."""
+        return self._line.closed
+
     def dismiss(self) -> None:
         """Let the ranks leave in order; then end them."""
         try:
