@@ -73,10 +73,10 @@ def failing(ranks, function, *args, within=SOON):
 def places(error):
     """Where the error says that the other ranks were: by rank."""
     listed = str(error).split("\n\nWhere the other ranks were:\n")[1].split("\n\n")[0]
-    told = {}
+    where = {}
     for numbers, place in re.findall(r"^  ranks? ([\d, ]+): (.*)", listed, re.MULTILINE):
-        told |= {int(number): place for number in numbers.split(", ")}
-    return told
+        where |= {int(number): place for number in numbers.split(", ")}
+    return where
 
 
 # ---- kill -9 before and inside every collective -------------------------------------------

@@ -803,7 +803,7 @@ def test_what_cannot_be_started_leaves_no_file_open(monkeypatch, what):
     gc.collect()
     before = sorted(os.listdir("/proc/self/fd"))
     if what == "a pipe":
-        monkeypatch.setattr(supervisor, "hand_over", refused)
+        monkeypatch.setattr(supervisor, "request_rank", refused)
     else:
         monkeypatch.setattr(forkserver, "start", refused)
     with pytest.raises(OSError, match="refused"):
@@ -836,7 +836,7 @@ def test_a_supervisor_that_is_killed_as_ranks_start_leaves_no_folder(monkeypatch
     md.launch(len, [], world_size=1)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(forkserver, "start", noted)
-    monkeypatch.setattr(supervisor, "hand_over", kill_it)
+    monkeypatch.setattr(supervisor, "request_rank", kill_it)
     with pytest.raises(OSError, match="refused"):
         md.ranks(2)
     assert len(started) == 1 and os.listdir(tmp_path) == []

@@ -22,11 +22,10 @@ class Pool:
     Call the pool to run a function on every rank; the results come in rank order. If a call
     fails, `RankError` says which rank failed first, and where the others were. Lesson: rank.
 
-    `environs` has one environment a rank. `stage` takes the pool's scratch folder and returns the
-    context manager in which a rank serves its calls; that yields a function which counts what the
-    rank has done together with others. What ranks wait on must end by itself after `timeout`
-    seconds, as errors say. `imports` names modules that the stage needs: they are imported once
-    for all ranks.
+    environs: each rank's environment variables. stage(folder): a context manager that wraps a
+    rank's life; it yields a function that counts the rank's collectives so far, and finds in
+    `folder` the files that ranks share. timeout: the seconds after which whatever a rank waits for
+    raises an error by itself. imports: modules that the stage needs, imported once for all ranks.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class Pool:
             self._closed = True
             processes, self._processes = self._processes, None  # first: if it is interrupted
             if processes is not None and not processes.ended:
-                processes.dismiss()
+                processes.close()
 
     def __enter__(self) -> "Pool":
         return self

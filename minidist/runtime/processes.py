@@ -16,20 +16,20 @@ import cloudpickle
 
 from minidist.runtime import forkserver, supervisor
 from minidist.runtime.output import OrderedOutput
-from minidist.runtime.report import LOST, Outcome
+from minidist.runtime.report import UNKNOWN, Outcome
 from minidist.runtime.stack import Stack
 from minidist.runtime.system import enough_files, send_bytes, set_timeout, uninterrupted
 
 GRACE = 0.7  # seconds that ranks have, after the first failure, to end their call by themselves
 ANSWER = 1.0  # seconds for a rank to say where it is
-FAREWELL = 2.0  # seconds for a rank to leave when all is well
-PATIENCE = 5.0  # seconds for the supervisor to kill the ranks
+CLOSING = 2.0  # seconds for a rank to end by itself
+KILLING = 5.0  # seconds for the supervisor to kill the ranks
 
 
 class Processes:
     """One process a rank, and their supervisor, from start to end. Used by one thread at a time.
 
-    A rank that takes in nothing of its call for `timeout` seconds has failed. Raises OSError if the
+    A rank that reads none of its call for `timeout` seconds counts as failed. Raises OSError if the
     system refuses a process or a pipe.
     """
 
@@ -44,7 +44,7 @@ class Processes:
         self._calls: list[Connection] = []
         self._controls: list[Connection] = []
         self._output = OrderedOutput()
-        self._numbers = [0] * self._size  # of each rank's latest call; 0 sets the stage
+        self._numbers = [0] * self._size  # of each rank's latest call; 0 enters the stage
         self._running: set[int] = set()
         self._outcomes: dict[int, Outcome] = {}
         self._exited: dict[int, int] = {}  # rank -> exit code
@@ -91,7 +91,7 @@ class Processes:
             self._calls.append(calls)
             self._controls.append(control)
             self._output.add(out, err)
-            supervisor.hand_over(self._line, [theirs for _, theirs in pairs])
+            supervisor.request_rank(self._line, [theirs for _, theirs in pairs])
             set_timeout(calls, self._timeout)
             self._watch(calls, Processes._receive, rank)
             self._watch(out, Processes._drain, out)
@@ -101,7 +101,7 @@ class Processes:
         self._selector.register(end, selectors.EVENT_READ, handler)
 
     def first_outcomes(self) -> dict[int, Outcome]:
-        """Wait until every rank has set its stage."""
+        """Wait until every rank has entered its stage."""
         self._begin(range(self._size))
         return self._collect()
 
@@ -136,20 +136,20 @@ class Processes:
         """Whether the ranks were ended: at the interpreter's exit, if nobody else did."""
         return self._line.closed
 
-    def dismiss(self) -> None:
-        """Let the ranks leave in order; then end them."""
+    def close(self) -> None:
+        """Let each rank leave its stage and end; then end what is left."""
         try:
             for calls in self._calls:
                 with suppress(OSError):
-                    send_bytes(calls, b"", FAREWELL)
-            deadline = time.monotonic() + FAREWELL
+                    send_bytes(calls, b"", CLOSING)
+            deadline = time.monotonic() + CLOSING
             while len(self._exited) < self._size and (left := deadline - time.monotonic()) > 0:
                 self._handle_events(left)
         finally:
             self.end()
 
     def end(self) -> None:
-        """End every rank, and all that it started, now."""
+        """Kill every rank, and all that it started, now."""
         # Not all of it is uninterrupted: who shows the output may keep us waiting.
         try:
             with uninterrupted():  # a Finalize that is interrupted is not called again
@@ -232,7 +232,7 @@ class Processes:
                 raise RuntimeError(
                     "the ranks could not be started: why stands in the stderr of this program"
                 ) from None
-            self._exited = dict.fromkeys(range(self._size), LOST) | self._exited
+            self._exited = dict.fromkeys(range(self._size), UNKNOWN) | self._exited
             return
         if isinstance(note, Exception):
             with enough_files(self._size):
@@ -257,7 +257,7 @@ class Processes:
 def _end(process: BaseProcess, line: Connection, folder: str) -> None:
     """Let the supervisor kill what is left."""
     supervisor.hang_up(line)
-    process.join(PATIENCE)
+    process.join(KILLING)
     process.kill()  # if it is stopped; the system ends its ranks
     process.join()
     process.close()

@@ -31,7 +31,7 @@ PIPES = 4  # of each rank
 # ---- the pool's side of the line ---------------------------------------------------------------
 
 
-def hand_over(line: Connection, pipes: Sequence[Connection]) -> None:
+def request_rank(line: Connection, pipes: Sequence[Connection]) -> None:
     """Let the supervisor start the next rank, with these pipes, which are closed here."""
     try:
         with as_socket(line) as messages:  # a Connection does not carry files
@@ -57,7 +57,7 @@ class Plan:
     """What ranks are started with."""
 
     environs: Sequence[dict[str, str]]  # one a rank
-    folder: str  # is made for the ranks' files and sockets, and goes with them
+    folder: str  # made for the ranks' files and sockets, and removed at the end
     stage: bytes  # see `worker.main`
     imports: Sequence[str]  # modules that each rank would import
     program: int  # the process that has the pool
@@ -129,7 +129,7 @@ def _be_rank(line: Connection, bell: "_Bell", *args: Any) -> None:
 
 
 def _watch(line: Connection, bell: "_Bell", program: int, running: dict[int, BaseProcess]) -> None:
-    """Say which rank has ended, until all is over."""
+    """Say which rank has ended, until the pool hangs up or its program ends."""
     exit_of_program = _exit_of(program)
     while True:
         for rank, process in list(running.items()):
@@ -183,7 +183,7 @@ class _Bell:
         signal.set_wakeup_fd(self._rings.fileno(), warn_on_full_buffer=False)
 
     def silence(self) -> None:
-        """Forget what has rung so far."""
+        """Read what has rung so far."""
         self.hears.recv(4096)
 
     def close(self) -> None:

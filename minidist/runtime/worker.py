@@ -41,7 +41,7 @@ class Pipes:
 
 
 def main(pipes: Pipes, environ: dict[str, str], folder: str, stage: bytes) -> None:
-    """Set the stage, serve calls until an empty one says that it is over, and clear the stage.
+    """Enter the stage, run calls until an empty message arrives, then leave it.
 
     `stage` is a pickled function that takes the scratch folder and returns a context manager.
     """
