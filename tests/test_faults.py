@@ -73,10 +73,10 @@ def failing(ranks, function, *args, within=SOON):
 def places(error):
     """Where the error says that the other ranks were: by rank."""
     listed = str(error).split("\n\nWhere the other ranks were:\n")[1].split("\n\n")[0]
-    told = {}
+    where = {}
     for numbers, place in re.findall(r"^  ranks? ([\d, ]+): (.*)", listed, re.MULTILINE):
-        told |= {int(number): place for number in numbers.split(", ")}
-    return told
+        where |= {int(number): place for number in numbers.split(", ")}
+    return where
 
 
 # ---- kill -9 before and inside every collective -------------------------------------------
@@ -448,7 +448,7 @@ def test_a_call_that_a_stopped_rank_does_not_take_ends(way):
                 "The ranks were ended. Where they were:\n  rank 0: had finished\n"
                 "  rank 1: gave no answer (in native code, or stopped)\n  rank 2: had not begun"
             )
-        assert time.monotonic() - start < 3 + SOON
+        assert time.monotonic() - start < 3 + 2.9  # and not twice the timeout
         assert ranks(dist.get_rank) == [0, 1, 2]
 
 
@@ -491,7 +491,7 @@ def test_what_a_rank_sent_before_it_died_counts(ranks):
             while "pipes" not in frame.f_locals:
                 frame = frame.f_back
             number = frame.f_locals["number"]
-            answer = cloudpickle.dumps((number, "sent", None, 0))
+            answer = cloudpickle.dumps((number, "sent", None, 0, []))
             for _ in range(3):
                 frame.f_locals["pipes"].calls.send_bytes(answer)
             os._exit(1)
@@ -736,9 +736,8 @@ assert files() == before, (files(), before)
 def test_interrupts_leave_nothing_and_the_next_pool_starts(how, tmp_path):
     with Program(ROUND + how.replace("SEED", repr(SEED)) + AFTERWARDS, tmp_path) as program:
         assert program.line() == "done"
-        # With forkserver and tracker. A supervisor whose line was lost waits 5 s for our end.
-        assert eventually(lambda: len(program.alive()) == 3, 3 * SOON)
-        assert not [name for name in program.temporary() if name.startswith("minidist-")]
+        assert eventually(lambda: len(program.alive()) == 3, 3 * SOON)  # with forkserver, tracker
+        assert program.temporary() == []
         program.say("go on")
         assert program.line() == "[0, 1]"
         assert program.finish(SOON) == (0, "", "")
@@ -869,12 +868,14 @@ KILLED_WHEN = {
     "in a barrier": "print('now', flush=True); r(stay_away)",
     "in a regular expression": "print('now', flush=True); r(hold_the_gil)",
     "with a rank that is stopped": "print('now', flush=True); r(stop)",
+    "with no pool open": "r.close(); print('now', flush=True); time.sleep(60)",
     "while ranks start": "print('now', flush=True)\nwhile True: md.launch(len, [], world_size=8)",
 }
 
 
 @pytest.mark.parametrize(
-    "when", few(KILLED_WHEN, {"in a call", "in a barrier", "while ranks start"})
+    "when",
+    few(KILLED_WHEN, {"in a barrier", "with no pool open", "while ranks start"}),
 )
 def test_a_killed_program_takes_all_with_it(when, tmp_path):
     source = f"""

@@ -3,6 +3,8 @@
 import ctypes
 import errno
 import gc
+import importlib
+import itertools
 import json
 import multiprocessing.forkserver
 import os
@@ -27,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 import minidist as md
-from minidist.runtime import forkserver, output, supervisor, worker
+from minidist.runtime import forkserver, output, report, supervisor, worker
 from minidist.runtime.cell import run_cell
 
 needs_proc = pytest.mark.skipif(
@@ -253,7 +255,7 @@ def test_an_answer_to_an_earlier_call_is_none(ranks):
         frame = sys._getframe()
         while "pipes" not in frame.f_locals:
             frame = frame.f_back
-        frame.f_locals["pipes"].calls.send_bytes(pickle.dumps((0, "stale", None, 0)))
+        frame.f_locals["pipes"].calls.send_bytes(pickle.dumps((0, "stale", None, 0, [])))
         return "true"
 
     assert ranks(answer_before) == ["true"] * 3
@@ -430,6 +432,23 @@ def test_a_call_may_close_its_stdout_and_the_next_one_has_it_again(ranks, capsys
     )
 
 
+def test_a_letter_that_the_programs_output_does_not_know_is_escaped(tmp_path):
+    source = """
+import sys
+import minidist as md
+r = md.ranks(2)
+sys.stdout.reconfigure(encoding="ascii", errors="strict")
+r(print, "caf\u00e9")
+sys.stdout = None
+r(print, "unheard")
+sys.stdout = sys.__stdout__
+print(r(len, []))
+"""
+    with Program(source, tmp_path) as program:
+        out = "[rank 0] caf\\xe9\n[rank 1] caf\\xe9\n[0, 0]\n"
+        assert program.finish(60) == (0, out, "")
+
+
 # ---- errors -------------------------------------------------------------------------------
 
 
@@ -449,6 +468,22 @@ def test_one_ranks_error_is_told_with_its_line_and_where_the_others_were(ranks):
         f"      dist.barrier()\n\n{ENDED}"
     )
     assert ranks(dist.get_rank) == [0, 1, 2]
+
+
+def test_advice_about_files_stands_before_the_line_that_was_refused_one():
+    try:
+        try:
+            os.close(10**6)
+        except OSError as error:
+            raise RuntimeError(os.strerror(errno.EMFILE)) from error
+    except RuntimeError as error:
+        failure = report.Failure.of(error, 0.0, None)
+    message = str(report.rank_error([report.Outcome(0, failure=failure)], 1, False))
+    assert message.startswith(
+        "rank 0 raised RuntimeError: Too many open files. `ulimit -n` says how many it may open; "
+        "raise that before you start Python\n\nThe system had refused a call: OSError: "
+    )
+    assert "      os.close(10**6)\n\n" in message
 
 
 def test_the_readers_lines_are_shown_and_the_libraries_are_not(ranks):
@@ -768,7 +803,7 @@ def test_what_cannot_be_started_leaves_no_file_open(monkeypatch, what):
     gc.collect()
     before = sorted(os.listdir("/proc/self/fd"))
     if what == "a pipe":
-        monkeypatch.setattr(supervisor, "hand_over", refused)
+        monkeypatch.setattr(supervisor, "request_rank", refused)
     else:
         monkeypatch.setattr(forkserver, "start", refused)
     with pytest.raises(OSError, match="refused"):
@@ -777,13 +812,13 @@ def test_what_cannot_be_started_leaves_no_file_open(monkeypatch, what):
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
-def test_goodbye_does_not_wait_for_a_supervisor_that_does_not_read():
+def test_hanging_up_does_not_wait_for_a_supervisor_that_does_not_read():
     line, theirs = multiprocessing.Pipe()
     with line, theirs, socket.socket(fileno=os.dup(line.fileno())) as full:
         with pytest.raises(BlockingIOError):
             while True:
                 full.send(bytes(4096), socket.MSG_DONTWAIT)
-        supervisor.say_goodbye(line)
+        supervisor.hang_up(line)
 
 
 def test_a_supervisor_that_is_killed_as_ranks_start_leaves_no_folder(monkeypatch, tmp_path):
@@ -801,7 +836,7 @@ def test_a_supervisor_that_is_killed_as_ranks_start_leaves_no_folder(monkeypatch
     md.launch(len, [], world_size=1)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(forkserver, "start", noted)
-    monkeypatch.setattr(supervisor, "hand_over", kill_it)
+    monkeypatch.setattr(supervisor, "request_rank", kill_it)
     with pytest.raises(OSError, match="refused"):
         md.ranks(2)
     assert len(started) == 1 and os.listdir(tmp_path) == []
@@ -883,17 +918,110 @@ os.close(0)
 import minidist as md
 r = md.ranks(2)
 r(print, "heard")
-r.close()
 os.mkdir("gone"); os.chdir("gone"); os.rmdir("../gone")
+try:
+    r(int, "x")
+except md.RankError as error:
+    print(str(error).split("\\n")[0])
+r.close()
 try:
     md.ranks(2)
 except FileNotFoundError as error:
     print("refused")
 """
     with Program(source, tmp_path) as program:
-        out = "[rank 0] heard\n[rank 1] heard\nrefused\n"
+        out = (
+            "[rank 0] heard\n[rank 1] heard\n"
+            "every rank raised ValueError: invalid literal for int() with base 10: 'x'\n"
+            "refused\n"
+        )
         assert program.finish(30) == (0, out, "")
         assert program.temporary() == []
+
+
+def test_a_forked_child_leaves_the_ranks_of_its_parent_alone_and_may_start_its_own(tmp_path):
+    source = """
+import os, sys, warnings
+import minidist as md, torch.distributed as dist
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of a fork beside threads
+r = md.ranks(2)
+r(len, [])
+
+def close():
+    with r:
+        pass
+
+def call():
+    try:
+        r(dist.get_rank)
+    except RuntimeError as error:
+        print(error, flush=True)
+
+def start():
+    print(md.launch(dist.get_rank, world_size=2), flush=True)
+
+for action in (close, call, start):
+    if pid := os.fork():
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        print(code, r(dist.get_rank), flush=True)
+    else:
+        action()
+        sys.exit(3)
+"""
+    with Program(source, tmp_path) as program:
+        out = (
+            "3 [0, 1]\n"
+            "these ranks belong to the process that this one was forked from. "
+            "Start ranks of its own here: md.ranks\n"
+            "3 [0, 1]\n"
+            "[0, 1]\n"
+            "3 [0, 1]\n"
+        )
+        assert program.finish(60) == (0, out, "")
+        assert program.temporary() == []
+
+
+def test_a_program_may_block_signals_and_use_its_ranks_in_handlers_and_as_it_exits(tmp_path):
+    source = """
+import atexit, os, signal, sys, threading, time
+
+def refused():
+    try:
+        print(r(len, []), flush=True)
+    except RuntimeError as error:
+        print(error, flush=True)
+
+def finish():  # multiprocessing has ended the ranks by now
+    refused()
+    r.close()
+
+def stop(*_):
+    refused()
+    r.close()
+    sys.exit(5)
+
+atexit.register(finish)
+signal.signal(signal.SIGTERM, stop)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # as for signal.sigwait
+import minidist as md, torch.distributed as dist
+r = md.ranks(2)
+try:
+    r(lambda: os._exit(3) if dist.get_rank() else dist.barrier())
+except md.RankError as error:
+    print(error.rank, flush=True)
+print(r(len, []), flush=True)
+if ENDING == "stop":
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    r(time.sleep, 60)
+"""
+    for ending, code, said in [
+        ("exit", 0, "these ranks were closed\n"),
+        ("stop", 5, "these ranks are called already, by this thread\nthese ranks were closed\n"),
+    ]:
+        with Program(f"ENDING = {ending!r}\n" + source, tmp_path) as program:
+            assert program.finish(60) == (code, f"1\n[0, 0]\n{said}", "")
+            assert program.gone_within(5)
+            assert program.temporary() == []
 
 
 def test_functions_and_classes_of_a_program_travel(tmp_path):
@@ -935,17 +1063,19 @@ def test_a_program_with_a_long_tmpdir(tmp_path):
     folder = tmp_path / ("long" * 25)
     folder.mkdir()
     source = f"""
-import os, tempfile
+import multiprocessing.util, os, tempfile
 os.environ["TMPDIR"] = {str(folder)!r}
 import minidist as md
-print(md.launch(tempfile.gettempdir, world_size=2) == [{str(folder)!r}] * 2)
-print(md.runtime.forkserver.socket_folder())
+r = md.ranks(2)
+print(r(tempfile.gettempdir) == [{str(folder)!r}] * 2)
+print(*set(r(multiprocessing.util.get_temp_dir)), flush=True)
+r.close()
 """
     with Program(source, tmp_path) as program:
         assert program.line() == "True"
         sockets = program.line()
         assert program.finish(30) == (0, "", "")
-    assert not os.path.exists(sockets)
+    assert os.path.dirname(sockets) == "/tmp" and not os.path.exists(sockets)
     assert [p for p in os.listdir(folder) if not p.startswith("torchinductor_")] == []
 
 
@@ -1045,6 +1175,49 @@ with md.ranks(2) as kept:
             "the ranks could not be started: why stands in the stderr of this program\n"
         )
         assert "SyntaxError: invalid syntax" in err
+
+
+def test_modules_edited_since_ranks_imported_them_are_named_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    file, turn = tmp_path / "edited_module.py", itertools.count()
+
+    def write(value):
+        file.write_text(f"import json\n\ndef f():\n    return {value!r}\n")
+        os.utime(file, (0, next(turn)))  # seconds apart, for any file system
+
+    def call(reloaded=False):
+        import edited_module
+
+        if reloaded:
+            importlib.reload(edited_module)
+        return edited_module.f()
+
+    said = (
+        "edited_module.py was edited after the ranks imported it: they run it as it was before. "
+        "New ranks run it as it is now (`%%ranks --fresh`, or another pool).\n"
+    )
+    write("old")
+    with md.ranks(2) as pool:
+        assert pool(call) == pool(call) == ["old"] * 2
+        assert capsys.readouterr().err == ""
+        write("new")
+        assert pool(call) == ["old"] * 2
+        assert capsys.readouterr().err == said
+        assert pool(call) == ["old"] * 2
+        assert capsys.readouterr().err == ""
+        write("newer")
+        assert pool.on([1], call, True) == ["newer"]
+        assert capsys.readouterr().err == ""
+        assert pool(call) == ["old", "newer"]
+        assert capsys.readouterr().err == said  # of rank 0
+        write("newest")
+        with pytest.raises(md.RankError, match="invalid literal"):
+            pool(int, "x")
+        assert capsys.readouterr().err == said
+        file.unlink()
+        assert pool(call) == ["old", "newer"]
+    assert capsys.readouterr().err == ""
 
 
 WINDOWS = "minidist starts its ranks with Python's forkserver, which Windows does not have. "

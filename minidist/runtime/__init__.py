@@ -15,6 +15,7 @@ A call goes from `pool` by `processes` to a rank's `worker`, and back.
     cell.py        a notebook cell, as a rank runs it
     figures.py     what such a cell draws
     output.py      the ranks' lines, in the same order at every run
+    modules.py     the reader's modules that were edited since a rank imported them
     stack.py       the reader's own lines in a rank's call stack
     report.py      who failed first, and where the others were
 """

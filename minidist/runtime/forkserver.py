@@ -6,7 +6,9 @@ kernel itself is never forked: it has threads, and a fork of those can hang.
 """
 
 import multiprocessing
+import multiprocessing.process
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -15,8 +17,8 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.process import BaseProcess
-from multiprocessing.util import get_temp_dir
+from multiprocessing.process import BaseProcess, current_process
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,7 +30,9 @@ PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.distributed.fsd
 
 LONGEST = 70  # characters of a temporary folder; a socket's whole path has 104 at most
 
-_globals = threading.Lock()
+_globals = threading.RLock()  # of multiprocessing, and `__main__`: held while they are changed
+_HAS_UNNAMED = hasattr(os, "O_PATH") and os.path.isdir("/proc/self/fd")  # Linux
+_socket: int | None = None  # the forkserver's, where it has no name
 
 
 def context() -> "ForkServerContext":
@@ -48,26 +52,52 @@ def warm_up() -> None:
     context()
     from multiprocessing import forkserver, resource_tracker
 
-    socket_folder()
     resource_tracker.ensure_running()  # its start would unblock the signal again
     # A kernel's interrupt goes to the forkserver too, which only ignores it after its imports.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # Nothing else may be blocked in it and in ranks: they hear of their children by SIGCHLD.
+    mask = signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT})
     try:
-        forkserver.ensure_running()
+        with _globals, _unnamed(forkserver._forkserver):
+            forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def socket_folder() -> str:
-    """Where multiprocessing makes its sockets, whose paths may not be long: not below a long
-    TMPDIR."""
-    before = tempfile.tempdir
-    if len(os.fsencode(tempfile.gettempdir())) > LONGEST:
-        tempfile.tempdir = "/tmp"
+@contextmanager
+def _unnamed(server: Any) -> Iterator[None]:
+    """Let a forkserver that starts here have a socket without a name: a killed program would leave
+    it behind. It is opened by its name once, and then found by /proc. macOS keeps the name."""
+    global _socket
+    folder = tempfile.mkdtemp(prefix="minidist-", dir=short_folder())
+    before = put_sockets_in(folder)
     try:
-        return get_temp_dir()
+        yield
     finally:
-        tempfile.tempdir = before
+        put_sockets_in(before)
+        address = server._forkserver_address or ""
+        if address.startswith(folder) and not _HAS_UNNAMED:
+            Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-100)
+        else:
+            if address.startswith(folder):
+                if _socket is not None:
+                    os.close(_socket)
+                _socket = os.open(address, os.O_PATH)
+                server._forkserver_address = f"/proc/self/fd/{_socket}"
+            shutil.rmtree(folder)
+
+
+def put_sockets_in(folder: str | None) -> str | None:
+    """Let multiprocessing, here and in children to come, make its sockets there: where it did."""
+    config = vars(current_process())["_config"]
+    before: str | None = config.get("tempdir")
+    config["tempdir"] = folder
+    return before
+
+
+def short_folder() -> str:
+    """The temporary folder, or /tmp where its path is too long for sockets in it."""
+    folder = tempfile.gettempdir()
+    return folder if len(os.fsencode(folder)) <= LONGEST else "/tmp"
 
 
 def start(target: Callable[..., None], *args: Any) -> BaseProcess:
@@ -99,3 +129,22 @@ def _of_nobody() -> Iterator[None]:
         finally:
             sys.modules["__main__"] = main
             socket.setdefaulttimeout(timeout)
+
+
+def _forget() -> None:
+    """In a forked child: the forkserver is its parent's, and so are the parent's processes."""
+    processes: Any = multiprocessing.process
+    processes._children.clear()
+    if module := sys.modules.get("multiprocessing.forkserver"):
+        server: Any = vars(module)["_forkserver"]
+        if server._forkserver_alive_fd is not None:
+            os.close(server._forkserver_alive_fd)
+        server.__init__()
+    _globals.release()
+
+
+if hasattr(os, "register_at_fork"):  # Windows has none
+    # Nobody forks while the globals are others than the program's.
+    os.register_at_fork(
+        before=_globals.acquire, after_in_parent=_globals.release, after_in_child=_forget
+    )

@@ -69,7 +69,12 @@ class Stream:
 
     def _write(self, text: str) -> None:
         stream = getattr(sys, self.name)
-        stream.write(text)
+        if stream is None:  # the program was started without one
+            return
+        try:
+            stream.write(text)
+        except UnicodeEncodeError as error:  # as it shows its own stderr
+            stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
         stream.flush()
 
 

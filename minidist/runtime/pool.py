@@ -1,5 +1,7 @@
 """The notebook's side of the ranks: call them, and say what went wrong."""
 
+import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -9,7 +11,7 @@ import cloudpickle
 
 from minidist.runtime import torch_ops
 from minidist.runtime.processes import Processes
-from minidist.runtime.report import Outcome, interruption, rank_error
+from minidist.runtime.report import Outcome, edits, interruption, rank_error
 
 torch_ops.register()
 
@@ -20,11 +22,10 @@ class Pool:
     Call the pool to run a function on every rank; the results come in rank order. If a call
     fails, `RankError` says which rank failed first, and where the others were. Lesson: rank.
 
-    `environs` has one environment a rank. `stage` takes the pool's scratch folder and returns the
-    context manager in which a rank serves its calls; that yields a function which counts what the
-    rank has done together with others. What ranks wait on must end by itself after `timeout`
-    seconds, as errors say. `imports` names modules that the stage needs: they are imported once
-    for all ranks.
+    environs: each rank's environment variables. stage(folder): a context manager that wraps a
+    rank's life; it yields a function that counts the rank's collectives so far, and finds in
+    `folder` the files that ranks share. timeout: the seconds after which whatever a rank waits for
+    raises an error by itself. imports: modules that the stage needs, imported once for all ranks.
     """
 
     def __init__(
@@ -37,7 +38,9 @@ class Pool:
         self.world_size = len(environs)
         self._environs, self._timeout, self._imports = list(environs), timeout, list(imports)
         self._stage = cloudpickle.dumps(stage)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may call or close us amid a call
+        self._calling = False
+        self._owner = os.getpid()
         self._closed = False
         self._processes: Processes | None = None
         self.era = object()  # another one whenever new processes are started
@@ -58,12 +61,25 @@ class Pool:
         for rank in ranks:
             if rank not in range(self.world_size):
                 raise ValueError(f"there is no rank {rank} among {self.world_size} ranks")
+        if os.getpid() != self._owner:
+            raise RuntimeError(
+                "these ranks belong to the process that this one was forked from. "
+                "Start ranks of its own here: md.ranks"
+            )
         call = _pickle(function, args, kwargs)
         with self._lock:
-            if self._closed:
+            if self._closed or (self._processes is not None and self._processes.ended):
                 raise RuntimeError("these ranks were closed")
-            processes = self._started()
-            outcomes = self._attempt(processes, lambda: processes.call(call, sorted(set(ranks))))
+            if self._calling:
+                raise RuntimeError("these ranks are called already, by this thread")
+            self._calling = True
+            try:
+                processes = self._started()
+                outcomes = self._attempt(
+                    processes, lambda: processes.call(call, sorted(set(ranks)))
+                )
+            finally:
+                self._calling = False
         return [outcomes[rank].value for rank in ranks]
 
     def get(self, name: str, rank: int | None = None) -> Any:
@@ -76,12 +92,14 @@ class Pool:
         return self.on([rank], _read, name)[0]
 
     def close(self) -> None:
-        """End the ranks. Closing twice is no error."""
+        """End the ranks. Closing twice is no error, and a forked child's copy ends nothing."""
+        if os.getpid() != self._owner:
+            return
         with self._lock:
             self._closed = True
             processes, self._processes = self._processes, None  # first: if it is interrupted
-            if processes is not None:
-                processes.dismiss()
+            if processes is not None and not processes.ended:
+                processes.close()
 
     def __enter__(self) -> "Pool":
         return self
@@ -124,9 +142,11 @@ class Pool:
         except BaseException:
             processes.end()
             raise
+        if (said := edits(list(outcomes.values()))) and sys.stderr is not None:
+            sys.stderr.write(said)
         returned = all(outcome.returned for outcome in outcomes.values())
         lasts = returned or (may_last and all(map(_owes_nothing, outcomes.values())))
-        if lasts:
+        if lasts and not self._closed:
             self._processes = processes
         else:
             processes.end()

@@ -3,12 +3,10 @@
 import os
 import selectors
 import shutil
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from multiprocessing import parent_process
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
@@ -18,20 +16,20 @@ import cloudpickle
 
 from minidist.runtime import forkserver, supervisor
 from minidist.runtime.output import OrderedOutput
-from minidist.runtime.report import LOST, Outcome
+from minidist.runtime.report import UNKNOWN, Outcome
 from minidist.runtime.stack import Stack
-from minidist.runtime.system import enough_files, set_timeout, uninterrupted
+from minidist.runtime.system import enough_files, send_bytes, set_timeout, uninterrupted
 
 GRACE = 0.7  # seconds that ranks have, after the first failure, to end their call by themselves
 ANSWER = 1.0  # seconds for a rank to say where it is
-FAREWELL = 2.0  # seconds for a rank to leave when all is well
-PATIENCE = 5.0  # seconds for the supervisor to kill the ranks
+CLOSING = 2.0  # seconds for a rank to end by itself
+KILLING = 5.0  # seconds for the supervisor to kill the ranks
 
 
 class Processes:
     """One process a rank, and their supervisor, from start to end. Used by one thread at a time.
 
-    A rank that takes in nothing of its call for `timeout` seconds has failed. Raises OSError if the
+    A rank that reads none of its call for `timeout` seconds counts as failed. Raises OSError if the
     system refuses a process or a pipe.
     """
 
@@ -42,11 +40,11 @@ class Processes:
         imports: Sequence[str],
         timeout: float,
     ) -> None:
-        self._size = len(environs)
+        self._size, self._timeout = len(environs), timeout
         self._calls: list[Connection] = []
         self._controls: list[Connection] = []
         self._output = OrderedOutput()
-        self._numbers = [0] * self._size  # of each rank's latest call; 0 sets the stage
+        self._numbers = [0] * self._size  # of each rank's latest call; 0 enters the stage
         self._running: set[int] = set()
         self._outcomes: dict[int, Outcome] = {}
         self._exited: dict[int, int] = {}  # rank -> exit code
@@ -59,7 +57,7 @@ class Processes:
         try:
             # An interrupt amid this could leave a process, or a pipe, that nobody knows of.
             with enough_files(self._size), uninterrupted():
-                self._start(environs, stage, imports, timeout)
+                self._start(environs, stage, imports)
         except BaseException:
             self.end()
             raise
@@ -69,15 +67,12 @@ class Processes:
         environs: Sequence[dict[str, str]],
         stage: bytes,
         imports: Sequence[str],
-        timeout: float,
     ) -> None:
         """Start the supervisor, and let it start the ranks."""
         self._line, theirs = Pipe()
         try:
-            # A rank that starts ranks shares the folder of the program's sockets.
-            litter = forkserver.socket_folder() if parent_process() is None else ""
-            folder = os.path.join(tempfile.gettempdir(), f"minidist-{uuid.uuid4().hex[:12]}")
-            plan = supervisor.Plan(environs, folder, stage, imports, os.getpid(), litter)
+            folder = os.path.join(forkserver.short_folder(), f"minidist-{uuid.uuid4().hex[:12]}")
+            plan = supervisor.Plan(environs, folder, stage, imports, os.getpid())
             self._supervisor = forkserver.start(supervisor.main, theirs, plan)
         except BaseException:
             self._line.close()
@@ -96,8 +91,8 @@ class Processes:
             self._calls.append(calls)
             self._controls.append(control)
             self._output.add(out, err)
-            supervisor.hand_over(self._line, [theirs for _, theirs in pairs])
-            set_timeout(calls, timeout)
+            supervisor.request_rank(self._line, [theirs for _, theirs in pairs])
+            set_timeout(calls, self._timeout)
             self._watch(calls, Processes._receive, rank)
             self._watch(out, Processes._drain, out)
             self._watch(err, Processes._drain, err)
@@ -106,7 +101,7 @@ class Processes:
         self._selector.register(end, selectors.EVENT_READ, handler)
 
     def first_outcomes(self) -> dict[int, Outcome]:
-        """Wait until every rank has set its stage."""
+        """Wait until every rank has entered its stage."""
         self._begin(range(self._size))
         return self._collect()
 
@@ -117,8 +112,8 @@ class Processes:
             self._numbers[rank] += 1
         for rank in ranks:
             try:
-                self._calls[rank].send_bytes(call)
-            except BlockingIOError:  # the timeout is over: it does not read
+                send_bytes(self._calls[rank], call, self._timeout)
+            except TimeoutError:  # it does not read
                 self._settle(Outcome(rank, stuck="take its call"))
                 break
             except OSError:
@@ -130,26 +125,31 @@ class Processes:
         self._handle_events(0)  # how it ended may have been sent already
         for rank in self._running:
             with suppress(OSError):
-                self._controls[rank].send_bytes(b"where are you?")
+                send_bytes(self._controls[rank], b"where are you?", ANSWER)
         deadline = time.monotonic() + ANSWER
         for rank in sorted(self._running):
             self._outcomes[rank] = Outcome(rank, stack=self._answer(rank, deadline))
         return [self._outcomes[rank] for rank in sorted(self._outcomes)]
 
-    def dismiss(self) -> None:
-        """Let the ranks leave in order; then end them."""
+    @property
+    def ended(self) -> bool:
+        """Whether the ranks were ended: at the interpreter's exit, if nobody else did."""
+        return self._line.closed
+
+    def close(self) -> None:
+        """Let each rank leave its stage and end; then end what is left."""
         try:
             for calls in self._calls:
                 with suppress(OSError):
-                    calls.send_bytes(b"")
-            deadline = time.monotonic() + FAREWELL
+                    send_bytes(calls, b"", CLOSING)
+            deadline = time.monotonic() + CLOSING
             while len(self._exited) < self._size and (left := deadline - time.monotonic()) > 0:
                 self._handle_events(left)
         finally:
             self.end()
 
     def end(self) -> None:
-        """End every rank, and all that it started, now."""
+        """Kill every rank, and all that it started, now."""
         # Not all of it is uninterrupted: who shows the output may keep us waiting.
         try:
             with uninterrupted():  # a Finalize that is interrupted is not called again
@@ -212,14 +212,14 @@ class Processes:
                 raise
             return
         try:
-            number, value, failure, progress = cloudpickle.loads(message)
+            number, value, failure, progress, edited = cloudpickle.loads(message)
         except Exception as error:
             raise TypeError(f"a result cannot be rebuilt here: {error}") from error
         if number == self._numbers[rank] and rank in self._running:
             when = failure.when if failure else time.monotonic()
-            self._settle(
-                Outcome(rank, failure is None, value, failure, when=when, progress=progress)
-            )
+            outcome = Outcome(rank, failure is None, value, failure, when=when)
+            outcome.progress, outcome.edited = progress, edited
+            self._settle(outcome)
 
     def _note(self) -> None:
         """The supervisor says which rank has ended, or that none can be started."""
@@ -232,7 +232,7 @@ class Processes:
                 raise RuntimeError(
                     "the ranks could not be started: why stands in the stderr of this program"
                 ) from None
-            self._exited = dict.fromkeys(range(self._size), LOST) | self._exited
+            self._exited = dict.fromkeys(range(self._size), UNKNOWN) | self._exited
             return
         if isinstance(note, Exception):
             with enough_files(self._size):
@@ -256,10 +256,10 @@ class Processes:
 @uninterrupted()
 def _end(process: BaseProcess, line: Connection, folder: str) -> None:
     """Let the supervisor kill what is left."""
-    supervisor.say_goodbye(line)
-    process.join(PATIENCE)
+    supervisor.hang_up(line)
+    process.join(KILLING)
     process.kill()  # if it is stopped; the system ends its ranks
     process.join()
     process.close()
-    line.close()  # not before: the supervisor would take it for lost, and wait for our exit
+    line.close()
     shutil.rmtree(folder, ignore_errors=True)  # which the supervisor does, unless it was killed

@@ -10,19 +10,22 @@ import os
 import re
 import signal
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
 
-from minidist.runtime.stack import Frame, Stack, relabel
+from minidist.runtime.stack import Frame, Stack, label, relabel
 
 # What a rank's backend says when the fault is another rank's.
-_LOST = re.compile(r"Connection (closed|reset)|Broken pipe|caused pair closure")
-_COMMUNICATION = re.compile(rf"gloo|NCCL|Timed out waiting|must make the same call|{_LOST.pattern}")
+_DISCONNECTED = re.compile(r"Connection (closed|reset)|Broken pipe|caused pair closure")
+_COMMUNICATION = re.compile(
+    rf"gloo|NCCL|Timed out waiting|must make the same call|{_DISCONNECTED.pattern}"
+)
 _TIMEOUT = re.compile(r"[Tt]imed ?out|[Tt]imeout")
 
-LOST = 256  # no exit code: the supervisor that would know it was killed
+UNKNOWN = 256  # in place of an exit code: the supervisor, which would know it, was killed
 
 TOGETHER = 0.05  # seconds: within them, which rank was first is chance
 
@@ -92,6 +95,7 @@ class Outcome:
     stack: Stack | None = None  # it was still running: here (None: no answer)
     stuck: str = ""  # what it did not do in time
     progress: int = 0  # how often it communicated in this call
+    edited: Sequence[str] = ()  # files of modules that it has imported as they were before
 
     @property
     def exception(self) -> BaseException | None:
@@ -104,11 +108,11 @@ class Outcome:
 
     @property
     def summary(self) -> str:
-        """How it failed, in one line and its place: the same text means the same failure."""
-        return f"{self.failure.type}: {self.failure.message}, {self.place}" if self.failure else ""
+        """How it failed, and where, in one line: the same text means the same failure."""
+        return f"{self.failure.type}: {self.failure.message}, {self.where}" if self.failure else ""
 
     @property
-    def place(self) -> str:
+    def where(self) -> str:
         """Where this rank was when another one failed."""
         if self.returned:
             return "had finished"
@@ -128,7 +132,7 @@ class Outcome:
 
 
 def _ending(exitcode: int) -> str:
-    if exitcode == LOST:
+    if exitcode == UNKNOWN:
         return "was ended, since the process that supervises the ranks was killed"
     if exitcode >= 0:
         return f"exited early, with code {exitcode}"
@@ -177,7 +181,7 @@ def first_failure(outcomes: list[Outcome]) -> Outcome:
         return candidates[0]
     first = min(candidates, key=lambda o: o.when)
     # Nor has an error on the same line at almost the same time, whatever its text.
-    same = [o for o in candidates if o.place == first.place and o.when - first.when < TOGETHER]
+    same = [o for o in candidates if o.where == first.where and o.when - first.when < TOGETHER]
     return same[0]
 
 
@@ -190,7 +194,7 @@ def rank_error(outcomes: list[Outcome], timeout: float, lasts: bool) -> RankErro
         who, others = "every rank", []
     parts = [f"{who} {_blame(first, others, timeout)}"]
     if others:
-        parts.append("Where the other ranks were:\n" + _places(others))
+        parts.append("Where the other ranks were:\n" + _listed(others))
     parts.append(
         "The ranks are still there, with all that they hold."
         if lasts
@@ -200,17 +204,26 @@ def rank_error(outcomes: list[Outcome], timeout: float, lasts: bool) -> RankErro
     return RankError("\n\n".join(parts), first.rank, tracebacks)
 
 
+def edits(outcomes: list[Outcome]) -> str:
+    """What a reader should know who has edited a module that ranks have imported; or nothing."""
+    files = dict.fromkeys(label(file) for outcome in outcomes for file in outcome.edited)
+    return "".join(
+        f"{file} was edited after the ranks imported it: they run it as it was before. "
+        "New ranks run it as it is now (`%%ranks --fresh`, or another pool).\n"
+        for file in files
+    )
+
+
 def interruption(outcomes: list[Outcome]) -> str:
     """What a reader who interrupts a cell reads."""
-    return "The ranks were ended. Where they were:\n" + _places(outcomes)
+    return "The ranks were ended. Where they were:\n" + _listed(outcomes)
 
 
-def _places(outcomes: list[Outcome]) -> str:
-    places = [o.place for o in outcomes]
+def _listed(outcomes: list[Outcome]) -> str:
     lines = []
-    for place in dict.fromkeys(places):
-        same = [o.rank for o in outcomes if o.place == place]
-        lines.append(f"  {_ranks(same)}: " + place.replace("\n", "\n  "))
+    for where in dict.fromkeys(o.where for o in outcomes):
+        same = [o.rank for o in outcomes if o.where == where]
+        lines.append(f"  {_ranks(same)}: " + where.replace("\n", "\n  "))
     return "\n".join(lines)
 
 
@@ -219,7 +232,7 @@ def _blame(first: Outcome, others: list[Outcome], timeout: float) -> str:
         return _ending(first.exitcode)
     if first.failure is None:  # absent, while others waited in vain
         waited = [o.failure.stack.operation for o in others if o.failure]
-        where = f"{first.place}." if first.returned else first.place
+        where = f"{first.where}." if first.returned else first.where
         where = f"was {where}" if where.startswith(("in ", "at ")) else where
         if first.stuck:
             return f"did not {first.stuck} within {timeout:g} s. It {where}"
@@ -229,16 +242,16 @@ def _blame(first: Outcome, others: list[Outcome], timeout: float) -> str:
         return f"exited early: {code}" + _lines(first.failure.stack)
     message = relabel(first.failure.message)
     said = f"raised {first.failure.type}" + (f": {message}" if message else "")
+    if os.strerror(errno.EMFILE) in message:
+        said += ". `ulimit -n` says how many it may open; raise that before you start Python"
     operation = first.failure.stack.operation  # None: it did not come as far
     if operation and first.failure.is_timeout:
         said = f"waited {timeout:g} s in {operation}, in vain"
-    elif operation and first.failure.is_communication and _LOST.search(message):
+    elif operation and first.failure.is_communication and _DISCONNECTED.search(message):
         said = f"lost the connection to another rank in {operation}"
     elif first.failure.refused:
         what, line = first.failure.refused
         said += f"\n\nThe system had refused a call: {what}\n  " + str(line).replace("\n", "\n  ")
-    if os.strerror(errno.EMFILE) in message:
-        said += ". `ulimit -n` says how many it may open; raise that before you start Python"
     return said + _lines(first.failure.stack)
 
 

@@ -23,6 +23,13 @@ _INSTALLED = [
 _LIBRARIES = tuple(path + os.sep for path in (_MINIDIST, *_INSTALLED))
 
 
+def is_library(filename: str) -> bool:
+    """Whether a file is not the reader's own."""
+    if not os.path.isabs(filename):  # a cell, or stdin
+        return filename.startswith("<frozen")
+    return os.path.realpath(filename).startswith(_LIBRARIES)
+
+
 @dataclass(frozen=True)
 class Frame:
     """One line of a call stack."""
@@ -33,19 +40,17 @@ class Frame:
 
     @property
     def is_library(self) -> bool:
-        return self.filename.startswith("<frozen") or (
-            os.path.realpath(self.filename).startswith(_LIBRARIES)
-        )
+        return is_library(self.filename)
 
     def __str__(self) -> str:
         function = "" if self.function == "<module>" else f", in {self.function}"
         source = linecache.getline(self.filename, self.lineno).strip()
-        return f"{_label(self.filename)}, line {self.lineno}{function}" + (
+        return f"{label(self.filename)}, line {self.lineno}{function}" + (
             f"\n    {source}" if source else ""
         )
 
 
-def _label(filename: str) -> str:
+def label(filename: str) -> str:
     """The name a reader knows a file by: `Cell In[3]`, or a path from where they stand."""
     if "IPython" in sys.modules:
         from IPython.core.getipython import get_ipython
@@ -61,14 +66,17 @@ def _label(filename: str) -> str:
     if real.startswith(_LIBRARIES):  # the same text wherever they are installed
         roots = [*_INSTALLED, os.path.dirname(_MINIDIST)]
         return next(real[len(root) + 1 :] for root in roots if real.startswith(root + os.sep))
-    below = os.path.relpath(filename)
+    try:
+        below = os.path.relpath(filename)
+    except FileNotFoundError:  # the folder where they stand
+        return filename
     return filename if below.startswith("..") else below
 
 
 def relabel(text: str) -> str:
     """A text that names lines as Python does, `File "a.py", line 3`: now as a reader
     knows them."""
-    return re.sub(r'File "(.+?)", line', lambda found: f"{_label(found[1])}, line", text)
+    return re.sub(r'File "(.+?)", line', lambda found: f"{label(found[1])}, line", text)
 
 
 @dataclass(frozen=True)

@@ -16,28 +16,26 @@ import os
 import shutil
 import signal
 import socket
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from minidist.runtime import worker
+from minidist.runtime import forkserver, worker
 from minidist.runtime.system import as_socket
 
 PIPES = 4  # of each rank
-START, OVER = b"+", b"-"  # messages from the pool
 
 
 # ---- the pool's side of the line ---------------------------------------------------------------
 
 
-def hand_over(line: Connection, pipes: Sequence[Connection]) -> None:
+def request_rank(line: Connection, pipes: Sequence[Connection]) -> None:
     """Let the supervisor start the next rank, with these pipes, which are closed here."""
     try:
         with as_socket(line) as messages:  # a Connection does not carry files
-            socket.send_fds(messages, [START], [pipe.fileno() for pipe in pipes])
+            socket.send_fds(messages, [b"+"], [pipe.fileno() for pipe in pipes])
     except (BrokenPipeError, ConnectionResetError):
         pass  # it is gone, and has said why
     finally:
@@ -45,13 +43,10 @@ def hand_over(line: Connection, pipes: Sequence[Connection]) -> None:
             pipe.close()
 
 
-def say_goodbye(line: Connection) -> None:
-    """Let the supervisor end what is left."""
-    # It may have ended: without SIGPIPE, of which a program may die. Or be stopped, and the line
-    # full: without waiting.
-    flags = getattr(socket, "MSG_NOSIGNAL", 0) | socket.MSG_DONTWAIT
-    with as_socket(line) as messages, contextlib.suppress(OSError):
-        messages.send(OVER, flags)
+def hang_up(line: Connection) -> None:
+    """Let the supervisor end what is left, though a forked child may hold the line open."""
+    with as_socket(line) as messages, contextlib.suppress(OSError):  # it may have ended
+        messages.shutdown(socket.SHUT_WR)
 
 
 # ---- the supervisor ----------------------------------------------------------------------------
@@ -62,11 +57,10 @@ class Plan:
     """What ranks are started with."""
 
     environs: Sequence[dict[str, str]]  # one a rank
-    folder: str  # is made for the ranks' files, and goes with them
+    folder: str  # made for the ranks' files and sockets, and removed at the end
     stage: bytes  # see `worker.main`
     imports: Sequence[str]  # modules that each rank would import
     program: int  # the process that has the pool
-    litter: str  # the folder of its sockets, which it cannot remove if it is killed, or ""
 
 
 def main(line: Connection, plan: Plan) -> None:
@@ -78,9 +72,9 @@ def main(line: Connection, plan: Plan) -> None:
     os.setsid()  # out of reach of signals to the program's process group
     bell = _Bell()
     running: dict[int, BaseProcess] = {}
-    line_is_lost = False
     try:
         os.mkdir(plan.folder, 0o700)
+        forkserver.put_sockets_in(plan.folder)
         for name in plan.imports:
             importlib.import_module(name)
         # What is imported is here for good. A rank's collection that walked it would copy its
@@ -89,10 +83,8 @@ def main(line: Connection, plan: Plan) -> None:
         for rank, environ in enumerate(plan.environs):
             running[rank] = _fork(line, bell, environ, plan.stage, plan.folder)
         _watch(line, bell, plan.program, running)
-    except _Over:
-        pass
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        line_is_lost = True
+        pass
     except Exception as error:
         with contextlib.suppress(Exception):
             line.send(error)
@@ -101,9 +93,6 @@ def main(line: Connection, plan: Plan) -> None:
     for process in running.values():
         process.join()
     shutil.rmtree(plan.folder, ignore_errors=True)
-    # The program may have lost only the line: other pools start by the sockets in that folder.
-    if plan.litter and line_is_lost and _ends_within(5, plan.program):
-        shutil.rmtree(plan.litter, ignore_errors=True)
     os._exit(0)  # what is registered to run at exit is the forkserver's
 
 
@@ -123,20 +112,14 @@ def _fork(
 
 
 def _next_message(line: Connection) -> list[int]:
-    """The files that come with it. Raises _Over at the last, EOFError if the line is closed."""
+    """The files that come with it. Raises EOFError once the pool has hung up."""
     with as_socket(line) as messages:
         message, files, *_ = socket.recv_fds(messages, 1, PIPES)
-    if message == OVER:
-        raise _Over
     if not message:
         raise EOFError
     if len(files) < PIPES:  # the system left some out
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     return files
-
-
-class _Over(Exception):  # noqa: N818 (no error)
-    """The pool is over."""
 
 
 def _be_rank(line: Connection, bell: "_Bell", *args: Any) -> None:
@@ -146,7 +129,7 @@ def _be_rank(line: Connection, bell: "_Bell", *args: Any) -> None:
 
 
 def _watch(line: Connection, bell: "_Bell", program: int, running: dict[int, BaseProcess]) -> None:
-    """Say which rank has ended, until all is over."""
+    """Say which rank has ended, until the pool hangs up or its program ends."""
     exit_of_program = _exit_of(program)
     while True:
         for rank, process in list(running.items()):
@@ -168,22 +151,6 @@ def _exit_of(process: int) -> list[int]:
         return [os.pidfd_open(process)]
     except (AttributeError, OSError):
         return []
-
-
-def _ends_within(seconds: float, process: int) -> bool:
-    """Whether it has ended by then. A process that was killed closes its files before it has."""
-    if its_exit := _exit_of(process):
-        return bool(wait(its_exit, seconds))
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            os.kill(process, 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:  # another one has its number
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def _has_ended(process: BaseProcess) -> bool:
@@ -216,7 +183,7 @@ class _Bell:
         signal.set_wakeup_fd(self._rings.fileno(), warn_on_full_buffer=False)
 
     def silence(self) -> None:
-        """Forget what has rung so far."""
+        """Read what has rung so far."""
         self.hears.recv(4096)
 
     def close(self) -> None:

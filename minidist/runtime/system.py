@@ -11,6 +11,8 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
+_NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)  # some programs die of SIGPIPE
+
 FILES = 12  # that multiprocessing opens to start its forkserver and a process, and some more
 
 
@@ -22,15 +24,31 @@ def as_socket(end: Connection) -> Iterator[socket.socket]:
         same.settimeout(None)  # socket.setdefaulttimeout has made the Connection itself impatient
         yield same
     finally:
+        same.settimeout(None)
         same.detach()
 
 
 def set_timeout(end: Connection, seconds: float) -> None:
-    """Let each send and receive fail with BlockingIOError when nothing has moved for so long."""
+    """Let each receive fail with BlockingIOError when nothing has come for so long."""
     interval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6) or int(seconds < 1))
     with as_socket(end) as same:
-        same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
         same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, interval)
+
+
+def send_bytes(end: Connection, message: bytes, seconds: float) -> None:
+    """`end.send_bytes(message)`, with a TimeoutError when nothing has moved for so long.
+
+    SO_SNDTIMEO counts twice: once as a part is sent, and again for the rest.
+    """
+    size = len(message)
+    header = struct.pack("!i", size) if size < 1 << 31 else struct.pack("!iQ", -1, size)
+    parts = [header, message] if size > 1 << 14 else [header + message]  # as multiprocessing does
+    with as_socket(end) as same:
+        same.settimeout(seconds)
+        for part in parts:
+            left = memoryview(part)
+            while left:
+                left = left[same.send(left, _NO_SIGNAL) :]
 
 
 @contextmanager

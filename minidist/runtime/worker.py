@@ -19,6 +19,7 @@ from typing import Any
 
 import cloudpickle
 
+from minidist.runtime.modules import Modules
 from minidist.runtime.report import Failure
 from minidist.runtime.stack import Stack
 
@@ -40,7 +41,7 @@ class Pipes:
 
 
 def main(pipes: Pipes, environ: dict[str, str], folder: str, stage: bytes) -> None:
-    """Set the stage, serve calls until an empty one says that it is over, and clear the stage.
+    """Enter the stage, run calls until an empty message arrives, then leave it.
 
     `stage` is a pickled function that takes the scratch folder and returns a context manager.
     """
@@ -49,18 +50,19 @@ def main(pipes: Pipes, environ: dict[str, str], folder: str, stage: bytes) -> No
     threading.Thread(target=_watch, args=watched, daemon=True).start()
     with ExitStack() as stack:
         progress: Callable[[], int] = int  # int() == 0: nothing yet
+        modules = Modules()
 
         def enter() -> None:
             nonlocal progress
             progress = stack.enter_context(cloudpickle.loads(stage)(folder))
 
         try:
-            _answer(pipes, 0, enter, progress)
+            _answer(pipes, 0, enter, progress, modules)
             for number in itertools.count(1):
                 call = pipes.calls.recv_bytes()
                 if not call:
                     break
-                _answer(pipes, number, partial(_perform, call), progress)
+                _answer(pipes, number, partial(_perform, call), progress, modules)
         except (EOFError, OSError):
             os.killpg(0, signal.SIGKILL)  # the pool is gone, or a call has closed the pipe
 
@@ -109,15 +111,20 @@ def _perform(call: bytes) -> Any:
 
 
 def _answer(
-    pipes: Pipes, number: int, action: Callable[[], Any], progress: Callable[[], int]
+    pipes: Pipes,
+    number: int,
+    action: Callable[[], Any],
+    progress: Callable[[], int],
+    modules: Modules,
 ) -> None:
     """Run one action, and send how it ended: its value, or its failure, and the progress made."""
     before, rank, code = progress(), os.getpid(), 0
     try:
         value = action()
-        outcome = _pickle_result(number, value, progress() - before)
+        outcome = _pickle_result(number, value, progress() - before, modules.edited())
     except BaseException as error:  # SystemExit too: the pool says what it means
-        outcome = cloudpickle.dumps((number, None, _take_apart(error), progress() - before))
+        parts = number, None, _take_apart(error), progress() - before, modules.edited()
+        outcome = cloudpickle.dumps(parts)
         if os.getpid() != rank:
             traceback.print_exception(error)
             code = 1
@@ -139,9 +146,9 @@ def _flush(pipes: Pipes) -> None:
     ctypes.CDLL(None).fflush(None)
 
 
-def _pickle_result(number: int, value: Any, progress: int) -> bytes:
+def _pickle_result(number: int, value: Any, *rest: Any) -> bytes:
     try:
-        return cloudpickle.dumps((number, value, None, progress))
+        return cloudpickle.dumps((number, value, None, *rest))
     except Exception as error:
         kind = type(value).__name__
         raise TypeError(f"the result, a {kind}, cannot be sent back: {error}") from error
