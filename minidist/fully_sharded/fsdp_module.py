@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from minidist.common.refusals import RefusedError
 from minidist.fully_sharded.backward_pass import in_backward
 from minidist.fully_sharded.param_group import ParamGroup
 from minidist.fully_sharded.state import State
@@ -33,10 +34,6 @@ REFUSED = {  # methods of torch's FSDPModule
     "set_allocate_memory_from_process_group_for_comm": _OF_BUFFERS,
     "set_symm_mem_for_comm": _OF_BUFFERS,
 }
-
-
-class RefusedError(NotImplementedError, AttributeError):
-    """A method of torch's that has no meaning here: `hasattr` says that there is none."""
 
 
 class FSDPModule(nn.Module):

@@ -14,6 +14,7 @@ from minidist import rank
 from minidist.common import agree
 from minidist.common.abandoned import Abandoned, abandon
 from minidist.common.groups import groups_of
+from minidist.common.refusals import refuse
 from minidist.common.replicas import broadcast_state, require_same_lines, words
 from minidist.distributed_data_parallel import DistributedDataParallel
 from minidist.fully_sharded.flat_shard import FlatShard, Named, Options, rows_of
@@ -80,11 +81,7 @@ def fully_shard(
         raise TypeError(f"fully_shard takes one module, not {type(module).__name__}")
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         raise ValueError(f"a {type(module).__name__} has no forward pass: shard what is in it")
-    for name, value in not_here.items():
-        if name not in NOT_HERE:
-            raise TypeError(f"fully_shard has no argument {name}")
-        if value is not None:
-            raise ValueError(f"fully_shard: {name}: {NOT_HERE[name]}")
+    refuse("fully_shard", not_here, NOT_HERE)
     if not isinstance(reshard_after_forward, bool | None):
         raise ValueError(
             f"reshard_after_forward={reshard_after_forward}: parameters are freed after the "

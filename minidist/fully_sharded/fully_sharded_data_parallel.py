@@ -27,11 +27,12 @@ from minidist.common import agree
 from minidist.common.groups import groups_of
 from minidist.common.no_sync import Synchronized
 from minidist.common.norm import clip_grad_norm_
+from minidist.common.refusals import RefusedError, refuse
 from minidist.common.wrapper import Wrapper
 from minidist.fully_sharded import checkpoint
 from minidist.fully_sharded import torch_arguments as given
 from minidist.fully_sharded.flat_shard import Options, partial_of
-from minidist.fully_sharded.fsdp_module import FSDPModule, RefusedError, groups_in
+from minidist.fully_sharded.fsdp_module import FSDPModule, groups_in
 from minidist.fully_sharded.fully_shard import make_unit, own_modules, require_alike
 from minidist.fully_sharded.materialize import cast_buffers, materialize, of_classes, own_precision
 from minidist.fully_sharded.summon import summoned
@@ -111,7 +112,7 @@ class FullyShardedDataParallel(Synchronized):
         super().__init__(module)
         self.register_state_dict_post_hook(_whole)
         groups = groups_of(process_group, device_mesh, type(self).__name__, most_axes=2)
-        given.require_known(always)
+        refuse(given.WHO, always, given.NOT_HERE, given.ALWAYS)
         offload = given.of_type("cpu_offload", cpu_offload, CPUOffload)
         modules, parameters = given.ignored(ignored_modules, ignored_states)
         precision = given.precision(mixed_precision)
