@@ -60,7 +60,7 @@ class ShardedParameter:
     sharded: nn.Parameter  # what the optimizer trains: a DTensor, its rows a view of the shard
     in_shard: slice  # where these are, with the padding of the last ranks
     grad: torch.Tensor | None = None  # of this rank, whole, while a backward pass goes on
-    has_part = False  # of a gradient that is not reduced, this rank has more than zeros
+    contributes = False  # to a gradient that is not reduced, more than zeros
     mean: torch.Tensor | None = None  # of all ranks, this rank's rows: when it is reduced
     storages: Any = None  # it has these while nobody gives it others
 

@@ -159,7 +159,7 @@ class ParamGroup:
     def has_gradients(self) -> list[bool]:
         """Of each trained parameter, whether this rank has a gradient that is not reduced."""
         return [
-            each.grad is not None or (partial_of(each.sharded) is not None and each.has_part)
+            each.grad is not None or (partial_of(each.sharded) is not None and each.contributes)
             for each in self.parameters
             if each.sharded.requires_grad
         ]
@@ -196,8 +196,8 @@ class ParamGroup:
             before: Any = each.sharded.grad
             partial = partial_of(each.sharded)
             # A mean counts on all ranks; of a sum this rank may have nothing but zeros.
-            there = before is not None and (partial is None or each.has_part)
-            each.has_part = there or gradient is not None
+            there = before is not None and (partial is None or each.contributes)
+            each.contributes = there or gradient is not None
             own = each.local.new_zeros(each.sharded.shape)
             if gradient is not None:
                 own.copy_(gradient / self.divisor)  # the shards may be on another device
