@@ -1,14 +1,22 @@
-"""Arguments of torch's FullyShardedDataParallel: what they mean here, or why not.
-
-Lesson: fsdp_in_practice
+"""What a unit is told; and arguments of torch's FullyShardedDataParallel: what they mean here, or
+why not. Lesson: fsdp_in_practice
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+)
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from minidist.common.refusals import refuse
 
@@ -39,6 +47,25 @@ REFUSED = {  # methods
     "scatter_full_optim_state_dict": "broadcast the whole one, and call load_optim_state_dict",
     "rekey_optim_state_dict": "call optim_state_dict(optimizer, by_name=True)",
 }
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """What a unit is told. The ranks of `groups[0]` have a shard each; with hybrid sharding,
+    those of `groups[1]` have the same one."""
+
+    mesh: DeviceMesh
+    groups: tuple[dist.ProcessGroup, ...]
+    precision: MixedPrecisionPolicy
+    reshards: bool | None  # after forward. None: if it is not the root
+    offloads: bool
+    ignored: frozenset[nn.Parameter] = frozenset()
+    ignored_modules: frozenset[nn.Module] = frozenset()
+
+    @property
+    def placements(self) -> list[Placement]:
+        """Of every parameter."""
+        return [Replicate()] * (self.mesh.ndim - 1) + [Shard(0)]
 
 
 def of_type(name: str, value: T | None, kind: type[T]) -> T | None:
