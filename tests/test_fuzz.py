@@ -93,6 +93,23 @@ def without_hooks(accumulate):
     return broken
 
 
+def the_last_mean_only(receive):
+    def broken(flat, *mean):
+        for each in flat.parameters:
+            each.mean = None
+        receive(flat, *mean)
+
+    return broken
+
+
+def until_any_pass_ends(end):
+    def broken(reducer):
+        end(reducer)
+        reducer._sync = reducer._awaited = False
+
+    return broken
+
+
 # Of each kind: which trials are of it, what is broken in them, and by what.
 PLANTED = {
     "no averages": (
@@ -191,6 +208,16 @@ PLANTED = {
         lambda t: t.habit == "a method computes" and t.strategy == "zero2",
         "minidist.common.no_sync.Synchronized._forwarded",
         lambda _: lambda _, __, found: found,
+    ),
+    "two forward passes": (
+        lambda t: t.habit == "two forward passes" and t.strategy == "fully_shard" and t.batch > 1,
+        "minidist.fully_sharded.flat_shard.FlatShard._receive",
+        the_last_mean_only,
+    ),
+    "gradients of inputs": (
+        lambda t: t.habit == "gradients of inputs" and t.strategy == "zero1",
+        "minidist.distributed_data_parallel.reducer.Reducer._end",
+        until_any_pass_ends,
     ),
     "two wrappers": (
         lambda t: t.habit == "two wrappers" and t.strategy == "ddp",

@@ -4,6 +4,7 @@ Each is done to the strategy's model and to that of one process.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 
 DATA = ["ddp", "zero1", "zero2"]
 UNITS = ["fsdp", "fully_shard"]
+OWN = ("mlp", "lstm", "llama")  # models of `random_models`, which have a method
 ALL = [*DATA, *UNITS, "pipeline", "tensor", "mixed"]
 
 
@@ -50,17 +52,37 @@ def add(run: Any, step: int) -> None:
         run.add(nn.Linear(10, 10).double())
 
 
+def by_a_method(run: Any, inputs: torch.Tensor) -> torch.Tensor:
+    """A method of the module, by way of the wrapper: it is refused, or right."""
+    with suppress(RuntimeError):
+        return run.model.predict(inputs)
+    return run.model(inputs)
+
+
+def twice(run: Any, inputs: torch.Tensor) -> torch.Tensor:
+    """Two forward passes for one backward pass."""
+    return torch.cat([run.model(part) for part in inputs.chunk(2)])
+
+
+def adversarial(run: Any, inputs: torch.Tensor) -> torch.Tensor:
+    """Gradients of the inputs, between a forward pass and its backward pass, weigh the rows."""
+    x = inputs.clone().requires_grad_()
+    outputs = run.model(inputs)
+    (gradient,) = torch.autograd.grad(run.model(x).sum(), x)
+    return outputs * (1 + gradient.sum(1, keepdim=True))
+
+
 def nothing(*_: Any) -> None:
     """`strategies` sees to it."""
 
 
 @dataclass(frozen=True)
 class Habit:
-    """when: once after wrapping; before each step; or with its gradients, before they are clipped.
-    models: none named are all."""
+    """when: "wrapped", once; "step", before each; "outputs", in place of the forward pass;
+    "gradients", before they are clipped. models: none named are all."""
 
     when: str
-    do: Callable[[Any, int], None]
+    do: Callable[[Any, Any], Any]
     strategies: list[str]
     models: tuple[str, ...] = ()
 
@@ -72,7 +94,9 @@ HABITS = {
     "a gradient is removed": Habit("gradients", remove, ALL),
     "frozen for a step": Habit("step", freeze, ALL),
     "a layer is added": Habit("step", add, DATA, ("mlp",)),
-    "a method computes": Habit("", nothing, [*DATA, *UNITS, "tensor"], ("mlp", "lstm", "llama")),
+    "a method computes": Habit("outputs", by_a_method, [*DATA, *UNITS, "tensor"], OWN),
+    "two forward passes": Habit("outputs", twice, [*DATA, *UNITS, "tensor"], (*OWN, "transformer")),
+    "gradients of inputs": Habit("outputs", adversarial, [*DATA, *UNITS], ("mlp", "lstm")),
     "two wrappers": Habit("", nothing, [*DATA, "fsdp"], ("mlp",)),
 }
 

@@ -67,7 +67,7 @@ class Alone:
     # ---- what the script does besides ------------------------------------------------------
 
     def habit(self, when: str) -> None:
-        """What the script does now, if it does."""
+        """What the script does now, if it does something."""
         habit = HABITS[self.trial.habit]
         if habit.when == when:
             habit.do(self, self.steps)
@@ -90,11 +90,8 @@ class Alone:
         return slice(None)
 
     def outputs(self, inputs: torch.Tensor) -> torch.Tensor:
-        """By a method of the module: it is refused, or right."""
-        if self.trial.habit == "a method computes":
-            with contextlib.suppress(RuntimeError):
-                return self.model.predict(inputs)
-        return self.model(inputs)
+        habit = HABITS[self.trial.habit]
+        return habit.do(self, inputs) if habit.when == "outputs" else self.model(inputs)
 
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The mean over the rows."""
