@@ -175,6 +175,19 @@ def test_two_wrappers_that_share_a_part(pools):
     assert max(pools(2)(train)) < 1e-12
 
 
+def test_a_gradient_that_was_removed_is_not_clipped_with_the_others(pools):
+    def train():
+        module, plain = net(), net()
+        model, _ = sharded(module)
+        square(model, dist.get_rank()).backward()
+        alone(plain, square)
+        module[0].weight.grad = plain[0].weight.grad = None
+        wanted = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        return float((model.clip_grad_norm_(0.1) - wanted).abs())
+
+    assert max(pools(2)(train)) < 1e-12
+
+
 @pytest.mark.parametrize("keep", [True, False])
 def test_shards_of_gradients_add_up_in_a_model_that_was_wrapped_before(pools, keep):
     """The wrapper that a notebook's cell made first may be there still, with its hooks."""

@@ -219,7 +219,9 @@ class ShardedDataParallel(Synchronized):
 
         torch.nn.utils.clip_grad_norm_ does the same, by one all_reduce for each parameter.
         """
-        shards = [shard for optimizer in self._optimizers for shard in optimizer.shards]
+        pieces = [piece for optimizer in self._optimizers for piece in optimizer.pieces]
+        # The user may have removed one.
+        shards = [piece.own for piece in pieces if piece.whole.grad is not None]
         device = next(self.module.parameters()).device
         groups = [self.process_group]
         return clip_grad_norm_(shards, max_norm, norm_type, groups=groups, device=device)
