@@ -3,6 +3,8 @@
 Held against one process, which computes all ranks' shares."""
 
 import copy
+import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -169,6 +171,44 @@ def test_two_wrappers_that_share_a_part(pools):
         with pytest.raises(RuntimeError, match=r"parameter 0\.\w+ is in two wrappers"):
             sum(square(model, dist.get_rank()) for model in models).backward()
         return apart
+
+    assert max(pools(2)(train)) < 1e-12
+
+
+def test_a_gradient_that_was_removed_is_not_clipped_with_the_others(pools):
+    def train():
+        module, plain = net(), net()
+        model, _ = sharded(module)
+        square(model, dist.get_rank()).backward()
+        alone(plain, square)
+        module[0].weight.grad = plain[0].weight.grad = None
+        wanted = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        return float((model.clip_grad_norm_(0.1) - wanted).abs())
+
+    assert max(pools(2)(train)) < 1e-12
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_shards_of_gradients_add_up_in_a_model_that_was_wrapped_before(pools, keep):
+    """The wrapper that a notebook's cell made first may be there still, with its hooks."""
+
+    def train():
+        module = net()
+        old, optimizer = sharded(module)
+        square(old, dist.get_rank()).backward()
+        shard = weakref.ref(optimizer.shards[0])
+        model, optimizer = sharded(module)
+        if not keep:
+            del old
+            gc.collect()
+            assert shard() is None
+        plain, before = net(), [p.detach().clone() for p in module.parameters()]
+        for _ in range(2):
+            square(model, dist.get_rank()).backward()
+        optimizer.step()
+        theirs = [2 * gradient for gradient in alone(plain, square)]
+        ours = [b - p.detach() for b, p in zip(before, module.parameters(), strict=True)]
+        return far(ours, theirs)
 
     assert max(pools(2)(train)) < 1e-12
 

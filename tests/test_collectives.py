@@ -645,6 +645,11 @@ def _no_op(r, p):
     collectives.all_reduce(ONES(3), "sum")
 
 
+@bad("<- op must be one of SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, not NoneType")
+def _none_as_op(r, p):
+    collectives.all_reduce(ONES(3), None if r == 1 else SUM)
+
+
 @bad("<- algorithm must be one of ring, naive, tree, recursive_doubling, halving_doubling")
 def _no_algorithm(r, p):
     collectives.all_reduce(ONES(3), algorithm="rong" if r == 0 else "ring")

@@ -352,8 +352,14 @@ REFUSED = {
     "no forward": (lambda: md.fully_shard(nn.ModuleList()), "ModuleList has no forward pass"),
     "twice": (lambda: md.fully_shard(md.fully_shard(Model())), "is sharded already"),
     "unknown": (lambda: md.fully_shard(Model(), shard=1), "no argument shard"),
-    "placement": (lambda: md.fully_shard(Model(), shard_placement_fn=len), "shard_placement_fn:"),
-    "axes": (lambda: md.fully_shard(Model(), dp_mesh_dims=(0, 1)), "dp_mesh_dims: give the axes"),
+    "placement": (
+        lambda: md.fully_shard(Model(), shard_placement_fn=len),
+        "fully_shard does not take shard_placement_fn=<built-in",
+    ),
+    "axes": (
+        lambda: md.fully_shard(Model(), dp_mesh_dims=(0, 1)),
+        "dp_mesh_dims=(0, 1): give the axes",
+    ),
     "reshard to some": (
         lambda: md.fully_shard(Model(), reshard_after_forward=2),
         "reshard_after_forward=2",

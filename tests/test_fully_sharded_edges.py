@@ -1182,7 +1182,7 @@ REFUSED = {
     "no strategy": (given(sharding_strategy="full"), "is a ShardingStrategy, not 'full'"),
     "BACKWARD_POST": (
         given(backward_prefetch=BackwardPrefetch.BACKWARD_POST),
-        "backward_prefetch BACKWARD_POST",
+        "take backward_prefetch=<BackwardPrefetch.BACKWARD_POST: 2>: here",
     ),
     "cpu_offload": (given(cpu_offload=True), "cpu_offload is a CPUOffload, not True"),
     "mixed_precision": (

@@ -979,7 +979,7 @@ MISTAKES = {
     "a step within backward": (
         lambda rank: zero(net().parameters(), overlap_with_ddp=True),
         "ValueError",
-        "overlap_with_ddp: here a step begins when the backward pass has ended",
+        "not take overlap_with_ddp=True: here a step begins when the backward pass has ended",
     ),
     "an option": (lambda rank: zero(net().parameters(), lr=-1), "ValueError", "Invalid learning"),
     "LBFGS": (

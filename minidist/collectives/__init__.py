@@ -4,7 +4,8 @@
 
 They take what the functions of the same name in torch.distributed take, except `async_op`, and
 leave the same results in the same places. To read: `algorithms` (the loops), then `cost` (what
-they cost), `peers` (messages), `agreement` (why a wrong call raises instead of hanging).
+they cost), `peers` (messages), `calls` (a table of what each rank passes), `agreement` (why a wrong
+call raises instead of hanging).
 
 All of them accept, as torch's:
 - tensors of any dtype and shape, of no elements too, contiguous or strided, but dense; a tensor
@@ -28,12 +29,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from minidist.collectives.agreement import Call
+from minidist.collectives.calls import run
 from minidist.collectives.cost import ALGORITHMS, Cost, Sent, cost, sent, total
-from minidist.collectives.peers import Peers
-from minidist.collectives.reduce_op import Reduction
-from minidist.collectives.vectors import flat, nbytes, put_back, put_back_all
-from minidist.measure import record
 
 __all__ = [
     "ALGORITHMS",
@@ -72,14 +69,7 @@ def broadcast(
     algorithm: "flat", the root sends to one after another: (p-1)(α + nβ); "tree", binomial, who
     has it passes it on: ⌈lg p⌉(α + nβ) (Thakur et al. 2005).
     """
-    call = Call("broadcast", Peers(group), algorithm)
-    call.tensor("tensor", tensor, written=True)
-    root = call.root("src", src, group_src, default=False)
-    run = call.agree()
-    whole = flat(tensor)
-    with record.scope("broadcast", nbytes(tensor)):
-        run(call.peers, whole, root)
-        put_back(whole, tensor)
+    run("broadcast", algorithm, group, tensor, root=(src, group_src))
 
 
 def reduce(
@@ -100,15 +90,7 @@ def reduce(
     ⌈lg p⌉(α + nβ) (Thakur et al. 2005).
     Lesson: collectives.
     """
-    call = Call("reduce", Peers(group), algorithm)
-    call.tensor("tensor", tensor, written=True)
-    root = call.root("dst", dst, group_dst, default=False)
-    call.reduction(op, tensor)
-    run = call.agree()
-    whole = flat(tensor)
-    with record.scope("reduce", nbytes(tensor)):
-        run(call.peers, whole, root, Reduction(op, tensor.dtype))
-        put_back(whole, tensor)
+    run("reduce", algorithm, group, tensor, root=(dst, group_dst), op=op)
 
 
 def all_reduce(
@@ -131,14 +113,7 @@ def all_reduce(
     The last two cost 2(α + nβ) more where p is not a power of two.
     Lesson: collectives.
     """
-    call = Call("all_reduce", Peers(group), algorithm)
-    call.tensor("tensor", tensor, written=True)
-    call.reduction(op, tensor)
-    run = call.agree()
-    whole = flat(tensor)
-    with record.scope("all_reduce", nbytes(tensor)):
-        run(call.peers, whole, Reduction(op, tensor.dtype))
-        put_back(whole, tensor)
+    run("all_reduce", algorithm, group, tensor, op=op)
 
 
 def scatter(
@@ -158,18 +133,7 @@ def scatter(
     algorithm: "flat", the root sends to one after another: (p-1)α + (p-1)/p nβ.
     Lesson: collectives.
     """
-    call = Call("scatter", Peers(group), algorithm)
-    call.tensor("tensor", tensor, written=True)
-    root = call.root("src", src, group_src, default=True)
-    if call.peers.rank == root:
-        call.tensors("scatter_list", scatter_list, tensor, written=False, shapes="equal")
-    else:
-        call.no_tensors("scatter_list", scatter_list, "source")
-    run = call.agree()
-    own, block = flat(tensor), [flat(t) for t in scatter_list or ()]
-    with record.scope("scatter", nbytes(tensor) * call.peers.size):
-        run(call.peers, own, block, root)
-        put_back(own, tensor)
+    run("scatter", algorithm, group, tensor, scatter_list, root=(src, group_src))
 
 
 def gather(
@@ -188,18 +152,7 @@ def gather(
 
     algorithm: "flat", the root takes from one after another: (p-1)α + (p-1)/p nβ.
     """
-    call = Call("gather", Peers(group), algorithm)
-    call.tensor("tensor", tensor, written=False)
-    root = call.root("dst", dst, group_dst, default=True)
-    if call.peers.rank == root:
-        call.tensors("gather_list", gather_list, tensor, written=True, shapes="equal")
-    else:
-        call.no_tensors("gather_list", gather_list, "destination")
-    run = call.agree()
-    own, block = flat(tensor), [flat(t) for t in gather_list or ()]
-    with record.scope("gather", nbytes(tensor) * call.peers.size):
-        run(call.peers, own, block, root)
-        put_back_all(block, gather_list or ())
+    run("gather", algorithm, group, tensor, gather_list, root=(dst, group_dst))
 
 
 def all_gather(
@@ -217,14 +170,7 @@ def all_gather(
     algorithm: "ring": (p-1)α + (p-1)/p nβ; "recursive_doubling": ⌈lg p⌉α + (p-1)/p nβ, in the form
     that needs no power of two (Bruck et al. 1997; both in Thakur et al. 2005).
     """
-    call = Call("all_gather", Peers(group), algorithm)
-    call.tensor("tensor", tensor, written=False, shared=False)
-    call.tensors("tensor_list", tensor_list, tensor, written=True, shared=True, shapes="own")
-    run = call.agree()
-    own, block = flat(tensor), [flat(t) for t in tensor_list]
-    with record.scope("all_gather", nbytes(*tensor_list)):
-        run(call.peers, own, block)
-        put_back_all(block, tensor_list)
+    run("all_gather", algorithm, group, tensor, tensor_list)
 
 
 def reduce_scatter(
@@ -243,15 +189,7 @@ def reduce_scatter(
     algorithm: "ring": (p-1)α + (p-1)/p nβ (Patarasuk and Yuan 2009).
     Lesson: collectives.
     """
-    call = Call("reduce_scatter", Peers(group), algorithm)
-    call.tensor("output", output, written=True, shared=False)
-    call.tensors("input_list", input_list, output, written=False, shared=True, shapes="own")
-    call.reduction(op, output)
-    run = call.agree()
-    own, block = flat(output), [flat(t) for t in input_list]
-    with record.scope("reduce_scatter", nbytes(*input_list)):
-        run(call.peers, own, block, Reduction(op, output.dtype))
-        put_back(own, output)
+    run("reduce_scatter", algorithm, group, output, input_list, op=op)
 
 
 def all_to_all(
@@ -269,16 +207,7 @@ def all_to_all(
     algorithm: "pairwise", p-1 steps, at each of which every rank sends one message and receives
     one: (p-1)α + (p-1)/p nβ (Thakur et al. 2005).
     """
-    call = Call("all_to_all", Peers(group), algorithm)
-    like = call.tensors("output_tensor_list", output_tensor_list, None, written=True)
-    call.tensors("input_tensor_list", input_tensor_list, like, written=False)
-    run = call.agree()
-    call.agree_on_pairs(output_tensor_list, input_tensor_list)
-    outputs = [flat(t) for t in output_tensor_list]
-    inputs = [flat(t) for t in input_tensor_list]
-    with record.scope("all_to_all", nbytes(*input_tensor_list)):
-        run(call.peers, outputs, inputs)
-        put_back_all(outputs, output_tensor_list)
+    run("all_to_all", algorithm, group, output_tensor_list, input_tensor_list)
 
 
 def barrier(group: Group = None, *, algorithm: str = "dissemination") -> None:
@@ -287,8 +216,4 @@ def barrier(group: Group = None, *, algorithm: str = "dissemination") -> None:
     algorithm: "dissemination": ⌈lg p⌉ messages of one byte, α each (Hensgen, Finkel and Manber
     1988).
     """
-    call = Call("barrier", Peers(group), algorithm)
-    run = call.agree()
-    token = torch.zeros(1, dtype=torch.uint8, device=call.peers.device)
-    with record.scope("barrier"):
-        run(call.peers, token)
+    run("barrier", algorithm, group)

@@ -276,9 +276,10 @@ def all_to_all_pairwise(peers: Peers, outputs: Tensors, inputs: Tensors) -> None
     outputs[r].copy_(inputs[r])
 
 
-def barrier_dissemination(peers: Peers, token: torch.Tensor) -> None:
+def barrier_dissemination(peers: Peers) -> None:
     # After the step of distance d, a rank has heard, directly or through others, of the 2d ranks
     # r, r-1, ..., r-2d+1: after ⌈lg p⌉ steps of all. Any p will do. The token is one byte.
+    token = torch.zeros(1, dtype=torch.uint8, device=peers.device)
     distances = powers_of_two(peers.size)
     arrivals = [peers.expect(torch.empty_like(token), peers.rank - d) for d in distances]
     for d, arrival in zip(distances, arrivals, strict=True):

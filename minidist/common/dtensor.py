@@ -23,10 +23,16 @@ def distributed(
     of it; shape: of the whole. No message."""
     stride = torch.empty(shape, device="meta").stride()
     whole = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-    made = nn.Parameter(whole, parameter.requires_grad)
-    made.__dict__.update({k: v for k, v in vars(parameter).items() if k not in vars(made)})
+    made = parameter_like(parameter, whole)
     made._backward_hooks = parameter._backward_hooks
     made._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+    return made
+
+
+def parameter_like(parameter: nn.Parameter, value: DTensor) -> nn.Parameter:
+    """A parameter of this value, with the attributes of another."""
+    made = nn.Parameter(value, parameter.requires_grad)
+    made.__dict__.update({k: v for k, v in vars(parameter).items() if k not in vars(made)})
     return made
 
 

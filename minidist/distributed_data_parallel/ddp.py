@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from minidist.common.groups import groups_of, require_group
 from minidist.common.no_sync import Synchronized
+from minidist.common.refusals import refuse
 from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.wrapper import Guard, copy_on_ranks
 from minidist.distributed_data_parallel.join import Step, UnevenBatches
@@ -96,11 +97,7 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
         Synchronized.__init__(self, module)
         UnevenBatches.__init__(self)
         given = locals()
-        for name, reason in NOT_HERE.items():
-            if given[name]:
-                raise ValueError(
-                    f"DistributedDataParallel: {name}={given[name]!r} is not there: {reason}"
-                )
+        refuse("DistributedDataParallel", {name: given[name] for name in NOT_HERE}, NOT_HERE)
         self.bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
         if self.bucket_cap_mb <= 0:
             raise ValueError(f"bucket_cap_mb must be more than 0, not {bucket_cap_mb}")

@@ -69,7 +69,7 @@ class Reducer:
         self._make_buckets(assign(self.parameters[::-1], cap) if plan is None else plan)
         hook = GradientHook(self)
         self._hooks = {p: p.register_post_accumulate_grad_hook(hook) for p in self.parameters}
-        weakref.finalize(self, _remove, list(self._hooks.values()))
+        weakref.finalize(self, remove, list(self._hooks.values()))
 
     # ---- buckets, in the order of backward -------------------------------------------------
 
@@ -317,7 +317,7 @@ class GradientHook:
             reducer._arrive(parameter)
 
 
-def _remove(hooks: list[Any]) -> None:
+def remove(hooks: list[Any]) -> None:
     for hook in hooks:
         hook.remove()
 

@@ -1,14 +1,17 @@
-"""The state of an optimizer of sharded parameters, as one process has it. Lesson: fully_sharded
+"""States of a sharded model, and of its optimizer, as one process has them. Lesson: fully_sharded
 
 Of `fully_shard` all states are DTensors, so torch's own functions do the same. Checkpoints on disk:
 `minidist.saving`.
 """
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
@@ -60,6 +63,60 @@ def optim_state_dict_to_load(model: nn.Module, optimizer: Optimizer, state_dict:
                 name: _rows(name, value, parameter) for name, value in states[number].items()
             }
     return {**state_dict, "state": states}
+
+
+class StateTypes(nn.Module):
+    """Of `FullyShardedDataParallel`: its states, as torch's class has them."""
+
+    _state_type = StateDictType.FULL_STATE_DICT
+    load_optim_state_dict = load_optim_state_dict
+    optim_state_dict_to_load = optim_state_dict_to_load
+
+    def set_state_dict_type(self, state_dict_type: StateDictType, *configs: Any) -> StateDictType:
+        """What `state_dict` has from now on, and `optim_state_dict`: whole tensors on the CPU, as
+        at the beginning (FULL_STATE_DICT), or DTensors of this rank's rows (SHARDED_STATE_DICT).
+        The configurations save memory in torch, and change nothing here. Returns what it was.
+        Raises ValueError for LOCAL_STATE_DICT."""
+        if state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            raise ValueError("LOCAL_STATE_DICT fits this number of ranks only: SHARDED_STATE_DICT")
+        before = StateDictType.FULL_STATE_DICT
+        for module in self.modules():
+            if isinstance(module, StateTypes):
+                before, module._state_type = module._state_type, state_dict_type
+        return before
+
+    @contextmanager
+    def state_dict_type(self, state_dict_type: StateDictType, *configs: Any) -> Iterator[None]:
+        """`set_state_dict_type` for a block."""
+        before = StateTypes.set_state_dict_type(self, state_dict_type)
+        try:
+            yield
+        finally:
+            StateTypes.set_state_dict_type(self, before)
+
+    def optim_state_dict(
+        self, optimizer: Optimizer, sharded: bool | None = None, by_name: bool = False
+    ) -> State:
+        """See the function `optim_state_dict`. sharded: None is as `state_dict` is."""
+        if sharded is None:
+            sharded = self._state_type is StateDictType.SHARDED_STATE_DICT
+        return optim_state_dict(self, optimizer, sharded, by_name)
+
+
+def make_whole(model: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """After `state_dict`: DTensors become whole tensors, tied ones one tensor."""
+    if model._state_type is not StateDictType.FULL_STATE_DICT or any(
+        group.summoned for group in groups_in(model)
+    ):  # summoned, perhaps on one rank alone: the others would wait for it
+        return
+    wholes = dict[int, torch.Tensor]()
+    for name, value in state.items():
+        if name.startswith(prefix) and isinstance(value, DTensor):
+            key = value._local_tensor.untyped_storage()._cdata
+            if key not in wholes:
+                with torch.inference_mode(False), torch.no_grad():
+                    wholes[key] = value.full_tensor().to("cpu", copy=True)
+            state[name] = wholes[key]
 
 
 def _rows(name: str, value: Any, parameter: torch.Tensor) -> Any:

@@ -16,38 +16,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from minidist import backend
 from minidist.common.dtensor import distributed, relist
 from minidist.common.materialize import Named, Place
+from minidist.fully_sharded.torch_arguments import Options
 from minidist.zero.shards import all_gather_each, reduce_scatter
 
 EMPTY = 2**30  # the version of full parameters without memory
 ON_META = (
     "is on the device meta: call to_empty(device=...) of the sharded model, and fill its parameters"
 )
-
-
-@dataclass(frozen=True, eq=False)
-class Options:
-    """What a unit has been told. The ranks of `groups[0]` have a shard each; with hybrid sharding,
-    those of `groups[1]` have the same one."""
-
-    mesh: DeviceMesh
-    groups: tuple[dist.ProcessGroup, ...]
-    precision: MixedPrecisionPolicy
-    reshards: bool | None  # after forward. None: if it is not the root
-    offloads: bool
-    ignored: frozenset[nn.Parameter] = frozenset()
-    ignored_modules: frozenset[nn.Module] = frozenset()
-
-    @property
-    def placements(self) -> list[Placement]:
-        """Of every parameter."""
-        return [Replicate()] * (self.mesh.ndim - 1) + [Shard(0)]
 
 
 @dataclass(eq=False)
@@ -59,7 +39,7 @@ class ShardedParameter:
     sharded: nn.Parameter  # what the optimizer trains: a DTensor, its rows a view of the shard
     in_shard: slice  # where these are, with the padding of the last ranks
     grad: torch.Tensor | None = None  # of this rank, whole, while a backward pass goes on
-    has_part = False  # of a gradient that is not reduced, this rank has more than zeros
+    contributes = False  # to a gradient that is not reduced, more than zeros
     mean: torch.Tensor | None = None  # of all ranks, this rank's rows: when it is reduced
     storages: Any = None  # it has these while nobody gives it others
 

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from minidist.common.dtensor import parameter_like
+from minidist.common.refusals import RefusedError
 from minidist.fully_sharded.backward_pass import in_backward
 from minidist.fully_sharded.param_group import ParamGroup
 from minidist.fully_sharded.state import State
@@ -33,10 +35,6 @@ REFUSED = {  # methods of torch's FSDPModule
     "set_allocate_memory_from_process_group_for_comm": _OF_BUFFERS,
     "set_symm_mem_for_comm": _OF_BUFFERS,
 }
-
-
-class RefusedError(NotImplementedError, AttributeError):
-    """A method of torch's that has no meaning here: `hasattr` says that there is none."""
 
 
 class FSDPModule(nn.Module):
@@ -156,7 +154,9 @@ class FSDPModule(nn.Module):
             memo |= {id(flat.group): flat.group for flat in group.flats}
             for each in group.parameters:
                 if id(each.sharded) not in memo:  # it may be another module's, too
-                    memo[id(each.sharded)] = _copy(each.sharded)
+                    old: Any = each.sharded
+                    own = DTensor(old._local_tensor.clone(), old._spec, requires_grad=False)
+                    memo[id(old)] = parameter_like(old, own)
         new = memo[id(self)] = type(self).__new__(type(self))
         for name, value in vars(self).items():
             if name != "fsdp_state":
@@ -211,13 +211,3 @@ def share_state(module: nn.Module) -> None:
     state = State(groups_in(module))
     for group in state.groups:
         group.module.__dict__["fsdp_state"] = state
-
-
-def _copy(parameter: nn.Parameter) -> nn.Parameter:
-    like: Any = parameter
-    new = nn.Parameter(
-        DTensor(like._local_tensor.clone(), like._spec, requires_grad=False),
-        parameter.requires_grad,
-    )
-    new.__dict__.update({k: v for k, v in vars(parameter).items() if k not in vars(new)})
-    return new

@@ -15,12 +15,13 @@ from minidist.common import agree
 from minidist.common.abandoned import Abandoned, abandon
 from minidist.common.groups import groups_of
 from minidist.common.materialize import Modules, Named, places_of, tensors_of
+from minidist.common.refusals import refuse
 from minidist.common.replicas import broadcast_state, require_same_lines, words
 from minidist.distributed_data_parallel import DistributedDataParallel
-from minidist.fully_sharded.flat_shard import FlatShard, Options, rows_of
+from minidist.fully_sharded.flat_shard import FlatShard, rows_of
 from minidist.fully_sharded.fsdp_module import FSDPModule, group_of, groups_in, share_state
 from minidist.fully_sharded.param_group import ParamGroup
-from minidist.fully_sharded.torch_arguments import of_type
+from minidist.fully_sharded.torch_arguments import Options, of_type
 from minidist.mixed import MixedParallel
 from minidist.pipeline import Pipeline
 from minidist.zero import ShardedDataParallel
@@ -80,11 +81,7 @@ def fully_shard(
         raise TypeError(f"fully_shard takes one module, not {type(module).__name__}")
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         raise ValueError(f"a {type(module).__name__} has no forward pass: shard what is in it")
-    for name, value in not_here.items():
-        if name not in NOT_HERE:
-            raise TypeError(f"fully_shard has no argument {name}")
-        if value is not None:
-            raise ValueError(f"fully_shard: {name}: {NOT_HERE[name]}")
+    refuse("fully_shard", not_here, NOT_HERE)
     if not isinstance(reshard_after_forward, bool | None):
         raise ValueError(
             f"reshard_after_forward={reshard_after_forward}: parameters are freed after the "

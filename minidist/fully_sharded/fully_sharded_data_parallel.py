@@ -18,9 +18,7 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     MixedPrecisionPolicy,
     ShardingStrategy,
-    StateDictType,
 )
-from torch.distributed.tensor import DTensor
 
 from minidist import rank
 from minidist.common import agree
@@ -28,20 +26,20 @@ from minidist.common.groups import groups_of
 from minidist.common.materialize import materialize
 from minidist.common.no_sync import Synchronized
 from minidist.common.norm import clip_grad_norm_
+from minidist.common.refusals import RefusedError, refuse
 from minidist.common.wrapper import Wrapper
-from minidist.fully_sharded import checkpoint
 from minidist.fully_sharded import torch_arguments as given
-from minidist.fully_sharded.flat_shard import Options, partial_of
-from minidist.fully_sharded.fsdp_module import FSDPModule, RefusedError, groups_in
+from minidist.fully_sharded.checkpoint import StateTypes, make_whole
+from minidist.fully_sharded.flat_shard import partial_of
+from minidist.fully_sharded.fsdp_module import FSDPModule, groups_in
 from minidist.fully_sharded.fully_shard import make_unit, own_modules, require_alike
 from minidist.fully_sharded.summon import summoned
+from minidist.fully_sharded.torch_arguments import Options
 from minidist.fully_sharded.unit_precision import cast_buffers, device_of, of_classes, own_precision
 from minidist.fully_sharded.wrap_policies import Policy, chosen
 
-Optimizer = torch.optim.Optimizer
 
-
-class FullyShardedDataParallel(Synchronized):
+class FullyShardedDataParallel(Synchronized, StateTypes):
     """Trains replicas of `module` of which no rank has a whole one. ZeRO, stage 3.
 
         model = md.FullyShardedDataParallel(model, auto_wrap_policy=by_class(Block))
@@ -88,7 +86,6 @@ class FullyShardedDataParallel(Synchronized):
     """
 
     module: Any  # the outermost unit
-    _state_type = StateDictType.FULL_STATE_DICT
 
     def __init__(
         self,
@@ -110,9 +107,9 @@ class FullyShardedDataParallel(Synchronized):
         **always: Any,
     ) -> None:
         super().__init__(module)
-        self.register_state_dict_post_hook(_whole)
+        self.register_state_dict_post_hook(make_whole)
         groups = groups_of(process_group, device_mesh, type(self).__name__, most_axes=2)
-        given.require_known(always)
+        refuse(given.WHO, always, given.NOT_HERE, given.ALWAYS)
         offload = given.of_type("cpu_offload", cpu_offload, CPUOffload)
         modules, parameters = given.ignored(ignored_modules, ignored_states)
         precision = given.precision(mixed_precision)
@@ -244,39 +241,6 @@ class FullyShardedDataParallel(Synchronized):
         with self.summon_full_params():
             return super().apply(fn)
 
-    def set_state_dict_type(self, state_dict_type: StateDictType, *configs: Any) -> StateDictType:
-        """What `state_dict` has from now on, and `optim_state_dict`: whole tensors on the CPU, as
-        at the beginning (FULL_STATE_DICT), or DTensors of this rank's rows (SHARDED_STATE_DICT).
-        The configurations save memory in torch, and change nothing here. Returns what it was.
-        Raises ValueError for LOCAL_STATE_DICT."""
-        if state_dict_type is StateDictType.LOCAL_STATE_DICT:
-            raise ValueError("LOCAL_STATE_DICT fits this number of ranks only: SHARDED_STATE_DICT")
-        before = StateDictType.FULL_STATE_DICT
-        for module in self.modules():
-            if isinstance(module, FullyShardedDataParallel):
-                before, module._state_type = module._state_type, state_dict_type
-        return before
-
-    @contextmanager
-    def state_dict_type(self, state_dict_type: StateDictType, *configs: Any) -> Iterator[None]:
-        """`set_state_dict_type` for a block."""
-        before = FullyShardedDataParallel.set_state_dict_type(self, state_dict_type)
-        try:
-            yield
-        finally:
-            FullyShardedDataParallel.set_state_dict_type(self, before)
-
-    def optim_state_dict(
-        self, optimizer: Optimizer, sharded: bool | None = None, by_name: bool = False
-    ) -> dict[str, Any]:
-        """See `minidist.fully_sharded.optim_state_dict`. sharded: None is as `state_dict` is."""
-        if sharded is None:
-            sharded = self._state_type is StateDictType.SHARDED_STATE_DICT
-        return checkpoint.optim_state_dict(self, optimizer, sharded, by_name)
-
-    load_optim_state_dict = checkpoint.load_optim_state_dict
-    optim_state_dict_to_load = checkpoint.optim_state_dict_to_load
-
     @contextmanager
     def summon_full_params(
         self,
@@ -305,19 +269,3 @@ for _name, _reason in given.REFUSED.items():
         raise RefusedError(f"{name}: {reason}")
 
     setattr(FullyShardedDataParallel, _name, staticmethod(_refuse))
-
-
-def _whole(model: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """After `state_dict`: DTensors become whole tensors, tied ones one tensor."""
-    if model._state_type is not StateDictType.FULL_STATE_DICT or any(
-        group.summoned for group in groups_in(model)
-    ):  # summoned, perhaps on one rank alone: the others would wait for it
-        return
-    wholes = dict[int, torch.Tensor]()
-    for name, value in state.items():
-        if name.startswith(prefix) and isinstance(value, DTensor):
-            key = value._local_tensor.untyped_storage()._cdata
-            if key not in wholes:
-                with torch.inference_mode(False), torch.no_grad():
-                    wholes[key] = value.full_tensor().to("cpu", copy=True)
-            state[name] = wholes[key]

@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial
 
 from minidist import backend
-from minidist.fully_sharded.flat_shard import FlatShard, Options, ShardedParameter, partial_of
+from minidist.fully_sharded.flat_shard import FlatShard, ShardedParameter, partial_of
+from minidist.fully_sharded.torch_arguments import Options
 
 Gradients = list[tuple[ShardedParameter, torch.Tensor | None]]
 
@@ -159,7 +160,7 @@ class ParamGroup:
     def has_gradients(self) -> list[bool]:
         """Of each trained parameter, whether this rank has a gradient that is not reduced."""
         return [
-            each.grad is not None or (partial_of(each.sharded) is not None and each.has_part)
+            each.grad is not None or (partial_of(each.sharded) is not None and each.contributes)
             for each in self.parameters
             if each.sharded.requires_grad
         ]
@@ -196,8 +197,8 @@ class ParamGroup:
             before: Any = each.sharded.grad
             partial = partial_of(each.sharded)
             # A mean counts on all ranks; of a sum this rank may have nothing but zeros.
-            there = before is not None and (partial is None or each.has_part)
-            each.has_part = there or gradient is not None
+            there = before is not None and (partial is None or each.contributes)
+            each.contributes = there or gradient is not None
             own = each.local.new_zeros(each.sharded.shape)
             if gradient is not None:
                 own.copy_(gradient / self.divisor)  # the shards may be on another device

@@ -1,16 +1,27 @@
-"""Arguments of torch's FullyShardedDataParallel: what they mean here, or why not.
-
-Lesson: fsdp_in_practice
+"""What a unit is told; and arguments of torch's FullyShardedDataParallel: what they mean here, or
+why not. Lesson: fsdp_in_practice
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+)
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from minidist.common.refusals import refuse
 
 T = TypeVar("T")
+WHO = "FullyShardedDataParallel"
 KEEPS = {  # whether a strategy keeps the parameters from the forward to the backward pass
     ShardingStrategy.FULL_SHARD: False,
     ShardingStrategy.SHARD_GRAD_OP: True,
@@ -20,6 +31,13 @@ KEEPS = {  # whether a strategy keeps the parameters from the forward to the bac
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 # These change nothing, whatever they are: all of this is always done.
 ALWAYS = {"use_orig_params", "sync_module_states", "forward_prefetch", "limit_all_gathers"}
+NOT_HERE = {
+    "keep_low_precision_grads": "here a .grad has the dtype of its shard, in which the ranks' "
+    "gradients are also added up over several passes",
+    "sharding_strategy": "every rank would have the whole model. That is DistributedDataParallel",
+    "backward_prefetch": "here the next unit is gathered while one computes, which is "
+    "BACKWARD_PRE, or not ahead at all, which is None",
+}
 REFUSED = {  # methods
     "register_comm_hook": "gradients are reduced by the process group",
     "full_optim_state_dict": "call optim_state_dict(optimizer)",
@@ -29,6 +47,25 @@ REFUSED = {  # methods
     "scatter_full_optim_state_dict": "broadcast the whole one, and call load_optim_state_dict",
     "rekey_optim_state_dict": "call optim_state_dict(optimizer, by_name=True)",
 }
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """What a unit is told. The ranks of `groups[0]` have a shard each; with hybrid sharding,
+    those of `groups[1]` have the same one."""
+
+    mesh: DeviceMesh
+    groups: tuple[dist.ProcessGroup, ...]
+    precision: MixedPrecisionPolicy
+    reshards: bool | None  # after forward. None: if it is not the root
+    offloads: bool
+    ignored: frozenset[nn.Parameter] = frozenset()
+    ignored_modules: frozenset[nn.Module] = frozenset()
+
+    @property
+    def placements(self) -> list[Placement]:
+        """Of every parameter."""
+        return [Replicate()] * (self.mesh.ndim - 1) + [Shard(0)]
 
 
 def of_type(name: str, value: T | None, kind: type[T]) -> T | None:
@@ -41,12 +78,9 @@ def of_type(name: str, value: T | None, kind: type[T]) -> T | None:
 def precision(given: MixedPrecision | None) -> MixedPrecision:
     """Raises TypeError or ValueError for what has no meaning here."""
     given = of_type("mixed_precision", given, MixedPrecision)
-    if given is not None and given.keep_low_precision_grads:
-        raise ValueError(
-            "keep_low_precision_grads: here a .grad has the dtype of its shard, in which the "
-            "ranks' gradients are also added up over several passes"
-        )
-    return given or MixedPrecision()
+    given = given or MixedPrecision()
+    refuse(WHO, {"keep_low_precision_grads": given.keep_low_precision_grads}, NOT_HERE)
+    return given
 
 
 def reshards(strategy: ShardingStrategy | None, axes: int) -> bool:
@@ -54,10 +88,7 @@ def reshards(strategy: ShardingStrategy | None, axes: int) -> bool:
     strategy that does not fit a mesh of so many axes."""
     of_type("sharding_strategy", strategy, ShardingStrategy)
     if strategy is ShardingStrategy.NO_SHARD:
-        raise ValueError(
-            "sharding_strategy NO_SHARD: every rank would have the whole model. That is "
-            "DistributedDataParallel"
-        )
+        refuse(WHO, {"sharding_strategy": strategy}, NOT_HERE)
     if strategy is not None and (strategy in HYBRID) != (axes == 2):
         raise ValueError(
             f"sharding_strategy {strategy.name} with a mesh of {axes} axes: hybrid sharding "
@@ -69,10 +100,7 @@ def reshards(strategy: ShardingStrategy | None, axes: int) -> bool:
 def prefetches(given: BackwardPrefetch | None) -> bool:
     """Whether the next unit is gathered ahead. Raises ValueError for another time than ours."""
     if given is BackwardPrefetch.BACKWARD_POST:
-        raise ValueError(
-            "backward_prefetch BACKWARD_POST: here the next unit is gathered while one computes, "
-            "which is BACKWARD_PRE, or not ahead at all, which is None"
-        )
+        refuse(WHO, {"backward_prefetch": given}, NOT_HERE)
     return given is not None
 
 
@@ -93,13 +121,6 @@ def ignored(
         else:
             raise TypeError(f"ignored are modules or parameters, not {type(each).__name__}")
     return frozenset(found), frozenset(parameters)
-
-
-def require_known(given: Iterable[str]) -> None:
-    """Raises TypeError for an argument that torch has not either."""
-    for name in given:
-        if name not in ALWAYS:
-            raise TypeError(f"FullyShardedDataParallel has no argument {name}")
 
 
 def require_device(device_id: int | torch.device | None, found: torch.device) -> None:

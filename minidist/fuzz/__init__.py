@@ -1,12 +1,13 @@
 """Random trainings, each held against one process: `python -m minidist fuzz --minutes 10`.
 
-A trial is drawn from its number alone: a model, a strategy and its options, optimizers, a loop.
+A trial is drawn from its number alone: a model, a strategy and its options, optimizers, a loop, and
+what a script does besides (`habits`).
 Every rank trains by the strategy and, beside it, alone on the whole batch; after each step the
 weights, the buffers and the losses must be equal. A number that failed fails again:
 `--first 123 --trials 1`.
 
-To read: `trials` (what is drawn), `random_models`, then `strategies` (how each of them trains) and
-`beside_one_process` (what is compared).
+To read: `trials` (what is drawn), `random_models`, then `strategies` (how each of them trains),
+`habits` and `beside_one_process` (what is compared).
 """
 
 import contextlib

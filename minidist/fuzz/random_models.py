@@ -19,7 +19,8 @@ def make(trial: Trial) -> nn.Module:
     torch.manual_seed(trial.number)
     # Heads that all ranks can share, and for a pipeline a sequence of enough layers.
     heads = 8 if trial.strategy in ("tensor", "mixed") else None
-    return MODELS[trial.model](random.Random(trial.number), heads).double()
+    module: Any = MODELS[trial.model](random.Random(trial.number), heads).double()
+    return nn.Sequential(module[:2], module[2:]) if trial.habit == "two wrappers" else module
 
 
 def data(trial: Trial, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -35,7 +36,17 @@ def data(trial: Trial, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
             yield x, torch.randint(10, (rows,), generator=generator)
 
 
-def mlp(chance: random.Random, _: int | None) -> nn.Sequential:
+class WithMethod(nn.Module):
+    def predict(self, x: torch.Tensor) -> torch.Tensor:
+        """A method of the user's that computes."""
+        return self.forward(x)
+
+
+class MLP(WithMethod, nn.Sequential):
+    """Some layers."""
+
+
+def mlp(chance: random.Random, _: int | None) -> MLP:
     """Of any depth, also with layers that are tied, frozen, normalized, or without bias."""
     width = chance.choice([5, 8, 16])
     layers: list[nn.Module] = [nn.Linear(64, width), nn.Tanh()]
@@ -47,10 +58,10 @@ def mlp(chance: random.Random, _: int | None) -> nn.Sequential:
         hidden[0].weight = hidden[-1].weight
     if chance.random() < 0.3:
         chance.choice(hidden).requires_grad_(False)
-    return nn.Sequential(*layers, nn.Linear(width, 10))
+    return MLP(*layers, nn.Linear(width, 10))
 
 
-class Recurrent(nn.Module):
+class Recurrent(WithMethod):
     """An LSTM over the rows of a digit: (B, 64) to (B, 10)."""
 
     def __init__(self, width: int) -> None:
@@ -84,7 +95,7 @@ MODELS: dict[str, Callable[[random.Random, int | None], nn.Module]] = {
 }
 
 
-class Llama(nn.Module):
+class Llama(WithMethod):
     """With the names of Hugging Face: rotary embedding, grouped queries, a gated MLP, RMS norms.
     (B, T) to (B, T, V)."""
 

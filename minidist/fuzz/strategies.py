@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from collections import Counter
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 import minidist as md
-from minidist.fully_sharded import by_class, by_size
+from minidist.fully_sharded import by_class, by_size, register_fsdp_forward_method
 from minidist.fully_sharded.wrap_policies import chosen
+from minidist.fuzz.habits import HABITS
 from minidist.fuzz.random_models import LlamaBlock
 from minidist.fuzz.trials import Options, Trial
 from minidist.parity import cross_entropy
@@ -50,17 +52,46 @@ class Alone:
     def __init__(self, trial: Trial, module: nn.Module) -> None:
         self.trial = trial
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.options = dict(trial.options)
+        self.options, self.steps = trial.options, 0
+        places = Counter(p for _, p in module.named_parameters(remove_duplicate=False))
+        named = module.named_parameters()
+        self.names = [name for name, p in named if p.requires_grad and places[p] == 1]
         self.optimizers = self.wrap(module)
+        self.habit("wrapped")
 
     def wrap(self, module: nn.Module) -> list[Any]:
         """Makes the model, and returns its optimizers."""
         self.model = module
         return optimizers_of(self.trial, self.model)
 
+    # ---- what the script does besides ------------------------------------------------------
+
+    def habit(self, when: str) -> None:
+        """What the script does now, if it does something."""
+        habit = HABITS[self.trial.habit]
+        if habit.when == when:
+            habit.do(self, self.steps)
+
+    def chosen(self) -> list[nn.Parameter]:
+        """One of the parameters that are trained and not tied, if it is on this rank."""
+        wanted = self.names[self.trial.number % len(self.names)]
+        named = self.model.named_parameters()
+        return [p for name, p in named if name.replace("module.", "") == wanted]
+
+    def add(self, layer: nn.Module) -> None:
+        """Another layer at the end."""
+        self.model.append(layer)
+        self.optimizers = self.wrap(self.model)
+
+    # ---- training --------------------------------------------------------------------------
+
     def share(self) -> slice:
         """This rank's rows of the batch."""
         return slice(None)
+
+    def outputs(self, inputs: torch.Tensor) -> torch.Tensor:
+        habit = HABITS[self.trial.habit]
+        return habit.do(self, inputs) if habit.when == "outputs" else self.model(inputs)
 
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The mean over the rows."""
@@ -68,22 +99,25 @@ class Alone:
 
     def backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
         """Adds this pass's part to the gradients. Returns the mean loss of this rank's rows."""
-        loss = self.loss(self.model(inputs), targets)
+        loss = self.loss(self.outputs(inputs), targets)
         (loss / self.trial.passes).backward()
         return loss.item()
 
     def step(self, batches: list[Any]) -> float:
         """A step of one backward pass for each batch. Returns the mean loss of this rank's rows."""
+        self.habit("step")
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         losses = []
         for number, (inputs, targets) in enumerate(batches, start=1):
             with self.waits(number < len(batches)):
                 losses.append(self.backward(inputs[self.share()], targets[self.share()]))
+        self.habit("gradients")
         if self.trial.clip is not None:
             self.clip(self.trial.clip)
         for optimizer in self.optimizers:
             optimizer.step()
+        self.steps += 1
         return sum(losses) / len(losses)
 
     def waits(self, waits: bool) -> Any:
@@ -122,16 +156,39 @@ class Data(Alone):
     """A replica on each rank, or a part of one."""
 
     def wrap(self, module: nn.Module) -> list[Any]:
-        self.model = md.DistributedDataParallel(module, **self.options)
-        return optimizers_of(self.trial, self.model)
+        if self.trial.habit != "two wrappers":
+            self.model, optimizers = self.wrap_one(module)
+            self.wrappers = [self.model]
+            return optimizers
+        made = [self.wrap_one(part) for part in module.children()]
+        self.wrappers = [model for model, _ in made]
+        self.model = nn.Sequential(*self.wrappers)
+        return [each for _, optimizers in made for each in optimizers]
+
+    def wrap_one(self, module: nn.Module) -> tuple[Any, list[Any]]:
+        """The wrapper and its optimizers."""
+        model = md.DistributedDataParallel(module, **self.options)
+        return model, optimizers_of(self.trial, model)
+
+    def add(self, layer: nn.Module) -> None:
+        """The wrapper has to notice; a new one goes on."""
+        module = self.model.module
+        module.append(layer)
+        with contextlib.suppress(RuntimeError):
+            self.model(torch.zeros(1, 64, dtype=torch.float64))
+            raise AssertionError("a layer was added to a wrapped module, and nobody noticed")
+        self.optimizers = self.wrap(module)
 
     def share(self) -> slice:
         return slice(self.rank, None, self.ranks)
 
     def waits(self, waits: bool) -> Any:
-        self.model.require_backward_grad_sync = not (waits and self.trial.waiting == "attribute")
-        waits = waits and self.trial.waiting == "no_sync"
-        return self.model.no_sync() if waits else contextlib.nullcontext()
+        blocks = contextlib.ExitStack()
+        for each in self.wrappers:
+            each.require_backward_grad_sync = not (waits and self.trial.waiting == "attribute")
+            if waits and self.trial.waiting == "no_sync":
+                blocks.enter_context(each.no_sync())
+        return blocks
 
     def clip(self, norm: float) -> None:
         if hasattr(self.model, "clip_grad_norm_") and self.trial.number % 2:
@@ -141,55 +198,57 @@ class Data(Alone):
 
 
 class ShardedStates(Data):
-    def wrap(self, module: nn.Module) -> list[Any]:
-        self.model = md.DistributedDataParallel(module, **self.options)
-        return optimizers_of(self.trial, self.model, process_group=None)
+    def wrap_one(self, module: nn.Module) -> tuple[Any, list[Any]]:
+        model = md.DistributedDataParallel(module, **self.options)
+        return model, optimizers_of(self.trial, model, process_group=None)
 
 
 class ShardedGradients(Data):
-    def wrap(self, module: nn.Module) -> list[Any]:
+    def wrap_one(self, module: nn.Module) -> tuple[Any, list[Any]]:
         optimizers = optimizers_of(self.trial, module, process_group=None)
-        self.model = md.ShardedDataParallel(module, optimizers)
-        return optimizers
+        return md.ShardedDataParallel(module, optimizers), optimizers
 
     def average(self) -> Alone:
-        other = copy.copy(self)
-        other.model = copy.deepcopy(self.model.module)  # gradients have one optimizer
+        other = copy.copy(self)  # gradients have one optimizer
+        parts = [copy.deepcopy(each.module) for each in self.wrappers]
+        other.model = parts[0] if len(parts) == 1 else nn.Sequential(*parts)
         return other
 
 
 class ShardedParameters(Data):
-    def wrap(self, module: nn.Module) -> list[Any]:
-        units = self.policy(module)
-        if mesh := self.mesh():
-            self.options["device_mesh"] = mesh
-        self.model = md.FullyShardedDataParallel(module, auto_wrap_policy=units, **self.options)
-        return optimizers_of(self.trial, self.model)
+    def wrap_one(self, module: nn.Module) -> tuple[Any, list[Any]]:
+        options = dict(self.options)
+        units, mesh = self.policy(module, options.pop("units")), self.mesh(options.pop("hybrid"))
+        model = md.FullyShardedDataParallel(
+            module, auto_wrap_policy=units, device_mesh=mesh, **options
+        )
+        return model, optimizers_of(self.trial, model)
 
-    def policy(self, module: nn.Module) -> Any:
+    def policy(self, module: nn.Module, units: str) -> Any:
         tied = len([*module.parameters()]) < len([*module.named_parameters(remove_duplicate=False)])
         blocks = by_class(md.zoo.Block, LlamaBlock, nn.LSTM)
         policies = {"none": None, "by class": by_class(nn.Linear), "by size": by_size(100)}
-        units = policies[self.options.pop("units")]
+        policy = policies[units]
         tied_ends = tied and self.trial.model == "transformer"
         if tied:  # ties stay within a unit
-            units = blocks if tied_ends and units else None
-        return units
+            policy = blocks if tied_ends and policy else None
+        return policy
 
-    def mesh(self) -> Any:
-        hybrid = self.options.pop("hybrid") and self.ranks == 4
-        return dist.init_device_mesh("cpu", (2, 2)) if hybrid else None
+    def mesh(self, hybrid: bool) -> Any:
+        return dist.init_device_mesh("cpu", (2, 2)) if hybrid and self.ranks == 4 else None
 
 
 class ShardedInPlace(ShardedParameters):
     """By `fully_shard`, the parts first."""
 
-    def wrap(self, module: nn.Module) -> list[Any]:
-        policy, mesh = self.policy(module), self.mesh()
+    def wrap_one(self, module: nn.Module) -> tuple[Any, list[Any]]:
+        options = dict(self.options)
+        policy, mesh = self.policy(module, options.pop("units")), self.mesh(options.pop("hybrid"))
         for part in [*(chosen(module, policy).values() if policy else ()), module]:
-            md.fully_shard(part, mesh=mesh, **self.options)
-        self.model = module
-        return optimizers_of(self.trial, self.model)
+            md.fully_shard(part, mesh=mesh, **options)
+        if self.trial.habit == "a method computes":
+            register_fsdp_forward_method(module, "predict")
+        return module, optimizers_of(self.trial, module)
 
     def waits(self, waits: bool) -> Any:
         self.model.set_requires_gradient_sync(not waits or self.trial.waiting == "nothing")

@@ -2,8 +2,10 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from minidist.fuzz.habits import fitting
 
 Options = dict[str, Any]
 
@@ -18,6 +20,7 @@ class Trial:
     waiting: what those before the last do: "no_sync"; "attribute", as scripts of torch have it; or
         nothing: each reduces its own gradients.
     averaged: a copy by `copy.deepcopy` becomes the moving average of the weights.
+    habit: what the script does besides, of `habits.HABITS`.
     options: those of the strategy.
     """
 
@@ -32,6 +35,7 @@ class Trial:
     waiting: str
     clip: float | None
     averaged: bool
+    habit: str = "none"
     options: Options = field(default_factory=dict)
 
 
@@ -118,7 +122,7 @@ def draw(number: int) -> Trial:
     if options.get("shard") == "units":  # which take no tied model, and no backward in two parts
         model, options["sequence_parallel"] = "llama", False
         options["schedule"] = options["schedule"].replace("zero_bubble", "1f1b")
-    return Trial(
+    trial = Trial(
         number,
         world_size,
         chance.choice(["gloo", "shm"]),
@@ -132,3 +136,8 @@ def draw(number: int) -> Trial:
         averaged=chance.random() < 0.4,
         options=options,
     )
+    habit = chance.choice(fitting(strategy, model))
+    if habit == "frozen for a step" and "find_unused_parameters" in options:
+        options["find_unused_parameters"] = True
+    averaged = trial.averaged and habit != "a layer is added"  # which a copy would not have
+    return replace(trial, habit=habit, averaged=averaged)

@@ -5,6 +5,7 @@ adds its own. But a rank gets back its shard of the mean alone, and the memory o
 there: one bucket fills while another travels, and the whole gradient is never in memory at once.
 """
 
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from minidist.common.norm import clip_grad_norm_
 from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.wrapper import Guard
 from minidist.distributed_data_parallel.buckets import Bucket
-from minidist.distributed_data_parallel.reducer import Reducer, on_any_rank
+from minidist.distributed_data_parallel.reducer import Reducer, on_any_rank, remove
 from minidist.zero.sharded_optimizer import ZeroRedundancyOptimizer
 from minidist.zero.shards import FlatParameters, GradientInShards, Piece, reduce_scatter
 
@@ -67,8 +68,13 @@ class ShardReducer(Reducer):
         super().__init__(wrapper, parameters, group, 0, find_unused_parameters=True, plan=flats)
         # A parameter does not hold its node, and the node holds this hook.
         self._nodes = [get_gradient_edge(parameter).node for parameter in self.parameters]
+        hooks = []
         for parameter, node in zip(self.parameters, self._nodes, strict=True):
-            node.register_prehook(partial(_make_room, parameter, self._pieces.get(parameter)))
+            if isinstance(parameter.grad, GradientInShards):  # in those of an earlier optimizer
+                parameter.grad = None
+            make_room = partial(_make_room, parameter, self._pieces.get(parameter))
+            hooks.append(node.register_prehook(make_room))
+        weakref.finalize(self, remove, hooks)
 
     def _make_bucket(self, index: int) -> PassingBucket:
         return PassingBucket(index, self._plan[index], index == len(self._plan) - 1, self._group)
@@ -116,8 +122,8 @@ def _make_room(parameter: nn.Parameter, piece: Piece | None, *_: Any) -> None:
     parameter's `.grad` to None."""
     if parameter.grad is None and piece is not None:
         piece.own.grad = None
-    elif isinstance(parameter.grad, GradientInShards):
-        parameter.grad = None
+    elif isinstance(parameter.grad, GradientInShards) and parameter.grad.piece is piece:
+        parameter.grad = None  # and nothing, if this hook is an earlier wrapper's
 
 
 class ShardedDataParallel(Synchronized):
@@ -213,7 +219,9 @@ class ShardedDataParallel(Synchronized):
 
         torch.nn.utils.clip_grad_norm_ does the same, by one all_reduce for each parameter.
         """
-        shards = [shard for optimizer in self._optimizers for shard in optimizer.shards]
+        pieces = [piece for optimizer in self._optimizers for piece in optimizer.pieces]
+        # The user may have removed one.
+        shards = [piece.own for piece in pieces if piece.whole.grad is not None]
         device = next(self.module.parameters()).device
         groups = [self.process_group]
         return clip_grad_norm_(shards, max_norm, norm_type, groups=groups, device=device)

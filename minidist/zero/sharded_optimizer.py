@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from minidist.common.agree import require_same, together
 from minidist.common.groups import require_group
+from minidist.common.refusals import refuse
 from minidist.common.replicas import describe, require_plain
 from minidist.zero.optimizer_states import cut, join, renamed, require_states_of
 from minidist.zero.shards import (
@@ -27,6 +28,10 @@ from minidist.zero.shards import (
 ELEMENTWISE: set[type[Optimizer]] = {
     *(optim.SGD, optim.ASGD, optim.RMSprop, optim.Rprop, optim.Adagrad, optim.Adadelta),
     *(optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
+}
+NOT_HERE = {
+    "overlap_with_ddp": "here a step begins when the backward pass has ended. Gradients that leave "
+    "meanwhile are those of ShardedDataParallel"
 }
 
 
@@ -81,11 +86,8 @@ class ZeroRedundancyOptimizer(Optimizer):
                 raise TypeError(f"optimizer_class must be an optimizer, not {optimizer_class!r}")
             if not self.bucket_cap_mb > 0:
                 raise ValueError(f"bucket_cap_mb must be more than 0, not {bucket_cap_mb}")
-            if overlap_with_ddp:
-                raise ValueError(
-                    "overlap_with_ddp: here a step begins when the backward pass has ended. "
-                    "Gradients that leave meanwhile are those of ShardedDataParallel"
-                )
+            given = {"overlap_with_ddp": overlap_with_ddp}
+            refuse("ZeroRedundancyOptimizer", given, NOT_HERE)
             if not is_elementwise(optimizer_class):
                 known = optimizer_class.__module__.startswith("torch.")
                 raise TypeError(

@@ -1,0 +1,20 @@
+"""What torch's classes take and ours do not: refused by name, with the reason. No silent no-op."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+
+class RefusedError(NotImplementedError, AttributeError):
+    """A method of torch's that has no meaning here: `hasattr` says that there is none."""
+
+
+def refuse(
+    who: str, given: Mapping[str, Any], reasons: Mapping[str, str], taken: Collection[str] = ()
+) -> None:
+    """Raises ValueError for an argument that has a reason, if it is given and not None or False;
+    TypeError for one that has none and is not `taken`: torch does not have it either."""
+    for name, value in given.items():
+        if name not in reasons and name not in taken:
+            raise TypeError(f"{who} has no argument {name}")
+        if name in reasons and value not in (None, False):
+            raise ValueError(f"{who} does not take {name}={value!r}: {reasons[name]}")
