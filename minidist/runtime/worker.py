@@ -50,9 +50,10 @@ def main(pipes: Pipes, environ: dict[str, str], folder: str, stage: bytes) -> No
     with ExitStack() as stack:
         progress: Callable[[], int] = int  # int() == 0: nothing yet
 
-        def enter() -> None:
+        def enter() -> int:
             nonlocal progress
             progress = stack.enter_context(cloudpickle.loads(stage)(folder))
+            return os.getpid()
 
         try:
             _answer(pipes, 0, enter, progress)
