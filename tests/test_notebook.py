@@ -13,7 +13,7 @@ import pytest
 from jupyter_client import BlockingKernelClient, KernelManager
 from programs import Family, eventually
 
-from minidist.runtime.output import START, Stream
+from minidist.runtime.output import PICTURE, START, Stream
 
 SOON = 5  # seconds
 
@@ -330,15 +330,19 @@ def test_what_a_rank_draws_is_shown_under_it(kernel):
     )
 
 
-def test_a_picture_that_is_cut_off_is_not_shown_as_text(capsys):
+def test_a_picture_that_comes_in_parts_is_one_and_what_is_left_of_one_is_none(capsys):
     ours, theirs = Pipe(duplex=False)
     stream = Stream(ours, "stdout", "[rank 0] ")
-    os.write(theirs.fileno(), f"so far\n{START}iVBOR".encode())
-    stream.drain()
-    stream.show(every=True, ended=False)
-    assert capsys.readouterr().out == "[rank 0] so far\n"
+    shown = []
+    for part in (f"text\n{START}iVB", f"OR{PICTURE}", f"\nmore{START}iVB"):
+        os.write(theirs.fileno(), part.encode())
+        stream.drain()
+        stream.show(every=True, ended=False)
+        shown.append(capsys.readouterr().out)
     stream.show(every=True, ended=True)
-    assert capsys.readouterr().out == ""
+    shown.append(capsys.readouterr().out)
+    drawn = "[rank 0] (a figure, which a notebook would show)\n"
+    assert shown == ["[rank 0] text\n", "", drawn, "[rank 0] more\n"]
     ours.close()
     theirs.close()
 
@@ -591,6 +595,7 @@ def test_a_debugged_cell_may_be_left(kernel):
     assert kernel.run("%%ranks --debug 1\n2") == Shown(by_rank("2"))
     _, shown = debug(kernel, "%%ranks --debug 1\nbreakpoint()\nx = 1", "n", "n")
     assert shown.error == ""  # stepped out of the cell
+    assert "cannot ask you" in kernel.run("r = %ranks\nr(input)").error
     _, shown = debug(kernel, "%%ranks --debug 1\nbreakpoint()\nx = 2", "q")
     assert shown.error.startswith(
         f"RankError: rank 1 raised BdbQuit\n\n  Cell In[{n + 2}], line 3\n      x = 2\n"

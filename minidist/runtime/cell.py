@@ -22,12 +22,19 @@ def run_cell(
 ) -> None:
     """Run a cell in this rank's namespace, and show its last expression and its figures as Jupyter
     would. `ask` is its `input`, and `stop` its `breakpoint`."""
+    _let(ask, stop)
+    try:
+        _run(source, name)
+        if figures := sys.modules.get("minidist.runtime.figures"):
+            figures.show()
+    finally:
+        _let(_refuse, _refuse)
+
+
+def _let(ask: Callable[..., str], stop: Callable[..., Any]) -> None:
     builtins.input = ask
     if "PYTHONBREAKPOINT" not in os.environ:  # with it the reader chooses another debugger
         sys.breakpointhook = stop
-    _run(source, name)
-    if figures := sys.modules.get("minidist.runtime.figures"):
-        figures.show()
 
 
 def _run(source: str, name: str) -> None:

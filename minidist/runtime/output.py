@@ -109,7 +109,8 @@ class Stream:
             self._write("\n")
 
     def _draw(self, content: str) -> None:
-        if "ipykernel" not in sys.modules:
+        ipython = sys.modules.get("IPython")
+        if ipython is None or ipython.get_ipython() is None:
             self._write("(a figure, which a notebook would show)\n")
             return
         from IPython.display import Image, display
