@@ -595,15 +595,15 @@ def test_a_debugged_cell_may_be_left(kernel):
     assert kernel.run("%%ranks --debug 1\n2") == Shown(by_rank("2"))
     _, shown = debug(kernel, "%%ranks --debug 1\nbreakpoint()\nx = 1", "n", "n")
     assert shown.error == ""  # stepped out of the cell
-    assert "cannot ask you" in kernel.run("r = %ranks\nr(input)").error
+    assert "cannot ask you" in kernel.run("r = %ranks\ndef ask(): input()\nr(ask)").error
     _, shown = debug(kernel, "%%ranks --debug 1\nbreakpoint()\nx = 2", "q")
     assert shown.error.startswith(
-        f"RankError: rank 1 raised BdbQuit\n\n  Cell In[{n + 2}], line 3\n      x = 2\n"
+        f"RankError: rank 1 raised BdbQuit\n\n  Cell In[{n + 3}], line 3\n      x = 2\n"
     )
     cell = kernel.begin("%%ranks --debug 1\nbreakpoint()\ndist.barrier()")
     kernel.client.get_stdin_msg(timeout=30)
     kernel.manager.interrupt_kernel()
-    assert f"ranks 0, 2: in barrier, Cell In[{n + 3}], line 3" in kernel.end_of(cell).error
+    assert f"ranks 0, 2: in barrier, Cell In[{n + 4}], line 3" in kernel.end_of(cell).error
     assert kernel.run("%%ranks\n1").stdout == by_rank("1")
     assert not [each for each in kernel.temporary() if each.startswith("tmp")]
 

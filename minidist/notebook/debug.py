@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from minidist.runtime.cell import run_cell
+from minidist.runtime.cell import let, run_cell
 from minidist.runtime.output import QUESTION, tell
 
 LONG = timedelta(days=1)  # that ranks wait for one whose reader thinks
@@ -36,6 +36,7 @@ def debug_cell(source: str, name: str, ranks: Sequence[int]) -> None:
             raise
         finally:
             sys.settrace(None)  # the reader may have stepped out of the cell
+            let()
 
 
 class _Debugger(pdb.Pdb):

@@ -22,16 +22,14 @@ def run_cell(
 ) -> None:
     """Run a cell in this rank's namespace, and show its last expression and its figures as Jupyter
     would. `ask` is its `input`, and `stop` its `breakpoint`."""
-    _let(ask, stop)
-    try:
-        _run(source, name)
-        if figures := sys.modules.get("minidist.runtime.figures"):
-            figures.show()
-    finally:
-        _let(_refuse, _refuse)
+    let(ask, stop)
+    _run(source, name)
+    if figures := sys.modules.get("minidist.runtime.figures"):
+        figures.show()
 
 
-def _let(ask: Callable[..., str], stop: Callable[..., Any]) -> None:
+def let(ask: Callable[..., str] = _refuse, stop: Callable[..., Any] = _refuse) -> None:
+    """What `input` and `breakpoint` are in this rank from now on."""
     builtins.input = ask
     if "PYTHONBREAKPOINT" not in os.environ:  # with it the reader chooses another debugger
         sys.breakpointhook = stop
