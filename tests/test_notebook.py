@@ -5,11 +5,14 @@ import re
 import signal
 import time
 from dataclasses import dataclass, field
+from multiprocessing import Pipe
 from queue import Empty
 
 import pytest
 from jupyter_client import BlockingKernelClient, KernelManager
 from programs import Family, eventually
+
+from minidist.runtime.output import PICTURE, START, Stream
 
 SOON = 5  # seconds
 
@@ -80,6 +83,14 @@ class Kernel(Family):
 
     def run(self, source: str) -> Shown:
         return self.end_of(self.begin(source))
+
+    def answer(self, *lines: str) -> list[str]:
+        """Answer what a cell asks: its prompts."""
+        prompts = []
+        for line in lines:
+            prompts.append(self.client.get_stdin_msg(timeout=30)["content"]["prompt"])
+            self.client.input(line)
+        return prompts
 
     def wait_for(self, text: str) -> None:
         """Until a cell prints this."""
@@ -156,13 +167,17 @@ def test_only_some_ranks_run_the_cell(kernel):
 @pytest.mark.parametrize(
     ("only", "told"),
     [
-        ("3", "--only 3: there is no rank 3 among 3 ranks"),
-        ("0,9", "--only 0,9: there is no rank 9 among 3 ranks"),
-        ("a", "--only takes ranks such as 0,2, not 'a'"),
+        ("--only 3", "--only 3: rank 3 is none of 0, 1, 2"),
+        ("--only 0,9", "--only 0,9: rank 9 is none of 0, 1, 2"),
+        ("--only a", "--only takes ranks such as 0,2, not 'a'"),
+        ("--debug 3", "--debug 3: rank 3 is none of 0, 1, 2"),
+        ("--debug one", "--debug takes ranks such as 0,2, not 'one'"),
+        ("--debug", "argument --debug: expected one argument"),
+        ("--only 0,2 --debug 1", "--debug 1: rank 1 is none of 0, 2"),
     ],
 )
 def test_only_ranks_that_are_there(kernel, only, told):
-    shown = kernel.run(f"%%ranks --only {only}\nprint('ran')")
+    shown = kernel.run(f"%%ranks {only}\nprint('ran')")
     assert (shown.stdout, shown.error, shown.traceback) == ("", "", "")
     assert shown.stderr == f"UsageError: {told}\n"
 
@@ -286,31 +301,87 @@ def test_output_before_an_error_is_shown(kernel):
     assert shown.error.startswith("RankError: every rank raised ZeroDivisionError")
 
 
-def test_what_a_cell_draws_is_shown_with_its_rank(kernel):
+def test_what_a_rank_draws_is_shown_under_it(kernel):
     plot = (
-        "import matplotlib.pyplot as plt\nplt.plot([1, 2]); plt.show(); plt.bar(1, 2)\nprint('all')"
+        "import matplotlib.pyplot as plt\nprint('one', end='')\nplt.plot([1, 2]); plt.show()\n"
+        "print('two')\nplt.bar(1, 2); None"
     )
     shown = kernel.run(f"%%ranks --only 2,0\n{plot}")
-    pictures = "".join(f"[rank {r}]\n<picture>\n" * 2 for r in (2, 0))
-    assert shown == Shown(by_rank("all", (0, 2)) + pictures, pictures=4)
+    assert shown == Shown(
+        "".join(
+            f"[rank {r}] one\n[rank {r}]\n<picture>\n[rank {r}] two\n[rank {r}]\n<picture>\n"
+            for r in (0, 2)
+        ),
+        pictures=4,
+    )
     assert kernel.run("%%ranks\n'none' if dist.get_rank() else None").pictures == 0
+    shown = kernel.run(f"%%ranks --only 1\n{plot}\n1 / 0")
+    assert (shown.stdout, shown.pictures) == (
+        "[rank 1] one\n[rank 1]\n<picture>\n[rank 1] two\n",
+        1,
+    )
+    assert "ZeroDivisionError" in shown.error
     kernel.run(
         "def draw():\n    import matplotlib.pyplot as plt\n    plt.plot([1, 2])\n    plt.show()"
     )
     assert kernel.run("r = %ranks\nr.on([1], draw)") == Shown(
-        by_rank(
-            "A figure is shown from a %%ranks cell only: here, return it to the notebook.", [1]
-        ),
-        results=["[None]"],
+        "[rank 1]\n<picture>\n", results=["[None]"], pictures=1
     )
 
 
-@pytest.mark.parametrize("line", ["%time x = 1", "!ls", "files = !ls", "x = %pwd"])
+def test_a_picture_that_comes_in_parts_is_one_and_what_is_left_of_one_is_none(capsys):
+    ours, theirs = Pipe(duplex=False)
+    stream = Stream(ours, "stdout", "[rank 0] ")
+    shown = []
+    for part in (f"text\n{START}iVB", f"OR{PICTURE}", f"\nmore{START}iVB"):
+        os.write(theirs.fileno(), part.encode())
+        stream.drain()
+        stream.show(every=True, ended=False)
+        shown.append(capsys.readouterr().out)
+    stream.show(every=True, ended=True)
+    shown.append(capsys.readouterr().out)
+    drawn = "[rank 0] (a figure, which a notebook would show)\n"
+    assert shown == ["[rank 0] text\n", "", drawn, "[rank 0] more\n"]
+    ours.close()
+    theirs.close()
+
+
+def test_a_progress_bar_is_one_line_a_rank(kernel):
+    """As tqdm draws it. Rank 0's is live; of the others only the last state is sent."""
+    bar = (
+        "for n in range(4):\n    print(f'\\r{n}/3 of {dist.get_rank()}', end='', file=sys.stderr)\n"
+        "    time.sleep(0.02 * (3 - dist.get_rank()))\n"
+        "print(file=sys.stderr); print('done', file=sys.stderr)"
+    )
+    first = "".join(f"\r[rank 0] {n}/3 of 0" for n in range(4)) + "\n[rank 0] done\n"
+    others = "".join(f"\r[rank {r}] 3/3 of {r}\n[rank {r}] done\n" for r in (1, 2))
+    assert kernel.run(f"%%ranks\n{bar}") == Shown(stderr=first + others)
+    live = "".join(f"\r[rank 1] {n}/3 of 1" for n in range(4)) + "\n[rank 1] done\n"
+    last = "\r[rank 2] 3/3 of 2\n[rank 2] done\n"
+    assert kernel.run(f"%%ranks --only 1,2\n{bar}") == Shown(stderr=live + last)
+
+
+LINES = ["%time x = 1", "!ls", "files = !ls", "x = %pwd", "x.y, z = !ls", "if x: pass\n%pwd"]
+
+
+@pytest.mark.parametrize("line", LINES)
 def test_magics_within_a_cell_are_said_to_be_none(kernel, line):
+    last = 2 + line.count("\n")
     n = number(kernel)
     assert kernel.run(f"%%ranks\n{line}").error == (
         "SyntaxError: invalid syntax. A %%ranks cell is plain Python: line magics (%) and shell "
-        f"commands (!) belong in a cell of their own (Cell In[{n}], line 2)"
+        f"commands (!) belong in a cell of their own (Cell In[{n}], line {last})"
+    )
+
+
+@pytest.mark.parametrize(
+    "line", ["dist.barrier?", "dist.barrier??", "?dist.barrier", "x = dist.barrier?"]
+)
+def test_a_question_mark_is_said_to_be_help(kernel, line):
+    n = number(kernel)
+    assert kernel.run(f"%%ranks\nx = 1\n{line}").error == (
+        "SyntaxError: invalid syntax. A %%ranks cell is plain Python: for help write "
+        f"help(dist.barrier) (Cell In[{n}], line 3)"
     )
 
 
@@ -364,6 +435,194 @@ def test_a_timeout_that_stays_is_said(kernel):
     assert "within 1 s" in first and first.endswith(kept)
     assert kernel.run(f"%%ranks\n{IMPORTS}{late}").error.endswith(kept)
     assert kept not in kernel.run("%%ranks\n1 / 0").error  # which has to do with no timeout
+
+
+# ---- what the ranks do now ----------------------------------------------------------------
+
+
+def rows(shown):
+    """The table of each pool, as {its first line: [(rank, pid, MB, now)]}."""
+    found = {}
+    for table in shown.stdout.strip().split("\n\n"):
+        name, *lines = table.split("\n")
+        assert not lines or lines.pop(0).split() == ["rank", "pid", "resident", "now"]
+        found[name] = [
+            re.fullmatch(r" *(\d+) +(\d+)(?: +(\d+) MB)? +(\S.*)", line).groups() for line in lines
+        ]
+    return found
+
+
+def test_ranks_alone_shows_all_ranks(kernel):
+    kernel.run("%%ranks\nx = torch.ones(10_000_000 * dist.get_rank())  # 40 MB on rank 1, 80 on 2")
+    kernel.run("import os, minidist as md\nr = %ranks\nother = md.ranks(2)")
+    found = rows(kernel.run("%ranks"))
+    assert list(found) == ["%%ranks: 3 ranks", "Another pool: 2 ranks"]
+    for name, pool in zip(found, ("r", "other"), strict=True):
+        pids = kernel.run(f"{pool}(os.getpid)").results
+        assert [f"[{', '.join(pid for _, pid, _, _ in found[name])}]"] == pids
+        assert [(rank, now) for rank, _, _, now in found[name]] == [
+            (str(rank), "idle") for rank in range(len(found[name]))
+        ]
+    memory = [int(mb) for _, _, mb, _ in found["%%ranks: 3 ranks"]]
+    assert 30 < memory[1] - memory[0] < 50 and 30 < memory[2] - memory[1] < 50
+    kernel.run("other.close(); del other")
+    assert list(rows(kernel.run("%ranks\nr = %ranks"))) == ["%%ranks: 3 ranks"]
+
+
+def test_ranks_alone_shows_what_each_rank_runs(kernel):
+    """From another thread: JupyterLab's subshells are such."""
+    n = number(kernel)
+    kernel.run(
+        "import threading, time\nr = %ranks\ndef meet():\n"
+        "    import time, torch, torch.distributed as dist\n    x = torch.ones(1)\n"
+        "    if dist.get_rank() == 0:\n        dist.recv(x, src=1)\n"
+        "    if dist.get_rank() == 1:\n        time.sleep(4)\n        dist.send(x, dst=0)"
+    )
+    kernel.run("call = threading.Thread(target=r, args=(meet,))\ncall.start()\ntime.sleep(1)")
+    assert [now for *_, now in rows(kernel.run("%ranks"))["%%ranks: 3 ranks"]] == [
+        f"in recv, Cell In[{n}], line 7, in meet: dist.recv(x, src=1)",
+        f"at Cell In[{n}], line 9, in meet: time.sleep(4)",
+        "idle",
+    ]
+    assert kernel.run("call.join()\nr(len, 'abc')").results == ["[3, 3, 3]"]
+    assert [now for *_, now in rows(kernel.run("%ranks"))["%%ranks: 3 ranks"]] == ["idle"] * 3
+
+
+def test_ranks_alone_when_there_are_none(kernel):
+    assert (
+        kernel.run("r = %ranks\nimport os, signal; os.kill(r.pids[1], signal.SIGKILL)") == Shown()
+    )
+    assert eventually(
+        lambda: (
+            [now for *_, now in rows(kernel.run("%ranks"))["%%ranks: 3 ranks"]]
+            == ["idle", "has ended", "idle"]
+        ),
+        SOON,
+    )
+    assert "killed by SIGKILL" in kernel.run("%%ranks\n1").error
+    gone = "%%ranks: its 3 ranks have ended, and the next call starts new ones.\n"
+    assert kernel.run("%ranks") == Shown(gone)
+    assert kernel.run("%%ranks\n1").stdout == by_rank("1")
+    kernel.run("r.close()")
+    assert kernel.run("%ranks") == Shown("There are no ranks. A %%ranks cell starts them.\n")
+    assert kernel.run("%%ranks\n1").stdout == by_rank("1")
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("3", "unrecognized arguments: 3"),
+        ("-n three", "argument -n: invalid int value: 'three'"),
+        ("--debug 1", "--only and --debug are for %%ranks, at the head of a cell"),
+        ("--only 1", "--only and --debug are for %%ranks, at the head of a cell"),
+    ],
+)
+def test_ranks_alone_refuses_what_makes_no_sense(kernel, line, told):
+    assert kernel.run(f"%ranks {line}") == Shown(stderr=f"UsageError: {told}\n")
+
+
+# ---- a debugger ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("line", ["breakpoint()", "input('x? ')"])
+def test_a_rank_that_asks_names_the_way(kernel, line):
+    n = number(kernel)
+    assert kernel.run(f"%%ranks\n{line}\nx = 1").error == (
+        "RankError: every rank raised RuntimeError: a rank cannot ask you anything, unless its "
+        "cell begins with `%%ranks --debug 1`: then input() works, and rank 1 stops at "
+        f"breakpoint() and at an error\n\n  Cell In[{n}], line 2\n      {line}{LASTS}"
+    )
+
+
+def debug(kernel, source, *lines):
+    """Answer what a cell asks: its prompts, and all that it shows."""
+    cell = kernel.begin(source)
+    return kernel.answer(*lines), kernel.end_of(cell)
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_rank_is_debugged_while_the_others_wait(kernel, backend):
+    kernel.run(f"%%ranks --timeout 1 --backend {backend}\n{IMPORTS}")
+    n = number(kernel)
+    cell = kernel.begin(
+        "%%ranks --debug 1\ndef double(x):\n    breakpoint()\n    return 2 * x\n"
+        "x = double(torch.ones(1) + dist.get_rank())\ndist.all_reduce(x)\nx"
+    )
+    prompts = kernel.answer("p x", "x[:] = 10")
+    time.sleep(2)  # longer than a rank waits for another
+    prompts += kernel.answer("u", "l 6,7", "b 7", "c", "p x", "c")
+    assert prompts == ["[rank 1] (Pdb) "] * 8
+    shown = kernel.end_of(cell).stdout.splitlines(keepends=True)
+    lines = "".join(line for line in shown if line.startswith("[rank 1] "))
+    assert lines == (
+        f"[rank 1] > Cell In[{n}](4)double()\n[rank 1] -> return 2 * x\n"
+        "[rank 1] tensor([2.])\n"
+        f"[rank 1] > Cell In[{n}](5)<module>()\n"
+        "[rank 1] -> x = double(torch.ones(1) + dist.get_rank())\n"
+        "[rank 1]   6  \tdist.all_reduce(x)\n[rank 1]   7  \tx\n"
+        f"[rank 1] Breakpoint 1 at Cell In[{n}]:7\n"
+        f"[rank 1] > Cell In[{n}](7)<module>()\n[rank 1] -> x\n"
+        "[rank 1] tensor([28.])\n[rank 1] tensor([28.])\n"
+    )
+    assert [line for line in shown if line not in lines] == [
+        f"[rank {r}] tensor([28.])\n" for r in (0, 2)
+    ]
+    # What waits no longer than usual, waits no longer again.
+    late = "if dist.get_rank() == 1: time.sleep(100)\ndist.barrier()"
+    assert "within 1 s" in kernel.run(f"%%ranks\n{late}").error
+    kernel.run("%%ranks --backend auto\n1")
+
+
+def test_a_rank_stops_at_its_error(kernel):
+    n = number(kernel)
+    cell = "%%ranks --debug 1\ndef share(x):\n    return 12 // x\nshare(0)"
+    prompts, shown = debug(kernel, cell, "w", "p x", "u", "c")
+    assert prompts == ["[rank 1] (Pdb) "] * 4
+    assert shown.stdout == (
+        "[rank 1] ZeroDivisionError: integer division or modulo by zero\n"
+        f"[rank 1] > Cell In[{n}](3)share()\n[rank 1] -> return 12 // x\n"
+        f"[rank 1]   Cell In[{n}](4)<module>()\n[rank 1] -> share(0)\n"
+        f"[rank 1] > Cell In[{n}](3)share()\n[rank 1] -> return 12 // x\n"
+        f"[rank 1] 0\n[rank 1] > Cell In[{n}](4)<module>()\n[rank 1] -> share(0)\n"
+    )
+    assert shown.error.startswith("RankError: every rank raised ZeroDivisionError")
+    assert shown.error.endswith(LASTS)
+
+
+def test_a_debugged_cell_may_be_left(kernel):
+    n = number(kernel)
+    assert kernel.run("%%ranks --debug 1\n2") == Shown(by_rank("2"))
+    _, shown = debug(kernel, "%%ranks --debug 1\nbreakpoint()\nx = 1", "n", "n")
+    assert shown.error == ""  # stepped out of the cell
+    assert "cannot ask you" in kernel.run("r = %ranks\ndef ask(): input()\nr(ask)").error
+    _, shown = debug(kernel, "%%ranks --debug 1\nbreakpoint()\nx = 2", "q")
+    assert shown.error.startswith(
+        f"RankError: rank 1 raised BdbQuit\n\n  Cell In[{n + 3}], line 3\n      x = 2\n"
+    )
+    cell = kernel.begin("%%ranks --debug 1\nbreakpoint()\ndist.barrier()")
+    kernel.client.get_stdin_msg(timeout=30)
+    kernel.manager.interrupt_kernel()
+    assert f"ranks 0, 2: in barrier, Cell In[{n + 4}], line 3" in kernel.end_of(cell).error
+    assert kernel.run("%%ranks\n1").stdout == by_rank("1")
+    assert not [each for each in kernel.temporary() if each.startswith("tmp")]
+
+
+def test_ranks_ask_for_input(kernel):
+    cell = kernel.begin("%%ranks --debug 1\nname = input('a name? ')\nname")
+    answers = {}
+    for _ in range(3):
+        prompt = kernel.client.get_stdin_msg(timeout=30)["content"]["prompt"]
+        kernel.client.input(f"é{prompt}")
+        answers[prompt] = f"'é{prompt}'"
+    assert sorted(answers) == [f"[rank {r}] a name? " for r in range(3)]
+    assert kernel.end_of(cell) == Shown(by_rank("'é[rank {r}] a name? '"))
+
+
+def test_a_notebook_that_cannot_be_typed_into_says_so(kernel):
+    """As in nbclient."""
+    cell = kernel.client.execute("%%ranks --debug 1\nbreakpoint()\nx = 1", allow_stdin=False)
+    assert "this frontend does not support input requests" in kernel.end_of(cell).error
+    assert kernel.run("%%ranks\n1").stdout == by_rank("1")
 
 
 # ---- interrupts ---------------------------------------------------------------------------

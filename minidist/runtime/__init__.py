@@ -13,8 +13,8 @@ A call goes from `pool` by `processes` to a rank's `worker`, and back.
     supervisor.py  the ranks' parent: it forks them, and ends them without fail
     worker.py      what runs inside a rank
     cell.py        a notebook cell, as a rank runs it
-    figures.py     what such a cell draws
-    output.py      the ranks' lines, in the same order at every run
+    figures.py     what a rank draws
+    output.py      the ranks' lines, pictures and questions, in the same order at every run
     modules.py     the reader's modules that were edited since a rank imported them
     stack.py       the reader's own lines in a rank's call stack
     report.py      who failed first, and where the others were

@@ -1,28 +1,26 @@
-"""A backend of matplotlib for ranks: what a `%%ranks` cell draws is shown by the notebook.
+"""A backend of matplotlib for ranks: what a rank draws is shown by the notebook, under its rank.
 
 A kernel's own backend draws into that kernel, and a rank has none. matplotlib finds this one by
 MPLBACKEND, and only in a rank that plots is it imported.
 """
 
+import base64
 import io
 from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg as FigureCanvas
 
-from minidist.runtime import cell
+from minidist.runtime.output import PICTURE, tell
 
 __all__ = ["FigureCanvas", "show"]
 
 
 def show(*_: Any, **__: Any) -> None:
-    """Keep all open figures for the notebook, and close them, as a notebook does."""
+    """Send all open figures to the notebook, and close them, as a notebook does."""
     import matplotlib.pyplot as plt
 
     for number in plt.get_fignums():
-        if cell.pictures is None:
-            print("A figure is shown from a %%ranks cell only: here, return it to the notebook.")
-            return
         picture = io.BytesIO()
         plt.figure(number).savefig(picture, format="png", bbox_inches="tight")
-        cell.pictures.append(picture.getvalue())
+        tell(PICTURE, base64.b64encode(picture.getvalue()).decode())
     plt.close("all")

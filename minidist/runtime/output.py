@@ -1,24 +1,44 @@
 """The ranks' output: live, prefixed, and in the same order at every run.
 
-Ranks run at the same time, so their lines would mix differently at each run. Here rank 0's lines
-appear as they come; those of rank 1 are held back until rank 0 is done with the call, and so on.
-What is shown at the end is always the same text, which is what lets nbval compare it.
+Ranks run at the same time, so their lines would mix differently at each run. Here the first rank's
+output appears as it comes; that of the next one is held back until the first is done with the call,
+and so on, and of the line that a progress bar draws over and over only the last state is kept. What
+is shown at the end is always the same text, which is what lets nbval compare it.
+
+Amid its text a rank can `tell` two things more: a picture, and a question to the reader.
 """
 
+import base64
 import codecs
+import json
 import os
 import re
 import sys
+import time
 from multiprocessing.connection import Connection
 
 # The start of each line that has text: after a newline, or after the carriage return of a
 # progress bar that is drawn over.
 _LINE_START = re.compile(r"(?<=[\r\n])(?=[^\r\n])")
 
+_DRAWN_OVER = re.compile(r"[^\n]*\r(?=[^\r\n])")
+
+# Unicode keeps these characters for such use: no text has them.
+START, PICTURE, QUESTION = "\ufdd0", "\ufdd1", "\ufdd2"
+_MESSAGE = re.compile(f"{START}(.*)([{PICTURE}{QUESTION}])\n")
 
 # How many characters of a stream are held back at most: a rank that prints without end, while
 # another one is live, must not fill the memory.
 LIMIT = 1 << 23
+
+
+def tell(kind: str, content: str) -> None:
+    """In a rank: send a PICTURE (a PNG in base64) or a QUESTION (JSON of where the answer goes, and
+    the prompt) amid what it prints."""
+    assert sys.__stdout__ is not None
+    sys.stdout.flush()
+    sys.__stdout__.write(f"{START}{content}{kind}\n")
+    sys.__stdout__.flush()
 
 
 class Stream:
@@ -27,6 +47,7 @@ class Stream:
     def __init__(self, pipe: Connection, name: str, prefix: str) -> None:
         self.pipe, self.name, self.prefix = pipe, name, prefix
         self.held: list[str] = []
+        self.asks = False  # whether there is a question in it
         self._size = 0  # characters in it
         self._dropped = 0  # and what came when it was full
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -43,39 +64,79 @@ class Stream:
             if not data:
                 return False
             text = self._decoder.decode(data)
-            if self._size + len(text) > LIMIT:
+            self.asks |= QUESTION in text
+            if self._dropped or self._size + len(text) > LIMIT:
                 self._dropped += len(text)
             else:
                 self.held.append(text)
                 self._size += len(text)
         return True
 
-    def show(self, *, ended: bool) -> None:
-        """Write what was held; at the end of a call, end the last line too."""
+    def show(self, *, every: bool, ended: bool) -> None:
+        """Write what was held: `every` character, or lines once they are whole. At the end of a
+        call, end the last line too."""
         if ended:
             self.held.append(self._decoder.decode(b"", final=True))
         if self._dropped:
             self.held.append(f"\n... {self._dropped} more characters, too many to hold back ...\n")
         text = "".join(self.held)
-        self.held.clear()
-        self._size = self._dropped = 0
-        if text:
-            shown = _LINE_START.sub(self.prefix, self._last + text)[1:]
-            self._write(shown)
-            self._last = text[-1]
-        if ended and self._last != "\n":
-            self._write("\n")
-            self._last = "\n"
+        if not every:
+            text = _DRAWN_OVER.sub("\r", text)
+        whole = text.rfind("\n") + 1
+        if ended or (every and START not in text[whole:]):
+            whole = len(text)
+        self.held = [text[whole:]]
+        self._size, self._dropped = len(text) - whole, 0
+        pieces = iter(_MESSAGE.split(text[:whole]))
+        self._write(next(pieces))
+        for content, kind, more in zip(pieces, pieces, pieces, strict=True):
+            self._end_line()
+            (self._draw if kind == PICTURE else self._ask)(content)
+            self._write(more)
+        if ended:
+            self._end_line()
 
     def _write(self, text: str) -> None:
+        text = re.sub(f"{START}.*", "", text)  # what is left of a message
         stream = getattr(sys, self.name)
-        if stream is None:  # the program was started without one
+        if not text or stream is None:  # the program was started without one
             return
+        shown = _LINE_START.sub(self.prefix, self._last + text)[1:]
+        self._last = text[-1]
         try:
-            stream.write(text)
+            stream.write(shown)
         except UnicodeEncodeError as error:  # as it shows its own stderr
-            stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+            stream.write(shown.encode(error.encoding, "backslashreplace").decode(error.encoding))
         stream.flush()
+
+    def _end_line(self) -> None:
+        if self._last != "\n":
+            self._write("\n")
+
+    def _draw(self, content: str) -> None:
+        ipython = sys.modules.get("IPython")
+        if ipython is None or ipython.get_ipython() is None:
+            self._write("(a figure, which a notebook would show)\n")
+            return
+        from IPython.display import Image, display
+
+        print(self.prefix.rstrip(), flush=True)
+        words = f"A figure that {self.prefix.strip(' []')} has drawn."
+        display(Image(base64.b64decode(content), alt=words))
+
+    def _ask(self, content: str) -> None:
+        self.asks = False
+        path, prompt = json.loads(content)
+        try:
+            answer = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:
+            return  # the rank has ended since
+        try:
+            os.unlink(path)
+            os.rmdir(os.path.dirname(path))
+            os.write(answer, (input(self.prefix + prompt) + "\n").encode())
+        finally:
+            os.close(answer)
 
 
 class OrderedOutput:
@@ -85,6 +146,8 @@ class OrderedOutput:
         self._streams: list[list[Stream]] = []
         self._open: dict[Connection, Stream] = {}
         self._live = 0
+        self._first: int | None = None  # the first rank that was live in this call
+        self.answered = 0.0  # time.monotonic() of the reader's last answer in it
 
     def add(self, out: Connection, err: Connection) -> None:
         """The pipes of one more rank."""
@@ -93,13 +156,17 @@ class OrderedOutput:
         self._open |= {stream.pipe: stream for stream in self._streams[-1]}
 
     def begin(self) -> None:
-        """A call starts: rank 0 is live again."""
-        self._live = 0
+        """A call starts."""
+        self._live, self._first, self.answered = 0, None, 0.0
 
     def drain(self, pipe: Connection) -> bool:
         """Take what one pipe holds, and show it if its rank is live. False once it has ended."""
-        if pipe in self._open and not self._open[pipe].drain():
-            del self._open[pipe]
+        if stream := self._open.get(pipe):
+            if not stream.drain():
+                del self._open[pipe]
+            if stream.asks:  # who waits for an answer cannot wait for another rank's end
+                stream.show(every=False, ended=False)
+                self.answered = time.monotonic()
         self._show_live()
         return pipe in self._open
 
@@ -109,14 +176,16 @@ class OrderedOutput:
             for stream in self._streams[self._live]:
                 if stream.pipe in self._open:
                     self.drain(stream.pipe)
-                stream.show(ended=True)
+                stream.show(every=self._live == self._first, ended=True)
             self._live += 1
+        if self._first is None:
+            self._first = self._live
         self._show_live()
 
     def _show_live(self) -> None:
         if self._live < len(self._streams):
             for stream in self._streams[self._live]:
-                stream.show(ended=False)
+                stream.show(every=self._live == self._first, ended=False)
 
     def close(self) -> None:
         """Close the pipes."""

@@ -3,9 +3,10 @@
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle
 
@@ -28,6 +29,8 @@ class Pool:
     raises an error by itself. imports: modules that the stage needs, imported once for all ranks.
     """
 
+    opened: "ClassVar[weakref.WeakSet[Pool]]" = weakref.WeakSet()  # all that are not closed
+
     def __init__(
         self,
         environs: Sequence[dict[str, str]],
@@ -44,7 +47,10 @@ class Pool:
         self._closed = False
         self._processes: Processes | None = None
         self.era = object()  # another one whenever new processes are started
+        self.pids: list[int] = []
+        self._latest: Processes | None = None  # those that were started last
         self._started()
+        Pool.opened.add(self)
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Run `function(*args, **kwargs)` on every rank: the results, in rank order.
@@ -91,10 +97,16 @@ class Pool:
             return self(_read, name)
         return self.on([rank], _read, name)[0]
 
+    def now(self) -> list[str]:
+        """What each rank does, for any thread, also amid a call; empty if the ranks have ended."""
+        latest = self._latest
+        return [] if latest is None or latest.ended else latest.now()
+
     def close(self) -> None:
         """End the ranks. Closing twice is no error, and a forked child's copy ends nothing."""
         if os.getpid() != self._owner:
             return
+        Pool.opened.discard(self)
         with self._lock:
             self._closed = True
             processes, self._processes = self._processes, None  # first: if it is interrupted
@@ -119,7 +131,9 @@ class Pool:
         if self._processes is None:
             self.era = object()
             processes = Processes(self._environs, self._stage, self._imports, self._timeout)
-            self._attempt(processes, processes.first_outcomes, may_last=False)
+            outcomes = self._attempt(processes, processes.first_outcomes, may_last=False)
+            self.pids = [outcome.value for outcome in outcomes.values()]
+            self._latest = processes
             return processes
         return self._processes
 

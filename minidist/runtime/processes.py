@@ -3,6 +3,7 @@
 import os
 import selectors
 import shutil
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -27,7 +28,8 @@ KILLING = 5.0  # seconds for the supervisor to kill the ranks
 
 
 class Processes:
-    """One process a rank, and their supervisor, from start to end. Used by one thread at a time.
+    """One process a rank, and their supervisor, from start to end. Used by one thread at a time,
+    but for `now` and `ended`.
 
     A rank that reads none of its call for `timeout` seconds counts as failed. Raises OSError if the
     system refuses a process or a pipe.
@@ -49,6 +51,7 @@ class Processes:
         self._outcomes: dict[int, Outcome] = {}
         self._exited: dict[int, int] = {}  # rank -> exit code
         self._silent: set[int] = set()  # ranks from which no more outcome can come
+        self._asking = threading.Lock()  # a rank is asked one thing at a time
         # Where events come from, and who handles them: no bound methods, with which a pool that
         # is forgotten would refer to itself, and stay.
         with enough_files(self._size):
@@ -101,7 +104,7 @@ class Processes:
         self._selector.register(end, selectors.EVENT_READ, handler)
 
     def first_outcomes(self) -> dict[int, Outcome]:
-        """Wait until every rank has entered its stage."""
+        """Wait until every rank has entered its stage. The values are their pids."""
         self._begin(range(self._size))
         return self._collect()
 
@@ -123,13 +126,17 @@ class Processes:
     def whereabouts(self) -> list[Outcome]:
         """How the call in progress ended on each rank, or where it is."""
         self._handle_events(0)  # how it ended may have been sent already
-        for rank in self._running:
-            with suppress(OSError):
-                send_bytes(self._controls[rank], b"where are you?", ANSWER)
-        deadline = time.monotonic() + ANSWER
-        for rank in sorted(self._running):
-            self._outcomes[rank] = Outcome(rank, stack=self._answer(rank, deadline))
+        for rank, stack in self._stacks().items():
+            self._outcomes[rank] = Outcome(rank, stack=stack)
         return [self._outcomes[rank] for rank in sorted(self._outcomes)]
+
+    def now(self) -> list[str]:
+        """What each rank does."""
+        stacks = self._stacks()
+        return [
+            Outcome(rank, stack=stacks[rank]).where if rank in stacks else "idle"
+            for rank in range(self._size)
+        ]
 
     @property
     def ended(self) -> bool:
@@ -156,7 +163,8 @@ class Processes:
                 self._end_supervisor()
             self._output.done(set())
         finally:
-            with uninterrupted():  # a Connection too, and its file might be another's by then
+            # A Connection too, and its file might be another's by then.
+            with uninterrupted(), self._asking:
                 self._selector.close()
                 self._output.close()
                 for end in (*self._calls, *self._controls):
@@ -177,7 +185,9 @@ class Processes:
             self._output.done(self._running)
             if deadline is None and any(not o.returned for o in self._outcomes.values()):
                 deadline = time.monotonic() + GRACE
-            left = None if deadline is None else deadline - time.monotonic()
+            left = None
+            if deadline is not None:  # a rank whose reader asks it for more has as long again
+                left = max(deadline, self._output.answered + GRACE) - time.monotonic()
             if left is not None and left <= 0:
                 self.whereabouts()
                 self._running.clear()
@@ -243,6 +253,18 @@ class Processes:
     def _drain(self, pipe: Connection) -> None:
         if not self._output.drain(pipe):
             self._selector.unregister(pipe)
+
+    def _stacks(self) -> dict[int, Stack | None]:
+        """Where each rank is that runs a call; None if it gives no answer."""
+        with self._asking:
+            running = sorted(self._running)
+            for rank in running:
+                with suppress(EOFError, OSError):
+                    while self._controls[rank].poll():  # an answer that came too late
+                        self._controls[rank].recv_bytes()
+                    send_bytes(self._controls[rank], b"where are you?", ANSWER)
+            deadline = time.monotonic() + ANSWER
+            return {rank: self._answer(rank, deadline) for rank in running}
 
     def _answer(self, rank: int, deadline: float) -> Stack | None:
         try:

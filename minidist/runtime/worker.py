@@ -52,9 +52,10 @@ def main(pipes: Pipes, environ: dict[str, str], folder: str, stage: bytes) -> No
         progress: Callable[[], int] = int  # int() == 0: nothing yet
         modules = Modules()
 
-        def enter() -> None:
+        def enter() -> int:
             nonlocal progress
             progress = stack.enter_context(cloudpickle.loads(stage)(folder))
+            return os.getpid()
 
         try:
             _answer(pipes, 0, enter, progress, modules)

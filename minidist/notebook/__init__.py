@@ -7,9 +7,12 @@
 
 The ranks are kept from cell to cell, each with a namespace of its own. `r = %ranks` gives the
 pool itself: `r(fn)` calls a function on every rank, `r.get("x", rank=1)` brings a value back.
+`%ranks` alone shows what each rank does now (`table.py`). `%%ranks --debug 1` lets rank 1 stop at
+`breakpoint()` (`debug.py`).
 """
 
 import inspect
+import linecache
 import os
 import re
 import symtable
@@ -19,9 +22,10 @@ from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
-from IPython.display import Image, display
 
 from minidist.measure.soft import Soften
+from minidist.notebook.debug import debug_cell
+from minidist.notebook.table import table
 from minidist.plot.alt import describe
 from minidist.rank import ranks as start_ranks
 from minidist.runtime import Pool, RankError, forkserver
@@ -59,32 +63,49 @@ class RanksMagic(Magics):
     @magic_arguments()
     @argument("-n", dest="world_size", type=int, help="how many ranks (4, or as many as there are)")
     @argument("--only", help="the ranks that run this cell: 0,2")
+    @argument("--debug", help="the rank that stops at breakpoint() and at an error: 1")
     @argument("--fresh", action="store_true", help="start new ranks, with empty namespaces")
     @argument("--nodes", type=int, help="spread the ranks over so many nodes, in name")
     @argument("--backend", help="auto, shm, gloo or nccl")
     @argument("--timeout", type=float, help="seconds that a rank waits for another (30)")
     @line_cell_magic
     def ranks(self, line: str, cell: str | None = None) -> Pool | None:
-        """Run a cell on every rank; as a line, `r = %ranks`, give the pool of ranks itself.
+        """Run a cell on every rank. `r = %ranks` gives the pool of ranks itself, and `%ranks` alone
+        shows what each rank does.
 
         -n, --nodes, --backend and --timeout hold for later cells too, until a cell gives others.
         """
         arguments = vars(parse_argstring(self.ranks, line))
-        only, fresh = arguments.pop("only"), arguments.pop("fresh")
-        if cell is not None:
+        only, debug, fresh = (arguments.pop(each) for each in ("only", "debug", "fresh"))
+        name, alone = self._cell()
+        if cell is None:
+            if only or debug:
+                raise UsageError("--only and --debug are for %%ranks, at the head of a cell")
+            if alone and not line:
+                print(table(self._pool))
+                return None
+        else:
             # The magic is the cell's first line: so errors name the line that the reader sees.
-            source, name = "\n" + cell, self._cell_name()
+            source = "\n" + cell
             remember(source, name)
             _check_syntax(source, name)  # here, once, and not on every rank
         try:
             pool = self._pool_with(arguments, fresh)
-            chosen = _numbers(only, pool.world_size)
+            chosen = list(range(pool.world_size))
+            if only is not None:
+                chosen = _numbers("--only", only, chosen)
+            debugged = [] if debug is None else _numbers("--debug", debug, chosen)
         except ValueError as error:
             raise UsageError(str(error)) from None
         if cell is None:
-            return pool
+            if alone:
+                print(table(pool))
+            return None if alone else pool
         try:
-            drawn = pool.on(chosen, run_cell, source, name)
+            if debugged:
+                pool.on(chosen, debug_cell, source, name, debugged)
+            else:
+                pool.on(chosen, run_cell, source, name)
         except RankError as error:
             if advice := self._advice(error, pool):
                 message = "\n\n".join([str(error), *advice])
@@ -95,10 +116,6 @@ class RanksMagic(Magics):
                 self._definitions |= dict.fromkeys(names, (name, pool.era))
                 if self._first[1] is not pool.era:
                     self._first = (name, pool.era)
-        for rank, pictures in zip(chosen, drawn, strict=True):
-            for picture in pictures:
-                print(f"[rank {rank}]")
-                display(Image(picture, alt=f"A figure that rank {rank} has drawn."))
         return None
 
     def _advice(self, error: RankError, pool: Pool) -> list[str]:
@@ -131,20 +148,24 @@ class RanksMagic(Magics):
             ]
         return []
 
-    def _cell_name(self) -> str:
-        """`Cell In[3]`, as IPython's own tracebacks say."""
+    def _cell(self) -> tuple[str, bool]:
+        """`Cell In[3]`, as IPython's own tracebacks say, and whether its line that runs now is a
+        magic and no more: `%ranks`, not `r = %ranks`."""
         assert self.shell is not None
         frame = inspect.currentframe()
         while frame is not None:
-            if label := self.shell.compile.format_code_name(frame.f_code.co_filename):
-                return " ".join(label)
+            file = frame.f_code.co_filename
+            if label := self.shell.compile.format_code_name(file):
+                line = linecache.getline(file, frame.f_lineno)
+                return " ".join(label), line.strip().startswith("get_ipython()")
             frame = frame.f_back
-        return "a cell"
+        return "a cell", False
 
     def _pool_with(self, options: dict[str, Any], fresh: bool) -> Pool:
         """The pool that is kept, or a new one if other options are asked for."""
         wanted = self._options | {name: v for name, v in options.items() if v is not None}
-        if self._pool is None or fresh or wanted != self._options:
+        closed = self._pool not in Pool.opened
+        if self._pool is None or closed or fresh or wanted != self._options:
             pool = start_ranks(**wanted)
             if self._pool is not None:
                 self._pool.close()
@@ -156,10 +177,15 @@ def _check_syntax(source: str, name: str) -> None:
     try:
         compile(source, name, "exec")
     except SyntaxError as error:
-        if re.match(r"\s*(\w+\s*=\s*)?[%!]", error.text or ""):
+        line = error.text or ""
+        if re.match(r"\s*([\w.,\s]+=\s*)?[%!]", line):
             error.msg += (
                 ". A %%ranks cell is plain Python: line magics (%) and shell commands (!) "
                 "belong in a cell of their own"
+            )
+        elif asked := re.search(r"([\w.]+)\?{1,2}\s*$|^\s*\?{1,2}\s*([\w.]+)", line):
+            error.msg += (
+                f". A %%ranks cell is plain Python: for help write help({asked[1] or asked[2]})"
             )
         elif re.search("await|async", error.msg):
             error.msg += ". A rank has no event loop: write asyncio.run(...)"
@@ -172,15 +198,14 @@ def _names(source: str, name: str) -> list[str]:
     return [s.get_name() for s in symbols if s.is_assigned() or s.is_imported()]
 
 
-def _numbers(text: str | None, world_size: int) -> list[int]:
-    """The ranks that `--only` names."""
-    if text is None:
-        return list(range(world_size))
+def _numbers(option: str, text: str, chosen: list[int]) -> list[int]:
+    """The ranks that an option names, among those that run the cell."""
     try:
         numbers = [int(number) for number in text.split(",")]
     except ValueError:
-        raise ValueError(f"--only takes ranks such as 0,2, not {text!r}") from None
+        raise ValueError(f"{option} takes ranks such as 0,2, not {text!r}") from None
     for number in numbers:
-        if number not in range(world_size):
-            raise ValueError(f"--only {text}: there is no rank {number} among {world_size} ranks")
+        if number not in chosen:
+            ranks = ", ".join(map(str, chosen))
+            raise ValueError(f"{option} {text}: rank {number} is none of {ranks}")
     return numbers
