@@ -920,7 +920,7 @@ r = md.ranks(2)
 r(print, "heard")
 os.mkdir("gone"); os.chdir("gone"); os.rmdir("../gone")
 try:
-    r(int, "x")
+    r(lambda: int("x"))
 except md.RankError as error:
     print(str(error).split("\\n")[0])
 r.close()
@@ -977,7 +977,7 @@ for action in (close, call, start):
             "[0, 1]\n"
             "3 [0, 1]\n"
         )
-        assert program.finish(60) == (0, out, "")
+        assert program.finish(120) == (0, out, "")
         assert program.temporary() == []
 
 
