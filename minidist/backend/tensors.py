@@ -39,7 +39,7 @@ def _strange(x: torch.Tensor) -> str:
     """What is in the way of reading its memory, if anything is."""
     if x.layout != torch.strided:
         return str(x.layout)
-    if x.device.type != "cpu":
+    if not x.is_cpu:
         return f"on {x.device}"
     if x.is_quantized or x.is_nested:
         return "quantized" if x.is_quantized else "nested"
