@@ -821,7 +821,7 @@ def test_hanging_up_does_not_wait_for_a_supervisor_that_does_not_read():
         supervisor.hang_up(line)
 
 
-def test_a_supervisor_that_is_killed_as_ranks_start_leaves_no_folder(monkeypatch, tmp_path):
+def test_a_supervisor_that_is_killed_as_ranks_start_leaves_no_folder(monkeypatch):
     start, started = forkserver.start, []
 
     def noted(*args):
@@ -829,17 +829,18 @@ def test_a_supervisor_that_is_killed_as_ranks_start_leaves_no_folder(monkeypatch
         return started[-1]
 
     def kill_it(line, pipes):
-        assert eventually(lambda: os.listdir(tmp_path), 20)  # the supervisor has made its folder
+        assert eventually(lambda: os.listdir(folder), 20)  # the supervisor has made its folder
         started[0].kill()
         raise OSError("refused")
 
     md.launch(len, [], world_size=1)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(forkserver, "start", noted)
-    monkeypatch.setattr(supervisor, "request_rank", kill_it)
-    with pytest.raises(OSError, match="refused"):
-        md.ranks(2)
-    assert len(started) == 1 and os.listdir(tmp_path) == []
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # tmp_path may be too long for sockets
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        monkeypatch.setattr(forkserver, "start", noted)
+        monkeypatch.setattr(supervisor, "request_rank", kill_it)
+        with pytest.raises(OSError, match="refused"):
+            md.ranks(2)
+        assert len(started) == 1 and os.listdir(folder) == []
 
 
 @needs_proc

@@ -667,6 +667,11 @@ def test_a_group_for_which_there_are_too_few_files_leaves_none_open(monkeypatch)
         resource.setrlimit(resource.RLIMIT_NOFILE, (before + spare, most[1]))
         try:
             found = meet(2, timeout=0.2)
+            if not any("Too many open" in str(one) for one in found):
+                for one in found:  # ranks that a busy machine kept too long
+                    if isinstance(one, Members):
+                        one.leave()
+                found = meet(2, timeout=20)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, most)
         errors = [str(one) for one in found if isinstance(one, Exception)]

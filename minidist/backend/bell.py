@@ -13,9 +13,11 @@ and then half as often each time, down to every 10 ms.
 """
 
 import ctypes
+import functools
 import platform
 import sys
 import time
+from typing import Any
 
 EXPECTED = 2  # a word in the head of a rank's segment: which thread the bell shall wake, or 0
 RUNG = 10  # and RUNG + THREAD, RUNG + WAITER: 1 if the bell has rung for it
@@ -31,14 +33,12 @@ class _Timespec(ctypes.Structure):
     _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
 
 
-_syscall = ctypes.CDLL(None).syscall
-_syscall.argtypes = [
-    ctypes.c_long,
-    ctypes.POINTER(ctypes.c_uint32),
-    ctypes.c_int,
-    ctypes.c_uint32,
-    ctypes.POINTER(_Timespec),
-]
+@functools.cache
+def _system_call() -> Any:
+    call = ctypes.CDLL(None).syscall
+    word, limit = ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(_Timespec)
+    call.argtypes = [ctypes.c_long, word, ctypes.c_int, ctypes.c_uint32, limit]
+    return call
 
 
 class Bell:
@@ -60,7 +60,7 @@ class Bell:
         rung = self._rung[who]
         if FUTEX is not None:  # it sleeps only if the word is 0
             limit = _Timespec(int(seconds), int(seconds % 1 * 1e9))
-            _syscall(FUTEX, rung, FUTEX_WAIT, 0, limit)
+            _system_call()(FUTEX, rung, FUTEX_WAIT, 0, limit)
         else:
             end, nap = time.monotonic() + seconds, 1e-4
             while not rung.value and (rest := end - time.monotonic()) > 0:
@@ -80,4 +80,4 @@ class Bell:
     def _wake(self, who: int) -> None:
         self._rung[who].value = 1
         if FUTEX is not None:
-            _syscall(FUTEX, self._rung[who], FUTEX_WAKE, 1, None)
+            _system_call()(FUTEX, self._rung[who], FUTEX_WAKE, 1, None)

@@ -20,12 +20,14 @@ its number is another's. So nothing is opened before it is known to be the file 
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import os
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -139,16 +141,13 @@ class Segment:
 
 FIXED, NORESERVE = 0x10, 0x4000 if sys.platform == "linux" else 0  # of sys/mman.h
 
-_mmap = ctypes.CDLL(None, use_errno=True).mmap
-_mmap.restype = ctypes.c_void_p
-_mmap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int64,
-]
+
+@functools.cache
+def _mmap() -> Any:
+    call, whole = ctypes.CDLL(None, use_errno=True).mmap, ctypes.c_int
+    call.restype = ctypes.c_void_p
+    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, whole, whole, whole, ctypes.c_int64]
+    return call
 
 
 def _map(file: int, start: int, nbytes: int) -> tuple[mmap.mmap, int]:
@@ -158,7 +157,7 @@ def _map(file: int, start: int, nbytes: int) -> tuple[mmap.mmap, int]:
     memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
     where = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     protection = mmap.PROT_READ | mmap.PROT_WRITE
-    if _mmap(where, nbytes, protection, mmap.MAP_SHARED | FIXED, file, start) != where:
+    if _mmap()(where, nbytes, protection, mmap.MAP_SHARED | FIXED, file, start) != where:
         raise OSError(ctypes.get_errno(), f"mmap: {os.strerror(ctypes.get_errno())}")
     if hasattr(mmap, "MADV_DONTDUMP"):  # or a crash would write it all into its core
         memory.madvise(mmap.MADV_DONTDUMP)
