@@ -23,6 +23,8 @@ from torch.utils.flop_counter import flop_registry
 from minidist.common import single
 from minidist.distributed_data_parallel.reducer import Reducer
 from minidist.fully_sharded import flat_shard
+from minidist.fully_sharded import fully_sharded_data_parallel as wrapper
+from minidist.pipeline import pipeline
 
 aten = torch.ops.aten
 
@@ -94,8 +96,14 @@ def one_rank_of(world_size: int, rank: int = 0) -> Iterator[Trace]:
         with ExitStack() as block:
             for name, stand_in in _stand_ins(trace).items():
                 block.enter_context(mock.patch.object(dist, name, stand_in))
-            # A sharded model on "meta" is no mistake here. Agreement stays on the CPU.
+            # A model stays on "meta", which is no mistake here. Agreement stays on the CPU.
             block.enter_context(mock.patch.object(flat_shard, "ON_META", ""))
+            block.enter_context(mock.patch.object(wrapper, "materialize", lambda *_: None))
+            block.enter_context(
+                mock.patch.object(pipeline, "_materialize", lambda stages, plan, ties, *_: ties)
+            )
+            meta = torch.device("meta")
+            block.enter_context(mock.patch.object(pipeline, "device", lambda: meta))
             # The order of its buckets would be learnt from numbers of rank 0.
             block.enter_context(mock.patch.object(Reducer, "may_rebuild", False))
             no = partial(_no_autocast, torch.is_autocast_enabled)
