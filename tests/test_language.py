@@ -24,9 +24,8 @@ CATALOGUE = json.loads(language.CATALOGUE.read_text(encoding="utf-8"))
 SOURCES: dict[str, Set[str]] = {
     **{f"checks/{each}.py": set() for each in (*KOREAN, "verdict")},
     "prediction.py": set(),
-    "pipeline/validate.py": set(),
     "pipeline/simulate.py": set(),
-    "runtime/report.py": {"place", "_ending", "_blame"},
+    "runtime/report.py": {"where", "_ending", "_blame"},
 }
 # Strings that look like sentences: two are looked for in what others say, one ends an error's text.
 NOT_SAID = {"Your lines", "Pair is not connected"}

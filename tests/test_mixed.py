@@ -463,9 +463,11 @@ def test_bytes_by_axis(pools, eight, sequence_parallel):
     for rank, (axes, gradients, table) in enumerate(told):
         first = rank % 4 < 2
         # Activations or their gradients of two micro-batches, and the tied table.
-        assert axes["pipeline"]["isend"] == (3, 2 * activation / share + table)
-        assert axes["pipeline"]["all_gather"] == (1, 32)  # what comes, and its rows
-        assert axes["pipeline"]["all_reduce"] == (1, 16)  # loss, and whether it failed
+        # The table's gradient, and whether there is one, is one message.
+        assert axes["pipeline"]["isend"] == (3, 2 * activation / share + table + 8)
+        # The batch is agreed on; then loss, and whether it failed.
+        assert axes["pipeline"]["all_reduce"] == (2, 32 + 16)
+        assert set(axes["pipeline"]) == {"isend", "all_reduce"}
 
         # The gradients, all of them once, in two buckets at most; loss, and whether it failed.
         count, nbytes = axes["data"]["all_reduce"]

@@ -21,8 +21,6 @@ from multiprocessing.connection import Connection
 # progress bar that is drawn over.
 _LINE_START = re.compile(r"(?<=[\r\n])(?=[^\r\n])")
 
-_DRAWN_OVER = re.compile(r"[^\n]*\r(?=[^\r\n])")
-
 # Unicode keeps these characters for such use: no text has them.
 START, PICTURE, QUESTION = "\ufdd0", "\ufdd1", "\ufdd2"
 _MESSAGE = re.compile(f"{START}(.*)([{PICTURE}{QUESTION}])\n")
@@ -39,6 +37,13 @@ def tell(kind: str, content: str) -> None:
     sys.stdout.flush()
     sys.__stdout__.write(f"{START}{content}{kind}\n")
     sys.__stdout__.flush()
+
+
+def _last_state(line: str) -> str:
+    """Of a line that a progress bar draws over and over."""
+    drawn = line.rstrip("\r")
+    _, start, last = drawn.rpartition("\r")
+    return start + last + line[len(drawn) :]
 
 
 class Stream:
@@ -81,7 +86,7 @@ class Stream:
             self.held.append(f"\n... {self._dropped} more characters, too many to hold back ...\n")
         text = "".join(self.held)
         if not every:
-            text = _DRAWN_OVER.sub("\r", text)
+            text = "\n".join(map(_last_state, text.split("\n")))
         whole = text.rfind("\n") + 1
         if ended or (every and START not in text[whole:]):
             whole = len(text)
