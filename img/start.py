@@ -11,13 +11,13 @@ PARTS = [  # each lesson: its name, what it is about, and how many minutes it ta
         [
             ("rank", "processes that\nsend tensors", 55),
             ("collectives", "nine operations\nof all ranks", 65),
-            ("communication", "what messages\ncost", 60),
+            ("communication", "what messages\ncost", 65),
         ],
     ),
     (
         "Data",
         [
-            ("data_parallel", "one process,\nmany devices", 65),
+            ("data_parallel", "one process,\nmany devices", 70),
             ("distributed_data_parallel", "replicas that\nstay equal", 75),
             ("ddp_in_practice", "memory, buffers,\nuneven batches", 85),
         ],
@@ -26,10 +26,10 @@ PARTS = [  # each lesson: its name, what it is about, and how many minutes it ta
         "Model",
         [
             ("layer_splitting", "stages: a pipeline", 80),
-            ("pipeline_schedules", "who does what when", 80),
+            ("pipeline_schedules", "who does what when", 85),
             ("feature_splitting", "parts of every layer", 85),
-            ("sequence_parallel", "parts of every\nactivation", 90),
-            ("mixed_parallelism", "a mesh of all three", 95),
+            ("sequence_parallel", "parts of every\nactivation", 95),
+            ("mixed_parallelism", "a mesh of all three", 100),
         ],
     ),
     (
@@ -47,8 +47,8 @@ PARTS = [  # each lesson: its name, what it is about, and how many minutes it ta
         "At work",
         [
             ("real_tools", "torch, DeepSpeed,\nLightning, others", 100),
-            ("scaling_out", "a thousand ranks,\nand failures", 75),
-            ("beyond_gradients", "averages now and then,\nservers", 85),
+            ("scaling_out", "a thousand ranks,\nand failures", 80),
+            ("beyond_gradients", "averages now and then,\nservers", 90),
         ],
     ),
 ]

@@ -158,8 +158,8 @@ def _costs(memory: MemoryTracker, sent: TrafficCounter, alone: Transformer) -> s
     gathers = sum(count for name, (count, _) in sent.calls.items() if "all_gather" in name)
     if gathers > 2 * (3 * BLOCKS + 1):
         return (
-            f"a step has {gathers} all_gathers, and each has its latency; three units a block "
-            f"and the root need {2 * (3 * BLOCKS + 1)}"
+            f"a step has {gathers} all_gathers, and each has its latency: {2 * (3 * BLOCKS + 1)} "
+            "are enough"
         )
     if gathers < 4 * BLOCKS:  # torch's own units, of which the tracker sees only the shards
         return (
