@@ -213,6 +213,23 @@ def test_shards_of_gradients_add_up_in_a_model_that_was_wrapped_before(pools, ke
     assert max(pools(2)(train)) < 1e-12
 
 
+def test_shards_of_gradients_add_up_in_the_second_wrapper_of_an_optimizer(pools):
+    def train():
+        module = net()
+        old, optimizer = sharded(module)
+        model = md.ShardedDataParallel(module, optimizer)
+        before = [p.detach().clone() for p in module.parameters()]
+        for _ in range(2):
+            square(model, dist.get_rank()).backward()
+        optimizer.step()
+        theirs = [2 * gradient for gradient in alone(net(), square)]
+        ours = [b - p.detach() for b, p in zip(before, module.parameters(), strict=True)]
+        return far(ours, theirs), old.module is module
+
+    for apart, kept in pools(2)(train):
+        assert apart < 1e-12 and kept
+
+
 def test_a_wrapper_whose_output_is_left_alone_does_not_average(pools):
     """A cell is run again: the wrapper of before is kept alive by what it gave."""
 

@@ -597,3 +597,55 @@ def with_weight_norm():
 
 def test_a_hook_before_forward_reads_plain_tensors(pools):
     assert pools(2)(with_weight_norm) == [[]] * 2
+
+
+class Untaught(torch.autograd.Function):
+    """It gives its weight no gradient."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return Untaught.apply(x, self.weight)
+
+
+def test_a_weight_that_gets_no_gradient_has_none(pools):
+    def run():
+        layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4), Scale())
+        model = tp.parallelize_module(layers, mesh(), {"0": "columns", "1": "rows"})
+        model(torch.ones(2, 4)).sum().backward()
+        return [parameter.grad is None for parameter in model.parameters()]
+
+    assert pools(2)(run) == 2 * [[False] * 4 + [True]]
+
+
+def test_gradients_of_gradients(pools):
+    """Of what no layer that is split has computed."""
+
+    def run():
+        torch.manual_seed(0)
+        dense = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)).double()
+        model = copy.deepcopy(dense)
+        model = tp.parallelize_module(model, mesh(), {"1": "columns", "2": "rows"})
+        x = torch.linspace(0, 1, 8, dtype=torch.float64).view(2, 4)
+        found = []
+        for norm in (model[0], dense[0]):
+            y = norm(x).pow(3).sum()
+            (grad,) = torch.autograd.grad(y, norm.weight, create_graph=True)
+            (second,) = torch.autograd.grad(grad.pow(2).sum(), norm.weight)
+            found.append(whole(second))
+        return found
+
+    for ours, theirs in pools(2)(run):
+        assert torch.allclose(ours, theirs, rtol=1e-12, atol=0)

@@ -1586,6 +1586,31 @@ def drawn_whole(frozen=False):
     return whole, torch.rand(3)
 
 
+def test_from_meta_a_tie_has_the_values_of_its_first_stage(pools):
+    """The second of four stages is on the last rank, the third on the first."""
+
+    def run():
+        layers = [nn.Linear(6, 6) for _ in range(4)]
+        layers[2].weight = layers[1].weight
+        return nn.Sequential(*layers)
+
+    def from_meta():
+        with torch.device("meta"):
+            module = run()
+        torch.manual_seed(7)
+        model = md.Pipeline(module, 2, "interleaved")
+        whole = run()
+        torch.manual_seed(7)
+        whole[0].reset_parameters()
+        whole[1].reset_parameters()
+        wanted = {f"{layer}.weight": whole[layer].weight for layer in (0, 1)}
+        wanted["2.weight"] = whole[1].weight
+        found = model.full_state_dict()
+        return [torch.equal(found[name], value) for name, value in wanted.items()]
+
+    assert pools(2)(from_meta) == 2 * [[True] * 3]
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])

@@ -437,16 +437,31 @@ def test_a_letter_that_the_programs_output_does_not_know_is_escaped(tmp_path):
 import sys
 import minidist as md
 r = md.ranks(2)
-sys.stdout.reconfigure(encoding="ascii", errors="strict")
-r(print, "caf\u00e9")
+for code in "ascii", "koi8-r":
+    sys.stdout.reconfigure(encoding=code, errors="strict")
+    r(print, "caf\u00e9\ud55c")
 sys.stdout = None
 r(print, "unheard")
 sys.stdout = sys.__stdout__
 print(r(len, []))
 """
     with Program(source, tmp_path) as program:
-        out = "[rank 0] caf\\xe9\n[rank 1] caf\\xe9\n[0, 0]\n"
+        line = "caf\\xe9\\ud55c\n"
+        out = 2 * f"[rank 0] {line}[rank 1] {line}" + "[0, 0]\n"
         assert program.finish(60) == (0, out, "")
+
+
+def test_what_marks_a_message_may_be_printed(ranks, capfd):
+    """Noncharacters of Unicode: a line of them takes no long time, and asks nothing."""
+
+    def show():
+        print("\ufdd0" * 10**6)
+        print("\ufdd2")
+        print("after")
+
+    ranks(2)(show)
+    lines = capfd.readouterr().out.splitlines()
+    assert [line for line in lines if "after" in line] == ["[rank 0] after", "[rank 1] after"]
 
 
 # ---- errors -------------------------------------------------------------------------------
@@ -1003,7 +1018,9 @@ def stop(*_):
 
 atexit.register(finish)
 signal.signal(signal.SIGTERM, stop)
-signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # as for signal.sigwait
+# As for signal.sigwait. The second, which would end the program, waits for it.
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGUSR1})
+os.kill(os.getpid(), signal.SIGUSR1)
 import minidist as md, torch.distributed as dist
 r = md.ranks(2)
 try:
@@ -1011,6 +1028,7 @@ try:
 except md.RankError as error:
     print(error.rank, flush=True)
 print(r(len, []), flush=True)
+assert r(lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ())) == 2 * [set()]
 if ENDING == "stop":
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
     r(time.sleep, 60)

@@ -16,6 +16,7 @@ from array import array
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 
 import minidist as md
 from minidist.backend import empty, words
@@ -412,6 +413,10 @@ def in_place(inside, n):
     dist.reduce_scatter(total, list(parts.chunk(size)), dist.ReduceOp.MAX, group=group)
     assert torch.equal(total, row(size, rank))
     apart = [part.clone() for part in parts.chunk(size)] if rank == 0 else list(parts.chunk(size))
+    own = new(size * n, rank + 1, group)
+    its = own[rank * n : (rank + 1) * n]  # the sum goes where this rank's part is
+    dist.reduce_scatter_tensor(its, own, group=group)
+    assert torch.equal(its, row(size * (size + 1) / 2, rank))
     found["reduce_scatter"] = staged(group)
     dist.reduce_scatter(total, apart, group=group)  # on rank 0 the parts lie here and there
     assert torch.equal(total, row(size * (size + 1) / 2, rank))
@@ -569,7 +574,7 @@ def fake():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
-        return torch.ones(4)
+        return torch.ones(9)[1:5]
 
 
 REFUSED = {
@@ -592,6 +597,18 @@ REFUSED = {
     "all_to_all_single: .* expanded": lambda: dist.all_to_all_single(expanded(), torch.ones(4)),
     "recv: .* is expanded": lambda: dist.recv(expanded(), 1),
 }
+
+
+def summed_twice():
+    """What torch's functional collectives give has its memory elsewhere, once it has come."""
+    x = functional.all_reduce(torch.full((4,), 1.0 + dist.get_rank()), "sum", dist.group.WORLD)
+    assert type(x) is not torch.Tensor
+    dist.all_reduce(x)
+    return x.tolist()
+
+
+def test_what_a_functional_collective_gives_is_taken(ranks):
+    assert ranks(2)(summed_twice) == [[6.0] * 4] * 2
 
 
 @pytest.mark.parametrize("words", REFUSED)

@@ -258,7 +258,9 @@ def reduce_scatter(
 
     def take(cut: slice, rooms: Rooms) -> None:
         total = x[cut]
-        first, *others = [rooms[r].view(size, len(total))[rank] for r in range(size)]
+        # Our own first: in the arena, total may be that very memory.
+        order = [rank, *(r for r in range(size) if r != rank)]
+        first, *others = [rooms[r].view(size, len(total))[rank] for r in order]
         for piece in cached(total, slice(0, len(total))):
             reduction.into(total[piece], first[piece], [other[piece] for other in others])
 

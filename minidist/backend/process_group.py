@@ -167,9 +167,10 @@ class ShmProcessGroup(Group):
         )
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = SCATTER) -> Handle:
-        parts = inputs[0] if inputs else []
+        root = opts.rootRank == self.rank()
+        parts = inputs[0] if inputs and root else []
         self._take("scatter", [*parts, *outputs])  # an expanded output takes its one value
-        if parts:
+        if root:
             one_each("scatter", parts, outputs[0], self.size())
 
         return self._run(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 Tensors = Sequence[torch.Tensor]
 
@@ -27,12 +28,17 @@ def _describe(dtype: torch.dtype, shape: torch.Size) -> str:
 
 def dense(what: str, tensors: Tensors) -> None:
     """Their numbers lie in the memory of the CPU."""
-    for x in tensors:
+    for x in map(_waited, tensors):
         if strange := _strange(x):
             raise ValueError(
                 f'{what}: backend "shm" takes dense tensors in the memory of the CPU, not a '
                 f"{type(x).__name__} of {x.dtype} ({strange})"
             )
+
+
+def _waited(x: torch.Tensor) -> torch.Tensor:
+    """What a functional collective fills, once it has: the tensor that it gives has no memory."""
+    return x if type(x) is torch.Tensor else getattr(x, "trigger_wait", lambda: x)()
 
 
 def _strange(x: torch.Tensor) -> str:
@@ -43,16 +49,17 @@ def _strange(x: torch.Tensor) -> str:
         return f"on {x.device}"
     if x.is_quantized or x.is_nested:
         return "quantized" if x.is_quantized else "nested"
-    if x.numel() and not (x.data_ptr() and x.untyped_storage().nbytes()):
+    if x.numel() and x.data_ptr() == x.storage_offset() * x.itemsize:  # it begins at address 0
         return "without memory"  # it has been freed, or never was, as that of a fake tensor
     return "" if _copied(x.dtype) else "which torch does not copy"
 
 
 @functools.lru_cache(64)
 def _copied(dtype: torch.dtype) -> bool:
-    x = torch.empty(1, dtype=dtype, device="cpu")
     try:
-        x.copy_(x.clone())
+        with _disable_current_modes():  # or the caller's would answer
+            x = torch.empty(1, dtype=dtype, device="cpu")
+            x.copy_(x.clone())
     except RuntimeError:
         return False
     return True
@@ -101,6 +108,7 @@ def splits(what: str, x: torch.Tensor, rows: Sequence[int], size: int) -> list[i
 
 def flatten(x: torch.Tensor) -> torch.Tensor:
     """(*,) to (n,): a view where possible."""
+    x = _waited(x)
     if not x.is_contiguous() or x.is_conj() or x.is_neg():
         x = x.detach().resolve_conj().resolve_neg().contiguous()
     return _writable(x).view(-1)
@@ -108,7 +116,9 @@ def flatten(x: torch.Tensor) -> torch.Tensor:
 
 def put_back(x: torch.Tensor, flat: torch.Tensor) -> None:
     """Write (n,) back where it came from, if it is a copy. Elements that share their memory, as in
-    an expanded tensor, take one value. Raises RuntimeError if the result has several for them."""
+    an expanded tensor, take one value. Raises RuntimeError if the result has several for them; then
+    the group has ended on this rank."""
+    x = _waited(x)
     if x.data_ptr() == flat.data_ptr():
         return
     x, result = _writable(x), flat.view(x.shape)
@@ -188,8 +198,9 @@ def _reduction(op: Any, dtype: torch.dtype, size: int) -> Reduction | None:
     if op == Op.AVG:
         reduction = replace(reduction, finish=lambda total: total.div_(size))
     try:  # Torch does not add all that it can store. Ask before a message is under way.
-        x = torch.ones(1, dtype=dtype, device="cpu")
-        reduction.into(x, x, [x])
+        with _disable_current_modes():
+            x = torch.ones(1, dtype=dtype, device="cpu")
+            reduction.into(x, x, [x])
     except RuntimeError:
         return None
     return reduction

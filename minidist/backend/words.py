@@ -19,7 +19,8 @@ A word has 8 bytes, is aligned, and Python moves it at once, so nobody sees half
 `python -m minidist bench litmus` sends a million messages and counts those that came too early.
 
 One thing is left open: a rank that has just published may still read an old `EXPECTED` (in `bell`)
-of a rank that falls asleep. Then its ring is lost, and the other wakes 10 ms later, by itself.
+of a rank that falls asleep. Then its ring is lost, and the other wakes by itself: mostly
+within 10 ms, at most a second later.
 """
 
 import platform

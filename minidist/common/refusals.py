@@ -16,5 +16,5 @@ def refuse(
     for name, value in given.items():
         if name not in reasons and name not in taken:
             raise TypeError(f"{who} has no argument {name}")
-        if name in reasons and value not in (None, False):
+        if name in reasons and value is not None and value is not False:
             raise ValueError(f"{who} does not take {name}={value!r}: {reasons[name]}")

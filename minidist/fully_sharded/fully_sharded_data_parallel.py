@@ -109,7 +109,7 @@ class FullyShardedDataParallel(Synchronized, StateTypes):
         super().__init__(module)
         self.register_state_dict_post_hook(make_whole)
         groups = groups_of(process_group, device_mesh, type(self).__name__, most_axes=2)
-        refuse(given.WHO, always, given.NOT_HERE, given.ALWAYS)
+        refuse(given.WHO, always, {}, given.ALWAYS)
         offload = given.of_type("cpu_offload", cpu_offload, CPUOffload)
         modules, parameters = given.ignored(ignored_modules, ignored_states)
         precision = given.precision(mixed_precision)

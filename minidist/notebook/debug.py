@@ -5,10 +5,11 @@ import json
 import os
 import pdb
 import sys
-import tempfile
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing.util import get_temp_dir
 from types import FrameType
 from typing import Any
 
@@ -68,10 +69,10 @@ def _go_on(*_: Any, **__: Any) -> None:
 
 def _ask(prompt: object = "") -> str:
     """A line from the reader. It comes by a named pipe, which the notebook removes."""
-    path = os.path.join(tempfile.mkdtemp(), "answer")
+    path = os.path.join(get_temp_dir(), f"answer-{uuid.uuid4().hex}")  # goes with the pool's folder
     os.mkfifo(path)
     # For writing too: so it is opened at once, before the notebook has opened its end.
-    with open(os.open(path, os.O_RDWR)) as answer:
+    with open(os.open(path, os.O_RDWR), encoding="utf-8") as answer:
         tell(QUESTION, json.dumps([path, str(prompt)]))
         return answer.readline().rstrip("\n")
 

@@ -3,8 +3,8 @@
 An activation is a tensor, or tensors and plain values in tuples, lists and dicts. The receiver
 allocates memory before one arrives, so it must know its *spec*: the structure, and of each tensor
 the shape and dtype. For a batch of a new kind, each stage runs one micro-batch of each size without
-effect, a dry run: the first stage the batch's own, the others ones, of the shapes that the stage
-before has found. The specs are broadcast; after that only tensors are sent.
+effect, a dry run: the first stage with rows of the batch, the others with tensors of ones, in the
+shapes that the stage before has found. The specs are broadcast; after that only tensors are sent.
 
 Specs depend on the inputs, which the first rank has, and on the state of each rank's layers: a
 frozen parameter, a layer in evaluation mode. So each rank hashes what it knows, and the sum of the
@@ -305,8 +305,8 @@ class Preparation:
                 if stage in self._own:
                     try:
                         with torch.set_grad_enabled(trains):
-                            given = self._own[stage].dry_run(activation)
-                        message = [ActivationSpec.of(given).tree()]
+                            spec = ActivationSpec.of(self._own[stage].dry_run(activation))
+                        message = [spec.tree()]
                     except Exception as error:
                         problem = error
                         problem.add_note(f"(at Forward({stage}, 0) of the pipeline)")

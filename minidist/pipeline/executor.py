@@ -217,7 +217,7 @@ def _wait(works: Works) -> None:
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter, and the ranks (within the group) that have it."""
+    """A parameter, and the ranks (within the group) that have it, in the order of its stages."""
 
     parameter: nn.Parameter
     ranks: list[int]
@@ -225,11 +225,11 @@ class Tie:
 
 def find_ties(layers: Sequence[nn.Module], rank_of_layer: Sequence[int]) -> list[Tie]:
     """The parameters that layers on different ranks share, in the order of the model."""
-    ranks: dict[nn.Parameter, set[int]] = {}
+    ranks: dict[nn.Parameter, dict[int, None]] = {}
     for layer, rank in zip(layers, rank_of_layer, strict=True):
         for parameter in layer.parameters():
-            ranks.setdefault(parameter, set()).add(rank)
-    return [Tie(p, sorted(own)) for p, own in ranks.items() if len(own) > 1]
+            ranks.setdefault(parameter, {})[rank] = None
+    return [Tie(p, list(own)) for p, own in ranks.items() if len(own) > 1]
 
 
 @contextmanager
@@ -252,7 +252,7 @@ def added_up(ties: Sequence[Tie], group: dist.ProcessGroup) -> Iterator[None]:
 
 def _sum(tie: Tie, group: dist.ProcessGroup) -> torch.Tensor | None:
     """Each rank sends its part to all others (mostly there is one) and adds up in the order of the
-    ranks, so that all have the same bits. None if none has a gradient. Of two ranks, the first
+    tie, so that all have the same bits. None if none has a gradient. Of two ranks, the first
     sends first: where they have one queue, as with NCCL, two sends would wait for each other."""
     rank, parameter = dist.get_rank(group), tie.parameter
     # For each rank a row: its part, and whether it has one.

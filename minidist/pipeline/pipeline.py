@@ -60,7 +60,9 @@ class Pipeline(Wrapper):
 
     A model that no rank could hold is made on the device "meta": each rank then fills its own
     stages only. The stages are filled in their order, each with the random state that the one
-    before has left, so the values are those that one process would draw by rank 0's seed.
+    before has left, so the values are those that one process would draw by rank 0's seed. (A layer
+    in stages of several ranks draws on each.) All ranks go on with the random state that the last
+    stage has left: seed them afterwards, if their random numbers are to differ.
 
     A layer takes what the one before it gives, as in any nn.Sequential: a tensor, or tensors and
     plain values in tuples, lists and dicts; tensors of whole numbers and masks get no gradient.

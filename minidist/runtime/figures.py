@@ -19,8 +19,10 @@ def show(*_: Any, **__: Any) -> None:
     """Send all open figures to the notebook, and close them, as a notebook does."""
     import matplotlib.pyplot as plt
 
-    for number in plt.get_fignums():
-        picture = io.BytesIO()
-        plt.figure(number).savefig(picture, format="png", bbox_inches="tight")
-        tell(PICTURE, base64.b64encode(picture.getvalue()).decode())
-    plt.close("all")
+    try:
+        for number in plt.get_fignums():
+            picture = io.BytesIO()
+            plt.figure(number).savefig(picture, format="png", bbox_inches="tight")
+            tell(PICTURE, base64.b64encode(picture.getvalue()).decode())
+    finally:
+        plt.close("all")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # process makes: 1.6 s. Not minidist itself: a pool must see the files as they are now.
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.distributed.fsdp", "cloudpickle"]
 
-LONGEST = 70  # characters of a temporary folder; a socket's whole path has 104 at most
+LONGEST = 63  # bytes of a temporary folder; a socket's path in it has 40 more, and 103 at most
 
 _globals = threading.RLock()  # of multiprocessing, and `__main__`: held while they are changed
 _HAS_UNNAMED = hasattr(os, "O_PATH") and os.path.isdir("/proc/self/fd")  # Linux
@@ -54,9 +54,10 @@ def warm_up() -> None:
 
     resource_tracker.ensure_running()  # its start would unblock the signal again
     # A kernel's interrupt goes to the forkserver too, which only ignores it after its imports.
-    # Nothing else may be blocked in it and in ranks: they hear of their children by SIGCHLD.
-    mask = signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT})
+    # SIGCHLD may not be blocked in it: so it hears of its children.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         with _globals, _unnamed(forkserver._forkserver):
             forkserver.ensure_running()
     finally:

@@ -15,7 +15,8 @@ class Modules:
         self._own: dict[str, tuple[Any, int]] = {}  # by name: its spec, when its file was written
 
     def edited(self) -> list[str]:
-        """The files written since this was asked before, but for modules reloaded since."""
+        """The files that were written since the last time this was called, but for modules reloaded
+        since."""
         if len(sys.modules) != len(self._seen):
             for name in (now := set(sys.modules)) - self._seen:
                 if os.path.isabs(file := _file(_spec(name))) and not is_library(file):

@@ -2,8 +2,8 @@
 
 Ranks run at the same time, so their lines would mix differently at each run. Here the first rank's
 output appears as it comes; that of the next one is held back until the first is done with the call,
-and so on, and of the line that a progress bar draws over and over only the last state is kept. What
-is shown at the end is always the same text, which is what lets nbval compare it.
+and so on. Of a line that a progress bar draws over and over, a rank that was held back shows only
+the last state. So the text at the end is always the same, which is what lets nbval compare it.
 
 Amid its text a rank can `tell` two things more: a picture, and a question to the reader.
 """
@@ -15,6 +15,7 @@ import os
 import re
 import sys
 import time
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 # The start of each line that has text: after a newline, or after the carriage return of a
@@ -23,7 +24,7 @@ _LINE_START = re.compile(r"(?<=[\r\n])(?=[^\r\n])")
 
 # Unicode keeps these characters for such use: no text has them.
 START, PICTURE, QUESTION = "\ufdd0", "\ufdd1", "\ufdd2"
-_MESSAGE = re.compile(f"{START}(.*)([{PICTURE}{QUESTION}])\n")
+_MESSAGE = re.compile(f"{START}([^{START}\n]*)([{PICTURE}{QUESTION}])\n")
 
 # How many characters of a stream are held back at most: a rank that prints without end, while
 # another one is live, must not fill the memory.
@@ -70,7 +71,8 @@ class Stream:
                 return False
             text = self._decoder.decode(data)
             self.asks |= QUESTION in text
-            if self._dropped or self._size + len(text) > LIMIT:
+            full = self._dropped or self._size + len(text) > LIMIT
+            if full and QUESTION not in text:
                 self._dropped += len(text)
             else:
                 self.held.append(text)
@@ -85,12 +87,13 @@ class Stream:
         if self._dropped:
             self.held.append(f"\n... {self._dropped} more characters, too many to hold back ...\n")
         text = "".join(self.held)
-        if not every:
+        if not every and "\r" in text:
             text = "\n".join(map(_last_state, text.split("\n")))
         whole = text.rfind("\n") + 1
         if ended or (every and START not in text[whole:]):
             whole = len(text)
         self.held = [text[whole:]]
+        self.asks = QUESTION in text[whole:]
         self._size, self._dropped = len(text) - whole, 0
         pieces = iter(_MESSAGE.split(text[:whole]))
         self._write(next(pieces))
@@ -110,8 +113,9 @@ class Stream:
         self._last = text[-1]
         try:
             stream.write(shown)
-        except UnicodeEncodeError as error:  # as it shows its own stderr
-            stream.write(shown.encode(error.encoding, "backslashreplace").decode(error.encoding))
+        except UnicodeEncodeError:  # as Python does on stderr
+            code = stream.encoding
+            stream.write(shown.encode(code, "backslashreplace").decode(code))
         stream.flush()
 
     def _end_line(self) -> None:
@@ -130,7 +134,6 @@ class Stream:
         display(Image(base64.b64decode(content), alt=words))
 
     def _ask(self, content: str) -> None:
-        self.asks = False
         path, prompt = json.loads(content)
         try:
             answer = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
@@ -138,8 +141,9 @@ class Stream:
             return  # the rank has ended since
         try:
             os.unlink(path)
-            os.rmdir(os.path.dirname(path))
-            os.write(answer, (input(self.prefix + prompt) + "\n").encode())
+            said = input(self.prefix + prompt) + "\n"
+            with suppress(BrokenPipeError):  # the rank has ended meanwhile
+                os.write(answer, said.encode())
         finally:
             os.close(answer)
 

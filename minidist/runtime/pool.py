@@ -24,7 +24,7 @@ class Pool:
     fails, `RankError` says which rank failed first, and where the others were. Lesson: rank.
 
     environs: each rank's environment variables. stage(folder): a context manager that wraps a
-    rank's life; it yields a function that counts the rank's collectives so far, and finds in
+    rank's life; it yields a function that counts the rank's operations so far, and finds in
     `folder` the files that ranks share. timeout: the seconds after which whatever a rank waits for
     raises an error by itself. imports: modules that the stage needs, imported once for all ranks.
     """
@@ -81,6 +81,8 @@ class Pool:
             self._calling = True
             try:
                 processes = self._started()
+                if self._closed:  # by a signal handler
+                    raise RuntimeError("these ranks were closed")
                 outcomes = self._attempt(
                     processes, lambda: processes.call(call, sorted(set(ranks)))
                 )
@@ -98,9 +100,12 @@ class Pool:
         return self.on([rank], _read, name)[0]
 
     def now(self) -> list[str]:
-        """What each rank does, for any thread, also amid a call; empty if the ranks have ended."""
+        """What each rank does. Any thread may ask, also amid a call. Empty if the ranks have ended,
+        or belong to another process."""
         latest = self._latest
-        return [] if latest is None or latest.ended else latest.now()
+        if latest is None or latest.ended or os.getpid() != self._owner:
+            return []
+        return latest.now()
 
     def close(self) -> None:
         """End the ranks. Closing twice is no error, and a forked child's copy ends nothing."""
@@ -156,14 +161,15 @@ class Pool:
         except BaseException:
             processes.end()
             raise
-        if (said := edits(list(outcomes.values()))) and sys.stderr is not None:
-            sys.stderr.write(said)
         returned = all(outcome.returned for outcome in outcomes.values())
         lasts = returned or (may_last and all(map(_owes_nothing, outcomes.values())))
-        if lasts and not self._closed:
+        lasts = lasts and not self._closed
+        if lasts:
             self._processes = processes
         else:
             processes.end()
+        if (said := edits(list(outcomes.values()))) and sys.stderr is not None:
+            sys.stderr.write(said)
         if returned:
             return outcomes
         error = rank_error(list(outcomes.values()), self._timeout, lasts)

@@ -51,7 +51,7 @@ class Processes:
         self._outcomes: dict[int, Outcome] = {}
         self._exited: dict[int, int] = {}  # rank -> exit code
         self._silent: set[int] = set()  # ranks from which no more outcome can come
-        self._asking = threading.Lock()  # a rank is asked one thing at a time
+        self._asking = threading.RLock()  # one thread at a time asks; its signal handlers too
         # Where events come from, and who handles them: no bound methods, with which a pool that
         # is forgotten would refer to itself, and stay.
         with enough_files(self._size):
@@ -125,7 +125,9 @@ class Processes:
 
     def whereabouts(self) -> list[Outcome]:
         """How the call in progress ended on each rank, or where it is."""
-        self._handle_events(0)  # how it ended may have been sent already
+        for rank in sorted(self._running - self._silent):
+            if self._calls[rank].poll():  # how it ended has been sent already
+                self._receive(rank)
         for rank, stack in self._stacks().items():
             self._outcomes[rank] = Outcome(rank, stack=stack)
         return [self._outcomes[rank] for rank in sorted(self._outcomes)]
@@ -163,7 +165,8 @@ class Processes:
                 self._end_supervisor()
             self._output.done(set())
         finally:
-            # A Connection too, and its file might be another's by then.
+            # A Connection whose close was interrupted closes again later, when its file may be
+            # another's.
             with uninterrupted(), self._asking:
                 self._selector.close()
                 self._output.close()

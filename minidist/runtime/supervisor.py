@@ -70,6 +70,7 @@ def main(line: Connection, plan: Plan) -> None:
     no rank can be started.
     """
     os.setsid()  # out of reach of signals to the program's process group
+    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT})  # not what the program blocks
     bell = _Bell()
     running: dict[int, BaseProcess] = {}
     try:

@@ -120,11 +120,14 @@ def _answer(
 ) -> None:
     """Run one action, and send how it ended: its value, or its failure, and the progress made."""
     before, rank, code = progress(), os.getpid(), 0
+    edited: list[str] | None = None
     try:
         value = action()
-        outcome = _pickle_result(number, value, progress() - before, modules.edited())
+        edited = modules.edited()
+        outcome = _pickle_result(number, value, progress() - before, edited)
     except BaseException as error:  # SystemExit too: the pool says what it means
-        parts = number, None, _take_apart(error), progress() - before, modules.edited()
+        edited = modules.edited() if edited is None else edited  # the second answer would be empty
+        parts = number, None, _take_apart(error), progress() - before, edited
         outcome = cloudpickle.dumps(parts)
         if os.getpid() != rank:
             traceback.print_exception(error)

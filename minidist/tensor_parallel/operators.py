@@ -32,6 +32,7 @@ two are those of Korthikanti et al., "Reducing Activation Recomputation in Large
 (arXiv 2205.05198), section 4.2.2. All can be differentiated any number of times.
 """
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -58,13 +59,20 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: Any) -> torch.Tensor:
+        ctx.set_materialize_grads(False)  # what has no gradient keeps none
         ctx.spec, own = parameter._spec, parameter._local_tensor
         return own.view_as(own)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return DTensor(grad.contiguous(), ctx.spec, requires_grad=False)
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        if grad is None:
+            return None
+        # Operations on a gradient may change its spec: that of the parameter stays as it is.
+        spec = copy.copy(ctx.spec)
+        if torch.is_grad_enabled():  # a gradient of gradients may follow
+            whole = dict(shape=spec.shape, stride=spec.stride)
+            return DTensor.from_local(grad, spec.mesh, spec.placements, run_check=False, **whole)
+        return DTensor(grad.contiguous(), spec, requires_grad=False)
 
 
 def copy_to_group(x: torch.Tensor, group: Group = None) -> torch.Tensor:

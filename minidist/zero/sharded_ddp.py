@@ -68,9 +68,12 @@ class ShardReducer(Reducer):
         super().__init__(wrapper, parameters, group, 0, find_unused_parameters=True, plan=flats)
         # A parameter does not hold its node, and the node holds this hook.
         self._nodes = [get_gradient_edge(parameter).node for parameter in self.parameters]
-        hooks = []
+        hooks: list[Any] = []
+        for flat in flats:
+            remove(flat.hooks)  # an earlier wrapper's of this optimizer: two would undo each other
+            flat.hooks = hooks
         for parameter, node in zip(self.parameters, self._nodes, strict=True):
-            if isinstance(parameter.grad, GradientInShards):  # in those of an earlier optimizer
+            if isinstance(parameter.grad, GradientInShards):  # of an earlier wrapper's optimizer
                 parameter.grad = None
             make_room = partial(_make_room, parameter, self._pieces.get(parameter))
             hooks.append(node.register_prehook(make_room))

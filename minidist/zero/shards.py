@@ -71,6 +71,7 @@ class FlatParameters:
         )
         self.flat[used:] = 0
         self.pieces: list[Piece] = []
+        self.hooks: list[Any] = []  # of the wrapper that was made last
         mine = range(rank * self.shard, (rank + 1) * self.shard)
         can_train = first.is_floating_point() or first.is_complex()
         for parameter, offset in zip(parameters, offsets, strict=True):
