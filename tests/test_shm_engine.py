@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from array import array
 
 import pytest
@@ -22,7 +23,7 @@ import minidist as md
 from minidist.backend import empty, words
 from minidist.backend.bell import Bell
 from minidist.backend.engine import Engine
-from minidist.backend.handle import Handle
+from minidist.backend.handle import Handle, Outcome
 from minidist.backend.members import STAGE, STAGES, Members
 from minidist.backend.queues import Queues, Task, Wait
 from minidist.backend.segment import HEAD
@@ -176,7 +177,7 @@ def test_threads_that_wait_at_once_each_get_their_own(ranks):
 def test_what_one_thread_has_ended_no_other_ends_again():
     """Between submitting a task and beginning it, the engine's own thread may have done it."""
     queues = Queues()
-    task = Task((wait for wait in ()), Handle([], lambda: "a call"), SOON)
+    task = Task((wait for wait in ()), Outcome([], lambda: "a call"), SOON)
     queues.add("queue", task)
     assert queues.round() == (True, [task])
     assert queues.begin("queue", task) == (False, [])
@@ -253,7 +254,7 @@ def test_a_callback_may_wait_for_what_another_thread_is_about_to_end(monkeypatch
     engine, found = Alone(), []
     flag, go, ending, attached = Flag(), *(threading.Event() for _ in range(3))
 
-    class Slow(Handle):
+    class Slow(Outcome):
         def end(self, error=None):
             ending.set()
             attached.wait(SOON)
@@ -275,7 +276,8 @@ def test_a_callback_may_wait_for_what_another_thread_is_about_to_end(monkeypatch
 
     def call_and_wait(_):
         driver.start()
-        handle = Slow([], lambda: "what the engine's callback calls")
+        handle = Handle([], lambda: "what the engine's callback calls")
+        handle.outcome = Slow([], lambda: "what the engine's callback calls")
         engine.submit("second", iter(()), handle, SOON)
         future = handle.get_future().then(more)
         attached.set()
@@ -484,17 +486,62 @@ def test_a_wait_ends_though_the_callbacks_of_a_failed_group_take_a_while(calls, 
         assert time.monotonic() - start < SOON
 
 
+def tensors_of_tasks_that_are_kept(calls):
+    """Threads keep all tasks in hand, and what these wait for. The calls after which a tensor lives
+    that nobody else has."""
+    kept, add, step, seen = [], Queues.add, Task.step, []
+
+    def adds(self, name, task):
+        kept.append((name, task))
+        add(self, name, task)
+
+    def steps(self):
+        kept.append(self.wait)
+        return step(self)
+
+    rank, peer = dist.get_rank(), 1 - dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Queues, "add", adds)
+        patch.setattr(Task, "step", steps)
+        for name, n in calls:
+            x, out = torch.ones(n), torch.empty(2 * n)
+            call = {
+                "all_reduce": lambda x, out: dist.all_reduce(x, async_op=True),
+                "all_gather": lambda x, out: single.all_gather_single(out, x, None),
+                "reduce_scatter": lambda x, out: single.reduce_scatter_single(
+                    x, out, dist.ReduceOp.SUM, None
+                ),
+                "message": lambda x, out: (dist.irecv if rank else dist.isend)(x, peer),
+            }[name]
+            work = call(x, out)
+            if n % 2:
+                work.get_future().add_done_callback(lambda _: None)
+            if rank:
+                time.sleep(0.01)  # the engine's own thread does it
+            work.wait()
+            memory = [weakref.ref(each.untyped_storage()) for each in (x, out)]
+            del x, out, work, call
+            seen += [(name, n)] * any(each() is not None for each in memory)
+    return seen, len(kept)
+
+
+def test_whoever_still_has_a_task_in_hand_keeps_no_tensor(ranks):
+    names = "all_reduce", "all_gather", "reduce_scatter", "message"
+    calls = [(name, n) for name in names for n in (10, 11, STAGE, STAGE + 1)]
+    for seen, kept in ranks(2)(tensors_of_tasks_that_are_kept, calls):
+        assert seen == [] and kept >= len(calls)
+
+
 def test_a_second_end_of_a_handle_changes_nothing():
     handle, found = Handle(["here"], lambda: "a call"), []
     handle.get_future().add_done_callback(lambda future: found.append(future.value()))
-    handle.end()
-    handle.end(RuntimeError("too late"))
+    handle.outcome.end()
+    handle.outcome.end(RuntimeError("too late"))
     assert handle.wait() and found == [["here"]]
 
 
 def test_a_call_that_begins_while_its_group_fails_is_left_to_who_ends_them_all():
-    queues, handle = Queues(), Handle([], lambda: "a call")
-    task = Task(until(Flag()), handle, SOON)
+    queues, task = Queues(), Task(until(Flag()), Outcome([], lambda: "a call"), SOON)
     queues.add("calls", task)
     assert queues.clear() == [task]
     assert queues.begin("calls", task) == (True, [])

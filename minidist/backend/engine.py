@@ -12,7 +12,7 @@ A task, which is an operation that has been submitted, goes through these states
     ready      the first in its queue               whoever takes its first step
     waiting    the first; it has yielded a `Wait`   whoever takes a step once that is over
     ended      in no queue                          whoever took its last step, in `_complete`
-    complete   its handle has the result            nobody
+    complete   its outcome has been told            nobody
 
 Steps are taken by the driver, or else by our own thread (both by `Queues.round`); the first steps
 of a short task by the call itself (`Queues.begin`). The first task that fails ends the others:
@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable, Hashable
 
 from minidist.backend.bell import THREAD, WAITER, Bell
-from minidist.backend.handle import Handle
+from minidist.backend.handle import Handle, Outcome
 from minidist.backend.queues import NAP, Explain, Operation, Queues, Task, give_way, plain
 
 SPIN = 2e-4  # seconds that a driver asks again and again, giving way to others, before it sleeps
@@ -85,12 +85,12 @@ class Engine:
     ) -> Handle:
         """Begin an operation as soon as those before it in its queue have ended. The call itself
         begins a `short` one. `awaited`: the caller waits for it at once, and will do the work."""
-        task = Task(operation, handle, timeout)
+        task = Task(operation, handle.outcome, timeout)
         with self._lock:
             if going := self._failure is None and not self._closing:
                 self._queues.add(queue, task)
         if not going:
-            handle.end(self._failure or RuntimeError("the process group has been closed"))
+            task.outcome.end(self._failure or RuntimeError("the process group has been closed"))
             return handle
         handle.engine = self
         here = plain()
@@ -99,7 +99,7 @@ class Engine:
         begun = short and here and self._begin(queue, task)
         # This is a callback, which may wait for the operation. If another thread has ended that
         # already, it is about to call back, and what it calls may wait too.
-        if not handle.ended and threading.current_thread() is self._thread:
+        if not task.outcome.ended and threading.current_thread() is self._thread:
             self._start()
         if not begun:
             self.wake()
@@ -107,7 +107,7 @@ class Engine:
 
     def append(self, queue: Hashable, operation: Operation) -> None:
         """Put an operation into the queue of one that is under way: so nobody has to be woken."""
-        task = Task(operation, Handle([], lambda: "callbacks"), math.inf)
+        task = Task(operation, Outcome([], lambda: "callbacks"), math.inf)
         with self._lock:
             if self._failure is None and not self._closing:
                 self._queues.add(queue, task)
@@ -139,16 +139,16 @@ class Engine:
         self._bell.ring() if self._driver is not None else self._bell.wake()
 
     def _complete(self, tasks: list[Task]) -> None:
-        """Give their handles the results of these tasks, which have ended. That runs callbacks, and
-        these may call us: so this thread holds no lock, and does not drive."""
+        """Tell how these tasks have ended. That runs callbacks, and these may call us: so this
+        thread holds no lock, and does not drive."""
         outer, self._here.calls_back = self._here.calls_back, True
         try:
             for task in tasks:
                 if task.failure is not None:
                     self._fail(task.failure)
-                if task.handle.has_future and self._queues:
+                if task.outcome.promise is not None and self._queues:
                     self.wake()  # a callback may wait in C++, where it does no work
-                task.handle.end(task.failure)
+                task.outcome.end(task.failure)
         finally:
             self._here.calls_back = outer
         if tasks and (self._driver is not None or self._followers):
@@ -164,8 +164,8 @@ class Engine:
 
     # ---- a thread that waits ---------------------------------------------------------------
 
-    def wait(self, handle: Handle, seconds: float) -> None:
-        """Go on with all tasks until this handle's is complete, or for so many seconds (0: without
+    def wait(self, outcome: Outcome, seconds: float) -> None:
+        """Go on with all tasks until this call has ended, or for so many seconds (0: without
         limit)."""
         end, me = time.monotonic() + seconds if seconds else math.inf, threading.get_ident()
         # Of two callbacks the second must not run within the first, which it may have to wait for.
@@ -173,29 +173,31 @@ class Engine:
         if not here and threading.current_thread() is self._thread:
             self._start()
         try:
-            while not handle.ended and time.monotonic() < end:
-                self._complete(self._drive_or_follow(handle, end, here, me))
+            while not outcome.ended and time.monotonic() < end:
+                self._complete(self._drive_or_follow(outcome, end, here, me))
             if self._queues and self._failure is None:
                 self._leave_rest()
         except BaseException as error:  # an interrupt: an operation may be half done
             self._fail(error)
             raise
 
-    def _drive_or_follow(self, handle: Handle, end: float, may_drive: bool, me: int) -> list[Task]:
+    def _drive_or_follow(
+        self, outcome: Outcome, end: float, may_drive: bool, me: int
+    ) -> list[Task]:
         """Drive, or follow who does. Returns the tasks that have ended meanwhile."""
         lost = False
         try:
             with self._lock:
-                if self._closed and not handle.settled:
+                if self._closed and not outcome.settled:
                     lost = True  # an interrupt came between its last step and `_complete`
                 elif self._driver is None and may_drive and self._failure is None:
                     self._bell.expect(0)
                     self._driver = me
-                elif not handle.ended:
+                elif not outcome.ended:
                     self._follow(min(end - time.monotonic(), WATCH))
             if lost:  # its callbacks may call us: nobody holds the lock
-                handle.end(self._failure)
-            return self._drive(handle, end) if self._driver == me else []
+                outcome.end(self._failure)
+            return self._drive(outcome, end) if self._driver == me else []
         finally:
             if self._driver == me:
                 self._driver = None  # at once: an interrupt may come when a function begins
@@ -224,10 +226,10 @@ class Engine:
         if self._here.calls_back or self._work() or any(w.due() for w in self._queues.waits()):
             self.wake()
 
-    def _drive(self, handle: Handle, end: float) -> list[Task]:
+    def _drive(self, outcome: Outcome, end: float) -> list[Task]:
         """Go on with all tasks until one has ended. Returns it, or nothing if the time is up."""
         patience, expected = 0.0, False
-        while not handle.ended and self._failure is None:
+        while not outcome.ended and self._failure is None:
             moved, ended = self._queues.round()
             if ended:
                 return ended
@@ -295,7 +297,7 @@ class Engine:
             self._closed = True
             self._on_close()
         for task in self._queues.clear():
-            task.handle.end(self._failure)
+            task.outcome.end(self._failure)
         with self._lock:
             self._changed.notify_all()
 

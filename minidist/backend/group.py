@@ -118,7 +118,8 @@ class Group(dist.ProcessGroup):
         (x,) = tensors
         self._take("send", tensors)
         where, operation = caller(), self._post.send(flatten(x), to, tag, time.monotonic())
-        handle = Handle([], lambda: f"send({describe(x)}, dst={to}, tag={tag}){at_line(where)}")
+        what = f"send({describe(x)}, dst={to}, tag={tag})"  # now: the handle keeps no tensor
+        handle = Handle([], lambda: what + at_line(where))
         self._record("send", "sent", self._global_ranks[to], x.nbytes, handle)
         return self._message(("to", to), operation, handle)
 
@@ -134,8 +135,8 @@ class Group(dist.ProcessGroup):
     def _receive(self, tensors: Tensors, sources: list[int], tag: int, src: int | None) -> Handle:
         (x,) = tensors
         self._take("recv", [], tensors)
-        where = caller()
-        handle = Handle([x], lambda: f"recv({describe(x)}, src={src}, tag={tag}){at_line(where)}")
+        where, what = caller(), f"recv({describe(x)}, src={src}, tag={tag})"
+        handle = Handle([x], lambda: what + at_line(where))
         self._record("recv", "received", None, x.nbytes, handle)
 
         def run() -> Operation:
@@ -143,7 +144,7 @@ class Group(dist.ProcessGroup):
             handle.source = yield from self._post.receive(flat, sources, tag)
             put_back(x, flat)
 
-        return self._message(handle, run(), handle)
+        return self._message(object(), run(), handle)  # none waits behind another
 
     def _message(self, lane: Hashable, operation: Operation, handle: Handle) -> Handle:
         self._number += 1

@@ -18,23 +18,21 @@ if TYPE_CHECKING:
 _FUTURES = threading.Lock()  # guards a handle's future, which is made on first request
 
 
-@uncompiled
-class Handle(dist.Work):
-    """What a call gives back: `wait` for its end, or take its future. `what()` describes the
-    call. Neither a future nor a description is made before somebody asks for it."""
+class Outcome:
+    """How a call ends. The threads that work have this in hand, and not the handle: as soon as it
+    is `ended` it has no tensor any more, so memory lives as long as the caller wants, no longer.
+
+    `what()` describes the call. Neither that nor a future is made before somebody asks for it.
+    """
 
     def __init__(self, result: list[Any], what: Callable[[], str]) -> None:
-        super().__init__()
-        self._result, self.what = result, what
-        self._error: BaseException | None = None
+        self.result: list[Any] | None = result
+        self.what = what
+        self.error: BaseException | None = None
         self.settled = False  # the result, or the error, is known
-        self._outcome: torch.futures.Future[Any] | None = None  # its value may be an error
-        self._future: torch.futures.Future[Any] | None = None  # raises that error
         self.ended = False  # settled, and its callbacks have run
-        self.engine: Engine | None = None
-        self.source = -1  # of a message
-        self.reserve: Callable[[], Reservation] | None = None  # for what its callbacks call
-        self._reservation: Reservation | None = None
+        self.promise: torch.futures.Future[Any] | None = None  # its value may be an error
+        self.reservation: Reservation | None = None  # for what its callbacks call
 
     def end(self, error: BaseException | None = None) -> None:
         """The operation has ended, with this error if any. A second call changes nothing: where a
@@ -42,38 +40,47 @@ class Handle(dist.Work):
         with _FUTURES:
             if self.settled:
                 return
-            self._error, self.settled = error, True
-            outcome, reservation = self._outcome, self._reservation
+            self.error, self.settled = error, True
         try:
-            if outcome is not None:
-                with reservation or contextlib.nullcontext():
-                    outcome.set_result(self._value())
+            if self.promise is not None:
+                with self.reservation or contextlib.nullcontext():
+                    self.promise.set_result(self.result if error is None else error)
         finally:
+            self.result = self.promise = None
             self.ended = True  # after the future: who has waited may take its value
 
-    @property
-    def has_future(self) -> bool:
-        """Whether somebody may have attached callbacks."""
-        return self._outcome is not None
+
+@uncompiled
+class Handle(dist.Work):
+    """What a call gives back: `wait` for its end, or take its future."""
+
+    def __init__(self, result: list[Any], what: Callable[[], str]) -> None:
+        super().__init__()
+        self.outcome, self._result = Outcome(result, what), result
+        self._future: torch.futures.Future[Any] | None = None  # raises the error
+        self.engine: Engine | None = None
+        self.source = -1  # of a message
+        self.reserve: Callable[[], Reservation] | None = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the end. Raises what went wrong."""
-        if not self.ended and self.engine is not None:
-            self.engine.wait(self, timeout.total_seconds())
-            if not self.ended:
+        outcome = self.outcome
+        if not outcome.ended and self.engine is not None:
+            self.engine.wait(outcome, timeout.total_seconds())
+            if not outcome.ended:
                 raise RuntimeError(f"Timed out waiting {timeout.total_seconds():g} s")
-        if self._error is not None:
-            raise self._error
+        if outcome.error is not None:
+            raise outcome.error
         return True
 
     def is_completed(self) -> bool:
-        return self.ended
+        return self.outcome.ended
 
     def is_success(self) -> bool:
-        return self.ended and self._error is None
+        return self.outcome.ended and self.outcome.error is None
 
     def exception(self) -> BaseException | None:
-        return self._error
+        return self.outcome.error
 
     def result(self) -> list[Any]:
         return self._result
@@ -81,26 +88,25 @@ class Handle(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """Its value is the result. In a callback, wait for a handle (`Work.wait`), not for another
         future: that waits in C++, and the thread that it stops may be the one that works."""
-        reserve = self.reserve if self._reservation is None and not self.settled else None
-        reservation = reserve() if reserve is not None else None
+        outcome, late = self.outcome, None
+        asks = self.reserve is not None and outcome.reservation is None and not outcome.settled
+        reservation = self.reserve() if self.reserve is not None and asks else None
         with _FUTURES:
-            if self._reservation is None and not self.settled:
-                self._reservation, reservation = reservation, None
-            if self._future is None or self._outcome is None:
+            if outcome.reservation is None and not outcome.settled:
+                outcome.reservation, reservation = reservation, None
+            if self._future is None:
                 # Not set_exception: called from Python, it would end the process.
-                self._outcome = torch.futures.Future()
-                self._future = self._outcome.then(_raise)
-                late = self.settled
-            else:
-                late = False
+                promise: torch.futures.Future[Any] = torch.futures.Future()
+                self._future = promise.then(_raise)
+                if outcome.settled:
+                    late = promise
+                else:
+                    outcome.promise = promise
         if reservation is not None:
             reservation.release()  # too late: callbacks run as they are attached
-        if late:
-            self._outcome.set_result(self._value())
+        if late is not None:
+            late.set_result(self._result if outcome.error is None else outcome.error)
         return self._future
-
-    def _value(self) -> Any:
-        return self._result if self._error is None else self._error
 
     def _source_rank(self) -> int:
         return self.source

@@ -111,6 +111,7 @@ class Post:
             if not wanted.over():
                 yield wanted
         assert wanted.source is not None
+        del wanted.x  # a thread that still has this in hand keeps no tensor
         return wanted.source
 
     def look(self, sources: Sequence[int]) -> float:

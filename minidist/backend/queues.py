@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from minidist.backend.handle import Handle
+from minidist.backend.handle import Outcome
 
 
 class Wait:
@@ -65,8 +65,8 @@ AT_ONCE = 4  # steps of a short operation that the call itself takes
 class Task:
     """An operation that has been submitted, with `timeout` seconds for each of its waits."""
 
-    def __init__(self, operation: Operation, handle: Handle, timeout: float) -> None:
-        self.operation, self.handle, self.timeout = operation, handle, timeout
+    def __init__(self, operation: Operation, outcome: Outcome, timeout: float) -> None:
+        self.operation, self.outcome, self.timeout = operation, outcome, timeout
         self.wait: Wait | None = None
         self.since = time.monotonic()  # when this wait began; time in the queue does not count
         self.ended = False
@@ -164,7 +164,7 @@ class Queues:
             if (wait := task.wait) is None:
                 continue
             overdue = task.timeout if now > task.since + task.timeout else 0.0
-            error = explain(wait, task.handle.what(), overdue)
+            error = explain(wait, task.outcome.what(), overdue)
             with self._stepping:  # what it waits for may have come before the other left
                 if error is not None and not wait.over():
                     return error

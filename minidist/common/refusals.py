@@ -11,10 +11,11 @@ class RefusedError(NotImplementedError, AttributeError):
 def refuse(
     who: str, given: Mapping[str, Any], reasons: Mapping[str, str], taken: Collection[str] = ()
 ) -> None:
-    """Raises ValueError for an argument that has a reason, if it is given and not None or False;
-    TypeError for one that has none and is not `taken`: torch does not have it either."""
+    """Raises ValueError for an argument that has a reason, if it is not None, False or 0; TypeError
+    for one that has none and is not `taken`: torch does not have it either."""
     for name, value in given.items():
         if name not in reasons and name not in taken:
             raise TypeError(f"{who} has no argument {name}")
-        if name in reasons and value is not None and value is not False:
+        off = value is None or (isinstance(value, int) and not value)  # `in` would compare tensors
+        if name in reasons and not off:
             raise ValueError(f"{who} does not take {name}={value!r}: {reasons[name]}")
