@@ -7,6 +7,7 @@ predicted is wrong; what is longer by more than 5 % is tried again, for the mach
 
 import json
 import os
+import resource
 import signal
 import sys
 import threading
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 
 import minidist as md
 from minidist import bench
+from minidist.backend.segment import show
 from minidist.bench import Row
 from minidist.bench import link as table
 from minidist.collectives import cost
@@ -181,6 +183,38 @@ def tokens():
         assert x[0] == len(groups[0])
         found.append(LINES._token)
     return found
+
+
+def test_lines_that_could_not_be_shared_leave_no_file_open():
+    """Another rank dies meanwhile, or has, or this one may open no file more."""
+    before, most = len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def dies(name, value):
+        if name == "lines":
+            return [value, "others"]
+        raise RuntimeError("Timed out")
+
+    def shows(name, value):
+        file = os.memfd_create("gone") if found == "died" else kept
+        shown = show(file)
+        if found == "died":
+            os.close(file)
+        return ["", "others"] if name == "lines" else [f"{shown}\ntoken", value]
+
+    with pytest.raises(RuntimeError, match="Timed out"):
+        SharedLines().join(0, dies)
+    found = "died"
+    with pytest.raises(RuntimeError, match="^Connection closed by peer: rank 0 has died$"):
+        SharedLines().join(1, shows)
+    kept, found = os.memfd_create("kept"), "too many"
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, most[1]))
+    try:
+        with pytest.raises(RuntimeError, match="rank 0 cannot be opened: .*Too many open files"):
+            SharedLines().join(1, shows)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
+        os.close(kept)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_groups_of_the_same_ranks_share_their_lines():

@@ -684,7 +684,9 @@ def test_a_group_for_which_there_are_too_few_files_leaves_none_open(monkeypatch)
         if not errors:
             break
     assert not errors and spare > -2
-    assert messages and all("Too many open" in m or "to make the group" in m for m in messages)
+    # The other rank comes before this one gives up, waits for it in vain, or finds it gone.
+    seen = r"Too many open|to make the group|^Connection closed by peer: rank N has died$"
+    assert messages and all(re.search(seen, message) for message in messages), messages
 
 
 def test_a_machine_is_not_taken_for_another_because_no_file_is_left():

@@ -508,9 +508,7 @@ def tensors_of_tasks_that_are_kept(calls):
             call = {
                 "all_reduce": lambda x, out: dist.all_reduce(x, async_op=True),
                 "all_gather": lambda x, out: single.all_gather_single(out, x, None),
-                "reduce_scatter": lambda x, out: single.reduce_scatter_single(
-                    x, out, dist.ReduceOp.SUM, None
-                ),
+                "reduce_scatter": lambda x, out: single.reduce_scatter_single(x, out, None),
                 "message": lambda x, out: (dist.irecv if rank else dist.isend)(x, peer),
             }[name]
             work = call(x, out)

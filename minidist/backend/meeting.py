@@ -53,7 +53,7 @@ def attach(
     return segment, (int(number), born)
 
 
-def unreachable(rank: int, error: OSError, gone: str | bool) -> RuntimeError:
+def unreachable(rank: int, error: OSError, gone: str | bool = "") -> RuntimeError:
     """The rank's memory could not be opened; `gone` is how it has gone, if that is known."""
     # A process closes its files before others can see that it has ended.
     if gone or isinstance(error, (FileNotFoundError, ProcessLookupError)):

@@ -17,8 +17,9 @@ from array import array
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
+from minidist.backend.meeting import unreachable
 from minidist.backend.segment import hide, new_file, reach, show
 
 Busy = MutableMapping[int, list[float]]  # by the number of a line
@@ -83,17 +84,23 @@ class SharedLines(Lines):
         if tokens[0] and len(set(tokens)) == 1:  # as in most groups but the first
             return lambda: None
         shown, file = "", -1
-        if rank == 0:
-            file, name = new_file(COUNT * ROOM)  # of which only what is used takes memory
-            os.ftruncate(file, COUNT * ROOM)
-            shown = show(file, name)
-        shown, token = exchange("file of lines", f"{shown}\n{secrets.token_hex()}")[0].split("\n")
-        try:
-            if rank != 0:
-                file = reach(shown)
-            words = memoryview(mmap.mmap(file, COUNT * ROOM)).cast("d")
-        except OSError as error:
-            raise RuntimeError("Connection closed by peer: rank 0 has died") from error
+        with ExitStack() as failed:
+            if rank == 0:
+                file, name = new_file(COUNT * ROOM)  # of which only what is used takes memory
+                failed.callback(os.close, file)
+                os.ftruncate(file, COUNT * ROOM)
+                shown = show(file, name)
+                failed.callback(hide, shown)
+            mine = f"{shown}\n{secrets.token_hex()}"
+            shown, token = exchange("file of lines", mine)[0].split("\n")
+            try:
+                if rank != 0:
+                    file = reach(shown)
+                    failed.callback(os.close, file)
+                words = memoryview(mmap.mmap(file, COUNT * ROOM)).cast("d")
+            except OSError as error:
+                raise unreachable(0, error) from None
+            failed.pop_all()
         with self._turn:
             self._file, before = file, self._file
             self._token, self._words = token, words
