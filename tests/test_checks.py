@@ -334,6 +334,17 @@ def test_the_table_has_all_lessons_in_their_order(copy, capsys) -> None:
     assert all(len(line) <= 100 and line == line.rstrip() for line in [title, *lines, total])
 
 
+@pytest.mark.parametrize("folder", ["notebooks", "notebooks/ko"])
+def test_the_table_among_the_originals_is_that_of_a_fresh_copy(
+    folder, copy, capsys, monkeypatch
+) -> None:
+    progress()
+    fresh = capsys.readouterr().out
+    monkeypatch.chdir(ROOT / folder)
+    progress()
+    assert capsys.readouterr().out == fresh
+
+
 def test_the_start_page_shows_the_table_of_a_fresh_copy(copy, capsys) -> None:
     progress()
     fresh = capsys.readouterr().out

@@ -55,7 +55,8 @@ def progress() -> None:
     open, by the names of their checks. Call it in the folder of the lessons."""
     folder = _copy()
     done = read(folder) if folder else {}
-    of_lessons = {p.stem[3:]: p.stem for p in (folder or Path()).glob("[0-9][0-9]_*.ipynb")}
+    around = [folder] if folder else [Path(), Path("..")]  # in another language: a folder below
+    of_lessons = {p.stem[3:]: p.stem for at in around for p in at.glob("[0-9][0-9]_*.ipynb")}
     lines, known, solved = [], 0, 0
     for lesson in sorted(_lessons(), key=lambda name: of_lessons.get(name, name)):
         checks = _checks(lesson)
