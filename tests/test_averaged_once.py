@@ -2,6 +2,7 @@
 
 Held against one process, which computes all ranks' shares."""
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -292,7 +293,7 @@ class Product(nn.Module):
         return self.last(Nothing.apply(x, self.weight))
 
 
-@pytest.mark.parametrize("wrap", ["ddp", "zero"])
+@pytest.mark.parametrize("wrap", ["ddp", "ddp, watched", "zero"])
 def test_a_gradient_that_a_function_leaves_out_counts_as_zero(pools, wrap):
     """On rank 1 autograd comes to the weight, and has no gradient for it."""
 
@@ -301,12 +302,13 @@ def test_a_gradient_that_a_function_leaves_out_counts_as_zero(pools, wrap):
         module = Product()
         before = module.weight.detach().clone()
         plain = copy.deepcopy(module)
-        if wrap == "ddp":
+        if wrap == "zero":
+            model, optimizer = sharded(module)
+        else:
             model = DDP(module, find_unused_parameters=True)
             optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        else:
-            model, optimizer = sharded(module)
-        square(model, dist.get_rank()).backward()
+        with md.measure.MemoryTracker(model) if "watched" in wrap else contextlib.nullcontext():
+            square(model, dist.get_rank()).backward()
         optimizer.step()
         plain.last(share(0) @ plain.weight).pow(2).mean().backward()
         return far([before - module.weight], [plain.weight.grad / 2])

@@ -203,6 +203,12 @@ def test_a_number_is_exact_close_or_far(lesson, check) -> None:
         assert not said.right and "close" not in said.says
 
 
+def test_what_a_mistake_gives_may_be_rounded() -> None:
+    check = MODULES["layer_splitting"].check.idle_part
+    for value in (100 * 7 / 39, 17.95, 17.9):
+        assert "give a part of 1, not per cent" in check(value).says
+
+
 def test_there_are_numbers_to_round() -> None:
     can_be = [each for each in NUMERIC if roundings(answers(*each.values)[0][0])]
     assert len(NUMERIC) > 30 and len(can_be) > 10

@@ -1,6 +1,7 @@
 """Each room begins with its idea, in a file that is called naive: short, and it really trains."""
 
 import ast
+import copy
 import importlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import minidist as md
 from minidist.checkpointing import NaiveCheckpoint
 from minidist.distributed_data_parallel.naive import NaiveDDP
 from minidist.fully_sharded.naive import NaiveFullySharded
+from minidist.mixed.naive import NaiveMixedParallel
 from minidist.offload.naive import NaiveOffload
 from minidist.parameter_server import name_of, rpc_session
 from minidist.parameter_server.naive import NaiveServer, push
@@ -175,6 +177,37 @@ IDEAS = (
 @pytest.mark.parametrize("idea", IDEAS)
 def test_the_idea_trains_as_one_process_does(ranks, idea):
     assert ranks(idea) == [[]] * RANKS
+
+
+def mixed(*sizes):
+    """A transformer on a mesh, each replica with rows of its own: what differs from one process."""
+    torch.manual_seed(0)
+    model = md.zoo.Transformer(16, 6, 8, 2, 2).double()
+    plain = copy.deepcopy(model).sequential()
+    tokens = torch.randint(16, (8, 6), generator=torch.Generator().manual_seed(1))
+    mesh = md.mixed.mesh(*sizes)
+    tensor, row = mesh.get_group("tensor"), mesh.get_local_rank("data")
+    ours = NaiveMixedParallel(model, mesh, microbatches=2)
+    optimizer, alone = adam(ours.stage.parameters()), adam(plain.parameters())
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        rows = tokens[row :: sizes[0]]
+        ours.train_step(
+            rows, rows.flip(0), lambda y, t: md.vocab_parallel_cross_entropy(y, t, tensor)
+        )
+        optimizer.step()
+        alone.zero_grad()
+        shares = [tokens[r :: sizes[0]] for r in range(sizes[0])]
+        sum(md.parity.cross_entropy(plain(x), x.flip(0)) / sizes[0] for x in shares).backward()
+        alone.step()
+    found = md.tensor_parallel.full_state_dict(ours.stage.module)
+    return apart(plain.state_dict() | found, plain.state_dict())
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 1), (2, 1, 2), (1, 2, 2)])
+def test_a_naive_mesh_trains_as_one_process_does(sizes):
+    with md.ranks(4) as four:
+        assert four(mixed, *sizes) == [[]] * 4
 
 
 @pytest.mark.parametrize("file", NAIVE, ids=lambda file: file.parent.name)

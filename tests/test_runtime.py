@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -31,6 +32,7 @@ from tqdm import tqdm
 import minidist as md
 from minidist.runtime import forkserver, output, report, supervisor, worker
 from minidist.runtime.cell import run_cell
+from minidist.runtime.modules import Modules
 
 needs_proc = pytest.mark.skipif(
     not os.path.exists("/proc/self/environ"), reason="finds processes by /proc"
@@ -449,6 +451,12 @@ print(r(len, []))
         line = "caf\\xe9\\ud55c\n"
         out = 2 * f"[rank 0] {line}[rank 1] {line}" + "[0, 0]\n"
         assert program.finish(60) == (0, out, "")
+
+
+@pytest.mark.parametrize("ask", ["input", "breakpoint"])
+def test_a_rank_that_asks_names_the_way_outside_of_cells_too(ask):
+    with pytest.raises(md.RankError, match="RuntimeError: a rank cannot ask you anything, unless"):
+        md.launch(eval, f"{ask}()", world_size=2)
 
 
 def test_what_marks_a_message_may_be_printed(ranks, capfd):
@@ -1239,6 +1247,19 @@ def test_modules_edited_since_ranks_imported_them_are_named_once(tmp_path, monke
         file.unlink()
         assert pool(call) == ["old", "newer"]
     assert capsys.readouterr().err == ""
+
+
+def test_a_module_that_takes_the_place_of_another_is_seen_too(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "goes", types.ModuleType("goes"))
+    file = tmp_path / "comes_instead.py"
+    file.write_text("")
+    modules = Modules()
+    del sys.modules["goes"]
+    importlib.import_module("comes_instead")
+    assert modules.edited() == []
+    os.utime(file, (0, 1))
+    assert modules.edited() == [str(file)]
 
 
 WINDOWS = "minidist starts its ranks with Python's forkserver, which Windows does not have. "

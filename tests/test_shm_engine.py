@@ -695,6 +695,33 @@ def test_an_expanded_tensor_that_cannot_hold_the_result_is_told(ranks):
     assert said.startswith("float32(4,) is expanded: its elements share their memory") and not other
 
 
+def reduced(sizes):
+    """What a reduce leaves on this rank, of tensors of torch's and of the arena."""
+    found = []
+    for n in sizes:
+        for x in (torch.empty(n), empty(n)):
+            dist.reduce(x.fill_(1.0 + dist.get_rank()), 1)
+            found.append(x.unique().tolist())
+    return found
+
+
+def test_a_reduce_leaves_the_tensors_of_those_who_receive_nothing(ranks):
+    sizes = [5, STAGE // 8, STAGE]
+    assert ranks(3)(reduced, sizes) == [6 * [[total]] for total in (1, 6, 3)]
+
+
+def test_a_negated_tensor_of_inference_mode_receives_what_is_sent(ranks):
+    """As the imaginary part of a conjugated one: a view, with torch's bit of a minus."""
+
+    @torch.inference_mode()
+    def run():
+        x = torch.full((3,), 1j * (2 + dist.get_rank())).conj().imag
+        dist.broadcast(x, 1)
+        return x.is_neg(), x.tolist()
+
+    assert ranks(2)(run) == [(True, [-3.0] * 3)] * 2
+
+
 def test_what_is_only_sent_may_be_expanded(ranks):
     def run():
         dist.broadcast(x := expanded() if dist.get_rank() == 0 else torch.zeros(4), 0)

@@ -267,7 +267,9 @@ def test_a_layer_keeps_what_the_dense_one_was(pools):
     def keep():
         dense = nn.Linear(4, 4, dtype=torch.float64)
         dense.weight.requires_grad_(False)
+        dense.bias.decay = 0.1
         layer = md.ColumnParallelLinear.from_dense(dense)
+        assert layer.bias.decay == 0.1
         layer(random(2, 4).requires_grad_()).sum().backward()
         again = copy.deepcopy(layer).to_dense()
         row = md.RowParallelLinear.from_dense(dense)
@@ -286,6 +288,19 @@ def test_a_layer_keeps_what_the_dense_one_was(pools):
 
     kept = (True, [(False, torch.float64), (True, torch.float64)], None, ["bias", "weight"], True)
     assert pools(2)(equal) == [kept] * 2
+
+
+def test_a_parameter_with_a_hook_is_not_split(pools):
+    def run():
+        dense = nn.Linear(4, 4)
+        dense.bias.register_post_accumulate_grad_hook(print)
+        try:
+            md.ColumnParallelLinear.from_dense(dense)
+        except ValueError as error:
+            return str(error)
+
+    said = "bias has a hook, which would see a shard: register it after"
+    assert pools(2)(run) == [said] * 2
 
 
 def test_an_input_that_needs_no_gradient_costs_no_message(pools):

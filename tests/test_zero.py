@@ -572,6 +572,7 @@ def test_states_that_are_removed_begin_anew(pools, stage):
             if step == 3:
                 for each, of in ((optimizer, module), (alone, plain)):
                     each.state.pop(of[0].weight, None)
+                    each.state[of[0].bias] = {}
             optimizer.step()
             alone.step()
         return apart(whole(module, optimizer), whole(plain, alone))

@@ -125,7 +125,7 @@ def all_reduce(
     pieces = (Piece(members, x[cut], rooms) for cut, rooms in pieces_of(members, len(x), x.dtype))
     first = next(pieces)
     if there := (yield from show(members, range(members.size), x, first.stage)):
-        yield from _all_reduce_in_place(members, there, reduction)
+        yield from _all_reduce_in_place(members, there, reduction, receivers)
         return
     taken: Piece | None = None
     added: Piece | None = first
@@ -170,15 +170,20 @@ class Piece:
 
 
 def _all_reduce_in_place(
-    members: Members, xs: dict[int, torch.Tensor], reduction: Reduction
+    members: Members,
+    xs: dict[int, torch.Tensor],
+    reduction: Reduction,
+    receivers: Sequence[int],
 ) -> Operation:
-    """Rank r adds up the r-th part of all ranks' tensors, and writes it into all of them."""
-    mine = xs.pop(members.rank)
-    for piece in cached(mine, share_of(len(mine), members.rank, members.size)):
-        total = mine[piece]
-        reduction.into(total, total, [other[piece] for other in xs.values()])
-        for other in xs.values():
-            other[piece].copy_(total)
+    """Rank r adds up the r-th part of all ranks' tensors, and writes it into the receivers'."""
+    home = members.rank if members.rank in receivers else receivers[0]
+    x, others = xs[home], [xs[rank] for rank in xs if rank != home]
+    for piece in cached(x, share_of(len(x), members.rank, members.size)):
+        total = x[piece]
+        reduction.into(total, total, [other[piece] for other in others])
+        for rank in receivers:
+            if rank != home:
+                xs[rank][piece].copy_(total)
     yield from members.barrier()
 
 

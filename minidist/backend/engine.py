@@ -12,7 +12,7 @@ A task, which is an operation that has been submitted, goes through these states
     ready      the first in its queue               whoever takes its first step
     waiting    the first; it has yielded a `Wait`   whoever takes a step once that is over
     ended      in no queue                          whoever took its last step, in `_complete`
-    complete   its outcome has been told            nobody
+    complete   its outcome has `ended`              nobody
 
 Steps are taken by the driver, or else by our own thread (both by `Queues.round`); the first steps
 of a short task by the call itself (`Queues.begin`). The first task that fails ends the others:

@@ -1,10 +1,11 @@
 """The ranks of a group, as one of them sees them: their memory, how far they are, what they call.
 
-Each word of shared memory has one writer: a rank writes into its own segment only, and reads those
-of the others. The head of a segment holds
+Each word of shared memory but `RUNG` has one writer: a rank writes into its own segment only, and
+reads those of the others. The head of a segment holds
 
 - `TICK`, the number of barriers that the rank has come to; `LEFT`, 1 when it has left the group;
-- `EXPECTED`, which of the rank's threads its bell shall wake; `RUNG`, which it has (see `bell`);
+- `EXPECTED`, which of the rank's threads its bell shall wake; `RUNG`, which it has, written by who
+  rang (see `bell`);
 - `TOKEN` (in `segment`), by which others know that it is this segment;
 - `OFFSET`, where in its segment the last two tensors lie that it has shared, or 0;
 - `MARK`, a checksum of its last two calls;

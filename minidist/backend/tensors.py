@@ -139,7 +139,9 @@ def _writable(x: torch.Tensor) -> torch.Tensor:
     goes on with an operation is not."""
     if x.is_inference() and not torch.is_inference_mode_enabled():
         alias = torch.empty(0, dtype=x.dtype, device=x.device)
-        return alias.set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+        alias.set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+        alias = torch._neg_view(alias) if x.is_neg() else alias
+        return alias.conj() if x.is_conj() else alias
     return x.detach()
 
 

@@ -132,16 +132,18 @@ def number(
         value = float(answer)
     except Exception:  # whatever an odd object raises
         raise NoTry(f"give {what}, not {shown(answer)}.") from None
-    for other, hint in (wrong or {}).items():
-        if math.isclose(value, other, rel_tol=1e-6):
-            raise NotYet(f"{value:,g} is not it: {hint}.")
-    if not math.isclose(value, right, rel_tol=1e-6):
+    if math.isclose(value, right, rel_tol=1e-6):
+        return
+    for same in (functools.partial(math.isclose, rel_tol=1e-6), _is_rounded):
+        for other, hint in (wrong or {}).items():
+            if same(value, other):
+                raise NotYet(f"{value:,g} is not it: {hint}.")
         if _is_rounded(value, right):
             raise NoTry(
                 f"{value:,g} is close, but it is rounded: give the exact number, or an expression "
                 "such as 1 / 3."
             )
-        raise NotYet(f"it is not {value:,g} {unit}." if unit else f"it is not {value:,g}.")
+    raise NotYet(f"it is not {value:,g} {unit}." if unit else f"it is not {value:,g}.")
 
 
 def _is_rounded(value: float, right: float) -> bool:

@@ -29,7 +29,7 @@ def distributed(
     return made
 
 
-def parameter_like(parameter: nn.Parameter, value: DTensor) -> nn.Parameter:
+def parameter_like(parameter: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
     """A parameter of this value, with the attributes of another."""
     made = nn.Parameter(value, parameter.requires_grad)
     made.__dict__.update({k: v for k, v in vars(parameter).items() if k not in vars(made)})

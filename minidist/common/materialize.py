@@ -10,7 +10,7 @@ Place = tuple[nn.Module, str]  # a module, and what it calls the parameter
 Named = tuple[tuple[str, ...], tuple[Place, ...], nn.Parameter]
 
 
-def tensors_of(own: Modules, without: Set[nn.Parameter] = frozenset()) -> list[torch.Tensor]:
+def state_of(own: Modules, without: Set[nn.Parameter] = frozenset()) -> list[torch.Tensor]:
     """The parameters and buffers of these modules, each once."""
     found = (t for _, m in own for t in (*m._parameters.values(), *m._buffers.values()))
     return list({id(t): t for t in found if t is not None and t not in without}.values())
@@ -34,18 +34,21 @@ def materialize(
 ) -> None:
     """Give memory and values to what is on the device "meta", module by module: by `init`, or by
     `to_empty` and `reset_parameters`, as torch does it. A tied parameter gets the values that the
-    first module with it has. Raises ValueError for a module that is still on "meta" after that."""
+    first module with it has. A module of which a part is there is drawn anew as a whole.
+
+    Raises ValueError for a module that is still on "meta" after that.
+    """
     ties = places_of(own)
     for name, module in own:
         alone = [("", module)]
-        if not any(tensor.is_meta for tensor in tensors_of(alone)):
+        if not any(tensor.is_meta for tensor in state_of(alone)):
             continue
         if init is not None:
             init(module)
         elif hasattr(module, "reset_parameters"):
             module.to_empty(device=device, recurse=False)
             module.reset_parameters()  # type: ignore[operator]
-        if any(tensor.is_meta for tensor in tensors_of(alone)):
+        if any(tensor.is_meta for tensor in state_of(alone)):
             why = "param_init_fn leaves it there"
             if init is None:
                 why = "has no reset_parameters(): pass param_init_fn"

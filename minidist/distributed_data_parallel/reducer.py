@@ -155,8 +155,8 @@ class Reducer:
         """Its gradient is complete."""
         with self._lock:
             hooks: Any = parameter._post_accumulate_grad_hooks
-            if parameter.grad is None and len(hooks) == 1:  # a Function of the user's gave None
-                return
+            if parameter.grad is None and all(map(_only_reads, hooks.values())):
+                return  # nobody took it away: a Function of the user's gave None
             others = len(hooks) > 1 and self._others(hooks)
             if others and self._pass and any(each._sync for each in [self, *others]):
                 raise RuntimeError(
@@ -198,9 +198,7 @@ class Reducer:
         hooks: Any = parameter._post_accumulate_grad_hooks
         if len(hooks) > 1:
             later = list(hooks.values())[list(hooks).index(self._hooks[parameter].id) :]
-            if not all(
-                isinstance(hook, GradientHook) or hasattr(hook, "only_reads") for hook in later
-            ):
+            if not all(map(_only_reads, later)):
                 raise RuntimeError(
                     f"a hook of {self._name(parameter)} was registered after the forward pass: it "
                     "would change a gradient that is on its way. Register it before"
@@ -330,3 +328,8 @@ def on_any_rank(
     dist.all_reduce(flags, dist.ReduceOp.MAX, group)
     found: list[bool] = flags.bool().tolist()
     return found
+
+
+def _only_reads(hook: Any) -> bool:
+    """Whether this hook of a parameter leaves the gradient as it is until that is averaged."""
+    return isinstance(hook, GradientHook) or hasattr(hook, "only_reads")

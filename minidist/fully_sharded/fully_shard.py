@@ -14,7 +14,7 @@ from minidist import rank
 from minidist.common import agree
 from minidist.common.abandoned import Abandoned, abandon
 from minidist.common.groups import groups_of
-from minidist.common.materialize import Modules, Named, places_of, tensors_of
+from minidist.common.materialize import Modules, Named, places_of, state_of
 from minidist.common.refusals import refuse
 from minidist.common.replicas import broadcast_state, require_same_lines, words
 from minidist.distributed_data_parallel import DistributedDataParallel
@@ -107,7 +107,7 @@ def fully_shard(
 def make_unit(module: nn.Module, options: Options) -> None:
     """Make a unit of a module, in place, of which `require_alike` has seen that all ranks can."""
     own = list(own_modules(module, options.ignored_modules))
-    given = tensors_of(own, options.ignored)
+    given = state_of(own, options.ignored)
     for replicas in options.groups[::-1]:
         broadcast_state([tensor for tensor in given if not tensor.is_meta], replicas)
     modules = [each for _, each in own]

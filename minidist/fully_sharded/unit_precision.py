@@ -7,13 +7,13 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from minidist import rank
-from minidist.common.materialize import Modules, tensors_of
+from minidist.common.materialize import Modules, state_of
 from minidist.fully_sharded.fully_shard import own_modules
 
 
 def device_of(own: Modules) -> torch.device:
     """Of a unit, where it is or will be."""
-    there = (tensor.device for tensor in tensors_of(own) if not tensor.is_meta)
+    there = (tensor.device for tensor in state_of(own) if not tensor.is_meta)
     return next(there, rank.device())
 
 
@@ -31,7 +31,7 @@ def of_classes(
 
 def own_precision(own: Modules, low: torch.dtype | None) -> MixedPrecisionPolicy:
     """Inputs are cast to the dtype that the module has, and outputs to the others' dtype."""
-    floating = (t.dtype for t in tensors_of(own) if t.is_floating_point())
+    floating = (t.dtype for t in state_of(own) if t.is_floating_point())
     return MixedPrecisionPolicy(next(floating, None), output_dtype=low)
 
 

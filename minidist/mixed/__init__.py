@@ -15,8 +15,8 @@ buckets (`distributed_data_parallel`), or by a strategy that shards the stage.
 Lesson: mixed_parallelism. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
 Clusters Using Megatron-LM" (arXiv 2104.04473), section 3.
 
-`mesh_axes` has the mesh and what travels along its axes, `mixed_parallel` the strategy,
-`mean_gradients` what it does along `data`.
+To read, in this order: `naive` is the idea, `mesh_axes` has the mesh and what travels along its
+axes, `mixed_parallel` the strategy, `mean_gradients` what it does along `data`.
 """
 
 from minidist.mixed.mesh_axes import AXES, mesh, traffic_by_axis

@@ -17,7 +17,7 @@ class Modules:
     def edited(self) -> list[str]:
         """The files that were written since the last time this was called, but for modules reloaded
         since."""
-        if len(sys.modules) != len(self._seen):
+        if sys.modules.keys() != self._seen:
             for name in (now := set(sys.modules)) - self._seen:
                 if os.path.isabs(file := _file(_spec(name))) and not is_library(file):
                     self._own[name] = None, 0

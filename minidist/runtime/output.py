@@ -142,8 +142,9 @@ class Stream:
         try:
             os.unlink(path)
             said = input(self.prefix + prompt) + "\n"
-            with suppress(BrokenPipeError):  # the rank has ended meanwhile
-                os.write(answer, said.encode())
+            os.set_blocking(answer, True)  # or a long one would be cut off
+            with suppress(BrokenPipeError), open(answer, "wb", closefd=False) as whole:
+                whole.write(said.encode())  # unless the rank has ended meanwhile
         finally:
             os.close(answer)
 

@@ -47,8 +47,8 @@ class Pool:
         self._closed = False
         self._processes: Processes | None = None
         self.era = object()  # another one whenever new processes are started
-        self.pids: list[int] = []
-        self._latest: Processes | None = None  # those that were started last
+        # Those that were started last. They end when nobody refers to them any more.
+        self._latest: Callable[[], Processes | None] = lambda: None
         self._started()
         Pool.opened.add(self)
 
@@ -99,13 +99,17 @@ class Pool:
             return self(_read, name)
         return self.on([rank], _read, name)[0]
 
+    @property
+    def pids(self) -> list[int]:
+        """The ranks' processes. Empty if the ranks have ended, or have not entered their stage."""
+        latest = self._latest()
+        return [] if latest is None or latest.ended else latest.pids
+
     def now(self) -> list[str]:
-        """What each rank does. Any thread may ask, also amid a call. Empty if the ranks have ended,
-        or belong to another process."""
-        latest = self._latest
-        if latest is None or latest.ended or os.getpid() != self._owner:
-            return []
-        return latest.now()
+        """What each rank does. Any thread may ask, also amid a call. Empty where `pids` is, and in
+        a forked process."""
+        latest = self._latest()
+        return latest.now() if latest and self.pids and os.getpid() == self._owner else []
 
     def close(self) -> None:
         """End the ranks. Closing twice is no error, and a forked child's copy ends nothing."""
@@ -117,6 +121,8 @@ class Pool:
             processes, self._processes = self._processes, None  # first: if it is interrupted
             if processes is not None and not processes.ended:
                 processes.close()
+            elif not self._calling and (lost := self._latest()) and not lost.ended:
+                lost.end()  # an interrupt has come before they were
 
     def __enter__(self) -> "Pool":
         return self
@@ -136,9 +142,8 @@ class Pool:
         if self._processes is None:
             self.era = object()
             processes = Processes(self._environs, self._stage, self._imports, self._timeout)
-            outcomes = self._attempt(processes, processes.first_outcomes, may_last=False)
-            self.pids = [outcome.value for outcome in outcomes.values()]
-            self._latest = processes
+            self._latest = weakref.ref(processes)
+            self._attempt(processes, processes.first_outcomes, may_last=False)
             return processes
         return self._processes
 

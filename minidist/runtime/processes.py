@@ -50,6 +50,7 @@ class Processes:
         self._running: set[int] = set()
         self._outcomes: dict[int, Outcome] = {}
         self._exited: dict[int, int] = {}  # rank -> exit code
+        self.pids: list[int] = []  # once all have entered their stage
         self._silent: set[int] = set()  # ranks from which no more outcome can come
         self._asking = threading.RLock()  # one thread at a time asks; its signal handlers too
         # Where events come from, and who handles them: no bound methods, with which a pool that
@@ -106,7 +107,10 @@ class Processes:
     def first_outcomes(self) -> dict[int, Outcome]:
         """Wait until every rank has entered its stage. The values are their pids."""
         self._begin(range(self._size))
-        return self._collect()
+        outcomes = self._collect()
+        if all(outcome.returned for outcome in outcomes.values()):
+            self.pids = [outcome.value for outcome in outcomes.values()]
+        return outcomes
 
     def call(self, call: bytes, ranks: Sequence[int]) -> dict[int, Outcome]:
         """Send a pickled call to some ranks, and wait for how it ends on each."""

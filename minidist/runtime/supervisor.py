@@ -147,9 +147,12 @@ def _watch(line: Connection, bell: "_Bell", program: int, running: dict[int, Bas
 
 
 def _exit_of(process: int) -> list[int]:
-    """A file that is readable once the process has ended. Empty if it has, or on macOS."""
+    """A file that is readable once the process has ended. Empty on macOS. Raises EOFError if it has
+    ended."""
     try:
         return [os.pidfd_open(process)]
+    except ProcessLookupError:
+        raise EOFError from None
     except (AttributeError, OSError):
         return []
 

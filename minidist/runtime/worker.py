@@ -19,6 +19,7 @@ from typing import Any
 
 import cloudpickle
 
+from minidist.runtime.cell import let
 from minidist.runtime.modules import Modules
 from minidist.runtime.report import Failure
 from minidist.runtime.stack import Stack
@@ -82,6 +83,7 @@ def _settle(pipes: Pipes, environ: dict[str, str]) -> None:
     if "inline" in environ.get("MPLBACKEND", ""):  # it draws into a kernel, and this is none
         os.environ["MPLBACKEND"] = "module://minidist.runtime.figures"
     sys.modules["__main__"] = types.ModuleType("__main__")
+    let()  # nobody answers what a rank asks
     # Children that a rank starts, such as a DataLoader's workers, start as in any program.
     multiprocessing.set_start_method(None, force=True)
 

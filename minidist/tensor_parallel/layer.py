@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from minidist.common.dtensor import parameter_like
 from minidist.common.groups import require_group
 from minidist.common.tensors_in import local_of
 from minidist.common.wrapper import copy_on_ranks
@@ -107,9 +108,11 @@ class ParallelLayer(OfGroup):
         return here.index_select(self.sharded[name], self.indices(self.rank).to(here.device))
 
     def take(self, dense: nn.Module) -> None:
-        """Hold this rank's shard of the parameters of `dense`, as a copy."""
+        """Hold this rank's shard of the parameters of `dense`, as a copy, with their attributes."""
         for name, whole in dense.named_parameters():
-            setattr(self, name, nn.Parameter(self.shard_of(name, whole), whole.requires_grad))
+            if whole._backward_hooks or whole._post_accumulate_grad_hooks:
+                raise ValueError(f"{name} has a hook, which would see a shard: register it after")
+            setattr(self, name, parameter_like(whole, self.shard_of(name, whole)))
 
     @torch.no_grad()
     def to_dense(self) -> Any:

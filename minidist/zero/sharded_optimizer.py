@@ -159,9 +159,10 @@ class ZeroRedundancyOptimizer(Optimizer):
         held = [self._take_gradient(piece) for piece in self._pieces]
 
         # 2. The optimizer updates this rank's shard.
-        for piece in self._pieces:
-            if piece.whole not in self.state:  # the user may have removed it
-                self._inner.state.pop(piece.own, None)
+        for piece in self._pieces:  # the user may have replaced or removed it
+            self._inner.state.pop(piece.own, None)
+            if piece.whole in self.state:
+                self._inner.state[piece.own] = self.state[piece.whole]
         _copy_options(self, self._inner)
         self._inner.step(**options)
         _copy_options(self._inner, self)
@@ -224,7 +225,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         own = {
             number: (spans[p], tree_map_only(torch.Tensor, torch.Tensor.cpu, self.state[p]))
             for number, p in enumerate(parameters)
-            if p in self.state
+            if p in spans and p in self.state
         }
         group = self.process_group
         ranks: Any = [None] * dist.get_world_size(group)
