@@ -746,6 +746,7 @@ def test_interrupts_leave_nothing_and_the_next_pool_starts(how, tmp_path):
         assert program.temporary() == []
 
 
+@pytest.mark.timeout(600)
 def test_a_pool_that_is_kept_can_be_closed_after_an_interrupt_at_each_of_its_lines(tmp_path):
     """What was raised is kept too, with all frames, as a notebook keeps it."""
     source = """
@@ -800,7 +801,7 @@ for action in (lambda r: r(dist.barrier), lambda r: r.close()):
     print(n > 5)
 """
     with Program(source, tmp_path) as program:
-        assert program.finish(120) == (0, "True\nTrue\n", "")
+        assert program.finish(500) == (0, "True\nTrue\n", "")
         assert program.gone_within(SOON)
         assert program.temporary() == []
 

@@ -20,7 +20,7 @@ _FUTURES = threading.Lock()  # guards a handle's future, which is made on first 
 
 class Outcome:
     """How a call ends. The threads that work have this in hand, and not the handle: as soon as it
-    is `ended` it has no tensor any more, so memory lives as long as the caller wants, no longer.
+    is `ended` it has no tensor any more, but for those in the traceback of an error.
 
     `what()` describes the call. Neither that nor a future is made before somebody asks for it.
     """
@@ -37,17 +37,20 @@ class Outcome:
     def end(self, error: BaseException | None = None) -> None:
         """The operation has ended, with this error if any. A second call changes nothing: where a
         group fails, several threads may end what is under way."""
-        with _FUTURES:
-            if self.settled:
-                return
-            self.error, self.settled = error, True
+        mine = False
         try:
+            with _FUTURES:
+                if self.settled:
+                    return
+                self.error, self.settled = error, True
+                mine = True  # whatever interrupts us from here on, it ends
             if self.promise is not None:
                 with self.reservation or contextlib.nullcontext():
                     self.promise.set_result(self.result if error is None else error)
         finally:
-            self.result = self.promise = None
-            self.ended = True  # after the future: who has waited may take its value
+            if mine:
+                self.result = self.promise = None
+                self.ended = True  # after the future: who has waited may take its value
 
 
 @uncompiled

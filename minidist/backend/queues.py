@@ -88,8 +88,8 @@ class Task:
 class Queues:
     """Queues of operations, by name. Any thread may take a step, one at a time.
 
-    A task that has ended is returned to who took its last step. It has to give the handle its
-    result without a lock: that runs callbacks, which may communicate.
+    A task that has ended is returned to who took its last step. It has to end the
+    task's outcome without a lock: that runs callbacks, which may communicate.
     """
 
     def __init__(self) -> None:
@@ -123,8 +123,8 @@ class Queues:
 
     def round(self) -> tuple[bool, list[Task]]:
         """Take a step of each queue, until a task has ended. Returns whether any step could be
-        taken, and that task. Only one: its callbacks may wait for a second one, whose handle nobody
-        else would end."""
+        taken, and that task. Only one: its callbacks may wait for a second one, which nobody else
+        would end."""
         moved = False
         for name in list(self._queues):
             with self._stepping:

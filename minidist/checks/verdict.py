@@ -124,7 +124,8 @@ def _cell_of(answer: object) -> str:
 def number(
     answer: Any, right: float, unit: str = "", wrong: Mapping[float, str] | None = None
 ) -> None:
-    """Refuse all but the number `right` (to a millionth). `wrong` has hints for other numbers."""
+    """Refuse all but the number `right` (to a millionth). `wrong` has hints for other numbers,
+    which may be rounded."""
     what = f"a number ({unit})" if unit else "a number"
     try:
         if isinstance(answer, str | bool):
@@ -134,25 +135,29 @@ def number(
         raise NoTry(f"give {what}, not {shown(answer)}.") from None
     if math.isclose(value, right, rel_tol=1e-6):
         return
-    for same in (functools.partial(math.isclose, rel_tol=1e-6), _is_rounded):
+
+    def mistaken(same: Callable[[float, float], bool]) -> None:
         for other, hint in (wrong or {}).items():
             if same(value, other):
                 raise NotYet(f"{value:,g} is not it: {hint}.")
-        if _is_rounded(value, right):
-            raise NoTry(
-                f"{value:,g} is close, but it is rounded: give the exact number, or an expression "
-                "such as 1 / 3."
-            )
+
+    mistaken(functools.partial(math.isclose, rel_tol=1e-6))
+    if _is_rounded(value, right):
+        raise NoTry(
+            f"{value:,g} is close, but it is rounded: give the exact number, or an expression such "
+            "as 1 / 3."
+        )
+    mistaken(_is_rounded)
     raise NotYet(f"it is not {value:,g} {unit}." if unit else f"it is not {value:,g}.")
 
 
-def _is_rounded(value: float, right: float) -> bool:
-    """Whether it is `right`, rounded or cut to 2 to 6 digits."""
-    if right <= 0:
+def _is_rounded(value: float, exact: float) -> bool:
+    """Whether it is the exact number, rounded or cut to 2 to 6 digits."""
+    if exact <= 0:
         return False
     for digits in range(2, 7):
-        unit = 10.0 ** (math.floor(math.log10(right)) - digits + 1)
-        near = math.floor(right / unit), math.floor(right / unit + 0.5 + 1e-9)
+        unit = 10.0 ** (math.floor(math.log10(exact)) - digits + 1)
+        near = math.floor(exact / unit), math.floor(exact / unit + 0.5 + 1e-9)
         if any(math.isclose(value, each * unit, rel_tol=1e-9) for each in near):
             return True
     return False

@@ -1,8 +1,8 @@
 """The idea, in twenty lines: what the lessons before have built, each along one axis of a mesh.
 
 Features are cut first, so that the stages are made of cut layers. Gradients are averaged last, when
-both have come to their end. What the other files add: buckets, uneven replicas, the loss on every
-rank, clipping, checkpoints, and errors that reach all ranks. Lesson: mixed_parallelism.
+backward has ended. What the other files add: buckets, uneven replicas, their mean loss, clipping,
+checkpoints, and errors that reach all ranks. Lesson: mixed_parallelism.
 """
 
 from collections.abc import Callable

@@ -42,7 +42,6 @@ class Pool:
         self._environs, self._timeout, self._imports = list(environs), timeout, list(imports)
         self._stage = cloudpickle.dumps(stage)
         self._lock = threading.RLock()  # a signal handler may call or close us amid a call
-        self._calling = False
         self._owner = os.getpid()
         self._closed = False
         self._processes: Processes | None = None
@@ -72,22 +71,16 @@ class Pool:
                 "these ranks belong to the process that this one was forked from. "
                 "Start ranks of its own here: md.ranks"
             )
-        call = _pickle(function, args, kwargs)
+        call, nested = _pickle(function, args, kwargs), self._is_calling()
         with self._lock:
             if self._closed or (self._processes is not None and self._processes.ended):
                 raise RuntimeError("these ranks were closed")
-            if self._calling:
+            if nested:
                 raise RuntimeError("these ranks are called already, by this thread")
-            self._calling = True
-            try:
-                processes = self._started()
-                if self._closed:  # by a signal handler
-                    raise RuntimeError("these ranks were closed")
-                outcomes = self._attempt(
-                    processes, lambda: processes.call(call, sorted(set(ranks)))
-                )
-            finally:
-                self._calling = False
+            processes = self._started()
+            if self._closed:  # by a signal handler
+                raise RuntimeError("these ranks were closed")
+            outcomes = self._attempt(processes, lambda: processes.call(call, sorted(set(ranks))))
         return [outcomes[rank].value for rank in ranks]
 
     def get(self, name: str, rank: int | None = None) -> Any:
@@ -116,13 +109,14 @@ class Pool:
         if os.getpid() != self._owner:
             return
         Pool.opened.discard(self)
+        nested = self._is_calling()
         with self._lock:
             self._closed = True
             processes, self._processes = self._processes, None  # first: if it is interrupted
             if processes is not None and not processes.ended:
                 processes.close()
-            elif not self._calling and (lost := self._latest()) and not lost.ended:
-                lost.end()  # an interrupt has come before they were
+            elif not nested:
+                self._end_lost()
 
     def __enter__(self) -> "Pool":
         return self
@@ -140,12 +134,24 @@ class Pool:
 
     def _started(self) -> Processes:
         if self._processes is None:
+            self._end_lost()
             self.era = object()
             processes = Processes(self._environs, self._stage, self._imports, self._timeout)
             self._latest = weakref.ref(processes)
             self._attempt(processes, processes.first_outcomes, may_last=False)
             return processes
         return self._processes
+
+    def _is_calling(self) -> bool:
+        """Whether this thread calls or closes us already. No flag, which an interrupt could leave
+        as it is."""
+        return self._lock._is_owned()  # type: ignore[attr-defined]
+
+    def _end_lost(self) -> None:
+        """End those of which an interrupt has made us forget."""
+        lost = self._latest()
+        if lost is not None and not lost.ended:
+            lost.end()
 
     def _attempt(
         self,

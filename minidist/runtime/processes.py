@@ -29,7 +29,7 @@ KILLING = 5.0  # seconds for the supervisor to kill the ranks
 
 class Processes:
     """One process a rank, and their supervisor, from start to end. Used by one thread at a time,
-    but for `now` and `ended`.
+    but for `now`, `pids` and `ended`.
 
     A rank that reads none of its call for `timeout` seconds counts as failed. Raises OSError if the
     system refuses a process or a pipe.

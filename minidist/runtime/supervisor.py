@@ -147,8 +147,8 @@ def _watch(line: Connection, bell: "_Bell", program: int, running: dict[int, Bas
 
 
 def _exit_of(process: int) -> list[int]:
-    """A file that is readable once the process has ended. Empty on macOS. Raises EOFError if it has
-    ended."""
+    """A file that is readable once the process has ended. Empty where the system has none, such as
+    macOS. Raises EOFError if it has ended."""
     try:
         return [os.pidfd_open(process)]
     except ProcessLookupError:

@@ -111,7 +111,9 @@ class ParallelLayer(OfGroup):
         """Hold this rank's shard of the parameters of `dense`, as a copy, with their attributes."""
         for name, whole in dense.named_parameters():
             if whole._backward_hooks or whole._post_accumulate_grad_hooks:
-                raise ValueError(f"{name} has a hook, which would see a shard: register it after")
+                raise ValueError(
+                    f"{name} has a hook, which would see a shard: register it after the split"
+                )
             setattr(self, name, parameter_like(whole, self.shard_of(name, whole)))
 
     @torch.no_grad()

@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.tensor import Placement
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from minidist.common.dtensor import parameter_like
 from minidist.tensor_parallel.layer import indices_of, require_multiple
 from minidist.tensor_parallel.layers import ColumnParallelLinear
 from minidist.tensor_parallel.operators import Group, copy_to_group, local
@@ -85,7 +86,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         if not self.kv_is_split:
             for name, whole in dense.named_parameters():
                 value = whole.detach()[self.heads * self.head_dim :].clone()
-                setattr(self, f"kv_{name}", nn.Parameter(value, whole.requires_grad))
+                setattr(self, f"kv_{name}", parameter_like(whole, value))
 
     @torch.no_grad()
     def to_dense(self) -> nn.Linear:
