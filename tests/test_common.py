@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 import minidist as md
@@ -144,3 +144,20 @@ def test_dtensors_are_refused_in_one_line(ranks, name):
     for told in ranks(wrap):
         assert told is not None and " is a DTensor" in told and "\n" not in told
         assert "2.bias" in told or "parameter 5 " in told, told
+
+
+@pytest.mark.parametrize("name", ["DistributedDataParallel", "Pipeline", "MixedParallel"])
+def test_a_dtensor_that_one_rank_alone_has_is_named_on_all(ranks, name):
+    def wrap():
+        module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        if dist.get_rank() == 2:
+            alone = DeviceMesh("cpu", [2])
+            whole = distribute_tensor(module[2].bias.data, alone, [Replicate()])
+            module[2].bias = nn.Parameter(whole)
+        else:
+            DeviceMesh("cpu", [2])
+        with pytest.raises(ValueError, match="different models") as caught:
+            STRATEGIES[name](module)
+        return str(caught.value)
+
+    assert all("rank 2: parameter 2.bias, shape (4,), float32, a DTensor" in w for w in ranks(wrap))

@@ -131,6 +131,9 @@ def train(
         norm = model.clip_grad_norm_(0.05, norm_type)
         expected = nn.utils.clip_grad_norm_(dense.parameters(), 0.05, norm_type)
         assert expected > 0.1  # it does clip
+        if whole["pipeline"].size() * whole["tensor"].size() > 1:
+            with pytest.raises(RuntimeError, match="call the model's clip_grad_norm_"):
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         optimizer.step()
         alone.step()
         state, full = dense.state_dict(), model.full_state_dict()

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import io
 import itertools
+import pickle
 import queue
 import random
 import threading
@@ -1803,6 +1804,8 @@ def test_stages_that_are_fully_sharded_are_clipped_and_saved_whole(pools):
             md.parity.cross_entropy(plain(inputs), targets).backward()
             model.train_step(inputs[own], targets[own], md.parity.cross_entropy)
             norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.02)
+            with pytest.raises(RuntimeError, match=NOT_BY_TORCH):
+                nn.utils.clip_grad_norm_(model.parameters(), 0.02)
             found.append(apart(model.clip_grad_norm_(0.02), norm))
             adam.step()
             ours.step()
@@ -1818,22 +1821,55 @@ def test_stages_that_are_fully_sharded_are_clipped_and_saved_whole(pools):
     assert all(difference <= 1e-12 and loaded for difference, loaded in found)
 
 
-def test_torchs_clipping_sees_one_rank_and_the_pipelines_own_sees_all(pools):
+NOT_BY_TORCH = "one rank's part of the model.* call the model's clip_grad_norm_"
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_torchs_clipping_is_refused_and_all_else_is_as_without(pools, foreach):
     def run():
         plain, (inputs, targets) = mlp(), digits(0)
-        F.cross_entropy(plain(inputs), targets).backward()
-        whole = nn.utils.get_total_norm([p.grad for p in plain.parameters()])
         model = md.Pipeline(copy.deepcopy(plain), 4)
-        model.train_step(inputs, targets, F.cross_entropy)
-        own = [plain.get_parameter(name).grad for name, _ in model.module.named_parameters()]
-        assert apart(model.clip_grad_norm_(1e9), whole) <= 1e-12
-        torchs = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-        assert apart(torchs, nn.utils.get_total_norm(own)) <= 1e-12
-        return whole.item(), torchs.item()
+        own = dict(plain.named_parameters())
+        own = {name: own[name] for name, _ in model.module.named_parameters()}
+        adamw = partial(torch.optim.AdamW, lr=0.01, foreach=foreach)
+        optimizers = [adamw(each.parameters()) for each in (model, plain)]
+        for _ in range(3):  # gradients are added to marked ones in the second half of a step
+            for _ in range(2):
+                F.cross_entropy(plain(inputs), targets).backward()
+                model.train_step(inputs, targets, F.cross_entropy)
+            for parameters in (model.parameters(), optimizers[0].param_groups[0]["params"]):
+                with pytest.raises(RuntimeError, match=NOT_BY_TORCH):
+                    nn.utils.clip_grad_norm_(parameters, 0.1, foreach=foreach)
+            grads = [p.grad for p in model.parameters()]
+            with pytest.raises(RuntimeError, match=NOT_BY_TORCH):
+                nn.utils.get_total_norm(grads, float("inf"), foreach=foreach)
+            for ours, theirs in zip(grads, own.values(), strict=True):
+                assert apart(torch.linalg.vector_norm(ours), theirs.grad.norm()) <= 1e-12
+                assert apart(torch.stack([ours, ours])[1], theirs.grad) <= 1e-12
+                kept = pickle.loads(pickle.dumps(ours)), copy.deepcopy(ours), ours.clone(), -ours
+                assert {type(each) for each in kept} == {torch.Tensor}
+                assert repr(ours) == repr(kept[0])
+            nn.utils.clip_grad_value_(model.parameters(), 0.01)
+            nn.utils.clip_grad_value_(plain.parameters(), 0.01)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        states = [value for state in optimizers[0].state.values() for value in state.values()]
+        assert {type(value) for value in states} == {torch.Tensor}
+        return max(apart(p, own[name]) for name, p in model.module.named_parameters())
 
-    (whole, first), (_, second) = pools(2)(run)
-    assert first < whole and second < whole and abs(first - second) > 0.01 * whole
-    assert (first**2 + second**2) ** 0.5 == pytest.approx(whole, rel=1e-12)
+    assert max(pools(2)(run)) <= 1e-12
+    alone = pools(1)(lambda: _clipped_alone(md.Pipeline(mlp(), 4)))
+    assert max(alone) <= 1e-12
+
+
+def _clipped_alone(model):
+    """One rank has the whole model, and torch's function is right."""
+    plain, (inputs, targets) = mlp(), digits(0)
+    F.cross_entropy(plain(inputs), targets).backward()
+    model.train_step(inputs, targets, F.cross_entropy)
+    norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.1) for each in (plain, model)]
+    return apart(*norms)
 
 
 def test_sharded_stages_need_as_many_micro_batches_on_all_ranks(pools):

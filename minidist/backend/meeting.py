@@ -55,8 +55,9 @@ def attach(
 
 def unreachable(rank: int, error: OSError, gone: str | bool = "") -> RuntimeError:
     """The rank's memory could not be opened; `gone` is how it has gone, if that is known."""
-    # A process closes its files before others can see that it has ended.
-    if gone or isinstance(error, (FileNotFoundError, ProcessLookupError)):
+    if not gone and isinstance(error, FileNotFoundError):
+        gone = "died or given up"  # it closes its files before others can see that it has ended
+    if gone or isinstance(error, ProcessLookupError):
         return RuntimeError(f"Connection closed by peer: rank {rank} has {gone or 'died'}")
     return RuntimeError(f"the memory of rank {rank} cannot be opened: {error}")
 

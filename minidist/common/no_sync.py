@@ -1,6 +1,8 @@
 """Accumulation: backward passes whose gradients stay on their rank until a later one."""
 
-from collections.abc import Iterator
+import gc
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from inspect import ismethod
@@ -11,6 +13,27 @@ from torch import nn
 
 from minidist.common.tensors_in import tensors_in
 from minidist.common.wrapper import Wrapper
+
+
+@contextmanager
+def graphs_that_stay() -> Iterator[Callable[[], bool]]:
+    """Whether something that was computed within the block can still be trained: in an attribute,
+    or wherever it is. What is given answers it, after the block."""
+    saved = weakref.WeakSet[_Saved]()
+
+    def pack(x: torch.Tensor) -> _Saved:
+        saved.add(one := _Saved(x.detach()))  # or it would hold its own graph
+        return one
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one.x):
+        yield lambda: bool(saved) and (gc.collect(), bool(saved))[1]
+
+
+class _Saved:
+    """A tensor that backward needs, as long as it may come."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
 
 
 class Synchronized(Wrapper):
@@ -36,9 +59,10 @@ class Synchronized(Wrapper):
             if reducer.awaits or not self.require_backward_grad_sync:
                 return found(*inputs, **kwargs)
             strays = reducer.strays
-            output = found(*inputs, **kwargs)
+            with graphs_that_stay() as stays:
+                output = found(*inputs, **kwargs)
             graph = torch.is_grad_enabled() and any(t.grad_fn for t in tensors_in(output))
-            if graph or reducer.strays > strays:
+            if graph or reducer.strays > strays or stays():
                 raise RuntimeError(self._past(f"{name}()", f"module.{name}()"))
             return output
 

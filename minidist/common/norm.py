@@ -1,6 +1,7 @@
 """The norm of gradients that lie on several ranks: the norm of the ranks' norms."""
 
 from collections.abc import Iterable, Sequence, Set
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ def grad_norm(
 
     Raises ValueError for a `norm_type` of 0 or less.
     """
-    own = [local_of(p.grad) for p in parameters if p.grad is not None and p not in elsewhere]
+    grads = [p.grad for p in parameters if p.grad is not None and p not in elsewhere]
+    own = [local_of(grad).detach() for grad in grads]  # not as `mark_parts` has marked them
     counted = [grad for grad in own if grad.numel()]
     # As float64 on every rank: one without gradients would have no other dtype to choose.
     total = get_total_norm(counted, norm_type).to(device, torch.float64)
@@ -79,3 +81,61 @@ def norm_over_ranks(
     total = own**norm_type
     dist.all_reduce(total, group=group)
     return total ** (1 / norm_type)
+
+
+# ---- torch's own function ------------------------------------------------------------------------
+
+
+def mark_parts(parameters: Iterable[torch.Tensor]) -> None:
+    """Mark their gradients as those of one rank's part of a model. torch's `clip_grad_norm_` then
+    raises RuntimeError, where it would take the norm of this part for that of the whole, and each
+    rank would scale by another number. All else works as before, also the norm of one gradient."""
+    for p in parameters:
+        if p.grad is not None and not isinstance(p.grad, _Part):
+            p.grad.__class__ = _part_of(type(p.grad))
+
+
+class _Part:
+    """A gradient, or its norm, that must not be added up without those of the other ranks."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, _: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.stack and not (args or kwargs["tensors"])[0][0].ndim:
+            raise RuntimeError(
+                "these gradients are of one rank's part of the model, so each rank would clip by a "
+                "norm of its own: call the model's clip_grad_norm_ in place of torch's"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **kwargs)
+        if function in _NORMS or (function is torch.Tensor.to and isinstance(args[0], _Part)):
+            norms: Sequence[torch.Tensor] = result if isinstance(result, tuple | list) else [result]
+            for norm in norms:
+                if not norm.ndim:
+                    norm.__class__ = _part_of(type(norm))
+        return result
+
+    # What is kept, sent or shown is an ordinary tensor.
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        return self.detach().__deepcopy__(memo)
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)
+
+    def __repr__(self: Any, **how: Any) -> str:
+        return repr(self.detach())
+
+
+_NORMS = torch.linalg.vector_norm, torch._foreach_norm
+
+
+@cache
+def _part_of(kind: Any) -> Any:
+    return (
+        kind if issubclass(kind, _Part) else type(kind.__name__, (_Part, kind), {"__slots__": ()})
+    )

@@ -13,18 +13,19 @@ from torch import nn
 
 from minidist.common.agree import gather
 
+_DTENSOR = ", a DTensor"
 CHUNK = 25 * 2**20  # bytes of one message, as torch has it: large, and freed soon
 
 
 def require_same_model(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Raises ValueError, on every rank of the group, that names the first parameter or buffer
     that is not the same as rank 0's: its name, shape, dtype, layout, kind of device, or whether it
-    is trained. Raises TypeError for a DTensor."""
+    is trained. Raises TypeError, on every rank, for a DTensor."""
     require_same_lines(list(_lines(module)), group)
 
 
 def require_same_lines(mine: list[str], group: dist.ProcessGroup) -> None:
-    """The same for a description of a model, in lines. Names the first that is not alike."""
+    """The same for a description of a model, in `words`. Names the first that is not alike."""
     models = gather(group, mine)
     for rank, model in enumerate(models):
         for first, other in zip_longest(models[0], model):
@@ -34,6 +35,9 @@ def require_same_lines(mine: list[str], group: dist.ProcessGroup) -> None:
                     f"  rank {dist.get_global_rank(group, 0)}: {_tell(first)}\n"
                     f"  rank {dist.get_global_rank(group, rank)}: {_tell(other)}"
                 )
+    for line in mine:  # now, for one rank alone may have it
+        if _DTENSOR in line:
+            raise _no_dtensor(line.partition(",")[0])
 
 
 def _lines(module: nn.Module) -> Iterator[str]:
@@ -44,18 +48,21 @@ def _lines(module: nn.Module) -> Iterator[str]:
 
 
 def words(kind: str, name: str, tensor: torch.Tensor) -> str:
-    """A tensor of a model, as messages name it. Raises TypeError for a DTensor."""
-    require_plain(f"{kind} {name}", tensor)
+    """A tensor of a model, as messages name it."""
     return f"{kind} {name}, {_tensor(tensor) if kind == 'buffer' else describe(tensor)}"
 
 
 def require_plain(name: str, tensor: torch.Tensor) -> None:
     """Raises TypeError for a DTensor."""
     if hasattr(tensor, "placements"):
-        raise TypeError(
-            f"{name} is a DTensor, which torch's own strategies take. The ones here take plain "
-            "tensors, such as those of md.tensor_parallel's layers"
-        )
+        raise _no_dtensor(name)
+
+
+def _no_dtensor(name: str) -> TypeError:
+    return TypeError(
+        f"{name} is a DTensor, which torch's own strategies take. The ones here take plain "
+        "tensors, such as those of md.tensor_parallel's layers"
+    )
 
 
 def describe(parameter: torch.Tensor) -> str:
@@ -68,6 +75,7 @@ def describe(parameter: torch.Tensor) -> str:
 
 def _tensor(tensor: torch.Tensor) -> str:
     told = f"shape {tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}"
+    told += _DTENSOR if hasattr(tensor, "placements") else ""
     return told if tensor.device.type == "cpu" else f"{told}, on {tensor.device.type}"
 
 

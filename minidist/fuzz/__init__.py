@@ -6,8 +6,9 @@ Every rank trains by the strategy and, beside it, alone on the whole batch; afte
 weights, the buffers and the losses must be equal. A number that failed fails again:
 `--first 123 --trials 1`.
 
-To read: `trials` (what is drawn), `random_models`, then `strategies` (how each of them trains),
-`habits` and `beside_one_process` (what is compared).
+To read: `trials` (what is drawn), `random_models`, `alone` (how one process trains), then
+`strategies` (what each of them does otherwise), `habits` and `beside_one_process` (what is
+compared).
 """
 
 import contextlib

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from minidist.fuzz.alone import Alone
 from minidist.fuzz.random_models import data, make
-from minidist.fuzz.strategies import STRATEGIES, Alone
+from minidist.fuzz.strategies import STRATEGIES
 from minidist.fuzz.trials import Trial
 from minidist.parity.snapshot import differences
 

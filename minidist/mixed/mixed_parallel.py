@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minidist.common import agree
 from minidist.common.groups import require_group
-from minidist.common.norm import clip_grad_norm_
+from minidist.common.norm import clip_grad_norm_, mark_parts
 from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.single import all_gather_single
 from minidist.common.wrapper import Guard, Wrapper, copy_on_ranks
@@ -172,6 +172,8 @@ class MixedParallel(Wrapper):
             self._mean.take(some_unused=bool(told[1] > 0))
         # Now, not before the next pass as elsewhere: a replica may evaluate without the others.
         broadcast_state(self.module.buffers(), self._data)
+        if self._pipeline.size() * self._tensor.size() > 1:
+            mark_parts(self.parameters())
         return told[0] / replicas
 
     def _weight(self, inputs: Any, targets: Any) -> float:
@@ -214,7 +216,8 @@ class MixedParallel(Wrapper):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients so that their norm, that of the whole model, is at most `max_norm`;
-        what it was is returned. Every rank calls this.
+        what it was is returned. Every rank calls this. (torch's function, which sees one rank's
+        gradients, raises RuntimeError.)
 
         Shards are summed over `tensor`, and stages over `pipeline`. What is replicated counts once,
         and so does what two stages share. Along `data` all gradients are the same, or shards.

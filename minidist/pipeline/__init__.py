@@ -16,6 +16,8 @@ and then the four files through which a step goes:
     executor        runs a rank's list: sends and receives; adds up what two stages share
     stage           computes: forward, backward, or backward in two parts
 
+and `meta`, where each rank fills its own stages of a model on the device "meta".
+
 Lessons: layer_splitting, pipeline_schedules.
 """
 

@@ -4,9 +4,8 @@ Lessons: layer_splitting, pipeline_schedules
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,14 +15,14 @@ from torch import nn
 from minidist.collectives.peers import Peers
 from minidist.common import agree
 from minidist.common.groups import require_group
-from minidist.common.materialize import materialize, places_of, tie_again
-from minidist.common.norm import clip_grad_norm_
+from minidist.common.norm import clip_grad_norm_, mark_parts
 from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.wrapper import Wrapper, copy_on_ranks
 from minidist.pipeline.balance import balance_by_parameters
 from minidist.pipeline.batch import Loss, Preparation, merge_microbatches
-from minidist.pipeline.executor import Executor, Tie, added_up, find_ties
+from minidist.pipeline.executor import Executor, added_up, find_ties
 from minidist.pipeline.instructions import Schedule
+from minidist.pipeline.meta import fill
 from minidist.pipeline.schedules import (
     SCHEDULES,
     forward_only,
@@ -77,8 +76,8 @@ class Pipeline(Wrapper):
 
     `copy.deepcopy` gives a pipeline of the same ranks, each with a copy of its own layers.
     `torch.save` raises TypeError: save `state_dict()` or `full_state_dict()`.
-    torch's `nn.utils.clip_grad_norm_` sees one rank's gradients: call `clip_grad_norm_` of this
-    class.
+    torch's `nn.utils.clip_grad_norm_` sees one rank's gradients, and raises RuntimeError: call
+    `clip_grad_norm_` of this class.
 
     Lesson: layer_splitting. Raises RuntimeError without a process group; on every rank, TypeError
     if the module is no nn.Sequential, and ValueError if it cannot be cut so, the schedule cannot
@@ -138,7 +137,7 @@ class Pipeline(Wrapper):
                 own.add_module(name, layer)
         self._peers = Peers(group)
         if len(filled) < len(tensors):
-            ties = _materialize(parts, plan, ties, self._peers, self._device, param_init_fn)
+            ties = fill(parts, plan, ties, self._peers, self._device, param_init_fn)
         super().__init__(own)
         self.process_group, self.schedule, self.balance = group, plan, counts
         self.trace = []
@@ -181,6 +180,8 @@ class Pipeline(Wrapper):
         """
         with added_up(self._ties, self.process_group):
             loss, _ = self._run(inputs, kwargs, (loss_fn, targets))
+        if self._peers.size > 1:
+            mark_parts(self.parameters())
         return loss
 
     def forward(self, inputs: Any, **kwargs: Any) -> Any:
@@ -222,9 +223,8 @@ class Pipeline(Wrapper):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients of all stages so that their norm, taken over all of them, is at most
         `max_norm`; what it was is returned. As `torch.nn.utils.clip_grad_norm_` of the whole
-        module: parameters on several ranks count once. (That function, given `parameters()`, takes
-        the norm of this rank's stages only, and each rank scales by another number.) Every rank
-        calls this, and if the stages are fully sharded, every rank that has shards of them."""
+        module in one process: parameters on several ranks count once. Every rank calls this, and
+        if the stages are fully sharded, every rank that has shards of them."""
         return clip_grad_norm_(
             self.parameters(),
             max_norm,
@@ -308,46 +308,3 @@ def _plan(
             f"stage; it shares out {sum(balance)}"
         )
     return schedule, list(balance)
-
-
-def _materialize(
-    stages: Mapping[int, nn.Module],
-    plan: Schedule,
-    ties: Sequence[Tie],
-    peers: Peers,
-    device: torch.device,
-    init: Callable[[nn.Module], object] | None,
-) -> list[Tie]:
-    """Fill this rank's stages, each when all before it are filled. Returns this rank's ties, with
-    the parameters that they have become, and the values of the first rank that has each."""
-    assert peers.group is not None
-    places = places_of([named for stage in stages.values() for named in stage.named_modules()])
-    for number in range(plan.stages):
-        with agree.together(peers.group):
-            if number in stages:
-                materialize(list(stages[number].named_modules()), device, init)
-        _pass_on_random_state(peers.group, plan.rank_of(number), device)
-    become = tie_again(places)
-    mine = [
-        replace(tie, parameter=become[tie.parameter]) for tie in ties if peers.rank in tie.ranks
-    ]
-    for tie in mine:
-        values = tie.parameter.detach().reshape(-1)
-        first, *others = tie.ranks
-        if peers.rank == first:
-            for other in others:
-                peers.send(values, other)
-        else:
-            tie.parameter.data.copy_(peers.recv(values, first).view_as(tie.parameter))
-    return mine
-
-
-def _pass_on_random_state(group: dist.ProcessGroup, source: int, device: torch.device) -> None:
-    """Every rank of the group gets that of one, for the CPU and for the device."""
-    states = [torch.get_rng_state()]
-    if device.type != "cpu":
-        states.append(torch.get_device_module(device).get_rng_state(device))
-    dist.broadcast_object_list(states, group=group, group_src=source)
-    torch.set_rng_state(states[0])
-    if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(states[1], device)
