@@ -17,7 +17,7 @@ PARTS = [  # each lesson: its name, what it is about, and how many minutes it ta
     (
         "Data",
         [
-            ("data_parallel", "one process,\nmany devices", 70),
+            ("data_parallel", "one process,\nmany devices", 75),
             ("distributed_data_parallel", "replicas that\nstay equal", 75),
             ("ddp_in_practice", "memory, buffers,\nuneven batches", 85),
         ],

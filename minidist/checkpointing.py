@@ -220,7 +220,7 @@ class _Keep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        raise AssertionError("nothing is computed from what only keeps")
+        raise AssertionError("_Keep has no backward")
 
 
 def _kind(tensor: torch.Tensor) -> str:

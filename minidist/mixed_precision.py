@@ -1,7 +1,8 @@
 """Lesson: mixed_precision. Where 16 bits are enough, use 16; and what is lost by it.
 
 `torch.autocast` runs matrix products in 16 bits, and keeps weights, their gradients and the
-optimizer in 32. It is all that bfloat16 needs, on any device and in any strategy of the course:
+optimizer in 32. It is all that bfloat16 needs, on any device and in any strategy of the course (a
+fully sharded unit does better by `param_dtype`, since the copies of autocast stay until backward):
 
     with torch.autocast("cpu", torch.bfloat16):
         loss = loss_fn(model(x), y)

@@ -4,7 +4,7 @@ First the tests side by side. Then, one by one, what is marked `alone`, and whol
 has such a cell. What failed may be the fault of a moment, so it runs again in a new process: twice
 by itself, then with its whole file; a notebook always whole. If all three pass it is called flaky,
 and what it said is shown at the end. Else the gate fails, and at once if tests of more than three
-files failed, or if not all could run.
+files failed, if one hung, or if not all could run.
 
 Of pytest's arguments, paths come first. `-m` is not allowed, since the gate uses it.
 """
@@ -32,6 +32,7 @@ ONE_BY_ONE = ["-n0", "-m", "alone and not soak and not browser"]
 AGAIN = ["-n0", "-m", "not soak and not browser"]
 
 PASSED, FAILED, NOTHING = 0, 1, 5  # exit codes of pytest
+HUNG = "from pytest-timeout"
 FILES = 3  # of which tests may run again
 LIMIT = 30 * 60  # seconds for one run of pytest
 
@@ -99,6 +100,9 @@ def judge(arguments: list[str]) -> int:
         files = {test.split("::")[0] for test in failed}
         if len(files) > FILES:
             print(f"\nTests of {len(files)} files failed: none runs again.")
+            return FAILED
+        if hung := [test for test, why in failed.items() if HUNG in why]:
+            print(f"\nA hang is no fault of a moment, and does not run again: {hung[0]}")
             return FAILED
     for file in sorted(files):
         tests = [test for test in failed if test.split("::")[0] == file]

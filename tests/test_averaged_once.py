@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.checkpoint import checkpoint
 
 import minidist as md
 
@@ -397,7 +398,7 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.net = net()
-        self.calls = 0
+        self.calls, self.losses = 0, []
 
     def forward(self, x):
         return self.net(x)
@@ -411,10 +412,13 @@ class Model(nn.Module):
     def keep(self, x):
         self.loss = self.training_step(x)
 
+    def keep_recomputed(self, x):
+        self.losses.append(checkpoint(self.training_step, x, use_reentrant=False))
+
     def evaluate(self, x):
-        here = [self.training_step(x)]
-        here.append(here)  # goes with the next collection only
-        return here[0].item()
+        self.last = self(x).detach()
+        slope = torch.func.grad(lambda x: self(x).sum())(x).norm().item()
+        return slope, self.training_step(x).item()
 
     def penalty(self, weight=1.0):
         return weight * sum(p.pow(2).sum() for p in self.parameters())
@@ -433,7 +437,7 @@ WRAPS = pytest.mark.parametrize("wrap", ["ddp", "zero"])
 
 
 @WRAPS
-@pytest.mark.parametrize("method", ["training_step", "fit", "keep", "penalty"])
+@pytest.mark.parametrize("method", ["training_step", "fit", "keep", "keep_recomputed", "penalty"])
 def test_a_method_that_trains_past_the_wrapper_is_refused(pools, wrap, method):
     def train():
         model = wrapped(wrap)
@@ -448,11 +452,34 @@ def test_a_method_that_trains_past_the_wrapper_is_refused(pools, wrap, method):
 
 
 @WRAPS
+def test_a_gradient_may_be_detached_in_place(pools, wrap):
+    """As old scripts do in zero_grad of their own."""
+
+    def train():
+        model = wrapped(wrap)
+        of_zero = [piece.own for piece in model._optimizers[0].pieces] if wrap == "zero" else []
+        for _ in range(2):
+            square(model, dist.get_rank()).backward()
+            for held in of_zero or model.parameters():
+                held.grad.detach_().zero_()
+        square(model, dist.get_rank()).backward()
+        plain = Model()
+        theirs = alone(plain, square)
+        if wrap == "ddp":
+            return far([p.grad for p in model.parameters()], theirs)
+        model._optimizers[0].step()
+        wanted = [p - grad for p, grad in zip(plain.parameters(), theirs, strict=True)]
+        return far(model.parameters(), wanted)
+
+    assert max(pools(2)(train)) < 1e-12
+
+
+@WRAPS
 def test_methods_that_may_be_called(pools, wrap):
     def train():
         model = wrapped(wrap)
         assert model.count()[0] == 1 and model.module.calls == 1
-        assert model.evaluate(mine()) == model.module.training_step(mine()).item()
+        assert model.evaluate(mine())[1] == model.module.training_step(mine()).item()
         with torch.no_grad():
             model.training_step(mine())
         with model.no_sync():
@@ -464,6 +491,25 @@ def test_methods_that_may_be_called(pools, wrap):
             return 0.0
         theirs = alone(Model(), lambda m, rank: square(m, rank) + m.penalty(0.5))
         return far([p.grad for p in model.parameters()], theirs)
+
+    assert max(pools(2)(train)) < 1e-12
+
+
+@WRAPS
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_method_beside_a_forward_pass_may_have_a_backward_pass_of_its_own(pools, wrap, first):
+    def train():
+        model = wrapped(wrap)
+        losses = [square(model, dist.get_rank()), model.training_step(mine(1))]
+        losses[first].backward()
+        losses[1 - first].backward()
+        plain = Model()
+        theirs = alone(plain, lambda m, rank: square(m, rank) + m.training_step(share(rank, 1)))
+        if wrap == "ddp":
+            return far([p.grad for p in model.parameters()], theirs)
+        model._optimizers[0].step()  # each weight becomes less by its gradient
+        wanted = [p - grad for p, grad in zip(plain.parameters(), theirs, strict=True)]
+        return far(model.parameters(), wanted)
 
     assert max(pools(2)(train)) < 1e-12
 

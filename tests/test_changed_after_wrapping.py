@@ -257,7 +257,9 @@ def test_an_optimizer_of_the_whole_model_is_told_that_it_has_been_split(
 
     for told in pools(2)(train):
         assert told is not None and told[0] == "RuntimeError"
-        assert told[1].startswith("this parameter is no more: the model has been split by features")
+        assert told[1].startswith(
+            "this parameter was replaced: the model has been split by features"
+        )
         assert "Make the optimizer after parallelize_module or MixedParallel" in told[1]
 
 

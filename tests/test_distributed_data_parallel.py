@@ -1363,6 +1363,35 @@ def test_ranks_may_have_different_numbers_of_batches(pools, counts, unused, no_s
                 assert md.parity.relative_difference(a, b) < 1e-6, name
 
 
+@pytest.mark.parametrize("counts", [(4, 2, 3), (0, 3, 1)], ids=str)
+def test_ranks_that_are_out_still_update_their_shard(pools, counts):
+    """Torch's `Join` of a model and of an optimizer that shares out its states."""
+
+    def train():
+        rank, _ = here()
+        ddp = OURS(net(), bucket_cap_mb=TINY)
+        optimizer = md.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=0.02)
+        for epoch in range(2):
+            with Join([ddp, optimizer]):
+                for step in range(counts[rank]):
+                    loss_of(ddp(share(rank, step)), step + epoch).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return torch.cat([p.detach().flatten() for p in ddp.parameters()])
+
+    plain = net()
+    adam = torch.optim.Adam(plain.parameters(), lr=0.02)
+    for epoch in range(2):
+        for step in range(max(counts)):
+            adam.zero_grad()
+            for rank in [rank for rank, count in enumerate(counts) if count > step]:
+                (loss_of(plain(share(rank, step)), step + epoch) / 3).backward()
+            adam.step()
+    wanted = torch.cat([p.detach().flatten() for p in plain.parameters()])
+    found = pools(3)(train)
+    assert max(md.parity.relative_difference(x, wanted) for x in found) < 1e-6
+
+
 def test_torchs_join_takes_several_and_ends_all_early_if_asked(pools):
     def train(throw):
         rank, _ = here()

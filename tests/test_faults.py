@@ -970,10 +970,16 @@ r = md.ranks(3)
         assert program.temporary() == []
 
 
-def test_a_killed_program_takes_its_ranks_with_it_though_a_child_that_it_forked_lives(tmp_path):
+@pytest.mark.parametrize("pidfd", ["pidfd", "no pidfd"])
+def test_a_killed_program_takes_its_ranks_with_it_though_a_child_that_it_forked_lives(
+    tmp_path, pidfd
+):
     """The child has copies of all that the program held open."""
-    source = """
+    if pidfd == "no pidfd":  # as a container may refuse it
+        (tmp_path / "sitecustomize.py").write_text("import os\ndel os.pidfd_open")
+    source = f"""
 import os, time, warnings
+os.environ["PYTHONPATH"] = {str(tmp_path)!r} + os.pathsep + os.environ.get("PYTHONPATH", "")
 import minidist as md
 r = md.ranks(2)
 ranks = r(os.getpid)

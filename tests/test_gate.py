@@ -111,6 +111,13 @@ def test_where_four_files_fail_none_runs_again(judged):
     assert judged.runs("a", 1) == 1
 
 
+def test_what_hangs_does_not_run_again(judged):
+    source = "import os, time, pytest\n@pytest.mark.timeout(1)\ndef test():\n"
+    source += "  if not os.path.exists('ran'): open('ran', 'w').close(); time.sleep(9)\n"
+    code, said = judged({}, test_b=source)
+    assert code == 1 and "A hang is no fault of a moment" in said and "In a new process" not in said
+
+
 def test_tests_that_cannot_be_collected_fail(judged):
     code, said = judged({"a": "nonsense"})
     assert code == 1 and "RED" in said

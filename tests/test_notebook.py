@@ -469,21 +469,28 @@ def test_ranks_alone_shows_all_ranks(kernel):
     assert list(rows(kernel.run("%ranks\nr = %ranks"))) == ["%%ranks: 3 ranks"]
 
 
-def test_ranks_alone_shows_what_each_rank_runs(kernel):
+def test_ranks_alone_shows_what_each_rank_runs(kernel, tmp_path):
     """From another thread: JupyterLab's subshells are such."""
-    n = number(kernel)
-    kernel.run(
-        "import threading, time\nr = %ranks\ndef meet():\n"
-        "    import time, torch, torch.distributed as dist\n    x = torch.ones(1)\n"
-        "    if dist.get_rank() == 0:\n        dist.recv(x, src=1)\n"
-        "    if dist.get_rank() == 1:\n        time.sleep(4)\n        dist.send(x, dst=0)"
+    n, until = (
+        number(kernel),
+        f"while not os.path.exists({str(tmp_path / 'now')!r}): time.sleep(0.05)",
     )
-    kernel.run("call = threading.Thread(target=r, args=(meet,))\ncall.start()\ntime.sleep(1)")
-    assert [now for *_, now in rows(kernel.run("%ranks"))["%%ranks: 3 ranks"]] == [
+    kernel.run(
+        "import threading\nr = %ranks\ndef meet():\n"
+        "    import os, time, torch, torch.distributed as dist\n    x = torch.ones(1)\n"
+        "    if dist.get_rank() == 0:\n        dist.recv(x, src=1)\n"
+        f"    if dist.get_rank() == 1:\n        {until}\n        dist.send(x, dst=0)"
+    )
+    kernel.run("call = threading.Thread(target=r, args=(meet,))\ncall.start()")
+    shown = [
         f"in recv, Cell In[{n}], line 7, in meet: dist.recv(x, src=1)",
-        f"at Cell In[{n}], line 9, in meet: time.sleep(4)",
+        f"at Cell In[{n}], line 9, in meet: {until}",
         "idle",
     ]
+    assert eventually(
+        lambda: [now for *_, now in rows(kernel.run("%ranks"))["%%ranks: 3 ranks"]] == shown, SOON
+    )
+    (tmp_path / "now").touch()
     assert kernel.run("call.join()\nr(len, 'abc')").results == ["[3, 3, 3]"]
     assert [now for *_, now in rows(kernel.run("%ranks"))["%%ranks: 3 ranks"]] == ["idle"] * 3
 

@@ -527,7 +527,7 @@ def stale():
 def test_an_optimizer_that_was_made_before_is_told(pools):
     for told in pools(2)(stale):
         for words in told:
-            assert words.startswith("RuntimeError: this parameter is no more: the model has been")
+            assert words.startswith("RuntimeError: this parameter was replaced: the model has been")
 
 
 def refused(plan, make):

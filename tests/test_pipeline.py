@@ -1849,6 +1849,9 @@ def test_torchs_clipping_is_refused_and_all_else_is_as_without(pools, foreach):
                 kept = pickle.loads(pickle.dumps(ours)), copy.deepcopy(ours), ours.clone(), -ours
                 assert {type(each) for each in kept} == {torch.Tensor}
                 assert repr(ours) == repr(kept[0])
+            copies = copy.deepcopy(grads)  # each is its own
+            assert all(map(torch.equal, copies, grads))
+            assert torch.stack(tensors=grads[:1]).equal(grads[0][None])
             nn.utils.clip_grad_value_(model.parameters(), 0.01)
             nn.utils.clip_grad_value_(plain.parameters(), 0.01)
             for optimizer in optimizers:

@@ -869,11 +869,43 @@ def test_a_supervisor_that_is_killed_as_ranks_start_leaves_no_folder(monkeypatch
 
 
 @needs_proc
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_daemon_may_start_ranks(ends, tmp_path):
+    """A worker of a multiprocessing.Pool is one. It ends with its program, and so do its ranks."""
+    source = f"""
+import multiprocessing, os, signal, time
+import minidist as md, torch.distributed as dist
+
+def child():
+    with md.ranks(2) as ranks:
+        print(ranks(dist.get_rank), multiprocessing.current_process().daemon, flush=True)
+        {"pass" if ends else "time.sleep(60)"}
+
+daemon = multiprocessing.get_context("fork").Process(target=child, daemon=True)
+daemon.start()
+if {ends}:
+    daemon.join()
+    print(daemon.exitcode)
+else:
+    input()  # and the program kills it
+"""
+    with Program(source, tmp_path) as program:
+        assert program.line() == "[0, 1] True"
+        if ends:
+            assert program.finish(30) == (0, "0\n", "")
+        else:
+            program.say("end")
+            assert program.process.wait(30) == 0
+        assert program.gone_within(5)
+        assert program.temporary() == []
+
+
+@needs_proc
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("launches", [8, pytest.param(200, marks=pytest.mark.soak)])
 def test_launches_leave_nothing(launches, tmp_path):
     source = """
-import gc, os, threading, time
+import gc, os, sys, threading
 import minidist as md, torch, torch.distributed as dist
 
 def sum_up():
@@ -883,7 +915,7 @@ def sum_up():
 def count():
     gc.collect()
     print(len(os.listdir("/proc/self/fd")), threading.active_count(), flush=True)
-    time.sleep(1.5)  # to be looked at
+    sys.stdin.readline()  # when it has been looked at
 
 assert md.launch(sum_up, world_size=2) == [2.0, 2.0]
 count()
@@ -894,9 +926,11 @@ count()
     with Program(source.replace("LAUNCHES", str(launches)), tmp_path) as program:
         before = program.line()
         family, files = len(program.alive()), program.temporary()
+        program.say("go on")
         assert program.line() == before  # file descriptors, threads
         assert len(program.alive()) == family == 3  # itself, forkserver, resource tracker
         assert program.temporary() == files
+        program.say("go on")
         assert program.finish(30) == (0, "", "")
         assert program.gone_within(5)
         assert program.temporary() == []

@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import io
 import os
 import random
 import re
@@ -30,7 +31,7 @@ from minidist.backend.members import HEAD, SLOT, STAGE, STAGES, Members
 from minidist.backend.segment import TOKEN, Segment, process
 
 SOON = 5  # seconds
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -418,6 +419,20 @@ def test_macos_which_does_not_say_how_much_memory_is_free(monkeypatch, pair):
     assert available() == real("SC_PHYS_PAGES") * real("SC_PAGE_SIZE")
     assert asked == ["SC_AVPHYS_PAGES", "SC_PHYS_PAGES"]
     assert Arena(pair[0]).empty(5, torch.int32).fill_(2).sum() == 10
+
+
+@pytest.mark.parametrize("most", [GIB, None])
+def test_what_files_occupy_in_a_control_group_is_free(monkeypatch, most):
+    """A container that has read many files is at its limit by the kernel's count."""
+    files = {
+        "/proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 8388608 kB\n",
+        "/sys/fs/cgroup/memory.max": f"{most or 'max'}\n",
+        "/sys/fs/cgroup/memory.current": f"{GIB}\n",
+        "/sys/fs/cgroup/memory.stat": f"anon 9\nshmem 9\nactive_file {GIB // 8}\n"
+        f"inactive_file {GIB // 2}\n",
+    }
+    monkeypatch.setattr("builtins.open", lambda path, *args: io.StringIO(files[path]))
+    assert available() == (GIB // 8 * 5 if most else 8 * GIB)
 
 
 def refuse(monkeypatch, what, error):

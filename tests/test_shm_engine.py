@@ -220,6 +220,28 @@ def test_a_callback_on_the_engines_own_thread_may_wait_for_what_it_calls():
     engine.close()
 
 
+def test_a_future_ends_though_who_ends_its_call_is_interrupted():
+    class Interrupted:
+        def __enter__(self):
+            raise KeyboardInterrupt
+
+        def __exit__(self, *_):
+            pass
+
+    for error in (None, RuntimeError("lost")):
+        handle = Handle(["here"], lambda: "a call")
+        future = handle.get_future()
+        handle.outcome.reservation = Interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            handle.outcome.end(error)
+        assert handle.is_completed() and future.done()
+        if error is None:
+            assert future.value() == ["here"]
+        else:
+            with pytest.raises(RuntimeError, match="lost"):
+                future.value()
+
+
 class Alone(Engine):
     """An engine without other ranks."""
 

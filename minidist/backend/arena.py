@@ -147,8 +147,11 @@ def available() -> int:
         with (
             open("/sys/fs/cgroup/memory.max") as most,
             open("/sys/fs/cgroup/memory.current") as now,
+            open("/sys/fs/cgroup/memory.stat") as parts,
         ):
-            limits.append(int(most.read()) - int(now.read()))
+            of = dict(line.split() for line in parts)
+            cache = int(of["active_file"]) + int(of["inactive_file"])  # goes as others need room
+            limits.append(int(most.read()) - int(now.read()) + cache)
     except (OSError, KeyError, ValueError):  # no Linux, no control group, or none with a limit
         pass
     return max(0, min(limits))

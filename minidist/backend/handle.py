@@ -49,6 +49,8 @@ class Outcome:
                     self.promise.set_result(self.result if error is None else error)
         finally:
             if mine:
+                if self.promise is not None and not self.promise.done():  # interrupted before it
+                    self.promise.set_result(self.result if error is None else error)
                 self.result = self.promise = None
                 self.ended = True  # after the future: who has waited may take its value
 

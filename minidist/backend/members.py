@@ -87,6 +87,7 @@ class Members:
         self._lives = {r: life for r, (_, life) in others.items()}
         self.segments = [others[r][0] if r != rank else self.mine for r in range(size)]
         self.heads = [segment.words for segment in self.segments]
+        self._by_rank = dict(enumerate(self.heads))
         self.bell = Bell(self.heads[rank])
         self._bells = {r: Bell(self.heads[r]) for r in others}
         self.arena = Arena(self.mine)
@@ -125,7 +126,7 @@ class Members:
         """Wait until all have come here."""
         ticks = self.mine.words[TICK] + 1
         publish(self.mine.words, TICK, ticks)
-        barrier = _Reached(self.heads, TICK, ticks)
+        barrier = Reached(self._by_rank, TICK, ticks)
         if barrier.over():  # this rank is the last
             self.ring(*self._bells)
         else:
@@ -195,7 +196,7 @@ class Members:
                 plan[DUES + rank] = int(due * 1e9)
             publish(plan, PLANNED, self._calls)
             self.ring(*self._bells)
-        elif not (planned := _Reached([plan], PLANNED, self._calls)).over():
+        elif not (planned := Reached({0: plan}, PLANNED, self._calls)).over():
             yield planned
         self._due = plan[DUES + self.rank] / 1e9
         yield Until(self._due)
@@ -231,17 +232,17 @@ class Members:
         self._opened.close()
 
 
-class _Reached(Wait):
-    """Until this word is `value` or more in the heads of ranks 0, 1, ..."""
+class Reached(Wait):
+    """Until this word is `value` or more in the heads of these ranks."""
 
-    def __init__(self, heads: list[memoryview], at: int, value: int) -> None:
+    def __init__(self, heads: dict[int, memoryview], at: int, value: int) -> None:
         self._heads, self._at, self._value = heads, at, value
 
     def over(self) -> bool:
-        return reached(self._heads, self._at, self._value)
+        return reached(self._heads.values(), self._at, self._value)
 
     def missing(self) -> list[int]:
-        return [r for r, head in enumerate(self._heads) if head[self._at] < self._value]
+        return [rank for rank, head in self._heads.items() if head[self._at] < self._value]
 
 
 def _short(description: str) -> str:

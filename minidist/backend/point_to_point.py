@@ -16,7 +16,7 @@ from collections.abc import Generator, Sequence
 
 import torch
 
-from minidist.backend.members import HEADERS, POSTED, SLOT, TAKEN, Members
+from minidist.backend.members import HEADERS, POSTED, SLOT, TAKEN, Members, Reached
 from minidist.backend.queues import Operation, Until, Wait
 from minidist.backend.words import publish, reached
 
@@ -45,20 +45,6 @@ class Receive(Wait):
         return True
 
 
-class _Room(Wait):
-    """A slot is free."""
-
-    def __init__(self, members: Members, to: int, number: int) -> None:
-        self._members, self._to, self._number = members, to, number
-
-    def over(self) -> bool:
-        members = self._members
-        return reached([members.heads[self._to]], TAKEN + members.rank, self._number - 1)
-
-    def missing(self) -> list[int]:
-        return [self._to]
-
-
 class _Message:
     """A message that is arriving: so many bytes of it into `x`, (n,)."""
 
@@ -84,9 +70,9 @@ class Post:
         trip = network.send(members.rank, to, total, at) if network is not None else None
         for start in range(0, max(total, 1), SLOT):
             number, length = words[POSTED + to], min(SLOT, total - start)
-            room = _Room(members, to, number)
-            if not room.over():
-                yield room
+            free = Reached({to: members.heads[to]}, TAKEN + members.rank, number - 1)
+            if not free.over():
+                yield free
             ctypes.memmove(self._slot(members.rank, to, number), x.data_ptr() + start, length)
             if trip is not None:
                 due = trip.part((start + length) / max(total, 1))

@@ -25,7 +25,7 @@ within 10 ms, at most a second later.
 
 import platform
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686", "s390x")
 
@@ -46,7 +46,7 @@ def publish(words: memoryview, at: int, value: int) -> None:
     words[at] = value
 
 
-def reached(words: Sequence[memoryview], at: int, value: int) -> bool:
+def reached(words: Iterable[memoryview], at: int, value: int) -> bool:
     """Whether this word of all of them is `value` or more. Then what they announce is there."""
     for each in words:
         if each[at] < value:

@@ -1,4 +1,4 @@
-"""The puzzles and the exercise of the lesson data_parallel."""
+"""The puzzles and the exercises of the lesson data_parallel."""
 
 import math
 from typing import Any
@@ -80,12 +80,16 @@ def _close(ours: list[float], wanted: tuple[float, ...]) -> bool:
 )
 def gather(answer: Any) -> str:
     """An autograd Function that joins outputs, with a backward of its own."""
+    _require_right(_gather, answer, "Gather")
+    return "also where the last output is smaller, or one is empty."
+
+
+def _require_right(trial: Any, answer: Any, name: str) -> None:
     if not isinstance(answer, type) or not issubclass(answer, torch.autograd.Function):
-        raise NotYet(f"give the class Gather itself, not {shown(answer)}.")
-    (wrong,) = on_ranks(_gather, answer, world_size=1)
+        raise NotYet(f"give the class {name} itself, not {shown(answer)}.")
+    (wrong,) = on_ranks(trial, answer, world_size=1)
     if wrong:
         raise NotYet(f"{wrong}.")
-    return "also where the last output is smaller, or one is empty."
 
 
 def _gather(gather: Any) -> str:
@@ -111,4 +115,48 @@ def _gather(gather: Any) -> str:
                     return f"{on} output {i} gets no gradient"
                 if not torch.equal(gradient, right):
                     return f"{on} output {i} gets another gradient than from torch.cat"
+    return ""
+
+
+@check
+@hints(
+    "Each copy is used by another replica, and the loss depends on the parameter through all of "
+    "them. What is its derivative, then?",
+    "`gradients` holds a gradient for each copy. The parameter is one tensor and gets one gradient "
+    "in which all of them count.",
+    "Return the sum of the gradients for `x`, and None for `n`, which is no tensor.",
+)
+def broadcast(answer: Any) -> str:
+    """An autograd Function that copies a parameter, with a backward of its own."""
+    _require_right(_broadcast, answer, "Broadcast")
+    return "one operation copies, and its backward adds up: also where a copy was not used."
+
+
+def _broadcast(broadcast: Any) -> str:
+    """What is wrong, if anything."""
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((), (5,), (2, 3)):
+        for used, unused in ((1, 0), (4, 0), (3, 1)):
+            n = used + unused
+            on = f"with {n} {'copy' if n == 1 else 'copies'}"
+            on += f", {unused} of them not used," if unused else ","
+            parameter = torch.randn(shape, generator=generator, requires_grad=True)
+            copies = broadcast.apply(parameter, n)
+            if not isinstance(copies, tuple) or len(copies) != n:
+                return f"{on} forward must return a tuple of {n}"
+            if not all(isinstance(x, torch.Tensor) and x.equal(parameter) for x in copies):
+                return f"{on} forward gives other values than the parameter's"
+            if len({x.data_ptr() for x in copies}) < n:
+                return f"{on} two of them share their memory"
+            if not all(x.requires_grad for x in copies):
+                return f"{on} nothing that autograd could go back through comes out"
+            weights = [torch.randn(shape, generator=generator) for _ in range(used)]
+            sum((x * w).sum() for x, w in zip(copies, weights, strict=False)).backward()
+            total, found = torch.stack(weights).sum(0), parameter.grad
+            if found is None:
+                return f"{on} the parameter gets no gradient"
+            if used > 1 and torch.allclose(found, total / n):
+                return f"{on} the parameter gets the mean of their gradients, not their sum"
+            if not torch.allclose(found, total):
+                return f"{on} the parameter gets another gradient than the sum of theirs"
     return ""

@@ -15,7 +15,7 @@ class Abandoned(nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
         """Raises RuntimeError."""
-        raise RuntimeError(f"this parameter is no more: {self.why}")
+        raise RuntimeError(f"this parameter was replaced: {self.why}")
 
 
 def abandon(parameter: nn.Parameter, why: str) -> None:

@@ -1,8 +1,6 @@
 """Accumulation: backward passes whose gradients stay on their rank until a later one."""
 
-import gc
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
 from inspect import ismethod
@@ -15,25 +13,13 @@ from minidist.common.tensors_in import tensors_in
 from minidist.common.wrapper import Wrapper
 
 
-@contextmanager
-def graphs_that_stay() -> Iterator[Callable[[], bool]]:
-    """Whether something that was computed within the block can still be trained: in an attribute,
-    or wherever it is. What is given answers it, after the block."""
-    saved = weakref.WeakSet[_Saved]()
-
-    def pack(x: torch.Tensor) -> _Saved:
-        saved.add(one := _Saved(x.detach()))  # or it would hold its own graph
-        return one
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one.x):
-        yield lambda: bool(saved) and (gc.collect(), bool(saved))[1]
+def with_graph(module: nn.Module) -> list[torch.Tensor]:
+    """The tensors in attributes of a module and its parts by which something can be trained."""
+    kept = [x for m in module.modules() for x in vars(m).values() if isinstance(x, _HOLDERS)]
+    return [x for x in tensors_in(kept, depth=0) if x.grad_fn is not None]
 
 
-class _Saved:
-    """A tensor that backward needs, as long as it may come."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self.x = x
+_HOLDERS = torch.Tensor, list, tuple, dict
 
 
 class Synchronized(Wrapper):
@@ -57,12 +43,15 @@ class Synchronized(Wrapper):
         def call(*inputs: Any, **kwargs: Any) -> Any:
             reducer = self._reducer
             if reducer.awaits or not self.require_backward_grad_sync:
-                return found(*inputs, **kwargs)
-            strays = reducer.strays
-            with graphs_that_stay() as stays:
                 output = found(*inputs, **kwargs)
+                if reducer.awaits:
+                    reducer.watch(output)  # it may have a backward pass of its own
+                return output
+            strays, before = reducer.strays, set(map(id, with_graph(self.module)))
+            output = found(*inputs, **kwargs)
             graph = torch.is_grad_enabled() and any(t.grad_fn for t in tensors_in(output))
-            if graph or reducer.strays > strays or stays():
+            graph = graph or any(id(x) not in before for x in with_graph(self.module))
+            if graph or reducer.strays > strays:
                 raise RuntimeError(self._past(f"{name}()", f"module.{name}()"))
             return output
 

@@ -1,12 +1,13 @@
 """The norm of gradients that lie on several ranks: the norm of the ranks' norms."""
 
+import copy
 from collections.abc import Iterable, Sequence, Set
 from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 
 from minidist.common.tensors_in import local_of
 
@@ -29,8 +30,7 @@ def grad_norm(
 
     Raises ValueError for a `norm_type` of 0 or less.
     """
-    grads = [p.grad for p in parameters if p.grad is not None and p not in elsewhere]
-    own = [local_of(grad).detach() for grad in grads]  # not as `mark_parts` has marked them
+    own = [_own(p.grad) for p in parameters if p.grad is not None and p not in elsewhere]
     counted = [grad for grad in own if grad.numel()]
     # As float64 on every rank: one without gradients would have no other dtype to choose.
     total = get_total_norm(counted, norm_type).to(device, torch.float64)
@@ -47,8 +47,22 @@ def clip_grad_norm_(
     """
     own = list(parameters)
     total = grad_norm(own, norm_type, **ranks)
-    clip_grads_with_norm_(own, max_norm, total)
+    scale = (max_norm / (total + 1e-6)).clamp(max=1)  # as torch's clip_grads_with_norm_
+    for gradients in _by_device(_own(p.grad) for p in own if p.grad is not None):
+        torch._foreach_mul_(gradients, scale.to(gradients[0].device))
     return total
+
+
+def _own(gradient: torch.Tensor) -> torch.Tensor:
+    """What this rank has of it, without the mark of `mark_parts`."""
+    return local_of(gradient.detach() if isinstance(gradient, _Part) else gradient)
+
+
+def _by_device(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.device, []).append(tensor)
+    return found.values()
 
 
 def norms_over_ranks(
@@ -89,10 +103,16 @@ def norm_over_ranks(
 def mark_parts(parameters: Iterable[torch.Tensor]) -> None:
     """Mark their gradients as those of one rank's part of a model. torch's `clip_grad_norm_` then
     raises RuntimeError, where it would take the norm of this part for that of the whole, and each
-    rank would scale by another number. All else works as before, also the norm of one gradient."""
+    rank would scale by another number. So does torch.stack of several norms by
+    torch.linalg.vector_norm. All else computes as before. Where a rank has no gradient, torch's
+    function returns 0 there."""
     for p in parameters:
-        if p.grad is not None and not isinstance(p.grad, _Part):
+        if p.grad is not None and (type(p.grad) is torch.Tensor or _is_dtensor(p.grad)):
             p.grad.__class__ = _part_of(type(p.grad))
+
+
+def _is_dtensor(gradient: torch.Tensor) -> bool:
+    return hasattr(gradient, "_local_tensor") and not isinstance(gradient, _Part)
 
 
 class _Part:
@@ -105,7 +125,7 @@ class _Part:
         cls, function: Any, _: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function is torch.stack and not (args or kwargs["tensors"])[0][0].ndim:
+        if function is torch.stack and not (args[0] if args else kwargs["tensors"])[0].ndim:
             raise RuntimeError(
                 "these gradients are of one rank's part of the model, so each rank would clip by a "
                 "norm of its own: call the model's clip_grad_norm_ in place of torch's"
@@ -122,7 +142,7 @@ class _Part:
     # What is kept, sent or shown is an ordinary tensor.
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
-        return self.detach().__deepcopy__(memo)
+        return copy.deepcopy(self.detach(), memo)  # which keeps what it has copied
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         return self.detach().__reduce_ex__(protocol)

@@ -25,7 +25,7 @@ def require_same_model(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def require_same_lines(mine: list[str], group: dist.ProcessGroup) -> None:
-    """The same for a description of a model, in `words`. Names the first that is not alike."""
+    """The same for a description of a model, in `words`. Names the first line that differs."""
     models = gather(group, mine)
     for rank, model in enumerate(models):
         for first, other in zip_longest(models[0], model):
@@ -35,9 +35,17 @@ def require_same_lines(mine: list[str], group: dist.ProcessGroup) -> None:
                     f"  rank {dist.get_global_rank(group, 0)}: {_tell(first)}\n"
                     f"  rank {dist.get_global_rank(group, rank)}: {_tell(other)}"
                 )
-    for line in mine:  # now, for one rank alone may have it
+    refuse_dtensors(mine)  # only now, for one rank alone may have them
+
+
+def refuse_dtensors(lines: Iterable[str]) -> None:
+    """Raises TypeError for the first of them, in lines that begin with a name, as `words` do."""
+    for line in lines:
         if _DTENSOR in line:
-            raise _no_dtensor(line.partition(",")[0])
+            raise TypeError(
+                f"{line.partition(',')[0]} is a DTensor, which torch's own strategies take. The "
+                "ones here take plain tensors, such as those of md.tensor_parallel's layers"
+            )
 
 
 def _lines(module: nn.Module) -> Iterator[str]:
@@ -50,19 +58,6 @@ def _lines(module: nn.Module) -> Iterator[str]:
 def words(kind: str, name: str, tensor: torch.Tensor) -> str:
     """A tensor of a model, as messages name it."""
     return f"{kind} {name}, {_tensor(tensor) if kind == 'buffer' else describe(tensor)}"
-
-
-def require_plain(name: str, tensor: torch.Tensor) -> None:
-    """Raises TypeError for a DTensor."""
-    if hasattr(tensor, "placements"):
-        raise _no_dtensor(name)
-
-
-def _no_dtensor(name: str) -> TypeError:
-    return TypeError(
-        f"{name} is a DTensor, which torch's own strategies take. The ones here take plain "
-        "tensors, such as those of md.tensor_parallel's layers"
-    )
 
 
 def describe(parameter: torch.Tensor) -> str:

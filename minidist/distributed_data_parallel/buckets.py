@@ -53,7 +53,8 @@ class Bucket:
 
     def _view(self, slot: int) -> torch.Tensor:
         shape = self._parameters[slot].shape
-        return self._flat.as_strided(shape, self._strides[slot], self._offsets[slot])
+        # Detached: no view to autograd, so that users may call `detach_()` on a gradient.
+        return self._flat.as_strided(shape, self._strides[slot], self._offsets[slot]).detach()
 
     # What torch's hooks call.
 

@@ -59,6 +59,7 @@ class Reducer:
         self._pass: weakref.ref[Callable[[], None]] | None = None
         self._makes_graph = False  # the backward pass that is on its way
         self.arrived: dict[nn.Parameter, None] = {}  # in this pass, in this order
+        self.answered: dict[nn.Parameter, torch.Tensor] = {}  # means, of the last `answer`
         self.strays = 0  # gradients that came by no forward pass of the wrapper
         self.reached: dict[str, Any] = {}  # parts of the module that a user has, by the wrapper
 
@@ -274,7 +275,7 @@ class Reducer:
 
     def _reset(self) -> None:
         """A backward pass has ended, or has failed on its way."""
-        self._pass, self.arrived, self._sent = None, {}, 0
+        self._pass, self.arrived, self.answered, self._sent = None, {}, {}, 0
         if self._travelling:  # it failed. What still travels will write into these buckets.
             self._travelling = []
             self._make_buckets(self._plan)
@@ -282,13 +283,20 @@ class Reducer:
             bucket.empty()
 
     def answer(self) -> None:
-        """Take part in the others' averaging without a backward pass, adding zeros."""
+        """Take part in the others' averaging without a backward pass, adding zeros. What they get
+        is in `answered`: an optimizer that shares out its states takes a step by it."""
         for bucket in self._buckets:
             bucket.buffer().zero_()
             self._send(bucket)
+        used = [True] * len(self.parameters)
         if self._find_unused:
-            on_any_rank([False] * len(self.parameters), self._group, self.parameters[0].device)
+            used = on_any_rank([False] * len(used), self._group, self.parameters[0].device)
         self._wait()
+        self.answered = {
+            parameter: bucket.gradients()[slot]
+            for parameter, (bucket, slot) in self._places.items()
+            if used[self.positions[parameter]]
+        }
 
     def _name(self, parameter: nn.Parameter) -> str:
         return self._names[self.positions[parameter]]
@@ -313,6 +321,15 @@ class GradientHook:
     def __call__(self, parameter: nn.Parameter) -> None:
         if (reducer := self.reducer()) is not None:
             reducer._arrive(parameter)
+
+
+def answered(parameter: nn.Parameter) -> torch.Tensor | None:
+    """Its mean gradient, if a rank without batches has just helped to average it; or its own."""
+    hooks: Any = parameter._post_accumulate_grad_hooks or {}
+    for hook in hooks.values():
+        if isinstance(hook, GradientHook) and (reducer := hook.reducer()) is not None:
+            return reducer.answered.get(parameter)
+    return parameter.grad
 
 
 def remove(hooks: list[Any]) -> None:

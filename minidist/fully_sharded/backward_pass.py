@@ -36,9 +36,9 @@ class Trace:
     """What happened in a forward pass of the root, in this order, the same on all ranks: a unit was
     entered (pass, True), or left (pass, False).
 
-    Autograd goes back in exactly this order, node by node. A backward pass that comes to an event
-    has done with all that was later. What it has not come to by then is not in this rank's graph.
-    It may be in another rank's: so gather and reduce it all the same.
+    Autograd goes back through it node by node. When a backward pass reaches an event, all later
+    ones are done, or are not in this rank's graph. They may be in another rank's: so gather and
+    reduce them all the same.
     """
 
     _numbers = itertools.count()

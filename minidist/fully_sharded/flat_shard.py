@@ -129,7 +129,7 @@ class FlatShard:
         self.full = torch.empty(
             self.ranks * length, dtype=low if low and floats else dtype, device=self.device
         )
-        # What modules see. It has a version of its own: when the values come back, none changed.
+        # What modules see: an alias, or a gather would count as a change of what autograd saved.
         self._seen = self.full.data
         self._version = 0
         self._gathering: Callable[[], None] | None = None

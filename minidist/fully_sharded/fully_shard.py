@@ -162,7 +162,7 @@ def require_alike(
     for group in options.groups:
         try:
             require_same_lines(lines, group)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             problem = error
     agree.pass_on_along(options.groups, problem)
     return parts

@@ -123,8 +123,8 @@ class ParamGroup:
 
     def reshard(self, keep: bool = False) -> None:
         """The modules have their DTensors again, and the full parameters are freed, unless a pass
-        reads them; `keep` their memory if somebody may whom we do not see. The next pass gathers
-        them anyway."""
+        reads them; `keep` their memory if an output that we did not find may use it. The next pass
+        gathers them anyway."""
         if self.readers:
             return
         self.hide()

@@ -133,7 +133,7 @@ class State:
         group, trained = this.group, torch.is_grad_enabled()
         found = list(tensors_in(output))
         ends = _made(this, found) if trained else []
-        # It has a graph of which we see no end: somebody else may read the parameters.
+        # It has a graph of which we see no end: an output that we did not find may use parameters.
         unseen = trained and not ends and _has_graph(group, inputs)
         if not again:  # else its backward pass follows, and needs the parameters
             group.readers.discard(this)

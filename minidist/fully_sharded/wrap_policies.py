@@ -15,7 +15,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 from minidist.fully_sharded.fsdp_module import group_of
 
 Policy = Callable[..., bool]
-# These read the parameters of what is in them without calling it: no unit begins within them.
+# These use the weights of their parts without calling these, so hooks of a part would never run.
 WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 

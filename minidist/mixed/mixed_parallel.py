@@ -216,8 +216,8 @@ class MixedParallel(Wrapper):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients so that their norm, that of the whole model, is at most `max_norm`;
-        what it was is returned. Every rank calls this. (torch's function, which sees one rank's
-        gradients, raises RuntimeError.)
+        what it was is returned. Every rank calls this. (torch's function raises RuntimeError
+        where the model is cut: it sees one rank's gradients.)
 
         Shards are summed over `tensor`, and stages over `pipeline`. What is replicated counts once,
         and so does what two stages share. Along `data` all gradients are the same, or shards.

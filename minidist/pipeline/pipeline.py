@@ -76,8 +76,8 @@ class Pipeline(Wrapper):
 
     `copy.deepcopy` gives a pipeline of the same ranks, each with a copy of its own layers.
     `torch.save` raises TypeError: save `state_dict()` or `full_state_dict()`.
-    torch's `nn.utils.clip_grad_norm_` sees one rank's gradients, and raises RuntimeError: call
-    `clip_grad_norm_` of this class.
+    torch's `nn.utils.clip_grad_norm_` sees one rank's gradients, and raises RuntimeError where
+    there are some: call `clip_grad_norm_` of this class.
 
     Lesson: layer_splitting. Raises RuntimeError without a process group; on every rank, TypeError
     if the module is no nn.Sequential, and ValueError if it cannot be cut so, the schedule cannot

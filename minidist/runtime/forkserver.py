@@ -104,12 +104,19 @@ def short_folder() -> str:
 def start(target: Callable[..., None], *args: Any) -> BaseProcess:
     """Start one process that runs `target(*args)`.
 
-    It is not a daemon, since a daemon may not have children, and a DataLoader's workers are.
+    It is not a daemon, since a daemon may not have children, and a DataLoader's workers are. A
+    daemon may start it: it ends with its program, whatever that is.
     """
     with _of_nobody():
         warm_up()
         process = context().Process(target=target, args=args, daemon=False)
-        process.start()
+        ours: Any = multiprocessing.process.current_process()
+        daemon = ours._config.pop("daemon", None)  # or multiprocessing refuses
+        try:
+            process.start()
+        finally:
+            if daemon is not None:
+                ours._config["daemon"] = daemon
     return process
 
 

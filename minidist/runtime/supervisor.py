@@ -137,10 +137,12 @@ def _watch(line: Connection, bell: "_Bell", program: int, running: dict[int, Bas
             if _has_ended(process):
                 del running[rank]
                 line.send((rank, process.exitcode))
-        ready = wait([line, bell.hears, *exit_of_program])
+        ready = wait([line, bell.hears, *exit_of_program], None if exit_of_program else 1)
+        if not ready:
+            _require_alive(program)
         if line in ready:
             _next_message(line)
-        elif ready == exit_of_program:  # a process that it forked keeps the line open
+        elif ready and ready == exit_of_program:  # a process that it forked keeps the line open
             raise EOFError
         if bell.hears in ready:
             bell.silence()
@@ -148,13 +150,21 @@ def _watch(line: Connection, bell: "_Bell", program: int, running: dict[int, Bas
 
 def _exit_of(process: int) -> list[int]:
     """A file that is readable once the process has ended. Empty where the system has none, such as
-    macOS. Raises EOFError if it has ended."""
+    macOS, or refuses it, as containers may. Raises EOFError if it has ended."""
     try:
         return [os.pidfd_open(process)]
     except ProcessLookupError:
         raise EOFError from None
     except (AttributeError, OSError):
         return []
+
+
+def _require_alive(process: int) -> None:
+    """Raises EOFError if it has ended."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        raise EOFError from None
 
 
 def _has_ended(process: BaseProcess) -> bool:

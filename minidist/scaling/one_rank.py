@@ -100,7 +100,7 @@ def one_rank_of(world_size: int, rank: int = 0) -> Iterator[Trace]:
             block.enter_context(mock.patch.object(flat_shard, "ON_META", ""))
             block.enter_context(mock.patch.object(wrapper, "materialize", lambda *_: None))
             block.enter_context(
-                mock.patch.object(pipeline, "_materialize", lambda stages, plan, ties, *_: ties)
+                mock.patch.object(pipeline, "fill", lambda stages, plan, ties, *_: ties)
             )
             meta = torch.device("meta")
             block.enter_context(mock.patch.object(pipeline, "device", lambda: meta))

@@ -107,7 +107,7 @@ class ShardReducer(Reducer):
                 # A gradient that no rank has stays None, and the optimizer passes over it.
                 if used[self.positions[piece.whole]]:
                     if piece.own.grad is None:
-                        piece.own.grad = shard[piece.place]
+                        piece.own.grad = shard[piece.place].detach()  # as DDP's
                     else:
                         piece.own.grad += shard[piece.place]
         for parameter, is_used in zip(self.parameters, used, strict=True):

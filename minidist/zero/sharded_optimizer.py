@@ -6,13 +6,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn, optim
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from minidist.common.agree import require_same, together
 from minidist.common.groups import require_group
 from minidist.common.refusals import refuse
-from minidist.common.replicas import describe, require_plain
+from minidist.common.replicas import describe, refuse_dtensors
+from minidist.distributed_data_parallel.reducer import answered
 from minidist.zero.optimizer_states import cut, join, renamed, require_states_of
 from minidist.zero.shards import (
     BUCKET_CAP_MB,
@@ -35,7 +37,7 @@ NOT_HERE = {
 }
 
 
-class ZeroRedundancyOptimizer(Optimizer):
+class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """Any elementwise optimizer, its states shared out over the ranks. ZeRO, stage 1. Lesson: zero.
 
         model = md.DistributedDataParallel(model)
@@ -57,6 +59,8 @@ class ZeroRedundancyOptimizer(Optimizer):
     bucket_cap_mb: a bucket is full at so many MiB (the first one at 1 MiB); None is 25. Smaller
         ones hold fewer gradients at once in stage 2, and are more messages.
     defaults: the optimizer's options.
+
+    Where ranks have different numbers of batches, train within torch's `Join([ddp, optimizer])`.
 
     Learning-rate schedulers act on `param_groups` as ever. `state` holds the states of the rank's
     own pieces, flat; `shards` are these pieces, as parameters. After FairScale's OSS; the interface
@@ -97,6 +101,7 @@ class ZeroRedundancyOptimizer(Optimizer):
                     + ("" if known else "; if this is one, let its class say elementwise = True")
                 )
             super().__init__(params, defaults)
+            Joinable.__init__(self)
         self._flats: list[FlatParameters] = []
         self._pieces: list[Piece] = []
         self._frozen: list[nn.Parameter] = []
@@ -117,7 +122,9 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     def _share_out(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Partition the parameters of these groups. Returns the groups of what this rank owns."""
-        require_same(self.process_group, _described(groups) | {"bucket_cap_mb": self.bucket_cap_mb})
+        found = _described(groups)
+        require_same(self.process_group, found | {"bucket_cap_mb": self.bucket_cap_mb})
+        refuse_dtensors(f"{name}, {told}" for name, told in found.items())
         parameters = [p for group in groups for p in group["params"]]
         trained = [p for p in parameters if p.requires_grad]
         self._frozen += [p for p in parameters if not p.requires_grad]
@@ -152,6 +159,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        Join.notify_join_context(self)
         self._require_unchanged()
         self._whole_states = None
 
@@ -205,6 +213,21 @@ class ZeroRedundancyOptimizer(Optimizer):
                 "a parameter has a gradient that was frozen when the optimizer was made. Unfreeze "
                 "it first, or add it then, by add_param_group"
             )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For torch's `Join([ddp, optimizer])`: a rank whose batches are used up updates its shard
+        with the others, which need it, by the mean that its model has helped to compute."""
+        return _Stepping(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """For torch's `Join`: where its small messages live."""
+        return self.param_groups[0]["params"][0].device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """For torch's `Join`."""
+        return self.process_group
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Of the parameters, and of what `ShardedDataParallel` has left of their gradients."""
@@ -278,6 +301,22 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._inner.__setstate__(self._inner.__getstate__())
 
 
+class _Stepping(JoinHook):
+    """What a rank without batches does after each backward pass of the others."""
+
+    def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def main_hook(self) -> None:
+        parameters = list(self._optimizer._parameters())
+        before = [p.grad for p in parameters]
+        for p in parameters:
+            p.grad = answered(p)
+        self._optimizer.step()
+        for p, gradient in zip(parameters, before, strict=True):
+            p.grad = gradient
+
+
 def is_elementwise(optimizer_class: type[Optimizer]) -> bool:
     """Whether its step looks at one element at a time. A subclass must say so itself."""
     return optimizer_class in ELEMENTWISE or bool(vars(optimizer_class).get("elementwise"))
@@ -294,7 +333,6 @@ def _described(groups: list[dict[str, Any]]) -> dict[str, Any]:
         found[f"the number of parameters in group {number}"] = len(group["params"])
         for position, parameter in enumerate(group["params"]):
             name = f"parameter {position} of group {number}"
-            require_plain(name, parameter)
             found[name] = describe(parameter)
         found[f"the options of group {number}"] = {
             k: v for k, v in _options(group).items() if isinstance(v, bool | int | float | str)

@@ -1,4 +1,4 @@
-"""Answers to the puzzles and the exercise of the lesson data_parallel."""
+"""Answers to the puzzles and the exercises of the lesson data_parallel."""
 
 import torch
 
@@ -104,6 +104,86 @@ def plain_cat(*outputs):
     return torch.cat(outputs)
 
 
+class Copying(torch.autograd.Function):
+    """What the answers share: forward."""
+
+    @staticmethod
+    def forward(ctx, x, n):
+        return tuple(x.clone() for _ in range(n))
+
+
+class Summed(Copying):
+    @staticmethod
+    def backward(ctx, *gradients):
+        return sum(gradients), None
+
+
+class OneByOne(torch.autograd.Function):
+    """The first copy is the parameter itself, and gradients may be missing."""
+
+    @staticmethod
+    def forward(ctx, x, n):
+        ctx.set_materialize_grads(False)
+        return x.detach(), *(x.detach().clone() for _ in range(n - 1))
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        total = None
+        for gradient in gradients:
+            if gradient is not None:
+                total = gradient if total is None else total + gradient
+        return total, None
+
+
+class Averaged(Copying):
+    @staticmethod
+    def backward(ctx, *gradients):
+        return sum(gradients) / len(gradients), None
+
+
+class FirstCopy(Copying):
+    @staticmethod
+    def backward(ctx, *gradients):
+        return gradients[0], None
+
+
+class ForOneArgument(Copying):
+    @staticmethod
+    def backward(ctx, *gradients):
+        return sum(gradients)
+
+
+class ForEachCopy(Copying):
+    @staticmethod
+    def backward(ctx, *gradients):
+        return gradients
+
+
+class NoGradient(Copying):
+    @staticmethod
+    def backward(ctx, *gradients):
+        return None, None
+
+
+class OneMemory(Summed):
+    @staticmethod
+    def forward(ctx, x, n):
+        copy = x.clone()
+        return tuple(copy.view_as(copy) for _ in range(n))
+
+
+class OneTooFew(Summed):
+    @staticmethod
+    def forward(ctx, x, n):
+        return tuple(x.clone() for _ in range(n - 1))
+
+
+class InOneTensor(Summed):
+    @staticmethod
+    def forward(ctx, x, n):
+        return x.expand(n, *x.shape).clone()
+
+
 ANSWERS = {
     check.device_0_sends: ([700, 700.0], [175, 100, 800, 1400, 700e6, 350, "700 MB"]),
     check.weights_of_losses: (
@@ -115,6 +195,13 @@ ANSWERS = {
         [
             *(Chunked, Whole, Mean, Reversed, Nothing, Stacked, NoBackward, OfTheClass),
             *(plain_cat, Split.apply),
+        ],
+    ),
+    check.broadcast: (
+        [Summed, OneByOne],
+        [
+            *(Averaged, FirstCopy, ForOneArgument, ForEachCopy, NoGradient, OneMemory, OneTooFew),
+            *(InOneTensor, Copying, Split, Summed.apply),
         ],
     ),
 }
