@@ -34,6 +34,7 @@ ON_BOTH = {
     "test_collectives",
     "test_ddp_as_torch",
     "test_distributed_data_parallel",
+    "test_every_strategy",
     "test_fully_shard",
     "test_fully_shard_tools",
     "test_fully_sharded",

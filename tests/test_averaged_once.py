@@ -398,7 +398,8 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.net = net()
-        self.calls, self.losses = 0, []
+        self.calls, self.losses, self.cache = 0, [], {"losses": []}
+        self.register_buffer("state", torch.zeros((), dtype=torch.float64))
 
     def forward(self, x):
         return self.net(x)
@@ -415,6 +416,17 @@ class Model(nn.Module):
     def keep_recomputed(self, x):
         self.losses.append(checkpoint(self.training_step, x, use_reentrant=False))
 
+    def keep_deep(self, x):
+        self.cache["losses"].append((self.training_step(x),))
+
+    def keep_in_a_buffer(self, x):
+        self.state = self.training_step(x)
+
+    @torch.no_grad()
+    def adapt(self, x):
+        with torch.enable_grad():
+            self.fit(x)
+
     def evaluate(self, x):
         self.last = self(x).detach()
         slope = torch.func.grad(lambda x: self(x).sum())(x).norm().item()
@@ -428,16 +440,30 @@ class Model(nn.Module):
         return self.calls, list(self.parameters())
 
 
-def wrapped(wrap):
-    module = Model()
+class Keeps(Model):
+    def forward(self, x):
+        self.hidden = self.net[0](x)
+        return self.net[1:](self.hidden)
+
+    def get_hidden(self):
+        return self.hidden
+
+    def penalty_of_hidden(self):
+        return self.hidden.square().mean()
+
+
+def wrapped(wrap, module=None):
+    module = module or Model()
     return DDP(module) if wrap == "ddp" else sharded(module)[0]
 
 
 WRAPS = pytest.mark.parametrize("wrap", ["ddp", "zero"])
+TRAINING = "training_step", "fit", "adapt", "penalty"
+TRAINING += "keep", "keep_recomputed", "keep_deep", "keep_in_a_buffer"
 
 
 @WRAPS
-@pytest.mark.parametrize("method", ["training_step", "fit", "keep", "keep_recomputed", "penalty"])
+@pytest.mark.parametrize("method", TRAINING)
 def test_a_method_that_trains_past_the_wrapper_is_refused(pools, wrap, method):
     def train():
         model = wrapped(wrap)
@@ -446,7 +472,22 @@ def test_a_method_that_trains_past_the_wrapper_is_refused(pools, wrap, method):
             with pytest.raises(RuntimeError, match=rf"{method}\(\) trains past the \w+DataPara"):
                 getattr(model, method)(*inputs)
             model.zero_grad()
+            model.module.state = torch.zeros((), dtype=torch.float64)
             square(model, dist.get_rank()).backward()
+
+    pools(2)(train)
+
+
+@WRAPS
+def test_what_a_pass_has_left_trains_past_the_wrapper_once_it_is_over(pools, wrap):
+    def train():
+        model = wrapped(wrap, Keeps())
+        square(model, dist.get_rank()).backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match=r"^penalty_of_hidden\(\) trains past"):
+            model.penalty_of_hidden()
+        hidden = model.get_hidden()  # to look at it
+        with pytest.raises(RuntimeError, match=r"^get_hidden\(\) trains past"):
+            hidden.sum().backward()
 
     pools(2)(train)
 
@@ -496,13 +537,17 @@ def test_methods_that_may_be_called(pools, wrap):
 
 
 @WRAPS
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_method_beside_a_forward_pass_may_have_a_backward_pass_of_its_own(pools, wrap, first):
+def test_a_method_beside_a_forward_pass_has_its_backward_pass_first_or_with_it(pools, wrap):
     def train():
         model = wrapped(wrap)
-        losses = [square(model, dist.get_rank()), model.training_step(mine(1))]
-        losses[first].backward()
-        losses[1 - first].backward()
+        loss, beside = square(model, dist.get_rank()), model.training_step(mine(1))
+        loss.backward()
+        with pytest.raises(RuntimeError, match=r"^training_step\(\) trains past"):
+            beside.backward()
+        model.zero_grad()
+        loss, beside = square(model, dist.get_rank()), model.training_step(mine(1))
+        beside.backward()
+        loss.backward()
         plain = Model()
         theirs = alone(plain, lambda m, rank: square(m, rank) + m.training_step(share(rank, 1)))
         if wrap == "ddp":

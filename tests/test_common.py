@@ -146,6 +146,14 @@ def test_dtensors_are_refused_in_one_line(ranks, name):
         assert "2.bias" in told or "parameter 5 " in told, told
 
 
+def test_ddp_around_a_sharded_model_is_refused_in_one_line(ranks):
+    def wrap():
+        with pytest.raises(TypeError, match=r"^parameter weight is a DTensor, which[^\n]*$"):
+            md.DistributedDataParallel(md.fully_shard(nn.Linear(4, 4)))
+
+    ranks(wrap)
+
+
 @pytest.mark.parametrize(
     "name", ["DistributedDataParallel", "ZeroRedundancyOptimizer", "Pipeline", "LocalSGD"]
 )

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
 
 import minidist as md
 
@@ -181,6 +182,31 @@ def test_a_graph_that_is_static_may_leave_parameters_out(pools):
                 (plain(share(rank, step)).pow(2).sum() / 2).backward()
         assert all(p.grad is None for p in ddp.module.unused.parameters())
         pairs = zip(ddp.module.used.parameters(), plain.parameters(), strict=True)
+        return max(float((p.grad - q.grad).abs().max()) for p, q in pairs)
+
+    assert max(pools(2)(train)) < 1e-12
+
+
+def test_a_static_graph_with_parts_that_are_computed_again(pools):
+    class Again(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = smooth(), nn.Linear(2, 2).double()
+
+        def forward(self, x):
+            return self.last(checkpoint(self.first, x, use_reentrant=True))
+
+    def train():
+        torch.manual_seed(0)
+        plain = Again()
+        ddp = OURS(copy.deepcopy(plain), static_graph=True)
+        for step in range(3):
+            for model, ranks in (ddp, [dist.get_rank()]), (plain, [0, 1]):
+                model.zero_grad()
+                for rank in ranks:
+                    x = share(rank, step).requires_grad_()
+                    (model(x).pow(2).sum() / len(ranks)).backward()
+        pairs = zip(ddp.parameters(), plain.parameters(), strict=True)
         return max(float((p.grad - q.grad).abs().max()) for p, q in pairs)
 
     assert max(pools(2)(train)) < 1e-12

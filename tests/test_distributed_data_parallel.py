@@ -907,6 +907,29 @@ def test_the_bytes_are_those_of_the_gradients(pools):
 # ---- parameters without gradient --------------------------------------------------------------
 
 
+class Output:
+    """No dataclass, and no tree that torch knows."""
+
+    def __init__(self, y):
+        self.y, self.words = [y], "some"
+
+
+def test_unused_parameters_of_a_model_that_gives_an_object(pools):
+    class InObject(Branches):
+        def forward(self, x, use):
+            return Output(super().forward(x, use))
+
+    def train():
+        rank, size = here()
+        ddp, plain = OURS(InObject(), find_unused_parameters=True, bucket_cap_mb=TINY), Branches()
+        loss_of(ddp(share(rank), "abc"[rank]).y[0]).backward()
+        for r in range(size):
+            (loss_of(plain(share(r), "abc"[r])) / size).backward()
+        return apart(ddp.module, plain)
+
+    assert not any(pools(3)(train))
+
+
 class Branches(nn.Module):
     def __init__(self):
         super().__init__()
@@ -1363,33 +1386,79 @@ def test_ranks_may_have_different_numbers_of_batches(pools, counts, unused, no_s
                 assert md.parity.relative_difference(a, b) < 1e-6, name
 
 
+ONLY_OURS = "evaluates", "accumulates", "freezes", "validates"
+
+
 @pytest.mark.parametrize("counts", [(4, 2, 3), (0, 3, 1)], ids=str)
-def test_ranks_that_are_out_still_update_their_shard(pools, counts):
+@pytest.mark.parametrize("wrap", [OURS, TorchDDP], ids=["ours", "torch's"])
+@pytest.mark.parametrize(
+    "habit", ["none", "clips", "schedules", "zeroes", "joins again", *ONLY_OURS]
+)
+def test_ranks_that_are_out_still_update_their_shard(pools, counts, wrap, habit):
     """Torch's `Join` of a model and of an optimizer that shares out its states."""
+    if wrap is TorchDDP and habit in ONLY_OURS:
+        pytest.skip("torch's DDP does not say whether a step follows: a rank that is out takes one")
+    epochs = 1 if habit == "schedules" else 2  # in another one, ranks begin with other rates
+
+    def made():
+        model = net()
+        next(model.parameters()).requires_grad_(habit != "freezes")
+        return model
+
+    def take_step(model, optimizer):
+        if habit == "clips":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=habit != "zeroes")
+        if habit == "schedules":
+            optimizer.param_groups[0]["lr"] *= 0.8
 
     def train():
         rank, _ = here()
-        ddp = OURS(net(), bucket_cap_mb=TINY)
+        ddp = wrap(made(), bucket_cap_mb=TINY)
         optimizer = md.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=0.02)
-        for epoch in range(2):
-            with Join([ddp, optimizer]):
+        join = Join([ddp, optimizer])
+        for epoch in range(epochs):
+            with join if habit == "joins again" else Join([ddp, optimizer]):
                 for step in range(counts[rank]):
+                    if habit in ("accumulates", "freezes"):
+                        with ddp.no_sync():
+                            loss_of(ddp(share(rank, step + 9)), step).backward()
                     loss_of(ddp(share(rank, step)), step + epoch).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    take_step(ddp, optimizer)
+                    if habit == "evaluates":
+                        with torch.no_grad():
+                            ddp(share(rank, step))
+            if habit == "validates":
+                with torch.no_grad(), Join([ddp, optimizer]):
+                    for step in range(counts[rank]):
+                        ddp(share(rank, step))
         return torch.cat([p.detach().flatten() for p in ddp.parameters()])
 
-    plain = net()
+    plain = made()
     adam = torch.optim.Adam(plain.parameters(), lr=0.02)
-    for epoch in range(2):
+    for epoch in range(epochs):
         for step in range(max(counts)):
-            adam.zero_grad()
             for rank in [rank for rank, count in enumerate(counts) if count > step]:
+                if habit in ("accumulates", "freezes"):
+                    (loss_of(plain(share(rank, step + 9)), step) / 3).backward()
                 (loss_of(plain(share(rank, step)), step + epoch) / 3).backward()
-            adam.step()
+            take_step(plain, adam)
     wanted = torch.cat([p.detach().flatten() for p in plain.parameters()])
     found = pools(3)(train)
     assert max(md.parity.relative_difference(x, wanted) for x in found) < 1e-6
+
+
+def test_the_model_comes_before_its_optimizer(pools):
+    def train():
+        ddp = OURS(net())
+        optimizer = md.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=0.02)
+        with pytest.raises(RuntimeError, match="the model comes before its optimizer"):
+            with Join([optimizer, ddp]):
+                loss_of(ddp(share(dist.get_rank())), 0).backward()
+                optimizer.step()
+
+    pools(2)(train)
 
 
 def test_torchs_join_takes_several_and_ends_all_early_if_asked(pools):

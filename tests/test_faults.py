@@ -987,10 +987,12 @@ warnings.simplefilter("ignore")  # Python 3.12 warns of any fork beside threads
 if os.fork() == 0:
     time.sleep(60)
 print(*ranks, flush=True)
+print(r(lambda: hasattr(os, "pidfd_open"))[0], flush=True)
 time.sleep(60)
 """
     with Program(source, tmp_path) as program:
         ranks = list(map(int, program.line().split()))
+        assert program.line() == str(pidfd == "pidfd" and hasattr(os, "pidfd_open"))
         os.kill(program.process.pid, signal.SIGKILL)
         program.process.wait()
         assert eventually(lambda: not set(ranks) & set(program.alive()), SOON)

@@ -21,8 +21,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim import swa_utils
+from torch.optim import Optimizer, swa_utils
 from torch.utils.checkpoint import checkpoint
 
 import minidist as md
@@ -845,6 +846,52 @@ def test_torchs_checkpoints_at_another_number_of_ranks(pools, tmp_path):
 @pytest.mark.parametrize("name, size", [(name, 2 + i % 2) for i, name in enumerate(CASES)])
 def test_as_one_process(pools, name, size):
     assert pools(size)(CASES[name]) == [{}] * size
+
+
+OPTIMIZERS = [
+    each
+    for each in vars(torch.optim).values()
+    if isinstance(each, type) and issubclass(each, Optimizer)
+    if each not in (Optimizer, torch.optim.SparseAdam)  # the latter wants sparse gradients
+]
+NOT_FOR_DTENSORS = torch.optim.Rprop, torch.optim.Adafactor, torch.optim.LBFGS
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
+def test_torchs_optimizers(pools, kind):
+    """What does not work with torch's own sharding raises here, too."""
+
+    def trained(shard):
+        torch.manual_seed(0)
+        layers = nn.Linear(WIDTH, 6, bias=False), nn.Tanh(), nn.Linear(6, WIDTH, bias=False)
+        model = nn.Sequential(*layers).double()  # Muon takes matrices only
+        for unit in (model[0], model[2], model) if shard else ():
+            shard(unit)
+        ranks = [dist.get_rank()] if shard else range(dist.get_world_size())
+        optimizer = kind(model.parameters(), lr=0.01)
+        for step in range(4):
+
+            def closure(step=step):
+                optimizer.zero_grad()
+                loss_of(model, ranks, step).backward()
+                return torch.zeros(())
+
+            optimizer.step(closure)
+        return {k: whole(v).detach() for k, v in model.named_parameters()}
+
+    def run():
+        return apart(trained(md.fully_shard), trained(None)), apart(
+            trained(md.fully_shard), trained(torch_fully_shard)
+        )
+
+    if kind in NOT_FOR_DTENSORS:
+        for shard in (md.fully_shard, torch_fully_shard):
+            with pytest.raises(md.RankError, match="placement|Sharding propagation"):
+                pools(3)(trained, shard)
+        return
+    for of_one_process, of_torch in pools(3)(run):
+        assert of_torch == {}
+        assert of_one_process == {} or kind is torch.optim.Muon  # in bfloat16, by other sums
 
 
 OVER_TWO_AXES = (clip, accumulate, a_copy_trained_too)

@@ -4,6 +4,7 @@ other scripts. Held against one process. Lesson: fully_sharded"""
 import contextlib
 import copy
 import gc
+import re
 from functools import partial
 
 import pytest
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import minidist as md
+from minidist.common.refusals import RefusedError
 from minidist.fully_sharded import by_class, by_size, flat_shard
 from minidist.fully_sharded.fsdp_module import groups_in
 
@@ -1082,6 +1084,89 @@ def test_summoned_on_one_rank_or_in_inference_mode(pools):
     assert whole == ({"Tensor"}, 0.0, 0.0) and rows == ({"DTensor"}, 0.0, 0.0)
 
 
+def test_summoned_without_the_units_within_with_gradients_on_the_cpu(pools):
+    def run():
+        model, plain = pair(lambda: double(6, 5, 4))
+        root = nn.Sequential(model, nn.Linear(4, 3, dtype=torch.float64))
+        alone = nn.Sequential(plain, copy.deepcopy(root[1]))
+        model = md.FullyShardedDataParallel(root)
+        squares(model, dist.get_rank(), 0).backward()
+        for each in range(2):
+            (squares(alone, each, 0) / 2).backward()
+        options = {"recurse": False, "with_grads": True, "offload_to_cpu": True}
+        with model.summon_full_params(**options):
+            kinds = [type(p.data).__name__ for p in model.parameters()]
+            inner, last = model.module[0], model.module[1]
+            apart_now = apart(
+                {"weight": last.weight, "its gradient": last.weight.grad},
+                {"weight": alone[1].weight, "its gradient": alone[1].weight.grad},
+            )
+            devices = {last.weight.device.type, last.weight.grad.device.type}
+            last.weight.grad.zero_()
+            assert all(isinstance(p, DTensor) for p in inner.parameters())
+        left = float(model.module[1].weight.grad.full_tensor().abs().sum())
+        return kinds.count("Tensor"), kinds.count("DTensor"), apart_now, devices, left
+
+    assert pools(2)(run) == [(2, 4, {}, {"cpu"}, 0.0)] * 2
+
+
+VIEWS = {
+    "slice": lambda y: y[:, :],
+    "view": lambda y: y.view(y.shape),
+    "squeeze": lambda y: y[None].squeeze(0),
+}
+
+
+class GivesView(nn.Module):
+    def __init__(self, view):
+        super().__init__()
+        self.layer, self.view = nn.Linear(6, 6), VIEWS.get(view, lambda y: y)
+
+    def forward(self, x):
+        return self.view(self.layer(x.tanh()))
+
+
+class ChangedInPlace(nn.Module):
+    """Blocks, between which their outputs are changed."""
+
+    def __init__(self, view):
+        super().__init__()
+        self.blocks = nn.ModuleList([GivesView(view) for _ in range(3)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+            x.mul_(2)
+        return x
+
+
+@pytest.mark.parametrize("view", [*VIEWS, "itself"])
+@pytest.mark.parametrize("wrap", ["fully_shard", "FullyShardedDataParallel"])
+def test_an_output_that_is_changed_in_place(pools, wrap, view):
+    """Autograd would drop the hook by which parameters come back: torch raises as well."""
+
+    def shard(model):
+        if wrap != "fully_shard":
+            return md.FullyShardedDataParallel(model, auto_wrap_policy=by_class(GivesView))
+        for block in model.blocks:
+            md.fully_shard(block)
+        return md.fully_shard(model)
+
+    def run():
+        model, plain = pair(lambda: ChangedInPlace(view).double(), shard)
+        try:
+            squares(model, dist.get_rank(), 0).backward()
+        except RuntimeError as error:
+            return "is a view and its base" in str(error)
+        for each in range(2):
+            (squares(plain, each, 0) / 2).backward()
+        ours, theirs = ([p.grad for p in m.parameters()] for m in (model, plain))
+        pairs = zip(ours, theirs, strict=True)
+        return max(md.parity.relative_difference(p.full_tensor(), q) for p, q in pairs) < 1e-12
+
+    assert pools(2)(run) == [True] * 2
+
+
 def test_a_copy_of_a_model_whose_user_says_what_to_prefetch(pools):
     def run():
         torch.manual_seed(0)
@@ -1217,7 +1302,37 @@ REFUSED = {
 }
 
 
+METHODS = {
+    "register_comm_hook",
+    *("full_optim_state_dict", "sharded_optim_state_dict", "shard_full_optim_state_dict"),
+    *("flatten_sharded_optim_state_dict", "scatter_full_optim_state_dict"),
+    *("rekey_optim_state_dict", "get_state_dict_type"),
+}
 KINDS = ("RuntimeError", "TypeError", "ValueError", "RefusedError")
+
+
+def test_each_method_of_torchs_classes_is_there_or_refused_with_a_reason(pools):
+    def reasons():
+        units = {
+            torch.distributed.fsdp.FSDPModule: md.fully_shard(double(6, 4)),
+            torch.distributed.fsdp.FullyShardedDataParallel: wrapped(double(6, 4)),
+        }
+        found = []
+        for theirs, ours in units.items():
+            for name in vars(theirs):
+                if name.startswith("_") or hasattr(nn.Module, name):
+                    continue
+                try:
+                    method = getattr(ours, name)
+                    if isinstance(ours, md.FullyShardedDataParallel) and name in METHODS:
+                        method()
+                except RefusedError as error:
+                    assert re.match(rf"{name}: \w.{{20}}", str(error)), error
+                    found.append(name)
+        return found
+
+    (found,) = pools(1)(reasons)
+    assert {"reset_iter_state", "set_symm_mem_for_comm", *METHODS} < set(found)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -220,7 +220,7 @@ def test_a_callback_on_the_engines_own_thread_may_wait_for_what_it_calls():
     engine.close()
 
 
-def test_a_future_ends_though_who_ends_its_call_is_interrupted():
+def test_a_future_gets_its_value_though_the_thread_that_sets_it_is_interrupted():
     class Interrupted:
         def __enter__(self):
             raise KeyboardInterrupt
@@ -228,13 +228,17 @@ def test_a_future_ends_though_who_ends_its_call_is_interrupted():
         def __exit__(self, *_):
             pass
 
+        def release(self):
+            released.append(self)
+
+    released = []
     for error in (None, RuntimeError("lost")):
         handle = Handle(["here"], lambda: "a call")
         future = handle.get_future()
         handle.outcome.reservation = Interrupted()
         with pytest.raises(KeyboardInterrupt):
             handle.outcome.end(error)
-        assert handle.is_completed() and future.done()
+        assert handle.is_completed() and future.done() and released
         if error is None:
             assert future.value() == ["here"]
         else:

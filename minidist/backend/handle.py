@@ -49,10 +49,14 @@ class Outcome:
                     self.promise.set_result(self.result if error is None else error)
         finally:
             if mine:
-                if self.promise is not None and not self.promise.done():  # interrupted before it
-                    self.promise.set_result(self.result if error is None else error)
-                self.result = self.promise = None
-                self.ended = True  # after the future: who has waited may take its value
+                try:
+                    if self.promise is not None and not self.promise.done():  # we were interrupted
+                        self.promise.set_result(self.result if error is None else error)
+                    if self.reservation is not None:
+                        self.reservation.release()
+                finally:
+                    self.result = self.promise = None
+                    self.ended = True  # after the future: who has waited may take its value
 
 
 @uncompiled

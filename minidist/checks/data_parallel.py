@@ -107,7 +107,7 @@ def _gather(gather: Any) -> str:
             if not isinstance(joined, torch.Tensor) or not torch.equal(joined, wanted):
                 return f"{on} forward gives other values than torch.cat"
             if not joined.requires_grad:
-                return f"{on} nothing that autograd could go back through comes out"
+                return f"{on} autograd cannot go back through what comes out"
             (joined * weight).sum().backward()
             for i, right in enumerate(weight.split(sizes)):
                 gradient = outputs[i].grad
@@ -149,7 +149,7 @@ def _broadcast(broadcast: Any) -> str:
             if len({x.data_ptr() for x in copies}) < n:
                 return f"{on} two of them share their memory"
             if not all(x.requires_grad for x in copies):
-                return f"{on} nothing that autograd could go back through comes out"
+                return f"{on} autograd cannot go back through what comes out"
             weights = [torch.randn(shape, generator=generator) for _ in range(used)]
             sum((x * w).sum() for x, w in zip(copies, weights, strict=False)).backward()
             total, found = torch.stack(weights).sum(0), parameter.grad

@@ -6,20 +6,26 @@ from functools import wraps
 from inspect import ismethod
 from typing import Any
 
-import torch
 from torch import nn
 
 from minidist.common.tensors_in import tensors_in
 from minidist.common.wrapper import Wrapper
 
 
-def with_graph(module: nn.Module) -> list[torch.Tensor]:
-    """The tensors in attributes of a module and its parts by which something can be trained."""
-    kept = [x for m in module.modules() for x in vars(m).values() if isinstance(x, _HOLDERS)]
-    return [x for x in tensors_in(kept, depth=0) if x.grad_fn is not None]
+def graphs_in(value: Any) -> set[Any]:
+    """The graphs by which something in it can be trained; of a module: something in a buffer or an
+    attribute of it, or of its parts."""
+    if isinstance(value, nn.Module):
+        value = [
+            held
+            for each in value.modules()
+            for name, held in vars(each).items()
+            if name not in _OF_TORCH
+        ]
+    return {tensor.grad_fn for tensor in tensors_in(value, depth=1)} - {None}
 
 
-_HOLDERS = torch.Tensor, list, tuple, dict
+_OF_TORCH = vars(nn.Module()).keys() - {"_buffers"}
 
 
 class Synchronized(Wrapper):
@@ -30,8 +36,9 @@ class Synchronized(Wrapper):
     _reducer: Any = None  # averages what comes by a forward pass of the wrapper, and that alone
 
     def _forwarded(self, name: str, found: Any) -> Any:
-        """A method of the module raises RuntimeError if gradients go past the wrapper; a layer or
-        parameter does so in the backward pass."""
+        """What a part of the module computes goes past the wrapper. A method raises RuntimeError if
+        it trains, or gives what could; a layer, a parameter, or a method that is called between a
+        forward pass and its backward pass raises in a backward pass that it alone leads to."""
         if self._reducer is None:
             return found
         if isinstance(found, nn.Module | nn.Parameter):
@@ -42,17 +49,18 @@ class Synchronized(Wrapper):
         @wraps(found)
         def call(*inputs: Any, **kwargs: Any) -> Any:
             reducer = self._reducer
-            if reducer.awaits or not self.require_backward_grad_sync:
-                output = found(*inputs, **kwargs)
-                if reducer.awaits:
-                    reducer.watch(output)  # it may have a backward pass of its own
-                return output
-            strays, before = reducer.strays, set(map(id, with_graph(self.module)))
+            if not self.require_backward_grad_sync:
+                return found(*inputs, **kwargs)
+            beside, strays = reducer.awaits, reducer.strays
+            before = set() if beside else graphs_in(self.module)
             output = found(*inputs, **kwargs)
-            graph = torch.is_grad_enabled() and any(t.grad_fn for t in tensors_in(output))
-            graph = graph or any(id(x) not in before for x in with_graph(self.module))
-            if graph or reducer.strays > strays:
-                raise RuntimeError(self._past(f"{name}()", f"module.{name}()"))
+            graphs = graphs_in(output)
+            if not beside:
+                made = (graphs | graphs_in(self.module)) - before
+                if made or reducer.strays > strays:
+                    raise RuntimeError(self._past(f"{name}()", f"module.{name}()"))
+            if graphs and (reducer.awaits or not beside):
+                reducer.beside[f"{name}()"] = found.__self__
             return output
 
         return call

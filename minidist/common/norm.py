@@ -48,7 +48,7 @@ def clip_grad_norm_(
     own = list(parameters)
     total = grad_norm(own, norm_type, **ranks)
     scale = (max_norm / (total + 1e-6)).clamp(max=1)  # as torch's clip_grads_with_norm_
-    for gradients in _by_device(_own(p.grad) for p in own if p.grad is not None):
+    for gradients in _by_device(_own(p.grad).detach() for p in own if p.grad is not None):
         torch._foreach_mul_(gradients, scale.to(gradients[0].device))
     return total
 
@@ -103,7 +103,7 @@ def norm_over_ranks(
 def mark_parts(parameters: Iterable[torch.Tensor]) -> None:
     """Mark their gradients as those of one rank's part of a model. torch's `clip_grad_norm_` then
     raises RuntimeError, where it would take the norm of this part for that of the whole, and each
-    rank would scale by another number. So does torch.stack of several norms by
+    rank would scale by another number. So does torch.stack of norms by
     torch.linalg.vector_norm. All else computes as before. Where a rank has no gradient, torch's
     function returns 0 there."""
     for p in parameters:

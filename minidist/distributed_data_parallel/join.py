@@ -89,8 +89,10 @@ class _Answering(JoinHook):
 
     def main_hook(self) -> None:
         """Answer the collectives of one forward and one backward pass."""
-        if self._ddp._begin_step(sync=False, trains=False):
+        answers = self._ddp._begin_step(sync=False, trains=False)
+        if answers:
             self._ddp._reducer.answer()
+        self._ddp._reducer.answered = answers
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take the model of a rank that has trained until the end."""

@@ -59,9 +59,11 @@ class Reducer:
         self._pass: weakref.ref[Callable[[], None]] | None = None
         self._makes_graph = False  # the backward pass that is on its way
         self.arrived: dict[nn.Parameter, None] = {}  # in this pass, in this order
-        self.answered: dict[nn.Parameter, torch.Tensor] = {}  # means, of the last `answer`
+        self.answered = False  # the last forward pass of the others, by `answer`
         self.strays = 0  # gradients that came by no forward pass of the wrapper
         self.reached: dict[str, Any] = {}  # parts of the module that a user has, by the wrapper
+        # Methods called since the last forward pass, of these parts.
+        self.beside: dict[str, Any] = {}
 
         self._buckets: list[Any] = []
         self._sent = 0  # of the buckets, in this pass
@@ -114,6 +116,7 @@ class Reducer:
             hooks: Any = parameter._post_accumulate_grad_hooks
             if next(reversed(hooks)) != hook.id:
                 hooks[hook.id] = hooks.pop(hook.id)
+        self.beside = {}
         if contributors is not None:
             self._scale = 1 / contributors
         # Keep an earlier pass's wish: one backward pass may be for several forward passes.
@@ -158,7 +161,7 @@ class Reducer:
             hooks: Any = parameter._post_accumulate_grad_hooks
             if parameter.grad is None and all(map(_only_reads, hooks.values())):
                 return  # nobody took it away: a Function of the user's gave None
-            others = len(hooks) > 1 and self._others(hooks)
+            others = len(hooks) > 1 and self._others(parameter)
             if others and self._pass and any(each._sync for each in [self, *others]):
                 raise RuntimeError(
                     f"parameter {self._name(parameter)} is in two wrappers, and this backward pass "
@@ -177,10 +180,9 @@ class Reducer:
             elif not others:
                 self._stray(parameter)
 
-    def _others(self, hooks: dict[int, Any]) -> list["Reducer"]:
+    def _others(self, parameter: nn.Parameter) -> list["Reducer"]:
         """All other reducers that have this parameter, and whose backward pass is on its way."""
-        found = [hook.reducer() for hook in hooks.values() if isinstance(hook, GradientHook)]
-        return [each for each in found if each not in (None, self) and each.begun]
+        return [each for each in reducers_of(parameter) if each is not self and each.begun]
 
     def _require_complete(self, parameter: nn.Parameter) -> None:
         if torch.is_grad_enabled():
@@ -212,7 +214,7 @@ class Reducer:
         wrapper = self._wrapper()
         if wrapper is None or not wrapper.require_backward_grad_sync:
             return
-        for name, part in self.reached.items():
+        for name, part in (self.reached | self.beside).items():
             own = part.parameters() if isinstance(part, nn.Module) else [part]
             if any(each is parameter for each in own):
                 raise RuntimeError(wrapper._past(name, "do so within no_sync()"))
@@ -275,7 +277,7 @@ class Reducer:
 
     def _reset(self) -> None:
         """A backward pass has ended, or has failed on its way."""
-        self._pass, self.arrived, self.answered, self._sent = None, {}, {}, 0
+        self._pass, self.arrived, self._sent = None, {}, 0
         if self._travelling:  # it failed. What still travels will write into these buckets.
             self._travelling = []
             self._make_buckets(self._plan)
@@ -283,20 +285,18 @@ class Reducer:
             bucket.empty()
 
     def answer(self) -> None:
-        """Take part in the others' averaging without a backward pass, adding zeros. What they get
-        is in `answered`: an optimizer that shares out its states takes a step by it."""
+        """Take part in the others' averaging without a backward pass, adding zeros. Gradients that
+        are here stay as they are."""
+        before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
         for bucket in self._buckets:
             bucket.buffer().zero_()
             self._send(bucket)
-        used = [True] * len(self.parameters)
         if self._find_unused:
-            used = on_any_rank([False] * len(used), self._group, self.parameters[0].device)
+            on_any_rank([False] * len(self.parameters), self._group, self.parameters[0].device)
         self._wait()
-        self.answered = {
-            parameter: bucket.gradients()[slot]
-            for parameter, (bucket, slot) in self._places.items()
-            if used[self.positions[parameter]]
-        }
+        for parameter, gradient in zip(self.parameters, before, strict=True):
+            parameter.grad = gradient  # which was a view of a bucket, maybe
+        self._sync = self._awaited = False  # no backward pass comes here
 
     def _name(self, parameter: nn.Parameter) -> str:
         return self._names[self.positions[parameter]]
@@ -323,13 +323,11 @@ class GradientHook:
             reducer._arrive(parameter)
 
 
-def answered(parameter: nn.Parameter) -> torch.Tensor | None:
-    """Its mean gradient, if a rank without batches has just helped to average it; or its own."""
+def reducers_of(parameter: nn.Parameter) -> list[Reducer]:
+    """All that average its gradient."""
     hooks: Any = parameter._post_accumulate_grad_hooks or {}
-    for hook in hooks.values():
-        if isinstance(hook, GradientHook) and (reducer := hook.reducer()) is not None:
-            return reducer.answered.get(parameter)
-    return parameter.grad
+    found = [hook.reducer() for hook in hooks.values() if isinstance(hook, GradientHook)]
+    return [reducer for reducer in found if reducer is not None]
 
 
 def remove(hooks: list[Any]) -> None:

@@ -58,8 +58,9 @@ def fully_shard(
 
     The parts first, then the whole, which gets the parameters that no part has. Each parameter
     becomes a DTensor of this rank's rows. So torch's own tools are right: its clipping, `p.norm()`,
-    its optimizers, `get_optimizer_state_dict`, its checkpoints; `md.saving` as well. Every rank
-    takes rank 0's values. A model on the device "meta" stays there: call `to_empty(device=...)`
+    its optimizers (but Rprop, Adafactor and LBFGS raise: they take no DTensors),
+    `get_optimizer_state_dict`, its checkpoints; `md.saving` as well. Every rank takes rank 0's
+    values. A model on the device "meta" stays there: call `to_empty(device=...)`
     and fill the parameters after sharding; on the CPU each rank fills its rows by its own random
     numbers, so seed the ranks differently. `load_state_dict` takes DTensors, or whole tensors.
 

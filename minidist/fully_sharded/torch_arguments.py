@@ -46,6 +46,7 @@ REFUSED = {  # methods
     "flatten_sharded_optim_state_dict": "load_optim_state_dict(optimizer, state) takes DTensors",
     "scatter_full_optim_state_dict": "broadcast the whole one, and call load_optim_state_dict",
     "rekey_optim_state_dict": "call optim_state_dict(optimizer, by_name=True)",
+    "get_state_dict_type": "set_state_dict_type returns the one before",
 }
 
 

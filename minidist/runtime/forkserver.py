@@ -110,7 +110,7 @@ def start(target: Callable[..., None], *args: Any) -> BaseProcess:
     with _of_nobody():
         warm_up()
         process = context().Process(target=target, args=args, daemon=False)
-        ours: Any = multiprocessing.process.current_process()
+        ours: Any = current_process()
         daemon = ours._config.pop("daemon", None)  # or multiprocessing refuses
         try:
             process.start()

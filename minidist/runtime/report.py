@@ -242,7 +242,7 @@ def _blame(first: Outcome, others: list[Outcome], timeout: float) -> str:
         return f"exited early: {code}" + _lines(first.failure.stack)
     message = relabel(first.failure.message)
     said = f"raised {first.failure.type}" + (f": {message}" if message else "")
-    if os.strerror(errno.EMFILE) in message and "ulimit" not in message:  # of ranks of a rank
+    if os.strerror(errno.EMFILE) in message and "ulimit" not in message:  # else it is said already
         said += ". `ulimit -n` says how many it may open; raise that before you start Python"
     operation = first.failure.stack.operation  # None: it did not come as far
     if operation and first.failure.is_timeout:

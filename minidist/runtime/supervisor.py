@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from minidist.backend.meeting import ended, life
 from minidist.runtime import forkserver, worker
 from minidist.runtime.system import as_socket
 
@@ -131,15 +132,17 @@ def _be_rank(line: Connection, bell: "_Bell", *args: Any) -> None:
 
 def _watch(line: Connection, bell: "_Bell", program: int, running: dict[int, BaseProcess]) -> None:
     """Say which rank has ended, until the pool hangs up or its program ends."""
-    exit_of_program = _exit_of(program)
+    exit_of_program, born = _exit_of(program), life(program)
+    if not born:
+        raise EOFError
     while True:
         for rank, process in list(running.items()):
             if _has_ended(process):
                 del running[rank]
                 line.send((rank, process.exitcode))
         ready = wait([line, bell.hears, *exit_of_program], None if exit_of_program else 1)
-        if not ready:
-            _require_alive(program)
+        if not ready and ended(program, born):
+            raise EOFError
         if line in ready:
             _next_message(line)
         elif ready and ready == exit_of_program:  # a process that it forked keeps the line open
@@ -157,14 +160,6 @@ def _exit_of(process: int) -> list[int]:
         raise EOFError from None
     except (AttributeError, OSError):
         return []
-
-
-def _require_alive(process: int) -> None:
-    """Raises EOFError if it has ended."""
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        raise EOFError from None
 
 
 def _has_ended(process: BaseProcess) -> bool:

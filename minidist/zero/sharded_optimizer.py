@@ -1,12 +1,11 @@
 """Stage 1 (lesson: zero): every rank holds the optimizer states of its shard of the parameters."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn, optim
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
@@ -14,7 +13,6 @@ from minidist.common.agree import require_same, together
 from minidist.common.groups import require_group
 from minidist.common.refusals import refuse
 from minidist.common.replicas import describe, refuse_dtensors
-from minidist.distributed_data_parallel.reducer import answered
 from minidist.zero.optimizer_states import cut, join, renamed, require_states_of
 from minidist.zero.shards import (
     BUCKET_CAP_MB,
@@ -24,6 +22,7 @@ from minidist.zero.shards import (
     all_gather,
     partition,
 )
+from minidist.zero.uneven import UnevenSteps
 
 # These look at one element at a time. Adafactor and Muon look at rows and columns, LARS and LAMB at
 # norms, LBFGS at all parameters, and a subclass at whatever its step does.
@@ -37,7 +36,7 @@ NOT_HERE = {
 }
 
 
-class ZeroRedundancyOptimizer(Optimizer, Joinable):
+class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
     """Any elementwise optimizer, its states shared out over the ranks. ZeRO, stage 1. Lesson: zero.
 
         model = md.DistributedDataParallel(model)
@@ -60,7 +59,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         ones hold fewer gradients at once in stage 2, and are more messages.
     defaults: the optimizer's options.
 
-    Where ranks have different numbers of batches, train within torch's `Join([ddp, optimizer])`.
+    Where ranks have different numbers of batches, train within torch's `Join([ddp, optimizer])`. A
+    rank that has none left takes a step after each backward pass that averages (with torch's own
+    DDP: after each forward pass). So must the others: no GradScaler may skip one. Step a scheduler
+    after the block, since a rank that has no batches left would not step its own.
 
     Learning-rate schedulers act on `param_groups` as ever. `state` holds the states of the rank's
     own pieces, flat; `shards` are these pieces, as parameters. After FairScale's OSS; the interface
@@ -101,7 +103,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                     + ("" if known else "; if this is one, let its class say elementwise = True")
                 )
             super().__init__(params, defaults)
-            Joinable.__init__(self)
+            UnevenSteps.__init__(self)
         self._flats: list[FlatParameters] = []
         self._pieces: list[Piece] = []
         self._frozen: list[nn.Parameter] = []
@@ -159,7 +161,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        Join.notify_join_context(self)
+        if self._join_config.enable:
+            self._take_from_one_that_trains()
         self._require_unchanged()
         self._whole_states = None
 
@@ -214,29 +217,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "it first, or add it then, by add_param_group"
             )
 
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """For torch's `Join([ddp, optimizer])`: a rank whose batches are used up updates its shard
-        with the others, which need it, by the mean that its model has helped to compute."""
-        return _Stepping(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        """For torch's `Join`: where its small messages live."""
-        return self.param_groups[0]["params"][0].device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        """For torch's `Join`."""
-        return self.process_group
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Of the parameters, and of what `ShardedDataParallel` has left of their gradients."""
         super().zero_grad(set_to_none)
         self._inner.zero_grad(set_to_none)
-
-    def _parameters(self) -> Iterator[nn.Parameter]:
-        for group in self.param_groups:
-            yield from group["params"]
 
     # ---- checkpoints -----------------------------------------------------------------------
 
@@ -244,7 +228,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Gather the states of all ranks on rank `to` of the group, on its CPU; None is all ranks.
         All ranks must call it before `state_dict`, since the last step."""
         spans = {piece.whole: piece.span for piece in self._pieces}
-        parameters = list(self._parameters())
+        parameters = self._parameters()
         own = {
             number: (spans[p], tree_map_only(torch.Tensor, torch.Tensor.cpu, self.state[p]))
             for number, p in enumerate(parameters)
@@ -279,7 +263,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         pieces = {piece.whole: piece for piece in self._pieces}
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         state_dict = renamed(state_dict, {key: number for number, key in enumerate(keys)})
-        parameters, whole = list(self._parameters()), state_dict["state"]
+        parameters, whole = self._parameters(), state_dict["state"]
         require_states_of(parameters, whole)
         states = {
             number: cut(pieces[parameter], whole[number])
@@ -299,22 +283,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._inner.state.clear()
         self._inner.state.update(owned)
         self._inner.__setstate__(self._inner.__getstate__())
-
-
-class _Stepping(JoinHook):
-    """What a rank without batches does after each backward pass of the others."""
-
-    def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
-        self._optimizer = optimizer
-
-    def main_hook(self) -> None:
-        parameters = list(self._optimizer._parameters())
-        before = [p.grad for p in parameters]
-        for p in parameters:
-            p.grad = answered(p)
-        self._optimizer.step()
-        for p, gradient in zip(parameters, before, strict=True):
-            p.grad = gradient
 
 
 def is_elementwise(optimizer_class: type[Optimizer]) -> bool:
