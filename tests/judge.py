@@ -5,7 +5,8 @@ REPORT is a file for what ran, and what did not come to its end ("left"):
 
 What is marked `alone` asserts measured times. Such a number may be wrong because the machine was
 busy: if other processes took more than a twentieth of it meanwhile, the test is skipped as busy.
-So is a later cell of its notebook that lacks a name which that cell defines. What hangs or raises
+Of a notebook any timed cell until then counts, since one may measure what another asserts. Skipped
+is also a later cell of it that lacks a name which a skipped one defines. What hangs or raises
 another error fails all the same. Where the system does not say what others took (macOS), a wrong
 number always fails.
 """
@@ -23,6 +24,7 @@ from typing import Any
 import pytest
 
 NOT_JUDGED = pytest.StashKey[set[str]]()  # the names that a notebook's skipped cells define
+TAKEN = pytest.StashKey[float]()  # by others of the machine: the most in a notebook's timed cells
 
 
 class Report:
@@ -139,12 +141,16 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         moment = quiet.Moment(os.getpid())
     try:
         result = yield
+        if timed and item.path.suffix == ".ipynb" and moment.lasted() >= quiet.MOMENT:
+            taken = item.parent.stash.get(TAKEN, 0.0)
+            item.parent.stash[TAKEN] = max(moment.share(), taken)
     except Exception as error:
         kind, said = what_failed(item, error)
         if getattr(item.parent, "timed_out", False):
             raise  # whatever else it says: an interrupted cell may go on
         undefined = re.match(r"name '(\w+)' is not defined", said) if kind == "NameError" else None
-        if timed and is_wrong_number(kind, said) and (share := moment.share()) > turns.LIMIT:
+        wrong, taken = timed and is_wrong_number(kind, said), item.parent.stash.get(TAKEN, 0.0)
+        if wrong and (share := max(moment.share(), taken)) > turns.LIMIT:
             why = f"others took {share:.0%} of the machine"
         elif undefined and undefined[1] in not_judged:
             why = "a cell before it was not judged"

@@ -251,6 +251,35 @@ def test_what_is_measured_on_a_busy_machine_is_not_judged(judged):
     assert "busy: a cell before it was not judged; then Cell 1" in said
 
 
+def test_a_cell_may_assert_what_was_measured_when_the_machine_was_busy(judged):
+    conftest = (
+        "from minidist.bench.quiet import Moment\n"
+        "shares = [0.0, 0.5, 0.0, 0.0]\n"
+        "Moment.share = lambda moment: shares.pop(0)\n"
+        "Moment.lasted = lambda moment: 1.0\n"
+    )
+    early = "assert 2 < 1; early = 1"  # before others took anything: judged
+    cells = [cell(early, "", "alone"), cell("a = 1", "", "alone"), cell("b = 1", "", "alone")]
+    code, said = judged({"a": [0]}, [*cells, cell("assert b < 1", "", "alone")], conftest=conftest)
+    assert code == 1 and "1 failed, 3 passed, 1 skipped" in said, said
+    assert "others took 50% of the machine; then Cell 3" in said
+
+
+@pytest.mark.parametrize("busy_runs, code", [(2, 0), (9, 1)])
+def test_what_runs_again_on_a_busy_machine_gets_more_runs(judged, busy_runs, code):
+    conftest = (
+        "import os\nfrom minidist.bench.quiet import Moment\n"
+        "Moment.share = lambda moment: 0.5 if os.path.getsize('runs') > 1 else 0.0\n"
+    )
+    count = "with open('runs', 'a') as file:\n        n = file.write('x') and file.tell()"
+    time = f"import pytest\n@pytest.mark.alone\ndef test_time():\n    {count}\n"
+    time += f"    assert n > {1 + busy_runs}\n"
+    found, said = judged({"a": [0]}, conftest=conftest, test_time=time)
+    assert found == code, said
+    assert ("flaky: tests/test_time.py::test_time\n" in said) == (code == 0)
+    assert ("could not be judged again" in said) == (code == 1)
+
+
 def test_on_a_busy_machine_all_but_wrong_numbers_are_judged(judged):
     conftest = "from minidist.bench.quiet import Moment\nMoment.share = lambda moment: 0.5\n"
     time = "import pytest\n@pytest.mark.alone(always_judged=True)\ndef test_time(): assert 2 < 1\n"
