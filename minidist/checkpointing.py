@@ -30,6 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from minidist.common.replay import Replay
+from minidist.common.tensors_in import local_of
 from minidist.common.wrapper import Wrapper
 
 
@@ -88,10 +89,11 @@ def checkpoint_wrapper(module: nn.Module) -> CheckpointWrapper:
     - Without gradients (`torch.no_grad`) it is the module.
 
     The module must do the same each time. RuntimeError in forward, if it overwrites its inputs; in
-    backward, if inputs or weights have been changed in place since, or if the second pass saves
-    other tensors than the first, by number, shape, dtype or device. Not seen is what changes values
-    only: random numbers from a generator of one's own, or a buffer that forward both reads and
-    moves, as spectral norm does.
+    backward, if inputs or weights have been changed in place since, or weights replaced (those of
+    `torch.func.functional_call` are, when it returns: checkpoint what calls it), or if the second
+    pass saves other tensors than the first, by number, shape, dtype or device. Not seen is what
+    changes values only: random numbers from a generator of one's own, or a buffer that forward both
+    reads and moves, as spectral norm does.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"checkpoint_wrapper needs an nn.Module, not {type(module).__name__}")
@@ -115,7 +117,7 @@ class _Pass:
         self._tensors = {i: x for i, x in enumerate(self._leaves) if isinstance(x, torch.Tensor)}
         self._wanted = {i: x.requires_grad for i, x in self._tensors.items()}
         self._versions = [x._version for x in self._tensors.values()]
-        self._weights = {weight: weight._version for weight in module.parameters()}
+        self._weights = {name: (p, p._version) for name, p in module.named_parameters()}
         self._replay = Replay(module, list(self._tensors.values()))
         self._holders: list[weakref.ref[_PlaceHolder]] = []  # in the order in which they were made
         self._kinds: list[str] = []  # of the tensors for which they stand
@@ -157,11 +159,21 @@ class _Pass:
     def _compute_again(self) -> None:
         """Forward once more, on inputs cut off from the graph, to fill the place holders that are
         still waited for."""
-        if any(weight._version != version for weight, version in self._weights.items()):
-            raise RuntimeError(
-                f"the weights of a checkpointed {type(self._module).__name__} were changed in "
-                "place between forward and backward: its activations cannot be computed again"
-            )
+        now, who = dict(self._module.named_parameters()), type(self._module).__name__
+        for name, (weight, version) in self._weights.items():
+            again = now.get(name, weight)
+            # Torch's fully_shard replaces DTensors by what it has gathered, and back.
+            if again is not weight and _is_dtensor(again) == _is_dtensor(weight):
+                raise RuntimeError(
+                    f"{name} of a checkpointed {who} is another tensor in backward than in "
+                    "forward: was it replaced since, or is backward outside of functional_call's "
+                    "weights? Its activations cannot be computed again"
+                )
+            if weight._version != version:
+                raise RuntimeError(
+                    f"the weights of a checkpointed {who} were changed in place between forward "
+                    "and backward: its activations cannot be computed again"
+                )
         kinds: list[str] = []
 
         def save(tensor: torch.Tensor) -> torch.Tensor:
@@ -221,6 +233,10 @@ class _Keep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         raise AssertionError("_Keep has no backward")
+
+
+def _is_dtensor(tensor: torch.Tensor) -> bool:
+    return local_of(tensor) is not tensor
 
 
 def _kind(tensor: torch.Tensor) -> str:

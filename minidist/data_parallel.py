@@ -17,6 +17,7 @@ of devices may name one device several times: `["cpu", "cpu"]` is two replicas.
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import reduce
 from itertools import chain
 from typing import Any
 
@@ -43,7 +44,9 @@ class DataParallel(Wrapper):
 
     A forward pass makes new replicas, so what `forward` stores in a module is lost. What it writes
     *into* a buffer on the first device stays: that replica shares the module's memory. Dropout in
-    several replicas on one device draws from one generator, in whatever order the threads come.
+    several replicas on one device draws from one generator, in whatever order the threads come. So
+    a checkpoint with dropout may draw other numbers when it computes again, and gradients are then
+    wrong: have a device for each replica there.
 
     Raises ValueError if there is no device, or not this one; if the module is elsewhere; and if
     the inputs' sizes along `dim` differ. An exception of a replica is raised with a note that
@@ -238,14 +241,17 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, devices: list[torch.device]) -> Any:
         ctx.home = tensor.device
+        ctx.set_materialize_grads(False)  # None is the gradient of a copy that was not used
         # The first shares our memory if it is on our device. Detached, it is no view to autograd,
         # which would forbid to write into it: one of many views of one tensor.
         first = tensor.detach().to(devices[0])
         return first, *(tensor.to(device, copy=True) for device in devices[1:])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return sum(gradient.to(ctx.home) for gradient in gradients), None
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        here = [gradient.to(ctx.home) for gradient in gradients if gradient is not None]
+        # A sparse one can be added to a dense one, and not the other way round.
+        return reduce(torch.add, sorted(here, key=lambda gradient: gradient.is_sparse)), None
 
 
 def _modes(device: torch.device) -> list[Any]:

@@ -73,7 +73,8 @@ def shorten_paths(text: str) -> str:
     Only tracebacks are treated so: nbval does not compare them. A path in any other output
     belongs to one machine, and tests/test_notebooks.py refuses it.
     """
-    for place in (str(HERE.parent), sys.prefix, sys.base_prefix):
+    places = str(HERE.parent), sys.prefix, sys.base_prefix
+    for place in sorted(places, key=len, reverse=True):  # one may lie in another, as .venv does
         text = text.replace(f"{place}/", "")
         home = str(Path.home())
         if place.startswith(f"{home}/"):  # IPython writes ~ for the home folder

@@ -5,13 +5,14 @@ REPORT is a file for what ran, and what did not come to its end ("left"):
 
 What is marked `alone` asserts measured times. Such a number may be wrong because the machine was
 busy: if other processes took more than a twentieth of it meanwhile, the test is skipped as busy.
-Of a notebook any timed cell until then counts, since one may measure what another asserts. Skipped
-is also a later cell of it that lacks a name which a skipped one defines. What hangs or raises
-another error fails all the same. Where the system does not say what others took (macOS), a wrong
-number always fails.
+A cell of a notebook may assert what another has measured: so each timed cell counts that has made a
+name which it uses, or a name from which that one was made. Skipped is also a later cell that lacks
+a name which a skipped one defines. What hangs or raises another error fails all the same. Where the
+system does not say what others took (macOS), a wrong number always fails.
 """
 
 import ast
+import dis
 import json
 import os
 import re
@@ -19,12 +20,14 @@ import sys
 from collections import Counter
 from collections.abc import Generator, Iterable
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import pytest
 
 NOT_JUDGED = pytest.StashKey[set[str]]()  # the names that a notebook's skipped cells define
-TAKEN = pytest.StashKey[float]()  # by others of the machine: the most in a notebook's timed cells
+# For each name of a notebook, what others took of the machine in the cells that made it: the most.
+TAKEN = pytest.StashKey[dict[str, float]]()
 
 
 class Report:
@@ -115,24 +118,42 @@ def is_wrong_number(kind: str, said: str) -> bool:
     )
 
 
-def names_of(cell: str) -> set[str]:
-    """The names that a cell defines."""
+def names_of(cell: str) -> tuple[set[str], set[str]]:
+    """The names that a cell reads from earlier ones, and those that it defines or changes in place.
+    What it imports does not count: that is not measured, and most cells read it."""
     from IPython.core.inputtransformer2 import TransformerManager
 
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(TransformerManager().transform_cell(cell))):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
-        elif isinstance(node, ast.alias):
-            found.add((node.asname or node.name).split(".")[0])
-    return found
+    on_ranks = re.sub(r"\A%%ranks.*\n", "", cell)
+    tree = ast.parse(TransformerManager().transform_cell(on_ranks))
+    tree.body = [each for each in tree.body if not isinstance(each, ast.Import | ast.ImportFrom)]
+    read: set[str] = set()
+    made: set[str] = set()
+
+    def look(code: CodeType, outermost: bool) -> None:
+        for step in dis.get_instructions(code):  # in the order in which it runs
+            if isinstance(step.argval, CodeType):
+                look(step.argval, outermost=False)
+            elif step.opname in ("LOAD_NAME", "LOAD_GLOBAL") and step.argval not in made:
+                read.add(step.argval)
+            elif step.opname == "STORE_GLOBAL" or (step.opname == "STORE_NAME" and outermost):
+                made.add(step.argval)
+
+    look(compile(tree, "a cell", "exec"), outermost=True)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            made |= {each.id for each in ast.walk(node.value) if isinstance(each, ast.Name)}
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "get":
+            # r.get("x"), from ranks
+            read |= {str(each.value) for each in node.args if isinstance(each, ast.Constant)}
+    return read, made
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     assert item.parent is not None
+    read, made = names_of(item.cell.source) if item.path.suffix == ".ipynb" else (set(), set())
+    taken = item.parent.stash.setdefault(TAKEN, {})
+    share = max((taken.get(name, 0.0) for name in read), default=0.0)
     timed, hung = is_timed(item), getattr(item.parent, "timed_out", False)
     not_judged = item.parent.stash.setdefault(NOT_JUDGED, set())
     if timed:
@@ -141,24 +162,24 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         moment = quiet.Moment(os.getpid())
     try:
         result = yield
-        if timed and item.path.suffix == ".ipynb" and moment.lasted() >= quiet.MOMENT:
-            taken = item.parent.stash.get(TAKEN, 0.0)
-            item.parent.stash[TAKEN] = max(moment.share(), taken)
+        if made and timed and moment.lasted() >= quiet.MOMENT:
+            share = max(moment.share(), share)
     except Exception as error:
         kind, said = what_failed(item, error)
         if getattr(item.parent, "timed_out", False):
             raise  # whatever else it says: an interrupted cell may go on
         undefined = re.match(r"name '(\w+)' is not defined", said) if kind == "NameError" else None
-        wrong, taken = timed and is_wrong_number(kind, said), item.parent.stash.get(TAKEN, 0.0)
-        if wrong and (share := max(moment.share(), taken)) > turns.LIMIT:
+        wrong = timed and is_wrong_number(kind, said)
+        if wrong and (share := max(moment.share(), share)) > turns.LIMIT:
             why = f"others took {share:.0%} of the machine"
         elif undefined and undefined[1] in not_judged:
             why = "a cell before it was not judged"
         else:
             raise
-        if item.path.suffix == ".ipynb":
-            not_judged |= names_of(item.cell.source)
+        not_judged |= made
         pytest.skip(f"busy: {why}; then {item.name}: {kind}: {said}")
+    finally:
+        taken |= dict.fromkeys(made, share)
     if getattr(item.parent, "timed_out", False) and not hung:
         pytest.fail("the cell took too long, and was interrupted")
     return result

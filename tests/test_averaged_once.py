@@ -2,6 +2,7 @@
 
 Held against one process, which computes all ranks' shares."""
 
+import collections
 import contextlib
 import copy
 import gc
@@ -432,6 +433,11 @@ class Model(nn.Module):
         slope = torch.func.grad(lambda x: self(x).sum())(x).norm().item()
         return slope, self.training_step(x).item()
 
+    def log(self, loss, keep=True):
+        if keep:
+            self.losses.append(loss)
+        return {"loss": loss}
+
     def penalty(self, weight=1.0):
         return weight * sum(p.pow(2).sum() for p in self.parameters())
 
@@ -534,6 +540,70 @@ def test_methods_that_may_be_called(pools, wrap):
         return far([p.grad for p in model.parameters()], theirs)
 
     assert max(pools(2)(train)) < 1e-12
+
+
+@WRAPS
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_method_may_keep_and_give_back_what_it_was_handed(pools, wrap, keep):
+    def train():
+        model = wrapped(wrap)
+        for handed in ("before", "after"):
+            loss = square(model, dist.get_rank())
+            if handed == "before":
+                assert model.log(loss, keep)["loss"] is loss
+            loss.backward()
+            if handed == "after":
+                model.log(loss, keep)
+            model.module.fit(mine())  # the bare module trains on one rank
+            model.zero_grad()
+
+    pools(2)(train)
+
+
+@WRAPS
+def test_a_method_beside_a_pass_is_forgotten_once_its_own_pass_is_over(pools, wrap):
+    def train():
+        model = wrapped(wrap)
+        (square(model, dist.get_rank()) + model.penalty()).backward()
+        model.module.fit(mine())
+        loss, beside = square(model, dist.get_rank()), model.training_step(mine(1))
+        loss.backward()
+        model.module.fit(mine())
+        for _ in range(2):  # a pass that has failed is over, too
+            with pytest.raises(RuntimeError, match=r"^training_step\(\) trains past"):
+                beside.backward(retain_graph=True)
+            model.module.fit(mine())
+
+    pools(2)(train)
+
+
+class Probe:
+    """Notes which of its kind are looked at."""
+
+    seen = set()
+
+    def __getattribute__(self, name):
+        Probe.seen.add(id(self))
+        return super().__getattribute__(name)
+
+
+def test_a_long_history_is_not_searched_for_graphs(pools):
+    def train():
+        model = wrapped("ddp")
+        model.module.losses = [Probe() for _ in range(5000)]
+        model.module.cache = {"history": collections.deque(model.module.losses)}
+        vars(model.module).update({f"number {i}": i for i in range(2000)})
+        seen = []
+        for mode in (torch.no_grad, torch.enable_grad):
+            Probe.seen.clear()
+            with mode():
+                model.count()
+            seen.append(len(Probe.seen))
+        with pytest.raises(RuntimeError, match=r"^keep_recomputed\(\) trains past"):
+            model.keep_recomputed(mine())
+        return seen
+
+    assert pools(2)(train) == [[0, 1000]] * 2
 
 
 @WRAPS

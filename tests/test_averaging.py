@@ -465,6 +465,28 @@ def test_replicas_that_are_apart_when_a_state_without_anchors_is_loaded_meet(poo
     assert (apart(ended, ended_too) == 0) == (kind == "DiLoCo")  # streaming mixes
 
 
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("kind", ["DiLoCo", "streaming"])
+def test_weights_that_are_loaded_before_the_first_step_are_where_the_ranks_set_out(
+    pools, kind, saved
+):
+    def loaded():
+        model = md.zoo.mlp(6, 5, 4, 3, dtype=torch.float64, seed=7)
+        optimizer = KINDS[kind][0](momentum(model))
+        model.load_state_dict(net().state_dict())
+        if saved:
+            state = copy.deepcopy(optimizer.state_dict())
+            optimizer = KINDS[kind][0](momentum(model))
+            optimizer.load_state_dict(state)
+        for step in range(1, STEPS + 1):
+            backward(model, dist.get_rank(), step)
+            optimizer.step()
+        return weights(model)
+
+    for ours, wanted in zip(pools(2)(loaded), alone(2, KINDS[kind][1]()), strict=True):
+        assert apart(ours, wanted) < 1e-12
+
+
 def test_it_is_used_as_any_optimizer(pools):
     def run():
         model = net()
@@ -490,6 +512,42 @@ def test_it_is_used_as_any_optimizer(pools):
 
     said = "LocalSGD: add a group to the bare optimizer first, and wrap it then"
     assert pools(2)(run) == [said] * 2
+
+
+def test_it_is_the_bare_optimizer_also_after_that_has_loaded_by_itself(pools):
+    def run():
+        model = net()
+        optimizer = LocalSGD(bare := momentum(model), period=2)
+        backward(model, dist.get_rank(), 1)
+        optimizer.step()
+        bare.load_state_dict(copy.deepcopy(bare.state_dict()))
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        before = weights(model)
+        optimizer.step()
+        assert optimizer.state is bare.state and optimizer.state_dict()["state"]
+        return before, [p.detach() for p in model.parameters()]
+
+    (first, then), (second, _) = pools(2)(run)  # they meet, and take no step
+    assert apart(then, [(a + b) / 2 for a, b in zip(first, second, strict=True)]) < 1e-12
+
+
+def test_gradients_that_the_bare_optimizer_holds_are_forgotten(pools):
+    def run(make):
+        model = net()
+        optimizer = LocalSGD(make(model.parameters()), period=2)
+        if isinstance(optimizer.optimizer, md.OffloadedOptimizer):
+            optimizer.optimizer.receive_in_backward()
+        for step in (1, 2, 3, 4):
+            backward(model, dist.get_rank(), step)
+            if step != 2:
+                optimizer.step()
+            optimizer.zero_grad()
+        return weights(model)
+
+    offloaded = partial(md.OffloadedOptimizer.of(torch.optim.SGD), lr=0.1)
+    ours, plain = (pools(2)(run, make) for make in (offloaded, sgd))
+    assert max(map(apart, ours, plain)) < 1e-12
 
 
 def test_groups_dtypes_layouts_and_frozen_parameters(pools):
@@ -626,6 +684,17 @@ def test_what_makes_no_sense_is_refused_on_every_rank(pools, make, said):
     for told in pools(2)(refused, make):
         with pytest.raises(AssertionError, match=f"(?s){said}"):
             raise AssertionError(told)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_is_refused(pools, kind):
+    def run():
+        optimizer = KINDS[kind][0](momentum(net()))
+        with pytest.raises(TypeError, match="cannot be copied or saved: .* its state_dict"):
+            copy.deepcopy(optimizer).step()
+        return True
+
+    assert all(pools(2)(run))
 
 
 def test_without_a_process_group():

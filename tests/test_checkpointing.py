@@ -600,6 +600,21 @@ def test_inputs_and_weights_that_have_changed():
         y.backward()
 
 
+@pytest.mark.parametrize("way", ["functional_call", "replaced"])
+@pytest.mark.parametrize("around", [wrap, nested_in_two])
+def test_other_weights_in_the_second_pass_are_refused(around, way):
+    plain = nn.Sequential(nn.Linear(6, 6), nn.Tanh()).double()
+    model, x = around(copy.deepcopy(plain)), torch.randn(5, 6, dtype=torch.float64)
+    others = {name: (p * 3).detach().requires_grad_() for name, p in model.named_parameters()}
+    if way == "functional_call":
+        y = torch.func.functional_call(model, others, (x,))
+    else:
+        y = model(x)
+        model.get_submodule("module.0").weight = nn.Parameter(plain[0].weight * 3)
+    with pytest.raises(RuntimeError, match="weight of a checkpointed .* is another tensor in back"):
+        y.sum().backward()
+
+
 def test_a_failure_in_the_second_pass_leaves_random_numbers_and_buffers():
     class Fails(nn.Module):
         def __init__(self):

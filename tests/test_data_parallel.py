@@ -142,6 +142,32 @@ def test_a_gradient_of_a_gradient() -> None:
     assert_close(gradients(module), gradients(bare))
 
 
+class Table(nn.Module):
+    """Takes rows of its table; for a share whose first number is 0 by a dense operation, or not."""
+
+    def __init__(self, otherwise: str) -> None:
+        super().__init__()
+        self.table, self.otherwise = nn.Embedding(9, 3, sparse=True).double(), otherwise
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x[0] or self.otherwise == "sparse":
+            return self.table(x)
+        return self.table.weight[x] if self.otherwise == "dense" else torch.ones(3, 3).double()
+
+
+@pytest.mark.parametrize("otherwise", ["sparse", "unused", "dense"])
+@pytest.mark.parametrize("first", [0, 3, 6])
+def test_sparse_gradients_add_up_as_those_of_the_shares(otherwise: str, first: int) -> None:
+    bare, x = Table(otherwise), torch.tensor([1, 3, 1, 3, 3, 8, 5, 5, 2])
+    module = copy.deepcopy(bare)
+    x[first] = 0
+    DataParallel(module, CPUS)(x).square().sum().backward()
+    torch.cat([bare(share) for share in x.split(3)]).square().sum().backward()
+    ours, theirs = module.table.weight.grad, bare.table.weight.grad
+    assert ours.is_sparse == theirs.is_sparse == (otherwise != "dense")
+    assert_close(ours.to_dense(), theirs.to_dense())
+
+
 def test_train_and_eval_reach_the_replicas() -> None:
     module = nn.Dropout(1.0)
     parallel, x = DataParallel(module, ["cpu", "cpu"]), torch.ones(4, 1)

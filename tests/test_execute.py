@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import nbformat
+import pytest
 from nbconvert import HTMLExporter
 from nbformat import NotebookNode
 
@@ -66,6 +67,25 @@ def test_an_executed_notebook_passes_nbval_and_carries_no_noise(tmp_path: Path) 
     flags = ["--nbval", "--nbval-current-env", "--color=no", "-p", "no:cacheprovider"]
     nbval = python("-m", "pytest", *flags, path)
     assert nbval.returncode == 0 and "4 passed" in nbval.stdout, nbval.stdout
+
+
+@pytest.mark.parametrize("environment", ["/home/ada/course/.venv", "/home/ada/.venv", "/home"])
+def test_a_path_in_a_traceback_begins_in_the_repository_or_the_environment(
+    environment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the environment lies: in the repository, beside it, or around it."""
+    monkeypatch.syspath_prepend(ROOT / "notebooks")
+    import execute
+
+    monkeypatch.setattr(execute, "HERE", Path("/home/ada/course/notebooks"))
+    monkeypatch.setattr(sys, "prefix", environment)
+    monkeypatch.setenv("HOME", "/home/ada")
+    for path, shown in {
+        f"{environment}/lib/torch/_tensor.py:623": "lib/torch/_tensor.py:623",
+        "/home/ada/course/minidist/rank.py:1": "minidist/rank.py:1",
+        "~/course/minidist/rank.py:1": "minidist/rank.py:1",
+    }.items():
+        assert execute.shorten_paths(f"File {path}, in f") == f"File {shown}, in f"
 
 
 def test_a_failing_notebook_is_named_and_left_as_it_was(tmp_path: Path) -> None:

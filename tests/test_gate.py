@@ -159,7 +159,8 @@ def test_a_worker_that_dies_fails(judged, source, workers):
     ids=["no report", "no end", "too long"],
 )
 def test_where_not_all_ran_it_fails(judged, source, said):
-    code, all_said = judged({"a": [0]}, test_b=source, limit=15)
+    limit = 15 if "15 s" in said else 300
+    code, all_said = judged({"a": [0]}, test_b=source, limit=limit)
     assert code == 1 and said in all_said, all_said
 
 
@@ -252,17 +253,47 @@ def test_what_is_measured_on_a_busy_machine_is_not_judged(judged):
 
 
 def test_a_cell_may_assert_what_was_measured_when_the_machine_was_busy(judged):
+    """What others took in each cell that measures; only the cells whose names it uses count."""
+    cells = {
+        "assert 2 < 1; early = 1": 0.0,  # before others took anything
+        "a = 1": 0.5,
+        "b = 1": 0.0,
+        "assert b < 1": 0.0,  # measured on a quiet machine
+        "assert a < 1": 0.0,  # busy
+        "assert f() < 1": 0.0,  # busy, by way of a cell that measures nothing
+        "a = 1; assert a < 1": 0.0,  # measured anew
+        "c = 1; assert c < 1": 0.5,  # busy
+        "assert c < 1": 0.0,  # busy: that cell had made the name
+    }
     conftest = (
         "from minidist.bench.quiet import Moment\n"
-        "shares = [0.0, 0.5, 0.0, 0.0]\n"
+        f"shares = {list(cells.values())}\n"
         "Moment.share = lambda moment: shares.pop(0)\n"
         "Moment.lasted = lambda moment: 1.0\n"
     )
-    early = "assert 2 < 1; early = 1"  # before others took anything: judged
-    cells = [cell(early, "", "alone"), cell("a = 1", "", "alone"), cell("b = 1", "", "alone")]
-    code, said = judged({"a": [0]}, [*cells, cell("assert b < 1", "", "alone")], conftest=conftest)
-    assert code == 1 and "1 failed, 3 passed, 1 skipped" in said, said
-    assert "others took 50% of the machine; then Cell 3" in said
+    cells = [cell(source, "", "alone") for source in cells]
+    cells.insert(5, cell("c = a\ndef f(): return c", ""))
+    code, said = judged({"a": [0]}, cells, conftest=conftest)
+    assert code == 1 and "3 failed, 4 passed, 4 skipped" in said, said
+    for busy in (4, 6, 8, 9):
+        assert f"others took 50% of the machine; then Cell {busy}" in said
+
+
+@pytest.mark.parametrize(
+    ("source", "read", "made"),
+    [
+        ("import a\nb = a.c", "a", "b"),  # an import measures nothing
+        ("for a in b: print(a)", "b print", "a"),
+        ("a = a + 1; b |= c", "a b c", "a b"),
+        ("a = [b for b in a]", "a", "a"),
+        ("def f(a):\n  b = a\n  return b + c", "c", "f"),
+        ("a[b][0] = c", "a b c", "a b"),
+        ("%%ranks --timeout 2\na = b", "b", "a"),
+        ('a = r.get("b")', "r b", "a"),
+    ],
+)
+def test_names_of_a_cell(source, read, made):
+    assert judge.names_of(source) == (set(read.split()), set(made.split()))
 
 
 @pytest.mark.parametrize("busy_runs, code", [(2, 0), (9, 1)])

@@ -368,6 +368,102 @@ def test_replicas_take_the_buffers_of_the_first(pools, shard):
     assert pools(4)(run) == [[]] * 4
 
 
+class Scaled(nn.Module):
+    """A layer that a model's `sequential()` makes, around a parameter of the model itself."""
+
+    def __init__(self, scale, dropout):
+        super().__init__()
+        self.scale, self.dropout = scale, nn.Dropout(dropout)
+
+    def forward(self, x):
+        return self.dropout(x) * self.scale
+
+
+class OfItsOwn(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale, self.dropout = nn.Parameter(torch.linspace(1, 2, 8)), dropout
+        self.tokens, self.head = nn.Embedding(257, 8), nn.Linear(8, 257)
+
+    def sequential(self):
+        return nn.Sequential(self.tokens, Scaled(self.scale, self.dropout), self.head)
+
+
+@pytest.mark.parametrize("balance", [[2, 1], [1, 2]])
+def test_a_parameter_of_the_model_itself_is_saved_as_it_is_trained(pools, balance):
+    def run():
+        dense, whole = OfItsOwn().double(), mesh(**PAIRS["data x pipeline"])
+        model = MixedParallel(copy.deepcopy(dense), whole, 2, balance=balance)
+        optimizer, alone = adam(model), adam(dense)
+        inputs, targets = batch(0)
+        md.parity.cross_entropy(dense.sequential()(inputs), targets).backward()
+        rows = slice(whole.get_local_rank("data"), None, 2)
+        model.train_step(inputs[rows], targets[rows], model.cross_entropy)
+        optimizer.step()
+        alone.step()
+        full = model.full_state_dict()
+        found = apart({name: (full[name], t) for name, t in dense.state_dict().items()})
+        full["scale"] = full["scale"] + 1  # and is loaded
+        model.load_full_state_dict(full)
+        return found + apart({"loaded": (model.full_state_dict()["scale"], full["scale"])})
+
+    assert pools(4)(run) == [[]] * 4
+
+
+def test_a_sharded_parameter_must_be_of_a_layer_of_the_model(pools):
+    def build():
+        whole = mesh(**PAIRS["data x pipeline"])
+        MixedParallel(OfItsOwn(), whole, 2, shard=md.FullyShardedDataParallel)
+
+    said = "ValueError: scale is in a layer that sequential() makes, and in no layer of the model"
+    told = pools(4)(raised, build)
+    assert all(said in each for each in told), told
+
+
+def test_layers_that_sequential_makes_are_evaluated_too(pools):
+    def evaluate():
+        dense = OfItsOwn(dropout=0.5).double()
+        model = MixedParallel(copy.deepcopy(dense), mesh(**PAIRS["data x pipeline"]), 2).eval()
+        inputs, _ = batch(0)
+        found = apart({"outputs": (model(inputs), dense.sequential().eval()(inputs))})
+        return found + ["trains"] * (not all(m.training for m in model.train().pipeline.modules()))
+
+    assert pools(4)(evaluate) == [[]] * 4
+
+
+class Pair(nn.Module):
+    """Takes two tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(257, 8)
+
+    def forward(self, pair):
+        return self.tokens(pair[0]) + self.tokens(pair[1])
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2}, {"tensor": 2}], ids=str)
+def test_a_batch_of_several_tensors(pools, sizes):
+    def losses():
+        torch.manual_seed(0)
+        dense, whole = nn.Sequential(Pair(), nn.Linear(8, 257)).double(), mesh(**sizes)
+        model = MixedParallel(copy.deepcopy(dense), whole, 2, plan={"1": "vocabulary"})
+        inputs, targets = batch(0)
+        pair = inputs, inputs.flip(0)
+        wanted = md.parity.cross_entropy(dense(pair), targets)
+        own = slice(None) if whole["data"].size() == 1 else [slice(3), slice(3, 8)][dist.get_rank()]
+        mine = tuple(each[own] for each in pair)
+        loss = model.train_step(mine, targets[own], model.cross_entropy)
+        if whole["tensor"].size() > 1:  # another second tensor
+            mine = inputs, inputs.roll(dist.get_rank(), 0)
+        told = raised(model.train_step, mine, targets[own], model.cross_entropy)
+        return apart({"loss": (loss, wanted)}), told
+
+    other = "ValueError: ranks along the tensor axis were given different batches"
+    assert pools(2)(losses) == [([], other if "tensor" in sizes else None)] * 2
+
+
 # ---- what a rank has ----------------------------------------------------------------------
 
 
@@ -484,8 +580,8 @@ def test_bytes_by_axis(pools, eight, sequence_parallel):
                 assert axes["tensor"]["reduce_scatter"] == (2 * 9, 2 * 9 * activation)
         elif first:  # four a block, and one for the embedding
             assert axes["tensor"] == {"all_reduce": (2 * 9, 2 * 9 * activation)}
-        else:  # four a block; the input of the head, backward; the loss: 12 + 2, and 24 numbers
-            loss = tokens + 2 * 8 + 2 * tokens
+        else:  # four a block; the input of the head, backward; the loss: 12 + 4, and 24 numbers
+            loss = tokens + 4 * 8 + 2 * tokens
             assert axes["tensor"] == {"all_reduce": (2 * 7, 2 * (5 * activation + loss))}
 
 

@@ -338,6 +338,9 @@ def test_saved_and_loaded_with_zero(pools, strategy):
     narrow = pools(2)(steps, [0, 1], None, torch.bfloat16)[0]
     assert narrow[1]["state"][0]["exp_avg"].dtype is torch.float32
     assert pools(2)(steps, [2], narrow, torch.bfloat16)[0][1]["state"][0]["step"] == 3
+    again = pools(2)(steps, [], narrow, torch.bfloat16)[0]
+    for number, states in narrow[1]["state"].items():
+        apart(again[1]["state"][number], states, 0)  # no bit was lost, and float32 is float32
     model = net()
     optimizer = plain(model.parameters())
     model.load_state_dict(saved[0][0])
@@ -587,6 +590,13 @@ def test_a_first_step_that_fails_has_not_been():
         model(torch.ones(1, 2)).sum().backward()
         with pytest.raises(MemoryError):
             optimizer.step()
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, pickle.dumps])
+def test_a_copy_is_refused(again):
+    optimizer = offloaded(net().parameters())
+    with pytest.raises(TypeError, match="cannot be copied or saved: .* its state_dict"):
+        again(optimizer)
 
 
 def test_mistakes():

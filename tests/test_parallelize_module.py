@@ -426,9 +426,21 @@ class Mixed(nn.Module):
         return self.down(self.up(x).relu())
 
 
-def any_module():
+class Sum(nn.Module):
+    """Autograd gives both parameters, and the bias, one tensor as their gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(6))
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x):
+        return self.down(self.up(x[0, 0])) + self.first + self.second
+
+
+def any_module(make):
     torch.manual_seed(0)
-    dense = Mixed().double()
+    dense = make().double()
     model = copy.deepcopy(dense)
     tp.parallelize_module(model, None, {"up": "columns", "down": "rows"})
     x = torch.randn(3, 2, 6).double()
@@ -442,8 +454,9 @@ def any_module():
     return same(*results)
 
 
-def test_modules_that_no_plan_names_compute_as_they_are(pools):
-    assert pools(2)(any_module) == [[]] * 2
+@pytest.mark.parametrize("make", [Mixed, Sum])
+def test_modules_that_no_plan_names_compute_as_they_are(pools, make):
+    assert pools(2)(any_module, make) == [[]] * 2
 
 
 def converted():
@@ -470,25 +483,32 @@ def test_a_model_is_converted_frozen_and_recomputed(pools):
 
 
 def rank_0():
-    torch.manual_seed(dist.get_rank())
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
-    torch.manual_seed(0)
-    first = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
-    tp.parallelize_module(model, mesh(), {"0": "columns", "2": "rows"})
-    return same(wholes(model.state_dict()), first.state_dict())
+    models = []
+    for seed in dist.get_rank(), 0:
+        torch.manual_seed(seed)
+        layers = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        models.append(nn.Sequential(*layers))
+        models[-1][1].running_mean.normal_()
+    tp.parallelize_module(models[0], mesh(), {"0": "columns", "2": "rows"})
+    return same(wholes(models[0].state_dict()), models[1].state_dict())
 
 
-def test_all_ranks_take_the_parameters_of_rank_0(pools):
+def test_all_ranks_take_the_parameters_and_buffers_of_rank_0(pools):
     assert pools(2)(rank_0) == [[]] * 2
 
 
 def other_models():
-    return raised(tp.parallelize_module, nn.Linear(4, 4 + dist.get_rank()), mesh(), {})
+    buffer = nn.Linear(4, 4)
+    buffer.register_buffer("mask", torch.ones(4 + dist.get_rank()))
+    models = nn.Linear(4, 4 + dist.get_rank()), buffer
+    return [raised(tp.parallelize_module, model, mesh(), {}) for model in models]
 
 
 def test_ranks_with_different_models_are_told(pools):
     for told in pools(2)(other_models):
-        assert told.startswith("ValueError: the ranks have different models"), told
+        for words, line in zip(told, ("parameter weight", "buffer mask"), strict=True):
+            assert words.startswith("ValueError: the ranks have different models"), told
+            assert line in words
 
 
 def uneven():

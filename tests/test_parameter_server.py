@@ -231,10 +231,11 @@ def test_nobody_waits_for_one_that_has_left_or_died():
     assert not answer.done()
     server.lost(3)
     assert answer.done() and not left.done() and not server.over.is_set()
+    server.lost(2)  # while it waits to leave
     last = server.leave(1)
-    assert server.over.is_set() and left.value() == last.value() == [3]
+    assert server.over.is_set() and left.value() == last.value() == [3, 2]
     server.lost(1)  # its process ends, in order
-    assert server.died == [3]
+    assert server.died == [3, 2]
 
 
 # ---- bad input ---------------------------------------------------------------------------------
@@ -362,10 +363,12 @@ def test_a_trainer_that_hangs_is_waited_for_no_longer_than_the_timeout(pools):
 
 
 RANK = """
-import os, signal, sys
+import os, signal, sys, time
 import torch, torch.distributed as dist
 import minidist as md
+from minidist.parameter_server import name_of
 from minidist.rank import join
+from torch.distributed import rpc
 
 def net():
     torch.manual_seed(0)
@@ -374,6 +377,20 @@ def net():
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
 
+def of_the_server():
+    shard = md.parameter_server.served_training.here.shard
+    return [*shard._leaving], [*shard.died]
+
+def end_one_that_waits_to_leave():
+    server, pid = name_of(0), rpc.rpc_sync(name_of(3), os.getpid)
+    while 3 not in rpc.rpc_sync(server, of_the_server)[0]:
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+    for _ in range(500):  # until the server has seen it
+        if 3 in rpc.rpc_sync(server, of_the_server)[1]:
+            break
+        time.sleep(0.02)
+
 def loop(model, optimizer):
     for step in range(20):
         if os.environ.get("DIES") == str(dist.get_rank()) and step == 5:
@@ -381,6 +398,8 @@ def loop(model, optimizer):
         inputs = torch.randn(6, 5, dtype=torch.float64)
         labels, loss_fn = torch.ones(6).long(), md.parity.cross_entropy
         md.parity.train_step(model, optimizer, inputs, labels, loss_fn)
+    if os.environ.get("DIES") == "3, last" and dist.get_rank() == 1:
+        end_one_that_waits_to_leave()
 
 def main():
     served = md.parameter_server.train(net, sgd, loop, synchronous=False, bound=2)
@@ -393,8 +412,10 @@ if __name__ == "__main__":
 """
 
 
-def test_an_asynchronous_server_goes_on_without_a_trainer_that_dies(tmp_path):
-    """Processes of their own: in a pool, a rank that dies ends them all."""
+@pytest.mark.parametrize(("dies", "updates"), [("3", 20 + 20 + 5), ("3, last", 20 + 20 + 20)])
+def test_an_asynchronous_server_goes_on_without_a_trainer_that_dies(tmp_path, dies, updates):
+    """Amid its steps, or when it has no more and waits for the others. Processes of their own: in
+    a pool, a rank that dies ends them all."""
     family, file = Family(), tmp_path / "rank.py"
     file.write_text(RANK)
     meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "4"}
@@ -402,7 +423,7 @@ def test_an_asynchronous_server_goes_on_without_a_trainer_that_dies(tmp_path):
     for rank in range(4):
         names = ("RANK", "LOCAL_RANK")
         place = dict.fromkeys(names, str(rank)) | {"LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "0"}
-        environ = family.environ() | meeting | place | {"DIES": "3"}
+        environ = family.environ() | meeting | place | {"DIES": dies}
         command = [sys.executable, "-W", "error", str(file)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started.append(subprocess.Popen(command, env=environ, **pipes))
@@ -411,7 +432,7 @@ def test_an_asynchronous_server_goes_on_without_a_trainer_that_dies(tmp_path):
     finally:
         family.end()
     assert [process.returncode for process in started] == [0, 0, 0, -signal.SIGKILL], ended
-    assert ended[0][0] == "45 [3] 45\n"  # 20 + 20 + 5
+    assert ended[0][0] == f"{updates} [3] {updates}\n"
     assert family.gone_within(SOON) and family.temporary() == []
 
 
@@ -531,6 +552,17 @@ def cpu_seconds_of_waiting():
 
 def test_a_session_that_waits_takes_no_processor(pools):
     assert max(pools(2)(cpu_seconds_of_waiting)) < 0.25  # torch's shared memory: 0.5 to 1
+
+
+@pytest.mark.parametrize("busy", [0, 1])
+def test_an_idle_rank_stays_longer_than_a_call_may_take(pools, busy):
+    def run():
+        with rpc_session(timeout=2):
+            if dist.get_rank() == busy:
+                time.sleep(5)  # of which an idle rank waits 2 twice, by itself
+                return rpc.rpc_sync(name_of(1 - busy), os.getpid, timeout=0) != os.getpid()
+
+    assert pools(2)(run)[busy]
 
 
 def test_a_session_follows_another(pools):

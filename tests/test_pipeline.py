@@ -753,12 +753,18 @@ class Masked(nn.Module):
         return scale * self.linear(x).masked_fill(mask, 0.0)
 
 
+class Anything(nn.Tanh):
+    def forward(self, x, *args, **kwargs):
+        assert not args and not kwargs
+        return super().forward(x)
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zero_bubble"])
 def test_keyword_arguments_go_to_the_layers_that_name_them(pools, schedule):
     def run():
         torch.manual_seed(0)
-        layers = [Masked(), nn.Tanh(), nn.Linear(6, 6).double(), Masked(), nn.Linear(6, 3).double()]
-        plain = nn.Sequential(*layers)
+        layers = [Masked(), Anything(), nn.Linear(6, 6).double(), Masked()]
+        plain = nn.Sequential(*layers, nn.Linear(6, 3).double())
         model = md.Pipeline(copy.deepcopy(plain), 4, schedule)
         found = []
         for step, scale in enumerate((0.5, 2.0)):
@@ -845,6 +851,33 @@ def test_of_new_shapes_only_the_shapes_travel(pools):
 
     for first, last, kept in pools(2)(run):
         assert max(first, last) < 10_000 and kept == 64
+
+
+class Apart(nn.Module):
+    """The same elements, further apart in memory each time."""
+
+    def forward(self, x):
+        self.apart = getattr(self, "apart", 1) + 1
+        return torch.stack([x] * self.apart, -1)[..., 0]
+
+
+def test_rows_of_one_element_with_any_stride(pools):
+    def run():
+        torch.manual_seed(0)
+        layers = [Apart(), nn.Linear(1, 1), Apart(), Apart(), nn.Linear(1, 1)]
+        plain = nn.Sequential(*layers).double()
+        model, sent = md.Pipeline(copy.deepcopy(plain), 4, balance=[3, 2]), []
+        for step in range(3):
+            inputs, targets = digits(step, rows=4)[0][:, :1], torch.ones(4, 1).double()
+            F.mse_loss(plain(inputs), targets).backward()
+            with md.measure.TrafficCounter() as traffic:
+                model.train_step(inputs, targets, F.mse_loss)
+            sent.append(traffic.calls.get("broadcast", (0, 0))[0])
+        ours = model.module.named_parameters()
+        return max(apart(p.grad, plain.get_parameter(k).grad) for k, p in ours), sent
+
+    for worst, (first, *later) in pools(2)(run):
+        assert worst <= 1e-12 and first > 0 and later == [0, 0]
 
 
 def test_a_stage_that_gives_other_shapes_for_another_flag(pools):
@@ -1282,8 +1315,45 @@ def four():
     return nn.Sequential(*[nn.Linear(3, 3) for _ in range(4)])
 
 
+class Scaled(nn.Sequential):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def with_own(what):
+    """A sequence that does or has something itself."""
+    layers = Scaled(*four()) if what == "forward" else four()
+    if what == "function":
+        layers.forward = lambda x: x
+    elif what == "parameter":
+        layers.register_parameter("scale", nn.Parameter(torch.ones(3)))
+    elif what == "buffer":
+        layers.register_buffer("mean", torch.ones(3))
+    elif what != "forward":
+        getattr(layers, f"register_{what}")(lambda *_: None)
+    return layers
+
+
+OWN = {
+    "forward": "forward",
+    "function": "forward",
+    "parameter": "parameters or buffers",
+    "buffer": "parameters or buffers",
+    "forward_hook": "hooks",
+    "forward_pre_hook": "hooks",
+    "full_backward_hook": "hooks",
+    "full_backward_pre_hook": "hooks",
+}
 WRONG = {
     "no sequence": (lambda: md.Pipeline(nn.Linear(3, 3), 2), "cuts an nn.Sequential, not Linear"),
+    **{
+        f"a sequence with its own {what}": (
+            lambda what=what: md.Pipeline(with_own(what), 2),
+            f"layers of {'Scaled' if what == 'forward' else 'Sequential'} one by one, and would "
+            f"drop what is its own: {words}. Move that into its layers",
+        )
+        for what, words in OWN.items()
+    },
     "more stages than layers": (
         lambda: md.Pipeline(four()[:1], 2),
         "1 layers cannot be cut into 2 stages",
@@ -1357,7 +1427,7 @@ def test_what_cannot_be_a_pipeline_is_refused_on_every_rank(pools, what):
     make, words = WRONG[what]
     first, second = told(pools(2), make)
     assert first == second and first is not None
-    assert first[0] == ("TypeError" if what == "no sequence" else "ValueError")
+    assert first[0] == ("TypeError" if "sequence" in what else "ValueError")
     assert words in first[1]
 
 
@@ -1459,6 +1529,13 @@ FAILURES = {
         ),
         "TypeError",
         "rank 0: no layer has an argument 'mask'",
+    ),
+    "the name of a layer's own **kwargs": (
+        lambda: md.Pipeline(nn.Sequential(Anything(), *four()), 3).train_step(
+            torch.ones(9, 3), torch.ones(9, 3), F.mse_loss, kwargs={}
+        ),
+        "TypeError",
+        "rank 0: no layer has an argument 'kwargs'",
     ),
     "few rows": (
         lambda: steps(four(), rows=2, targets=2),

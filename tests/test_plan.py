@@ -1,6 +1,8 @@
 """Models of several makes and their plans, with which test_parallelize_module trains; and a plan
 that does not fit says where."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -225,6 +227,12 @@ def tied():
     return model
 
 
+def with_a_hook(kind):
+    model = Llama()
+    getattr(model.lm_head, f"register_{kind}_hook")(print)
+    return model
+
+
 LLAMA = tp.llama_plan
 WRONG = {
     "a name": (
@@ -295,6 +303,15 @@ WRONG = {
         },
         "TypeError: the plan's 'model.layers.*': minidist has nothing for",
     ),
+    **{
+        f"a {kind} hook": (
+            lambda kind=kind: with_a_hook(kind),
+            LLAMA,
+            "ValueError: lm_head: the Linear has a hook, which its shard would not have: register "
+            "it after the split",
+        )
+        for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre")
+    },
 }
 
 
@@ -335,3 +352,24 @@ def test_a_tied_head_stays_tied(pools):
         return model.lm_head.weight is model.model.embed_tokens.weight, len(names)
 
     assert all(same for same, _ in pools(2)(run))
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("training", [False, True])
+def test_torchs_encoder_computes_with_all_features(pools, layers, training):
+    """Evaluated, torch's layer reads the weights of its parts and does not call them."""
+
+    def run():
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0, batch_first=True)
+        dense = (layer if layers == 1 else nn.TransformerEncoder(layer, layers)).double()
+        place = "layers.*." if layers > 1 else ""
+        plan = {f"{place}linear1": "columns", f"{place}linear2": "rows"}
+        model = tp.split(copy.deepcopy(dense), None, plan).train(training)
+        x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0)).double()
+        padding = torch.tensor([[False, False, True], [False] * 3])
+        with torch.no_grad():
+            outputs = [each(x, src_key_padding_mask=padding) for each in (model, dense)]
+        return apart({"outputs": [y[~padding] for y in outputs]})
+
+    assert pools(2)(run) == [[]] * 2

@@ -1,9 +1,12 @@
 """Checkpoints that survive: every strategy, any world size, kills at any moment, bad files."""
 
+import contextlib
 import errno
 import hashlib
+import math
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -16,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from programs import SEED
+from programs import SEED, Program
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
@@ -353,6 +356,94 @@ def save_count(folder, wrap):
 )
 def test_an_extra_state_goes_on(pools, tmp_path, wrap):
     assert pools(2)(save_count, tmp_path, wrap) == [6, 6]
+
+
+class Packed(nn.Linear):
+    """In its state the weight is whole numbers, and a scale that no module has."""
+
+    def __init__(self, takes=True):
+        super().__init__(2, 2)
+        self.register_state_dict_post_hook(self.pack)
+        if takes:
+            self.register_load_state_dict_pre_hook(self.unpack)
+
+    @staticmethod
+    def pack(module, state, prefix, _):
+        scale = module.weight.detach().abs().max() / 127
+        state[f"{prefix}weight"] = (
+            (state[f"{prefix}weight"].detach() / scale).round().to(torch.int8)
+        )
+        state[f"{prefix}scale"] = scale
+
+    @staticmethod
+    def unpack(module, state, prefix, *_):
+        state[f"{prefix}weight"] = state[f"{prefix}weight"] * state.pop(f"{prefix}scale")
+
+
+def save_packed(folder, wrap):
+    torch.manual_seed(0)
+    wrapped = wrap(nn.Sequential(Packed(), nn.Linear(2, 2)))
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(1, model=wrapped)
+        saved = {name: value.clone() for name, value in wrapped.state_dict().items()}
+        with torch.no_grad():
+            for parameter in wrapped.parameters():
+                parameter.fill_(5)
+        checkpoints.load(model=wrapped)
+    return same(saved, wrapped.state_dict())
+
+
+@pytest.mark.parametrize("wrap", [nn.Sequential, TorchDDP, md.DistributedDataParallel])
+def test_what_a_hook_makes_for_the_state_goes_on(pools, tmp_path, wrap):
+    assert pools(2)(save_packed, tmp_path, wrap) == [True] * 2
+
+
+@pytest.mark.parametrize("wrap", [md.FullyShardedDataParallel, md.fully_shard])
+def test_what_a_hook_makes_of_shards_is_refused(pools, tmp_path, wrap):
+    with pytest.raises(md.RankError, match="TypeError: .*0.weight is no parameter of the model"):
+        pools(2)(save_packed, tmp_path, wrap)
+
+
+def test_what_a_hook_makes_and_nothing_takes_is_refused(tmp_path):
+    model = nn.Sequential(Packed(takes=False))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, model=model)
+        with pytest.raises(ValueError, match="the model has no place for 0.scale"):
+            checkpoints.load(model=model)
+        model[0] = nn.Linear(2, 2)
+        with pytest.raises(ValueError, match="it is of another model"):
+            checkpoints.load(model=model)
+        checkpoints.save(2, model=model)
+        with pytest.raises(ValueError, match="it is of another model: it has no 0.weight"):
+            checkpoints.load(model=nn.Sequential(Packed()))
+
+
+def wide(number):
+    """A buffer whose elements are one in memory, a column of them, and one that was so."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("one", torch.full((1,), number).expand(4))
+    model.register_buffer("masked", torch.full((1,), math.nan).expand(3))
+    model.register_buffer("column", (torch.arange(3.0) + number).view(3, 1).expand(3, 2))
+    model.register_buffer("whole", model.one.clone())
+    return model
+
+
+def test_a_buffer_that_is_expanded_goes_on(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, model=(saved := wide(5.0)))
+        assert checkpoints.load(model=(loaded := wide(7.0))) == 1
+        for name, value in saved.named_buffers():
+            torch.testing.assert_close(
+                loaded.get_buffer(name), value, rtol=0, atol=0, equal_nan=True
+            )
+        assert loaded.one.stride() == (0,) and torch.equal(loaded.weight, saved.weight)
+        saved.one = torch.arange(4.0)
+        checkpoints.save(2, model=saved)
+        with pytest.raises(ValueError, match="elements are one in memory.* other numbers"):
+            checkpoints.load(model=loaded)
+        saved.one, loaded.one = torch.ones(1).expand(4), torch.zeros(4)
+        checkpoints.save(3, model=saved)
+        assert checkpoints.load(model=loaded) == 3 and loaded.one.tolist() == [1] * 4
 
 
 def test_a_state_on_a_gpu_loads_where_there_is_none(tmp_path, monkeypatch):
@@ -872,6 +963,50 @@ def test_a_save_becomes_whole_though_the_run_fails(pools, monkeypatch, tmp_path)
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step-00000001"]
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.load(model=nn.Linear(100, 100)) == 1
+
+
+UNCLOSED = """
+import threading, torch.distributed as dist
+from torch import nn
+from minidist.saving import Checkpoints, box_plan, writing
+
+def late(*arguments):
+    {how}
+    return write(*arguments)
+
+def run():
+    Checkpoints("run").save(1, model=nn.Linear(100, 100))
+
+dist.init_process_group("gloo", init_method="file://{store}", rank={rank}, world_size={ranks})
+writing.AT_EXIT, write, box_plan.BoxPlan.write = {limit}, box_plan.BoxPlan.write, late
+run()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "limit", "ranks", "words"),
+    [
+        ("threading.Event().wait(0.5)", 100, 2, None),
+        ("threading.Event().wait()", 0.1, 1, "was not whole 0.1 seconds after .* and is lost: "),
+        ("raise OSError('no room')", 100, 1, "could not be written: OSError: no room. The check"),
+    ],
+    ids=["becomes whole", "is late", "fails"],
+)
+def test_the_last_save_of_a_script_that_never_closes(tmp_path, how, limit, ranks, words):
+    given = dict(how=how, limit=limit, ranks=ranks, store=tmp_path / "store")
+    with contextlib.ExitStack() as block:
+        programs = [
+            block.enter_context(
+                Program(UNCLOSED.format(rank=r, **given), tmp_path, file=tmp_path / f"{r}.py")
+            )
+            for r in range(ranks)
+        ]
+        told = [program.finish(120)[2] for program in programs]
+    if words is None:
+        assert told == ["", ""] and list(commit.steps_in(tmp_path / "run")) == [1]
+    else:
+        assert re.search(f"RuntimeError: run/step-00000001.*{words}", told[0]), told
+        assert not commit.steps_in(tmp_path / "run")
 
 
 def different_steps(folder):

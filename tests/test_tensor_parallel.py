@@ -463,6 +463,15 @@ def test_the_loss_of_large_logits_in_every_dtype(pair, backend, dtype):
         assert pair[backend](loss, 8, dtype, scale, -1, ignore_index=-1) == [[]] * 2
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_loss_under_autocast(pools, reduction):
+    def run():
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss(8, torch.bfloat16, 1, -100, reduction=reduction)
+
+    assert pools(2)(run) == [[]] * 2
+
+
 def test_the_loss_at_its_edges(pools):
     def edges():
         rank, size = here()
@@ -495,6 +504,19 @@ def test_the_loss_at_its_edges(pools):
         assert reduction.startswith("ValueError") and "'max'" in reduction
 
 
+def test_the_loss_of_ranks_with_other_targets_is_refused(pools):
+    """As with the group of another axis of a mesh: there each rank has rows of its own."""
+
+    def run():
+        axes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        x, targets = torch.randn(3, 2), torch.tensor([[0, 3, 1], [3, 0, 1]])
+        group, targets = axes.get_group("data"), targets[axes.get_local_rank("data")]
+        return raised(md.vocab_parallel_cross_entropy, x, targets, group)
+
+    said = "ValueError: the ranks of this group have different targets"
+    assert all(str(told).startswith(said) for told in pools(4)(run))
+
+
 def test_the_loss_never_gathers_the_logits(pools):
     def count(n, classes, dtype=torch.float64, **options):
         x = torch.zeros(n, classes, dtype=dtype, requires_grad=True)
@@ -504,11 +526,11 @@ def test_the_loss_never_gathers_the_logits(pools):
 
     for n, classes in ((10, 100), (10, 1000), (50, 10)):
         for told in pools(4)(count, n, classes):
-            assert told == {"all_reduce": (2, 8 * (n + 4) + 8 * 2 * n)}
+            assert told == {"all_reduce": (2, 8 * (n + 4 + 2) + 8 * 2 * n)}
         for told in pools(4)(count, n, classes, label_smoothing=0.1):
-            assert told == {"all_reduce": (2, 8 * (n + 4) + 8 * 3 * n)}
+            assert told == {"all_reduce": (2, 8 * (n + 4 + 2) + 8 * 3 * n)}
         for told in pools(4)(count, n, classes, torch.bfloat16):  # in float32
-            assert told == {"all_reduce": (2, 4 * (n + 4) + 4 * 2 * n)}
+            assert told == {"all_reduce": (2, 4 * (n + 4 + 2) + 4 * 2 * n)}
 
 
 def test_the_loss_makes_its_gradient_in_place(pools):

@@ -1031,6 +1031,12 @@ MISTAKES = {
         "TypeError",
         "a ShardedDataParallel cannot be copied or saved: its optimizer has its gradients. Copy",
     ),
+    "the optimizer copied": (
+        lambda rank: copy.deepcopy(stage2(net(), ADAM)[1]).step(),
+        "TypeError",
+        "a ZeroRedundancyOptimizer cannot be copied or saved: it has a shard of parameters. "
+        "Save its state_dict()",
+    ),
     "another step": (another_step, "RuntimeError", "gradient is in shards, one on each rank"),
     "another step, one by one": (
         lambda rank: another_step(rank, foreach=False),

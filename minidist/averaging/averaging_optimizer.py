@@ -23,7 +23,8 @@ class AveragingOptimizer(Optimizer):
     """What `LocalSGD`, `DiLoCo`, `StreamingDiLoCo` and `Gossip` have in common.
 
     optimizer: any optimizer of torch's interface, of this rank's model. It takes the steps, with
-        the rank's own gradients, so the model is not wrapped in DistributedDataParallel.
+        the rank's own gradients, so the model is not wrapped in DistributedDataParallel. LBFGS
+        raises: its step calls a closure again and again.
     period: steps from one meeting of the ranks to the next.
     process_group: the ranks that take part; None is the default group.
 
@@ -69,20 +70,34 @@ class AveragingOptimizer(Optimizer):
         if not self.parameters:
             raise ValueError(f"{name}: the optimizer has no parameter to train")
         broadcast_state(everything, self.process_group)
-        super().__init__(everything, {})
-        self._show_inner()
+        super().__setstate__({})  # as torch's constructor, but without groups of its own
 
-    def _show_inner(self) -> None:
-        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
-        self.defaults = self.optimizer.defaults
+    # `optimizer` has new ones when it has loaded a state.
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        """Those of `optimizer`."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """That of `optimizer`."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> Any:  # type: ignore[override]
+        """Those of `optimizer`."""
+        return self.optimizer.defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only of the bare optimizer. Raises RuntimeError."""
-        if self.param_groups is self.optimizer.param_groups:  # torch's constructor is done
-            raise RuntimeError(
-                f"{type(self).__name__}: add a group to the bare optimizer first, and wrap it then"
-            )
-        super().add_param_group(param_group)
+        raise RuntimeError(
+            f"{type(self).__name__}: add a group to the bare optimizer first, and wrap it then"
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """That of `optimizer`, which may hold gradients elsewhere, too."""
+        self.optimizer.zero_grad(set_to_none)
 
     # ---- a step ----------------------------------------------------------------------------
 
@@ -121,6 +136,12 @@ class AveragingOptimizer(Optimizer):
 
     # ---- checkpoints -----------------------------------------------------------------------
 
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or saved: it meets other ranks. Save its "
+            "state_dict(), or copy the model and wrap an optimizer of the copy"
+        )
+
     def own_state(self) -> dict[str, Any]:
         """What the next meeting needs beside the parameters: nothing."""
         return {}
@@ -144,4 +165,3 @@ class AveragingOptimizer(Optimizer):
         self.optimizer.load_state_dict(bare)
         self.steps = own.pop("steps")
         self.load_own_state(own)
-        self._show_inner()

@@ -27,6 +27,9 @@ class DiLoCo(AveragingOptimizer):
     outer: makes the anchors' optimizer. Plain SGD with a learning rate of 1 gives `LocalSGD`: the
         anchor less the mean difference is the mean.
 
+    The ranks set out from the parameters that they have at the first step, or from the anchors of a
+    loaded state. Weights that are loaded before must be the same on every rank.
+
     It holds 8 bytes more for each parameter of float32: the anchor and its momentum. See
     `AveragingOptimizer` for the rest. Douillard et al. 2023, "DiLoCo: Distributed Low-Communication
     Training of Language Models", arXiv 2311.08105, algorithm 1. Lesson: beyond_gradients.
@@ -41,12 +44,23 @@ class DiLoCo(AveragingOptimizer):
         **arguments: Any,
     ) -> None:
         super().__init__(optimizer, period, process_group, **arguments)
-        parts = self.cut()
+        parts = self.parts()
         self.fragments = [Fragment(part, outer, self.process_group) for part in parts]
+        self._has_set_out = False
 
-    def cut(self) -> list[list[nn.Parameter]]:
+    def parts(self) -> list[list[nn.Parameter]]:
         """The parameters of each fragment: all of them in one."""
         return [self.parameters]
+
+    def before_step(self) -> None:
+        """Before the first step: the ranks set out from the parameters as they are now."""
+        self._set_out()
+        self._has_set_out = True
+
+    def _set_out(self) -> None:
+        if not self._has_set_out:  # weights may have been loaded since the construction
+            for fragment in self.fragments:
+                fragment.set_out()
 
     def after_step(self) -> None:
         """At the end of a period: the meeting."""
@@ -57,6 +71,7 @@ class DiLoCo(AveragingOptimizer):
 
     def own_state(self) -> dict[str, Any]:
         """Of each fragment: anchors, states of its optimizer, and what is in flight."""
+        self._set_out()
         return {"fragments": [fragment.state() for fragment in self.fragments]}
 
     def load_own_state(self, state: dict[str, Any]) -> None:
@@ -68,3 +83,4 @@ class DiLoCo(AveragingOptimizer):
             )
         for fragment, each in zip(self.fragments, states, strict=True):
             fragment.load(each)
+        self._has_set_out = True

@@ -29,6 +29,12 @@ class Fragment:
         self._mean: Mean | None = None
         self._arrived: list[torch.Tensor] | None = None
 
+    @torch.no_grad()
+    def set_out(self) -> None:
+        """From the parameters as they are."""
+        for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
+            anchor.copy_(parameter)
+
     @property
     def travelling(self) -> bool:
         """Whether differences have been sent, and not been received."""
@@ -70,13 +76,13 @@ class Fragment:
         then."""
         self._arrive()
         self._arrived = None
-        values = state["anchors"] if state else self.parameters
-        for anchor, value in zip(self.anchors, values, strict=True):
-            anchor.copy_(value)
         if state is None:
+            self.set_out()
             average(self.anchors, self._group)  # replicas that set out apart would stay apart
             self.outer.state.clear()
             return
+        for anchor, value in zip(self.anchors, state["anchors"], strict=True):
+            anchor.copy_(value)
         self.outer.load_state_dict(state["outer"])
         if state["arrived"] is not None:
             pairs = zip(state["arrived"], self.anchors, strict=True)

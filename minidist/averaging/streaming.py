@@ -45,7 +45,7 @@ class StreamingDiLoCo(DiLoCo):
             optimizer, period, outer, process_group, fragments=fragments, delay=delay, mix=mix
         )
 
-    def cut(self) -> list[list[nn.Parameter]]:
+    def parts(self) -> list[list[nn.Parameter]]:
         """Consecutive parameters, about as many bytes in each fragment. Raises ValueError for
         arguments that make no sense."""
         if not is_count(self.count) or not 1 <= self.count <= len(self.parameters):

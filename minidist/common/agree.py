@@ -42,8 +42,8 @@ def pass_on_along(groups: Sequence[dist.ProcessGroup], problem: Exception | None
     """The same along every axis of a mesh: those of the next group must hear it too."""
     for group in groups:
         mine = None if problem is None else (_kind(problem), str(problem))
-        if told := next(filter(None, gather(group, mine)), None):
-            kind, words = told
+        if failed := next(filter(None, gather(group, mine)), None):
+            kind, words = failed
             cause = problem and problem.__cause__
             problem = kind(words)
             problem.__cause__ = cause

@@ -6,6 +6,7 @@ from functools import wraps
 from inspect import ismethod
 from typing import Any
 
+import torch
 from torch import nn
 
 from minidist.common.tensors_in import tensors_in
@@ -15,16 +16,14 @@ from minidist.common.wrapper import Wrapper
 def graphs_in(value: Any) -> set[Any]:
     """The graphs by which something in it can be trained; of a module: something in a buffer or an
     attribute of it, or of its parts."""
+    held = [value]
     if isinstance(value, nn.Module):
-        value = [
-            held
-            for each in value.modules()
-            for name, held in vars(each).items()
-            if name not in _OF_TORCH
-        ]
-    return {tensor.grad_fn for tensor in tensors_in(value, depth=1)} - {None}
+        tables = map(vars, value.modules())
+        held = [each for own in tables for name, each in own.items() if name not in _OF_TORCH]
+    return {tensor.grad_fn for each in held for tensor in tensors_in(each, 1, MOST)} - {None}
 
 
+MOST = 1_000  # elements of a container: a history that a module keeps may have millions
 _OF_TORCH = vars(nn.Module()).keys() - {"_buffers"}
 
 
@@ -37,8 +36,9 @@ class Synchronized(Wrapper):
 
     def _forwarded(self, name: str, found: Any) -> Any:
         """What a part of the module computes goes past the wrapper. A method raises RuntimeError if
-        it trains, or gives what could; a layer, a parameter, or a method that is called between a
-        forward pass and its backward pass raises in a backward pass that it alone leads to."""
+        it trains, or makes what could; a layer, a parameter, or a method that is called between a
+        forward pass and its backward pass raises in a backward pass that it alone leads to. What a
+        method was handed it has not made."""
         if self._reducer is None:
             return found
         if isinstance(found, nn.Module | nn.Parameter):
@@ -52,15 +52,16 @@ class Synchronized(Wrapper):
             if not self.require_backward_grad_sync:
                 return found(*inputs, **kwargs)
             beside, strays = reducer.awaits, reducer.strays
-            before = set() if beside else graphs_in(self.module)
+            walks = torch.is_grad_enabled() and not beside
+            given = graphs_in([inputs, kwargs])
+            before = graphs_in(self.module) if walks else set()
             output = found(*inputs, **kwargs)
-            graphs = graphs_in(output)
-            if not beside:
-                made = (graphs | graphs_in(self.module)) - before
-                if made or reducer.strays > strays:
-                    raise RuntimeError(self._past(f"{name}()", f"module.{name}()"))
-            if graphs and (reducer.awaits or not beside):
-                reducer.beside[f"{name}()"] = found.__self__
+            graphs = graphs_in(output) - given
+            made = (graphs | graphs_in(self.module)) - before - given if walks else set()
+            if made or (reducer.strays > strays and not beside):
+                raise RuntimeError(self._past(f"{name}()", f"module.{name}()"))
+            if reducer.awaits or not beside:
+                reducer.note(f"{name}()", graphs)
             return output
 
         return call

@@ -62,16 +62,16 @@ def words(kind: str, name: str, tensor: torch.Tensor) -> str:
 
 def describe(parameter: torch.Tensor) -> str:
     """A parameter, without its name."""
-    told = _tensor(parameter)
+    text = _tensor(parameter)
     if not parameter.is_contiguous():  # its gradient lies in a bucket as it does itself
-        told += f", strides {parameter.stride()}"
-    return told + ("" if parameter.requires_grad else ", frozen")
+        text += f", strides {parameter.stride()}"
+    return text + ("" if parameter.requires_grad else ", frozen")
 
 
 def _tensor(tensor: torch.Tensor) -> str:
-    told = f"shape {tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}"
-    told += _DTENSOR if hasattr(tensor, "placements") else ""
-    return told if tensor.device.type == "cpu" else f"{told}, on {tensor.device.type}"
+    text = f"shape {tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}"
+    text += _DTENSOR if hasattr(tensor, "placements") else ""
+    return text if tensor.device.type == "cpu" else f"{text}, on {tensor.device.type}"
 
 
 def _tell(description: str | None) -> str:

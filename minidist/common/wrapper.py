@@ -112,8 +112,8 @@ def _with_prefix(
 def _tell_without_prefix(wrapper: nn.Module, _: Any) -> None:
     """After a load: what is missing, unexpected or wrong has the names that the user knows."""
     prefix, problems = wrapper.__dict__.pop("_loading")
-    for told in problems:
-        told[:] = [words.replace(prefix + MODULE, prefix, 1) for words in told]
+    for found in problems:
+        found[:] = [words.replace(prefix + MODULE, prefix, 1) for words in found]
 
 
 def _own_names(wrapper: nn.Module) -> set[str]:

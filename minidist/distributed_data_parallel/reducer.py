@@ -11,7 +11,7 @@ Lesson: distributed_data_parallel.
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -62,8 +62,8 @@ class Reducer:
         self.answered = False  # the last forward pass of the others, by `answer`
         self.strays = 0  # gradients that came by no forward pass of the wrapper
         self.reached: dict[str, Any] = {}  # parts of the module that a user has, by the wrapper
-        # Methods called since the last forward pass, of these parts.
-        self.beside: dict[str, Any] = {}
+        # Methods whose outputs the backward pass that is on its way has come by.
+        self._beside = weakref.WeakValueDictionary[str, Callable[[], None]]()
 
         self._buckets: list[Any] = []
         self._sent = 0  # of the buckets, in this pass
@@ -116,7 +116,6 @@ class Reducer:
             hooks: Any = parameter._post_accumulate_grad_hooks
             if next(reversed(hooks)) != hook.id:
                 hooks[hook.id] = hooks.pop(hook.id)
-        self.beside = {}
         if contributors is not None:
             self._scale = 1 / contributors
         # Keep an earlier pass's wish: one backward pass may be for several forward passes.
@@ -129,6 +128,20 @@ class Reducer:
         for tensor in [output] if isinstance(output, torch.Tensor) else tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(lambda _: self._begin())
+
+    def note(self, name: str, graphs: Iterable[Any]) -> None:
+        """A method beside the forward pass gave these: learn when a backward pass comes by them."""
+
+        beside = self._beside  # graphs must not hold us
+
+        def come_by(_: Any) -> None:
+            def end() -> None: ...
+
+            beside[name] = end  # autograd drops it with the pass, and then it is gone from here
+            Variable._execution_engine.queue_callback(end)
+
+        for graph in graphs:
+            graph.register_prehook(come_by)
 
     # ---- during it -------------------------------------------------------------------------
 
@@ -214,10 +227,12 @@ class Reducer:
         wrapper = self._wrapper()
         if wrapper is None or not wrapper.require_backward_grad_sync:
             return
-        for name, part in (self.reached | self.beside).items():
+        past = [*self._beside]
+        for name, part in self.reached.items():
             own = part.parameters() if isinstance(part, nn.Module) else [part]
-            if any(each is parameter for each in own):
-                raise RuntimeError(wrapper._past(name, "do so within no_sync()"))
+            past += [name for each in own if each is parameter]
+        if past:
+            raise RuntimeError(wrapper._past(past[0], "do so within no_sync()"))
 
     def _add(self, parameter: nn.Parameter) -> None:
         """Into its bucket, and the full buckets leave, each after all before it."""

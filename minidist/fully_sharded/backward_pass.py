@@ -158,7 +158,7 @@ class BackwardPass:
                 if group.reshards_after_backward:
                     group.reshard()
                 else:
-                    group.hide()
+                    group.to_sharded()
                 if self.trains and group.trains:
                     group.pending = True
                     if group.syncs:

@@ -80,24 +80,24 @@ class ShardedParameter:
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | dict.fromkeys(("storages", "grad", "mean"))
 
-    def show(self, view: torch.Tensor) -> None:
+    def to_unsharded(self, view: torch.Tensor) -> None:
         """Have the modules compute with this. Python looks there before it asks nn.Module: so
         `parameters()` stays as it is."""
         for module, name in self.places:
             module.__dict__[name] = view
             relist(module)
 
-    def hide(self) -> None:
-        """The opposite."""
+    def to_sharded(self) -> None:
+        """Have them compute with the DTensor again."""
         for module, name in self.places:
             module.__dict__.pop(name, None)
             relist(module)
 
-    def put(self, parameter: nn.Parameter) -> None:
-        """Make this the parameter of the modules."""
+    def set_on_modules(self, parameter: nn.Parameter) -> None:
+        """Make this the modules' parameter."""
         for module, name in self.places:
             module._parameters[name] = parameter
-        self.hide()
+        self.to_sharded()
 
 
 class FlatShard:

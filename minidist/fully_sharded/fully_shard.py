@@ -144,7 +144,7 @@ def _flatten(own: Modules, options: Options) -> Iterator[FlatShard]:
     for (_, device), together in alike.items():
         flat = FlatShard(together, options, device)
         for each in flat.parameters:
-            each.put(each.sharded)
+            each.set_on_modules(each.sharded)
         for _, _, parameter in together:
             abandon(parameter, SHARDED)
         yield flat

@@ -103,7 +103,7 @@ class ParamGroup:
             for number, view in zip(trained, full, strict=True):
                 views[number] = view
         for each, view in zip(parameters, views, strict=True):
-            each.show(view)
+            each.to_unsharded(view)
         nodes = (view.grad_fn for view in views if view.grad_fn is not None)
         return next(map(weakref.ref, nodes), lambda: None)
 
@@ -113,12 +113,12 @@ class ParamGroup:
         self.pinned = True
         for each in self.parameters:
             module, name = each.places[0]
-            each.put(nn.Parameter(module.__dict__[name], each.sharded.requires_grad))
+            each.set_on_modules(nn.Parameter(module.__dict__[name], each.sharded.requires_grad))
 
-    def hide(self) -> None:
+    def to_sharded(self) -> None:
         """The modules have their DTensors again."""
         for each in self.parameters:
-            each.put(each.sharded) if self.pinned else each.hide()
+            each.set_on_modules(each.sharded) if self.pinned else each.to_sharded()
         self.pinned = False
 
     def reshard(self, keep: bool = False) -> None:
@@ -127,7 +127,7 @@ class ParamGroup:
         gathers them anyway."""
         if self.readers:
             return
-        self.hide()
+        self.to_sharded()
         self.unsharded = False
         if not keep:
             for flat in self.flats:
@@ -217,7 +217,7 @@ class ParamGroup:
         for each in self.parameters:
             module, name = each.places[0]
             each.sharded = module._parameters[name]  # type: ignore[assignment]
-            each.put(each.sharded)
+            each.set_on_modules(each.sharded)
         for flat in self.flats:
             flat.adopt()
         self.gathered_version = -1

@@ -149,7 +149,7 @@ class State:
                 if reshards or not trained:
                     group.reshard(keep=unseen or group.holds(found))
                 elif not group.readers:
-                    group.hide()
+                    group.to_sharded()
         trace = None if again else self.trace
         for tensor in ends:
             tensor.register_hook(lambda _: self.backward().pre_backward(trace, this))
@@ -168,7 +168,7 @@ class State:
             group.readers.clear()
             kept = group.unsharded and (group.pinned or not group.reshards_after_backward)
             if kept and group.version == group.gathered_version:
-                group.hide()
+                group.to_sharded()
                 for flat in group.flats:
                     flat.wait()
             else:

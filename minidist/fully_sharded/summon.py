@@ -54,7 +54,7 @@ def _summon(group: ParamGroup, here: bool, device: torch.device | None, with_gra
         if full.requires_grad:
             full.register_hook(_refuse_backward)
         if here:
-            each.put(full)
+            each.set_on_modules(full)
 
 
 def _dismiss(group: ParamGroup) -> Iterator[tuple[ShardedParameter, nn.Parameter]]:
@@ -62,7 +62,7 @@ def _dismiss(group: ParamGroup) -> Iterator[tuple[ShardedParameter, nn.Parameter
     for each in group.parameters if group.summoned else ():
         module, name = each.places[0]
         full = module._parameters[name]
-        each.put(each.sharded)
+        each.set_on_modules(each.sharded)
         if full is not None and full is not each.sharded:
             yield each, full
     group.summoned = False

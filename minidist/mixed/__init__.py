@@ -16,7 +16,8 @@ Lesson: mixed_parallelism. Narayanan et al., "Efficient Large-Scale Language Mod
 Clusters Using Megatron-LM" (arXiv 2104.04473), section 3.
 
 To read, in this order: `naive` is the idea, `mesh_axes` has the mesh and what travels along its
-axes, `mixed_parallel` the strategy, `mean_gradients` what it does along `data`.
+axes, `mixed_parallel` the strategy, `kept_layers` what is left of the model on a rank,
+`mean_gradients` what it does along `data`.
 """
 
 from minidist.mixed.mesh_axes import AXES, mesh, traffic_by_axis

@@ -35,9 +35,9 @@ def mesh(
         if sorted(order) != sorted(AXES):
             raise ValueError(f"order names {', '.join(AXES)}, each once, not {', '.join(order)}")
         if min(sizes.values()) < 1 or prod(sizes.values()) != ranks:
-            told = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+            text = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
             raise ValueError(
-                f"a mesh of {told} is for {prod(sizes.values())} ranks, and there are {ranks}"
+                f"a mesh of {text} is for {prod(sizes.values())} ranks, and there are {ranks}"
             )
     agree.require_same(group, sizes | dict(order=tuple(order)))
     return init_device_mesh(

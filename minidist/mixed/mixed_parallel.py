@@ -16,10 +16,12 @@ from minidist.common.norm import clip_grad_norm_, mark_parts
 from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.single import all_gather_single
 from minidist.common.wrapper import Guard, Wrapper, copy_on_ranks
+from minidist.mixed.kept_layers import keep_only, require_in_layers, require_layers
 from minidist.mixed.mean_gradients import MeanGradients
 from minidist.mixed.mesh_axes import AXES, require_all_ranks
 from minidist.pipeline import Pipeline, Schedule
 from minidist.pipeline.batch import Loss
+from minidist.pipeline.stage import tensors_of
 from minidist.rank import device
 from minidist.tensor_parallel import (
     ColumnParallelLinear,
@@ -93,7 +95,7 @@ class MixedParallel(Wrapper):
         world = require_group(None, "MixedParallel")
         with agree.together(world):
             require_all_ranks(mesh)
-            _require_layers(module)
+            require_layers(module)
         names: Any = mesh.mesh_dim_names
         settings = dict(microbatches=microbatches, schedule=schedule, balance=balance)
         settings |= dict(sequence_parallel=sequence_parallel, recompute=recompute)
@@ -114,6 +116,9 @@ class MixedParallel(Wrapper):
         # The words of which a rank gives the logits of its own.
         parted = isinstance(last, ColumnParallelLinear) and not last.gather_output
         self._vocabulary = last.out_features if parted else 0
+        in_layers = {*layers.parameters(), *layers.buffers()}
+        if shard is not None:
+            require_in_layers(module, layers)
         pipeline = Pipeline(
             layers,
             microbatches,
@@ -131,15 +136,22 @@ class MixedParallel(Wrapper):
                     f"FullyShardedDataParallel, not {type(stage).__name__}. For optimizer states "
                     "alone, in shards along data, make a ZeroRedundancyOptimizer"
                 )
-        _keep_only(module, set(pipeline.module.modules()))
+        own = pipeline.module
+        elsewhere = in_layers - {*own.parameters(), *own.buffers()}
+        keep_only(module, set(own.modules()), elsewhere)
         # Not a submodule: its layers are those of `module`, by other names.
         object.__setattr__(self, "pipeline", pipeline)
         self._mean = None if self._sharded else MeanGradients(module, self._data)
         self._guard = Guard(module, "MixedParallel")
 
-    def train_step(
-        self, inputs: torch.Tensor, targets: torch.Tensor, loss_fn: Loss
-    ) -> torch.Tensor:
+    def train(self, mode: bool = True) -> "MixedParallel":
+        """As nn.Module has it, for layers that the model's `sequential()` has made, too."""
+        for stage in self.pipeline.wrapped:
+            stage.train(mode)
+        super().train(mode)
+        return self
+
+    def train_step(self, inputs: Any, targets: Any, loss_fn: Loss) -> torch.Tensor:
         """Forward and backward for one batch: adds to each parameter's `.grad`, and returns the
         loss, the mean over the whole batch of all replicas, on every rank. Every rank calls this.
 
@@ -164,17 +176,17 @@ class MixedParallel(Wrapper):
         unused = self._mean is not None and self._mean.some_unused()
         # 1 for a replica without some gradient; for one that failed, more than all of these.
         went = replicas + 1 if problem is not None else int(unused)
-        told = torch.tensor([loss.item(), went], dtype=torch.float64, device=device())
-        dist.all_reduce(told, group=self._data)
-        if told[1] > replicas:
+        sums = torch.tensor([loss.item(), went], dtype=torch.float64, device=device())
+        dist.all_reduce(sums, group=self._data)
+        if sums[1] > replicas:
             agree.pass_on(self._data, problem)
         if self._mean is not None:
-            self._mean.take(some_unused=bool(told[1] > 0))
+            self._mean.take(some_unused=bool(sums[1] > 0))
         # Now, not before the next pass as elsewhere: a replica may evaluate without the others.
         broadcast_state(self.module.buffers(), self._data)
         if self._pipeline.size() * self._tensor.size() > 1:
             mark_parts(self.parameters())
-        return told[0] / replicas
+        return sums[0] / replicas
 
     def _weight(self, inputs: Any, targets: Any) -> float:
         """How much this replica's loss counts: its rows, over the mean of all replicas. Raises on
@@ -184,11 +196,11 @@ class MixedParallel(Wrapper):
             self._guard.require_unchanged()
         except RuntimeError as error:
             problem = error
-        rows = len(inputs) if isinstance(inputs, torch.Tensor) and inputs.ndim else 0
+        rows = next((len(x) for x in tensors_of(inputs) if x.ndim), 0)
         mine = [rows, _digest(inputs), _digest(targets), problem is not None]
-        told = torch.tensor(mine, dtype=torch.float64, device=device())
-        everyone = told.new_empty(len(mine) * self._by_place.numel())
-        all_gather_single(everyone, told, None).wait()
+        own = torch.tensor(mine, dtype=torch.float64, device=device())
+        everyone = own.new_empty(len(mine) * self._by_place.numel())
+        all_gather_single(everyone, own, None).wait()
         placed = everyone.cpu().view(-1, len(mine))[self._by_place]  # (d, p, t, 4)
         if placed[..., 3].any():
             agree.raise_on_every_rank(require_group(None, "MixedParallel"), problem)
@@ -204,7 +216,7 @@ class MixedParallel(Wrapper):
             return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
         return vocab_parallel_cross_entropy(outputs, targets, self._tensor)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: Any) -> torch.Tensor:
         """The outputs for the inputs, whole, on every rank of the replica, without gradients. Every
         rank of the replica calls this with the same inputs."""
         own = self.pipeline(inputs)  # (B, T, V_r)
@@ -257,30 +269,11 @@ class MixedParallel(Wrapper):
         )
 
 
-def _require_layers(module: Any) -> None:
-    if isinstance(module, Wrapper) or not (
-        isinstance(module, nn.Sequential) or hasattr(module, "sequential")
-    ):
-        raise TypeError(
-            "MixedParallel takes an nn.Sequential, or a model whose sequential() gives its layers, "
-            f"not {type(module).__name__}"
-        )
-
-
-def _digest(x: Any) -> float:
+def _digest(batch: Any) -> float:
     """A number that tells batches from each other."""
-    if not isinstance(x, torch.Tensor):
-        return 0.0
-    flat = x.detach().flatten().double().nan_to_num()
-    return (flat @ torch.linspace(1, 2, len(flat), dtype=flat.dtype, device=flat.device)).item()
-
-
-def _keep_only(module: nn.Module, kept: set[nn.Module]) -> None:
-    """Take out of a module what is not in `kept`."""
-    for name, child in list(module._modules.items()):
-        if child is None or child in kept:
-            continue
-        if kept.isdisjoint(child.modules()):
-            del module._modules[name]
-        else:
-            _keep_only(child, kept)
+    total = 0.0
+    for number, x in enumerate(tensors_of(batch), 1):
+        flat = x.detach().flatten().double().nan_to_num()
+        steps = torch.linspace(1, 2, len(flat), dtype=flat.dtype, device=flat.device)
+        total += number * (flat @ steps).item()
+    return total

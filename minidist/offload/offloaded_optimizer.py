@@ -30,7 +30,8 @@ class OffloadedOptimizer(Optimizer):
         optimizer = md.ZeroRedundancyOptimizer(model.parameters(), adam, lr=1e-3)
 
     params: as for any optimizer: parameters, pairs of name and parameter, or groups.
-    optimizer_class: the optimizer that takes the step; defaults: its options.
+    optimizer_class: the optimizer that takes the step, elementwise or not (but LBFGS raises: its
+        step calls a closure again and again); defaults: its options.
 
     `state` and `state_dict()` are those of the bare optimizer, on the CPU, and load in it. Each
     step begins with the parameters, so a change of them between two steps is seen. (The bits of a
@@ -93,7 +94,8 @@ class OffloadedOptimizer(Optimizer):
     def receive_in_backward(self) -> None:
         """From now on each gradient leaves the device as soon as backward has made it, and `.grad`
         stays None: the device never holds all of them. Gradients of several backward passes add up
-        on the host until the next step.
+        on the host until the next step. `model.zero_grad()` does not reach them there: call
+        `zero_grad()` of this optimizer, and to clip them, clip the `.grad` of `shards`.
 
         This is for one process, or a stage of a pipeline. An average over ranks is complete only
         after backward; `step` fetches that. Raises RuntimeError if a hook waits for a parameter's
@@ -224,7 +226,8 @@ class OffloadedOptimizer(Optimizer):
         for mirror in self._mirrors.values():
             mirror.forget()
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for mirror in self._mirrors.values():
-            mirror.forget()
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            f"an {type(self).__name__} cannot be copied or saved: it awaits the gradients of its "
+            "own parameters. Save its state_dict(), or make another one for a copy of the model"
+        )

@@ -80,6 +80,8 @@ def rpc_session(timeout: float = 30, threads: int = 16) -> Iterator[RpcSession]:
     session = RpcSession()
     try:
         yield session
+        if session.together:
+            dist.barrier()  # not within `shutdown`, where nobody waits longer than `timeout`
     except BaseException:
         session.together = False
         raise

@@ -84,7 +84,7 @@ class ServerShard:
         return answer
 
     def lost(self, trainer: int) -> None:
-        """Its process has ended, perhaps in order."""
+        """Its process has ended: in order, if it had its answer to `leave`."""
         with self._lock:
             if trainer in self.steps:
                 self.died.append(trainer)
@@ -96,6 +96,8 @@ class ServerShard:
                         "synchronous server needs its gradients"
                     )
                 self._without(trainer)
+            elif trainer in self._leaving:  # all its gradients are here, so nobody lacks it
+                self.died.append(trainer)
 
     # ---- within the lock -----------------------------------------------------------------------
 

@@ -242,9 +242,9 @@ class Preparation:
             problem = error
         number = hash(repr((self._peers.rank, seen))) >> 16  # 48 bits: the sum fits into 64
         mine = [number, total, to_later != self._plain, problem is not None]
-        told = torch.tensor(mine, device=self._peers.device)
-        dist.all_reduce(told, group=self._peers.group)
-        key, total, fresh, failed = told.tolist()
+        sums = torch.tensor(mine, device=self._peers.device)
+        dist.all_reduce(sums, group=self._peers.group)
+        key, total, fresh, failed = sums.tolist()
         rows = [] if failed else self._rows(total, trains)
         new = self._agree_along_strategy(key not in self.specs, len(rows), bool(failed), problem)
         self._pass_on(plain, to_later, bool(fresh))
@@ -262,10 +262,10 @@ class Preparation:
         each run, so all ranks of the strategy must run it equally often. Raises on all of them if
         one has failed."""
         groups = self._strategy
-        told = torch.tensor([new, failed, count, -count]).to(self._peers.device)
+        largest = torch.tensor([new, failed, count, -count]).to(self._peers.device)
         for group in groups:
-            dist.all_reduce(told, dist.ReduceOp.MAX, group)
-        new, failed, most, negative_least = told.tolist()
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+        new, failed, most, negative_least = largest.tolist()
         if failed:
             assert self._peers.group is not None
             agree.raise_along([self._peers.group, *groups], problem)

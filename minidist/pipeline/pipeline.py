@@ -29,7 +29,7 @@ from minidist.pipeline.schedules import (
     interleaved,
 )
 from minidist.pipeline.simulate import Span, validate
-from minidist.pipeline.stage import Stage, StageLayers, keywords_of, tensors_of
+from minidist.pipeline.stage import Stage, StageLayers, besides_layers, keywords_of, tensors_of
 from minidist.rank import device
 
 
@@ -80,8 +80,9 @@ class Pipeline(Wrapper):
     there are some: call `clip_grad_norm_` of this class.
 
     Lesson: layer_splitting. Raises RuntimeError without a process group; on every rank, TypeError
-    if the module is no nn.Sequential, and ValueError if it cannot be cut so, the schedule cannot
-    take so many micro-batches, or the ranks disagree about any of this.
+    if the module is no nn.Sequential, or has a forward, hooks, parameters or buffers of its own,
+    and ValueError if it cannot be cut so, the schedule cannot take so many micro-batches, or the
+    ranks disagree about any of this.
     """
 
     process_group: dist.ProcessGroup
@@ -164,7 +165,8 @@ class Pipeline(Wrapper):
 
         inputs: (rows, …), or several such tensors in a tuple, list or dict, for the first layer.
         kwargs: go to each layer whose `forward` has an argument of that name, such as a mask
-        (rows, …). Tensors are cut by rows, all else is the same for all micro-batches. The shapes
+        (rows, …); none goes into a layer's `**kwargs`, which does not say what it takes. Tensors
+        are cut by rows, all else is the same for all micro-batches. The shapes
         of what a stage gives may depend on flags and words among them, but not on numbers, which
         may be others in each step. Used on the first rank only. targets: (rows, …), or several, and
         loss_fn: used on the last. The others may pass the same, or None.
@@ -276,8 +278,14 @@ def _plan(
     ranks: int,
 ) -> tuple[Schedule, list[int]]:
     """The schedule, and how many layers each stage takes. Raises if there can be none."""
+    kind = type(module).__name__
     if not isinstance(module, nn.Sequential):
-        raise TypeError(f"Pipeline cuts an nn.Sequential, not {type(module).__name__}")
+        raise TypeError(f"Pipeline cuts an nn.Sequential, not {kind}")
+    if own := besides_layers(module):
+        raise TypeError(
+            f"Pipeline runs the layers of {kind} one by one, and would drop what is its own: "
+            f"{', '.join(own)}. Move that into its layers"
+        )
     if not isinstance(microbatches, int) or microbatches < 1:
         raise ValueError(f"microbatches must be 1 or more, not {microbatches}")
     if isinstance(schedule, Schedule):

@@ -27,6 +27,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from minidist.common.refusals import has_hooks
 from minidist.common.replay import Replay
 from minidist.common.wrapper import Wrapper
 
@@ -59,9 +60,26 @@ def keywords_of(layer: nn.Module) -> set[str]:
     while isinstance(layer, Wrapper):
         layer = layer.module
     try:
-        return set(list(inspect.signature(layer.forward).parameters)[1:])
+        others = list(inspect.signature(layer.forward).parameters.values())[1:]
     except (TypeError, ValueError):  # a compiled function does not tell
         return set()
+    # Not *args and **kwargs: a wrapper has these, whatever the layer within it takes.
+    return {each.name for each in others if each.kind in (_EITHER, _BY_NAME)}
+
+
+_EITHER, _BY_NAME = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+
+
+def besides_layers(module: nn.Sequential) -> list[str]:
+    """What a module does or has itself, besides running its layers."""
+    forward = getattr(module.forward, "__func__", None)  # None: a function of this one module
+    tensors = [*module._parameters.values(), *module._buffers.values()]
+    found = {
+        "forward": forward is not nn.Sequential.forward,
+        "hooks": has_hooks(module),
+        "parameters or buffers": any(tensor is not None for tensor in tensors),
+    }
+    return [what for what, there in found.items() if there]
 
 
 class Stage:

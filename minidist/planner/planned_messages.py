@@ -72,8 +72,8 @@ def _all(model: Transformer, layout: Layout, precision: str, own: Stage) -> Iter
         yield Planned("all_reduce", norm, t, m * (2 * own.layers + last))
     else:
         yield Planned("all_reduce", activation, t, m * (4 * own.layers + first + last))
-    if last:  # the largest logits, and all ranks' numbers of words; then two sums
-        yield Planned("all_reduce", 4 * (tokens + t), t, m)
+    if last:  # the largest logits, all numbers of words, and digests; then two sums
+        yield Planned("all_reduce", 4 * (tokens + t + 2), t, m)
         yield Planned("all_reduce", 4 * 2 * tokens, t, m)
     sent = activation // (t if layout.sequence_parallel else 1)
     hops = m * (2 - first - last)  # activations to the next stage, gradients to the one before

@@ -60,15 +60,23 @@ class Place:
 
 
 def places_of(model: nn.Module) -> tuple[list[Place], dict[str, Any]]:
-    """Of each parameter and buffer in the model's state its place; and what else is in it, by name.
+    """Of each parameter and buffer in the model's state its place; and what else is in it, by name,
+    such as a tensor that a hook has made for the state.
 
-    No rank waits for another.
+    No rank waits for another. Raises TypeError for a DTensor that a hook has made.
     """
-    cuts = dict(_cuts(model))
+    cuts, own = dict(_cuts(model)), {*model.parameters(), *model.buffers()}
     found: dict[torch.Tensor, Place] = {}
     others: dict[str, Any] = {}
     for name, value in _named(model).items():
-        if not isinstance(value, torch.Tensor) or name.rpartition(".")[2] == EXTRA_STATE:
+        # To read into a tensor that is not the model's own would change nothing.
+        is_own = isinstance(value, torch.Tensor) and value in own
+        if not is_own or name.rpartition(".")[2] == EXTRA_STATE:
+            if isinstance(value, DTensor):
+                raise TypeError(
+                    f"{name} is no parameter of the model but made of sharded ones, by a hook for "
+                    "its state: other ranks could not share it out. Save and load without the hook"
+                )
             others[name] = value
             continue
         if value not in found:

@@ -1,7 +1,7 @@
 """Model and optimizer as one process has them, in boxes of each rank (lesson: scaling_out).
 
     model.<name>                    a parameter or buffer, by its name in the bare module; or a list
-                                    of one module's extra state
+                                    of one module's extra state, or of what a hook makes for states
     optimizer.<state>.<name>        a state of that parameter, of its shape; or a number, its steps
 
 A tied parameter has an entry under each of its names. The options of the optimizer's groups are no
@@ -70,6 +70,13 @@ class WholeStates:
     def require_fitting(self, saved: Metadata) -> None:
         """Raises ValueError if a parameter of this rank is not in what is saved, or with another
         shape or dtype."""
+        for name in self._others:
+            entry = saved.state_dict_metadata.get(MODEL + name)
+            if entry is None or isinstance(entry, TensorStorageMetadata):
+                raise ValueError(
+                    f"it is of another model: it has no {name} as a hook or get_extra_state gives "
+                    "it here"
+                )
         for place in self._places:
             for name in place.names:
                 entry = saved.state_dict_metadata.get(MODEL + name)
@@ -102,7 +109,12 @@ class WholeStates:
         """Give the optimizer what was read into its rooms. (The model has its own.)"""
         others = {name: read[MODEL + name][0] for name in self._others}
         if others:
-            without_ddp(self.model).load_state_dict(others, strict=False)
+            loaded = without_ddp(self.model).load_state_dict(others, strict=False)
+            if loaded is not None and loaded.unexpected_keys:
+                raise ValueError(
+                    f"the model has no place for {loaded.unexpected_keys[0]}, which a hook made at "
+                    "its saving: it needs another for loading, register_load_state_dict_pre_hook"
+                )
         if self.optimizer is None:
             return
         states: dict[int, Any] = {}

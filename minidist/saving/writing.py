@@ -5,9 +5,11 @@ So a rank leaves a note beside its file when the disk holds it, and rank 0's thr
 notes before it makes the folder a checkpoint.
 """
 
+import atexit
 import pickle
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from minidist.saving.box_plan import BoxPlan, Copies
 from minidist.saving.naive import sync
 
 LOOK = 0.01  # seconds between two looks for notes
+AT_EXIT = 30.0  # seconds that a program's end waits for saves
 
 
 class Writing:
@@ -35,6 +38,7 @@ class Writing:
     def start(self, then: Callable[[], object]) -> None:
         """Write. Rank 0 does `then` when the checkpoint is whole."""
         self._then = then
+        _UNFINISHED.add(self)
         self._thread.start()
 
     def wait_written(self) -> None:
@@ -47,6 +51,7 @@ class Writing:
 
     def abandon(self) -> None:
         """There will be no such checkpoint. On rank 0, its folder goes."""
+        _UNFINISHED.discard(self)
         self._abandoned.set()
         self._thread.join()
         if self._rank == 0:
@@ -62,15 +67,17 @@ class Writing:
             self.problem = _named(error, self.folder)
         finally:
             self._written.set()
+            if self.problem is None:
+                _UNFINISHED.discard(self)
 
     def _write(self) -> None:
         results = self._plan.write(self.folder, self._copies)
         names = {result.storage_data.relative_path for result in results}
-        told = results, {name: commit.synced_stamp(self.folder / name) for name in names}
+        written = results, {name: commit.synced_stamp(self.folder / name) for name in names}
         sync(self.folder)
         note = self._note(self._rank)
         unnamed = note.with_suffix(".part")
-        unnamed.write_bytes(pickle.dumps(told))
+        unnamed.write_bytes(pickle.dumps(written))
         unnamed.replace(note)  # the last act: rank 0 may rename the folder now
 
     def _finish(self) -> None:
@@ -95,13 +102,29 @@ class Writing:
         return self.folder / f"rank-{rank}.note"
 
 
+_UNFINISHED: set[Writing] = set()  # or failed, and nobody has waited for them
+
+
+@atexit.register
+def _finish() -> None:
+    """For a program that ends without `close`, whose threads would end with it."""
+    until = time.monotonic() + AT_EXIT
+    for writing in list(_UNFINISHED):
+        writing.wait_whole(max(0.0, until - time.monotonic()))
+    for writing in _UNFINISHED:
+        raise writing.problem or RuntimeError(
+            f"{writing.folder} was not whole {AT_EXIT:g} seconds after the program's end, and is "
+            "lost: call close() before, which waits"
+        )
+
+
 def _named(error: BaseException, folder: Path) -> RuntimeError:
     """The same with the file, and the disk's own words where torch has others."""
     first: BaseException | None = error
     while first is not None and not isinstance(first, OSError):
         first = first.__cause__ or first.__context__
-    told = first or error
-    words = f"{folder} could not be written: {type(told).__name__}: {told}. "
+    cause = first or error
+    words = f"{folder} could not be written: {type(cause).__name__}: {cause}. "
     named = RuntimeError(words + "The checkpoints before it are untouched")
     named.__cause__ = error
     return named

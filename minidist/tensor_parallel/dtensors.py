@@ -73,8 +73,8 @@ def parallelize_module(
 
         It may come in parts: first for the model, then for each block. What no plan has named is
         `Replicate`.
-    src_data_rank: all ranks take the parameters of this one (its rank in the mesh), but for shards
-        of layers made before; None: they have the same already, and no message is sent.
+    src_data_rank: all ranks take the parameters and buffers of this one (its rank in the mesh), but
+        for shards of layers made before; None: they have the same already, and no message is sent.
     sequence_parallel: between the parallel regions, activations are sharded along the sequence; T
         must be a multiple of the number of ranks.
 
@@ -99,10 +99,13 @@ def parallelize_module(
     mesh = device_mesh or init_device_mesh(device().type, (dist.get_world_size(),))
     if src_data_rank is not None:
         group = require_group(group_of(mesh), "parallelize_module")
-        named = parameters_of(module)
-        plain = {name: p for name, p, cut in named if not (cut or isinstance(p, DTensor))}
-        require_same_lines([words("parameter", name, p) for name, p in plain.items()], group)
-        broadcast_state(plain.values(), group, src_data_rank)
+        named = [
+            *(("parameter", name, p) for name, p, cut in parameters_of(module) if not cut),
+            *(("buffer", name, buffer) for name, buffer in module.named_buffers()),
+        ]
+        plain = [each for each in named if not isinstance(each[2], DTensor)]
+        require_same_lines([words(*each) for each in plain], group)
+        broadcast_state([tensor for _, _, tensor in plain], group, src_data_rank)
     before: list[Any] = [p for p in module.parameters() if isinstance(p, DTensor)]
     split(module, mesh, parallelize_plan, sequence_parallel=sequence_parallel)
     kept = set(module.parameters())

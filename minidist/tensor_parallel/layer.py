@@ -11,6 +11,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from minidist.common.dtensor import parameter_like
 from minidist.common.groups import require_group
+from minidist.common.refusals import has_hooks
 from minidist.common.tensors_in import local_of
 from minidist.common.wrapper import copy_on_ranks
 from minidist.tensor_parallel.operators import Group, begin_all_gather
@@ -109,6 +110,11 @@ class ParallelLayer(OfGroup):
 
     def take(self, dense: nn.Module) -> None:
         """Hold this rank's shard of the parameters of `dense`, as a copy, with their attributes."""
+        if has_hooks(dense):
+            raise ValueError(
+                f"the {type(dense).__name__} has a hook, which its shard would not have: register "
+                "it after the split"
+            )
         for name, whole in dense.named_parameters():
             if whole._backward_hooks or whole._post_accumulate_grad_hooks:
                 raise ValueError(

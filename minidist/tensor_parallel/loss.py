@@ -26,16 +26,18 @@ def vocab_parallel_cross_entropy(
 
     logits: (*, V_r), the classes of this rank; those of rank 0 come first, and so on. The ranks may
         have different numbers of classes.
-    targets: (*), from 0 to V - 1, the same on every rank.
+    targets: (*), from 0 to V - 1, the same on every rank of the group.
     ignore_index, reduction, label_smoothing: those of `F.cross_entropy`.
 
     The loss is the same on every rank. What travels, for N targets on t ranks, are two all_reduces
-    of N + t and of 2 N numbers (3 N with label smoothing), instead of N V. Half precision is
-    computed in float32. Backward turns the kept probabilities into the gradient in place, and so
-    works once. If every target is ignored, the mean is nan and its gradient 0, as torch has it.
+    of N + t + 2 and of 2 N numbers (3 N with label smoothing), instead of N V. Half precision is
+    computed in float32, and under autocast the loss stays so, as torch has it. Backward turns the
+    kept probabilities into the gradient in place, and so works once. If every target is ignored,
+    the mean is nan and its gradient 0, as torch has it.
 
-    Raises ValueError for shapes that do not match and an unknown reduction; IndexError, on every
-    rank, for a target that is no class.
+    Raises ValueError for shapes that do not match and an unknown reduction; on every rank,
+    ValueError if the ranks have different targets, as those along another axis of a mesh do, and
+    IndexError for a target that is no class.
     Lesson: sequence_parallel.
     """
     if logits.shape[:-1] != targets.shape:
@@ -47,6 +49,7 @@ def vocab_parallel_cross_entropy(
         raise ValueError(f'reduction is "mean", "sum" or "none", not {reduction!r}')
     counted = targets.flatten() != ignore_index  # (N,)
     wide = torch.promote_types(logits.dtype, torch.float32)
+    dtype = wide if torch.is_autocast_enabled(logits.device.type) else logits.dtype
     losses = _CrossEntropy.apply(
         logits.reshape(-1, logits.shape[-1]).to(wide),
         targets.flatten(),
@@ -55,9 +58,9 @@ def vocab_parallel_cross_entropy(
         label_smoothing,
     )
     if reduction == "none":
-        return losses.view(targets.shape).to(logits.dtype)
+        return losses.view(targets.shape).to(dtype)
     total = losses.sum()
-    return (total / counted.sum() if reduction == "mean" else total).to(logits.dtype)
+    return (total / counted.sum() if reduction == "mean" else total).to(dtype)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -79,12 +82,20 @@ class _CrossEntropy(torch.autograd.Function):
         smoothing: float,
     ) -> torch.Tensor:
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-        # The largest logit, so that no exp overflows; with it the ranks tell their V_r.
+        # The largest logit, so that no exp overflows; with it the ranks tell their V_r, and the
+        # largest and the smallest of their digests, which are less than 2^23: float32 is exact.
         widths = logits.new_zeros(world_size)
         widths[rank] = logits.shape[1]
-        message = torch.cat([logits.amax(1), widths])  # (N + t,)
-        dist.all_reduce(message, dist.ReduceOp.MAX, group)
-        largest, widths = message.tensor_split([len(logits)])
+        odd = torch.arange(1, 2 * len(targets), 2, device=targets.device)
+        digest = ((targets * odd).sum() % 2**23).to(logits.dtype)
+        message = torch.cat([logits.amax(1), widths, torch.stack([digest, -digest])])
+        dist.all_reduce(message, dist.ReduceOp.MAX, group)  # (N + t + 2,)
+        largest, widths, digests = message.tensor_split([len(logits), -2])
+        if digests.sum().any():
+            raise ValueError(
+                "the ranks of this group have different targets: it must be the group of those "
+                'that share the vocabulary, such as mesh.get_group("tensor")'
+            )
         first, classes = int(widths[:rank].sum()), int(widths.sum())
         if ((targets < 0) | (targets >= classes))[counted].any():
             raise IndexError(f"a target is not among the {classes} classes")

@@ -72,7 +72,10 @@ class _Local(torch.autograd.Function):
         if torch.is_grad_enabled():  # a gradient of gradients may follow
             whole = dict(shape=spec.shape, stride=spec.stride)
             return DTensor.from_local(grad, spec.mesh, spec.placements, run_check=False, **whole)
-        return DTensor(grad.contiguous(), spec, requires_grad=False)
+        # Others may have the same tensor as their gradient, which autograd cannot see in a DTensor.
+        # That of a shard is its layer's alone.
+        own = grad.clone() if spec.is_replicated() else grad
+        return DTensor(own.contiguous(), spec, requires_grad=False)
 
 
 def copy_to_group(x: torch.Tensor, group: Group = None) -> torch.Tensor:

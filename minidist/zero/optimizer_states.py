@@ -1,5 +1,5 @@
 """Checkpoints for any number of ranks: optimizer states are joined to what one process would have,
-and cut again for other ranks.
+and divided again for other ranks.
 
 A state is elementwise, of the shape of its parameter, or a number for the whole of it, such as the
 count of steps.
@@ -16,7 +16,7 @@ from minidist.zero.shards import Piece
 States = dict[int, dict[str, Any]]  # by the number of the parameter: its states, by name
 
 
-def join(
+def whole_states(
     parameters: Sequence[torch.Tensor], ranks: Iterable[dict[int, tuple[slice, dict[str, Any]]]]
 ) -> States:
     """The states of whole parameters, on the CPU. `ranks`: of each rank, by the number of the
@@ -34,7 +34,7 @@ def join(
     return dict(sorted(whole.items()))
 
 
-def cut(piece: Piece, states: dict[str, Any]) -> dict[str, Any]:
+def own_states(piece: Piece, states: dict[str, Any]) -> dict[str, Any]:
     """The states of a piece, of those of its whole parameter."""
     return {
         name: piece.of(value).clone() if elementwise(name, value, piece.whole) else value

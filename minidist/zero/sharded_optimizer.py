@@ -13,7 +13,12 @@ from minidist.common.agree import require_same, together
 from minidist.common.groups import require_group
 from minidist.common.refusals import refuse
 from minidist.common.replicas import describe, refuse_dtensors
-from minidist.zero.optimizer_states import cut, join, renamed, require_states_of
+from minidist.zero.optimizer_states import (
+    own_states,
+    renamed,
+    require_states_of,
+    whole_states,
+)
 from minidist.zero.shards import (
     BUCKET_CAP_MB,
     FlatParameters,
@@ -126,7 +131,7 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         """Partition the parameters of these groups. Returns the groups of what this rank owns."""
         found = _described(groups)
         require_same(self.process_group, found | {"bucket_cap_mb": self.bucket_cap_mb})
-        refuse_dtensors(f"{name}, {told}" for name, told in found.items())
+        refuse_dtensors(f"{name}, {text}" for name, text in found.items())
         parameters = [p for group in groups for p in group["params"]]
         trained = [p for p in parameters if p.requires_grad]
         self._frozen += [p for p in parameters if not p.requires_grad]
@@ -242,7 +247,7 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
             receives = dist.get_rank(group) == to
             dist.gather_object(own, ranks if receives else None, group=group, group_dst=to)
         if to in (None, dist.get_rank(group)):
-            self._whole_states = join(parameters, ranks)
+            self._whole_states = whole_states(parameters, ranks)
 
     def state_dict(self) -> dict[str, Any]:
         """That of the bare optimizer, whole: it loads at any world size, and without minidist.
@@ -266,7 +271,7 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         parameters, whole = self._parameters(), state_dict["state"]
         require_states_of(parameters, whole)
         states = {
-            number: cut(pieces[parameter], whole[number])
+            number: own_states(pieces[parameter], whole[number])
             for number, parameter in enumerate(parameters)
             if parameter in pieces and number in whole
         }
@@ -275,14 +280,22 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
     def load_shard_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take one that has this rank's states already: those of its pieces, (n,), by the numbers
         of their parameters."""
-        super().load_state_dict(state_dict)
+        super().load_state_dict({**state_dict, "state": {}})
         self._whole_states = None
         _copy_options(self, self._inner)
-        # What an optimizer does with a checkpoint of an older version, it does here.
-        owned = {p.own: self.state[p.whole] for p in self._pieces if p.whole in self.state}
-        self._inner.state.clear()
-        self._inner.state.update(owned)
-        self._inner.__setstate__(self._inner.__getstate__())
+        # The optimizer takes its states itself: it knows of what dtype, and on which device.
+        numbers = {p: number for number, p in enumerate(self._parameters())}
+        wholes = {piece.own: numbers[piece.whole] for piece in self._pieces}
+        own = [wholes[p] for group in self._inner.param_groups for p in group["params"]]
+        states = {n: state_dict["state"][k] for n, k in enumerate(own) if k in state_dict["state"]}
+        self._inner.load_state_dict({**self._inner.state_dict(), "state": states})
+        self._take_states()
+
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            "a ZeroRedundancyOptimizer cannot be copied or saved: it has a shard of parameters. "
+            "Save its state_dict(), or make another one for a copy of the model"
+        )
 
 
 def is_elementwise(optimizer_class: type[Optimizer]) -> bool:
