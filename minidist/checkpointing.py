@@ -22,6 +22,7 @@ once: gradients arrive once, in the order and with the hooks of the bare module,
 """
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -89,8 +90,8 @@ def checkpoint_wrapper(module: nn.Module) -> CheckpointWrapper:
     - Without gradients (`torch.no_grad`) it is the module.
 
     The module must do the same each time. RuntimeError in forward, if it overwrites its inputs; in
-    backward, if inputs or weights have been changed in place since, or weights replaced (those of
-    `torch.func.functional_call` are, when it returns: checkpoint what calls it), or if the second
+    backward, if inputs or weights have been changed in place since, or other tensors are the
+    weights now (as after `torch.func.functional_call`: checkpoint what calls it), or if the second
     pass saves other tensors than the first, by number, shape, dtype or device. Not seen is what
     changes values only: random numbers from a generator of one's own, or a buffer that forward both
     reads and moves, as spectral norm does.
@@ -117,7 +118,7 @@ class _Pass:
         self._tensors = {i: x for i, x in enumerate(self._leaves) if isinstance(x, torch.Tensor)}
         self._wanted = {i: x.requires_grad for i, x in self._tensors.items()}
         self._versions = [x._version for x in self._tensors.values()]
-        self._weights = {name: (p, p._version) for name, p in module.named_parameters()}
+        self._weights = {name: (p, p._version) for name, p in _named(module)}
         self._replay = Replay(module, list(self._tensors.values()))
         self._holders: list[weakref.ref[_PlaceHolder]] = []  # in the order in which they were made
         self._kinds: list[str] = []  # of the tensors for which they stand
@@ -159,11 +160,12 @@ class _Pass:
     def _compute_again(self) -> None:
         """Forward once more, on inputs cut off from the graph, to fill the place holders that are
         still waited for."""
-        now, who = dict(self._module.named_parameters()), type(self._module).__name__
+        now, who = dict(_named(self._module)), type(self._module).__name__
         for name, (weight, version) in self._weights.items():
             again = now.get(name, weight)
-            # Torch's fully_shard replaces DTensors by what it has gathered, and back.
-            if again is not weight and _is_dtensor(again) == _is_dtensor(weight):
+            # Torch's fully_shard puts DTensors and what it gathers in each other's place.
+            sharded = _is_dtensor(again) or _is_dtensor(weight)
+            if not sharded and again.data_ptr() != weight.data_ptr():
                 raise RuntimeError(
                     f"{name} of a checkpointed {who} is another tensor in backward than in "
                     "forward: was it replaced since, or is backward outside of functional_call's "
@@ -233,6 +235,11 @@ class _Keep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         raise AssertionError("_Keep has no backward")
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Of one that is tied all names."""
+    return module.named_parameters(remove_duplicate=False)
 
 
 def _is_dtensor(tensor: torch.Tensor) -> bool:

@@ -251,6 +251,8 @@ class _Broadcast(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         here = [gradient.to(ctx.home) for gradient in gradients if gradient is not None]
         # A sparse one can be added to a dense one, and not the other way round.
+        if not here:
+            return None, None
         return reduce(torch.add, sorted(here, key=lambda gradient: gradient.is_sparse)), None
 
 

@@ -28,6 +28,7 @@ import pytest
 NOT_JUDGED = pytest.StashKey[set[str]]()  # the names that a notebook's skipped cells define
 # For each name of a notebook, what others took of the machine in the cells that made it: the most.
 TAKEN = pytest.StashKey[dict[str, float]]()
+ADD = {"append", "extend", "update", "add"}  # to what was there
 
 
 class Report:
@@ -139,9 +140,13 @@ def names_of(cell: str) -> tuple[set[str], set[str]]:
                 made.add(step.argval)
 
     look(compile(tree, "a cell", "exec"), outermost=True)
+    own = read | made  # and no names of a function's own
     for node in ast.walk(tree):
-        if isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store):
-            made |= {each.id for each in ast.walk(node.value) if isinstance(each, ast.Name)}
+        changes = isinstance(node, ast.Subscript | ast.Attribute) and (
+            isinstance(node.ctx, ast.Store) or getattr(node, "attr", "") in ADD
+        )
+        if changes:
+            made |= own & {each.id for each in ast.walk(node.value) if isinstance(each, ast.Name)}
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "get":
             # r.get("x"), from ranks
             read |= {str(each.value) for each in node.args if isinstance(each, ast.Constant)}

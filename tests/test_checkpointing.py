@@ -615,6 +615,25 @@ def test_other_weights_in_the_second_pass_are_refused(around, way):
         y.sum().backward()
 
 
+def test_a_tied_weight_that_is_replaced_under_its_second_name_is_refused():
+    tied = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    tied[1].weight = tied[0].weight
+    y = wrap(tied)(torch.randn(5, 6)).sum()
+    tied[1].weight = nn.Parameter(tied[0].weight * 3)
+    with pytest.raises(RuntimeError, match="1.weight of a checkpointed Sequential is another"):
+        y.backward()
+
+
+def test_the_same_weights_by_another_object_are_the_same():
+    plain = nn.Linear(6, 6)
+    model, x = wrap(copy.deepcopy(plain)), torch.randn(5, 6)
+    aliases = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
+    torch.func.functional_call(model, aliases, (x,)).exp().sum().backward()
+    plain(x).exp().sum().backward()
+    found = [alias.grad for alias in aliases.values()]
+    assert all(map(torch.equal, found, [p.grad for p in plain.parameters()]))
+
+
 def test_a_failure_in_the_second_pass_leaves_random_numbers_and_buffers():
     class Fails(nn.Module):
         def __init__(self):

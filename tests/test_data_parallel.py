@@ -168,6 +168,29 @@ def test_sparse_gradients_add_up_as_those_of_the_shares(otherwise: str, first: i
     assert_close(ours.to_dense(), theirs.to_dense())
 
 
+class Stop(torch.autograd.Function):
+    """Its input gets no gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+class Stopped(nn.Linear):
+    def forward(self, x):
+        return x @ Stop.apply(self.weight) + self.bias
+
+
+def test_a_parameter_that_no_replica_gives_a_gradient_has_none() -> None:
+    module = Stopped(3, 3)
+    DataParallel(module, CPUS)(torch.ones(6, 3)).sum().backward()
+    assert module.weight.grad is None and module.bias.grad.eq(6).all()
+
+
 def test_train_and_eval_reach_the_replicas() -> None:
     module = nn.Dropout(1.0)
     parallel, x = DataParallel(module, ["cpu", "cpu"]), torch.ones(4, 1)

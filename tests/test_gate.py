@@ -290,6 +290,8 @@ def test_a_cell_may_assert_what_was_measured_when_the_machine_was_busy(judged):
         ("a[b][0] = c", "a b c", "a b"),
         ("%%ranks --timeout 2\na = b", "b", "a"),
         ('a = r.get("b")', "r b", "a"),
+        ("a.append(b)", "a b", "a"),
+        ("def f():\n  a = {}\n  a[0] = b", "b", "f"),  # an `a` of its own
     ],
 )
 def test_names_of_a_cell(source, read, made):

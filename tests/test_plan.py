@@ -372,4 +372,16 @@ def test_torchs_encoder_computes_with_all_features(pools, layers, training):
             outputs = [each(x, src_key_padding_mask=padding) for each in (model, dense)]
         return apart({"outputs": [y[~padding] for y in outputs]})
 
+        return apart({"outputs": [y[~padding] for y in outputs]})
+
     assert pools(2)(run) == [[]] * 2
+
+
+def test_an_encoder_that_the_plan_leaves_whole_stays_torchs(pools):
+    def run():
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        model = nn.Sequential(nn.TransformerEncoder(layer, 2), nn.Linear(8, 8))
+        tp.split(model, None, {"1": "columns"})
+        return model[0].use_nested_tensor, model[0].layers[0].activation_relu_or_gelu
+
+    assert pools(2)(run) == [(True, 1)] * 2

@@ -23,6 +23,7 @@ from programs import SEED, Program
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.data import TensorDataset
 
@@ -402,6 +403,40 @@ def test_what_a_hook_makes_for_the_state_goes_on(pools, tmp_path, wrap):
 def test_what_a_hook_makes_of_shards_is_refused(pools, tmp_path, wrap):
     with pytest.raises(md.RankError, match="TypeError: .*0.weight is no parameter of the model"):
         pools(2)(save_packed, tmp_path, wrap)
+
+
+def test_what_a_hook_makes_of_features_is_refused(pools, tmp_path):
+    def narrow(module, state, prefix, _):
+        state.update({name: value.half() for name, value in state.items()})
+
+    def run(folder):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        md.tensor_parallel.split(model, None, {"0": "columns", "1": "rows"})
+        model.register_state_dict_post_hook(narrow)
+        with Checkpoints(folder) as checkpoints:
+            checkpoints.save(1, model=model)
+
+    with pytest.raises(md.RankError, match="TypeError: .*0.weight is no parameter of the model"):
+        pools(2)(run, tmp_path)
+
+
+def test_torchs_sharded_model_is_saved_after_an_evaluation(pools, tmp_path):
+    """It stays gathered then, until a hook for its state shards it again."""
+
+    def run(folder):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        torch_fully_shard(model)
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+        with Checkpoints(folder) as checkpoints:
+            checkpoints.save(1, model=model)
+        return {name: p.full_tensor() for name, p in model.named_parameters()}
+
+    saved = pools(2)(run, tmp_path)[0]
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.load(model=(alone := nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))))
+    assert same(saved, alone.state_dict())
 
 
 def test_what_a_hook_makes_and_nothing_takes_is_refused(tmp_path):
@@ -1007,6 +1042,23 @@ def test_the_last_save_of_a_script_that_never_closes(tmp_path, how, limit, ranks
     else:
         assert re.search(f"RuntimeError: run/step-00000001.*{words}", told[0]), told
         assert not commit.steps_in(tmp_path / "run")
+
+
+def save_late_and_never_close(folder):
+    write = BoxPlan.write
+
+    def late(*arguments):
+        threading.Event().wait(0.5)
+        return write(*arguments)
+
+    BoxPlan.write = late
+    Checkpoints(folder).save(1, model=nn.Linear(2, 2))
+
+
+def test_the_last_save_of_ranks_that_never_close(tmp_path):
+    with md.ranks(2) as pool:
+        pool(save_late_and_never_close, tmp_path)
+    assert list(commit.steps_in(tmp_path)) == [1]
 
 
 def different_steps(folder):

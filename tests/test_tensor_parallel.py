@@ -485,6 +485,8 @@ def test_the_loss_at_its_edges(pools):
             assert x.grad.eq(0).all()  # as torch has it, and the loss is nan
         once = md.vocab_parallel_cross_entropy(x, targets)
         once.backward(retain_graph=True)
+        nothing = md.vocab_parallel_cross_entropy(x[:0], targets[:0], reduction="sum")
+        assert nothing == 0
         single = md.vocab_parallel_cross_entropy(x[0], targets[0])  # no batch
         assert torch.equal(single, md.vocab_parallel_cross_entropy(x[:1], targets[:1]))
         return [
@@ -509,12 +511,20 @@ def test_the_loss_of_ranks_with_other_targets_is_refused(pools):
 
     def run():
         axes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-        x, targets = torch.randn(3, 2), torch.tensor([[0, 3, 1], [3, 0, 1]])
-        group, targets = axes.get_group("data"), targets[axes.get_local_rank("data")]
-        return raised(md.vocab_parallel_cross_entropy, x, targets, group)
+        group, own = axes.get_group("data"), axes.get_local_rank("data")
+        pairs = ([0, 3, 1], [3, 0, 1]), ([3, 0, 0], [0, 1, 0]), ([0, 1, 1, 0], [1, 0, 0, 1])
+        return [
+            raised(
+                md.vocab_parallel_cross_entropy,
+                torch.randn(len(pair[own]), 2),
+                torch.tensor(pair[own]),
+                group,
+            )
+            for pair in pairs
+        ]
 
     said = "ValueError: the ranks of this group have different targets"
-    assert all(str(told).startswith(said) for told in pools(4)(run))
+    assert all(str(each).startswith(said) for told in pools(4)(run) for each in told)
 
 
 def test_the_loss_never_gathers_the_logits(pools):

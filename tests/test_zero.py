@@ -852,6 +852,27 @@ def test_saved_at_4_ranks_loaded_at_any_number_and_without_minidist(pools, stage
     assert differ(pools(2)(some_steps, stage, range(3, 6), make, plain)[0], wanted) == []
 
 
+def test_hooks_before_a_load_may_change_the_states(pools):
+    def run():
+        model, optimizer = stage1(net(), ADAM)
+        model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        optimizer.consolidate_state_dict(None)
+
+        def double(_, state):
+            states = {n: {k: 2 * v for k, v in each.items()} for n, each in state["state"].items()}
+            return {**state, "state": states}
+
+        before = {n: s["exp_avg"].clone() for n, s in optimizer.state_dict()["state"].items()}
+        optimizer.register_load_state_dict_pre_hook(double)
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.consolidate_state_dict(None)
+        after = optimizer.state_dict()["state"]
+        return [torch.equal(2 * value, after[n]["exp_avg"]) for n, value in before.items()]
+
+    assert all(map(all, pools(2)(run)))
+
+
 # ---- mistakes ---------------------------------------------------------------------------------
 
 

@@ -72,7 +72,7 @@ class AveragingOptimizer(Optimizer):
         broadcast_state(everything, self.process_group)
         super().__setstate__({})  # as torch's constructor, but without groups of its own
 
-    # `optimizer` has new ones when it has loaded a state.
+    # Asked for each time: when `optimizer` loads a state, it makes new groups.
 
     @property
     def param_groups(self) -> Any:  # type: ignore[override]

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from minidist.averaging.averaging_optimizer import AveragingOptimizer
 from minidist.averaging.fragment import Fragment, Outer
+from minidist.common.replicas import broadcast_state
 
 
 def nesterov(anchors: list[nn.Parameter]) -> Optimizer:
@@ -27,8 +28,8 @@ class DiLoCo(AveragingOptimizer):
     outer: makes the anchors' optimizer. Plain SGD with a learning rate of 1 gives `LocalSGD`: the
         anchor less the mean difference is the mean.
 
-    The ranks set out from the parameters that they have at the first step, or from the anchors of a
-    loaded state. Weights that are loaded before must be the same on every rank.
+    The ranks set out from rank 0's parameters at the first step, or from the anchors of a loaded
+    state.
 
     It holds 8 bytes more for each parameter of float32: the anchor and its momentum. See
     `AveragingOptimizer` for the rest. Douillard et al. 2023, "DiLoCo: Distributed Low-Communication
@@ -46,21 +47,23 @@ class DiLoCo(AveragingOptimizer):
         super().__init__(optimizer, period, process_group, **arguments)
         parts = self.parts()
         self.fragments = [Fragment(part, outer, self.process_group) for part in parts]
-        self._has_set_out = False
+        self._has_set_out = False  # weights may be loaded until the first step
 
     def parts(self) -> list[list[nn.Parameter]]:
         """The parameters of each fragment: all of them in one."""
         return [self.parameters]
 
     def before_step(self) -> None:
-        """Before the first step: the ranks set out from the parameters as they are now."""
-        self._set_out()
+        """Before the first step the ranks set out."""
+        if not self._has_set_out:
+            self._take_parameters()
+            anchors = [anchor for fragment in self.fragments for anchor in fragment.anchors]
+            broadcast_state(anchors, self.process_group)
         self._has_set_out = True
 
-    def _set_out(self) -> None:
-        if not self._has_set_out:  # weights may have been loaded since the construction
-            for fragment in self.fragments:
-                fragment.set_out()
+    def _take_parameters(self) -> None:
+        for fragment in self.fragments:
+            fragment.take_parameters()
 
     def after_step(self) -> None:
         """At the end of a period: the meeting."""
@@ -71,7 +74,8 @@ class DiLoCo(AveragingOptimizer):
 
     def own_state(self) -> dict[str, Any]:
         """Of each fragment: anchors, states of its optimizer, and what is in flight."""
-        self._set_out()
+        if not self._has_set_out:
+            self._take_parameters()
         return {"fragments": [fragment.state() for fragment in self.fragments]}
 
     def load_own_state(self, state: dict[str, Any]) -> None:

@@ -30,8 +30,8 @@ class Fragment:
         self._arrived: list[torch.Tensor] | None = None
 
     @torch.no_grad()
-    def set_out(self) -> None:
-        """From the parameters as they are."""
+    def take_parameters(self) -> None:
+        """As they are now: the anchors."""
         for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
             anchor.copy_(parameter)
 
@@ -77,7 +77,7 @@ class Fragment:
         self._arrive()
         self._arrived = None
         if state is None:
-            self.set_out()
+            self.take_parameters()
             average(self.anchors, self._group)  # replicas that set out apart would stay apart
             self.outer.state.clear()
             return

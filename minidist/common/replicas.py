@@ -93,7 +93,18 @@ def broadcast_state(
         pieces = together.split([tensor.nbytes for tensor in chunk])
         for tensor, piece in zip(chunk, pieces, strict=True):
             if piece.data_ptr() != tensor.data_ptr():
-                tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))
+                once = each_once(tensor)
+                first = tuple(map(slice, once.shape))
+                once.copy_(piece.view(tensor.dtype).view(tensor.shape)[first])
+
+
+def each_once(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a tensor that is expanded each element of its memory once, for torch does not write to
+    one; any other as it is."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

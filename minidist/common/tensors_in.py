@@ -34,11 +34,10 @@ def tensors_in(value: Any, depth: int = DEPTH, most: int | None = None) -> Itera
 
 
 def _last(value: Any, most: int) -> Any:
-    if isinstance(value, dict):
-        value = value.values()
-    elif isinstance(value, set | frozenset):
-        return list(islice(value, most))
-    elif not isinstance(value, list | tuple | deque):
+    """Containers within it, too, but no subclasses, which may have attributes."""
+    if type(value) is dict:
+        value = list(value.values())
+    if type(value) not in (list, tuple, deque):
         return value
     return [_last(each, most) for each in islice(reversed(value), most)]
 

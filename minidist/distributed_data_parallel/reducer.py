@@ -62,7 +62,7 @@ class Reducer:
         self.answered = False  # the last forward pass of the others, by `answer`
         self.strays = 0  # gradients that came by no forward pass of the wrapper
         self.reached: dict[str, Any] = {}  # parts of the module that a user has, by the wrapper
-        # Methods whose outputs the backward pass that is on its way has come by.
+        # Methods beside the wrapper: the backward pass that goes on now has come by their outputs.
         self._beside = weakref.WeakValueDictionary[str, Callable[[], None]]()
 
         self._buckets: list[Any] = []
@@ -135,9 +135,10 @@ class Reducer:
         beside = self._beside  # graphs must not hold us
 
         def come_by(_: Any) -> None:
-            def end() -> None: ...
+            def end() -> None:
+                beside.pop(name, None)
 
-            beside[name] = end  # autograd drops it with the pass, and then it is gone from here
+            beside[name] = end  # gone as well if the pass fails: autograd drops it
             Variable._execution_engine.queue_callback(end)
 
         for graph in graphs:

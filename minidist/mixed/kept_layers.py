@@ -32,8 +32,8 @@ def require_in_layers(module: nn.Module, layers: nn.Sequential) -> None:
 
 
 def keep_only(module: nn.Module, kept: set[nn.Module], elsewhere: set[torch.Tensor]) -> None:
-    """Take out of a module the modules that are not in `kept`, and of those that stay because of
-    what is in them the parameters and buffers that only another rank's layers have."""
+    """Take out of a module all modules that are not in `kept` and have none of these within them;
+    and of all that stay the parameters and buffers that are `elsewhere`: on other ranks only."""
     for table in (module._parameters, module._buffers):
         for name in [name for name, tensor in table.items() if tensor in elsewhere]:
             del table[name]

@@ -78,14 +78,17 @@ def rpc_session(timeout: float = 30, threads: int = 16) -> Iterator[RpcSession]:
         rpc.init_rpc(name_of(rank), rank=rank, world_size=world_size, rpc_backend_options=options)
     _Process.sessions += 1
     session = RpcSession()
+    # They meet in a group of their own: what a rank serves meanwhile may use the default group.
+    leaving = dist.new_group(backend="gloo")
     try:
         yield session
         if session.together:
-            dist.barrier()  # not within `shutdown`, where nobody waits longer than `timeout`
+            dist.barrier(leaving)  # not in `shutdown`, where nobody waits longer than `timeout`
     except BaseException:
         session.together = False
         raise
     finally:
         rpc.shutdown(graceful=session.together, timeout=int(timeout))
-    if session.together:
-        dist.barrier()  # they leave by the store of rank 0, which ends here
+        if session.together:
+            dist.barrier(leaving)  # they leave by the store of rank 0, which ends here
+        dist.destroy_process_group(leaving)

@@ -166,10 +166,10 @@ class Pipeline(Wrapper):
         inputs: (rows, …), or several such tensors in a tuple, list or dict, for the first layer.
         kwargs: go to each layer whose `forward` has an argument of that name, such as a mask
         (rows, …); none goes into a layer's `**kwargs`, which does not say what it takes. Tensors
-        are cut by rows, all else is the same for all micro-batches. The shapes
-        of what a stage gives may depend on flags and words among them, but not on numbers, which
-        may be others in each step. Used on the first rank only. targets: (rows, …), or several, and
-        loss_fn: used on the last. The others may pass the same, or None.
+        are cut by rows, all else is the same for all micro-batches. The shapes of what a stage
+        gives may depend on flags and words among them, but not on numbers, which may be others in
+        each step. Used on the first rank only. targets: (rows, …), or several, and loss_fn: used on
+        the last. The others may pass the same, or None.
         loss_fn: called with the outputs and targets of a micro-batch; returns the *mean* over its
         rows. Micro-batches may differ by a row, so each counts by its rows; the sum is the mean
         over the batch. (A mean over what is not the same in all rows, such as words that are not

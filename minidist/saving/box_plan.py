@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from minidist.common.replicas import each_once
 from minidist.saving.boxes import Boxed
 from minidist.saving.whole_states import Entries
 
@@ -159,23 +160,15 @@ class _Rooms(DefaultLoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         view = super().resolve_tensor(read_item)
         # Torch refuses to write to an expanded tensor: it is read beside it.
-        return view if _once(view) is view else view.new_empty(view.shape)
+        return view if each_once(view) is view else view.new_empty(view.shape)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         view = super().resolve_tensor(read_item)
-        if (once := _once(view)) is not view:
-            first = tuple(slice(size) for size in once.shape)
+        if (once := each_once(view)) is not view:
+            first = tuple(map(slice, once.shape))
             once.copy_(tensor[first])
             if not torch.isclose(view, tensor, rtol=0, atol=0, equal_nan=True).all():
                 raise ValueError(
                     f"{read_item.dest_index.fqn} is expanded in the model, so some of its elements "
                     "are one in memory, and here they are other numbers"
                 )
-
-
-def _once(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a tensor that is expanded, each element once; any other as it is."""
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor

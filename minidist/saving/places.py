@@ -63,19 +63,21 @@ def places_of(model: nn.Module) -> tuple[list[Place], dict[str, Any]]:
     """Of each parameter and buffer in the model's state its place; and what else is in it, by name,
     such as a tensor that a hook has made for the state.
 
-    No rank waits for another. Raises TypeError for a DTensor that a hook has made.
+    No rank waits for another. Raises TypeError for what a hook has made of shards.
     """
+    named = _named(model)  # first: a hook before it may reshard
     cuts, own = dict(_cuts(model)), {*model.parameters(), *model.buffers()}
+    shards = {name for name, p in _bare(model).named_parameters() if p in cuts}
     found: dict[torch.Tensor, Place] = {}
     others: dict[str, Any] = {}
-    for name, value in _named(model).items():
+    for name, value in named.items():
         # To read into a tensor that is not the model's own would change nothing.
         is_own = isinstance(value, torch.Tensor) and value in own
         if not is_own or name.rpartition(".")[2] == EXTRA_STATE:
-            if isinstance(value, DTensor):
+            if isinstance(value, DTensor) or name in shards:
                 raise TypeError(
-                    f"{name} is no parameter of the model but made of sharded ones, by a hook for "
-                    "its state: other ranks could not share it out. Save and load without the hook"
+                    f"{name} is no parameter of the model but made of a rank's shard, by a hook "
+                    "for its state: no other rank could read it. Save and load without the hook"
                 )
             others[name] = value
             continue
@@ -90,10 +92,14 @@ def without_ddp(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, TorchDDP) else model
 
 
+def _bare(model: nn.Module) -> Any:
+    bare = without_ddp(model)
+    return bare.module if isinstance(bare, MixedParallel) else bare
+
+
 def _named(model: nn.Module) -> dict[str, Any]:
     """The model's own tensors, by the names of the bare module."""
-    bare: Any = without_ddp(model)
-    bare = bare.module if isinstance(bare, MixedParallel) else bare
+    bare = _bare(model)
     with FullyShardedDataParallel.state_dict_type(bare, StateDictType.SHARDED_STATE_DICT):
         return dict(bare.state_dict(keep_vars=True))
 
@@ -145,7 +151,10 @@ def trained_by(optimizer: torch.optim.Optimizer, places: Sequence[Place]) -> lis
         for parameter in group["params"]:
             place = by_tensor.get(parameter)
             if place is None:
-                raise ValueError("the optimizer has a parameter that is not the model's")
+                raise ValueError(
+                    "the optimizer has a parameter that is not the model's, or of which a hook "
+                    "makes something else for the model's state"
+                )
             own, boxes = place.local, place.boxes() if pieces is None else []
             if pieces is not None and parameter in pieces:
                 own, boxes = pieces[parameter].own, place.boxes(pieces[parameter].span)

@@ -5,12 +5,11 @@ So a rank leaves a note beside its file when the disk holds it, and rank 0's thr
 notes before it makes the folder a checkpoint.
 """
 
-import atexit
 import pickle
 import shutil
 import threading
-import time
 from collections.abc import Callable
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from minidist.saving.box_plan import BoxPlan, Copies
 from minidist.saving.naive import sync
 
 LOOK = 0.01  # seconds between two looks for notes
-AT_EXIT = 30.0  # seconds that a program's end waits for saves
+AT_EXIT = 30.0  # seconds that a process's end waits for a save
 
 
 class Writing:
@@ -38,7 +37,8 @@ class Writing:
     def start(self, then: Callable[[], object]) -> None:
         """Write. Rank 0 does `then` when the checkpoint is whole."""
         self._then = then
-        _UNFINISHED.add(self)
+        # At the end of any process, also one that multiprocessing started: atexit knows no such.
+        self._at_exit = Finalize(None, self._finish_at_exit, exitpriority=0)
         self._thread.start()
 
     def wait_written(self) -> None:
@@ -51,7 +51,7 @@ class Writing:
 
     def abandon(self) -> None:
         """There will be no such checkpoint. On rank 0, its folder goes."""
-        _UNFINISHED.discard(self)
+        self._at_exit.cancel()
         self._abandoned.set()
         self._thread.join()
         if self._rank == 0:
@@ -68,7 +68,18 @@ class Writing:
         finally:
             self._written.set()
             if self.problem is None:
-                _UNFINISHED.discard(self)
+                self._at_exit.cancel()
+
+    def _finish_at_exit(self) -> None:
+        """For a program that ends without `close`, whose threads would end with it."""
+        self.wait_whole(AT_EXIT)
+        if self.problem is not None:
+            raise self.problem
+        if self._thread.is_alive():
+            raise RuntimeError(
+                f"{self.folder} was not whole {AT_EXIT:g} seconds after the program's end, and is "
+                "lost: call close() before, which waits"
+            )
 
     def _write(self) -> None:
         results = self._plan.write(self.folder, self._copies)
@@ -100,22 +111,6 @@ class Writing:
 
     def _note(self, rank: int) -> Path:
         return self.folder / f"rank-{rank}.note"
-
-
-_UNFINISHED: set[Writing] = set()  # or failed, and nobody has waited for them
-
-
-@atexit.register
-def _finish() -> None:
-    """For a program that ends without `close`, whose threads would end with it."""
-    until = time.monotonic() + AT_EXIT
-    for writing in list(_UNFINISHED):
-        writing.wait_whole(max(0.0, until - time.monotonic()))
-    for writing in _UNFINISHED:
-        raise writing.problem or RuntimeError(
-            f"{writing.folder} was not whole {AT_EXIT:g} seconds after the program's end, and is "
-            "lost: call close() before, which waits"
-        )
 
 
 def _named(error: BaseException, folder: Path) -> RuntimeError:

@@ -86,8 +86,9 @@ class _CrossEntropy(torch.autograd.Function):
         # largest and the smallest of their digests, which are less than 2^23: float32 is exact.
         widths = logits.new_zeros(world_size)
         widths[rank] = logits.shape[1]
-        odd = torch.arange(1, 2 * len(targets), 2, device=targets.device)
-        digest = ((targets * odd).sum() % 2**23).to(logits.dtype)
+        weights = torch.arange(1, len(targets) + 1, device=targets.device) * 2654435761
+        weights ^= weights >> 15  # as if drawn at random
+        digest = ((targets * weights).sum() % 8388593).to(logits.dtype)  # a prime
         message = torch.cat([logits.amax(1), widths, torch.stack([digest, -digest])])
         dist.all_reduce(message, dist.ReduceOp.MAX, group)  # (N + t + 2,)
         largest, widths, digests = message.tensor_split([len(logits), -2])

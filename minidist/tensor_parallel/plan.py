@@ -46,11 +46,12 @@ def split_by(model: nn.Module, plan: Mapping[str, Any], where: Where) -> None:
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, made[name])
     for module in model.modules():
-        if isinstance(module, nn.TransformerEncoderLayer):
-            # Evaluated, it would read the weights of its parts, this rank's, and not call them.
-            module.activation_relu_or_gelu = 0
-        elif isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False  # which only that way of its layers takes
+        if any(isinstance(part, ParallelLayer) for part in module.modules()):
+            if isinstance(module, nn.TransformerEncoderLayer):
+                # Evaluated, it would read the weights of its parts, this rank's, and not call them.
+                module.activation_relu_or_gelu = 0
+            elif isinstance(module, nn.TransformerEncoder):
+                module.use_nested_tensor = False  # which only that way of its layers takes
 
 
 def _tie(model: nn.Module, made: Mapping[str, nn.Module]) -> None:

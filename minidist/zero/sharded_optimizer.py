@@ -280,14 +280,16 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
     def load_shard_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take one that has this rank's states already: those of its pieces, (n,), by the numbers
         of their parameters."""
-        super().load_state_dict({**state_dict, "state": {}})
+        loaded: dict[str, Any] = {}  # as hooks before it have made it
+        with self.register_load_state_dict_pre_hook(lambda _, state: loaded.update(state)):
+            super().load_state_dict(state_dict)
         self._whole_states = None
         _copy_options(self, self._inner)
         # The optimizer takes its states itself: it knows of what dtype, and on which device.
         numbers = {p: number for number, p in enumerate(self._parameters())}
         wholes = {piece.own: numbers[piece.whole] for piece in self._pieces}
         own = [wholes[p] for group in self._inner.param_groups for p in group["params"]]
-        states = {n: state_dict["state"][k] for n, k in enumerate(own) if k in state_dict["state"]}
+        states = {n: loaded["state"][k] for n, k in enumerate(own) if k in loaded["state"]}
         self._inner.load_state_dict({**self._inner.state_dict(), "state": states})
         self._take_states()
 
