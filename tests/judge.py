@@ -13,6 +13,7 @@ system does not say what others took (macOS), a wrong number always fails.
 
 import ast
 import dis
+import importlib.util
 import json
 import os
 import re
@@ -24,6 +25,18 @@ from types import CodeType
 from typing import Any
 
 import pytest
+
+# nbformat imports this by way of jsonschema, which can do without. It takes each process seconds,
+# and checks addresses, which the format of notebooks does not ask for.
+sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
+
+# By its file: with the package would come torch, which takes seconds too.
+_spec = importlib.util.spec_from_file_location(
+    "quiet", Path(__file__).parents[1] / "minidist" / "bench" / "quiet.py"
+)
+assert _spec is not None and _spec.loader is not None
+quiet = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(quiet)
 
 NOT_JUDGED = pytest.StashKey[set[str]]()  # the names that a notebook's skipped cells define
 # For each name of a notebook, what others took of the machine in the cells that made it: the most.
@@ -38,9 +51,7 @@ class Report:
         self.file = Path(file)
         self.found: dict[str, Any] = {"passed": [], "skipped": [], "busy": [], "failed": {}}
         self.left: set[str] = set()  # what was found and has not come to its end
-        self.told: set[str] = (
-            set()
-        )  # of what it is known whether it passed; not if it was only set up
+        self.told: set[str] = set()  # those known to have passed or not, not only to be set up
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.expect(item.nodeid for item in session.items)
@@ -162,8 +173,6 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     timed, hung = is_timed(item), getattr(item.parent, "timed_out", False)
     not_judged = item.parent.stash.setdefault(NOT_JUDGED, set())
     if timed:
-        from minidist.bench import quiet, turns  # not before it is needed: it imports torch
-
         moment = quiet.Moment(os.getpid())
     try:
         result = yield
@@ -175,7 +184,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
             raise  # whatever else it says: an interrupted cell may go on
         undefined = re.match(r"name '(\w+)' is not defined", said) if kind == "NameError" else None
         wrong = timed and is_wrong_number(kind, said)
-        if wrong and (share := max(moment.share(), share)) > turns.LIMIT:
+        if wrong and (share := max(moment.share(), share)) > quiet.LIMIT:
             why = f"others took {share:.0%} of the machine"
         elif undefined and undefined[1] in not_judged:
             why = "a cell before it was not judged"

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from textwrap import indent
 
+import gate
 import judge
 import nbformat
 import pytest
@@ -33,6 +34,8 @@ def test_alone():
 """
 
 
+# One run of pytest, as the gate judges it.
+ONE_RUN = [*gate.PYTEST[1:], "report.json", *gate.OPTIONS, "tests", "notebooks"]
 WITH_LIMIT = "import sys, gate; gate.LIMIT = {}; sys.exit(gate.main(sys.argv[1:]))"
 
 
@@ -52,7 +55,7 @@ def judged(tmp_path):
     shutil.copy(here.parent / "notebooks" / "sanitize.cfg", tmp_path / "notebooks")
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -ra\nmarkers =\n  alone\n  soak\n")
 
-    def judged(files, cells=(), workers="1", arguments=(), limit=300, **sources):
+    def judged(files, cells=(), workers="1", arguments=(), limit=300, program=None, **sources):
         for name, source in sources.items():
             (tmp_path / "tests" / f"{name}.py").write_text(source)
         for name, fails in files.items():
@@ -60,7 +63,7 @@ def judged(tmp_path):
         if cells:
             nbformat.write(new_notebook(cells=list(cells)), tmp_path / "notebooks" / "a.ipynb")
         ran = subprocess.run(
-            [sys.executable, "-c", WITH_LIMIT.format(limit), *arguments],
+            [sys.executable, *(program or ["-c", WITH_LIMIT.format(limit)]), *arguments],
             cwd=tmp_path,
             env=environ(workers),
             capture_output=True,
@@ -154,12 +157,12 @@ def test_a_worker_that_dies_fails(judged, source, workers):
         # What cannot be sent to pytest's first process ends xdist, with the other tests undone.
         ("def test(): assert 1 == 2, 'name \\udc80'", "not all tests ran"),
         ("import os, pytest\n@pytest.mark.alone\ndef test(): os._exit(0)", "not all tests ran"),
-        ("import time\ndef test(): time.sleep(60)", "pytest did not end within 15 s"),
+        ("import time\ndef test(): time.sleep(60)", "pytest did not end within 5 s"),
     ],
     ids=["no report", "no end", "too long"],
 )
 def test_where_not_all_ran_it_fails(judged, source, said):
-    limit = 15 if "15 s" in said else 300
+    limit = 5 if "5 s" in said else 300
     code, all_said = judged({"a": [0]}, test_b=source, limit=limit)
     assert code == 1 and said in all_said, all_said
 
@@ -239,7 +242,7 @@ def test_a_notebook_runs_again_whole(judged):
 
 
 def test_what_is_measured_on_a_busy_machine_is_not_judged(judged):
-    conftest = "from minidist.bench.quiet import Moment\nMoment.share = lambda moment: 0.5\n"
+    conftest = "from judge import quiet\nquiet.Moment.share = lambda moment: 0.5\n"
     time = "import pytest\n@pytest.mark.alone\ndef test_time(): assert 2 < 1\n"
     cells = [
         cell("print(2 < 1)\nassert 2 < 1; fast = 1", "False", "alone"),
@@ -266,15 +269,15 @@ def test_a_cell_may_assert_what_was_measured_when_the_machine_was_busy(judged):
         "assert c < 1": 0.0,  # busy: that cell had made the name
     }
     conftest = (
-        "from minidist.bench.quiet import Moment\n"
+        "from judge import quiet\n"
         f"shares = {list(cells.values())}\n"
-        "Moment.share = lambda moment: shares.pop(0)\n"
-        "Moment.lasted = lambda moment: 1.0\n"
+        "quiet.Moment.share = lambda moment: shares.pop(0)\n"
+        "quiet.Moment.lasted = lambda moment: 1.0\n"
     )
     cells = [cell(source, "", "alone") for source in cells]
     cells.insert(5, cell("c = a\ndef f(): return c", ""))
-    code, said = judged({"a": [0]}, cells, conftest=conftest)
-    assert code == 1 and "3 failed, 4 passed, 4 skipped" in said, said
+    code, said = judged({}, cells, program=ONE_RUN, conftest=conftest)
+    assert code == 1 and "3 failed, 3 passed, 4 skipped" in said, said
     for busy in (4, 6, 8, 9):
         assert f"others took 50% of the machine; then Cell {busy}" in said
 
@@ -301,8 +304,8 @@ def test_names_of_a_cell(source, read, made):
 @pytest.mark.parametrize("busy_runs, code", [(2, 0), (9, 1)])
 def test_what_runs_again_on_a_busy_machine_gets_more_runs(judged, busy_runs, code):
     conftest = (
-        "import os\nfrom minidist.bench.quiet import Moment\n"
-        "Moment.share = lambda moment: 0.5 if os.path.getsize('runs') > 1 else 0.0\n"
+        "import os\nfrom judge import quiet\n"
+        "quiet.Moment.share = lambda moment: 0.5 if os.path.getsize('runs') > 1 else 0.0\n"
     )
     count = "with open('runs', 'a') as file:\n        n = file.write('x') and file.tell()"
     time = f"import pytest\n@pytest.mark.alone\ndef test_time():\n    {count}\n"
@@ -314,7 +317,7 @@ def test_what_runs_again_on_a_busy_machine_gets_more_runs(judged, busy_runs, cod
 
 
 def test_on_a_busy_machine_all_but_wrong_numbers_are_judged(judged):
-    conftest = "from minidist.bench.quiet import Moment\nMoment.share = lambda moment: 0.5\n"
+    conftest = "from judge import quiet\nquiet.Moment.share = lambda moment: 0.5\n"
     time = "import pytest\n@pytest.mark.alone(always_judged=True)\ndef test_time(): assert 2 < 1\n"
     cells = [
         cell("print(1)", "2"),  # not timed
@@ -324,25 +327,33 @@ def test_on_a_busy_machine_all_but_wrong_numbers_are_judged(judged):
         cell("assert fast", ""),  # busy too
         cell("assert 2 < 1", ""),  # not timed
     ]
-    code, said = judged({"a": [0]}, cells, conftest=conftest, test_time=time)
-    assert code == 1 and "5 failed, 1 passed, 2 skipped" in said, said
+    code, said = judged({}, cells, program=ONE_RUN, conftest=conftest, test_time=time)
+    assert code == 1 and "5 failed, 2 skipped" in said, said
     for name in ("Cell 2", "Cell 4"):
         assert f"then {name}" in said
 
 
 def test_a_cell_that_takes_too_long_fails_though_it_goes_on(judged, monkeypatch):
-    conftest = "from minidist.bench.quiet import Moment\nMoment.share = lambda moment: 0.5\n"
+    conftest = "from judge import quiet\nquiet.Moment.share = lambda moment: 0.5\n"
     quick = ["--nbval-cell-timeout=2"]
     for cells in (
         [cell("!sleep 9; echo ok", "ok", "alone"), cell("print(1)", "2")],
         [cell("print(1)", "1", "alone"), cell("!sleep 9", "")],
     ):
-        code, said = judged({"a": [0]}, cells, conftest=conftest, arguments=quick)
+        code, said = judged({}, cells, program=ONE_RUN, conftest=conftest, arguments=quick)
         assert code == 1 and "1 failed" in said, said
 
 
+def test_to_judge_needs_nothing_that_is_slow_to_import(judged):
+    """Else each run of pytest, and each worker, takes seconds more."""
+    source = "import sys, nbformat, pytest\n@pytest.mark.alone\ndef test():\n"
+    source += "    assert not sys.modules.get('torch') and not sys.modules.get('rfc3987_syntax')\n"
+    code, said = judged({}, program=ONE_RUN, test_a=source)
+    assert code == 0 and "1 passed" in said, said
+
+
 def test_what_is_measured_on_a_quiet_machine_is_judged(judged):
-    conftest = "from minidist.bench.quiet import Moment\nMoment.share = lambda moment: 0.0\n"
+    conftest = "from judge import quiet\nquiet.Moment.share = lambda moment: 0.0\n"
     time = "import pytest\n@pytest.mark.alone\ndef test_time(): assert 2 < 1\n"
     code, said = judged({"a": [0]}, conftest=conftest, test_time=time)
     assert code == 1 and "Not flaky, but wrong: tests/test_time.py" in said
@@ -367,7 +378,7 @@ def test_only_a_wrong_number_is_excused(kind, said, wrong):
 
 def test_an_error_in_a_cell_is_the_notebooks(judged):
     """Its traceback holds lines of the source, which may name other errors."""
-    conftest = "from minidist.bench.quiet import Moment\nMoment.share = lambda moment: 0.5\n"
+    conftest = "from judge import quiet\nquiet.Moment.share = lambda moment: 0.5\n"
     on_a_rank = "import minidist as md\ndef f():\n    {}\nmd.launch(f, world_size={})"
     cells = [
         cell(on_a_rank.format("assert 2 < 1", 1), "", "alone"),
@@ -375,7 +386,7 @@ def test_an_error_in_a_cell_is_the_notebooks(judged):
         cell(on_a_rank.format("raise KeyError('AssertionError')", 1), "", "alone"),
         cell("raise ValueError('a')  # AssertionError: b", "", "alone"),
     ]
-    code, said = judged({"a": [0]}, cells, conftest=conftest)
-    assert code == 1 and "2 failed, 1 passed, 2 skipped" in said, said
+    code, said = judged({}, cells, program=ONE_RUN, conftest=conftest)
+    assert code == 1 and "2 failed, 2 skipped" in said, said
     for excused in ("Cell 0: RankError: rank 0", "Cell 1: RankError: every rank"):
         assert f"then {excused} raised AssertionError" in said

@@ -11,6 +11,7 @@ from pathlib import Path
 
 PROC = Path("/proc")
 MOMENT = 0.3  # seconds, the shortest that can be judged: the kernel counts in hundredths
+LIMIT = 0.05  # of the machine: a moment in which others take more is thrown away
 UNKNOWN = -1.0
 
 

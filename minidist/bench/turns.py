@@ -9,10 +9,9 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from minidist.bench.quiet import MOMENT, UNKNOWN, Moment
+from minidist.bench.quiet import LIMIT, MOMENT, UNKNOWN, Moment
 from minidist.bench.rows import Noise, Row
 
-LIMIT = 0.05  # of the machine: a moment in which others take more is thrown away
 PATIENCE = 1.0  # seconds that may be thrown away of any measurement, however short
 TRIES = 3  # of a program that runs on processes of its own
 BLOCKS = 2  # of each that is timed alone

@@ -88,7 +88,9 @@ def rpc_session(timeout: float = 30, threads: int = 16) -> Iterator[RpcSession]:
         session.together = False
         raise
     finally:
-        rpc.shutdown(graceful=session.together, timeout=int(timeout))
-        if session.together:
-            dist.barrier(leaving)  # they leave by the store of rank 0, which ends here
-        dist.destroy_process_group(leaving)
+        try:
+            rpc.shutdown(graceful=session.together, timeout=int(timeout))
+            if session.together:
+                dist.barrier(leaving)  # they leave by the store of rank 0, which ends here
+        finally:
+            dist.destroy_process_group(leaving)

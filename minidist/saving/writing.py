@@ -37,7 +37,7 @@ class Writing:
     def start(self, then: Callable[[], object]) -> None:
         """Write. Rank 0 does `then` when the checkpoint is whole."""
         self._then = then
-        # At the end of any process, also one that multiprocessing started: atexit knows no such.
+        # Not atexit: a process that multiprocessing started ends without it.
         self._at_exit = Finalize(None, self._finish_at_exit, exitpriority=0)
         self._thread.start()
 
