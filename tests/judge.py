@@ -26,10 +26,6 @@ from typing import Any
 
 import pytest
 
-# nbformat imports this by way of jsonschema, which can do without. It takes each process seconds,
-# and checks addresses, which the format of notebooks does not ask for.
-sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
-
 # By its file: with the package would come torch, which takes seconds too.
 _spec = importlib.util.spec_from_file_location(
     "quiet", Path(__file__).parents[1] / "minidist" / "bench" / "quiet.py"
