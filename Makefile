@@ -2,7 +2,8 @@
 # make test   lints, runs the tests, and runs every notebook against its stored outputs; it also
 #             installs the systems of the lesson real_tools, which needs a C++ compiler (g++);
 #             all but these: make test WITHOUT_TOOLS=1
-# make soak   runs the long tests: hundreds of launches, interrupts and kills
+# make soak   runs the long tests: hundreds of launches, interrupts and kills; and the cases, such as
+#             those on the other backend, that make test leaves out
 # make browser   runs lesson 1 in Chromium, as a learner would
 # All make the environment first when it is missing or out of date.
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import cloudpickle
 import hypothesis
@@ -51,6 +52,22 @@ ON_BOTH = {
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "pools" in metafunc.fixturenames and metafunc.module.__name__ in ON_BOTH:
         metafunc.parametrize("pools", ["gloo", "shm"], indirect=True, scope="module")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`make test` runs one in n cases of a test that is marked so, and a case for both backends on
+    one of them; `make soak` runs the others. A checksum of the case decides, not its number: that
+    depends on what else was asked for."""
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            marker = item.get_closest_marker("one_in")
+            backend = item.callspec.params.get("pools")
+            case = item.name.replace(f"[{backend}", "[", 1)
+            if (marker and crc32(case.encode()) // 2 % marker.args[0]) or (
+                backend and crc32(case.encode()) % 2 != (backend == "shm")
+            ):
+                item.add_marker("soak")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -117,6 +117,7 @@ def test_a_right_answer_passes(check, answer, kept) -> None:
     assert verdict.right, verdict
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("check", "answer"), cases(1))
 def test_a_wrong_answer_gets_a_sentence_and_a_hint(check, answer, kept) -> None:
     check.forget()
@@ -170,6 +171,7 @@ MALFORMED = [
 ENDS = [gone, left, no_parameters]  # of a rank, which are the same for all checks
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("lesson", "check", "malformed"),
     [

@@ -843,6 +843,7 @@ def test_torchs_checkpoints_at_another_number_of_ranks(pools, tmp_path):
 # ---- all of them ------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name, size", [(name, 2 + i % 2) for i, name in enumerate(CASES)])
 def test_as_one_process(pools, name, size):
     assert pools(size)(CASES[name]) == [{}] * size
@@ -857,6 +858,7 @@ OPTIMIZERS = [
 NOT_FOR_DTENSORS = torch.optim.Rprop, torch.optim.Adafactor, torch.optim.LBFGS
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
 def test_torchs_optimizers(pools, kind):
     """What does not work with torch's own sharding raises here, too."""

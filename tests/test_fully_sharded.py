@@ -461,6 +461,7 @@ MODELS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_any_model(pools, name):
     make, wrap, allowed = MODELS[name]

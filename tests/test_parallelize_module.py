@@ -96,6 +96,7 @@ def train(make, plan, sequence_parallel, limit, kind, loss_of=md.vocab_parallel_
     return found + same(wholes(model.state_dict()), dense.state_dict())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", MODELS)

@@ -412,7 +412,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("dies", "updates"), [("3", 20 + 20 + 5), ("3, last", 20 + 20 + 20)])
+LAST = pytest.param("3, last", 20 + 20 + 20, marks=pytest.mark.soak)
+
+
+@pytest.mark.parametrize(("dies", "updates"), [("3", 20 + 20 + 5), LAST])
 def test_an_asynchronous_server_goes_on_without_a_trainer_that_dies(tmp_path, dies, updates):
     """Amid its steps, or when it has no more and waits for the others. Processes of their own: in
     a pool, a rank that dies ends them all."""

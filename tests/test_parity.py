@@ -81,6 +81,7 @@ class Partial(nn.Module):
         return self.net(x)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5])
 @pytest.mark.parametrize("name", [*MODELS, "partial"])
 def test_distributed_data_parallel_trains_as_one_process_does(pools, name, world_size):

@@ -869,7 +869,7 @@ def test_a_supervisor_that_is_killed_as_ranks_start_leaves_no_folder(monkeypatch
 
 
 @needs_proc
-@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("ends", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_a_daemon_may_start_ranks(ends, tmp_path):
     """A worker of a multiprocessing.Pool is one. It ends with its program, and so do its ranks."""
     source = f"""

@@ -221,6 +221,7 @@ def uninterrupted(pools):
     return after_six
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_run_goes_on_to_the_bit(pools, tmp_path, strategy, uninterrupted):
     wanted = uninterrupted(strategy, tmp_path)

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from programs import SEED, SOAK, Family, Program
+from programs import SEED, SOAK, Family, Program, few
 from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
@@ -1414,7 +1414,7 @@ if "in flight" in sys.argv and dist.get_rank() == 0:
 """
 
 
-@pytest.mark.parametrize("end", ["atexit", "in flight"])
+@pytest.mark.parametrize("end", few(["atexit", "in flight"], {"in flight"}))
 def test_a_script_under_torchrun_ends_well_with_or_without_farewell(tmp_path, end):
     family = Family()
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from agents import FAR, free_port
-from programs import HERE, eventually
+from programs import HERE, eventually, few
 from torch.utils.data import TensorDataset
 
 from minidist import zoo
@@ -130,7 +130,7 @@ def require_next_after_a_checkpoint(folder):
 # ---- the script, unchanged -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["python", "standalone", "nodes"])
+@pytest.mark.parametrize("how", few(["python", "standalone", "nodes"], {"python", "nodes"}))
 def test_the_script_is_the_same_everywhere(start, tmp_path, how):
     script = train(STEPS)
     if how == "python":
@@ -179,6 +179,7 @@ def test_torch_takes_in_no_node_while_agents_share_their_store(start, tmp_path):
     assert re.search(r"DistStoreError: wait timeout .*/MASTER_ADDR", second.printed())
 
 
+@pytest.mark.soak
 def test_the_node_with_the_store_dies(start, tmp_path):
     """Then the others end as well. Started again, with other ranks, the run goes on."""
     words = node("2", free_port(), *train(2 * STEPS, "--pause", 0.1))
