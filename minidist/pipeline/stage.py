@@ -17,8 +17,7 @@ Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241).
 import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -103,7 +102,7 @@ class Stage:
         # Gives the received tensors that need a gradient, and the graph that autograd has recorded,
         # held by its end at each output. The outputs themselves may be freed.
         self._kept: dict[int, Callable[[], tuple[list[torch.Tensor], list[GradientEdge]]]] = {}
-        self._deferred: dict[int, list[Deferred]] = {}
+        self._deferred: dict[int, list[Callable[[], None]]] = {}
 
     @property
     def groups(self) -> Sequence[dist.ProcessGroup]:
@@ -167,8 +166,8 @@ class Stage:
 
     def backward_weights(self, microbatch: int) -> None:
         """Add the gradients of the weights, which `backward_inputs` has left out."""
-        for deferred in self._deferred.pop(microbatch):
-            deferred.run()
+        for add in self._deferred.pop(microbatch):
+            add()
 
 
 def _keep(inputs: Any, made: Any) -> tuple[list[torch.Tensor], list[GradientEdge]]:
@@ -199,33 +198,17 @@ class _Enter(torch.autograd.Function):
 
 # ---- backward in two parts ---------------------------------------------------------------------
 
-_Fork = tuple[list[GradientEdge], list[torch.Tensor]]
-
-
-@dataclass
-class Deferred:
-    """A fork: the gradients that have come to it, and the weights that branch off there (None: all
-    weights beyond)."""
-
-    edges: list[GradientEdge]
-    gradients: list[torch.Tensor | None]
-    weights: list[torch.Tensor] | None
-
-    def run(self) -> None:
-        """Add to the weights' gradients."""
-        torch.autograd.backward(self.edges, self.gradients, inputs=self.weights)
-
 
 def backward_inputs(
     ends: Sequence[GradientEdge],
     gradients: Sequence[torch.Tensor | None],
     inputs: Sequence[torch.Tensor],
-) -> tuple[list[torch.Tensor | None], list[Deferred]]:
-    """The gradients for `inputs`, and what is left to do for the weights. The graph ends in `ends`,
-    where `gradients` come in (None stands for a loss's own, 1). Without inputs everything is left
-    for later."""
+) -> tuple[list[torch.Tensor | None], list[Callable[[], None]]]:
+    """The gradients for `inputs`; and functions, one for each fork, that add to those of the
+    weights. The graph ends in `ends`, where `gradients` come in (None stands for a loss's own, 1).
+    Without inputs everything is left for later."""
     if not inputs:
-        return [], [Deferred(list(ends), list(gradients), None)]
+        return [], [partial(torch.autograd.backward, ends, gradients)]
     forks = _forks(ends, {get_gradient_edge(x).node for x in inputs})
     uses = Counter(weight for _, weights in forks for weight in weights)
     # From the later use of a weight, the way to it leads over the earlier: both parts at once.
@@ -239,16 +222,19 @@ def backward_inputs(
         if own is not None:
             weight.grad = own if weight.grad is None else weight.grad + own
     at = dict(zip(edges, found[len(inputs) + len(several) :], strict=True))
-    left = []
+    left: list[Callable[[], None]] = []
     for own_edges, weights in forks:
         once = [weight for weight in weights if uses[weight] == 1]
         reached = {edge: at[edge] for edge in own_edges if at[edge] is not None}
         if once and reached:
-            left.append(Deferred(list(reached), list(reached.values()), once))
+            ready = list(reached), list(reached.values())
+            left.append(partial(torch.autograd.backward, *ready, inputs=once))
     return list(found[: len(inputs)]), left
 
 
-def _forks(ends: Sequence[GradientEdge], inputs: set[Node]) -> list[_Fork]:
+def _forks(
+    ends: Sequence[GradientEdge], inputs: set[Node]
+) -> list[tuple[list[GradientEdge], list[torch.Tensor]]]:
     """The nodes on the way to the inputs from which weights branch off, and those ends from which
     no way leads there: the edges by which gradients come to each, and the weights."""
     edges: dict[Any, dict[int, None]] = defaultdict(dict)  # by which gradients come to a node
