@@ -37,21 +37,6 @@ CACHE_SIZE = 64  # kinds of batches
 # ---- micro-batches -----------------------------------------------------------------------------
 
 
-def rows_of(total: int, microbatches: int) -> list[int]:
-    """The rows of each micro-batch, as even as possible: the first ones get the remainder."""
-    small, larger = divmod(total, microbatches)
-    return [small + (i < larger) for i in range(microbatches)]
-
-
-def count_rows(inputs: Any) -> int:
-    """The rows of a batch: the length of the first tensor in it. Raises TypeError if there is
-    none."""
-    for tensor in tensors_of(inputs):
-        if tensor.ndim:
-            return len(tensor)
-    raise TypeError("the inputs of a pipeline are a tensor, its rows first, or several of these")
-
-
 def split_into_microbatches(what: str, batch: Any, rows: Sequence[int]) -> list[Any]:
     """The micro-batches: tensors are split by rows, all else is the same in each. Raises ValueError
     for a tensor of another number of rows."""
@@ -295,10 +280,8 @@ class Preparation:
         whose output nobody receives. All ranks call this, and all raise if one fails."""
         assert self._peers.group is not None
         found: ActivationSpecs = {}
-        sizes = [0, len(rows) - 1]  # the largest micro-batch, and the smallest
-        if rows[0] == rows[-1] and not self._strategy:
-            sizes = [0]
-        for i in sizes:
+        alike = rows[0] == rows[-1] and not self._strategy
+        for i in [0] if alike else [0, len(rows) - 1]:  # the largest micro-batch, and the smallest
             activation: Any = parts[i] if parts else None
             for stage in range(self._stages - trains):
                 problem, message = None, [None]
@@ -319,15 +302,24 @@ class Preparation:
         return found
 
     def _count(self, inputs: Any, kwargs: dict[str, Any], trains: bool) -> int:
+        """The rows of a batch: the length of the first tensor in it."""
         for name in kwargs.keys() - self._keywords:
             raise TypeError(f"no layer has an argument {name!r}")
-        total, least = count_rows((inputs, kwargs)), self._microbatches if trains else 1
+        total = next((len(x) for x in tensors_of((inputs, kwargs)) if x.ndim), None)
+        if total is None:
+            raise TypeError(
+                "the inputs of a pipeline are a tensor, its rows first, or several of these"
+            )
+        least = self._microbatches if trains else 1
         if total < least:
             raise ValueError(f"a batch of {total} rows cannot be cut into {least} micro-batches")
         return total
 
     def _rows(self, total: int, trains: bool) -> list[int]:
-        return rows_of(total, self._microbatches if trains else min(self._microbatches, total))
+        """The rows of each micro-batch, as even as possible: the first ones get the remainder."""
+        microbatches = self._microbatches if trains else min(self._microbatches, total)
+        small, larger = divmod(total, microbatches)
+        return [small + (i < larger) for i in range(microbatches)]
 
     def _state(self) -> Any:
         """What the specs of this rank's layers depend on, besides the inputs."""
