@@ -42,6 +42,11 @@ def _last(value: Any, most: int) -> Any:
     return [_last(each, most) for each in islice(reversed(value), most)]
 
 
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """The tensors in nested tuples, lists and dicts, in torch's order."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has of a DTensor; any other tensor as it is. No rank waits for another."""
     # Not by the class: to import that takes a third of the time that torch itself takes.

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from minidist.common.tensors_in import tensors_of
 from minidist.measure.storages import is_wrapper
 
 
@@ -31,9 +31,9 @@ class Crossings(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if "_like" in str(func) or ".new_" in str(func):
             return result  # reads a tensor's shape, not its values
-        written = {x.untyped_storage()._cdata: x for x in _tensors(result)}
+        written = {x.untyped_storage()._cdata: x for x in tensors_of(result)}
         sides = {_on_host(x) for x in written.values()}
-        for x in _tensors((args, kwargs)):
+        for x in tensors_of((args, kwargs)):
             if x.untyped_storage()._cdata in written:
                 continue
             if _on_host(x) and False in sides:
@@ -41,10 +41,6 @@ class Crossings(TorchDispatchMode):
             elif not _on_host(x) and True in sides:
                 self.to_host += x.nbytes
         return result
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _on_host(tensor: torch.Tensor) -> bool:

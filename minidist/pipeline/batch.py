@@ -25,8 +25,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from minidist.collectives.peers import Peers
 from minidist.common import agree
+from minidist.common.tensors_in import tensors_of
 from minidist.common.wrapper import Guard
-from minidist.pipeline.stage import Stage, tensors_of
+from minidist.pipeline.stage import Stage
 
 Loss = Callable[[Any, Any], torch.Tensor]
 FLAGS = type(None), bool, str, torch.dtype, torch.device

@@ -17,6 +17,7 @@ from minidist.common import agree
 from minidist.common.groups import require_group
 from minidist.common.norm import clip_grad_norm_, mark_parts
 from minidist.common.replicas import broadcast_state, require_same_model
+from minidist.common.tensors_in import tensors_of
 from minidist.common.wrapper import Wrapper, copy_on_ranks
 from minidist.pipeline.balance import balance_by_parameters
 from minidist.pipeline.batch import Loss, Preparation, merge_microbatches
@@ -29,7 +30,7 @@ from minidist.pipeline.schedules import (
     interleaved,
 )
 from minidist.pipeline.simulate import Span, validate
-from minidist.pipeline.stage import Stage, StageLayers, besides_layers, keywords_of, tensors_of
+from minidist.pipeline.stage import Stage, StageLayers, besides_layers, keywords_of
 from minidist.rank import device
 
 

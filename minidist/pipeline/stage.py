@@ -24,19 +24,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from minidist.common.refusals import has_hooks
 from minidist.common.replay import Replay
+from minidist.common.tensors_in import tensors_of
 from minidist.common.wrapper import Wrapper
 
 Gradients = list[torch.Tensor | None]
 Finish = Callable[[Any, dict[str, Any]], Any]  # applied to outputs and keyword arguments
-
-
-def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """The tensors in nested tuples, lists and dicts, in torch's order."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 class StageLayers(nn.Sequential):
