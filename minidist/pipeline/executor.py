@@ -14,7 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -173,7 +173,8 @@ class Executor:
         """A stage's outputs, to be sent. Of the last one they are kept, or in training the loss."""
         own, last = self._stages[stage], stage == self._last
         if last and self._batch.training is not None:
-            self.losses.append(own.forward(i, inputs, self._weighted_loss(i)).detach())
+            finish = partial(self._weighted_loss, i, self._targets[i])
+            self.losses.append(own.forward(i, inputs, finish).detach())
             return []
         made = own.forward(i, inputs, own.onward)
         if last:
@@ -181,19 +182,13 @@ class Executor:
         spec = self._spec(stage, i)
         return [*(spec.without_graph if own.recompute else spec).flatten(made)]
 
-    def _weighted_loss(self, i: int) -> Callable[[Any, Any], torch.Tensor]:
+    def _weighted_loss(self, i: int, targets: Any, outputs: Any, _: Any) -> torch.Tensor:
         """A micro-batch's part of the batch's mean loss: fewer rows count for less."""
         assert self._batch.training is not None
-        loss_fn, rows = self._batch.training[0], self._batch.rows
-        targets = self._targets[i]
-
-        def finish(outputs: Any, _: Any) -> torch.Tensor:
-            loss = loss_fn(outputs, targets)
-            if not isinstance(loss, torch.Tensor) or loss.ndim:
-                raise ValueError("loss_fn must return one number, the mean over its rows")
-            return loss * (rows[i] / sum(rows))
-
-        return finish
+        loss, rows = self._batch.training[0](outputs, targets), self._batch.rows
+        if not isinstance(loss, torch.Tensor) or loss.ndim:
+            raise ValueError("loss_fn must return one number, the mean over its rows")
+        return loss * (rows[i] / sum(rows))
 
     @cached_property
     def _targets(self) -> list[Any]:
