@@ -24,11 +24,7 @@ from minidist.pipeline.batch import Loss, Preparation, merge_microbatches
 from minidist.pipeline.executor import Executor, added_up, find_ties
 from minidist.pipeline.instructions import Schedule
 from minidist.pipeline.meta import fill
-from minidist.pipeline.schedules import (
-    SCHEDULES,
-    forward_only,
-    interleaved,
-)
+from minidist.pipeline.schedules import SCHEDULES, forward_only, interleaved
 from minidist.pipeline.simulate import Span, validate
 from minidist.pipeline.stage import Stage, StageLayers, besides_layers, keywords_of
 from minidist.rank import device
@@ -152,8 +148,7 @@ class Pipeline(Wrapper):
         # The stages of which each rank along another axis has a shard.
         self._sharded: list[Any] = [x for x in self.wrapped if hasattr(x, "summon_full_params")]
         self._names = list(module.state_dict())
-        trained = [tie for tie in ties if tie.parameter.requires_grad]
-        self._ties = [tie for tie in trained if rank in tie.ranks]
+        self._ties = [t for t in ties if t.parameter.requires_grad and rank in t.ranks]
         self.counted_elsewhere = {t.parameter for t in self._ties if t.ranks[0] != rank}
         every = set[str]().union(*keywords)
         self._preparation = Preparation(
