@@ -11,12 +11,10 @@ says who does what when. To read, in this order:
 
 and then the four files through which a step goes:
 
-    pipeline        what users call: cuts the model, and runs a step
+    pipeline        what users call: cuts the model, or fills its stages from "meta"; runs a step
     batch           before a step: micro-batches, and the shapes of what is sent
     executor        runs a rank's list: sends and receives; adds up what two stages share
     stage           computes: forward, backward, or backward in two parts
-
-and `meta`, where each rank fills its own stages of a model on the device "meta".
 
 Lessons: layer_splitting, pipeline_schedules.
 """

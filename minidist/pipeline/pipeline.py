@@ -4,8 +4,9 @@ Lessons: layer_splitting, pipeline_schedules
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,15 +16,15 @@ from torch import nn
 from minidist.collectives.peers import Peers
 from minidist.common import agree
 from minidist.common.groups import require_group
+from minidist.common.materialize import materialize, places_of, tie_again
 from minidist.common.norm import clip_grad_norm_, mark_parts
 from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.tensors_in import tensors_of
 from minidist.common.wrapper import Wrapper, copy_on_ranks
 from minidist.pipeline.balance import balance_by_parameters
 from minidist.pipeline.batch import Loss, Preparation, merge_microbatches
-from minidist.pipeline.executor import Executor, added_up, find_ties
+from minidist.pipeline.executor import Executor, Tie, added_up, find_ties
 from minidist.pipeline.instructions import Schedule
-from minidist.pipeline.meta import fill
 from minidist.pipeline.schedules import SCHEDULES, forward_only, interleaved
 from minidist.pipeline.simulate import Span, validate
 from minidist.pipeline.stage import Stage, StageLayers, besides_layers, keywords_of
@@ -312,3 +313,49 @@ def _plan(
             f"stage; it shares out {sum(balance)}"
         )
     return schedule, list(balance)
+
+
+# ---- a model on the device "meta" ----------------------------------------------------------------
+
+
+def fill(
+    stages: Mapping[int, nn.Module],
+    plan: Schedule,
+    ties: Sequence[Tie],
+    peers: Peers,
+    device: torch.device,
+    init: Callable[[nn.Module], object] | None,
+) -> list[Tie]:
+    """Fill this rank's stages, each when all before it are filled. Returns this rank's ties, with
+    the parameters that they have become, and the values of the first rank that has each."""
+    assert peers.group is not None
+    places = places_of([named for stage in stages.values() for named in stage.named_modules()])
+    for number in range(plan.stages):
+        with agree.together(peers.group):
+            if number in stages:
+                materialize(list(stages[number].named_modules()), device, init)
+        pass_on_random_state(peers.group, plan.rank_of(number), device)
+    become = tie_again(places)
+    mine = [
+        replace(tie, parameter=become[tie.parameter]) for tie in ties if peers.rank in tie.ranks
+    ]
+    for tie in mine:
+        values = tie.parameter.detach().reshape(-1)
+        first, *others = tie.ranks
+        if peers.rank == first:
+            for other in others:
+                peers.send(values, other)
+        else:
+            tie.parameter.data.copy_(peers.recv(values, first).view_as(tie.parameter))
+    return mine
+
+
+def pass_on_random_state(group: dist.ProcessGroup, source: int, device: torch.device) -> None:
+    """Every rank of the group gets that of one, for the CPU and for the device."""
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    dist.broadcast_object_list(states, group=group, group_src=source)
+    torch.set_rng_state(states[0])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[1], device)
