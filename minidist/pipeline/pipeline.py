@@ -25,8 +25,8 @@ from minidist.pipeline.balance import balance_by_parameters
 from minidist.pipeline.batch import Loss, Preparation, merge_microbatches
 from minidist.pipeline.executor import Executor, Tie, added_up, find_ties
 from minidist.pipeline.instructions import Schedule
-from minidist.pipeline.schedules import SCHEDULES, forward_only, interleaved
-from minidist.pipeline.simulate import Span, validate
+from minidist.pipeline.schedules import find, forward_only
+from minidist.pipeline.simulate import Span
 from minidist.pipeline.stage import Stage, StageLayers, besides_layers, keywords_of
 from minidist.rank import device
 
@@ -285,21 +285,8 @@ def _plan(
         )
     if not isinstance(microbatches, int) or microbatches < 1:
         raise ValueError(f"microbatches must be 1 or more, not {microbatches}")
-    if isinstance(schedule, Schedule):
-        found = len(schedule.ranks), schedule.microbatches
-        if found != (ranks, microbatches):
-            raise ValueError(
-                f"the schedule is for {found[0]} ranks and {found[1]} micro-batches, "
-                f"not {ranks} and {microbatches}"
-            )
-        validate(schedule)
-    elif schedule == "interleaved":
-        per_rank = 2 if balance is None else max(1, len(balance) // ranks)
-        schedule = interleaved(ranks, microbatches, per_rank)
-    elif schedule in SCHEDULES:
-        schedule = SCHEDULES[schedule](ranks, microbatches)
-    else:
-        raise ValueError(f"there is no schedule {schedule!r}; there are {', '.join(SCHEDULES)}")
+    stages = 2 * ranks if balance is None else len(balance)
+    schedule = find(schedule, ranks, microbatches, stages)
     if balance is None:
         return schedule, balance_by_parameters(module, schedule.stages)
     if len(balance) != schedule.stages:

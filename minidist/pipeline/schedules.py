@@ -24,7 +24,7 @@ from minidist.pipeline.instructions import (
     gives,
     other_end,
 )
-from minidist.pipeline.simulate import simulate
+from minidist.pipeline.simulate import simulate, validate
 
 Order = list[Compute]  # what one rank computes, without messages
 
@@ -133,6 +133,25 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "interleaved": interleaved,
     "zero_bubble": zero_bubble,
 }
+
+
+def find(what: str | Schedule, ranks: int, microbatches: int, stages: int) -> Schedule:
+    """The schedule of that name, or the one that was given. `stages`: for "interleaved". Raises
+    ValueError for one that does not exist, is for others, or cannot be run."""
+    if isinstance(what, Schedule):
+        found = len(what.ranks), what.microbatches
+        if found != (ranks, microbatches):
+            raise ValueError(
+                f"the schedule is for {found[0]} ranks and {found[1]} micro-batches, "
+                f"not {ranks} and {microbatches}"
+            )
+        validate(what)
+        return what
+    if what == "interleaved":
+        return interleaved(ranks, microbatches, max(1, stages // ranks))
+    if what in SCHEDULES:
+        return SCHEDULES[what](ranks, microbatches)
+    raise ValueError(f"there is no schedule {what!r}; there are {', '.join(SCHEDULES)}")
 
 
 @cache
