@@ -173,7 +173,7 @@ class Batch:
 
     rows: of each micro-batch. inputs: for each micro-batch, what the first layer takes, and keyword
     arguments; on the rank of the first stage only. training: loss_fn and targets, used by the last
-    stage; None: no backward pass. specs: of the activations that this rank sends and receives.
+    stage; None: no backward pass. specs: of the outputs of all stages.
     """
 
     rows: Sequence[int]
@@ -183,7 +183,7 @@ class Batch:
 
 
 class Preparation:
-    """Before each step, makes all ranks agree on rows and specs.
+    """Makes all ranks agree on rows and specs, before each step.
 
     module: this rank's layers; own: its stages. stages: how many all ranks have. keywords: all
     keyword arguments that some layer takes. device: of the activations.

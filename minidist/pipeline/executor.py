@@ -40,7 +40,7 @@ from minidist.pipeline.stage import Gradients, Stage
 
 Works = list[dist.Work | None]
 Travelling = tuple[list[torch.Tensor], Works]  # tensors, and handles to wait for
-IN_FLIGHT = 2  # messages to one rank: each holds its tensors until it has arrived
+MOST_LEAVING = 2  # messages to one rank: each holds its tensors until it has arrived
 
 
 class Executor:
@@ -104,13 +104,13 @@ class Executor:
             for spec, x in zip(specs, tensors, strict=True)
         ]
         leaving, group = self._leaving[other], self._peers.group
-        if len(leaving) == IN_FLIGHT:
+        if len(leaving) == MOST_LEAVING:
             _wait(leaving.popleft()[1])
         works = [dist.isend(x, group=group, group_dst=other, tag=TAG) for x in _bytes(whole)]
         leaving.append((whole, works))
 
     def _receive(self, message: Instruction) -> None:
-        """Post it."""
+        """Post a receive; `_take` waits for it."""
         specs, other = self._carried(message)
         tensors, group = [spec.empty(self._device) for spec in specs], self._peers.group
         works = [dist.irecv(x, group=group, group_src=other, tag=TAG) for x in _bytes(tensors)]
@@ -130,7 +130,7 @@ class Executor:
         return self._batch.specs[stage, self._batch.rows[i]]
 
     def _take(self, message: Instruction) -> list[torch.Tensor]:
-        """Wait for tensors whose receive is posted."""
+        """Wait for a receive that is posted: its tensors."""
         tensors, works = self._coming.pop(message)
         _wait(works)
         return tensors

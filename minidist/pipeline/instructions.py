@@ -1,4 +1,4 @@
-"""A schedule is data: for each rank, the list of what it does in one training step .
+"""A schedule is data: for each rank, the list of what it does in one training step.
 
 The model is cut into stages, and the batch into micro-batches. Stage s lives on rank s modulo the
 number of ranks, so the neighbours of a stage are on the neighbouring ranks. Nothing here computes:

@@ -23,9 +23,9 @@ def train_step(
     """Forward and backward for one batch: adds to the `.grad` of this rank's stage. Returns the
     batch's loss on the last rank, and 0 on the others. Lesson: layer_splitting.
 
-    inputs, targets: (rows, …), of which the first rank uses the one, and the last the other.
-    shape: of one row of the activation that comes from the rank before; without meaning on the
-        first. Rows must be a multiple of `microbatches`. loss_fn returns a mean over its rows.
+    inputs, targets: (rows, …), a multiple of `microbatches`. The first rank uses the inputs, and
+        the last the targets. loss_fn returns a mean over its rows.
+    shape: of one row of the activation that comes from the rank before. The first ignores it.
     """
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     dtype = next(stage.parameters()).dtype

@@ -146,7 +146,7 @@ class Pipeline(Wrapper):
             for stage, part in parts.items()
         }
         self.wrapped = [stage.module for stage in self._stages.values()]
-        # The stages of which each rank along another axis has a shard.
+        # The stages whose parameters a strategy shards.
         self._sharded: list[Any] = [x for x in self.wrapped if hasattr(x, "summon_full_params")]
         self._names = list(module.state_dict())
         self._ties = [t for t in ties if t.parameter.requires_grad and rank in t.ranks]
@@ -313,8 +313,8 @@ def fill(
     device: torch.device,
     init: Callable[[nn.Module], object] | None,
 ) -> list[Tie]:
-    """Fill this rank's stages, each when all before it are filled. Returns this rank's ties, with
-    the parameters that they have become, and the values of the first rank that has each."""
+    """Give this rank's stages memory and values, one stage after another over all ranks. Returns
+    this rank's ties, now of the filled parameters. Each has the values of its first rank."""
     assert peers.group is not None
     places = places_of([named for stage in stages.values() for named in stage.named_modules()])
     for number in range(plan.stages):
@@ -338,7 +338,7 @@ def fill(
 
 
 def pass_on_random_state(group: dist.ProcessGroup, source: int, device: torch.device) -> None:
-    """Every rank of the group gets that of one, for the CPU and for the device."""
+    """Every rank of the group gets the random state of `source`: of the CPU and of the device."""
     states = [torch.get_rng_state()]
     if device.type != "cpu":
         states.append(torch.get_device_module(device).get_rng_state(device))

@@ -178,10 +178,11 @@ def with_messages(
 ) -> Schedule:
     """Add the sends and receives that computations in these orders, one for each rank, need.
 
-    The step is rehearsed on a clock. In the order in which computations end there, each is written
-    down, then its send, and at once the receive at the other rank. So each rank may stop at each
-    message until its other end has come as far: that order of events shows that none of them
-    waits for ever. And a receive stands before the computation during which its message comes.
+    The step is simulated. Computations are written down in the order in which they end there: each
+    in its rank's list, then its send, and at once the receive in the other rank's. Ranks that go
+    through their lists in this order never wait for ever, even if each stops at each message until
+    its other end is reached. And a receive stands before the computation during which its message
+    comes.
     """
     bare = Schedule(name, stages, microbatches, [list(order) for order in orders])
     spans = enumerate(simulate(bare).spans)

@@ -95,8 +95,8 @@ class Stage:
     def end_step(self) -> None:
         """Forget all that is of one batch."""
         self.plain: dict[str, Any] = {}
-        # Gives the received tensors that need a gradient, and the graph that autograd has recorded,
-        # held by its end at each output. The outputs themselves may be freed.
+        # By micro-batch: gives the received tensors that need a gradient, and the graph's edge at
+        # each output. The edges hold the graph, so the outputs themselves may be freed.
         self._kept: dict[int, Callable[[], tuple[list[torch.Tensor], list[GradientEdge]]]] = {}
         self._deferred: dict[int, list[Callable[[], None]]] = {}
 
@@ -167,7 +167,7 @@ class Stage:
 
 
 def _keep(inputs: Any, made: Any) -> tuple[list[torch.Tensor], list[GradientEdge]]:
-    # A gradient is to be sent back for the leaves among the inputs.
+    # The leaves among the inputs are those for which a gradient is sent back.
     received = [x for x in tensors_of(inputs) if x.requires_grad and x.is_leaf]
     return received, [get_gradient_edge(y) for y in tensors_of(made) if y.requires_grad]
 
@@ -231,8 +231,8 @@ def backward_inputs(
 def _forks(
     ends: Sequence[GradientEdge], inputs: set[Node]
 ) -> list[tuple[list[GradientEdge], list[torch.Tensor]]]:
-    """The nodes on the way to the inputs from which weights branch off, and those ends from which
-    no way leads there: the edges by which gradients come to each, and the weights."""
+    """Of each fork the edges by which gradients come to it, and the weights that branch off there.
+    An end from which no way leads to the inputs is a fork as well."""
     edges: dict[Any, dict[int, None]] = defaultdict(dict)  # by which gradients come to a node
     for end in ends:
         edges[end.node][end.output_nr] = None
