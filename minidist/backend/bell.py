@@ -71,13 +71,10 @@ class Bell:
     def ring(self) -> None:
         """Wake the thread that expects to be woken."""
         if who := self._head[EXPECTED]:
-            self._wake(who)
+            self.wake(who)
 
-    def wake(self) -> None:
-        """Wake our own thread."""
-        self._wake(THREAD)
-
-    def _wake(self, who: int) -> None:
+    def wake(self, who: int = THREAD) -> None:
+        """Wake this thread, expected or not: mostly our own engine's."""
         self._rung[who].value = 1
         if FUTEX is not None:
             _system_call()(FUTEX, self._rung[who], FUTEX_WAKE, 1, None)
