@@ -95,26 +95,18 @@ class Segment:
         or died, RuntimeError if we have closed it."""
         with self._lock:
             if number not in self._chunks:
-                start = 1 << number
-                with self._open() as file:
+                if self._closed:
+                    raise RuntimeError("the process group has been closed")
+                start, file = 1 << number, self._file if self._file >= 0 else reach(self._shown)
+                try:
                     if grow:
                         os.ftruncate(file, max(2 * start, os.fstat(file).st_size))
                     # A new dict: `find` may be looking through the old one.
                     self._chunks = {**self._chunks, number: _map(file, start, start)}
+                finally:
+                    if file != self._file:
+                        os.close(file)
             return self._chunks[number][0]
-
-    @contextlib.contextmanager
-    def _open(self) -> Iterator[int]:
-        if self._closed:
-            raise RuntimeError("the process group has been closed")
-        if self._file >= 0:
-            yield self._file
-            return
-        file = reach(self._shown)
-        try:
-            yield file
-        finally:
-            os.close(file)
 
     def find(self, x: torch.Tensor) -> int:
         """The offset of a tensor that lies in a chunk, or 0 if it lies elsewhere."""
