@@ -26,7 +26,6 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -55,11 +54,14 @@ class Segment:
         """A new one that begins with so many bytes; and its address, by which others attach it.
         Raises OSError, which names the call, if the system refuses."""
         file, name = new_file(nbytes)
-        with _closed_by_an_error(file):
+        with contextlib.ExitStack() as failed:
+            failed.callback(os.close, file)
             os.ftruncate(file, nbytes)
             segment, token = cls(file, nbytes), int.from_bytes(os.urandom(8), "little") >> 1
             segment.words[TOKEN] = token
-            return segment, f"{show(file, name)}\t{token}"
+            shown = show(file, name)
+            failed.pop_all()
+        return segment, f"{shown}\t{token}"
 
     @classmethod
     def attach(cls, address: str, nbytes: int) -> "Segment":
@@ -67,10 +69,12 @@ class Segment:
         OSError if it cannot be opened."""
         shown, token = address.split("\t")
         file = reach(shown)
-        with _closed_by_an_error(file):
+        with contextlib.ExitStack() as failed:
+            failed.callback(os.close, file)
             if os.pread(file, 8, 8 * TOKEN) != int(token).to_bytes(8, sys.byteorder):
                 raise FileNotFoundError(shown)
             segment = cls(file, nbytes)
+            failed.pop_all()
         if not _has_name(shown):
             segment._shown, segment._file = shown, -1
             os.close(file)
@@ -210,12 +214,3 @@ def process() -> int:
         return int(os.readlink("/proc/self"))
     except OSError:  # macOS
         return os.getpid()
-
-
-@contextlib.contextmanager
-def _closed_by_an_error(file: int) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        os.close(file)
-        raise
