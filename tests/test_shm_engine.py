@@ -180,8 +180,8 @@ def test_what_one_thread_has_ended_no_other_ends_again():
     queues = Queues()
     task = Task((wait for wait in ()), Outcome([], lambda: "a call"), SOON)
     queues.add("queue", task)
-    assert queues.round() == (True, [task])
-    assert queues.begin("queue", task) == (False, [])
+    assert queues.round() == (True, task)
+    assert queues.begin("queue", task) == (False, None)
 
 
 class Flag(Wait):
@@ -569,7 +569,7 @@ def test_a_call_that_begins_while_its_group_fails_is_left_to_who_ends_them_all()
     queues, task = Queues(), Task(until(Flag()), Outcome([], lambda: "a call"), SOON)
     queues.add("calls", task)
     assert queues.clear() == [task]
-    assert queues.begin("calls", task) == (True, [])
+    assert queues.begin("calls", task) == (True, None)
 
 
 # ---- several tensors in one call ---------------------------------------------------------------

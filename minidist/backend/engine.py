@@ -138,20 +138,21 @@ class Engine:
         """Wake whoever takes steps, to look at a task that is new."""
         self._bell.ring() if self._driver is not None else self._bell.wake()
 
-    def _complete(self, tasks: list[Task]) -> None:
-        """Tell how these tasks have ended. That runs callbacks, and these may call us: so this
-        thread holds no lock, and does not drive."""
+    def _complete(self, task: Task | None) -> None:
+        """Tell how this task has ended, if there is one. That runs callbacks, which may call us:
+        so this thread holds no lock, and does not drive."""
+        if task is None:
+            return
         outer, self._here.calls_back = self._here.calls_back, True
         try:
-            for task in tasks:
-                if task.failure is not None:
-                    self._fail(task.failure)
-                if task.outcome.promise is not None and self._queues:
-                    self.wake()  # a callback may wait in C++, where it does no work
-                task.outcome.end(task.failure)
+            if task.failure is not None:
+                self._fail(task.failure)
+            if task.outcome.promise is not None and self._queues:
+                self.wake()  # a callback may wait in C++, where it does no work
+            task.outcome.end(task.failure)
         finally:
             self._here.calls_back = outer
-        if tasks and (self._driver is not None or self._followers):
+        if self._driver is not None or self._followers:
             with self._lock:
                 self._changed.notify_all()
             self._bell.ring()
@@ -183,8 +184,8 @@ class Engine:
 
     def _drive_or_follow(
         self, outcome: Outcome, end: float, may_drive: bool, me: int
-    ) -> list[Task]:
-        """Drive, or follow who does. Returns the tasks that have ended meanwhile."""
+    ) -> Task | None:
+        """Drive, or follow who does. Returns the task that our steps have ended, if any."""
         lost = False
         try:
             with self._lock:
@@ -197,7 +198,7 @@ class Engine:
                     self._follow(min(end - time.monotonic(), WATCH))
             if lost:  # its callbacks may call us: nobody holds the lock
                 outcome.end(self._failure)
-            return self._drive(outcome, end) if self._driver == me else []
+            return self._drive(outcome, end) if self._driver == me else None
         finally:
             if self._driver == me:
                 self._driver = None  # at once: an interrupt may come when a function begins
@@ -226,8 +227,8 @@ class Engine:
         if self._here.calls_back or self._work() or any(w.due() for w in self._queues.waits()):
             self.wake()
 
-    def _drive(self, outcome: Outcome, end: float) -> list[Task]:
-        """Go on with all tasks until one has ended. Returns it, or nothing if the time is up."""
+    def _drive(self, outcome: Outcome, end: float) -> Task | None:
+        """Go on with all tasks until one has ended. Returns it, or None if the time is up."""
         patience, expected = 0.0, False
         while not outcome.ended and self._failure is None:
             moved, ended = self._queues.round()
@@ -251,7 +252,7 @@ class Engine:
             if expected:
                 self._bell.expect(0)
                 expected = False
-        return []
+        return None
 
     # ---- our own thread --------------------------------------------------------------------
 

@@ -88,8 +88,8 @@ class Task:
 class Queues:
     """Queues of operations, by name. Any thread may take a step, one at a time.
 
-    A task that has ended is returned to who took its last step. It has to end the
-    task's outcome without a lock: that runs callbacks, which may communicate.
+    Who takes a task's last step gets the task back, and has to end its outcome, without a lock:
+    that runs callbacks, which may communicate.
     """
 
     def __init__(self) -> None:
@@ -121,10 +121,10 @@ class Queues:
         seconds = min([due - now - WAKE for due in dues if due > now], default=NAP)
         return seconds, bool(dues) and all(due > now for due in dues)
 
-    def round(self) -> tuple[bool, list[Task]]:
+    def round(self) -> tuple[bool, Task | None]:
         """Take a step of each queue, until a task has ended. Returns whether any step could be
-        taken, and that task. Only one: its callbacks may wait for a second one, which nobody else
-        would end."""
+        taken, and that task, if any. Only one: its callbacks may wait for a second one, which
+        nobody else would end."""
         moved = False
         for name in list(self._queues):
             with self._stepping:
@@ -133,30 +133,30 @@ class Queues:
                     moved = True
                     if task.ended:
                         self._remove(name)
-                        return True, [task]
-        return moved, []
+                        return True, task
+        return moved, None
 
-    def begin(self, name: Hashable, task: Task) -> tuple[bool, list[Task]]:
+    def begin(self, name: Hashable, task: Task) -> tuple[bool, Task | None]:
         """Take the first steps of a task here and now. Returns whether that could be, and the task
         if it has ended. It cannot be if another thread takes a step or has done the task, or if the
         task would overtake one that was submitted before: of two receives, the first that begins
         gets the first message."""
         if self._stepping.locked():
-            return False, []
+            return False, None
         with self._stepping:  # not `acquire`: an interrupt after it would leave it locked
             if task.ended or (
                 len(self._queues) > 1
                 and any([each.wait is None for each in self.firsts() if each is not task])
             ):
-                return False, []
+                return False, None
             for _ in range(AT_ONCE):
                 tasks = self._queues.get(name)  # none if the group has failed meanwhile
                 if not tasks or tasks[0] is not task or not task.step():
                     break
                 if task.ended:
                     self._remove(name)
-                    return True, [task]
-            return True, []
+                    return True, task
+            return True, None
 
     def hopeless(self, now: float, explain: Explain) -> BaseException | None:
         """The error if one of them waits in vain, else None."""
