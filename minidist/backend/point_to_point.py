@@ -46,7 +46,8 @@ class Receive(Wait):
 
 
 class _Message:
-    """A message that is arriving: so many bytes of it into `x`, (n,)."""
+    """A message that is arriving: `arrived` bytes of it lie in `x`, (n,). `receive` waits for it,
+    or nothing does."""
 
     def __init__(self, x: torch.Tensor, receive: Receive | None) -> None:
         self.x, self.receive, self.arrived = x, receive, 0
@@ -63,7 +64,7 @@ class Post:
         self._aside: defaultdict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
 
     def send(self, x: torch.Tensor, to: int, tag: int, at: float) -> Operation:
-        """x: (n,), to another rank; from this time on."""
+        """Send x, (n,), to another rank; its trip on an emulated link begins at the time `at`."""
         members, due = self._members, 0.0
         words, network, total = members.mine.words, members.network, x.nbytes
         # The line is taken for the whole message, whenever the receiver makes room for it.
@@ -87,7 +88,7 @@ class Post:
     def receive(
         self, x: torch.Tensor, sources: Sequence[int], tag: int
     ) -> Generator[Wait, None, int]:
-        """x: (n,), from one of the sources: which, is returned."""
+        """Fill x, (n,), with a message from one of the sources. Returns from which."""
         wanted = Receive(self, sources, tag, x)
         aside = [source for source in sources if self._aside[source, tag]]
         if aside:
@@ -133,28 +134,31 @@ class Post:
             self._slots[key] = self._members.slot(*key).data_ptr()
         return self._slots[key]
 
-    def _open(self, source: int, tag: int, total: int, dtype: int) -> _Message:
+    def _first(self, source: int, tag: int) -> Receive | None:
+        """The first receive that waits for such a message. It is taken out of the list."""
         for receive in self._waiting:
             if source in receive.sources and receive.tag == tag:
                 self._waiting.remove(receive)
-                self._fits(receive.x, source, total, _DTYPES[dtype])
-                message = _Message(receive.x, receive)
-                break
+                return receive
+        return None
+
+    def _open(self, source: int, tag: int, total: int, code: int) -> _Message:
+        dtype = _DTYPES[code]
+        if receive := self._first(source, tag):
+            x = receive.x
+            self._fits(x, source, total, dtype)
         else:
-            element = _DTYPES[dtype].itemsize
-            message = _Message(torch.empty(total // element, dtype=_DTYPES[dtype]), None)
-        self._arriving[source] = message
+            x = torch.empty(total // dtype.itemsize, dtype=dtype)
+        message = self._arriving[source] = _Message(x, receive)
         return message
 
     def _close(self, message: _Message, source: int, tag: int) -> None:
         if message.receive is not None:
             message.receive.source = source
-            return
-        for receive in self._waiting:
-            if source in receive.sources and receive.tag == tag:
-                self._waiting.remove(receive)
-                return self._give(message.x, receive, source)
-        self._aside[source, tag].append(message.x)
+        elif receive := self._first(source, tag):
+            self._give(message.x, receive, source)
+        else:
+            self._aside[source, tag].append(message.x)
 
     def _give(self, x: torch.Tensor, receive: Receive, source: int) -> None:
         self._fits(receive.x, source, x.nbytes, x.dtype)
