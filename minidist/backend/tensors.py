@@ -27,7 +27,7 @@ def _describe(dtype: torch.dtype, shape: torch.Size) -> str:
 
 
 def dense(what: str, tensors: Tensors) -> None:
-    """Their numbers lie in the memory of the CPU."""
+    """Check that their numbers lie in the memory of the CPU."""
     for x in map(_waited, tensors):
         if strange := _strange(x):
             raise ValueError(
@@ -37,7 +37,7 @@ def dense(what: str, tensors: Tensors) -> None:
 
 
 def _waited(x: torch.Tensor) -> torch.Tensor:
-    """What a functional collective fills, once it has: the tensor that it gives has no memory."""
+    """x; or what x stands for, once that is there, if a functional collective gave x."""
     return x if type(x) is torch.Tensor else getattr(x, "trigger_wait", lambda: x)()
 
 
@@ -66,9 +66,9 @@ def _copied(dtype: torch.dtype) -> bool:
 
 
 def writable(what: str, tensors: Tensors) -> None:
-    """Each of their elements has memory of its own, as those of an expanded tensor have not. As
-    with gloo, what a gather, an all_to_all or a reduce_scatter fills must be so. A tensor that
-    all_reduce or broadcast changes takes one value: see `put_back`."""
+    """Check that no two elements share their memory, as in an expanded tensor. As with gloo, what a
+    gather, an all_to_all or a reduce_scatter fills must be so. A tensor that all_reduce or
+    broadcast changes takes one value: see `put_back`."""
     for x in tensors:
         if not x.is_contiguous() and any(
             n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)
@@ -77,7 +77,7 @@ def writable(what: str, tensors: Tensors) -> None:
 
 
 def one_each(what: str, parts: Tensors, x: torch.Tensor, size: int) -> None:
-    """There is a part for each rank, like x."""
+    """Check that there is a part for each rank, like x."""
     if len(parts) != size:
         raise ValueError(f"{what} takes {size} tensors, one for each rank, not {len(parts)}")
     for rank, part in enumerate(parts):
@@ -86,14 +86,14 @@ def one_each(what: str, parts: Tensors, x: torch.Tensor, size: int) -> None:
 
 
 def together(what: str, whole: torch.Tensor, part: torch.Tensor, size: int) -> None:
-    """The whole has room for such a part of each rank."""
+    """Check that the whole is as large as such a part of each rank together."""
     if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
         raise ValueError(f"{what}: {describe(whole)} is not {size} times {describe(part)}")
 
 
 def splits(what: str, x: torch.Tensor, rows: Sequence[int], size: int) -> list[int]:
-    """The number of elements for each rank, of a tensor that is cut into so many rows for each; or
-    into equal parts."""
+    """The number of elements for each rank: of a tensor cut into `rows[rank]` rows, or, without
+    rows, into equal parts."""
     there = len(x) if x.dim() else 1
     rows = rows or ([there // size] * size)
     if len(rows) != size or sum(rows) != there or min(rows) < 0:
@@ -111,7 +111,7 @@ def flatten(x: torch.Tensor) -> torch.Tensor:
     x = _waited(x)
     if not x.is_contiguous() or x.is_conj() or x.is_neg():
         x = x.detach().resolve_conj().resolve_neg().contiguous()
-    return _writable(x).view(-1)
+    return _alias(x).view(-1)
 
 
 def put_back(x: torch.Tensor, flat: torch.Tensor) -> None:
@@ -121,7 +121,7 @@ def put_back(x: torch.Tensor, flat: torch.Tensor) -> None:
     x = _waited(x)
     if x.data_ptr() == flat.data_ptr():
         return
-    x, result = _writable(x), flat.view(x.shape)
+    x, result = _alias(x), flat.view(x.shape)
     if 0 not in x.stride():
         x.copy_(result)
         return
@@ -134,9 +134,9 @@ def put_back(x: torch.Tensor, flat: torch.Tensor) -> None:
         )
 
 
-def _writable(x: torch.Tensor) -> torch.Tensor:
-    """The same memory. A tensor made in inference_mode may only be written to within it, and who
-    goes on with an operation is not."""
+def _alias(x: torch.Tensor) -> torch.Tensor:
+    """The same memory, without gradients. A tensor made in inference_mode may only be written to
+    within it, and who goes on with an operation is not."""
     if x.is_inference() and not torch.is_inference_mode_enabled():
         alias = torch.empty(0, dtype=x.dtype, device=x.device)
         alias.set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
