@@ -28,7 +28,7 @@ from minidist.backend import meeting
 from minidist.backend.arena import SPARE, Arena, available
 from minidist.backend.meeting import life, machine
 from minidist.backend.members import HEAD, SLOT, STAGE, STAGES, Members
-from minidist.backend.segment import TOKEN, Segment, process
+from minidist.backend.segment import TOKEN, Segment, hide, process
 
 SOON = 5  # seconds
 MIB, GIB = 1 << 20, 1 << 30
@@ -59,7 +59,7 @@ def pair():
     """A segment: as who made it sees it, and as another rank does."""
     mine, shown = Segment.create(MIB)
     theirs = Segment.attach(shown, MIB)
-    Segment.hide(shown)
+    hide(shown)
     yield mine, theirs
     mine.close()
     theirs.close()
@@ -450,7 +450,7 @@ def test_where_memfd_create_is_refused_a_nameless_file_will_do(monkeypatch):
     there = [link for link in links if link.startswith("/dev/shm/")]
     assert there and all(link.endswith("(deleted)") for link in there)  # it has no name
     theirs = Segment.attach(shown, MIB)
-    Segment.hide(shown)
+    hide(shown)
     room = Arena(mine)
     x = room.empty(MIB, torch.int32).fill_(5)
     assert theirs.at(mine.find(x), MIB, torch.int32).unique().tolist() == [5]
@@ -490,7 +490,7 @@ def test_macos_where_memory_is_a_file_with_a_name_until_all_have_it(monkeypatch,
     mine, shown = Segment.create(MIB)
     assert len(os.listdir(tmp_path)) == 1
     theirs = Segment.attach(shown, MIB)
-    Segment.hide(shown)
+    hide(shown)
     assert os.listdir(tmp_path) == []
     x = Arena(mine).empty(9, torch.int32).fill_(5)
     assert theirs.at(mine.find(x), 9, torch.int32).tolist() == [5] * 9

@@ -32,7 +32,7 @@ from minidist.backend.arena import Arena
 from minidist.backend.bell import Bell
 from minidist.backend.meeting import Meeting, attach, ended, life, machine, spell, unreachable
 from minidist.backend.queues import Operation, Until, Wait
-from minidist.backend.segment import HEAD, Segment, process
+from minidist.backend.segment import HEAD, Segment, hide, process
 from minidist.backend.words import publish, reached
 from minidist.link import Link
 from minidist.link.lines import LINES
@@ -75,7 +75,7 @@ class Members:
         with contextlib.ExitStack() as opened, contextlib.ExitStack() as shown:
             self.mine, memory = Segment.create(nbytes)
             opened.callback(self.mine.close)
-            shown.callback(Segment.hide, memory)
+            shown.callback(hide, memory)
             meeting, me = Meeting(store, rank, size, timeout), process()
             mine = "\n".join([machine(), str(me), life(me), memory])
             found = meeting.exchange("segment", mine)

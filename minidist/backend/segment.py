@@ -80,11 +80,6 @@ class Segment:
             os.close(file)
         return segment
 
-    @staticmethod
-    def hide(address: str) -> None:
-        """Remove the name of its file, if it has one: all ranks have attached it."""
-        hide(address.split("\t")[0])
-
     def close(self) -> None:
         """What is mapped stays, but no chunk is mapped any more."""
         with self._lock:
@@ -199,7 +194,7 @@ def reach(shown: str) -> int:
 
 
 def hide(shown: str) -> None:
-    """Remove the file's name, if it has one: all have opened it."""
+    """Remove the file's name, if it has one: all have opened it. Takes a segment's address, too."""
     if _has_name(shown):
         os.unlink(shown.rsplit(":", 2)[0])
 
