@@ -35,24 +35,24 @@ TOKEN = 3  # the word of the head that no other segment has
 
 
 class Segment:
-    """Shared memory of one rank: of its beginning all `bytes`; of its head, `words` of int64 and
-    `text`. `first` is the number of its first chunk."""
+    """Shared memory of one rank. `bytes`: its beginning, up to the chunks. `words` and `text`: its
+    head, as int64 and as bytes. `first`: the number of its first chunk."""
 
     def __init__(self, file: int, nbytes: int) -> None:
         self._file, self._lock = file, threading.Lock()
-        self._shown, self._closed = "", False  # where the file is opened again, if it is not kept
+        self._shown, self._closed = "", False  # where to open the file again, if it is not kept
         self._chunks: dict[int, tuple[mmap.mmap, int]] = {}  # with the address of each
         self.first = (nbytes - 1).bit_length()
         begin, _ = _map(file, 0, nbytes)
         head = memoryview(begin)[:HEAD]
         self.words, self.text = head.cast("q"), head
-        with torch.inference_mode(False):  # who writes to it later may not be in that mode
+        with torch.inference_mode(False):  # only that mode could write to a tensor made in it
             self.bytes = torch.frombuffer(begin, dtype=torch.uint8)  # (nbytes,)
 
     @classmethod
     def create(cls, nbytes: int) -> tuple["Segment", str]:
-        """A new one that begins with so many bytes; and its address, by which others attach it.
-        Raises OSError, which names the call, if the system refuses."""
+        """A new segment, with so many bytes before its chunks; and the address by which others
+        attach it. Raises OSError, which names the call, if the system refuses."""
         file, name = new_file(nbytes)
         with contextlib.ExitStack() as failed:
             failed.callback(os.close, file)
@@ -81,7 +81,7 @@ class Segment:
         return segment
 
     def close(self) -> None:
-        """What is mapped stays, but no chunk is mapped any more."""
+        """Close the file: what is mapped stays, but no further chunk can be mapped."""
         with self._lock:
             self._closed = True
             if self._file >= 0:
