@@ -97,9 +97,9 @@ class Handle(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """Its value is the result. In a callback, wait for a handle (`Work.wait`), not for another
         future: that waits in C++, and the thread that it stops may be the one that works."""
-        outcome, late = self.outcome, None
-        asks = self.reserve is not None and outcome.reservation is None and not outcome.settled
-        reservation = self.reserve() if self.reserve is not None and asks else None
+        outcome, reservation, late = self.outcome, None, None
+        if self.reserve is not None and outcome.reservation is None and not outcome.settled:
+            reservation = self.reserve()
         with _FUTURES:
             if outcome.reservation is None and not outcome.settled:
                 outcome.reservation, reservation = reservation, None
