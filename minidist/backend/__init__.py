@@ -7,8 +7,8 @@ To read, in this order: `segment` (memory that all ranks see), `meeting` (how th
 gives back), `queues` and `engine` (who goes on with operations), `members` (barriers, and calls
 that are checked), `tensors` (mistakes, and what ReduceOp means), `collectives`, `point_to_point`
 (send and recv), `arena` (tensors in shared memory), `callbacks` (the order of what they call),
-`group` and `process_group` (what torch calls), `uncompiled` (what torch.compile leaves alone). How
-long a message takes on an emulated network says the room `minidist.link`.
+`group` and `process_group` (what torch calls), `uncompiled` (what torch.compile leaves alone). The
+room `minidist.link` says how long a message takes on an emulated network.
 """
 
 import math
@@ -34,11 +34,11 @@ def empty(
     device: torch.device | str = "cpu",
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """An uninitialized tensor, in the memory that the ranks of the group share, if they do.
+    """An uninitialized tensor: in the memory that the ranks of the group share, if they share any.
 
     The other ranks read such a tensor where it lies, in all_reduce, all_gather, reduce_scatter and
     broadcast: nothing is copied for them. With other backends it is an ordinary tensor. `group`:
-    the default group if None. Raises MemoryError if the machine has not so much memory.
+    the default group if None. Raises MemoryError if the machine has too little memory left.
     Lesson: communication.
     """
     arena = _arena(group, device)
@@ -53,8 +53,8 @@ def scratch(
     device: torch.device | str = "cpu",
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Like `empty`, for a tensor that lives shortly: its memory is kept for the next one of this
-    size, up to 64 MiB a group."""
+    """Like `empty`, for a short-lived tensor: its memory is kept for the next one of this size, up
+    to 64 MiB a group."""
     arena = _arena(group, device)
     if arena is None:
         return torch.empty(size, dtype=dtype, device=device)
@@ -63,8 +63,8 @@ def scratch(
 
 @contextmanager
 def purpose(group: dist.ProcessGroup, what: str) -> Iterator[None]:
-    """Say what the collectives of this group are for that begin within the block. If ranks make one
-    for different purposes, "shm" raises an error that names these. Other backends cannot tell."""
+    """Say what the collectives are for that this group begins within the block. If ranks make one
+    for different purposes, "shm" raises an error that names them. Other backends cannot tell."""
     named: Any = getattr(group, "purpose", None)
     if named is None:
         yield

@@ -18,8 +18,8 @@ SPARE = 1 << 26  # most bytes of scratch memory that are kept for later
 
 
 class Arena:
-    """Makes tensors in the chunks of a segment, and uses the memory of those that are gone again.
-    It begins without a chunk, and takes one more when a tensor finds no room."""
+    """Makes tensors in the chunks of a segment, and reuses the memory of those that are gone. It
+    begins without a chunk, and takes one more when a tensor finds no room."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
@@ -41,8 +41,8 @@ class Arena:
             return self._tensor(numel, dtype, start, size, self._take_back)
 
     def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Like `empty`, for a tensor that lives shortly: its memory is kept for the next one of its
-        size, since the machine takes time to give pages."""
+        """Like `empty`, for a short-lived tensor: its memory is kept for the next one of its size,
+        since the machine takes time to give pages."""
         if os.getpid() != self._owner:
             return torch.empty(numel, dtype=dtype)
         with self._lock:

@@ -16,15 +16,15 @@ _running = threading.local()  # `reservation`: the one whose callbacks this thre
 
 
 class Reservation(Wait):
-    """Stands in a queue for the calls that one call's callbacks make. It is entered while they run.
-    It is also the name of another queue, which has those calls."""
+    """The place in a queue for the calls that one call's callbacks make. It is entered while they
+    run. It is also the name of a second queue, in which those calls stand."""
 
     def __init__(self, engine: Engine, queue: Hashable) -> None:
         self._engine = engine
-        self._calls: set[object] = set()  # of the callbacks, that have not ended
+        self._calls: set[object] = set()  # those of the callbacks that have not ended
         self._reached = self._released = False
         operation = self._hold()
-        # A reservation among another one's calls is one of them: that is over when this is.
+        # A callback's reservation is one of its calls: the outer reservation waits for it.
         engine.append(queue, queue.take(operation) if isinstance(queue, Reservation) else operation)
 
     @staticmethod

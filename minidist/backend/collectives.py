@@ -37,9 +37,10 @@ def exchange(
     take: Act,
     rows: int = 0,
 ) -> Operation:
-    """Let the others see what these ranks have `shown`: where it lies, if that is the arena on each
-    of them, or piece by piece. A rank calls `stage` for each piece, and `take` when all ranks have;
-    or `take` alone, for the whole. `like`: (n,), as what is cut into pieces; and `rows` of them."""
+    """Let all ranks read the tensors that these `ranks` have `shown`: where they lie, if all lie in
+    the arena, or else piece by piece. For each piece a rank calls `stage`, and `take` once all have
+    staged it; in the arena, `take` alone, for the whole. Pieces are cut as those of `like`, (n,); a
+    rank stages `rows` such tensors, or one if 0."""
     pieces = pieces_of(members, len(like), like.dtype, rows)
     first = next(pieces)
     if there := (yield from show(members, ranks, shown, partial(stage, *first))):
@@ -56,8 +57,8 @@ def exchange(
 def show(
     members: Members, ranks: Sequence[int], x: torch.Tensor | None, stage: Callable[[], None]
 ) -> Generator[Wait, None, dict[int, torch.Tensor]]:
-    """Check that all ranks make the same call. Where x of these ranks all lie in the arena: all of
-    them, valid until the next barrier. Otherwise stage the first piece and return {}."""
+    """Check that all ranks make the same call. If the x of each of these ranks lies in the arena,
+    return them all, valid until the next barrier. Otherwise stage the first piece and return {}."""
     shared = members.share(x if members.rank in ranks else None)
     if not shared:
         stage()
@@ -65,7 +66,7 @@ def show(
     found = [members.has_shared(rank) for rank in ranks]
     if all(found) and x is not None:
         return {rank: members.shared(rank, x) for rank in ranks}
-    if any(found):  # somewhere else it does not
+    if any(found):  # but not all: who has not staged does so now
         if shared:
             stage()
         yield from members.barrier()
@@ -75,8 +76,8 @@ def show(
 def pieces_of(
     members: Members, n: int, dtype: torch.dtype, rows: int = 0
 ) -> Iterator[tuple[slice, list[torch.Tensor]]]:
-    """Cut n elements into pieces of which `rows` fit into a staging area, at least one. With each
-    comes every rank's room for it: (length,), or (rows, length) for several."""
+    """Cut n elements into one or more pieces, of which `rows` fit into a staging area. With each
+    comes every rank's room for it: (length,), or (rows, length)."""
     most = STAGE // max(rows, 1) // dtype.itemsize
     for start in range(0, max(n, 1), most):
         length = min(most, n - start)
@@ -226,7 +227,7 @@ def all_gather(
 
 
 def _into(parts: Sequence[torch.Tensor], begin: int, source: torch.Tensor) -> None:
-    """Copy it to the place `begin` of these tensors, which count one behind another."""
+    """Copy the source to `begin` and behind, as if the parts were one tensor."""
     for part in parts:
         low, high = max(begin, 0), min(begin + len(source), len(part))
         if low < high:

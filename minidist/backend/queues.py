@@ -86,7 +86,7 @@ class Task:
 
 
 class Queues:
-    """Queues of operations, by name. Any thread may take a step, one at a time.
+    """Queues of tasks, by name. Any thread may take a step, one thread at a time.
 
     Who takes a task's last step gets the task back, and has to end its outcome, without a lock:
     that runs callbacks, which may communicate.
@@ -106,17 +106,17 @@ class Queues:
             self._queues.setdefault(name, deque()).append(task)
 
     def firsts(self) -> list[Task]:
-        """The task of each queue that is under way."""
+        """The first task of each queue: those that are under way."""
         with self._lock:
             return [tasks[0] for tasks in self._queues.values()]
 
     def waits(self) -> list[Wait]:
-        """What they wait for."""
+        """What the first tasks wait for, of those that have begun."""
         return [task.wait for task in self.firsts() if task.wait is not None]
 
     def rest(self, now: float) -> tuple[float, bool]:
-        """The seconds until the first of them may go on, NAP if no time is known; and whether each
-        of them waits for a time that is known."""
+        """The seconds until the first of them may go on, NAP if none waits for a known time; and
+        whether all of them wait for known times."""
         dues = [wait.due() for wait in self.waits()]
         seconds = min([due - now - WAKE for due in dues if due > now], default=NAP)
         return seconds, bool(dues) and all(due > now for due in dues)
@@ -137,10 +137,10 @@ class Queues:
         return moved, None
 
     def begin(self, name: Hashable, task: Task) -> tuple[bool, Task | None]:
-        """Take the first steps of a task here and now. Returns whether that could be, and the task
-        if it has ended. It cannot be if another thread takes a step or has done the task, or if the
-        task would overtake one that was submitted before: of two receives, the first that begins
-        gets the first message."""
+        """Take the first steps of a task here and now. Returns whether that was possible, and the
+        task if it has ended. It is not possible if another thread takes a step or has done the
+        task, or if the task would overtake one that was submitted before: of two receives, the
+        first that begins gets the first message."""
         if self._stepping.locked():
             return False, None
         with self._stepping:  # not `acquire`: an interrupt after it would leave it locked
@@ -186,8 +186,8 @@ class Queues:
 
 
 def plain() -> bool:
-    """False if this thread has a torch mode active (inference, dispatch, function): it would alter
-    our own tensor operations. Then the engine's thread does the whole operation."""
+    """Whether no mode of torch is active in this thread (inference, dispatch, function). One would
+    alter our own tensor operations: then the engine's thread does the whole operation."""
     return not (
         torch.is_inference_mode_enabled()
         or torch._C._len_torch_dispatch_stack()
