@@ -83,8 +83,8 @@ class Engine:
         short: bool = False,
         awaited: bool = False,
     ) -> Handle:
-        """Begin an operation as soon as those before it in its queue have ended. The call itself
-        begins a `short` one. `awaited`: the caller waits for it at once, and will do the work."""
+        """Begin an operation as soon as those before it in its queue have ended. `short`: take its
+        first steps here, if possible. `awaited`: the caller waits at once, and will do the work."""
         task = Task(operation, handle.outcome, timeout)
         with self._lock:
             if going := self._failure is None and not self._closing:
@@ -97,8 +97,8 @@ class Engine:
         if awaited and here:
             return handle
         begun = short and here and self._begin(queue, task)
-        # This is a callback, which may wait for the operation. If another thread has ended that
-        # already, it is about to call back, and what it calls may wait too.
+        # Our own thread runs a callback, which may wait for the operation: a new thread takes over.
+        # Even if a driver has taken its last step: the driver calls back now, and may wait there.
         if not task.outcome.ended and threading.current_thread() is self._thread:
             self._start()
         if not begun:
@@ -106,7 +106,7 @@ class Engine:
         return handle
 
     def append(self, queue: Hashable, operation: Operation) -> None:
-        """Put an operation into the queue of one that is under way: so nobody has to be woken."""
+        """Put an operation behind one that is under way in its queue: nobody has to be woken."""
         task = Task(operation, Outcome([], lambda: "callbacks"), math.inf)
         with self._lock:
             if self._failure is None and not self._closing:
@@ -135,7 +135,7 @@ class Engine:
                 self._bell.expect(THREAD if self._queues else 0)
 
     def wake(self) -> None:
-        """Wake whoever takes steps, to look at a task that is new."""
+        """Wake the thread that takes steps: there may be something new."""
         self._bell.ring() if self._driver is not None else self._bell.wake()
 
     def _complete(self, task: Task | None) -> None:

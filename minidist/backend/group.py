@@ -1,7 +1,7 @@
 # torch's stubs declare overloads, of which it calls one.
 # mypy: disable-error-code="override,assignment"
-"""A process group of the backend "shm": how calls become operations. What the calls are is said in
-`process_group`."""
+"""A process group of the backend "shm": how calls become operations. See `process_group` for the
+calls."""
 
 import os
 import sys
@@ -28,14 +28,14 @@ from minidist.link import Link
 from minidist.link.steps import Step
 from minidist.measure import record
 
-# Between a call and the caller's line; torch deprecates by a function of typing_extensions.
+# Packages that lie between the user's line and a call; torch deprecates by typing_extensions.
 OURS = ("torch", "minidist", "typing_extensions", "contextlib")
 
-SHORT = 1 << 19  # bytes of a vector for which no thread is woken, if that can be
+SHORT = 1 << 19  # bytes up to which a call takes the first steps itself, and wakes no thread
 
 
 class Cost(NamedTuple):
-    """Of a collective for a vector of `size` bytes: the messages that an emulated link carries."""
+    """What a collective of `size` bytes costs on an emulated link: `steps()` are its messages."""
 
     size: int
     steps: Callable[[], Sequence[Step]]
@@ -76,7 +76,7 @@ class Group(dist.ProcessGroup):
     def _collective(
         self, what: str, operation: Operation, result: list[Any], opts: Any, cost: Cost
     ) -> Handle:
-        """Begin a collective, which takes on an emulated link what it costs."""
+        """Begin a collective. On an emulated link it takes the time that it costs."""
         self._number += 1
         where, now = caller(), time.monotonic()
         what += f" for {self.purpose.what}" if self.purpose.what else ""
@@ -197,13 +197,13 @@ class Group(dist.ProcessGroup):
 
 
 class Purpose(threading.local):
-    """Of the collectives that a thread begins now: see `minidist.backend.purpose`."""
+    """What the collectives are for that a thread begins now: see `minidist.backend.purpose`."""
 
     what = ""
 
 
 def _nodes(ranks: Sequence[int]) -> list[int]:
-    """The node of each of these ranks, as torchrun's variables say it."""
+    """The node of each of these ranks, by torchrun's variables."""
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or max(ranks) + 1
     return [rank // per_node for rank in ranks]
 

@@ -19,10 +19,10 @@ _FUTURES = threading.Lock()  # guards a handle's future, which is made on first 
 
 
 class Outcome:
-    """How a call ends. The threads that work have this in hand, and not the handle: as soon as it
-    is `ended` it has no tensor any more, but for those in the traceback of an error.
+    """How a call ends. The threads that work hold this, and not the handle: once it is `ended` it
+    holds no tensor, but for those in the traceback of an error.
 
-    `what()` describes the call. Neither that nor a future is made before somebody asks for it.
+    `what()` describes the call. Neither that text nor a future is made before somebody asks.
     """
 
     def __init__(self, result: list[Any], what: Callable[[], str]) -> None:

@@ -14,7 +14,7 @@ reads those of the others. The head of a segment holds
 - `POSTED + q`, the number of messages to rank q that have been put into slots; `TAKEN + q`, that of
   the messages from rank q that have been taken out; `HEADERS`, what is in the slots (see
   `point_to_point`);
-- at `TEXT`, its call, once that is known not to be that of all others.
+- at `TEXT`, its call, once the ranks know that their calls differ.
 
 Behind the head come the staging areas, two slots for each rank, and the arena.
 """
@@ -119,7 +119,7 @@ class Members:
         self._calls += 1
         self._call = what, where
         self.mine.words[MARK + self._calls % 2] = zlib.crc32(what.encode())
-        # Not from now: that is later, by the time that a processor needs to wake up.
+        # Not the present time, which is later by what a processor needs to wake up.
         self.mine.words[READY] = int(max(at, self._due) * 1e9)
 
     def barrier(self) -> Operation:
@@ -175,7 +175,7 @@ class Members:
         return self.heads[rank][OFFSET + self._shared % 2] > 0
 
     def shared(self, rank: int, like: torch.Tensor) -> torch.Tensor:
-        """That tensor, (n,), of the length and the dtype of this one."""
+        """After the barrier: that rank's tensor, (n,), of the length and the dtype of `like`."""
         offset = self.heads[rank][OFFSET + self._shared % 2]
         try:
             return self.segments[rank].at(offset, len(like), like.dtype)
@@ -246,7 +246,7 @@ class Reached(Wait):
 
 
 def _short(description: str) -> str:
-    """A text that fits, and differs where the long one does."""
+    """A text that fits, and that differs if the descriptions do."""
     if len(description) < LENGTH // 2:
         return description
     digest = hashlib.sha256(description.encode()).hexdigest()
@@ -254,6 +254,5 @@ def _short(description: str) -> str:
 
 
 def at_line(where: Caller) -> str:
-    """A line of the user's, as Python writes it: for an editor, and for `runtime`, which knows
-    cells by number."""
+    """A line of the user's, as Python writes it. Editors find it, and `runtime` names its cell."""
     return f', File "{where[0]}", line {where[1]}' if where else ""

@@ -31,7 +31,7 @@ from minidist.backend.tensors import (
 from minidist.backend.uncompiled import uncompiled
 from minidist.link import steps
 
-# Of a call that is made without any.
+# The options of a call that is made without any.
 ALL_REDUCE, REDUCE = dist.AllreduceOptions(), dist.ReduceOptions()
 BROADCAST, REDUCE_SCATTER = dist.BroadcastOptions(), dist.ReduceScatterOptions()
 GATHER, SCATTER = dist.GatherOptions(), dist.ScatterOptions()
@@ -55,8 +55,8 @@ class ShmProcessGroup(Group):
         cost: Cost,
         receives: bool = True,
     ) -> Handle:
-        """Begin a call. Of each of its groups (outs, ins), one after another, `collective` gets the
-        tensors as (n,), and fills the outs, if this rank `receives` anything."""
+        """Begin a call. `collective` gets the tensors of each group (outs, ins), one group after
+        another, as (n,), and fills the outs, if this rank `receives` anything."""
 
         def run() -> Operation:
             for outs, ins in groups:
@@ -252,7 +252,8 @@ class ShmProcessGroup(Group):
         rooms: Sequence[int] = (),
         lengths: Sequence[int] = (),
     ) -> Handle:
-        """Of one tensor for each rank; or of one in all, with as many elements for each rank."""
+        """Exchange one tensor for each rank; or the parts of a single one: `lengths[rank]` elements
+        go to a rank, and `rooms[rank]` come from it."""
         sizes: list[list[int]] = []  # from each rank to each, in bytes, once they are known
 
         def exchange(outs: Flats, parts: Flats) -> Operation:
