@@ -1,5 +1,6 @@
 """The memory that ranks share: it grows, whoever it is for finds it, and nobody else is touched."""
 
+import ctypes
 import errno
 import gc
 import io
@@ -226,9 +227,10 @@ def test_all_ranks_of_a_machine_find_each_other():
         found = [m.shared(rank, tensors[0]) for rank in range(size)]
         assert [x.unique().tolist() for x in found] == [[rank] for rank in range(size)]
     slots = [[m.slot(0, 11, 1), m.slot(11, 11, 0)] for m in members]
-    slots[3][0].fill_(33)
-    slots[4][1].fill_(44)
-    assert {(int(a.sum()), int(b.sum())) for a, b in slots} == {(33 * SLOT, 44 * SLOT)}
+    ctypes.memset(slots[3][0], 33, SLOT)
+    ctypes.memset(slots[4][1], 44, SLOT)
+    seen = {tuple(ctypes.string_at(slot, SLOT) for slot in pair) for pair in slots}
+    assert seen == {(bytes([33]) * SLOT, bytes([44]) * SLOT)}
     for m in members:
         m.leave()
     del members, m, tensors, found, slots

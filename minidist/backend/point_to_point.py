@@ -58,7 +58,6 @@ class Post:
 
     def __init__(self, members: Members) -> None:
         self._members = members
-        self._slots: dict[tuple[int, int, int], int] = {}
         self._waiting: list[Receive] = []  # in the order in which they were called
         self._arriving: dict[int, _Message] = {}  # by source
         self._aside: defaultdict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
@@ -74,7 +73,7 @@ class Post:
             free = Reached({to: members.heads[to]}, TAKEN + members.rank, number - 1)
             if not free.over():
                 yield free
-            ctypes.memmove(self._slot(members.rank, to, number), x.data_ptr() + start, length)
+            ctypes.memmove(members.slot(members.rank, to, number), x.data_ptr() + start, length)
             if trip is not None:
                 due = trip.part((start + length) / max(total, 1))
             header = HEADERS + 5 * (2 * to + number % 2)
@@ -117,7 +116,7 @@ class Post:
                 message = self._arriving.get(source) or self._open(source, tag, total, dtype)
                 end = message.arrived + length
                 place = message.x.data_ptr() + message.arrived
-                ctypes.memmove(place, self._slot(source, members.rank, number), length)
+                ctypes.memmove(place, members.slot(source, members.rank, number), length)
                 publish(members.mine.words, TAKEN + source, number + 1)
                 members.ring(source)
                 message.arrived = end
@@ -125,14 +124,6 @@ class Post:
                     del self._arriving[source]
                     self._close(message, source, tag)
         return 0.0 if soonest == math.inf else soonest
-
-    def _slot(self, sender: int, receiver: int, number: int) -> int:
-        """The address of a slot: bytes are moved there without torch, which takes ten times as long
-        for few."""
-        key = sender, receiver, number % 2
-        if key not in self._slots:
-            self._slots[key] = self._members.slot(*key).data_ptr()
-        return self._slots[key]
 
     def _first(self, source: int, tag: int) -> Receive | None:
         """The first receive that waits for such a message. It is taken out of the list."""

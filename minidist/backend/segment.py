@@ -36,14 +36,15 @@ TOKEN = 3  # the word of the head that no other segment has
 
 class Segment:
     """Shared memory of one rank. `bytes`: its beginning, up to the chunks. `words` and `text`: its
-    head, as int64 and as bytes. `first`: the number of its first chunk."""
+    head, as int64 and as bytes. `start`: where it begins in this process. `first`: the number of
+    its first chunk."""
 
     def __init__(self, file: int, nbytes: int) -> None:
         self._file, self._lock = file, threading.Lock()
         self._shown, self._closed = "", False  # where to open the file again, if it is not kept
         self._chunks: dict[int, tuple[mmap.mmap, int]] = {}  # with the address of each
         self.first = (nbytes - 1).bit_length()
-        begin, _ = _map(file, 0, nbytes)
+        begin, self.start = _map(file, 0, nbytes)
         head = memoryview(begin)[:HEAD]
         self.words, self.text = head.cast("q"), head
         with torch.inference_mode(False):  # only that mode could write to a tensor made in it
