@@ -93,10 +93,10 @@ class Engine:
             task.outcome.end(self._failure or RuntimeError("the process group has been closed"))
             return handle
         handle.engine = self
-        here = plain()
-        if awaited and here:
+        may_step = plain()
+        if awaited and may_step:
             return handle
-        begun = short and here and self._begin(queue, task)
+        begun = short and may_step and self._begin(queue, task)
         # Our own thread runs a callback, which may wait for the operation: a new thread takes over.
         # Even if a driver has taken its last step: the driver calls back now, and may wait there.
         if not task.outcome.ended and threading.current_thread() is self._thread:
@@ -170,12 +170,12 @@ class Engine:
         limit)."""
         end, me = time.monotonic() + seconds if seconds else math.inf, threading.get_ident()
         # Of two callbacks the second must not run within the first, which it may have to wait for.
-        here = plain() and not self._here.calls_back
-        if not here and threading.current_thread() is self._thread:
+        may_drive = plain() and not self._here.calls_back
+        if not may_drive and threading.current_thread() is self._thread:
             self._start()
         try:
             while not outcome.ended and time.monotonic() < end:
-                self._complete(self._drive_or_follow(outcome, end, here, me))
+                self._complete(self._drive_or_follow(outcome, end, may_drive, me))
             if self._queues and self._failure is None:
                 self._leave_rest()
         except BaseException as error:  # an interrupt: an operation may be half done
