@@ -87,8 +87,7 @@ class Members:
             self._opened = opened.pop_all()  # until we leave; an error before closes it now
         self._lives = {r: life for r, (_, life) in others.items()}
         self.segments = [others[r][0] if r != rank else self.mine for r in range(size)]
-        self.heads = [segment.words for segment in self.segments]
-        self._by_rank = dict(enumerate(self.heads))
+        self.heads = {r: segment.words for r, segment in enumerate(self.segments)}
         self.bell = Bell(self.heads[rank])
         self._bells = {r: Bell(self.heads[r]) for r in others}
         self.arena = Arena(self.mine)
@@ -127,7 +126,7 @@ class Members:
         """Wait until all have come here."""
         ticks = self.mine.words[TICK] + 1
         publish(self.mine.words, TICK, ticks)
-        barrier = Reached(self._by_rank, TICK, ticks)
+        barrier = Reached(self.heads, TICK, ticks)
         if barrier.over():  # this rank is the last
             self.ring(*self._bells)
         else:
@@ -149,7 +148,7 @@ class Members:
         """Whether all ranks make the same call, as far as a checksum of it says."""
         at = MARK + self._calls % 2
         mine = self.mine.words[at]
-        return all([head[at] == mine for head in self.heads])
+        return all([head[at] == mine for head in self.heads.values()])
 
     def _show_calls(self) -> Operation:
         what, where = self._call
@@ -192,7 +191,7 @@ class Members:
             return
         plan = self.heads[0]
         if self.rank == 0:
-            ready = [head[READY] / 1e9 for head in self.heads]
+            ready = [head[READY] / 1e9 for head in self.heads.values()]
             for rank, due in enumerate(self.network.travel(steps(), ready)):
                 plan[DUES + rank] = int(due * 1e9)
             publish(plan, PLANNED, self._calls)
