@@ -596,7 +596,7 @@ def test_an_interrupted_call_ends_soon_and_tells_each_ranks_line(to, tmp_path):
                 f"  rank 1: {where}"
             )
         assert program.line() == "[3.0, 3.0, 3.0]"
-        assert program.process.wait(PYTHON_ENDS) == 0
+        assert program.process.wait(SOON) == 0
         assert program.gone_within(SOON)
         assert program.temporary() == []
 
@@ -727,6 +727,7 @@ with md.ranks(2) as r:
     print(r(dist.get_rank), flush=True)
 r = None
 assert files() == before, (files(), before)
+print("closed", flush=True)
 """
 
 
@@ -747,6 +748,8 @@ def test_interrupts_leave_nothing_and_the_next_pool_starts(how, tmp_path):
         assert program.temporary() == []
         program.say("go on")
         assert program.line() == "[0, 1]"
+        start = time.monotonic()
+        assert program.line() == "closed" and time.monotonic() - start < SOON
         assert program.finish(PYTHON_ENDS) == (0, "", "")
         assert program.gone_within(SOON)
         assert program.temporary() == []
