@@ -390,6 +390,22 @@ def test_ranks_with_fences_compute_the_same(ranks):
     assert ranks(3)(with_fences) == [True] * 3
 
 
+# ---- messages -----------------------------------------------------------------------------
+
+
+def with_new_tags():
+    """What a rank still has of messages that it has received, one of them before its turn."""
+    group, rank, x = dist.new_group(), dist.get_rank(), torch.zeros(3)
+    for tag in range(0, 100, 2):
+        for each in (tag, tag + 1) if rank else (tag + 1, tag):
+            dist.recv(x, 1, group, tag=each) if not rank else dist.send(x, 0, group, tag=each)
+    return len(group._post._aside)
+
+
+def test_nothing_is_kept_of_messages_that_were_received(ranks):
+    assert ranks(2)(with_new_tags) == [0, 0]
+
+
 # ---- tensors in the arena -----------------------------------------------------------------
 
 

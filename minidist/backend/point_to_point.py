@@ -11,7 +11,7 @@ tag sets those that come before aside.
 import ctypes
 import math
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Generator, Sequence
 
 import torch
@@ -60,7 +60,8 @@ class Post:
         self._members = members
         self._waiting: list[Receive] = []  # in the order in which they were called
         self._arriving: dict[int, _Message] = {}  # by source
-        self._aside: defaultdict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
+        # By source and tag; never empty, since a program may use a new tag for each message.
+        self._aside: dict[tuple[int, int], deque[torch.Tensor]] = {}
 
     def send(self, x: torch.Tensor, to: int, tag: int, at: float) -> Operation:
         """Send x, (n,), to another rank; its trip on an emulated link begins at the time `at`."""
@@ -89,9 +90,12 @@ class Post:
     ) -> Generator[Wait, None, int]:
         """Fill x, (n,), with a message from one of the sources. Returns from which."""
         wanted = Receive(self, sources, tag, x)
-        aside = [source for source in sources if self._aside[source, tag]]
-        if aside:
-            self._give(self._aside[aside[0], tag].popleft(), wanted, aside[0])
+        aside = next((source for source in sources if (source, tag) in self._aside), None)
+        if aside is not None:
+            message = self._aside[aside, tag].popleft()
+            if not self._aside[aside, tag]:
+                del self._aside[aside, tag]
+            self._give(message, wanted, aside)
         else:
             self._waiting.append(wanted)
             if not wanted.over():
@@ -149,7 +153,7 @@ class Post:
         elif receive := self._first(source, tag):
             self._give(message.x, receive, source)
         else:
-            self._aside[source, tag].append(message.x)
+            self._aside.setdefault((source, tag), deque()).append(message.x)
 
     def _give(self, x: torch.Tensor, receive: Receive, source: int) -> None:
         self._fits(receive.x, source, x.nbytes, x.dtype)
