@@ -429,12 +429,15 @@ def test_sweep_has_levels_to_compare_with() -> None:
     assert [(text.get_text(), text.xy[1]) for text in ax.texts] == [("none", 2.5), ("all", 1)]
 
 
-@pytest.mark.parametrize(("low", "high"), [(0.105, 0.165), (0.3, 0.9), (1.1, 4.9), (2, 60)])
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.105, 0.165), (0.3, 0.9), (1.1, 4.9), (60, 460), (2, 60)]
+)
 def test_a_logarithmic_axis_has_three_ticks_or_more_also_below_a_decade(low, high) -> None:
     ax = plot.sweep({"a": {1: low, 2: high}}, log="xy")
     bottom, top = ax.get_ylim()
     seen = [tick for tick in ax.get_yticks() if bottom <= tick <= top]
     assert 3 <= len(seen) <= 7 and len({f"{tick:g}" for tick in seen}) == len(seen)
+    assert seen[0] < 1.6 * bottom
 
 
 def test_sweep_without_a_prediction_joins_the_dots() -> None:

@@ -40,7 +40,8 @@ def ticks(axis: Any, show: Any, grid: str | None = FAINT, whole: bool = False) -
 
     if axis.get_scale() == "log":
         low, high = axis.get_view_interval()
-        locator: Locator = LogLocator(10, subs=(1.0,) if high > 300 * low else (1, 2, 5))
+        subs = (1,) if high > 300 * low else (1, 2, 5) if high > 10 * low else (1, 1.5, 2, 3, 5, 7)
+        locator: Locator = LogLocator(10, subs)
         if sum(low <= tick <= high for tick in locator.tick_values(low, high)) < 3:
             locator = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10])  # such as 100 to 150 ms
         axis.set_major_locator(locator)
