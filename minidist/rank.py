@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from types import FunctionType
 from typing import Any
 
@@ -75,8 +76,13 @@ class Place:
         }
 
 
-def device() -> torch.device:
-    """The device of this rank: its own GPU where the group speaks NCCL, else the CPU."""
+def device(module: torch.nn.Module | None = None) -> torch.device:
+    """The device of this rank: its own GPU where the group speaks NCCL, else the CPU. Given a
+    module that is not on "meta": where that is."""
+    if module is not None:
+        for tensor in chain(module.parameters(), module.buffers()):
+            if not tensor.is_meta:
+                return tensor.device
     if "nccl" in str(dist.get_backend_config()):
         return torch.device("cuda", Place.here().local_rank)
     return torch.device("cpu")

@@ -597,6 +597,8 @@ def test_outputs_go_to_the_output_device() -> None:
     assert parallel.module.weight.grad.device == torch.device("cuda:0")
 
 
+# torch's, of each thread that begins on a GPU with a product, those of autograd as well
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 @pytest.mark.gpu(1)
 def test_a_gpu_and_the_cpu_together() -> None:
     bare = nn.Linear(2, 2).double()

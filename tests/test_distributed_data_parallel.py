@@ -1572,4 +1572,5 @@ def test_a_module_may_be_split_over_devices():
             return self.c(self.a(x) + self.b(x.cuda()).cpu())
 
     with md.ranks(2, backend="gloo", timeout=120) as ranks:
-        assert ranks(compare, Split, plainly, steps=20, bucket_cap_mb=TINY) == [None, None]
+        for _ in range(4):
+            assert ranks(compare, Split, plainly, steps=5, bucket_cap_mb=TINY) == [None, None]

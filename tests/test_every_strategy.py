@@ -4,16 +4,20 @@ opens few files."""
 import sys
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.optim import Adam
 
 import minidist as md
 from minidist.fully_sharded import by_class
+from minidist.tensor_parallel import parallelize_module
 
 ROOM = Path(md.__file__).parent
 
@@ -105,6 +109,25 @@ def test_a_loop_may_evaluate_in_inference_mode(pools, kind, first):
         return max(apart)
 
     assert max(pools(2)(run)) < 1e-12
+
+
+def by_features(model):
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    return parallelize_module(model, parallelize_plan=plan)
+
+
+@pytest.mark.parametrize("wrap", [fsdp, fully_shard, by_features])
+def test_a_mesh_is_of_the_devices_where_the_module_is(pools, wrap):
+    """Here on the CPU, though the rank has a GPU: its group speaks NCCL."""
+
+    def run():
+        with mock.patch.object(dist, "get_backend_config", lambda *_: "cpu:gloo,cuda:nccl"):
+            assert md.rank.device().type == "cuda"
+            model = wrap(net())
+        model(examples(0)[dist.get_rank()]).sum().backward()
+        return {p.device_mesh.device_type for p in model.parameters() if isinstance(p, DTensor)}
+
+    assert pools(2)(run) == [{"cpu"}] * 2
 
 
 # The helpers in `common` and `collectives` say by their names what they do; all else is to be read.

@@ -5,6 +5,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -89,12 +90,14 @@ def fully_shard(
             "forward pass, or not. They cannot be resharded to a smaller group of ranks"
         )
     groups = groups_of(None, mesh, "fully_shard", most_axes=2)
+    policy = of_type("offload_policy", offload_policy, OffloadPolicy)
+    offloads = isinstance(policy, CPUOffloadPolicy)
     options = Options(
-        mesh or DeviceMesh.from_group(groups[0], rank.device().type),
+        mesh or mesh_of(groups[0], module, offloads),
         groups,
         of_type("mp_policy", mp_policy, MixedPrecisionPolicy) or MixedPrecisionPolicy(),
         reshard_after_forward,
-        isinstance(of_type("offload_policy", offload_policy, OffloadPolicy), CPUOffloadPolicy),
+        offloads,
         frozenset(ignored_params or ()),
     )
     require_alike(module, options)
@@ -103,6 +106,11 @@ def fully_shard(
 
 
 # ---- how a unit is made -----------------------------------------------------------------------
+
+
+def mesh_of(group: dist.ProcessGroup, module: nn.Module, offloads: bool) -> DeviceMesh:
+    """Of one axis, and of the devices that compute."""
+    return DeviceMesh.from_group(group, rank.device(None if offloads else module).type)
 
 
 def make_unit(module: nn.Module, options: Options) -> None:

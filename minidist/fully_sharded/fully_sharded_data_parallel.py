@@ -20,7 +20,6 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 
-from minidist import rank
 from minidist.common import agree
 from minidist.common.groups import groups_of
 from minidist.common.materialize import materialize
@@ -32,7 +31,7 @@ from minidist.fully_sharded import torch_arguments as given
 from minidist.fully_sharded.checkpoint import StateTypes, make_whole
 from minidist.fully_sharded.flat_shard import partial_of
 from minidist.fully_sharded.fsdp_module import FSDPModule, groups_in
-from minidist.fully_sharded.fully_shard import make_unit, own_modules, require_alike
+from minidist.fully_sharded.fully_shard import make_unit, mesh_of, own_modules, require_alike
 from minidist.fully_sharded.summon import summoned
 from minidist.fully_sharded.torch_arguments import Options
 from minidist.fully_sharded.unit_precision import cast_buffers, device_of, of_classes, own_precision
@@ -115,8 +114,9 @@ class FullyShardedDataParallel(Synchronized, StateTypes):
         precision = given.precision(mixed_precision)
         dtypes = precision.param_dtype, precision.reduce_dtype, precision.buffer_dtype
         kept = tuple(precision._module_classes_to_ignore) if any(dtypes) else ()
+        offloads = offload is not None and offload.offload_params
         options = Options(
-            device_mesh or DeviceMesh.from_group(groups[0], rank.device().type),
+            device_mesh or mesh_of(groups[0], module, offloads),
             groups,
             MixedPrecisionPolicy(
                 precision.param_dtype,
@@ -124,7 +124,7 @@ class FullyShardedDataParallel(Synchronized, StateTypes):
                 cast_forward_inputs=precision.cast_forward_inputs,
             ),
             given.reshards(sharding_strategy, len(groups)) and reshard_after_forward,
-            offload is not None and offload.offload_params,
+            offloads,
             parameters,
             modules,
         )

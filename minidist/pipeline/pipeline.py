@@ -116,7 +116,7 @@ class Pipeline(Wrapper):
         tensors = [*module.parameters(), *module.buffers()]
         filled = [tensor for tensor in tensors if not tensor.is_meta]
         broadcast_state(filled, group)
-        self._device = filled[0].device if filled else device()
+        self._device = device(module)
 
         layers = list(module._modules.items())  # by name: a layer that comes twice has two
         stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]

@@ -18,12 +18,12 @@ from torch.fx.experimental import _config as fx_config
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any
-from torch.utils.flop_counter import flop_registry
 
 from minidist.common import single
 from minidist.distributed_data_parallel.reducer import Reducer
 from minidist.fully_sharded import flat_shard
 from minidist.fully_sharded import fully_sharded_data_parallel as wrapper
+from minidist.measure.flops import FORMULAS
 from minidist.pipeline import pipeline
 
 aten = torch.ops.aten
@@ -103,7 +103,7 @@ def one_rank_of(world_size: int, rank: int = 0) -> Iterator[Trace]:
                 mock.patch.object(pipeline, "fill", lambda stages, plan, ties, *_: ties)
             )
             meta = torch.device("meta")
-            block.enter_context(mock.patch.object(pipeline, "device", lambda: meta))
+            block.enter_context(mock.patch.object(pipeline, "device", lambda _: meta))
             # The order of its buckets would be learnt from numbers of rank 0.
             block.enter_context(mock.patch.object(Reducer, "may_rebuild", False))
             no = partial(_no_autocast, torch.is_autocast_enabled)
@@ -138,8 +138,8 @@ class _WithoutNumbers(TorchDispatchMode):
             if torch.device(kwargs.get("device") or "meta").type == "cpu":
                 return torch.ones(x.shape, dtype=kwargs.get("dtype") or x.dtype)
         result = func(*args, **kwargs)
-        if op in flop_registry and self._trace.noting:
-            self._trace.events.append(flop_registry[op](*args, **kwargs, out_val=result))
+        if op in FORMULAS and self._trace.noting:
+            self._trace.events.append(FORMULAS[op](*args, **kwargs, out_val=result))
         return result
 
 

@@ -96,7 +96,7 @@ def parallelize_module(
     layer that a style does not split, or that is sharded already.
     """
     require_group(None, "parallelize_module")
-    mesh = device_mesh or init_device_mesh(device().type, (dist.get_world_size(),))
+    mesh = device_mesh or init_device_mesh(device(module).type, (dist.get_world_size(),))
     if src_data_rank is not None:
         group = require_group(group_of(mesh), "parallelize_module")
         named = [
