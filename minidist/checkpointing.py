@@ -123,9 +123,9 @@ class _Pass:
         self._holders: list[weakref.ref[_PlaceHolder]] = []  # in the order in which they were made
         self._kinds: list[str] = []  # of the tensors for which they stand
         # Saved by autograd, so that it sees changes, and that a wrapper around us keeps less.
-        self._node: Any = _Keep.apply(
+        self._kept: Any = _Keep.apply(
             torch.empty(0, requires_grad=True), *[x.detach() for x in self._tensors.values()]
-        ).grad_fn
+        )
         for i in self._tensors:
             self._leaves[i] = None
 
@@ -199,7 +199,7 @@ class _Pass:
 
     def _inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         try:
-            kept = self._node.saved_tensors
+            kept = self._kept.grad_fn.saved_tensors
         except RuntimeError as error:
             error.add_note(
                 "These were to be the inputs of a checkpointed "

@@ -478,6 +478,8 @@ def test_arithmetic_is_that_of_products_and_of_attention():
     assert count_flops(attention, q, q, q) == 2 * product
     # Backward has five products: it computes the scores again.
     assert count_flops(lambda: attention(q, q, q).sum().backward()) == 7 * product
+    shared = torch.rand(2, 2, 6, 8)  # two heads of queries have the same keys
+    assert count_flops(lambda: attention(q, shared, shared, enable_gqa=True)) == 2 * product
 
 
 # ---- copies within a process ----------------------------------------------------------------

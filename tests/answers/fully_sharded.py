@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import minidist as md
 from minidist.checks import fully_sharded as check
+from minidist.common.single import all_gather_single
 
 
 class Again(torch.autograd.Function):
@@ -379,7 +380,7 @@ class OneTensor(Ahead):
     def begin(self):
         own = self.shard.data
         self.flat = own.new_empty(len(own) * dist.get_world_size())
-        self.pending = [self.flat], dist.all_gather_single(self.flat, own, async_op=True)
+        self.pending = [self.flat], all_gather_single(self.flat, own, None)
 
 
 def one_tensor(modules):
