@@ -213,7 +213,8 @@ class FullyShardedDataParallel(Synchronized, StateTypes):
         groups = {group.options.groups[0] for group in groups_in(self)}
         # Within no_sync DTensor adds up; units of several meshes it refuses.
         if len(groups) > 1 or any(partial_of(p) is not None for p in parameters):
-            norm: Any = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+            # One by one: torch 2.11 loses what it writes into several such sums at once.
+            norm: Any = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, foreach=False)
             return torch.as_tensor(norm.full_tensor())
         device = torch.device(self.module.fsdp_group.options.mesh.device_type)
         return clip_grad_norm_(
