@@ -145,12 +145,14 @@ def _forget_groups() -> None:
 def _forget_meshes() -> None:
     """DTensor remembers what it has computed once, with meshes and so with their groups: in Python,
     and in C++."""
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, _redistribute
 
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
     for clear in (
         getattr(getattr(propagator.propagate_op_sharding, "cache", None), "cache_clear", None),
         getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None),
+        getattr(_redistribute, "clear_redistribute_planner_cache", None),
+        getattr(getattr(_redistribute, "_gen_transform_infos", None), "cache_clear", None),
     ):
         if clear is not None:
             clear()
