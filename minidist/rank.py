@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import _lru_cache_wrapper, partial
 from itertools import chain
 from types import FunctionType
 from typing import Any
@@ -143,19 +143,20 @@ def _forget_groups() -> None:
 
 
 def _forget_meshes() -> None:
-    """DTensor remembers what it has computed once, with meshes and so with their groups: in Python,
-    and in C++."""
-    from torch.distributed.tensor import DTensor, _redistribute
+    """DTensor remembers what it has computed once, with meshes and so with their groups: in caches
+    of functions, of which each version of torch has others, in a dict, and in C++."""
+    from torch.distributed.tensor import _redistribute
 
-    propagator: Any = DTensor._op_dispatcher.sharding_propagator
-    for clear in (
-        getattr(getattr(propagator.propagate_op_sharding, "cache", None), "cache_clear", None),
-        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None),
-        getattr(_redistribute, "clear_redistribute_planner_cache", None),
-        getattr(getattr(_redistribute, "_gen_transform_infos", None), "cache_clear", None),
+    caches = [each for each in gc.get_objects() if type(each) is _lru_cache_wrapper]
+    for cache in caches:
+        if str(cache.__module__).startswith("torch.distributed."):
+            cache.cache_clear()
+    for room, clear in (
+        (_redistribute, "clear_redistribute_planner_cache"),
+        (torch._C, "_clear_DTensor_sharding_propagator_cache"),
     ):
-        if clear is not None:
-            clear()
+        if hasattr(room, clear):
+            getattr(room, clear)()
 
 
 def _best(place: Place, store: dist.Store | None) -> str:
