@@ -36,7 +36,7 @@ PASSED, FAILED, NOTHING = 0, 1, 5  # exit codes of pytest
 HUNG = re.compile("from pytest-timeout|Timeout of .* seconds exceeded")  # nbval says the latter
 FILES = 3  # of which tests may run again
 SPARE = 3  # runs in place of those that could not be judged
-LIMIT = 55 * 60  # seconds for one run of pytest. Side by side takes 25 to 45 minutes on two cores.
+LIMIT = 55 * 60  # seconds for one run of pytest. Side by side takes 25 to 50 minutes on two cores.
 
 PATHS = ["tests", "notebooks"]
 
