@@ -21,6 +21,7 @@ from minidist.compare.results import Row
 from minidist.compare.systems import RefusedError, System, systems
 from minidist.compare.task import DATA, Source, Task, bare
 from minidist.compare.watched_steps import WARM, State, Watch
+from minidist.parity import relative_difference
 from minidist.runtime import Pool, RankError
 
 EXACT_STEPS = 3  # that are compared with one process
@@ -236,7 +237,7 @@ def filled(row: Row, system: System, found: Sequence[Found], alone: Alone) -> Ro
     fullest = max(watches, key=lambda watch: sum(watch.memory.values()))
     return replace(
         row,
-        difference=_worst([_losses_apart(found, alone), *[each.largest for each in found]]),
+        difference=max(_losses_apart(found, alone), *[each.largest for each in found]),
         memory=fullest.memory,
         sent=max(watch.sent for watch in watches) if seen else None,
         seconds=statistics.median(times),
@@ -252,16 +253,12 @@ def on_a_rank(system: System, compared: Task, alone: Alone, measured: Task) -> F
     torch.manual_seed(0)
     state = bare(system.train(compared, watch))
     own = {name: state[name].cpu() for name in alone.state if name in state}
-    largest = _worst([_apart(tensor, alone.state[name]) for name, tensor in own.items()])
+    apart = [relative_difference(tensor, alone.state[name]) for name, tensor in own.items()]
     losses = watch.losses
     del state
     gc.collect()
     system.train(measured, watch := Watch())
-    return Found(largest, set(own), losses, watch, str(dist.get_backend()))
-
-
-def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    return md.parity.relative_difference(a, b)
+    return Found(max(apart, default=0.0), set(own), losses, watch, str(dist.get_backend()))
 
 
 def _losses_apart(found: Sequence[Found], alone: Alone) -> float:
@@ -270,12 +267,7 @@ def _losses_apart(found: Sequence[Found], alone: Alone) -> float:
     wanted = torch.tensor(alone.losses, dtype=torch.float64)
     if len(ours) != len(alone.losses):
         raise RuntimeError(f"it has told {len(ours)} losses of {len(alone.losses)} steps")
-    return _worst([_apart(one, other) for one, other in zip(ours, wanted, strict=True)])
-
-
-def _worst(differences: Sequence[float]) -> float:
-    """The largest; nan if one is not a number."""
-    return math.nan if any(map(math.isnan, differences)) else max(differences, default=0.0)
+    return max(map(relative_difference, ours, wanted))
 
 
 def _means(losses: Sequence[list[float]]) -> list[float]:

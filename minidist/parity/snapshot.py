@@ -75,7 +75,8 @@ def differs(what: str, difference: float) -> tuple[str, float]:
 
 
 def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """max|a - b| / max|b|: 0 if all elements are equal, nan if one is not a number.
+    """max|a - b| / max|b|: 0 if all elements are equal, inf if one is not a number. (Not
+    nan: Python's max may leave it out, and no comparison with it holds.)
 
     Raises ValueError if the shapes differ, which broadcasting would hide.
     Lesson: distributed_data_parallel.
@@ -86,4 +87,5 @@ def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
         return 0.0
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
     a, b = a.to(wide), b.to(wide)
-    return ((a - b).abs().max() / b.abs().max()).item()
+    apart = ((a - b).abs().max() / b.abs().max()).item()
+    return math.inf if math.isnan(apart) else apart

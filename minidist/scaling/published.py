@@ -1,7 +1,8 @@
 """Steps that others have measured, and what the planner would have said of them.
 
-For each kind of GPU one measured step gives the speed of computing (`planner.calibrated`): it is no
-prediction. The others are: other numbers of ranks, other models, other papers. Lesson: scaling_out
+One measured step gives the speed of computing (`planner.calibrated`): it is no prediction. The
+others are: for A100s other numbers of ranks, other models, another paper. For H100s each of two
+models has a step of its own, and is predicted for more ranks. Lesson: scaling_out
 """
 
 from collections.abc import Callable, Iterator
