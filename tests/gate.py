@@ -36,6 +36,7 @@ PASSED, FAILED, NOTHING = 0, 1, 5  # exit codes of pytest
 HUNG = re.compile("from pytest-timeout|Timeout of .* seconds exceeded")  # nbval says the latter
 FILES = 3  # of which tests may run again
 SPARE = 3  # runs in place of those that could not be judged
+SLOWEST = 40  # files of which it says how long they took
 LIMIT = 55 * 60  # seconds for one run of pytest. Side by side takes 25 to 50 minutes on two cores.
 
 PATHS = ["tests", "notebooks"]
@@ -99,7 +100,9 @@ def judge(arguments: list[str]) -> int:
     codes, busy = [], []
     failed: dict[str, str] = {}
     for how in (SIDE_BY_SIDE, ONE_BY_ONE):
-        code, found = run(*(paths or PATHS), "--durations=10", *options, *how)
+        code, found = run(*(paths or PATHS), *options, *how)
+        slowest = sorted(found["seconds"].items(), key=lambda each: -each[1])[:SLOWEST]
+        print("Seconds by file:", *(f"{file} {taken:.0f}" for file, taken in slowest), flush=True)
         codes.append(code)
         busy += found["busy"]
         failed |= found["failed"]

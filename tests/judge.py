@@ -1,7 +1,8 @@
 """pytest as `make test` runs it: `python tests/judge.py REPORT [arguments of pytest]`.
 
 REPORT is a file for what ran, and what did not come to its end ("left"):
-{"passed": [test, ...], "skipped": [...], "busy": [...], "failed": {test: why}, "left": [...]}.
+{"passed": [test, ...], "skipped": [...], "busy": [...], "failed": {test: why}, "left": [...],
+"seconds": {file: how long its tests took}}.
 
 What is marked `alone` asserts measured times. Such a number may be wrong because the machine was
 busy: if other processes took more than a twentieth of it meanwhile, the test is skipped as busy.
@@ -48,6 +49,7 @@ class Report:
         self.found: dict[str, Any] = {"passed": [], "skipped": [], "busy": [], "failed": {}}
         self.left: set[str] = set()  # what was found and has not come to its end
         self.told: set[str] = set()  # those known to have passed or not, not only to be set up
+        self.seconds = Counter[str]()  # of each file
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.expect(item.nodeid for item in session.items)
@@ -68,6 +70,7 @@ class Report:
         self.left.add("what had an internal error")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid.split("::")[0]] += report.duration
         if report.failed or report.skipped or report.when == "call":
             self.told.add(report.nodeid)
         if report.failed:
@@ -79,7 +82,8 @@ class Report:
             self.left.discard(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
-        self.file.write_text(json.dumps(self.found | {"left": sorted(self.left)}))
+        found = self.found | {"left": sorted(self.left), "seconds": self.seconds}
+        self.file.write_text(json.dumps(found))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: object, error: object) -> None:

@@ -86,6 +86,7 @@ def test_what_fails_once_is_flaky_and_said_with_its_failure(judged):
     for name in "ab":
         assert f"flaky: tests/test_{name}.py::test[1]\n" in said
     assert said.count("AssertionError: not yet") >= 4 and "test[0]\n" not in said
+    assert said.count("Seconds by file: tests/test_") == 2  # side by side, and one by one
 
 
 def test_what_fails_again_has_failed(judged):
