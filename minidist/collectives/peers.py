@@ -7,6 +7,7 @@ know that it is empty.
 """
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,13 @@ def as_bytes(flat: torch.Tensor) -> torch.Tensor:
     return flat.as_strided((len(flat),), (1,)).view(torch.uint8)
 
 
+def wait_for(works: Iterable[dist.Work | None]) -> None:
+    """Wait until all these messages are through; None stands for one that was empty."""
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
 @dataclass
 class Arrival:
     """A receive that has been announced: the tensor that it fills, and the handle to wait for."""
@@ -37,7 +45,8 @@ class Arrival:
 class Peers:
     """The ranks of one group, seen from one of them: `rank` of `size`, and messages among them.
 
-    Raises ValueError when the calling process is not a member of the group.
+    Raises ValueError when the calling process is not a member of the group; its messages raise it
+    for tensors on a GPU over gloo.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -64,15 +73,29 @@ class Peers:
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
 
+    def isend(self, tensor: torch.Tensor, to: int) -> dist.Work | None:
+        """Start to send `tensor`; the handle tells when it may be overwritten. None if empty."""
+        if not tensor.numel():
+            return None
+        return dist.isend(self._bytes(tensor), group=self.group, group_dst=to % self.size, tag=TAG)
+
+    def irecv(self, into: torch.Tensor, source: int) -> dist.Work | None:
+        """Start to fill `into` with a message. None if it is empty."""
+        if not into.numel():
+            return None
+        return dist.irecv(
+            self._bytes(into), group=self.group, group_src=source % self.size, tag=TAG
+        )
+
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Send `tensor` and return when it may be overwritten."""
         if tensor.numel():
-            dist.send(as_bytes(tensor), group=self.group, group_dst=to % self.size, tag=TAG)
+            dist.send(self._bytes(tensor), group=self.group, group_dst=to % self.size, tag=TAG)
 
     def recv(self, into: torch.Tensor, source: int) -> torch.Tensor:
         """Wait for a message and return `into`, filled."""
         if into.numel():
-            dist.recv(as_bytes(into), group=self.group, group_src=source % self.size, tag=TAG)
+            dist.recv(self._bytes(into), group=self.group, group_src=source % self.size, tag=TAG)
         return into
 
     def expect(self, into: torch.Tensor, source: int) -> Arrival:
@@ -81,11 +104,9 @@ class Peers:
         Messages of one sender fill its announced tensors in the order of the announcements.
         """
         arrival = Arrival(into, source % self.size)
-        if into.numel() and not self._batches(into):
-            arrival.work = dist.irecv(
-                as_bytes(into), group=self.group, group_src=arrival.source, tag=TAG
-            )
-            self._announced = True
+        if not self._batches(into):
+            arrival.work = self.irecv(into, source)
+            self._announced = arrival.work is not None or self._announced
         return arrival
 
     def exchange(self, outgoing: torch.Tensor, to: int, arrival: Arrival) -> torch.Tensor:
@@ -95,16 +116,18 @@ class Peers:
             return arrival.into
         if self._announced:
             self._let_announcements_out()
-        sending = None
-        if outgoing.numel():
-            sending = dist.isend(
-                as_bytes(outgoing), group=self.group, group_dst=to % self.size, tag=TAG
-            )
-        if arrival.work is not None:
-            arrival.work.wait()
-        if sending is not None:
-            sending.wait()
+        sending = self.isend(outgoing, to)
+        wait_for([arrival.work, sending])
         return arrival.into
+
+    def _bytes(self, tensor: torch.Tensor) -> torch.Tensor:
+        # gloo would read a GPU's memory as the CPU's, and end the process: "Bad address".
+        if tensor.is_cuda and "cuda:gloo" in self.backends:
+            raise ValueError(
+                "gloo sends no message from a GPU's memory: make the process group with NCCL, "
+                "or move the tensors to the CPU"
+            )
+        return as_bytes(tensor)
 
     def _let_announcements_out(self) -> None:
         # An announcement is itself a small message to the sender, on the connection that the sender
@@ -131,8 +154,7 @@ class Peers:
             batch.append(
                 dist.P2POp(dist.isend, as_bytes(outgoing), group=self.group, group_peer=to)
             )
-        for work in dist.batch_isend_irecv(batch) if batch else []:
-            work.wait()
+        wait_for(dist.batch_isend_irecv(batch) if batch else [])
 
     def parent(self, root: int) -> int:
         """Our parent in the binomial tree below `root` (meaningless at the root itself)."""

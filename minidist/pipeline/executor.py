@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minidist.collectives.peers import TAG, Peers, as_bytes
+from minidist.collectives.peers import Peers, wait_for
 from minidist.pipeline.batch import ActivationSpec, Batch, TensorSpec, split_into_microbatches
 from minidist.pipeline.instructions import (
     RECEIVES,
@@ -91,7 +91,7 @@ class Executor:
             self.trace.append(Span(now, self._start, time.perf_counter()))
         for leaving in self._leaving.values():
             for _, works in leaving:
-                _wait(works)
+                wait_for(works)
 
     # ---- messages --------------------------------------------------------------------------
 
@@ -103,17 +103,16 @@ class Executor:
             spec.empty(self._device).zero_() if x is None else x.contiguous()
             for spec, x in zip(specs, tensors, strict=True)
         ]
-        leaving, group = self._leaving[other], self._peers.group
+        leaving = self._leaving[other]
         if len(leaving) == MOST_LEAVING:
-            _wait(leaving.popleft()[1])
-        works = [dist.isend(x, group=group, group_dst=other, tag=TAG) for x in _bytes(whole)]
-        leaving.append((whole, works))
+            wait_for(leaving.popleft()[1])
+        leaving.append((whole, [self._peers.isend(x.view(-1), other) for x in whole]))
 
     def _receive(self, message: Instruction) -> None:
         """Post a receive; `_take` waits for it."""
         specs, other = self._carried(message)
-        tensors, group = [spec.empty(self._device) for spec in specs], self._peers.group
-        works = [dist.irecv(x, group=group, group_src=other, tag=TAG) for x in _bytes(tensors)]
+        tensors = [spec.empty(self._device) for spec in specs]
+        works = [self._peers.irecv(x.view(-1), other) for x in tensors]
         self._coming[message] = tensors, works
 
     def _carried(self, message: Instruction) -> tuple[list[TensorSpec], int]:
@@ -132,7 +131,7 @@ class Executor:
     def _take(self, message: Instruction) -> list[torch.Tensor]:
         """Wait for a receive that is posted: its tensors."""
         tensors, works = self._coming.pop(message)
-        _wait(works)
+        wait_for(works)
         return tensors
 
     # ---- computations ----------------------------------------------------------------------
@@ -196,17 +195,6 @@ class Executor:
         return split_into_microbatches("targets", self._batch.training[1], self._batch.rows)
 
 
-def _bytes(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors as bytes; empty ones are not sent."""
-    return [as_bytes(x.view(-1)) for x in tensors if x.numel()]
-
-
-def _wait(works: Works) -> None:
-    for work in works:
-        assert work is not None  # None: this rank is not in the group
-        work.wait()
-
-
 # ---- parameters of several stages --------------------------------------------------------------
 
 
@@ -228,7 +216,7 @@ def find_ties(layers: Sequence[nn.Module], rank_of_layer: Sequence[int]) -> list
 
 
 @contextmanager
-def added_up(ties: Sequence[Tie], group: dist.ProcessGroup) -> Iterator[None]:
+def added_up(ties: Sequence[Tie], peers: Peers) -> Iterator[None]:
     """What the block adds to the gradient of each of this rank's ties is summed over the ranks that
     share it. What was there has been summed already, and is added after it."""
     before = [tie.parameter.grad for tie in ties]
@@ -237,7 +225,7 @@ def added_up(ties: Sequence[Tie], group: dist.ProcessGroup) -> Iterator[None]:
     try:
         yield
         for tie in ties:
-            tie.parameter.grad = _sum(tie, group)
+            tie.parameter.grad = _sum(tie, peers)
     finally:
         for tie, gradient in zip(ties, before, strict=True):
             if gradient is not None:
@@ -245,26 +233,22 @@ def added_up(ties: Sequence[Tie], group: dist.ProcessGroup) -> Iterator[None]:
                 tie.parameter.grad = gradient if found is None else gradient + found
 
 
-def _sum(tie: Tie, group: dist.ProcessGroup) -> torch.Tensor | None:
+def _sum(tie: Tie, peers: Peers) -> torch.Tensor | None:
     """Each rank sends its part to all others (mostly there is one) and adds up in the order of the
     tie, so that all have the same bits. None if none has a gradient. Of two ranks, the first
     sends first: where they have one queue, as with NCCL, two sends would wait for each other."""
-    rank, parameter = dist.get_rank(group), tie.parameter
+    parameter = tie.parameter
     # For each rank a row: its part, and whether it has one.
     parts = parameter.new_zeros(len(tie.ranks), parameter.numel() + 1)
-    mine = parts[tie.ranks.index(rank)]
+    mine = parts[tie.ranks.index(peers.rank)]
     if parameter.grad is not None:
         mine[:-1], mine[-1] = parameter.grad.reshape(-1), 1
     works: Works = []
     for other, part in zip(tie.ranks, parts, strict=True):
-        if other == rank:
-            continue
-        sent, came = as_bytes(mine), as_bytes(part)
-        for sends in (rank < other, rank > other):
-            if sends:
-                works.append(dist.isend(sent, group=group, group_dst=other, tag=TAG))
-            else:
-                works.append(dist.irecv(came, group=group, group_src=other, tag=TAG))
-    _wait(works)
+        if other < peers.rank:
+            works += [peers.irecv(part, other), peers.isend(mine, other)]
+        elif other > peers.rank:
+            works += [peers.isend(mine, other), peers.irecv(part, other)]
+    wait_for(works)
     total = parts.sum(0)
     return total[:-1].view(parameter.shape) if total[-1] else None

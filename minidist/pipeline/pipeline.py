@@ -177,7 +177,7 @@ class Pipeline(Wrapper):
         one micro-batch to the next; RuntimeError for what a layer or loss_fn raised. Gradients then
         make no sense, and are to be set to None.
         """
-        with added_up(self._ties, self.process_group):
+        with added_up(self._ties, self._peers):
             loss, _ = self._run(inputs, kwargs, (loss_fn, targets))
         if self._peers.size > 1:
             mark_parts(self.parameters())
