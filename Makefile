@@ -1,7 +1,7 @@
 # make lab    opens the course in JupyterLab, in a copy that is yours: the folder my/
 # make test   lints, runs the tests, and runs every notebook against its stored outputs; it also
-#             installs the systems of the lesson real_tools, which needs a C++ compiler (g++);
-#             all but these: make test WITHOUT_TOOLS=1
+#             installs the systems of the lesson real_tools, one of which needs a C++ compiler (g++);
+#             to leave them out: make test WITHOUT_TOOLS=1
 # make soak   runs the long tests: hundreds of launches, interrupts and kills; and the cases, such as
 #             those on the other backend, that make test leaves out
 # make browser   runs lesson 1 in Chromium, as a learner would
@@ -26,7 +26,8 @@ TEST_ARGS ?=
 
 help:
 	@sed -n 's/^# \{0,1\}//p; /^$$/q' Makefile
-	@echo "make setup | lint | notebooks (run them again, in place) | img (draw the pictures again)"
+	@echo "make setup | lint | img (draw the pictures again)"
+	@echo "make notebooks (run them again, in place; it also installs the systems of real_tools)"
 
 # ---- the environment ----------------------------------------------------------------------
 
@@ -66,7 +67,7 @@ lab: $(READY)
 	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/$(LAB_NOTEBOOKS)/00_start.ipynb \
 	    $(if $(HAS_SCREEN),,--no-browser) $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_ARGS)
 
-notebooks: $(READY)
+notebooks: $(TOOLS)  # the lesson real_tools fails without them
 	$(BIN)/python notebooks/execute.py
 
 img: $(READY)

@@ -2,7 +2,7 @@
 
     python notebooks/minutes.py        (all lessons, and their sum)
 
-The start page, the README and the map of the lessons say these minutes, to five
+The start page and the map of the lessons say these minutes, to five, and the README their sum
 (tests/test_links.py). Nobody has been timed: the rates below are a careful reader's.
 """
 

@@ -125,7 +125,7 @@ def test_a_right_answer_ends_the_hints_and_a_new_session_begins_them_anew() -> N
     assert other(2).hint == "Hint 1 of 3: first."  # each counts for itself
     assert one(2).hint == "Hint 2 of 3: second."
     assert repr(one(1)) == "Right: it is 1." and one.wrong == 0
-    assert repr(one(2)) == "Not yet: it is not 1."  # the solution tries a wrong answer, too
+    assert repr(one(2)) == "Not yet: it is not 1."  # without a hint, which nobody needs any more
     one.forget()
     assert one(2).hint == "Hint 1 of 3: first."
 

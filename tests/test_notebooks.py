@@ -127,7 +127,7 @@ MOST_CELLS, MOST_WORDS, MOST_LINES = 55, 1_800, 30
 
 
 def one_sitting(notebook: NotebookNode) -> Iterator[str]:
-    """A lesson is read in 45 minutes, and a cell fits a screen."""
+    """A lesson does not grow beyond one sitting, and a cell fits a screen."""
     words = sum(len(c.source.split()) for c in notebook.cells if c.cell_type == "markdown")
     if len(notebook.cells) > MOST_CELLS or words > MOST_WORDS:
         yield f"{len(notebook.cells)} cells and {words} words"

@@ -64,7 +64,7 @@ def of_gpt3(answer: object) -> str:
 @hints(
     "`Selective` above keeps what its list names. There attention is kept, and all the rest"
     " is computed again.",
-    "Dear are the matrix products and attention, and only those must not be done twice. "
+    "The matrix products and attention are dear, and only those must not be done twice. "
     "Which of the ops in the exercise are matrix products?",
     "Name attention and a part of a name that both products have in common. Norms and GELU "
     "are cheap: leave them out.",
