@@ -3,16 +3,20 @@
 import hashlib
 import math
 import time
+from contextlib import nullcontext
 from functools import reduce as fold
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import minidist as md
 from minidist import collectives
 from minidist.collectives import ALGORITHMS, Cost, cost, sent
 from minidist.collectives.agreement import HEADER_BYTES
+from minidist.collectives.peers import Peers
 
 WORLD_SIZES = range(1, 9)
 SIZES = [0, 1, 7, 10, 1000]
@@ -820,3 +824,41 @@ def test_gpu_tensors_over_nccl():
     with md.ranks(min(8, torch.cuda.device_count())) as pool:
         for rank, wrong in enumerate(pool(_on_gpus)):
             assert wrong == [], f"rank {rank}"
+
+
+def _over_gloo(device):
+    """What a message of a tensor on this device says; a fake one, where there is no GPU."""
+    peers = Peers()
+    neighbour = 1 - dist.get_rank()
+    with nullcontext() if torch.cuda.is_available() else FakeTensorMode():
+        x = torch.ones(4, device=device)
+        for message in peers.send, peers.recv, peers.isend, peers.irecv, peers.expect:
+            try:
+                message(x, neighbour)
+                yield "sent"
+            except ValueError as error:
+                yield str(error)
+
+
+def test_a_gpus_memory_does_not_go_over_gloo():
+    with md.ranks(2, backend="gloo") as pool:
+        for said in pool(lambda: list(_over_gloo("cuda"))):
+            assert len(said) == 5
+            assert all("gloo sends no message from a GPU's memory" in each for each in said)
+
+
+@pytest.mark.gpu
+def test_collectives_and_pipelines_of_gpus_refuse_gloo():
+    def calls():
+        x = torch.ones(8, 4, device="cuda")
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).cuda()
+        step = md.Pipeline(model, 2).train_step
+        for call in lambda: collectives.all_reduce(x), lambda: step(x, x, F.mse_loss):
+            try:
+                call()
+            except ValueError as error:
+                yield str(error)
+
+    with md.ranks(2, backend="gloo") as pool:
+        for said in pool(lambda: list(calls())):
+            assert len(said) == 2 and all("GPU's memory" in each for each in said)
