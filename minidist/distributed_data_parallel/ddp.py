@@ -62,9 +62,9 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
     Raises RuntimeError without a process group; ValueError, on every rank, if the ranks have
     different models or nothing to train; TypeError for DTensor parameters. `forward` raises
     RuntimeError if a parameter has changed since (see `minidist.common.wrapper`); `backward`,
-    if one is left without gradient unasked, or is in two wrappers that the pass goes through; a
-    method or a part of the module, reached through the wrapper, if its gradients would not be
-    averaged: the latter in `backward`.
+    if one is left without gradient unasked, or is in two wrappers that the pass goes through, or
+    has one by a layer that was reached through the wrapper, past its forward pass. The module's
+    methods are `model.module`'s alone: what they compute is not averaged.
     """
 
     bucket_cap_mb: float

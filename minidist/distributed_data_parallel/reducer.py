@@ -11,7 +11,7 @@ Lesson: distributed_data_parallel.
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -60,10 +60,7 @@ class Reducer:
         self._makes_graph = False  # the backward pass that is on its way
         self.arrived: dict[nn.Parameter, None] = {}  # in this pass, in this order
         self.answered = False  # the last forward pass of the others, by `answer`
-        self.strays = 0  # gradients that came by no forward pass of the wrapper
         self.reached: dict[str, Any] = {}  # parts of the module that a user has, by the wrapper
-        # Methods beside the wrapper: the backward pass that goes on now has come by their outputs.
-        self._beside = weakref.WeakValueDictionary[str, Callable[[], None]]()
 
         self._buckets: list[Any] = []
         self._sent = 0  # of the buckets, in this pass
@@ -129,32 +126,12 @@ class Reducer:
             if tensor.grad_fn is not None:
                 tensor.register_hook(lambda _: self._begin())
 
-    def note(self, name: str, graphs: Iterable[Any]) -> None:
-        """A method beside the forward pass gave these: learn when a backward pass comes by them."""
-
-        beside = self._beside  # graphs must not hold us
-
-        def come_by(_: Any) -> None:
-            def end() -> None:
-                beside.pop(name, None)
-
-            beside[name] = end  # gone as well if the pass fails: autograd drops it
-            Variable._execution_engine.queue_callback(end)
-
-        for graph in graphs:
-            graph.register_prehook(come_by)
-
     # ---- during it -------------------------------------------------------------------------
 
     @property
     def begun(self) -> bool:
         """Whether a backward pass is on its way."""
         return self._pass is not None
-
-    @property
-    def awaits(self) -> bool:
-        """Whether the gradients that come next are averaged."""
-        return self._awaited or self.begun
 
     def _begin(self) -> None:
         # At once: a hook may run in a backward pass within this one, which ends before it.
@@ -224,16 +201,13 @@ class Reducer:
     def _stray(self, parameter: nn.Parameter) -> None:
         """A gradient by no forward pass of the wrapper. The bare module may have it; not a part
         that was reached through the wrapper, for which it looks averaged."""
-        self.strays += 1
         wrapper = self._wrapper()
         if wrapper is None or not wrapper.require_backward_grad_sync:
             return
-        past = [*self._beside]
         for name, part in self.reached.items():
             own = part.parameters() if isinstance(part, nn.Module) else [part]
-            past += [name for each in own if each is parameter]
-        if past:
-            raise RuntimeError(wrapper._past(past[0], "do so within no_sync()"))
+            if any(each is parameter for each in own):
+                raise RuntimeError(wrapper.past(name, "do so within no_sync()"))
 
     def _add(self, parameter: nn.Parameter) -> None:
         """Into its bucket, and the full buckets leave, each after all before it."""
