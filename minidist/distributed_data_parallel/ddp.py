@@ -16,7 +16,7 @@ from minidist.common.no_sync import Synchronized
 from minidist.common.refusals import refuse
 from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.wrapper import Guard, copy_on_ranks
-from minidist.distributed_data_parallel.join import Step, UnevenBatches
+from minidist.distributed_data_parallel.join import UnevenBatches
 from minidist.distributed_data_parallel.reducer import CommHook, Reducer
 
 NOT_HERE = {  # of torch's arguments
@@ -140,18 +140,21 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
     def _begin_step(self, sync: bool, trains: bool = True) -> bool:
         """What the ranks do together before a forward pass. `trains`: this one still has batches.
         Returns whether they will average after it."""
-        rebuild, ranks = sync and self._reducer.may_rebuild, dist.get_world_size(self.process_group)
-        step = Step(sync, rebuild, self._stale_buffers, ranks)
+        rebuild, broadcast = sync and self._reducer.may_rebuild, self._stale_buffers
+        source, contributors = 0, dist.get_world_size(self.process_group)
         if self._join_config.enable:
-            step = self._vote(step, trains)
-        if step.rebuild:
-            self._reducer.rebuild(step.source)
-        if step.broadcast and (buffers := list(self.module.buffers())):
-            broadcast_state(buffers, self.process_group, step.source)
-        self._stale_buffers = step.sync and self.broadcast_buffers
+            there, wishes = self._vote(trains, sync, rebuild, broadcast)
+            (sync, rebuild, broadcast), source = wishes, there[0]
+            if not self._divide_by_initial_world_size:
+                contributors = len(there)
+        if rebuild:
+            self._reducer.rebuild(source)
+        if broadcast and (buffers := list(self.module.buffers())):
+            broadcast_state(buffers, self.process_group, source)
+        self._stale_buffers = sync and self.broadcast_buffers
         if torch.is_grad_enabled():  # an evaluation in between changes nothing
-            self._reducer.expect(step.sync, step.contributors)
-        return step.sync
+            self._reducer.expect(sync, contributors)
+        return sync
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Let `hook(state, bucket)` average the buckets, instead of an all_reduce. As in torch it
@@ -197,11 +200,10 @@ def _device_of(
     """
     if device_ids is not None and not isinstance(device_ids, list | tuple):
         raise TypeError(f"device_ids is None or a list of one device, not {device_ids!r}")
-    if len(device_ids or ()) > 1:
-        raise ValueError(
-            f"device_ids={list(device_ids or ())}: a rank has one device. Start a rank for each"
-        )
-    named = [*(device_ids or ()), *([] if output_device is None else [output_device])]
+    ids = list(device_ids or ())
+    if len(ids) > 1:
+        raise ValueError(f"device_ids={ids}: a rank has one device. Start a rank for each")
+    named = [device for device in (*ids, output_device) if device is not None]
     found = {parameter.device for parameter in module.parameters()}
     for device in named:
         if len(found) != 1 or not _is(next(iter(found)), device):
