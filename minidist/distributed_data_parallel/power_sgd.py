@@ -22,10 +22,10 @@ from minidist.distributed_data_parallel.hooks import Remembered, done, require_s
 
 @dataclass
 class Memory:
-    """Of a bucket: what the last step has left out, (n,), and each matrix's Q, (m, r)."""
+    """Of each matrix, by its place in the bucket: what the last step has left out, and Q."""
 
-    error: torch.Tensor
-    qs: dict[int, torch.Tensor] = field(default_factory=dict)  # by place in the bucket
+    errors: dict[int, torch.Tensor] = field(default_factory=dict)  # (n, m)
+    qs: dict[int, torch.Tensor] = field(default_factory=dict)  # (m, r)
 
 
 class PowerSGDState:
@@ -79,11 +79,11 @@ def power_sgd_hook(
     if not late:
         _average([flat], group)
         return done(flat)
-    memory: Memory = state.memory.of(bucket, lambda: Memory(torch.zeros_like(flat)))
-    if state.use_error_feedback:
-        flat += memory.error
+    memory: Memory = state.memory.of(bucket, Memory)
     gradients = bucket.gradients()
     matrices = {i: _matrix(g) for i, g in enumerate(gradients) if _worth(state, g)}  # (n, m)
+    for i, error in memory.errors.items():
+        matrices[i] += error
     if not (state.warm_start and memory.qs):
         memory.qs = {i: state.first_q(matrix) for i, matrix in matrices.items()}
 
@@ -93,10 +93,9 @@ def power_sgd_hook(
     ps = {i: torch.linalg.qr(p).Q for i, p in ps.items()}  # orthonormal columns
     memory.qs = {i: matrix.T @ ps[i] for i, matrix in matrices.items()}  # (m, r)
 
-    memory.error.zero_()  # what this rank has sent is P Qᵀ, with its own Q
-    for i, view in _views(memory.error, gradients, matrices):
-        left = gradients[i] - (ps[i] @ memory.qs[i].T).view(view.shape)
-        view.copy_(left.nan_to_num(0, 0, 0))
+    if state.use_error_feedback:  # what this rank has sent is P Qᵀ, with its own Q
+        for i, matrix in matrices.items():
+            memory.errors[i] = (matrix - ps[i] @ memory.qs[i].T).nan_to_num_(0, 0, 0)
     _average(list(memory.qs.values()), group)
     for i, p in ps.items():
         gradients[i].copy_((p @ memory.qs[i].T).view(gradients[i].shape))
@@ -117,18 +116,6 @@ def _worth(state: PowerSGDState, gradient: torch.Tensor) -> bool:
         return False
     n, m = gradient.flatten(1).shape
     return (n + m) * min(n, m, state.rank) < n * m
-
-
-def _views(
-    error: torch.Tensor, gradients: list[torch.Tensor], places: dict[int, torch.Tensor]
-) -> list[tuple[int, torch.Tensor]]:
-    """The part of each of these gradients in a vector that is laid out as the bucket is."""
-    begin = gradients[0].storage_offset()
-    return [
-        (i, error.as_strided(g.shape, g.stride(), g.storage_offset() - begin))
-        for i, g in enumerate(gradients)
-        if i in places
-    ]
 
 
 def _average(tensors: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
