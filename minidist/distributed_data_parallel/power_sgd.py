@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from minidist.distributed_data_parallel.hooks import Remembered, done, require_state
+from minidist.distributed_data_parallel.hooks import Remembering, done, require_state
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Memory:
     qs: dict[int, torch.Tensor] = field(default_factory=dict)  # (m, r)
 
 
-class PowerSGDState:
+class PowerSGDState(Remembering):
     """What `power_sgd_hook` remembers. The arguments are those of torch's class, but not all
     defaults: torch's begins after 1000 backward passes, and needs a process_group.
 
@@ -50,13 +50,12 @@ class PowerSGDState:
         warm_start: bool = True,
         random_seed: int = 0,
     ) -> None:
+        super().__init__(process_group, use_error_feedback)
         rank = matrix_approximation_rank
         if not isinstance(rank, int) or rank < 1:
             raise ValueError(f"matrix_approximation_rank must be 1 or more, not {rank!r}")
-        self.process_group, self.rank = process_group, rank
+        self.rank, self.warm_start = rank, warm_start
         self.start, self.iter = start_powerSGD_iter, 0
-        self.use_error_feedback, self.warm_start = use_error_feedback, warm_start
-        self.memory = Remembered()
         self._random = torch.Generator().manual_seed(random_seed)
 
     def first_q(self, matrix: torch.Tensor) -> torch.Tensor:
@@ -79,7 +78,7 @@ def power_sgd_hook(
     if not late:
         _average([flat], group)
         return done(flat)
-    memory: Memory = state.memory.of(bucket, Memory)
+    memory: Memory = state.kept(bucket, Memory)
     gradients = bucket.gradients()
     matrices = {i: _matrix(g) for i, g in enumerate(gradients) if _worth(state, g)}  # (n, m)
     for i, error in memory.errors.items():
