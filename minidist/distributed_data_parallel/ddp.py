@@ -57,7 +57,7 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
     dim, mixed_precision and the other three: refused, with the reason.
 
     `copy.deepcopy` and `torch.save` give a wrapper whose gradients are averaged too, without the
-    communication hook. One that was saved is loaded in the default group.
+    communication hook. Only one in the default group can be saved: other groups cannot be pickled.
 
     Raises RuntimeError without a process group; ValueError, on every rank, if the ranks have
     different models or nothing to train; TypeError for DTensor parameters. `forward` raises
@@ -171,7 +171,8 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
         return copy_on_ranks(self, memo, self.process_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What `copy.deepcopy` and `torch.save` take: not what belongs to this process alone."""
+        """What `copy.deepcopy` and `torch.save` take: not what belongs to this process alone. Of
+        another group than the default one, pickle says that it cannot be saved."""
         state = {k: v for k, v in vars(self).items() if k not in ("_guard", "_reducer")}
         if self.process_group is dist.group.WORLD:
             state["process_group"] = None
@@ -181,14 +182,6 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
         super().__setstate__(state)
         self.process_group = require_group(self.process_group, "DistributedDataParallel")
         self._watch()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if self.process_group is not dist.group.WORLD:
-            raise TypeError(
-                "a DistributedDataParallel can be saved if its group is the default one. Save its "
-                "state_dict() or its module"
-            )
-        return super().__reduce_ex__(protocol)
 
 
 def _device_of(
