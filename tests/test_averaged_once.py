@@ -2,7 +2,6 @@
 
 Held against one process, which computes all ranks' shares."""
 
-import collections
 import contextlib
 import copy
 import gc
@@ -14,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.utils.checkpoint import checkpoint
 
 import minidist as md
 
@@ -396,106 +394,68 @@ def test_inputs_gradients_by_autograd_grad_are_no_pass_to_average(pools):
 
 
 class Model(nn.Module):
+    width = 4
+
     def __init__(self):
         super().__init__()
         self.net = net()
-        self.calls, self.losses, self.cache = 0, [], {"losses": []}
-        self.register_buffer("state", torch.zeros((), dtype=torch.float64))
 
     def forward(self, x):
-        return self.net(x)
-
-    def training_step(self, x):
-        return self(x).pow(2).mean()
-
-    def fit(self, x):
-        self.training_step(x).backward()
-
-    def keep(self, x):
-        self.loss = self.training_step(x)
-
-    def keep_recomputed(self, x):
-        self.losses.append(checkpoint(self.training_step, x, use_reentrant=False))
-
-    def keep_deep(self, x):
-        self.cache["losses"].append((self.training_step(x),))
-
-    def keep_in_a_buffer(self, x):
-        self.state = self.training_step(x)
-
-    @torch.no_grad()
-    def adapt(self, x):
-        with torch.enable_grad():
-            self.fit(x)
-
-    def evaluate(self, x):
-        self.last = self(x).detach()
-        slope = torch.func.grad(lambda x: self(x).sum())(x).norm().item()
-        return slope, self.training_step(x).item()
-
-    def log(self, loss, keep=True):
-        if keep:
-            self.losses.append(loss)
-        return {"loss": loss}
+        self.hidden = self.net(x)
+        return self.hidden
 
     def penalty(self, weight=1.0):
         return weight * sum(p.pow(2).sum() for p in self.parameters())
 
-    def count(self):
-        self.calls += 1
-        return self.calls, list(self.parameters())
+    def fit(self, x):
+        self(x).pow(2).mean().backward()
 
 
-class Keeps(Model):
-    def forward(self, x):
-        self.hidden = self.net[0](x)
-        return self.net[1:](self.hidden)
-
-    def get_hidden(self):
-        return self.hidden
-
-    def penalty_of_hidden(self):
-        return self.hidden.square().mean()
-
-
-def wrapped(wrap, module=None):
-    module = module or Model()
-    return DDP(module) if wrap == "ddp" else sharded(module)[0]
+def wrapped(wrap):
+    return DDP(Model()) if wrap == "ddp" else sharded(Model())[0]
 
 
 WRAPS = pytest.mark.parametrize("wrap", ["ddp", "zero"])
-TRAINING = "training_step", "fit", "adapt", "penalty"
-TRAINING += "keep", "keep_recomputed", "keep_deep", "keep_in_a_buffer"
 
 
 @WRAPS
-@pytest.mark.parametrize("method", TRAINING)
-def test_a_method_that_trains_past_the_wrapper_is_refused(pools, wrap, method):
+@pytest.mark.parametrize("name", ["penalty", "fit"])
+def test_methods_are_the_modules_alone(pools, wrap, name):
+    """As in torch, whose class has none of the module's attributes."""
+
+    def look():
+        model = wrapped(wrap)
+        for _ in range(2):  # before the first pass, and after one
+            assert not hasattr(model, name) and hasattr(model.module, name)
+            with pytest.raises(AttributeError, match=rf"^{name} trains past the \w+DataParallel"):
+                getattr(model, name)
+            square(model, dist.get_rank()).backward()
+        assert model.width == 4 and model.hidden is model.module.hidden
+
+    pools(2)(look)
+
+
+@WRAPS
+def test_the_bare_module_computes_beside_a_pass_and_trains_alone_without_one(pools, wrap):
     def train():
         model = wrapped(wrap)
-        inputs = () if method == "penalty" else (mine(),)
-        for _ in range(2):  # before the first pass, and after one
-            with pytest.raises(RuntimeError, match=rf"{method}\(\) trains past the \w+DataPara"):
-                getattr(model, method)(*inputs)
+        for _ in range(2):
+            model.module.fit(mine())
+            model.module.penalty().backward()
             model.zero_grad()
-            model.module.state = torch.zeros((), dtype=torch.float64)
-            square(model, dist.get_rank()).backward()
+            loss, beside = square(model, dist.get_rank()), model.module.penalty(0.5)
+            beside.backward()
+            loss.backward()
+            model.zero_grad()
+        (square(model, dist.get_rank()) + model.module.penalty(0.5)).backward()
+        theirs = alone(plain := Model(), lambda m, rank: square(m, rank) + m.penalty(0.5))
+        if wrap == "ddp":
+            return far([p.grad for p in model.parameters()], theirs)
+        model._optimizers[0].step()  # each weight becomes less by its gradient
+        wanted = [p - grad for p, grad in zip(plain.parameters(), theirs, strict=True)]
+        return far(model.parameters(), wanted)
 
-    pools(2)(train)
-
-
-@WRAPS
-def test_what_a_pass_has_left_trains_past_the_wrapper_once_it_is_over(pools, wrap):
-    def train():
-        model = wrapped(wrap, Keeps())
-        square(model, dist.get_rank()).backward(retain_graph=True)
-        with pytest.raises(RuntimeError, match=r"^penalty_of_hidden\(\) trains past"):
-            model.penalty_of_hidden()
-        hidden = model.get_hidden()  # to look at it
-        with pytest.raises(RuntimeError, match=r"^get_hidden\(\) trains past"):
-            hidden.sum().backward()
-
-    pools(2)(train)
+    assert max(pools(2)(train)) < 1e-12
 
 
 @WRAPS
@@ -515,114 +475,6 @@ def test_a_gradient_may_be_detached_in_place(pools, wrap):
         if wrap == "ddp":
             return far([p.grad for p in model.parameters()], theirs)
         model._optimizers[0].step()
-        wanted = [p - grad for p, grad in zip(plain.parameters(), theirs, strict=True)]
-        return far(model.parameters(), wanted)
-
-    assert max(pools(2)(train)) < 1e-12
-
-
-@WRAPS
-def test_methods_that_may_be_called(pools, wrap):
-    def train():
-        model = wrapped(wrap)
-        assert model.count()[0] == 1 and model.module.calls == 1
-        assert model.evaluate(mine())[1] == model.module.training_step(mine()).item()
-        with torch.no_grad():
-            model.training_step(mine())
-        with model.no_sync():
-            model.fit(mine())
-        model.module.fit(mine())
-        model.zero_grad()
-        (square(model, dist.get_rank()) + model.penalty(weight=0.5)).backward()
-        if wrap == "zero":
-            return 0.0
-        theirs = alone(Model(), lambda m, rank: square(m, rank) + m.penalty(0.5))
-        return far([p.grad for p in model.parameters()], theirs)
-
-    assert max(pools(2)(train)) < 1e-12
-
-
-@WRAPS
-@pytest.mark.parametrize("keep", [True, False])
-def test_a_method_may_keep_and_give_back_what_it_was_handed(pools, wrap, keep):
-    def train():
-        model = wrapped(wrap)
-        for handed in ("before", "after"):
-            loss = square(model, dist.get_rank())
-            if handed == "before":
-                assert model.log(loss, keep)["loss"] is loss
-            loss.backward()
-            if handed == "after":
-                model.log(loss, keep)
-            model.module.fit(mine())  # the bare module trains on one rank
-            model.zero_grad()
-
-    pools(2)(train)
-
-
-@WRAPS
-def test_a_method_beside_a_pass_is_forgotten_once_its_own_pass_is_over(pools, wrap):
-    def train():
-        model = wrapped(wrap)
-        (square(model, dist.get_rank()) + model.penalty()).backward()
-        model.module.fit(mine())
-        loss, beside = square(model, dist.get_rank()), model.training_step(mine(1))
-        loss.backward()
-        model.module.fit(mine())
-        for _ in range(2):  # a pass that has failed is over, too
-            with pytest.raises(RuntimeError, match=r"^training_step\(\) trains past"):
-                beside.backward(retain_graph=True)
-            model.module.fit(mine())
-
-    pools(2)(train)
-
-
-class Probe:
-    """Notes which of its kind are looked at."""
-
-    seen = set()
-
-    def __getattribute__(self, name):
-        Probe.seen.add(id(self))
-        return super().__getattribute__(name)
-
-
-def test_a_long_history_is_not_searched_for_graphs(pools):
-    def train():
-        model = wrapped("ddp")
-        model.module.losses = [Probe() for _ in range(5000)]
-        model.module.cache = {"history": collections.deque(model.module.losses)}
-        vars(model.module).update({f"number {i}": i for i in range(2000)})
-        seen = []
-        for mode in (torch.no_grad, torch.enable_grad):
-            Probe.seen.clear()
-            with mode():
-                model.count()
-            seen.append(len(Probe.seen))
-        with pytest.raises(RuntimeError, match=r"^keep_recomputed\(\) trains past"):
-            model.keep_recomputed(mine())
-        return seen
-
-    assert pools(2)(train) == [[0, 1000]] * 2
-
-
-@WRAPS
-def test_a_method_beside_a_forward_pass_has_its_backward_pass_first_or_with_it(pools, wrap):
-    def train():
-        model = wrapped(wrap)
-        loss, beside = square(model, dist.get_rank()), model.training_step(mine(1))
-        loss.backward()
-        with pytest.raises(RuntimeError, match=r"^training_step\(\) trains past"):
-            beside.backward()
-        model.zero_grad()
-        loss, beside = square(model, dist.get_rank()), model.training_step(mine(1))
-        beside.backward()
-        loss.backward()
-        plain = Model()
-        theirs = alone(plain, lambda m, rank: square(m, rank) + m.training_step(share(rank, 1)))
-        if wrap == "ddp":
-            return far([p.grad for p in model.parameters()], theirs)
-        model._optimizers[0].step()  # each weight becomes less by its gradient
         wanted = [p - grad for p, grad in zip(plain.parameters(), theirs, strict=True)]
         return far(model.parameters(), wanted)
 

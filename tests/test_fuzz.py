@@ -69,7 +69,7 @@ def averaged_only_if_no_other_wrapper_is(expect):
     seen = []
 
     def broken(reducer, sync, *ranks):
-        expect(reducer, sync and not any(other.awaits for other in seen), *ranks)
+        expect(reducer, sync and not any(o._awaited or o.begun for o in seen), *ranks)
         seen.append(reducer)
 
     return broken

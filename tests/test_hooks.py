@@ -135,11 +135,11 @@ def test_what_arrives_is_what_the_formulas_say(pools, world_size, kind, feedback
         found, order = [], []
         for step in range(6):
             if step == 1:
-                state.errors._kept.clear()  # nothing of the first buckets
+                state._kept.clear()  # nothing of the first buckets
             model.zero_grad()
             ddp(random(SHAPES, dist.get_rank(), step)).backward()
             found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-        for parameters, _ in state.errors._kept.values():  # how the last buckets lie
+        for parameters, _ in state._kept.values():  # how the last buckets lie
             order += [[id(p) for p in model.parameters()].index(each) for each in parameters]
         return torch.stack(found[1:]), order
 

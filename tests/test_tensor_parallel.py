@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import minidist as md
 from minidist import tensor_parallel as tp
-from minidist.common.norm import grad_norm
+from minidist.common.norm import clip_grad_norm_
 from minidist.common.single import ALL_GATHER, REDUCE_SCATTER
 from minidist.tensor_parallel.model import counted_elsewhere
 
@@ -600,7 +600,8 @@ def grouped_query(kv_heads, sequence_parallel, bias=False):
     (out * part(weights)).sum().backward()
     found = apart({"output": (out, part(y)), "x": (ours.grad, shared(x.grad))})
     ranks = dict(groups=[None], device=x.device, elsewhere=counted_elsewhere(block.qkv, None))
-    found += apart({"norm": (grad_norm(block.qkv.parameters(), **ranks), norm_of(dense))})
+    norm = clip_grad_norm_(block.qkv.parameters(), float("inf"), **ranks)
+    found += apart({"norm": (norm, norm_of(dense))})
     tp.check_replicas(block)
     again = block.qkv.to_dense()
     for name, parameter in again.named_parameters():

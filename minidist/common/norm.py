@@ -12,57 +12,42 @@ from torch.nn.utils import get_total_norm
 from minidist.common.tensors_in import local_of
 
 
-def grad_norm(
+def clip_grad_norm_(
     parameters: Iterable[torch.Tensor],
+    max_norm: float,
     norm_type: float = 2.0,
     *,
     groups: Iterable[dist.ProcessGroup | None],
     device: torch.device,
     elsewhere: Set[torch.Tensor] = frozenset(),
 ) -> torch.Tensor:
-    """The norm of the gradients of all ranks' `parameters`: the same number on every rank.
+    """Scale the gradients of all ranks' `parameters` so that their norm is at most `max_norm`, and
+    return what it was: the same number on every rank.
 
     parameters: this rank's: its shards, its layers, or both.
     groups: the ranks that have the others, along each axis of a mesh. One all_reduce of one number
         for each group, which all of its ranks must call.
     device: where that number is.
-    elsewhere: those of `parameters` that another rank has too, and counts. They are left out.
+    elsewhere: those of `parameters` that another rank has too, and counts. They are scaled too.
 
     Raises ValueError for a `norm_type` of 0 or less.
     """
-    own = [_own(p.grad) for p in parameters if p.grad is not None and p not in elsewhere]
-    counted = [grad for grad in own if grad.numel()]
+    own = {p: _own(p.grad) for p in parameters if p.grad is not None}
+    counted = [grad for p, grad in own.items() if p not in elsewhere and grad.numel()]
     # As float64 on every rank: one without gradients would have no other dtype to choose.
     total = get_total_norm(counted, norm_type).to(device, torch.float64)
     for group in groups:
         total = norm_over_ranks(total, norm_type, group)
-    return total
-
-
-def clip_grad_norm_(
-    parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0, **ranks: Any
-) -> torch.Tensor:
-    """Scale these gradients so that their norm is at most `max_norm`, and return what it was.
-    `ranks` are the other arguments of `grad_norm`; gradients that count elsewhere are scaled too.
-    """
-    own = list(parameters)
-    total = grad_norm(own, norm_type, **ranks)
     scale = (max_norm / (total + 1e-6)).clamp(max=1)  # as torch's clip_grads_with_norm_
-    for gradients in _by_device(_own(p.grad).detach() for p in own if p.grad is not None):
-        torch._foreach_mul_(gradients, scale.to(gradients[0].device))
+    for where in {grad.device for grad in own.values()}:
+        here = [grad.detach() for grad in own.values() if grad.device == where]
+        torch._foreach_mul_(here, scale.to(where))
     return total
 
 
 def _own(gradient: torch.Tensor) -> torch.Tensor:
     """What this rank has of it, without the mark of `mark_parts`."""
     return local_of(gradient.detach() if isinstance(gradient, _Part) else gradient)
-
-
-def _by_device(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    found: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        found.setdefault(tensor.device, []).append(tensor)
-    return found.values()
 
 
 def norms_over_ranks(
@@ -106,13 +91,9 @@ def mark_parts(parameters: Iterable[torch.Tensor]) -> None:
     rank would scale by another number. So does torch.stack of norms by
     torch.linalg.vector_norm. All else computes as before. Where a rank has no gradient, torch's
     function returns 0 there."""
-    for p in parameters:
-        if p.grad is not None and (type(p.grad) is torch.Tensor or _is_dtensor(p.grad)):
-            p.grad.__class__ = _part_of(type(p.grad))
-
-
-def _is_dtensor(gradient: torch.Tensor) -> bool:
-    return hasattr(gradient, "_local_tensor") and not isinstance(gradient, _Part)
+    for grad in (p.grad for p in parameters if p.grad is not None):
+        if type(grad) is torch.Tensor or hasattr(grad, "_local_tensor"):  # a DTensor
+            grad.__class__ = _part_of(type(grad))
 
 
 class _Part:

@@ -21,19 +21,22 @@ def require_same_model(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Raises ValueError, on every rank of the group, that names the first parameter or buffer
     that is not the same as rank 0's: its name, shape, dtype, layout, kind of device, or whether it
     is trained. Raises TypeError, on every rank, for a DTensor."""
-    require_same_lines(list(_lines(module)), group)
+    lines = [words("parameter", *each) for each in module.named_parameters()]
+    lines += [words("buffer", *each) for each in module.named_buffers()]
+    require_same_lines(lines, group)
 
 
 def require_same_lines(mine: list[str], group: dist.ProcessGroup) -> None:
     """The same for a description of a model, in `words`. Names the first line that differs."""
     models = gather(group, mine)
     for rank, model in enumerate(models):
-        for first, other in zip_longest(models[0], model):
+        pairs = zip_longest(models[0], model, fillvalue="has no more parameters or buffers")
+        for first, other in pairs:
             if first != other:
                 raise ValueError(
                     "the ranks have different models. The first difference:\n"
-                    f"  rank {dist.get_global_rank(group, 0)}: {_tell(first)}\n"
-                    f"  rank {dist.get_global_rank(group, rank)}: {_tell(other)}"
+                    f"  rank {dist.get_global_rank(group, 0)}: {first}\n"
+                    f"  rank {dist.get_global_rank(group, rank)}: {other}"
                 )
     refuse_dtensors(mine)  # only now, for one rank alone may have them
 
@@ -46,13 +49,6 @@ def refuse_dtensors(lines: Iterable[str]) -> None:
                 f"{line.partition(',')[0]} is a DTensor, which torch's own strategies take. The "
                 "ones here take plain tensors, such as those of md.tensor_parallel's layers"
             )
-
-
-def _lines(module: nn.Module) -> Iterator[str]:
-    for name, parameter in module.named_parameters():
-        yield words("parameter", name, parameter)
-    for name, buffer in module.named_buffers():
-        yield words("buffer", name, buffer)
 
 
 def words(kind: str, name: str, tensor: torch.Tensor) -> str:
@@ -72,10 +68,6 @@ def _tensor(tensor: torch.Tensor) -> str:
     text = f"shape {tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}"
     text += _DTENSOR if hasattr(tensor, "placements") else ""
     return text if tensor.device.type == "cpu" else f"{text}, on {tensor.device.type}"
-
-
-def _tell(description: str | None) -> str:
-    return description or "has no more parameters or buffers"
 
 
 def broadcast_state(

@@ -1,8 +1,6 @@
 """The tensors in what a module takes or gives: where a strategy meets autograd."""
 
-from collections import deque
 from collections.abc import Iterator
-from itertools import islice
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -17,29 +15,19 @@ _NO_CONTAINERS = (
 )
 
 
-def tensors_in(value: Any, depth: int = DEPTH, most: int | None = None) -> Iterator[torch.Tensor]:
-    """All tensors in it, also within lists, dicts and objects. `most`: of a container, look at so
-    many elements, the last ones."""
-    for leaf in tree_leaves(value if most is None else _last(value, most)):
+def tensors_in(value: Any, depth: int = DEPTH) -> Iterator[torch.Tensor]:
+    """All tensors in it, also within lists, dicts and objects."""
+    for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield leaf
         elif isinstance(leaf, set | frozenset):
-            yield from tensors_in(list(leaf), depth, most)
+            yield from tensors_in(list(leaf), depth)
         elif depth and not isinstance(leaf, _NO_CONTAINERS):
             slots = getattr(type(leaf), "__slots__", ())
             slots = [slots] if isinstance(slots, str) else slots
             if names := {*getattr(leaf, "__dict__", ()), *slots}:
                 held = [getattr(leaf, name, None) for name in names]
-                yield from tensors_in(held, depth - 1, most)
-
-
-def _last(value: Any, most: int) -> Any:
-    """Containers within it, too, but no subclasses, which may have attributes."""
-    if type(value) is dict:
-        value = list(value.values())
-    if type(value) not in (list, tuple, deque):
-        return value
-    return [_last(each, most) for each in islice(reversed(value), most)]
+                yield from tensors_in(held, depth - 1)
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:

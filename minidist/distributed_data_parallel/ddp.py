@@ -16,7 +16,7 @@ from minidist.common.no_sync import Synchronized
 from minidist.common.refusals import refuse
 from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.wrapper import Guard, copy_on_ranks
-from minidist.distributed_data_parallel.join import Step, UnevenBatches
+from minidist.distributed_data_parallel.join import UnevenBatches
 from minidist.distributed_data_parallel.reducer import CommHook, Reducer
 
 NOT_HERE = {  # of torch's arguments
@@ -57,14 +57,14 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
     dim, mixed_precision and the other three: refused, with the reason.
 
     `copy.deepcopy` and `torch.save` give a wrapper whose gradients are averaged too, without the
-    communication hook. One that was saved is loaded in the default group.
+    communication hook. Only one in the default group can be saved: other groups cannot be pickled.
 
     Raises RuntimeError without a process group; ValueError, on every rank, if the ranks have
     different models or nothing to train; TypeError for DTensor parameters. `forward` raises
     RuntimeError if a parameter has changed since (see `minidist.common.wrapper`); `backward`,
-    if one is left without gradient unasked, or is in two wrappers that the pass goes through; a
-    method or a part of the module, reached through the wrapper, if its gradients would not be
-    averaged: the latter in `backward`.
+    if one is left without gradient unasked, or is in two wrappers that the pass goes through, or
+    has one by a layer that was reached through the wrapper, past its forward pass. The module's
+    methods are `model.module`'s alone: what they compute is not averaged.
     """
 
     bucket_cap_mb: float
@@ -140,18 +140,21 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
     def _begin_step(self, sync: bool, trains: bool = True) -> bool:
         """What the ranks do together before a forward pass. `trains`: this one still has batches.
         Returns whether they will average after it."""
-        rebuild, ranks = sync and self._reducer.may_rebuild, dist.get_world_size(self.process_group)
-        step = Step(sync, rebuild, self._stale_buffers, ranks)
+        rebuild, broadcast = sync and self._reducer.may_rebuild, self._stale_buffers
+        source, contributors = 0, dist.get_world_size(self.process_group)
         if self._join_config.enable:
-            step = self._vote(step, trains)
-        if step.rebuild:
-            self._reducer.rebuild(step.source)
-        if step.broadcast and (buffers := list(self.module.buffers())):
-            broadcast_state(buffers, self.process_group, step.source)
-        self._stale_buffers = step.sync and self.broadcast_buffers
+            there, wishes = self._vote(trains, sync, rebuild, broadcast)
+            (sync, rebuild, broadcast), source = wishes, there[0]
+            if not self._divide_by_initial_world_size:
+                contributors = len(there)
+        if rebuild:
+            self._reducer.rebuild(source)
+        if broadcast and (buffers := list(self.module.buffers())):
+            broadcast_state(buffers, self.process_group, source)
+        self._stale_buffers = sync and self.broadcast_buffers
         if torch.is_grad_enabled():  # an evaluation in between changes nothing
-            self._reducer.expect(step.sync, step.contributors)
-        return step.sync
+            self._reducer.expect(sync, contributors)
+        return sync
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Let `hook(state, bucket)` average the buckets, instead of an all_reduce. As in torch it
@@ -168,7 +171,8 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
         return copy_on_ranks(self, memo, self.process_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What `copy.deepcopy` and `torch.save` take: not what belongs to this process alone."""
+        """What `copy.deepcopy` and `torch.save` take: not what belongs to this process alone. Of
+        another group than the default one, pickle says that it cannot be saved."""
         state = {k: v for k, v in vars(self).items() if k not in ("_guard", "_reducer")}
         if self.process_group is dist.group.WORLD:
             state["process_group"] = None
@@ -178,14 +182,6 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
         super().__setstate__(state)
         self.process_group = require_group(self.process_group, "DistributedDataParallel")
         self._watch()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if self.process_group is not dist.group.WORLD:
-            raise TypeError(
-                "a DistributedDataParallel can be saved if its group is the default one. Save its "
-                "state_dict() or its module"
-            )
-        return super().__reduce_ex__(protocol)
 
 
 def _device_of(
@@ -197,11 +193,10 @@ def _device_of(
     """
     if device_ids is not None and not isinstance(device_ids, list | tuple):
         raise TypeError(f"device_ids is None or a list of one device, not {device_ids!r}")
-    if len(device_ids or ()) > 1:
-        raise ValueError(
-            f"device_ids={list(device_ids or ())}: a rank has one device. Start a rank for each"
-        )
-    named = [*(device_ids or ()), *([] if output_device is None else [output_device])]
+    ids = list(device_ids or ())
+    if len(ids) > 1:
+        raise ValueError(f"device_ids={ids}: a rank has one device. Start a rank for each")
+    named = [device for device in (*ids, output_device) if device is not None]
     found = {parameter.device for parameter in module.parameters()}
     for device in named:
         if len(found) != 1 or not _is(next(iter(found)), device):

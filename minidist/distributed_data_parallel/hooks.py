@@ -30,15 +30,18 @@ def require_state(state: object, kind: type) -> None:
         raise TypeError(f"the hook's state is a {kind.__name__}, not {state!r:.60}")
 
 
-class Remembered:
-    """What a hook keeps from one step to the next, for each bucket. Buckets are made anew after the
-    first backward pass: what is kept of another bucket with the same number is forgotten."""
+class Remembering:
+    """The state of a hook that keeps something from one step to the next, for each bucket."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup | None = None, use_error_feedback: bool = True
+    ) -> None:
+        self.process_group, self.use_error_feedback = process_group, use_error_feedback
         self._kept: dict[int, tuple[list[int], Any]] = {}
 
-    def of(self, bucket: dist.GradBucket, make: Callable[[], Any]) -> Any:
-        """What is kept for this bucket; `make()` where nothing is."""
+    def kept(self, bucket: dist.GradBucket, make: Callable[[], Any]) -> Any:
+        """What is kept for this bucket; `make()` where nothing is. Buckets are made anew after the
+        first backward pass: what is kept of another one with the same number is forgotten."""
         parameters = [id(parameter) for parameter in bucket.parameters()]
         known, _ = self._kept.get(bucket.index(), ([], None))
         if known != parameters:

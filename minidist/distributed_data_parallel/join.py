@@ -4,7 +4,6 @@ A rank whose batches are used up answers the collectives of those that still tra
 takes their model. For that the ranks vote before each forward pass: who is there, and what is next.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,18 +11,6 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from minidist.common.replicas import broadcast_state
-
-
-@dataclass(frozen=True)
-class Step:
-    """What the ranks do together in a step: average the gradients; make the buckets anew, and
-    broadcast the buffers, both as rank `source` has them. The mean is over `contributors` ranks."""
-
-    sync: bool
-    rebuild: bool
-    broadcast: bool
-    contributors: int
-    source: int = 0
 
 
 class UnevenBatches(Joinable):
@@ -39,12 +26,9 @@ class UnevenBatches(Joinable):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """Train within this block when ranks have different numbers of batches, as in torch.
-
-        A rank whose batches are used up answers the collectives of the others, and in the end takes
-        their model. The sum of the gradients is divided by the number of all ranks, or by that of
-        the ranks that still train. Several modules or optimizers: torch's `Join([...])`.
-        """
+        """Train within this block when ranks have different numbers of batches, as in torch. The
+        sum of the gradients is divided by the number of all ranks, or by that of the ranks that
+        still train. Several modules or optimizers: torch's `Join([...])`."""
         return Join(
             [self],
             enable,
@@ -67,18 +51,17 @@ class UnevenBatches(Joinable):
         """For torch's `Join`."""
         return self.process_group
 
-    def _vote(self, mine: Step, trains: bool) -> Step:
-        """What the ranks will do in this step. `trains`: whether this one still has batches. If it
-        has none, it goes along with the others."""
-        votes = torch.zeros(3 + mine.contributors, device=self.device)
+    def _vote(self, trains: bool, *wishes: bool) -> tuple[list[int], list[bool]]:
+        """The ranks that still have batches, and which of the wishes one of them has. `trains`:
+        whether this rank is among them. If not, it goes along with the others."""
+        ranks = dist.get_world_size(self.process_group)
+        votes = torch.zeros(ranks + len(wishes))
         if trains:
-            votes[:3] = torch.tensor([mine.sync, mine.rebuild, mine.broadcast])
-            votes[3 + dist.get_rank(self.process_group)] = 1
+            votes[dist.get_rank(self.process_group)] = 1
+            votes[ranks:] = torch.tensor(wishes)
+        votes = votes.to(self.device)
         dist.all_reduce(votes, group=self.process_group)
-        sync, rebuild, broadcast = (votes[:3] > 0).tolist()
-        there = votes[3:].nonzero().flatten().tolist()
-        contributors = mine.contributors if self._divide_by_initial_world_size else len(there)
-        return Step(sync, rebuild, broadcast, contributors, source=there[0])
+        return votes[:ranks].nonzero().flatten().tolist(), (votes[ranks:] > 0).tolist()
 
 
 class _Answering(JoinHook):

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from minidist.common.single import all_gather_single
-from minidist.distributed_data_parallel.hooks import Remembered, done, require_state
+from minidist.distributed_data_parallel.hooks import Remembering, done, require_state
 
 SCALE = 4  # bytes of a row's scale, a float32
 
@@ -66,7 +66,7 @@ INT8 = Code(_encode_int8, _decode_int8)
 SIGN = Code(_encode_sign, _decode_sign)
 
 
-class LowBitState:
+class LowBitState(Remembering):
     """What `int8_hook` and `one_bit_hook` remember: the errors, (1 + 1/N) times the gradients'
     bytes.
 
@@ -74,12 +74,6 @@ class LowBitState:
     use_error_feedback: False forgets the errors. One bit then goes astray: where the ranks'
         gradients have opposite signs, nothing is left of how large each was.
     """
-
-    def __init__(
-        self, process_group: dist.ProcessGroup | None = None, use_error_feedback: bool = True
-    ) -> None:
-        self.process_group, self.use_error_feedback = process_group, use_error_feedback
-        self.errors = Remembered()
 
 
 def int8_hook(state: LowBitState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -107,7 +101,7 @@ def _averaged(
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     size = 8 * -(-len(flat) // (8 * ranks))  # S: of a block, in whole bytes also with one bit
     blocks = F.pad(flat, (0, ranks * size - len(flat))).view(ranks, size)  # (N, S)
-    mine, of_mean = state.errors.of(
+    mine, of_mean = state.kept(
         bucket, lambda: (torch.zeros_like(blocks), torch.zeros_like(blocks[:1]))
     )
     real = (torch.arange(ranks * size, device=flat.device) < len(flat)).view(ranks, size)
@@ -132,8 +126,7 @@ def _compress(
     message = torch.cat([scale.float().view(torch.uint8), data], dim=1)
     if state.use_error_feedback:
         # A gradient that has overflowed is sent as such, and not again.
-        left = (wanted - _decompress(message, rows.dtype, code)) * real
-        error.copy_(left.nan_to_num(0, 0, 0))
+        error.copy_((wanted - _decompress(message, rows.dtype, code)).nan_to_num(0, 0, 0))
     return message
 
 

@@ -17,18 +17,18 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from minidist.distributed_data_parallel.hooks import Remembered, done, require_state
+from minidist.distributed_data_parallel.hooks import Remembering, done, require_state
 
 
 @dataclass
 class Memory:
-    """Of a bucket: what the last step has left out, (n,), and each matrix's Q, (m, r)."""
+    """Of each matrix, by its place in the bucket: what the last step has left out, and Q."""
 
-    error: torch.Tensor
-    qs: dict[int, torch.Tensor] = field(default_factory=dict)  # by place in the bucket
+    errors: dict[int, torch.Tensor] = field(default_factory=dict)  # (n, m)
+    qs: dict[int, torch.Tensor] = field(default_factory=dict)  # (m, r)
 
 
-class PowerSGDState:
+class PowerSGDState(Remembering):
     """What `power_sgd_hook` remembers. The arguments are those of torch's class, but not all
     defaults: torch's begins after 1000 backward passes, and needs a process_group.
 
@@ -50,13 +50,12 @@ class PowerSGDState:
         warm_start: bool = True,
         random_seed: int = 0,
     ) -> None:
+        super().__init__(process_group, use_error_feedback)
         rank = matrix_approximation_rank
         if not isinstance(rank, int) or rank < 1:
             raise ValueError(f"matrix_approximation_rank must be 1 or more, not {rank!r}")
-        self.process_group, self.rank = process_group, rank
+        self.rank, self.warm_start = rank, warm_start
         self.start, self.iter = start_powerSGD_iter, 0
-        self.use_error_feedback, self.warm_start = use_error_feedback, warm_start
-        self.memory = Remembered()
         self._random = torch.Generator().manual_seed(random_seed)
 
     def first_q(self, matrix: torch.Tensor) -> torch.Tensor:
@@ -79,11 +78,11 @@ def power_sgd_hook(
     if not late:
         _average([flat], group)
         return done(flat)
-    memory: Memory = state.memory.of(bucket, lambda: Memory(torch.zeros_like(flat)))
-    if state.use_error_feedback:
-        flat += memory.error
+    memory: Memory = state.kept(bucket, Memory)
     gradients = bucket.gradients()
     matrices = {i: _matrix(g) for i, g in enumerate(gradients) if _worth(state, g)}  # (n, m)
+    for i, error in memory.errors.items():
+        matrices[i] += error
     if not (state.warm_start and memory.qs):
         memory.qs = {i: state.first_q(matrix) for i, matrix in matrices.items()}
 
@@ -93,10 +92,9 @@ def power_sgd_hook(
     ps = {i: torch.linalg.qr(p).Q for i, p in ps.items()}  # orthonormal columns
     memory.qs = {i: matrix.T @ ps[i] for i, matrix in matrices.items()}  # (m, r)
 
-    memory.error.zero_()  # what this rank has sent is P Qᵀ, with its own Q
-    for i, view in _views(memory.error, gradients, matrices):
-        left = gradients[i] - (ps[i] @ memory.qs[i].T).view(view.shape)
-        view.copy_(left.nan_to_num(0, 0, 0))
+    if state.use_error_feedback:  # what this rank has sent is P Qᵀ, with its own Q
+        for i, matrix in matrices.items():
+            memory.errors[i] = (matrix - ps[i] @ memory.qs[i].T).nan_to_num_(0, 0, 0)
     _average(list(memory.qs.values()), group)
     for i, p in ps.items():
         gradients[i].copy_((p @ memory.qs[i].T).view(gradients[i].shape))
@@ -117,18 +115,6 @@ def _worth(state: PowerSGDState, gradient: torch.Tensor) -> bool:
         return False
     n, m = gradient.flatten(1).shape
     return (n + m) * min(n, m, state.rank) < n * m
-
-
-def _views(
-    error: torch.Tensor, gradients: list[torch.Tensor], places: dict[int, torch.Tensor]
-) -> list[tuple[int, torch.Tensor]]:
-    """The part of each of these gradients in a vector that is laid out as the bucket is."""
-    begin = gradients[0].storage_offset()
-    return [
-        (i, error.as_strided(g.shape, g.stride(), g.storage_offset() - begin))
-        for i, g in enumerate(gradients)
-        if i in places
-    ]
 
 
 def _average(tensors: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:

@@ -11,7 +11,7 @@ Lesson: distributed_data_parallel.
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +44,8 @@ class Reducer:
         find_unused_parameters: bool,
         plan: Sequence[Any] | None = None,
     ) -> None:
-        self.parameters, self._names = list(parameters.values()), list(parameters)
+        self.parameters = list(parameters.values())
+        self._names = {parameter: name for name, parameter in parameters.items()}
         self.positions = {parameter: i for i, parameter in enumerate(self.parameters)}
         self._wrapper, self._group, self._cap = weakref.ref(wrapper), group, cap
         self._find_unused = find_unused_parameters
@@ -60,10 +61,7 @@ class Reducer:
         self._makes_graph = False  # the backward pass that is on its way
         self.arrived: dict[nn.Parameter, None] = {}  # in this pass, in this order
         self.answered = False  # the last forward pass of the others, by `answer`
-        self.strays = 0  # gradients that came by no forward pass of the wrapper
         self.reached: dict[str, Any] = {}  # parts of the module that a user has, by the wrapper
-        # Methods beside the wrapper: the backward pass that goes on now has come by their outputs.
-        self._beside = weakref.WeakValueDictionary[str, Callable[[], None]]()
 
         self._buckets: list[Any] = []
         self._sent = 0  # of the buckets, in this pass
@@ -129,21 +127,6 @@ class Reducer:
             if tensor.grad_fn is not None:
                 tensor.register_hook(lambda _: self._begin())
 
-    def note(self, name: str, graphs: Iterable[Any]) -> None:
-        """A method beside the forward pass gave these: learn when a backward pass comes by them."""
-
-        beside = self._beside  # graphs must not hold us
-
-        def come_by(_: Any) -> None:
-            def end() -> None:
-                beside.pop(name, None)
-
-            beside[name] = end  # gone as well if the pass fails: autograd drops it
-            Variable._execution_engine.queue_callback(end)
-
-        for graph in graphs:
-            graph.register_prehook(come_by)
-
     # ---- during it -------------------------------------------------------------------------
 
     @property
@@ -151,20 +134,11 @@ class Reducer:
         """Whether a backward pass is on its way."""
         return self._pass is not None
 
-    @property
-    def awaits(self) -> bool:
-        """Whether the gradients that come next are averaged."""
-        return self._awaited or self.begun
-
     def _begin(self) -> None:
         # At once: a hook may run in a backward pass within this one, which ends before it.
         with self._lock:
             if self._pass is None:
-                self._makes_graph = torch.is_grad_enabled()
-
-                def end() -> None:
-                    self._end()
-
+                self._makes_graph, end = torch.is_grad_enabled(), self._end
                 # If the pass fails, autograd drops `end` instead of calling it.
                 self._pass = weakref.ref(end, lambda _: self._reset())
                 Variable._execution_engine.queue_callback(end)
@@ -175,12 +149,13 @@ class Reducer:
             hooks: Any = parameter._post_accumulate_grad_hooks
             if parameter.grad is None and all(map(_only_reads, hooks.values())):
                 return  # nobody took it away: a Function of the user's gave None
-            others = len(hooks) > 1 and self._others(parameter)
+            others = reducers_of(parameter) if len(hooks) > 1 else []
+            others = [each for each in others if each is not self and each.begun]
             if others and self._pass and any(each._sync for each in [self, *others]):
                 raise RuntimeError(
-                    f"parameter {self._name(parameter)} is in two wrappers, and this backward pass "
-                    "is of both: its gradient would be averaged twice. Wrap a model once, as a "
-                    "whole"
+                    f"parameter {self._names[parameter]} is in two wrappers, and this backward "
+                    "pass is of both: its gradient would be averaged twice. Wrap a model once, as "
+                    "a whole"
                 )
             if (self._awaited and not others) or (self._pass and self._sync):
                 self._require_complete(parameter)
@@ -194,21 +169,17 @@ class Reducer:
             elif not others:
                 self._stray(parameter)
 
-    def _others(self, parameter: nn.Parameter) -> list["Reducer"]:
-        """All other reducers that have this parameter, and whose backward pass is on its way."""
-        return [each for each in reducers_of(parameter) if each is not self and each.begun]
-
     def _require_complete(self, parameter: nn.Parameter) -> None:
         if torch.is_grad_enabled():
             raise RuntimeError("gradients of gradients are not averaged: create_graph=True")
         if parameter.grad is None:
             raise RuntimeError(
-                f"the gradient of {self._name(parameter)} was taken away by "
+                f"the gradient of {self._names[parameter]} was taken away by "
                 "another hook before it was averaged, such as that of receive_in_backward"
             )
         if parameter in self.arrived:
             raise RuntimeError(
-                f"the gradient of {self._name(parameter)} arrived twice in one "
+                f"the gradient of {self._names[parameter]} arrived twice in one "
                 "backward pass. Parts of a model that are recomputed one by one must not share "
                 "parameters."
             )
@@ -217,23 +188,20 @@ class Reducer:
             later = list(hooks.values())[list(hooks).index(self._hooks[parameter].id) :]
             if not all(map(_only_reads, later)):
                 raise RuntimeError(
-                    f"a hook of {self._name(parameter)} was registered after the forward pass: it "
+                    f"a hook of {self._names[parameter]} was registered after the forward pass: it "
                     "would change a gradient that is on its way. Register it before"
                 )
 
     def _stray(self, parameter: nn.Parameter) -> None:
         """A gradient by no forward pass of the wrapper. The bare module may have it; not a part
         that was reached through the wrapper, for which it looks averaged."""
-        self.strays += 1
         wrapper = self._wrapper()
         if wrapper is None or not wrapper.require_backward_grad_sync:
             return
-        past = [*self._beside]
         for name, part in self.reached.items():
             own = part.parameters() if isinstance(part, nn.Module) else [part]
-            past += [name for each in own if each is parameter]
-        if past:
-            raise RuntimeError(wrapper._past(past[0], "do so within no_sync()"))
+            if any(each is parameter for each in own):
+                raise RuntimeError(wrapper.past(name, "do so within no_sync()"))
 
     def _add(self, parameter: nn.Parameter) -> None:
         """Into its bucket, and the full buckets leave, each after all before it."""
@@ -314,11 +282,8 @@ class Reducer:
             parameter.grad = gradient  # which was a view of a bucket, maybe
         self._sync = self._awaited = False  # no backward pass comes here
 
-    def _name(self, parameter: nn.Parameter) -> str:
-        return self._names[self.positions[parameter]]
-
     def _complaint(self, unused: list[nn.Parameter]) -> str:
-        names = list(map(self._name, unused))
+        names = [self._names[parameter] for parameter in unused]
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         return (
             f"this backward pass gave no gradient to {', '.join(names[:5])}{more}, for which the "

@@ -173,7 +173,7 @@ def require_alike(
             require_same_lines(lines, group)
         except (TypeError, ValueError) as error:
             problem = error
-    agree.pass_on_along(options.groups, problem)
+    agree.pass_on(problem, *options.groups)
     return parts
 
 

@@ -54,7 +54,7 @@ def add(run: Any, step: int) -> None:
 
 def by_a_method(run: Any, inputs: torch.Tensor) -> torch.Tensor:
     """A method of the module, by way of the wrapper: it is refused, or right."""
-    with suppress(RuntimeError):
+    with suppress(AttributeError, RuntimeError):
         return run.model.predict(inputs)
     return run.model(inputs)
 

@@ -179,7 +179,7 @@ class MixedParallel(Wrapper):
         sums = torch.tensor([loss.item(), went], dtype=torch.float64, device=device())
         dist.all_reduce(sums, group=self._data)
         if sums[1] > replicas:
-            agree.pass_on(self._data, problem)
+            agree.pass_on(problem, self._data)
         if self._mean is not None:
             self._mean.take(some_unused=bool(sums[1] > 0))
         # Now, not before the next pass as elsewhere: a replica may evaluate without the others.
@@ -203,7 +203,7 @@ class MixedParallel(Wrapper):
         all_gather_single(everyone, own, None).wait()
         placed = everyone.cpu().view(-1, len(mine))[self._by_place]  # (d, p, t, 4)
         if placed[..., 3].any():
-            agree.raise_on_every_rank(require_group(None, "MixedParallel"), problem)
+            agree.raise_on_every_rank(problem, require_group(None, "MixedParallel"))
         first, last = placed[:, 0, :, :2], placed[:, -1, :, 2]
         if (first != first[:, :1]).any() or (last != last[:, :1]).any():
             raise ValueError("ranks along the tensor axis were given different batches")

@@ -254,7 +254,7 @@ class Preparation:
         new, failed, most, negative_least = largest.tolist()
         if failed:
             assert self._peers.group is not None
-            agree.raise_along([self._peers.group, *groups], problem)
+            agree.raise_on_every_rank(problem, self._peers.group, *groups)
         if most != -negative_least:
             raise ValueError(
                 "a strategy around the stages needs batches that all its ranks cut into as many "
@@ -294,7 +294,7 @@ class Preparation:
                     except Exception as error:
                         problem = error
                         problem.add_note(f"(at Forward({stage}, 0) of the pipeline)")
-                agree.raise_on_every_rank(self._peers.group, problem)
+                agree.raise_on_every_rank(problem, self._peers.group)
                 source = stage % self._peers.size
                 dist.broadcast_object_list(message, group=self._peers.group, group_src=source)
                 spec = ActivationSpec(*tree_flatten(message[0]))

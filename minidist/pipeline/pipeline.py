@@ -213,7 +213,7 @@ class Pipeline(Wrapper):
         dist.all_reduce(totals, group=self.process_group)
         if totals[1]:
             self._preparation.specs.clear()
-            agree.raise_on_every_rank(self.process_group, executor.problem)
+            agree.raise_on_every_rank(executor.problem, self.process_group)
         if training is not None:
             return totals[0], None
         empty = [batch.specs[plan.stages - 1, n].empty(self._device) for n in batch.rows]

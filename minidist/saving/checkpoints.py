@@ -280,7 +280,7 @@ class Checkpoints:
 
     def _raise_together(self, problem: Exception | None) -> None:
         if self._group is not None:
-            agree.raise_on_every_rank(self._group, problem)
+            agree.raise_on_every_rank(problem, self._group)
         elif problem is not None:
             raise problem
 

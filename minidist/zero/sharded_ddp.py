@@ -151,7 +151,7 @@ class ShardedDataParallel(Synchronized):
     At construction, and for buffers before each forward pass, every rank takes what rank 0 has.
     Raises TypeError for another optimizer; ValueError, on every rank, if the ranks have different
     models, or the optimizers have other groups, or other parameters than the module. `backward`
-    and methods of the module raise RuntimeError as those of `DistributedDataParallel` do.
+    raises RuntimeError as that of `DistributedDataParallel` does.
     """
 
     process_group: dist.ProcessGroup
