@@ -47,21 +47,18 @@ def broadcast_tree(peers: Peers, whole: torch.Tensor, root: int) -> None:
         peers.send(whole, child)
 
 
-def reduce_flat(peers: Peers, whole: torch.Tensor, root: int, op: Reduction) -> torch.Tensor:
-    """Returns the result at the root. `whole` is left alone on every other rank."""
-    if peers.rank != root:
+def reduce_flat(peers: Peers, whole: torch.Tensor, root: int, op: Reduction) -> None:
+    if peers.rank == root:
+        arrived = torch.empty_like(whole)  # (n,)
+        for other in range(1, peers.size):
+            peers.recv(arrived, root + other)
+            op(whole, arrived, out=whole)
+        op.finish(whole, peers.size)
+    else:
         peers.send(whole, root)
-        return whole
-    arrived = torch.empty_like(whole)  # (n,)
-    for other in range(1, peers.size):
-        peers.recv(arrived, root + other)
-        op(whole, arrived, out=whole)
-    op.finish(whole, peers.size)
-    return whole
 
 
-def reduce_tree(peers: Peers, whole: torch.Tensor, root: int, op: Reduction) -> torch.Tensor:
-    """Returns the result at the root. `whole` is left alone on every other rank."""
+def reduce_tree(peers: Peers, whole: torch.Tensor, root: int, op: Reduction) -> None:
     # The tree of the broadcast, from the leaves to the root: the smallest subtree is ready first.
     total = whole
     for child in reversed(peers.children(root)):
@@ -71,7 +68,6 @@ def reduce_tree(peers: Peers, whole: torch.Tensor, root: int, op: Reduction) -> 
         op.finish(whole, peers.size)
     else:
         peers.send(total, peers.parent(root))
-    return total
 
 
 def scatter_flat(peers: Peers, own: torch.Tensor, block: Tensors, root: int) -> None:
@@ -99,22 +95,12 @@ def gather_flat(peers: Peers, own: torch.Tensor, block: Tensors, root: int) -> N
 
 def all_reduce_naive(peers: Peers, whole: torch.Tensor, op: Reduction) -> None:
     # What one writes first: rank 0 gathers, one rank after another, and sends the sum to each.
-    if peers.rank == 0:
-        arrived = torch.empty_like(whole)  # (n,)
-        for other in range(1, peers.size):
-            peers.recv(arrived, other)
-            op(whole, arrived, out=whole)
-        op.finish(whole, peers.size)
-        for other in range(1, peers.size):
-            peers.send(whole, other)
-    else:
-        peers.send(whole, 0)
-        peers.recv(whole, 0)
+    reduce_flat(peers, whole, 0, op)
+    broadcast_flat(peers, whole, 0)
 
 
 def all_reduce_tree(peers: Peers, whole: torch.Tensor, op: Reduction) -> None:
-    total = reduce_tree(peers, whole, 0, op)
-    whole = whole if peers.rank == 0 else whole.copy_(total)
+    reduce_tree(peers, whole, 0, op)
     broadcast_tree(peers, whole, 0)
 
 
