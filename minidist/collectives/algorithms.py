@@ -215,29 +215,6 @@ def all_gather_ring(peers: Peers, own: torch.Tensor, block: Tensors) -> None:
         peers.exchange(block[(r - s) % p], r + 1, arrivals[s])
 
 
-def all_gather_recursive_doubling(peers: Peers, own: torch.Tensor, block: Tensors) -> None:
-    # In Bruck's form, which needs no power of two. A rank that has the `have` blocks r, r+1, ...
-    # gets the next `have` ones from rank r + have, and gives its own to rank r - have.
-    #   p = 5, rank 0 has:  A | AB | ABCD | ABCDE        the last step sends only what is missing
-    # (Bruck stores the blocks rotated and turns them at the end; ours lie in a list, in place.)
-    p, r = peers.size, peers.rank
-    steps = [(have, min(have, p - have)) for have in powers_of_two(p)]
-
-    def run(first: int, count: int) -> list[torch.Tensor]:
-        return [block[(first + i) % p] for i in range(count)]
-
-    arrivals = [
-        peers.expect(own.new_empty(sum(b.numel() for b in run(r + have, count))), r + have)
-        for have, count in steps
-    ]
-    block[r].copy_(own)
-    for (have, count), arrival in zip(steps, arrivals, strict=True):
-        arrived = peers.exchange(torch.cat(run(r, count)), r - have, arrival)
-        missing = run(r + have, count)
-        for into, piece in zip(missing, arrived.split([b.numel() for b in missing]), strict=True):
-            into.copy_(piece)
-
-
 def reduce_scatter_ring(peers: Peers, own: torch.Tensor, block: Tensors, op: Reduction) -> None:
     # The first half of the ring all_reduce, which leaves the input blocks as they are: what
     # travels is a partial sum, and every rank adds its own block to it as it comes by.

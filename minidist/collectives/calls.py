@@ -49,9 +49,9 @@ Root = tuple[int | None, int | None]  # in the world, in the group
 
 def run(
     operation: str,
-    algorithm: str,
     group: dist.ProcessGroup | None,
     *given: Any,
+    algorithm: str | None = None,
     root: Root = (None, None),
     op: Any = None,
 ) -> None:
@@ -59,11 +59,11 @@ def run(
 
     Raises ValueError on every rank unless all ranks make the same valid call.
     """
-    call = Call(operation, algorithm, Peers(group), given, root, op)
+    call = Call(operation, Peers(group), given, algorithm, root, op)
     call.agree()
     vectors = [flat(each) for each in given]
     with record.scope(operation, call.nbytes()):
-        getattr(algorithms, f"{operation}_{algorithm}")(call.peers, *vectors, *call.more)
+        getattr(algorithms, f"{operation}_{call.algorithm}")(call.peers, *vectors, *call.more)
         for name, each, vector in zip(call.given, given, vectors, strict=True):
             if name == call.row.writes:
                 put_back(vector, each)
@@ -76,16 +76,17 @@ class Call:
     def __init__(
         self,
         operation: str,
-        algorithm: str,
         peers: Peers,
         given: Sequence[Any],
+        algorithm: str | None,
         root: Root,
         op: Any,
     ) -> None:
-        self.peers, self.row = peers, ROWS[operation]
+        self.peers, self.row, known = peers, ROWS[operation], ALGORITHMS[operation]
+        self.algorithm = known[0] if algorithm is None else algorithm
         names = [name for name in (self.row.own, *self.row.lists) if name]
         self.given = dict(zip(names, given, strict=True))
-        arguments = {name: _shown(value) for name, value in self.given.items()}
+        arguments: dict[str, object] = {name: _shown(value) for name, value in self.given.items()}
         arguments |= {self.row.root: root[0], f"group_{self.row.root}": root[1]}
         arguments |= {"op": reduce_op.name(op) if self.row.reduces else None}
         arguments |= {"algorithm": algorithm}
@@ -94,15 +95,16 @@ class Call:
         self.more: list[Any] = []
         self.shared = self.problem = ""
         try:
-            if algorithm not in ALGORITHMS[operation]:
-                raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS[operation])}")
+            if self.algorithm not in known:
+                raise ValueError(f"algorithm must be one of {', '.join(known)}")
             if self.row.root:
                 self.more.append(self._root(*root))
             self._require_kinds()
             self._require_alike()
             dtypes = {tensor.dtype for name in names for tensor in self._tensors(name)}  # one
             shapes = [tensor.shape for tensor in self._tensors(self.row.alike)]
-            self.shared = f"{operation} {algorithm} {arguments['op']} {self.more} {dtypes} {shapes}"
+            alike = arguments["op"], self.more, dtypes, shapes
+            self.shared = f"{operation} {self.algorithm} {alike}"
             if self.row.reduces:
                 self.more.append(Reduction(op, dtypes.pop()))
         except ValueError as problem:
@@ -118,7 +120,7 @@ class Call:
             raise ValueError(f"give either {name} or group_{name}")
         if rank is not None and rank not in ranks:
             raise ValueError(f"{name}={rank} is not in this group of ranks {ranks}")
-        place = group_rank if rank is None else ranks.index(rank)
+        place: Any = group_rank if rank is None else ranks.index(rank)
         if place not in range(len(ranks)):
             raise ValueError(f"group_{name}={place} is not in 0..{len(ranks) - 1}")
         return place
