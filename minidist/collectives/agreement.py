@@ -2,8 +2,8 @@
 
 Without this, a rank that passes another shape, another dtype or another root than the others
 makes them wait for ever, or gives wrong numbers silently. So each rank condenses its call into a
-digest, and an all_reduce by a tree finds the largest and the smallest digest of all: if they are
-one, all calls are. That takes 2(p-1) tiny messages, 2⌈lg p⌉ of them in sequence. Only when
+digest, and an all_reduce by a tree finds the largest and the smallest of all, byte by byte: if they
+are one, all calls are. That takes 2(p-1) tiny messages, 2⌈lg p⌉ of them in sequence. Only when
 something is wrong do the calls travel as text, and every rank raises the same ValueError, which
 shows all of them.
 
@@ -54,7 +54,7 @@ def unlike(peers: Peers, ours: Sequence[str], theirs: Sequence[str]) -> list[int
 
 
 def _header(peers: Peers, words: str) -> torch.Tensor:
-    """A digest, (8,), and its complement: the largest complement is the smallest digest's, byte by
+    """A digest, (8,), and its complement, (8,): the largest complement is that of the smallest
     byte, so one all_reduce finds both ends."""
     digest = hashlib.blake2b(words.encode(), digest_size=HEADER_BYTES // 2).digest()
     data = torch.tensor(list(digest), dtype=torch.uint8, device=peers.device)
