@@ -22,40 +22,43 @@ from minidist.collectives.reduce_op import Reduction
 from minidist.measure import record
 
 HEADER_BYTES = 16
-LARGEST = Reduction(dist.ReduceOp.MAX, torch.uint8)
+LARGEST = Reduction("MAX", torch.uint8)
 
 
-def agree(peers: Peers, shared: str, call: str, problem: str) -> None:
+def agree(peers: Peers, shared: str, call: object, problem: str) -> None:
     """Raise ValueError on every rank, that shows each rank's `call` and the `problem` with it,
     unless `shared` is the same on all ranks and no rank has a problem."""
-    header = _header(peers, shared)
-    if problem:
-        header.fill_(255)  # no digest beside its complement: all refuse
+    ours = b"\xff" * HEADER_BYTES if problem else _header(shared)  # which is no header
     with record.scope("agreement", control=True):
-        all_reduce_tree(peers, header, LARGEST)
-        largest, complement_of_smallest = header.chunk(2)
-        if torch.equal(largest, ~complement_of_smallest):
+        theirs = _message(peers, ours)
+        all_reduce_tree(peers, theirs, LARGEST)
+        # Ends that differ are no digest beside its own complement, so nobody's header.
+        if not problem and bytes(theirs.tolist()) == ours:
             return
+        text = f"{call}  <- {problem}" if problem else str(call)
         calls = [""] * peers.size
-        dist.all_gather_object(calls, f"{call}  <- {problem}" if problem else call, peers.group)
+        dist.all_gather_object(calls, text, peers.group)
     head = "refused: every rank of the group must make the same, valid call"
-    lines = [f"  rank {r}: {call}" for r, call in zip(peers.global_ranks, calls, strict=True)]
+    lines = [f"  rank {r}: {text}" for r, text in zip(peers.global_ranks, calls, strict=True)]
     raise ValueError("\n".join([head, *lines]))
 
 
 def unlike(peers: Peers, ours: Sequence[str], theirs: Sequence[str]) -> list[int]:
     """Tell each rank i `ours[i]`, and return the ranks that do not tell us `theirs[i]`."""
-    outgoing = [_header(peers, words) for words in ours]
-    arrived = [torch.empty_like(header) for header in outgoing]
+    outgoing = [_message(peers, _header(words)) for words in ours]
+    arrived = [torch.empty_like(message) for message in outgoing]
     with record.scope("agreement", control=True):
         all_to_all_pairwise(peers, arrived, outgoing)
-    expected = [_header(peers, words) for words in theirs]
-    return [i for i in range(peers.size) if not torch.equal(arrived[i], expected[i])]
+    pairs = zip(arrived, theirs, strict=True)
+    return [i for i, (found, words) in enumerate(pairs) if bytes(found.tolist()) != _header(words)]
 
 
-def _header(peers: Peers, words: str) -> torch.Tensor:
-    """A digest, (8,), and its complement, (8,): the largest complement is that of the smallest
-    byte, so one all_reduce finds both ends."""
+def _header(words: str) -> bytes:
+    """A digest, and its complement: the largest complement is that of the smallest byte, so one
+    all_reduce finds both ends."""
     digest = hashlib.blake2b(words.encode(), digest_size=HEADER_BYTES // 2).digest()
-    data = torch.tensor(list(digest), dtype=torch.uint8, device=peers.device)
-    return torch.cat([data, ~data])
+    return digest + bytes(255 - byte for byte in digest)
+
+
+def _message(peers: Peers, data: bytes) -> torch.Tensor:
+    return torch.tensor(list(data), dtype=torch.uint8, device=peers.device)

@@ -13,7 +13,6 @@ from minidist.collectives import algorithms, reduce_op
 from minidist.collectives.agreement import agree, unlike
 from minidist.collectives.cost import ALGORITHMS
 from minidist.collectives.peers import Peers
-from minidist.collectives.reduce_op import Reduction
 from minidist.collectives.vectors import flat, put_back
 from minidist.measure import record
 
@@ -70,8 +69,8 @@ def run(
 
 
 class Call:
-    """What one rank passes: as a `text`, as what all ranks must pass alike (`shared`), and as what
-    the algorithm takes beside vectors (`more`). `problem` says what is wrong with it."""
+    """What one rank passes: what all ranks must pass alike (`shared`), what the algorithm takes
+    beside vectors (`more`), and the first `problem` with it if there is any."""
 
     def __init__(
         self,
@@ -82,16 +81,18 @@ class Call:
         root: Root,
         op: Any,
     ) -> None:
-        self.peers, self.row, known = peers, ROWS[operation], ALGORITHMS[operation]
+        self.operation, self.peers = operation, peers
+        self.row, known = ROWS[operation], ALGORITHMS[operation]
         self.algorithm = known[0] if algorithm is None else algorithm
         names = [name for name in (self.row.own, *self.row.lists) if name]
         self.given = dict(zip(names, given, strict=True))
-        arguments: dict[str, object] = {name: _shown(value) for name, value in self.given.items()}
-        arguments |= {self.row.root: root[0], f"group_{self.row.root}": root[1]}
-        arguments |= {"op": reduce_op.name(op) if self.row.reduces else None}
-        arguments |= {"algorithm": algorithm}
-        words = [f"{name}={value}" for name, value in arguments.items() if value is not None]
-        self.text = f"{operation}({', '.join(words)})"
+        op_name = reduce_op.name(op) if self.row.reduces else None
+        self.choices: dict[str, object] = {
+            self.row.root: root[0],
+            f"group_{self.row.root}": root[1],
+            "op": op_name,
+            "algorithm": algorithm,
+        }
         self.more: list[Any] = []
         self.shared = self.problem = ""
         try:
@@ -103,10 +104,9 @@ class Call:
             self._require_alike()
             dtypes = {tensor.dtype for name in names for tensor in self._tensors(name)}  # one
             shapes = [tensor.shape for tensor in self._tensors(self.row.alike)]
-            alike = arguments["op"], self.more, dtypes, shapes
-            self.shared = f"{operation} {self.algorithm} {alike}"
-            if self.row.reduces:
-                self.more.append(Reduction(op, dtypes.pop()))
+            self.shared = f"{operation} {self.algorithm} {op_name} {self.more} {dtypes} {shapes}"
+            if op_name:
+                self.more.append(reduce_op.reduction(op_name, dtypes.pop()))
         except ValueError as problem:
             self.problem = str(problem)
 
@@ -161,13 +161,18 @@ class Call:
 
     def agree(self) -> None:
         """Raise ValueError on every rank unless all ranks made the same valid call."""
-        agree(self.peers, self.shared, self.text, self.problem)
+        agree(self.peers, self.shared, self, self.problem)
         if self.row.lists and not self.row.own:  # a size for each pair, which compares its own
             outputs, inputs = ([str(t.shape) for t in each] for each in self.given.values())
             for i in unlike(self.peers, inputs, outputs):
                 rank = self.peers.global_ranks[i]
                 self.problem = f"{self.row.writes}[{i}] is not of the shape that rank {rank} sends"
-            agree(self.peers, self.shared, self.text, self.problem)
+            agree(self.peers, self.shared, self, self.problem)
+
+    def __str__(self) -> str:
+        arguments = {name: _shown(value) for name, value in self.given.items()} | self.choices
+        shown = [f"{name}={value}" for name, value in arguments.items() if value is not None]
+        return f"{self.operation}({', '.join(shown)})"
 
     def nbytes(self) -> int:
         """Of the whole vector, as `cost` has it."""

@@ -1,9 +1,9 @@
 """What `dist.ReduceOp` means, element by element (lesson: collectives)."""
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
-import torch.distributed as dist
 
 _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "SUM": torch.add,
@@ -18,23 +18,22 @@ _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 class Reduction:
-    """One `dist.ReduceOp`: `reduction(a, b, out)` combines two ranks' tensors, element by element.
+    """A `dist.ReduceOp`, by name: `reduction(a, b, out)` combines two ranks' tensors by element.
 
     On bool, SUM is "or" and PRODUCT is "and". MIN and MAX of a NaN are NaN. AVG is for floating
     and complex numbers only; MIN, MAX and AVG keep the dtype. Raises ValueError for an operation
     that is unknown or not defined for `dtype`.
     """
 
-    def __init__(self, op: dist.ReduceOp | dist.ReduceOp.RedOpType, dtype: torch.dtype) -> None:
-        self.name = name(op)
-        if self.name not in _FUNCTIONS:
-            raise ValueError(f"op must be one of {', '.join(_FUNCTIONS)}, not {self.name}")
-        self.function = _FUNCTIONS[self.name]
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        if name not in _FUNCTIONS:
+            raise ValueError(f"op must be one of {', '.join(_FUNCTIONS)}, not {name}")
+        self.name, self.function = name, _FUNCTIONS[name]
         try:  # torch knows for which dtypes
             one = torch.ones(1, dtype=dtype, device="cpu")
             self.finish(self(one, one, out=one), 1)
         except RuntimeError as error:
-            wrong = f"{self.name} is not defined for {str(dtype).removeprefix('torch.')}"
+            wrong = f"{name} is not defined for {str(dtype).removeprefix('torch.')}"
             raise ValueError(wrong) from error
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -44,6 +43,9 @@ class Reduction:
         """Turn the combination of all `ranks` tensors into the result, in place."""
         if self.name == "AVG":
             total.div_(ranks)
+
+
+reduction = cache(Reduction)  # so that an operation is tried out once for a dtype
 
 
 def name(op: object) -> str:
