@@ -30,12 +30,11 @@ import torch
 import torch.distributed as dist
 
 from minidist.collectives.calls import run
-from minidist.collectives.cost import ALGORITHMS, Cost, Sent, cost, sent, total
+from minidist.collectives.cost import ALGORITHMS, Cost, cost, sent, total
 
 __all__ = [
     "ALGORITHMS",
     "Cost",
-    "Sent",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -69,7 +68,7 @@ def broadcast(
     algorithm: "flat", the root sends to one after another: (p-1)(α + nβ); "tree", binomial, who
     has it passes it on: ⌈lg p⌉(α + nβ) (Thakur et al. 2005).
     """
-    run("broadcast", algorithm, group, tensor, root=(src, group_src))
+    run("broadcast", group, tensor, root=(src, group_src), algorithm=algorithm)
 
 
 def reduce(
@@ -90,7 +89,7 @@ def reduce(
     ⌈lg p⌉(α + nβ) (Thakur et al. 2005).
     Lesson: collectives.
     """
-    run("reduce", algorithm, group, tensor, root=(dst, group_dst), op=op)
+    run("reduce", group, tensor, root=(dst, group_dst), op=op, algorithm=algorithm)
 
 
 def all_reduce(
@@ -113,7 +112,7 @@ def all_reduce(
     The last two cost 2(α + nβ) more where p is not a power of two.
     Lesson: collectives.
     """
-    run("all_reduce", algorithm, group, tensor, op=op)
+    run("all_reduce", group, tensor, op=op, algorithm=algorithm)
 
 
 def scatter(
@@ -122,18 +121,15 @@ def scatter(
     src: int | None = None,
     group: Group = None,
     group_src: int | None = None,
-    *,
-    algorithm: str = "flat",
 ) -> None:
     """Copy `scatter_list[i]` of rank `src` into `tensor` of the group's rank i.
 
     All tensors have one shape and dtype. `scatter_list` is for the root only, one tensor a rank.
     The root is rank 0 of the world unless `src` or `group_src` says otherwise.
 
-    algorithm: "flat", the root sends to one after another: (p-1)α + (p-1)/p nβ.
-    Lesson: collectives.
+    The root sends to one after another: (p-1)α + (p-1)/p nβ. Lesson: collectives.
     """
-    run("scatter", algorithm, group, tensor, scatter_list, root=(src, group_src))
+    run("scatter", group, tensor, scatter_list, root=(src, group_src))
 
 
 def gather(
@@ -142,35 +138,28 @@ def gather(
     dst: int | None = None,
     group: Group = None,
     group_dst: int | None = None,
-    *,
-    algorithm: str = "flat",
 ) -> None:
     """Copy `tensor` of the group's rank i into `gather_list[i]` of rank `dst`. Lesson: collectives.
 
     All tensors have one shape and dtype. `gather_list` is for the root only, one tensor a rank.
     The root is rank 0 of the world unless `dst` or `group_dst` says otherwise.
 
-    algorithm: "flat", the root takes from one after another: (p-1)α + (p-1)/p nβ.
+    The root takes from one after another: (p-1)α + (p-1)/p nβ.
     """
-    run("gather", algorithm, group, tensor, gather_list, root=(dst, group_dst))
+    run("gather", group, tensor, gather_list, root=(dst, group_dst))
 
 
 def all_gather(
-    tensor_list: Sequence[torch.Tensor],
-    tensor: torch.Tensor,
-    group: Group = None,
-    *,
-    algorithm: str = "ring",
+    tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor, group: Group = None
 ) -> None:
     """Copy `tensor` of the group's rank i into `tensor_list[i]` of every rank. Lesson: collectives.
 
     The tensors of the ranks may differ in shape, as `tensor_list` says, alike on every rank; their
     dtype is one.
 
-    algorithm: "ring": (p-1)α + (p-1)/p nβ; "recursive_doubling": ⌈lg p⌉α + (p-1)/p nβ, in the form
-    that needs no power of two (Bruck et al. 1997; both in Thakur et al. 2005).
+    In a ring: (p-1)α + (p-1)/p nβ (Thakur et al. 2005).
     """
-    run("all_gather", algorithm, group, tensor, tensor_list)
+    run("all_gather", group, tensor, tensor_list)
 
 
 def reduce_scatter(
@@ -178,42 +167,36 @@ def reduce_scatter(
     input_list: Sequence[torch.Tensor],
     op: Op = dist.ReduceOp.SUM,
     group: Group = None,
-    *,
-    algorithm: str = "ring",
 ) -> None:
     """Combine the ranks' `input_list[i]` by `op` into `output` of the group's rank i.
 
     The tensors of a list may differ in shape, but the lists of all ranks are alike, and `output`
     of rank i is like `input_list[i]`. Their dtype is one. The inputs keep their values.
 
-    algorithm: "ring": (p-1)α + (p-1)/p nβ (Patarasuk and Yuan 2009).
-    Lesson: collectives.
+    In a ring: (p-1)α + (p-1)/p nβ (Patarasuk and Yuan 2009). Lesson: collectives.
     """
-    run("reduce_scatter", algorithm, group, output, input_list, op=op)
+    run("reduce_scatter", group, output, input_list, op=op)
 
 
 def all_to_all(
     output_tensor_list: Sequence[torch.Tensor],
     input_tensor_list: Sequence[torch.Tensor],
     group: Group = None,
-    *,
-    algorithm: str = "pairwise",
 ) -> None:
     """Copy `input_tensor_list[j]` of rank i into `output_tensor_list[i]` of rank j, for all ranks i
     and j of the group: a transposition. Lesson: collectives.
 
     Every pair may have a shape of its own, the same at both ends; the dtype is one.
 
-    algorithm: "pairwise", p-1 steps, at each of which every rank sends one message and receives
-    one: (p-1)α + (p-1)/p nβ (Thakur et al. 2005).
+    In p-1 steps, at each of which every rank sends one message and receives one:
+    (p-1)α + (p-1)/p nβ (Thakur et al. 2005).
     """
-    run("all_to_all", algorithm, group, output_tensor_list, input_tensor_list)
+    run("all_to_all", group, output_tensor_list, input_tensor_list)
 
 
-def barrier(group: Group = None, *, algorithm: str = "dissemination") -> None:
+def barrier(group: Group = None) -> None:
     """Return only when every rank of the group has called it. Lesson: collectives.
 
-    algorithm: "dissemination": ⌈lg p⌉ messages of one byte, α each (Hensgen, Finkel and Manber
-    1988).
+    By dissemination: ⌈lg p⌉ messages of one byte, α each (Hensgen, Finkel and Manber 1988).
     """
-    run("barrier", algorithm, group)
+    run("barrier", group)

@@ -2,79 +2,62 @@
 
 Without this, a rank that passes another shape, another dtype or another root than the others
 makes them wait for ever, or gives wrong numbers silently. So each rank condenses its call into a
-header of 16 bytes. The headers go up a binomial tree to the group's first rank, each rank
-comparing those of its children with its own, and the verdict comes back down: 2(p-1) tiny
-messages, 2⌈lg p⌉ of them in sequence. Only when something is wrong do the calls travel as text,
-and every rank raises the same ValueError, which shows all of them.
+digest, and an all_reduce by a tree finds the largest and the smallest of all, byte by byte: if they
+are one, all calls are. That takes 2(p-1) tiny messages, 2⌈lg p⌉ of them in sequence. Only when
+something is wrong do the calls travel as text, and every rank raises the same ValueError, which
+shows all of them.
 
 Large systems leave this out for speed, and offer it as a debugging mode.
 """
 
-import torch
+import hashlib
+from collections.abc import Sequence
 
-from minidist.collectives.algorithms import all_to_all_pairwise
+import torch
+import torch.distributed as dist
+
+from minidist.collectives.algorithms import all_reduce_tree, all_to_all_pairwise
 from minidist.collectives.peers import Peers
+from minidist.collectives.reduce_op import Reduction
 from minidist.measure import record
 
 HEADER_BYTES = 16
-REFUSED = bytes(HEADER_BYTES)
+LARGEST = Reduction("MAX", torch.uint8)
 
 
-def agree(peers: Peers, header: bytes, call: str) -> None:
-    """Raise ValueError on every rank, that shows all calls, unless all headers are the same and
-    none is `REFUSED`."""
+def agree(peers: Peers, shared: str, call: object, problem: str) -> None:
+    """Raise ValueError on every rank, that shows each rank's `call` and the `problem` with it,
+    unless `shared` is the same on all ranks and no rank has a problem."""
+    ours = b"\xff" * HEADER_BYTES if problem else _header(shared)  # which is no header
     with record.scope("agreement", control=True):
-        calls = [] if _everyone_agrees(peers, header) else _exchange_texts(peers, call)
-    if calls:
-        head = "refused: every rank of the group must make the same, valid call"
-        ranks = peers.global_ranks
-        lines = [f"  rank {rank}: {call}" for rank, call in zip(ranks, calls, strict=True)]
-        raise ValueError("\n".join([head, *lines]))
+        theirs = _message(peers, ours)
+        all_reduce_tree(peers, theirs, LARGEST)
+        # Ends that differ are no digest beside its own complement, so nobody's header.
+        if not problem and bytes(theirs.tolist()) == ours:
+            return
+        text = f"{call}  <- {problem}" if problem else str(call)
+        calls = [""] * peers.size
+        dist.all_gather_object(calls, text, peers.group)
+    head = "refused: every rank of the group must make the same, valid call"
+    lines = [f"  rank {r}: {text}" for r, text in zip(peers.global_ranks, calls, strict=True)]
+    raise ValueError("\n".join([head, *lines]))
 
 
-def exchange_headers(peers: Peers, mine: list[bytes]) -> list[bytes]:
-    """Give each rank its header, and return what each has for us."""
+def unlike(peers: Peers, ours: Sequence[str], theirs: Sequence[str]) -> list[int]:
+    """Tell each rank i `ours[i]`, and return the ranks that do not tell us `theirs[i]`."""
+    outgoing = [_message(peers, _header(words)) for words in ours]
+    arrived = [torch.empty_like(message) for message in outgoing]
     with record.scope("agreement", control=True):
-        outgoing = [_message(peers, header) for header in mine]
-        arrived = [torch.empty_like(header) for header in outgoing]
         all_to_all_pairwise(peers, arrived, outgoing)
-    return [bytes(header.tolist()) for header in arrived]
+    pairs = zip(arrived, theirs, strict=True)
+    return [i for i, (found, words) in enumerate(pairs) if bytes(found.tolist()) != _header(words)]
 
 
-def _everyone_agrees(peers: Peers, header: bytes) -> bool:
-    incoming = _message(peers, REFUSED)
-    for child in reversed(peers.children(0)):
-        if bytes(peers.recv(incoming, child).tolist()) != header:
-            header = REFUSED
-    verdict = _message(peers, header)
-    if peers.rank != 0:
-        peers.send(verdict, peers.parent(0))
-        peers.recv(verdict, peers.parent(0))
-    for child in peers.children(0):
-        peers.send(verdict, child)
-    return bytes(verdict.tolist()) != REFUSED
-
-
-def _exchange_texts(peers: Peers, mine: str) -> list[str]:
-    if peers.rank != 0:
-        _send_text(peers, mine, 0)
-        return _recv_text(peers, 0).split("\n")
-    calls = [mine] + [_recv_text(peers, other) for other in range(1, peers.size)]
-    for other in range(1, peers.size):
-        _send_text(peers, "\n".join(calls), other)
-    return calls
-
-
-def _send_text(peers: Peers, text: str, to: int) -> None:
-    data = _message(peers, text.encode())
-    peers.send(torch.tensor([len(data)], device=peers.device), to)
-    peers.send(data, to)
-
-
-def _recv_text(peers: Peers, source: int) -> str:
-    length = peers.recv(torch.zeros(1, dtype=torch.int64, device=peers.device), source)
-    data = torch.empty(int(length), dtype=torch.uint8, device=peers.device)
-    return bytes(peers.recv(data, source).tolist()).decode()
+def _header(words: str) -> bytes:
+    """A digest, and its complement: the largest complement is that of the smallest byte, so one
+    all_reduce finds both ends."""
+    digest = hashlib.blake2b(words.encode(), digest_size=HEADER_BYTES // 2).digest()
+    return digest + bytes(255 - byte for byte in digest)
 
 
 def _message(peers: Peers, data: bytes) -> torch.Tensor:

@@ -47,21 +47,18 @@ def broadcast_tree(peers: Peers, whole: torch.Tensor, root: int) -> None:
         peers.send(whole, child)
 
 
-def reduce_flat(peers: Peers, whole: torch.Tensor, root: int, op: Reduction) -> torch.Tensor:
-    """Returns the result at the root. `whole` is left alone on every other rank."""
-    if peers.rank != root:
+def reduce_flat(peers: Peers, whole: torch.Tensor, root: int, op: Reduction) -> None:
+    if peers.rank == root:
+        arrived = torch.empty_like(whole)  # (n,)
+        for other in range(1, peers.size):
+            peers.recv(arrived, root + other)
+            op(whole, arrived, out=whole)
+        op.finish(whole, peers.size)
+    else:
         peers.send(whole, root)
-        return whole
-    arrived = torch.empty_like(whole)  # (n,)
-    for other in range(1, peers.size):
-        peers.recv(arrived, root + other)
-        op(whole, arrived, out=whole)
-    op.finish(whole, peers.size)
-    return whole
 
 
-def reduce_tree(peers: Peers, whole: torch.Tensor, root: int, op: Reduction) -> torch.Tensor:
-    """Returns the result at the root. `whole` is left alone on every other rank."""
+def reduce_tree(peers: Peers, whole: torch.Tensor, root: int, op: Reduction) -> None:
     # The tree of the broadcast, from the leaves to the root: the smallest subtree is ready first.
     total = whole
     for child in reversed(peers.children(root)):
@@ -71,7 +68,6 @@ def reduce_tree(peers: Peers, whole: torch.Tensor, root: int, op: Reduction) -> 
         op.finish(whole, peers.size)
     else:
         peers.send(total, peers.parent(root))
-    return total
 
 
 def scatter_flat(peers: Peers, own: torch.Tensor, block: Tensors, root: int) -> None:
@@ -99,22 +95,12 @@ def gather_flat(peers: Peers, own: torch.Tensor, block: Tensors, root: int) -> N
 
 def all_reduce_naive(peers: Peers, whole: torch.Tensor, op: Reduction) -> None:
     # What one writes first: rank 0 gathers, one rank after another, and sends the sum to each.
-    if peers.rank == 0:
-        arrived = torch.empty_like(whole)  # (n,)
-        for other in range(1, peers.size):
-            peers.recv(arrived, other)
-            op(whole, arrived, out=whole)
-        op.finish(whole, peers.size)
-        for other in range(1, peers.size):
-            peers.send(whole, other)
-    else:
-        peers.send(whole, 0)
-        peers.recv(whole, 0)
+    reduce_flat(peers, whole, 0, op)
+    broadcast_flat(peers, whole, 0)
 
 
 def all_reduce_tree(peers: Peers, whole: torch.Tensor, op: Reduction) -> None:
-    total = reduce_tree(peers, whole, 0, op)
-    whole = whole if peers.rank == 0 else whole.copy_(total)
+    reduce_tree(peers, whole, 0, op)
     broadcast_tree(peers, whole, 0)
 
 
@@ -227,29 +213,6 @@ def all_gather_ring(peers: Peers, own: torch.Tensor, block: Tensors) -> None:
     block[r].copy_(own)
     for s in range(p - 1):
         peers.exchange(block[(r - s) % p], r + 1, arrivals[s])
-
-
-def all_gather_recursive_doubling(peers: Peers, own: torch.Tensor, block: Tensors) -> None:
-    # In Bruck's form, which needs no power of two. A rank that has the `have` blocks r, r+1, ...
-    # gets the next `have` ones from rank r + have, and gives its own to rank r - have.
-    #   p = 5, rank 0 has:  A | AB | ABCD | ABCDE        the last step sends only what is missing
-    # (Bruck stores the blocks rotated and turns them at the end; ours lie in a list, in place.)
-    p, r = peers.size, peers.rank
-    steps = [(have, min(have, p - have)) for have in powers_of_two(p)]
-
-    def run(first: int, count: int) -> list[torch.Tensor]:
-        return [block[(first + i) % p] for i in range(count)]
-
-    arrivals = [
-        peers.expect(own.new_empty(sum(b.numel() for b in run(r + have, count))), r + have)
-        for have, count in steps
-    ]
-    block[r].copy_(own)
-    for (have, count), arrival in zip(steps, arrivals, strict=True):
-        arrived = peers.exchange(torch.cat(run(r, count)), r - have, arrival)
-        missing = run(r + have, count)
-        for into, piece in zip(missing, arrived.split([b.numel() for b in missing]), strict=True):
-            into.copy_(piece)
 
 
 def reduce_scatter_ring(peers: Peers, own: torch.Tensor, block: Tensors, op: Reduction) -> None:

@@ -3,42 +3,42 @@
 Lesson: collectives
 """
 
-import hashlib
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from minidist.collectives import algorithms, reduce_op
-from minidist.collectives.agreement import HEADER_BYTES, REFUSED, agree, exchange_headers
+from minidist.collectives.agreement import agree, unlike
 from minidist.collectives.cost import ALGORITHMS
 from minidist.collectives.peers import Peers
-from minidist.collectives.reduce_op import Reduction
-from minidist.collectives.vectors import flat, nbytes, put_back
+from minidist.collectives.vectors import flat, put_back
 from minidist.measure import record
 
 
 class Row(NamedTuple):
-    """own: a rank's own tensor. lists: of one tensor a rank. writes: which of these is filled."""
+    """own: a rank's own tensor. lists: of one tensor a rank. writes: which of these is filled.
+    alike: which has the same shapes on all ranks."""
 
     own: str = ""
     lists: tuple[str, ...] = ()
     root: str = ""
     writes: str = ""
+    alike: str = ""
     reduces: bool = False
 
 
 # With a root, the root alone has the list, and all tensors are alike. Without one every rank has
 # the list, which says how large everybody's own tensor is. An all_to_all has a size for each pair.
 ROWS = {
-    "broadcast": Row("tensor", root="src", writes="tensor"),
-    "reduce": Row("tensor", root="dst", writes="tensor", reduces=True),
-    "all_reduce": Row("tensor", writes="tensor", reduces=True),
-    "scatter": Row("tensor", ("scatter_list",), root="src", writes="tensor"),
-    "gather": Row("tensor", ("gather_list",), root="dst", writes="gather_list"),
-    "all_gather": Row("tensor", ("tensor_list",), writes="tensor_list"),
-    "reduce_scatter": Row("output", ("input_list",), writes="output", reduces=True),
+    "broadcast": Row("tensor", (), "src", "tensor", "tensor"),
+    "reduce": Row("tensor", (), "dst", "tensor", "tensor", reduces=True),
+    "all_reduce": Row("tensor", (), "", "tensor", "tensor", reduces=True),
+    "scatter": Row("tensor", ("scatter_list",), "src", "tensor", "tensor"),
+    "gather": Row("tensor", ("gather_list",), "dst", "gather_list", "tensor"),
+    "all_gather": Row("tensor", ("tensor_list",), "", "tensor_list", "tensor_list"),
+    "reduce_scatter": Row("output", ("input_list",), "", "output", "input_list", reduces=True),
     "all_to_all": Row("", ("output_tensor_list", "input_tensor_list"), "", "output_tensor_list"),
     "barrier": Row(),
 }
@@ -48,9 +48,9 @@ Root = tuple[int | None, int | None]  # in the world, in the group
 
 def run(
     operation: str,
-    algorithm: str,
     group: dist.ProcessGroup | None,
     *given: Any,
+    algorithm: str | None = None,
     root: Root = (None, None),
     op: Any = None,
 ) -> None:
@@ -58,182 +58,135 @@ def run(
 
     Raises ValueError on every rank unless all ranks make the same valid call.
     """
-    call = Call(operation, algorithm, Peers(group), given, root, op)
+    call = Call(operation, Peers(group), given, algorithm, root, op)
     call.agree()
     vectors = [flat(each) for each in given]
-    more: list[Any] = [call.root] if call.row.root else []
-    more += [Reduction(op, call.like.dtype)] if call.row.reduces else []
     with record.scope(operation, call.nbytes()):
-        getattr(algorithms, f"{operation}_{algorithm}")(call.peers, *vectors, *more)
-        for name, each, vector in zip(call.names, given, vectors, strict=True):
+        getattr(algorithms, f"{operation}_{call.algorithm}")(call.peers, *vectors, *call.more)
+        for name, each, vector in zip(call.given, given, vectors, strict=True):
             if name == call.row.writes:
                 put_back(vector, each)
 
 
 class Call:
-    """What one rank passes, and the first `problem` with it if there is any."""
+    """What one rank passes: what all ranks must pass alike (`shared`), what the algorithm takes
+    beside vectors (`more`), and the first `problem` with it if there is any."""
 
     def __init__(
         self,
         operation: str,
-        algorithm: str,
         peers: Peers,
         given: Sequence[Any],
+        algorithm: str | None,
         root: Root,
         op: Any,
     ) -> None:
-        self.operation, self.algorithm, self.peers = operation, algorithm, peers
-        self.row = row = ROWS[operation]
-        self.names = [name for name in (row.own, *row.lists) if name]
-        self.given = dict(zip(self.names, given, strict=True))
-        self.problem = ""
-        self._shared: list[str] = []  # arguments that all ranks must have alike
-        self._own: list[str] = []  # arguments that only some ranks have
-        self.like: Any = self.given.get(row.own)  # what other tensors are compared with
-        if algorithm not in ALGORITHMS[operation]:
-            self._refuse(f"algorithm must be one of {', '.join(ALGORITHMS[operation])}")
-        if row.own:
-            self._take_own(row.own, self.like)
-        if row.root:
-            self.root = self._root(row.root, *root)
-        for name in row.lists:
-            if not row.root or peers.rank == self.root:
-                self._take_list(name, self.given[name])
-            elif self.given[name] is not None and not _is_empty(self.given[name]):
-                self._refuse(f"{name} is for the {ROLES[row.root]} rank only")
-        if row.reduces:
-            self._reduction(op)
+        self.operation, self.peers = operation, peers
+        self.row, known = ROWS[operation], ALGORITHMS[operation]
+        self.algorithm = known[0] if algorithm is None else algorithm
+        names = [name for name in (self.row.own, *self.row.lists) if name]
+        self.given = dict(zip(names, given, strict=True))
+        op_name = reduce_op.name(op) if self.row.reduces else None
+        self.choices: dict[str, object] = {
+            self.row.root: root[0],
+            f"group_{self.row.root}": root[1],
+            "op": op_name,
+            "algorithm": algorithm,
+        }
+        self.more: list[Any] = []
+        self.shared = self.problem = ""
+        try:
+            if self.algorithm not in known:
+                raise ValueError(f"algorithm must be one of {', '.join(known)}")
+            if self.row.root:
+                self.more.append(self._root(*root))
+            self._require_kinds()
+            self._require_alike()
+            dtypes = {tensor.dtype for name in names for tensor in self._tensors(name)}  # one
+            shapes = [tensor.shape for tensor in self._tensors(self.row.alike)]
+            self.shared = f"{operation} {self.algorithm} {op_name} {self.more} {dtypes} {shapes}"
+            if op_name:
+                self.more.append(reduce_op.reduction(op_name, dtypes.pop()))
+        except ValueError as problem:
+            self.problem = str(problem)
 
-    def _refuse(self, problem: str) -> None:
-        self.problem = self.problem or problem
-
-    def _take_own(self, name: str, tensor: object) -> None:
-        """A dense tensor, of one dtype on all ranks; of one shape, unless a list says which."""
-        if not isinstance(tensor, torch.Tensor):
-            return self._refuse(f"{name} must be a tensor, not {type(tensor).__name__}")
-        alike = self.row.root or not self.row.lists
-        (self._shared if alike else self._own).append(f"shape={_shape(tensor)}")
-        self._shared.append(f"dtype={_name(tensor.dtype)}")
-        self._require_dense(name, name, tensor)
-
-    def _take_list(self, name: str, tensors: object) -> None:
-        """One tensor a rank, of one dtype and device; of one shape, if there is a root; else the
-        one of this rank is like its own tensor."""
-        p, everyones = self.peers.size, bool(self.row.own) and not self.row.root
-        if not _is_tensors(tensors):
-            found = type(tensors).__name__ if tensors is not None else "None"
-            return self._refuse(f"{name} must be a list of {p} tensors, not {found}")
-        if not isinstance(self.like, torch.Tensor):
-            self.like = tensors[0] if tensors else torch.empty(0)
-            self._shared.append(f"dtype={_name(self.like.dtype)}")
-        (self._shared if everyones else self._own).append(f"{name}={_shapes(tensors)}")
-        if len(tensors) != p:
-            self._refuse(f"{name} must have {p} tensors, one a rank, not {len(tensors)}")
-        for i, tensor in enumerate(tensors):
-            each, like = f"{name}[{i}]", self.like
-            self._require_dense(name, each, tensor)
-            if tensor.dtype != like.dtype:
-                self._refuse(f"{each} is {_name(tensor.dtype)}, not {_name(like.dtype)}")
-            if tensor.device != like.device:
-                self._refuse(f"{each} is on {tensor.device}, not on {like.device}")
-            fits = self.row.root or (everyones and i == self.peers.rank)
-            if fits and tensor.shape != like.shape:
-                self._refuse(f"{each} has shape {_shape(tensor)}, not {_shape(like)}")
-
-    def _require_dense(self, name: str, each: str, tensor: torch.Tensor) -> None:
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            self._refuse(f"{each} must be a dense tensor")
-        elif name == self.row.writes and _overlaps(tensor):
-            self._refuse(f"{each} is expanded: several of its elements share one place in memory")
-
-    def _root(self, name: str, rank: int | None, group_rank: int | None) -> int:
+    def _root(self, rank: int | None, group_rank: int | None) -> int:
         """The rank within the group of the root. Where the root has a list it is rank 0 of the
         world, unless it is given."""
-        ranks = self.peers.global_ranks
+        name, ranks = self.row.root, self.peers.global_ranks
         if rank is None and group_rank is None and self.row.lists:
             rank = 0
         if (rank is None) == (group_rank is None):
-            self._refuse(f"give either {name} or group_{name}")
-            return 0
-        if group_rank is not None and group_rank in range(len(ranks)):
-            rank = ranks[group_rank]
-        if rank in ranks:
-            self._shared.append(f"{name}={rank}")
-            return ranks.index(rank)
-        wrong, choices = f"{name}={rank}", f"this group of ranks {_list(ranks)}"
-        if rank is None:
-            wrong, choices = f"group_{name}={group_rank}", f"0..{len(ranks) - 1}"
-        self._shared.append(wrong)
-        self._refuse(f"{wrong} is not in {choices}")
-        return 0
+            raise ValueError(f"give either {name} or group_{name}")
+        if rank is not None and rank not in ranks:
+            raise ValueError(f"{name}={rank} is not in this group of ranks {ranks}")
+        place: Any = group_rank if rank is None else ranks.index(rank)
+        if place not in range(len(ranks)):
+            raise ValueError(f"group_{name}={place} is not in 0..{len(ranks) - 1}")
+        return place
 
-    def _reduction(self, op: Any) -> None:
-        self._shared.append(f"op={reduce_op.name(op)}")
-        try:
-            if isinstance(self.like, torch.Tensor):
-                Reduction(op, self.like.dtype)
-        except ValueError as error:
-            self._refuse(str(error))
+    def _require_kinds(self) -> None:
+        """Our own is a tensor, a list has a tensor for each rank. With a root only that has it."""
+        p, has_lists = self.peers.size, not self.row.root or self.more == [self.peers.rank]
+        for name, value in self.given.items():
+            if name == self.row.own:
+                if not isinstance(value, torch.Tensor):
+                    raise ValueError(f"{name} must be a tensor")
+            elif has_lists:
+                several = value if isinstance(value, (list, tuple)) else ()
+                if [isinstance(each, torch.Tensor) for each in several] != [True] * p:
+                    raise ValueError(f"{name} must be a list of {p} tensors, one a rank")
+            elif isinstance(value, torch.Tensor) or value:
+                raise ValueError(f"{name} is for the {ROLES[self.row.root]} rank only")
+
+    def _require_alike(self) -> None:
+        """All tensors are dense, and of one dtype and device. Where our own has the shape of all
+        others', so have those of a list; where the list says which, it says ours, too."""
+        row = self.row
+        each = [(name, i, t) for name in self.given for i, t in enumerate(self._tensors(name))]
+        for name, i, tensor in each:
+            like, called = each[0][2], name if name == row.own else f"{name}[{i}]"
+            if tensor.layout != torch.strided:
+                raise ValueError(f"{called} must be a dense tensor")
+            if name == row.writes and torch._debug_has_internal_overlap(tensor) == 1:
+                raise ValueError(f"{called} is expanded: its elements share places in memory")
+            fits = row.own and (row.alike == row.own or i == self.peers.rank)
+            other_kind = tensor.dtype != like.dtype or tensor.device != like.device
+            if other_kind or (fits and tensor.shape != like.shape):
+                raise ValueError(f"{called} is {_shown(tensor)}, not {_shown(like)}")
+
+    def _tensors(self, name: str) -> list[torch.Tensor]:
+        value = self.given.get(name)
+        return [value] if isinstance(value, torch.Tensor) else list(value or ())
+
+    def agree(self) -> None:
+        """Raise ValueError on every rank unless all ranks made the same valid call."""
+        agree(self.peers, self.shared, self, self.problem)
+        if self.row.lists and not self.row.own:  # a size for each pair, which compares its own
+            outputs, inputs = ([str(t.shape) for t in each] for each in self.given.values())
+            for i in unlike(self.peers, inputs, outputs):
+                rank = self.peers.global_ranks[i]
+                self.problem = f"{self.row.writes}[{i}] is not of the shape that rank {rank} sends"
+            agree(self.peers, self.shared, self, self.problem)
+
+    def __str__(self) -> str:
+        arguments = {name: _shown(value) for name, value in self.given.items()} | self.choices
+        shown = [f"{name}={value}" for name, value in arguments.items() if value is not None]
+        return f"{self.operation}({', '.join(shown)})"
 
     def nbytes(self) -> int:
         """Of the whole vector, as `cost` has it."""
         if self.row.root and self.row.lists:
-            return nbytes(self.like) * self.peers.size
-        return nbytes(self.given[self.names[-1]]) if self.names else 0
-
-    def agree(self) -> None:
-        """Raise ValueError on every rank unless all ranks made the same valid call."""
-        agree(self.peers, self._header(), str(self))
-        if self.row.lists and not self.row.own:  # a size for each pair, which compares its own
-            outputs, inputs = self.given.values()
-            theirs = exchange_headers(self.peers, [_digest(_shape(t)) for t in inputs])
-            for i, output in enumerate(outputs):
-                if theirs[i] != _digest(_shape(output)):
-                    rank = self.peers.global_ranks[i]
-                    self._refuse(f"{self.names[0]}[{i}] is not of the shape that rank {rank} sends")
-            agree(self.peers, self._header(), str(self))
-
-    def _header(self) -> bytes:
-        shared = [self.operation, *self._shared, f"algorithm={self.algorithm}"]
-        return REFUSED if self.problem else _digest("|".join(shared))
-
-    def __str__(self) -> str:
-        arguments = ", ".join([*self._shared, *self._own, f"algorithm={self.algorithm}"])
-        text = f"{self.operation}({arguments})" + (self.problem and f"  <- {self.problem}")
-        return text.replace("\n", " ")
+            return self.given[self.row.own].nbytes * self.peers.size
+        return sum(tensor.nbytes for name in [*self.given][-1:] for tensor in self._tensors(name))
 
 
-def _digest(words: str) -> bytes:
-    return hashlib.blake2b(words.encode(), digest_size=HEADER_BYTES).digest()
-
-
-def _is_tensors(value: object) -> TypeGuard[Sequence[torch.Tensor]]:
-    return isinstance(value, (list, tuple)) and all(isinstance(v, torch.Tensor) for v in value)
-
-
-def _is_empty(value: object) -> bool:
-    return _is_tensors(value) and not value
-
-
-def _overlaps(tensor: torch.Tensor) -> bool:
-    # As torch itself finds it; what `as_strided` can do beyond that is not looked for.
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor.numel() > 0 and any(n > 1 and stride == 0 for n, stride in pairs)
-
-
-def _shape(tensor: torch.Tensor) -> str:
-    return str(tuple(tensor.shape))
-
-
-def _shapes(tensors: Sequence[torch.Tensor]) -> str:
-    shapes = [_shape(t) for t in tensors]
-    same = len(shapes) > 1 and len(set(shapes)) == 1
-    return f"{len(shapes)} × {shapes[0]}" if same else f"[{_list(shapes)}]"
-
-
-def _list(values: Iterable[object]) -> str:
-    return ", ".join(map(str, values))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _shown(value: object) -> str | None:
+    if isinstance(value, torch.Tensor):
+        where = f" on {value.device}" if value.device.type != "cpu" else ""
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}{where}"
+    if isinstance(value, (list, tuple)):
+        each = [str(_shown(one)) for one in value]
+        same = len(each) > 1 and len(set(each)) == 1
+        return f"{len(each)} × {each[0]}" if same else f"[{', '.join(each)}]"
+    return None if value is None else type(value).__name__

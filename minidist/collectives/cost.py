@@ -10,8 +10,6 @@ left. So flat algorithms are faster there by all latencies but one, and trees, w
 of two, by one each way.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 # operation: its algorithms, the default one first
@@ -21,17 +19,16 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     "all_reduce": ("ring", "naive", "tree", "recursive_doubling", "halving_doubling"),
     "scatter": ("flat",),
     "gather": ("flat",),
-    "all_gather": ("ring", "recursive_doubling"),
+    "all_gather": ("ring",),
     "reduce_scatter": ("ring",),
     "all_to_all": ("pairwise",),
     "barrier": ("dissemination",),
 }
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """What takes time: so many `messages`, with `nbytes` in them together. Of `cost` they are those
-    of the critical path, one after another; of `total` those of all ranks."""
+    of the critical path, one after another; of `total` those of all ranks; of `sent` of one."""
 
     messages: int
     nbytes: float
@@ -41,13 +38,6 @@ class Cost:
         return self.messages * alpha + self.nbytes * beta
 
 
-class Sent(NamedTuple):
-    """What one rank sends: messages, and bytes in them. Empty messages are not sent."""
-
-    messages: int
-    nbytes: int
-
-
 def cost(operation: str, algorithm: str, world_size: int, nbytes: float) -> Cost:
     """The cost of a collective of `world_size` ranks over a vector of `nbytes`.
 
@@ -55,24 +45,7 @@ def cost(operation: str, algorithm: str, world_size: int, nbytes: float) -> Cost
     together: what the root scatters or gathers, what every rank has after an all_gather or
     before a reduce_scatter or all_to_all. A barrier has none; its messages are one byte each.
 
-    With p ranks, n bytes and lg the logarithm to base 2:
-
-    | operation | algorithm | messages | bytes |
-    |---|---|---|---|
-    | broadcast, reduce | flat | p-1 | (p-1)n |
-    | | tree | ⌈lg p⌉ | ⌈lg p⌉n |
-    | all_reduce | naive | 2(p-1) | 2(p-1)n |
-    | | ring | 2(p-1) | 2(p-1)/p n |
-    | | tree | 2⌈lg p⌉ | 2⌈lg p⌉n |
-    | | recursive_doubling | lg p | lg p n |
-    | | halving_doubling | 2 lg p | 2(p-1)/p n |
-    | scatter, gather | flat | p-1 | (p-1)/p n |
-    | all_gather | ring | p-1 | (p-1)/p n |
-    | | recursive_doubling | ⌈lg p⌉ | (p-1)/p n |
-    | reduce_scatter | ring | p-1 | (p-1)/p n |
-    | all_to_all | pairwise | p-1 | (p-1)/p n |
-    | barrier | dissemination | ⌈lg p⌉ | ⌈lg p⌉ |
-
+    The formulas stand with each collective, such as `md.collectives.all_reduce`, and below.
     Where p is not a power of two, recursive and halving-doubling all_reduce run on the largest
     power of two below it, and pay two messages of n bytes more for the surplus ranks.
 
@@ -81,7 +54,8 @@ def cost(operation: str, algorithm: str, world_size: int, nbytes: float) -> Cost
     the ring: Patarasuk and Yuan (2009).
     Lesson: collectives.
     """
-    p, n = _check(operation, algorithm, world_size, nbytes), nbytes
+    _check(operation, algorithm, world_size, nbytes)
+    p, n = world_size, nbytes
     rounds = (p - 1).bit_length()  # ⌈lg p⌉
     most = (p - 1) / p * n  # all blocks but one
     match operation, algorithm:
@@ -103,11 +77,9 @@ def cost(operation: str, algorithm: str, world_size: int, nbytes: float) -> Cost
             core, fold = _core(p)
             steps = 2 * (core.bit_length() - 1)
             return Cost(steps + fold, 2 * (core - 1) / core * n + fold * n)
-        case "all_gather", "recursive_doubling":
-            return Cost(rounds, most)
         case "barrier", _:
             return Cost(rounds, rounds)
-        case _:  # scatter, gather, ring all_gather and reduce_scatter, pairwise all_to_all
+        case _:  # scatter, gather, all_gather, reduce_scatter, all_to_all
             return Cost(p - 1, most)
 
 
@@ -117,7 +89,8 @@ def total(operation: str, algorithm: str, world_size: int, numel: int, itemsize:
     On one machine the ranks share its cores and its memory, which carry every message: there it is
     the total that takes time, and not the critical path. Lesson: communication.
     """
-    ranks = range(_check(operation, algorithm, world_size, numel))
+    _check(operation, algorithm, world_size, numel)
+    ranks = range(world_size)
     each = [sent(operation, algorithm, world_size, rank, numel, itemsize) for rank in ranks]
     return Cost(sum(one.messages for one in each), sum(one.nbytes for one in each))
 
@@ -130,8 +103,9 @@ def sent(
     numel: int,
     itemsize: int = 4,
     root: int = 0,
-) -> Sent:
-    """Exactly what `rank` sends in a collective, by formula. Lesson: collectives.
+) -> Cost:
+    """Exactly what `rank` sends in a collective, by formula. Empty messages are not sent.
+    Lesson: collectives.
 
     `numel` counts the elements of the whole vector, as `cost` defines it, each of `itemsize`
     bytes. Where it is cut into blocks, they are those of `torch.tensor_split`: the first
@@ -140,19 +114,19 @@ def sent(
     Without the agreement before each call. Raises ValueError for unknown names and for numbers
     out of range.
     """
-    p, r = _check(operation, algorithm, world_size, numel), rank
+    _check(operation, algorithm, world_size, numel)
+    p, r = world_size, rank
     if not 0 <= rank < p or not 0 <= root < p:
         raise ValueError(f"rank {rank} and root {root} must be in 0..{p - 1}")
     if operation == "barrier":
-        return Sent((p - 1).bit_length(), (p - 1).bit_length())
+        return Cost((p - 1).bit_length(), (p - 1).bit_length())
     sizes = [size for size in _messages(operation, algorithm, p, r, numel, root) if size]
-    return Sent(len(sizes), sum(sizes) * itemsize)
+    return Cost(len(sizes), sum(sizes) * itemsize)
 
 
 def _messages(operation: str, algorithm: str, p: int, r: int, n: int, root: int) -> list[int]:
     """The sizes of the messages that rank r sends, in elements."""
     block = _blocks(n, p)
-    others = [i for i in range(p) if i != r]
     match operation, algorithm:
         case "broadcast", "flat":
             return [n] * (p - 1) if r == root else []
@@ -164,8 +138,8 @@ def _messages(operation: str, algorithm: str, p: int, r: int, n: int, root: int)
             return [n] * (p - 1) if r == 0 else [n]
         case "all_reduce", "tree":
             return [n] * (_children(r, p) + (r != 0))
-        case "all_reduce", "ring":  # all but block r, then all but block r + 1
-            return [block[i] for i in others] + _all_but(block, r + 1)
+        case "all_reduce", "ring":
+            return _all_but(block, r) + _all_but(block, r + 1)
         case "all_reduce", _:
             core, _fold = _core(p)
             if r >= core:
@@ -179,16 +153,13 @@ def _messages(operation: str, algorithm: str, p: int, r: int, n: int, root: int)
             halves = [_half(own, r ^ d, d) for d in steps] + [_half(own, r, d) for d in steps]
             return halves + back
         case "scatter", _:
-            return [block[i] for i in others] if r == root else []
+            return _all_but(block, r) if r == root else []
         case "gather", _:
             return [] if r == root else [block[r]]
-        case "all_gather", "ring":
+        case "all_gather", _:
             return _all_but(block, r + 1)
-        case "all_gather", _:  # 1, 2, 4, ... blocks from r on, then what is missing of p
-            counts = [min(1 << k, p - (1 << k)) for k in range((p - 1).bit_length())]
-            return [sum(block[(r + i) % p] for i in range(count)) for count in counts]
-        case _:  # reduce_scatter, all_to_all: every block but our own
-            return [block[i] for i in others]
+        case _:  # reduce_scatter, all_to_all
+            return _all_but(block, r)
 
 
 def _blocks(n: int, p: int) -> list[int]:
@@ -218,16 +189,13 @@ def _core(p: int) -> tuple[int, int]:
     return core, 0 if core == p else 2
 
 
-def _check(operation: str, algorithm: str, world_size: int, size: float) -> int:
-    _one_of("operation", operation, ALGORITHMS)
-    _one_of(f"algorithm of {operation}", algorithm, ALGORITHMS[operation])
+def _check(operation: str, algorithm: str, world_size: int, size: float) -> None:
+    if operation not in ALGORITHMS:
+        raise ValueError(f"operation must be one of {', '.join(ALGORITHMS)}, not {operation!r}")
+    if algorithm not in ALGORITHMS[operation]:
+        names = ", ".join(ALGORITHMS[operation])
+        raise ValueError(f"algorithm of {operation} must be one of {names}, not {algorithm!r}")
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, not {world_size}")
     if size < 0:
         raise ValueError(f"a size must not be negative, as {size} is")
-    return world_size
-
-
-def _one_of(what: str, name: str, choices: Iterable[str]) -> None:
-    if name not in choices:
-        raise ValueError(f"{what} must be one of {', '.join(choices)}, not {name!r}")

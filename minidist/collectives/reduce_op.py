@@ -1,43 +1,40 @@
 """What `dist.ReduceOp` means, element by element (lesson: collectives)."""
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
-import torch.distributed as dist
 
-_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-_COMPLEX = {torch.complex64, torch.complex128}
-_INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool}
-
-# name: (element-wise function of two tensors, dtypes that it is defined for)
-_OPERATIONS: dict[str, tuple[Callable[..., torch.Tensor], set[torch.dtype]]] = {
-    "SUM": (torch.add, _FLOATS | _COMPLEX | _INTEGERS),
-    "AVG": (torch.add, _FLOATS | _COMPLEX),  # a sum, divided by the number of ranks at the end
-    "PRODUCT": (torch.mul, _FLOATS | _COMPLEX | _INTEGERS),
-    "MIN": (torch.minimum, _FLOATS | _INTEGERS),
-    "MAX": (torch.maximum, _FLOATS | _INTEGERS),
-    "BAND": (torch.bitwise_and, _INTEGERS),
-    "BOR": (torch.bitwise_or, _INTEGERS),
-    "BXOR": (torch.bitwise_xor, _INTEGERS),
+_FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "SUM": torch.add,
+    "AVG": torch.add,  # a sum, divided by the number of ranks at the end
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
 }
 
 
 class Reduction:
-    """One `dist.ReduceOp`: `reduction(a, b, out)` combines two ranks' tensors, element by element.
+    """A `dist.ReduceOp`, by name: `reduction(a, b, out)` combines two ranks' tensors by element.
 
     On bool, SUM is "or" and PRODUCT is "and". MIN and MAX of a NaN are NaN. AVG is for floating
     and complex numbers only; MIN, MAX and AVG keep the dtype. Raises ValueError for an operation
     that is unknown or not defined for `dtype`.
     """
 
-    def __init__(self, op: dist.ReduceOp | dist.ReduceOp.RedOpType, dtype: torch.dtype) -> None:
-        self.name = name(op)
-        function, dtypes = _OPERATIONS.get(self.name, (None, set()))
-        if function is None:
-            raise ValueError(f"op must be one of {', '.join(_OPERATIONS)}, not {self.name}")
-        if dtype not in dtypes:
-            raise ValueError(f"{self.name} is not defined for {str(dtype).removeprefix('torch.')}")
-        self.function = function
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        if name not in _FUNCTIONS:
+            raise ValueError(f"op must be one of {', '.join(_FUNCTIONS)}, not {name}")
+        self.name, self.function = name, _FUNCTIONS[name]
+        try:  # torch knows for which dtypes
+            one = torch.ones(1, dtype=dtype, device="cpu")
+            self.finish(self(one, one, out=one), 1)
+        except RuntimeError as error:
+            wrong = f"{name} is not defined for {str(dtype).removeprefix('torch.')}"
+            raise ValueError(wrong) from error
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         return self.function(a, b, out=out)
@@ -46,6 +43,9 @@ class Reduction:
         """Turn the combination of all `ranks` tensors into the result, in place."""
         if self.name == "AVG":
             total.div_(ranks)
+
+
+reduction = cache(Reduction)  # so that an operation is tried out once for a dtype
 
 
 def name(op: object) -> str:

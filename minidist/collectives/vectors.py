@@ -20,8 +20,3 @@ def put_back(vector: Any, given: Any) -> None:
             put_back(*pair)
     elif vector.data_ptr() != given.data_ptr():
         given.detach().copy_(vector.view(given.shape))
-
-
-def nbytes(given: Any) -> int:
-    """The bytes of a tensor, or of a list of them together."""
-    return given.nbytes if isinstance(given, torch.Tensor) else sum(map(nbytes, given))

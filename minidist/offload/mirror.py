@@ -1,6 +1,7 @@
 """A parameter on the device, its copy on the host, and the traffic between both."""
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,13 +40,16 @@ class CopyStream:
         self._module.current_stream(self._device).wait_stream(self._stream)
 
 
+copy_stream = cache(CopyStream)  # one for each device
+
+
 class Mirror:
     """The host's side of one parameter. The optimizer trains `master`, a parameter too: in float32
     if the device has 16 bits. What travels goes through `buffer`, in the device's dtype. Of a
     DTensor the master is one as well, and what travels are this rank's rows."""
 
-    def __init__(self, parameter: nn.Parameter, stream: CopyStream) -> None:
-        self.parameter, self.stream = parameter, stream
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter, self.stream = parameter, copy_stream(parameter.device)
         narrow = parameter.dtype in (torch.float16, torch.bfloat16)
         self.buffer = _empty(local_of(parameter), parameter.dtype)
         own = _empty(self.buffer, torch.float32 if narrow else parameter.dtype)
@@ -80,9 +84,9 @@ class Mirror:
     def show_gradient(self) -> None:
         """Give the master the gradients that have been fetched. The copies must have arrived."""
         if self.gradients and self.master.grad is None:
-            with on_host():
-                own = self.buffer.to(self.master.dtype)
-            put_on_host(own)
+            own = self.buffer
+            if self.master.dtype != own.dtype:
+                own = _empty(own, self.master.dtype).copy_(own)
             self.master.grad = self._whole(own)
 
     def forget_gradient(self) -> None:

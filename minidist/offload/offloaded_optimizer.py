@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from minidist.distributed_data_parallel.reducer import GradientHook
 from minidist.offload.budget import on_host, put_on_host
 from minidist.offload.mirror import CopyStream, Mirror
 from minidist.zero.optimizer_states import require_states_of
@@ -47,7 +46,6 @@ class OffloadedOptimizer(Optimizer):
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
             raise TypeError(f"optimizer_class must be an optimizer, not {optimizer_class!r}")
         self._mirrors: dict[nn.Parameter, Mirror] = {}
-        self._streams: dict[torch.device, CopyStream] = {}
         self._inner: Any = None  # it trains the masters
         super().__init__(params, defaults)
         self._inner = optimizer_class(self._mirrored(), **defaults)
@@ -72,9 +70,7 @@ class OffloadedOptimizer(Optimizer):
         super().add_param_group(param_group)
         try:
             for parameter in self.param_groups[-1]["params"]:
-                if parameter.device not in self._streams:
-                    self._streams[parameter.device] = CopyStream(parameter.device)
-                self._mirrors[parameter] = Mirror(parameter, self._streams[parameter.device])
+                self._mirrors[parameter] = Mirror(parameter)
             if self._inner is not None:
                 self._inner.add_param_group(self._mirrored()[-1])
                 self._take_options()
@@ -102,16 +98,11 @@ class OffloadedOptimizer(Optimizer):
         gradient, as a wrapper's that averages. If that is made later, backward raises it; torch's,
         `step`.
         """
-        waiting = [getattr(p, "_post_accumulate_grad_hooks", None) or {} for p in self._mirrors]
-        if any(isinstance(hook, GradientHook) for hooks in waiting for hook in hooks.values()):
+        if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self._mirrors):
             raise RuntimeError(
-                "the gradients of these parameters are awaited already, by a wrapper that averages "
-                "them over the ranks. That is complete only after backward: let step() fetch"
-            )
-        if any(waiting):
-            raise RuntimeError(
-                "the gradients of these parameters are awaited already: by another optimizer, or "
-                "another hook. Call this first, or let step() fetch"
+                "the gradients of these parameters are awaited already: by a wrapper that averages "
+                "them over the ranks, which is complete only after backward, by another optimizer "
+                "or another hook. Let step() fetch"
             )
         me = weakref.ref(self)
 
@@ -132,10 +123,13 @@ class OffloadedOptimizer(Optimizer):
 
     def _wait(self) -> None:
         """Wait for the gradients, and give them to the masters."""
-        for stream in self._streams.values():
+        for stream in self._streams():
             stream.host_waits()
         for mirror in self._mirrors.values():
             mirror.show_gradient()
+
+    def _streams(self) -> set[CopyStream]:
+        return {mirror.stream for mirror in self._mirrors.values()}
 
     # ---- a step ----------------------------------------------------------------------------
 
@@ -163,7 +157,7 @@ class OffloadedOptimizer(Optimizer):
                     mirror.forget_gradient()
             for mirror in changed:
                 mirror.write()
-            for stream in self._streams.values():
+            for stream in self._streams():
                 stream.device_waits()
         return loss
 
