@@ -36,6 +36,7 @@ ON_BOTH = {
     "test_ddp_as_torch",
     "test_distributed_data_parallel",
     "test_every_strategy",
+    "test_faults",
     "test_fully_shard",
     "test_fully_shard_tools",
     "test_fully_sharded",

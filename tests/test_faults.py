@@ -37,17 +37,17 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=["gloo", "shm"])
-def kept(request):
-    with md.ranks(SIZE, backend=request.param, timeout=30) as pool:
-        pool.backend = request.param
-        yield pool
+@pytest.fixture
+def backend(pools, request):
+    """That of the pools."""
+    return request.node.callspec.params["pools"]
 
 
 @pytest.fixture
-def ranks(kept):
+def ranks(pools):
     """Four ranks; whatever a test does to them, they or their successors work afterwards, and
     nothing of those before is left."""
+    kept = pools(SIZE)
     pids = kept(os.getpid)
     yield kept
     assert kept(work) == [10.0] * SIZE
@@ -160,12 +160,14 @@ VICTIMS = [(*which, turn % SIZE) for turn, which in enumerate(COLLECTIVES)]
 VICTIMS += [("minidist", "all_reduce", rank) for rank in range(SIZE)]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", [killed_before, killed_inside], ids=["before", "inside"])
 @pytest.mark.parametrize(
     ("library", "operation", "victim"), list(dict.fromkeys(VICTIMS)), ids=lambda value: str(value)
 )
-def test_a_killed_rank_is_named_and_where_the_others_were(ranks, library, operation, victim, how):
+def test_a_killed_rank_is_named_and_where_the_others_were(
+    ranks, backend, library, operation, victim, how
+):
     error = failing(ranks, how, library, operation, victim, ranks(os.getpid)[victim])
     assert str(error).startswith(f"rank {victim} {KILLED}\n\nWhere the other ranks were:\n")
     assert str(error).endswith(f"\n\n{ENDED}")
@@ -182,7 +184,7 @@ def test_a_killed_rank_is_named_and_where_the_others_were(ranks, library, operat
     if operation in ("all_reduce", "all_gather", "reduce_scatter", "barrier"):
         if how is killed_before:
             assert "had finished" not in told.values()
-        elif (ranks.backend, library) != ("shm", "torch"):
+        elif (backend, library) != ("shm", "torch"):
             assert set(told.values()) != {"had finished"}
 
 
@@ -295,7 +297,6 @@ AWAY = {
 }
 
 
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
 @pytest.mark.parametrize("away", AWAY, ids=lambda away: away.__name__)
 def test_a_rank_that_does_not_join_is_named_after_the_timeout(away, backend):
     def absent():
@@ -412,20 +413,20 @@ def test_a_rank_with_ranks_of_its_own_may_die(ranks, dies):
     assert md.launch(work, world_size=SIZE) == [10.0] * SIZE
 
 
-def test_a_rank_that_closes_all_its_files_ends_the_call(ranks):
+def test_a_rank_that_closes_all_its_files_ends_the_call(ranks, backend):
     def close():
         if dist.get_rank() == 1:
             os.closerange(3, 1000)
 
     told = str(failing(ranks, close))
     # gloo's own thread may find out first, and abort.
-    ends = [KILLED, "was killed by SIGABRT"] if ranks.backend == "gloo" else [KILLED]
+    ends = [KILLED, "was killed by SIGABRT"] if backend == "gloo" else [KILLED]
     assert told.startswith(tuple(f"rank 1 {end}\n" for end in ends))
 
 
 @pytest.mark.parametrize("way", ["the timeout", "an interrupt"])
 def test_a_call_that_a_stopped_rank_does_not_take_ends(way):
-    seconds = 8
+    seconds = 8 if way == "the timeout" else 1
     with md.ranks(3, timeout=seconds if way == "the timeout" else 60) as ranks:
         os.kill(ranks(os.getpid)[1], signal.SIGSTOP)
         start = time.monotonic()

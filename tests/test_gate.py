@@ -48,14 +48,15 @@ def environ(workers):
 
 @pytest.fixture
 def judged(tmp_path):
-    """Run the gate over files of tests, {name: how often each test fails}, and notebooks."""
+    """Run the gate over files of tests, {name: how often each test fails}, and notebooks. A worker
+    takes a second to start: a test asks for one if it matters to it."""
     here = Path(__file__).parent
     for folder in ("tests", "notebooks"):
         (tmp_path / folder).mkdir()
     shutil.copy(here.parent / "notebooks" / "sanitize.cfg", tmp_path / "notebooks")
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -ra\nmarkers =\n  alone\n  soak\n")
 
-    def judged(files, cells=(), workers="1", arguments=(), limit=300, program=None, **sources):
+    def judged(files, cells=(), workers="0", arguments=(), limit=300, program=None, **sources):
         for name, source in sources.items():
             (tmp_path / "tests" / f"{name}.py").write_text(source)
         for name, fails in files.items():
@@ -79,7 +80,7 @@ def judged(tmp_path):
 
 
 def test_what_fails_once_is_flaky_and_said_with_its_failure(judged):
-    code, said = judged({"a": [0, 1], "b": [1]})
+    code, said = judged({"a": [0, 1], "b": [1]}, workers="1")
     assert code == 0
     assert judged.runs("a", 1) == judged.runs("b", 1) == 4  # once red, three times green
     assert judged.runs("a", 0) == 2  # once with its whole file
@@ -118,7 +119,7 @@ def test_where_four_files_fail_none_runs_again(judged):
 def test_what_hangs_does_not_run_again(judged):
     source = "import os, time, pytest\n@pytest.mark.timeout(1)\ndef test():\n"
     source += "  if not os.path.exists('ran'): open('ran', 'w').close(); time.sleep(9)\n"
-    code, said = judged({}, test_b=source)
+    code, said = judged({}, test_b=source, workers="1")
     assert code == 1 and "A hang is no fault of a moment" in said and "In a new process" not in said
 
 
@@ -128,7 +129,7 @@ def test_tests_that_cannot_be_collected_fail(judged):
 
 
 def test_tests_that_cannot_be_collected_fail_beside_one_that_is_flaky(judged):
-    code, said = judged({"a": "nonsense", "b": [1]})
+    code, said = judged({"a": "nonsense", "b": [1]}, workers="1")
     assert code == 1 and "not all tests ran to their end: tests/test_a.py\n" in said
 
 
@@ -164,7 +165,7 @@ def test_a_worker_that_dies_fails(judged, source, workers):
 )
 def test_where_not_all_ran_it_fails(judged, source, said):
     limit = 5 if "5 s" in said else 300
-    code, all_said = judged({"a": [0]}, test_b=source, limit=limit)
+    code, all_said = judged({"a": [0]}, test_b=source, limit=limit, workers="1")
     assert code == 1 and said in all_said, all_said
 
 
@@ -190,7 +191,7 @@ def test_an_interrupt_ends_it_in_order(judged, tmp_path):
 
 @pytest.mark.parametrize("option", ["--collect-only", "--setup-only"])
 def test_what_does_not_run_fails(judged, option):
-    code, said = judged({"a": [0]}, arguments=[option])
+    code, said = judged({"a": [0]}, arguments=[option], workers="1")
     assert code == 1 and "not all tests ran to their end" in said
 
 
@@ -199,13 +200,14 @@ def test_tests_of_the_same_name_fail(judged):
     source = "import pytest\n"
     for name, ids in (("b", ["y-z", "z"]), ("a", ["x", "x-y"])):
         source += f"@pytest.mark.parametrize({name!r}, [0, 1], ids={ids})\n"
-    code, said = judged({"a": [0]}, test_b=source + "def test(a, b): assert (a, b) != (1, 1)\n")
+    source += "def test(a, b): assert (a, b) != (1, 1)\n"
+    code, said = judged({"a": [0]}, test_b=source, workers="1")
     assert code == 1 and "tests/test_b.py::test[x-y-z] (2 have this name)" in said
 
 
 def test_what_fails_after_the_last_test_fails(judged):
     late = "def pytest_runtest_logfinish(nodeid): assert 'XDIST' not in str(os.environ.keys())\n"
-    code, said = judged({"a": [0]}, conftest="import os\n" + late)
+    code, said = judged({"a": [0]}, conftest="import os\n" + late, workers="1")
     assert code == 1 and "what had an internal error" in said
 
 
@@ -224,7 +226,8 @@ def test_arguments_choose_tests_and_hold_for_repeats(judged, monkeypatch):
     verbose = "def test(pytestconfig): assert pytestconfig.getoption('-v') == 1, 'quiet'\n"
     arguments = ["tests/test_a.py::test[1]", "tests/test_b.py", "-v"]
     monkeypatch.setenv("PYTEST_ADDOPTS", "-k nothing")
-    code, said = judged({"a": [1, 8], "c": [9]}, arguments=arguments, test_b=verbose)
+    files = {"a": [1, 8], "c": [9]}
+    code, said = judged(files, arguments=arguments, test_b=verbose, workers="1")
     assert code == 0 and "flaky: tests/test_a.py::test[1]\n" in said
     assert not list((judged.folder / "tests").glob("*.[89].runs"))
     code, said = judged({"a": [0]}, arguments=["-vm", "alone"])
@@ -238,7 +241,8 @@ def cell(source, printed, *tags):
 
 def test_a_notebook_runs_again_whole(judged):
     count = "file = open('runs', 'a+')\nn = file.write('x') and file.tell()"
-    code, said = judged({"a": [0]}, [cell(count, ""), cell("print('ok' if n > 1 else 'no')", "ok")])
+    cells = [cell(count, ""), cell("print('ok' if n > 1 else 'no')", "ok")]
+    code, said = judged({"a": [0]}, cells, workers="1")
     assert code == 0 and "flaky: notebooks/a.ipynb::Cell 1\n" in said
 
 
