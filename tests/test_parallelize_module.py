@@ -17,7 +17,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import parallel as torchs
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -571,14 +571,6 @@ REFUSED = {
         {"": torchs.RowwiseParallel(use_local_output=False)},
         "TypeError: the plan's '': minidist has nothing for",
     ),
-    "a sum that is not done": (
-        {
-            "": torchs.PrepareModuleOutput(
-                output_layouts=Partial(), desired_output_layouts=Replicate()
-            )
-        },
-        "TypeError: the plan's '': minidist has nothing for",
-    ),
 }
 
 
@@ -589,12 +581,17 @@ def test_what_is_refused_changes_nothing(pools, what):
         assert told is not None and told.startswith(words) and stayed, told
 
 
-def test_without_dtensors_logits_are_plain(pools):
+def test_without_dtensors_all_is_plain(pools):
     def run():
-        plan = {"0": torchs.ColwiseParallel(**LOGITS)}
-        return raised(tp.split, md.zoo.mlp(4, 8, 4), None, plan)
+        gathered = torchs.PrepareModuleInput(
+            input_layouts=Shard(1), desired_input_layouts=Replicate()
+        )
+        plans = {"0": torchs.ColwiseParallel(**LOGITS)}, {"0": gathered}
+        return [raised(tp.split, md.zoo.mlp(4, 8, 4), None, plan) for plan in plans]
 
-    assert pools(2)(run) == ["TypeError: 0: use_local_output=False is for parallelize_module"] * 2
+    words = "TypeError: 0: {} for parallelize_module"
+    styles = "use_local_output=False is", "torch's PrepareModule styles are"
+    assert pools(2)(run) == [[words.format(style) for style in styles]] * 2
 
 
 def weight_norm():

@@ -9,12 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 import minidist as md
 from minidist import tensor_parallel as tp
@@ -296,12 +291,8 @@ WRONG = {
     ),
     "a style of torch": (
         Llama,
-        lambda m: {
-            "model.layers.*": PrepareModuleInput(
-                input_layouts=Partial(), desired_input_layouts=Replicate()
-            )
-        },
-        "TypeError: the plan's 'model.layers.*': minidist has nothing for",
+        lambda m: {"lm_head": ColwiseParallel(input_layouts=Partial())},
+        "TypeError: the plan's 'lm_head': minidist has nothing for",
     ),
     **{
         f"a {kind} hook": (

@@ -210,16 +210,18 @@ def test_alone_each_is_a_linear_layer(pools):
         found = []
         for cls, option in (
             (md.ColumnParallelLinear, dict(gather_output=True)),
-            (md.RowParallelLinear, dict(input_is_parallel=False)),
+            (md.RowParallelLinear, {}),
         ):
             dense = nn.Linear(6, 9, dtype=torch.float64)
             dense.load_state_dict({k: random(*v.shape) for k, v in dense.state_dict().items()})
             layer = cls.from_dense(dense, **option)
             x = random(6, seed=4).requires_grad_()  # no batch
             y = random(6, seed=4).requires_grad_()
+            into = y if option else tp.scatter_to_group(y)
+            out = layer(into)
             bend(dense(x), 0).backward()
-            bend(layer(y), 0).backward()
-            found += apart({"output": (layer(y), dense(x)), "x": (y.grad, x.grad)})
+            bend(out, 0).backward()
+            found += apart({"output": (out, dense(x)), "x": (y.grad, x.grad)})
             for parameter in layer.parameters():
                 parameter.data = parameter.grad
             for name, parameter in layer.to_dense().named_parameters():
@@ -378,8 +380,9 @@ def subgroup(pairs, sequence_parallel):
 
     linear, x = copy.deepcopy(dense.blocks[0].out), random(3, 8, seed=which)
     column = md.ColumnParallelLinear.from_dense(linear, group, gather_output=True)
-    row = md.RowParallelLinear.from_dense(linear, group, input_is_parallel=False)
-    found += apart({"column": (column(x), linear(x)), "row": (row(x), linear(x))})
+    row = md.RowParallelLinear.from_dense(linear, group)
+    y = row(tp.scatter_to_group(x, -1, group))
+    found += apart({"column": (column(x), linear(x)), "row": (y, linear(x))})
     torch.manual_seed(which)
     block = tp.ParallelBlock(8, 2, 1, process_group=group, dtype=torch.float64)
     bend(block(random(1, 4, 8)), 0).backward()

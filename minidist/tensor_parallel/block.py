@@ -10,7 +10,7 @@ Shoeybi et al. (arXiv 1909.08053), section 3; Korthikanti et al. (arXiv 2205.051
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Self
 
@@ -20,13 +20,34 @@ from torch import nn
 
 from minidist.common.wrapper import Wrapper
 from minidist.tensor_parallel.layer import OfGroup, require_multiple
-from minidist.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-)
+from minidist.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from minidist.tensor_parallel.operators import Group, copy_to_group, local
 from minidist.tensor_parallel.qkv import QKVParallelLinear
 from minidist.tensor_parallel.random import fork_rng
+
+
+@contextmanager
+def shown(modules: Iterable[nn.Module], view: Callable[[Any], Any]) -> Iterator[None]:
+    """Within the block the modules find, in the place of a parameter, what `view` makes of it."""
+    # Where Python looks before it asks nn.Module, so `parameters()` stays as it is. And where
+    # FullyShardedDataParallel puts full parameters: so not by torch.func.functional_call, which
+    # puts them where that has its local shards.
+    places = [
+        (vars(module), name, getattr(module, name))
+        for module in modules
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+    before = [own.get(name) for own, name, _ in places]
+    try:
+        for own, name, parameter in places:
+            own[name] = view(parameter)
+        yield
+    finally:
+        for (own, name, _), value in zip(places, before, strict=True):
+            own.pop(name, None)
+            if value is not None:
+                own[name] = value
 
 
 class SequenceParallel(OfGroup, Wrapper):
@@ -41,31 +62,8 @@ class SequenceParallel(OfGroup, Wrapper):
         self.process_group = process_group
 
     def forward(self, *inputs: Any) -> Any:
-        with self._copies():
+        with shown(self.module.modules(), lambda p: copy_to_group(local(p), self.process_group)):
             return self.module(*inputs)
-
-    @contextmanager
-    def _copies(self) -> Iterator[None]:
-        """Within the block the module finds copies in the place of its parameters."""
-        # Where Python looks first, and where FullyShardedDataParallel puts full parameters: so not
-        # by torch.func.functional_call, which puts them where that has its local shards.
-        places = [
-            (m, name)
-            for m in self.module.modules()
-            for name, p in m._parameters.items()
-            if p is not None
-        ]
-        before = [vars(module).get(name) for module, name in places]
-        try:
-            for module, name in places:
-                own = local(getattr(module, name))
-                vars(module)[name] = copy_to_group(own, self.process_group)
-            yield
-        finally:
-            for (module, name), value in zip(places, before, strict=True):
-                vars(module).pop(name, None)
-                if value is not None:
-                    vars(module)[name] = value
 
 
 class ParallelBlock(OfGroup):

@@ -9,7 +9,6 @@ Layers compute with this rank's plain tensor, and so does what a plan leaves rep
 dispatcher, which finds out at each operation what must be sent, has no part in a pass.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,12 +22,11 @@ from minidist.common.dtensor import distributed, relist
 from minidist.common.groups import require_group
 from minidist.common.replicas import broadcast_state, require_same_lines, words
 from minidist.rank import device
-from minidist.tensor_parallel.block import SequenceParallel
+from minidist.tensor_parallel.block import SequenceParallel, shown
 from minidist.tensor_parallel.layer import ParallelLayer
 from minidist.tensor_parallel.model import SPLIT, group_of, parameters_of, split
 from minidist.tensor_parallel.operators import local
 
-_REPLICATE: Placement = Replicate()
 READ = (nn.MultiheadAttention,)  # reads parameters of what is in it
 
 
@@ -127,15 +125,19 @@ class _Abandoned(DTensor):
 
 def distribute(model: nn.Module, mesh: DeviceMesh) -> None:
     """Make a DTensor of each parameter that is none yet."""
-    copied = {m for s in model.modules() if isinstance(s, SequenceParallel) for m in s.modules()}
-    found = list(_plain(model))
+    places = [
+        (owner, name, parameter)
+        for owner in model.modules()
+        for name, parameter in owner._parameters.items()
+        if parameter is not None and not isinstance(parameter, DTensor)
+    ]
     made = {
-        p: distributed(p, p.detach(), mesh, [placement], shape)
-        for _, _, p, placement, shape in found
+        p: distributed(p, p.detach(), mesh, *_lies(owner, name, p)) for owner, name, p in places
     }
-    for owner, name, parameter, _, _ in found:
+    for owner, name, parameter in places:
         owner._parameters[name] = made[parameter]
-    for owner in dict.fromkeys(owner for owner, *_ in found):
+    copied = {m for s in model.modules() if isinstance(s, SequenceParallel) for m in s.modules()}
+    for owner in dict.fromkeys(owner for owner, *_ in places):
         if not isinstance(owner, ParallelLayer) and owner not in copied:
             owner.register_forward_pre_hook(_show, prepend=True)  # before hooks that read weights
             owner.register_forward_hook(_hide, always_call=True)
@@ -143,40 +145,27 @@ def distribute(model: nn.Module, mesh: DeviceMesh) -> None:
         abandon(parameter, SPLIT)
 
 
-def _plain(
-    model: nn.Module,
-) -> Iterator[tuple[nn.Module, str, nn.Parameter, Placement, torch.Size]]:
-    """Each parameter that is no DTensor: where it is, how it lies on the ranks, and the shape of
-    the whole."""
-    for owner in model.modules():
-        for name, p in owner._parameters.items():
-            if p is None or isinstance(p, DTensor):
-                continue
-            shape, placement = list(p.shape), _REPLICATE
-            if isinstance(owner, ParallelLayer):
-                placement = owner.placement(name)
-                if name in owner.sharded:
-                    shape[owner.sharded[name]] = getattr(owner, owner.split)
-            yield owner, name, p, placement, torch.Size(shape)
+def _lies(owner: nn.Module, name: str, own: nn.Parameter) -> tuple[list[Placement], torch.Size]:
+    """How a parameter lies on the ranks, and the shape of the whole."""
+    if not isinstance(owner, ParallelLayer):
+        return [Replicate()], own.shape
+    shape = list(own.shape)
+    if name in owner.sharded:
+        shape[owner.sharded[name]] = owner.sizes[owner.split]
+    return [owner.placement(name)], torch.Size(shape)
 
 
 def _show(module: Any, _: Any) -> None:
-    """Have a module compute with plain tensors. Python looks there before it asks nn.Module: so
-    `parameters()` stays as it is."""
-    shown = []
-    for owner in module.modules() if isinstance(module, READ) else [module]:
-        for name, p in owner._parameters.items():
-            if isinstance(p, DTensor) and name not in vars(owner):  # else by SequenceParallel
-                vars(owner)[name] = local(p)
-                shown.append((owner, name))
+    """Have a module compute with plain tensors."""
+    block = shown(module.modules() if isinstance(module, READ) else [module], local)
+    block.__enter__()
     if isinstance(module, nn.RNNBase):
         relist(module)
-    vars(module).setdefault("_shown", []).append(shown)
+    vars(module).setdefault("_shown", []).append(block)
 
 
 def _hide(module: Any, *_: Any) -> None:
-    if shown := vars(module).get("_shown"):  # else a hook before ours has raised
-        for owner, name in shown.pop():
-            del vars(owner)[name]
+    if blocks := vars(module).get("_shown"):  # else a hook before ours has raised
+        blocks.pop().__exit__(None, None, None)
         if isinstance(module, nn.RNNBase):
             relist(module)

@@ -14,7 +14,7 @@ from minidist.common.groups import require_group
 from minidist.common.refusals import has_hooks
 from minidist.common.tensors_in import local_of
 from minidist.common.wrapper import copy_on_ranks
-from minidist.tensor_parallel.operators import Group, begin_all_gather
+from minidist.tensor_parallel.operators import Group, all_gather
 
 
 class OfGroup(nn.Module):
@@ -51,20 +51,23 @@ class ParallelLayer(OfGroup):
     sharded: ClassVar[dict[str, int]]  # of each parameter that is split: along which dimension
     uneven: ClassVar[bool] = False  # whether the last ranks may have fewer
 
-    def __init__(self, process_group: Group, sequence_parallel: bool, *sizes: Any) -> None:
-        """sizes: the first arguments of the dense class."""
+    def __init__(
+        self, process_group: Group, sequence_parallel: bool, device: Any, dtype: Any, **sizes: Any
+    ) -> None:
+        """sizes: the arguments of the dense class. Raises ValueError if the ranks cannot share
+        the layer."""
         super().__init__()
         require_group(process_group, type(self).__name__)
         self.process_group = process_group  # None stays None: it can be saved
         self.sequence_parallel, self.sizes = sequence_parallel, sizes
-        self.rank, self.world_size = (
-            dist.get_rank(process_group),
-            dist.get_world_size(process_group),
-        )
+        self.rank = dist.get_rank(process_group)
+        self.world_size = dist.get_world_size(process_group)
+        self.require_split()
+        self.take(self.make_dense(device, dtype))
 
     def require_split(self) -> None:
         """Raises ValueError, with the sizes, if the ranks cannot share the layer."""
-        total, ranks = getattr(self, self.split), self.world_size
+        total, ranks = self.sizes[self.split], self.world_size
         if not len(indices_of(total, ranks - 1, ranks)) or (total % ranks and not self.uneven):
             raise ValueError(
                 f"{type(self).__name__}: {ranks} ranks cannot share {self.split}={total}"
@@ -73,7 +76,7 @@ class ParallelLayer(OfGroup):
 
     def indices(self, rank: int) -> torch.Tensor:
         """Which rows of the dense weight (or columns, where these are split) a rank holds."""
-        return indices_of(getattr(self, self.split), rank, self.world_size)
+        return indices_of(self.sizes[self.split], rank, self.world_size)
 
     def placement(self, name: str) -> Placement:
         """What DTensor calls this. Raises ValueError if it has no word."""
@@ -81,21 +84,19 @@ class ParallelLayer(OfGroup):
 
     def make_dense(self, device: Any, dtype: Any) -> nn.Module:
         """A layer of torch like the one of which this is a shard, with new weights."""
-        return self.dense(*self.sizes, device=device, dtype=dtype)
+        return self.dense(**self.sizes, device=device, dtype=dtype)
 
     @staticmethod
-    def sizes_of(layer: Any) -> tuple[Any, ...]:
+    def sizes_of(layer: Any) -> dict[str, Any]:
         """The `sizes` for a shard of this layer of torch."""
-        return layer.in_features, layer.out_features, layer.bias is not None
+        raise NotImplementedError
 
     @classmethod
     def from_dense(cls, layer: Any, process_group: Group = None, **options: Any) -> Self:
         """This rank's shard of `layer`, which must be the same on every rank (`check_replicas`
         looks). `options` are those of the constructor."""
-        make: Any = cls
-        own: Self = make(
-            *cls.sizes_of(layer), process_group=process_group, device="meta", **options
-        )
+        options |= dict(process_group=process_group, device="meta")
+        own = cls(**cls.sizes_of(layer), **options)
         own.take(layer)
         return own
 
@@ -115,7 +116,10 @@ class ParallelLayer(OfGroup):
                 f"the {type(dense).__name__} has a hook, which its shard would not have: register "
                 "it after the split"
             )
-        for name, whole in dense.named_parameters():
+        for name, whole in dense._parameters.items():
+            if whole is None:
+                self.register_parameter(name, None)
+                continue
             if whole._backward_hooks or whole._post_accumulate_grad_hooks:
                 raise ValueError(
                     f"{name} has a hook, which would see a shard: register it after the split"
@@ -142,7 +146,8 @@ class ParallelLayer(OfGroup):
         return layer
 
     def extra_repr(self) -> str:
-        return ", ".join([*map(str, self.sizes), f"rank {self.rank} of {self.world_size}"])
+        sizes = [f"{name}={size}" for name, size in self.sizes.items()]
+        return ", ".join([*sizes, f"rank {self.rank} of {self.world_size}"])
 
 
 def gather_shards(
@@ -154,8 +159,7 @@ def gather_shards(
     shape[dim] = max(sizes)
     own = piece.new_zeros(shape)
     own.narrow(dim, 0, piece.shape[dim]).copy_(piece)
-    padded, work = begin_all_gather(own, group)
-    work.wait()
+    padded = all_gather(own, dim, group).split(max(sizes), dim)
     return [each.narrow(dim, 0, size) for each, size in zip(padded, sizes, strict=True)]
 
 

@@ -25,7 +25,6 @@ from minidist.tensor_parallel.operators import (
     local,
     reduce_from_group,
     reduce_scatter_to_sequence,
-    scatter_to_group,
 )
 
 
@@ -47,18 +46,14 @@ class _ParallelLinear(ParallelLayer):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        super().__init__(process_group, sequence_parallel, in_features, out_features, bias)
+        sizes = dict(in_features=in_features, out_features=out_features, bias=bias)
+        super().__init__(process_group, sequence_parallel, device, dtype, **sizes)
         self.in_features, self.out_features = in_features, out_features
-        self.require_split()
-        self.register_parameter("weight", None)  # in the order of nn.Linear's
-        self.register_parameter("bias", None)
-        self.take(self.make_dense(device, dtype))
 
-    def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.sizes[2]}, rank {self.rank} of {self.world_size}"
-        )
+    @staticmethod
+    def sizes_of(layer: nn.Linear) -> dict[str, Any]:
+        bias = layer.bias is not None
+        return dict(in_features=layer.in_features, out_features=layer.out_features, bias=bias)
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -125,7 +120,6 @@ class RowParallelLinear(_ParallelLinear):
     Backward needs no message, but for what the options below ask for.
 
     in_features, out_features, bias, process_group, device, dtype: as in `ColumnParallelLinear`.
-    input_is_parallel: False for a replicated input (*, in_features), which each rank then cuts.
     sequence_parallel: the output is sharded along the sequence, (B, T / t, out_features), and its
         gradient is gathered. The bias sees a part of the tokens; its gradient is summed over the
         ranks.
@@ -137,22 +131,7 @@ class RowParallelLinear(_ParallelLinear):
     split = "in_features"
     sharded = {"weight": 1}  # the bias is replicated
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        process_group: Group = None,
-        *,
-        input_is_parallel: bool = True,
-        **options: Any,
-    ) -> None:
-        super().__init__(in_features, out_features, bias, process_group, **options)
-        self.input_is_parallel = input_is_parallel
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.input_is_parallel:
-            x = scatter_to_group(x, -1, self.process_group)
         partial = F.linear(x, local(self.weight))  # (*, out_features)
         bias: torch.Tensor | None = local(self.bias)
         if not self.sequence_parallel:
@@ -194,18 +173,17 @@ class VocabParallelEmbedding(ParallelLayer):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        super().__init__(process_group, sequence_parallel, num_embeddings, embedding_dim)
+        sizes = dict(num_embeddings=num_embeddings, embedding_dim=embedding_dim)
+        super().__init__(process_group, sequence_parallel, device, dtype, **sizes)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.require_split()
         self.first = self.rank * -(-num_embeddings // self.world_size)  # of this rank's tokens
-        self.take(self.make_dense(device, dtype))
 
     @staticmethod
-    def sizes_of(layer: nn.Embedding) -> tuple[Any, ...]:
+    def sizes_of(layer: nn.Embedding) -> dict[str, Any]:
         for name in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(layer, name) is not None and getattr(layer, name) is not False:
                 raise ValueError(f"a VocabParallelEmbedding has no {name}")
-        return layer.num_embeddings, layer.embedding_dim
+        return dict(num_embeddings=layer.num_embeddings, embedding_dim=layer.embedding_dim)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         if tokens.numel() and not 0 <= tokens.min() <= tokens.max() < self.num_embeddings:

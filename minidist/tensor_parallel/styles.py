@@ -4,15 +4,15 @@
 its SequenceParallel; but they know themselves what `sequence_parallel` asks for.
 """
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, parallel
+from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 
 from minidist.tensor_parallel.block import SequenceParallel
 from minidist.tensor_parallel.layer import ParallelLayer, require_multiple
@@ -22,7 +22,7 @@ from minidist.tensor_parallel.layers import (
     VocabParallelEmbedding,
     VocabParallelLinear,
 )
-from minidist.tensor_parallel.operators import Group, gather_from_group, scatter_to_group
+from minidist.tensor_parallel.operators import Group, scatter_to_group
 from minidist.tensor_parallel.qkv import QKVParallelLinear
 
 
@@ -111,49 +111,33 @@ class Copied(Style):
         return SequenceParallel(module, where.group) if wanted else module
 
 
-Pair = tuple[Placement | None, Placement | None]  # how a tensor lies, and how it is to lie
+@dataclass(frozen=True)
+class Scattered(Style):
+    """With `sequence_parallel`, each rank takes its part of the output (…, T, C), along T."""
+
+    def change(self, module: Any, where: Where) -> None:
+        if where.sequence_parallel:
+            module.register_forward_hook(lambda _, __, y: scatter_to_group(y, -2, where.group))
 
 
 @dataclass(frozen=True)
-class Layouts(Style):
-    """What a module takes or gives is to lie otherwise on the ranks: torch's PrepareModuleInput,
-    PrepareModuleOutput, PrepareModuleInputOutput. always: also without `sequence_parallel`."""
+class Prepared(Style):
+    """What a module takes or gives is to lie otherwise on the ranks: torch's PrepareModuleInput and
+    PrepareModuleOutput, which do it by hooks."""
 
-    inputs: tuple[Pair, ...] = ()
-    kwargs: Mapping[str, Pair] = field(default_factory=dict)
-    outputs: tuple[Pair, ...] = ()
-    always: bool = True
+    torchs: tuple[parallel.ParallelStyle, ...]
+
+    def make(self, module: Any, where: Where) -> nn.Module:
+        if where.mesh is None:
+            raise TypeError("torch's PrepareModule styles are for parallelize_module")
+        return module
 
     def change(self, module: Any, where: Where) -> None:
-        def enter(_: Any, args: Any, kwargs: Any) -> Any:
-            moved = {k: _move(kwargs[k], self.kwargs.get(k), where.group) for k in kwargs}
-            return _move_each(args, self.inputs, where.group), moved
-
-        def leave(_: Any, __: Any, y: Any) -> Any:
-            if isinstance(y, tuple):
-                return _move_each(y, self.outputs, where.group)
-            return _move(y, self.outputs[0], where.group)
-
-        wanted = self.always or where.sequence_parallel
-        if wanted and (self.inputs or self.kwargs):
-            module.register_forward_pre_hook(enter, with_kwargs=True)
-        if wanted and self.outputs:
-            module.register_forward_hook(leave)
-
-
-def _move_each(values: Any, pairs: tuple[Pair, ...], group: Group) -> Any:
-    return tuple(_move(v, pair, group) for v, pair in zip_longest(values, pairs[: len(values)]))
-
-
-def _move(x: Any, pair: Pair | None, group: Group) -> Any:
-    source, target = pair or (None, None)
-    if source == target or source is None or x is None:
-        return x
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"the plan says of a tensor how it lies, not of a {type(x).__name__}")
-    if isinstance(source, Shard):
-        x = gather_from_group(x, source.dim, group)
-    return scatter_to_group(x, target.dim, group) if isinstance(target, Shard) else x
+        for style in self.torchs:
+            if isinstance(style, parallel.PrepareModuleInput):
+                style = copy.copy(style)
+                style.use_local_output = True  # our layers compute with plain tensors
+            parallel.parallelize_module(module, where.mesh, style)
 
 
 def qkv(heads: int, kv_heads: int | None = None) -> Style:
@@ -182,7 +166,7 @@ STYLES: dict[str, Style] = {
     "vocabulary": Layer("vocabulary", VOCABULARY),
     "copied": Copied(always=True),
     "sequence": Copied(always=False),
-    "scattered": Layouts(outputs=((Replicate(), Shard(-2)),), always=False),
+    "scattered": Scattered(),
 }
 
 
@@ -199,8 +183,8 @@ def style_of(pattern: str, value: Any) -> Style:
         return style
     raise TypeError(
         f"the plan's {pattern!r}: minidist has nothing for {value}. It knows {', '.join(STYLES)}, "
-        "qkv(...), heads(...), and torch's styles, with inputs and outputs replicated or sharded "
-        "along the features or dimension 1"
+        "qkv(...), heads(...), and torch's styles, whose layers have inputs and outputs replicated "
+        "or sharded along the features or dimension 1"
     )
 
 
@@ -213,9 +197,10 @@ def _of_torch(value: Any) -> Style | None:
     if isinstance(value, parallel.RowwiseParallel):
         return _rows(value)
     if isinstance(value, parallel.PrepareModuleInputOutput):
-        into, out = _layouts(value.prepare_module_input), _layouts(value.prepare_module_output)
-        return Layouts(into.inputs, into.kwargs, out.outputs) if into and out else None
-    return _layouts(value)
+        return Prepared((value.prepare_module_input, value.prepare_module_output))
+    if isinstance(value, parallel.PrepareModuleInput | parallel.PrepareModuleOutput):
+        return Prepared((value,))
+    return None
 
 
 def _columns(value: parallel.ColwiseParallel) -> Style | None:
@@ -236,22 +221,3 @@ def _rows(value: parallel.RowwiseParallel) -> Style | None:
         return None
     kinds = ROWS if into == Shard(-1) else EMBEDDING
     return Layer("RowwiseParallel", kinds, dict(sequence_parallel=out == Shard(1)))
-
-
-def _layouts(value: Any) -> Layouts | None:
-    """Of a PrepareModuleInput or a PrepareModuleOutput."""
-    inputs: tuple[Pair, ...] = ()
-    outputs: tuple[Pair, ...] = ()
-    kwargs: dict[str, Pair] = {}
-    if isinstance(value, parallel.PrepareModuleInput):
-        before, after = value.input_kwarg_layouts, value.desired_input_kwarg_layouts
-        kwargs = {name: (before[name], after[name]) for name in before}
-        whence, where = value.input_layouts or (), value.desired_input_layouts or ()
-        inputs = tuple(zip(whence, where, strict=True))
-    elif isinstance(value, parallel.PrepareModuleOutput):
-        outputs = tuple(zip(value.output_layouts, value.desired_output_layouts, strict=True))
-    else:
-        return None
-    pairs = [*inputs, *outputs, *kwargs.values()]
-    known = all(isinstance(p, Replicate | Shard | None) for pair in pairs for p in pair)
-    return Layouts(inputs, kwargs, outputs) if known else None
