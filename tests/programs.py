@@ -30,6 +30,12 @@ SEED = os.environ.get("MINIDIST_SEED", "0")  # of the moments and cases that are
 # A program that a shell starts in the background ignores SIGINT, and so do its children.
 LISTEN_TO_SIGINT = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
 
+# Without what else a forkserver imports, for optimizers and for fully_shard: a second and a half.
+LIGHT = (
+    "from multiprocessing.context import ForkServerContext as c; c.set_forkserver_preload = "
+    "lambda self, _, old=c.set_forkserver_preload: old(self, ['torch', 'torch.distributed']); del c"
+)
+
 
 def few(cases: Iterable[str], kept: set[str]) -> list[Any]:
     """The cases of a test of programs, of which `make test` runs the kept ones, and `make soak` the
@@ -83,12 +89,15 @@ class Family:
 
 
 class Program(Family):
-    """A Python program in a session of its own. Its warnings are errors."""
+    """A Python program in a session of its own. Its warnings are errors. If `light`, its ranks
+    start sooner: they would have to import what makes an optimizer."""
 
-    def __init__(self, source: str, tmp_path: Path, *, file: Path | None = None) -> None:
+    def __init__(
+        self, source: str, tmp_path: Path, *, file: Path | None = None, light: bool = False
+    ) -> None:
         super().__init__()
         self.file = file or tmp_path / "program.py"
-        self.file.write_text(LISTEN_TO_SIGINT + source)
+        self.file.write_text(LIGHT * light + "; " * light + LISTEN_TO_SIGINT + source)
         self.err = self.file.with_suffix(".stderr")  # a file takes all of it, read or not
         with self.err.open("w") as err:
             self.process = subprocess.Popen(

@@ -12,13 +12,15 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from multiprocessing import forkserver as pythons_forkserver
 
 import cloudpickle
+import programs
 import pytest
 import torch
 import torch.distributed as dist
-from programs import SEED, Program, eventually, few
+from programs import SEED, eventually, few
 
 import minidist as md
 from minidist.backend.meeting import life
@@ -30,6 +32,8 @@ SIZE = 4
 
 KILLED = "was killed by SIGKILL (kill -9, or the system had no memory left)"
 ENDED = "The ranks were ended, and what they held is lost; the next call starts new ones."
+
+Program = partial(programs.Program, light=True)
 
 pytestmark = [
     pytest.mark.timeout(60),

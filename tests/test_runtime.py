@@ -20,12 +20,14 @@ import threading
 import time
 import types
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
+import programs
 import pytest
 import torch
 import torch.distributed as dist
-from programs import Family, Program, eventually, few
+from programs import Family, eventually, few
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
@@ -33,6 +35,8 @@ import minidist as md
 from minidist.runtime import forkserver, output, report, supervisor, worker
 from minidist.runtime.cell import run_cell
 from minidist.runtime.modules import Modules
+
+Program = partial(programs.Program, light=True)
 
 needs_proc = pytest.mark.skipif(
     not os.path.exists("/proc/self/environ"), reason="finds processes by /proc"
