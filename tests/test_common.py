@@ -87,7 +87,7 @@ def test_a_group_or_a_mesh(ranks):
         [[2, 3], [1, 3]],
     ]
     assert {both for _, both, _ in found} == {"give it a device_mesh or a process_group, not both"}
-    words = "it: device_mesh must have one axis, not 2. mesh['data'] has one"
+    words = "it: device_mesh must have one axis, not 2. mesh[name] has one"
     assert {axes for _, _, axes in found} == {words}
 
 

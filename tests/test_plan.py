@@ -326,8 +326,8 @@ def test_a_mesh_of_several_axes_is_refused(pools):
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
         return raised(tp.parallelize_module, Llama(), mesh, {"lm_head": "vocabulary"})
 
-    words = 'ValueError: a model is split along one axis, as mesh["tensor"], not along data, tensor'
-    assert pools(2)(run) == [words] * 2
+    words = "ValueError: parallelize_module: device_mesh must have one axis, not 2"
+    assert all(told.startswith(words) for told in pools(2)(run))
 
 
 def test_without_a_plan_it_must_be_the_zoos_transformer(pools):

@@ -301,7 +301,7 @@ def test_a_parameter_with_a_hook_is_not_split(pools):
         except ValueError as error:
             return str(error)
 
-    said = "bias has a hook, which would see a shard: register it after the split"
+    said = "its bias has a hook, which its shard would not have: register it after the split"
     assert pools(2)(run) == [said] * 2
 
 

@@ -38,7 +38,7 @@ def groups_of(
     if device_mesh.ndim > most_axes:
         wanted = "one axis" if most_axes == 1 else f"at most {most_axes} axes"
         raise ValueError(
-            f"{who}: device_mesh must have {wanted}, not {device_mesh.ndim}. mesh['data'] has one"
+            f"{who}: device_mesh must have {wanted}, not {device_mesh.ndim}. mesh[name] has one"
         )
     require_group(None, who)
     axes = reversed(range(device_mesh.ndim))

@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from minidist.common.abandoned import Abandoned, abandon
 from minidist.common.dtensor import distributed, relist
-from minidist.common.groups import require_group
+from minidist.common.groups import groups_of
 from minidist.common.replicas import broadcast_state, require_same_lines, words
 from minidist.rank import device
 from minidist.tensor_parallel.block import SequenceParallel, shown
 from minidist.tensor_parallel.layer import ParallelLayer
-from minidist.tensor_parallel.model import SPLIT, group_of, parameters_of, split
+from minidist.tensor_parallel.model import SPLIT, WHO, parameters_of, split
 from minidist.tensor_parallel.operators import local
 
 READ = (nn.MultiheadAttention,)  # reads parameters of what is in it
@@ -93,10 +93,9 @@ def parallelize_module(
     nothing, and for grouped queries in one layer, which DTensor has no word for; TypeError for a
     layer that a style does not split, or that is sharded already.
     """
-    require_group(None, "parallelize_module")
+    (group,) = groups_of(None, device_mesh, WHO)
     mesh = device_mesh or init_device_mesh(device(module).type, (dist.get_world_size(),))
     if src_data_rank is not None:
-        group = require_group(group_of(mesh), "parallelize_module")
         named = [
             *(("parameter", name, p) for name, p, cut in parameters_of(module) if not cut),
             *(("buffer", name, buffer) for name, buffer in module.named_buffers()),

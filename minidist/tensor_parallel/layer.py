@@ -2,6 +2,7 @@
 to it again. Lesson: feature_splitting
 """
 
+from collections.abc import Iterator
 from typing import Any, ClassVar, Self
 
 import torch
@@ -100,31 +101,34 @@ class ParallelLayer(OfGroup):
         own.take(layer)
         return own
 
-    def shard_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of a parameter of the dense layer, as a copy."""
-        here = local_of(whole.detach())
-        if here.shape != whole.shape:
-            raise TypeError(f"its {name} is sharded already. Split a model by features first")
-        if name not in self.sharded:
-            return here.clone()
-        return here.index_select(self.sharded[name], self.indices(self.rank).to(here.device))
-
     def take(self, dense: nn.Module) -> None:
-        """Hold this rank's shard of the parameters of `dense`, as a copy, with their attributes."""
-        if has_hooks(dense):
-            raise ValueError(
-                f"the {type(dense).__name__} has a hook, which its shard would not have: register "
-                "it after the split"
-            )
-        for name, whole in dense._parameters.items():
-            if whole is None:
-                self.register_parameter(name, None)
-                continue
+        """Hold this rank's shards of the parameters of `dense`, with their attributes."""
+        hooked = [f"the {type(dense).__name__}"] if has_hooks(dense) else []
+        for name, whole in dense.named_parameters():
             if whole._backward_hooks or whole._post_accumulate_grad_hooks:
-                raise ValueError(
-                    f"{name} has a hook, which would see a shard: register it after the split"
-                )
-            setattr(self, name, parameter_like(whole, self.shard_of(name, whole)))
+                hooked.append(f"its {name}")
+        if hooked:
+            raise ValueError(
+                f"{hooked[0]} has a hook, which its shard would not have: register it after the "
+                "split"
+            )
+        for name in dense._parameters:
+            self.register_parameter(name, None)  # in their order; and a bias that is None
+        for name, whole, shard in self.shards_of(dense):
+            setattr(self, name, parameter_like(whole, shard))
+
+    def shards_of(self, dense: nn.Module) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
+        """The name of each parameter here, that of `dense` of which it is a shard, and the shard,
+        as a copy."""
+        for name, whole in dense.named_parameters():
+            here = local_of(whole.detach())
+            if here.shape != whole.shape:
+                raise TypeError(f"its {name} is sharded already. Split a model by features first")
+            if name in self.sharded:
+                index = self.indices(self.rank).to(here.device)
+                yield name, whole, here.index_select(self.sharded[name], index)
+            else:
+                yield name, whole, here.clone()
 
     @torch.no_grad()
     def to_dense(self) -> Any:

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from minidist.common.abandoned import abandon_replaced
-from minidist.common.groups import require_group
+from minidist.common.agree import gather
+from minidist.common.groups import groups_of, require_group
 from minidist.common.tensors_in import local_of
 from minidist.tensor_parallel.layer import ParallelLayer
 from minidist.tensor_parallel.operators import Group
@@ -19,6 +20,7 @@ from minidist.tensor_parallel.plan import split_by
 from minidist.tensor_parallel.ready_plans import transformer_plan
 from minidist.tensor_parallel.styles import Where
 
+WHO = "parallelize_module"
 SPLIT = (
     "the model has been split by features, and this rank has a shard in its place. Make the "
     "optimizer after parallelize_module or MixedParallel, of the model's parameters()"
@@ -41,7 +43,7 @@ def split(
     mesh: of one axis; or a group, and None is the default one: then a plan may also have grouped
         queries in one layer, for whose shards DTensor has no word.
     """
-    group = group_of(mesh)
+    group = groups_of(None, mesh, WHO)[0] if isinstance(mesh, DeviceMesh) else mesh
     if plan is None:
         if not hasattr(model, "blocks"):
             name = type(model).__name__
@@ -49,7 +51,7 @@ def split(
         plan = transformer_plan(model)
     if not isinstance(plan, Mapping):
         raise TypeError(f'a plan names modules, as {{"up": {type(plan).__name__}(...)}}')
-    ranks = dist.get_world_size(require_group(group, "parallelize_module"))
+    ranks = dist.get_world_size(require_group(group, WHO))
     before = [p for p in model.parameters() if not isinstance(p, DTensor)]
     of_dtensors = mesh if isinstance(mesh, DeviceMesh) else None
     split_by(model, plan, Where(group, ranks, sequence_parallel, of_dtensors))
@@ -57,27 +59,14 @@ def split(
     return model
 
 
-def group_of(mesh: DeviceMesh | Group) -> Group:
-    """The group of a mesh of one axis. Raises ValueError for one of several."""
-    if not isinstance(mesh, DeviceMesh):
-        return mesh
-    if mesh.ndim != 1:
-        names = ", ".join(mesh.mesh_dim_names or ())
-        raise ValueError(f'a model is split along one axis, as mesh["tensor"], not along {names}')
-    return mesh.get_group()
-
-
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """The `state_dict` of the dense model, on every rank. All ranks must call it.
     Lesson: feature_splitting."""
     state = model.state_dict()
-    for place, layer in model.named_modules():
-        if isinstance(layer, ParallelLayer):
-            prefix = f"{place}." if place else ""
-            for name in layer.state_dict(prefix=prefix):
-                del state[name]
-            for name, tensor in layer.to_dense().state_dict().items():
-                state[prefix + name] = tensor
+    for prefix, layer in _layers(model):
+        for name in layer.state_dict(prefix=prefix):
+            del state[name]
+        state |= layer.to_dense().state_dict(prefix=prefix)
     return {name: local_of(value) for name, value in state.items()}
 
 
@@ -86,21 +75,23 @@ def load_full_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
     RuntimeError, as `load_state_dict` does, if the names or shapes are others.
     Lesson: feature_splitting."""
     shards = dict(state)
-    for place, layer in model.named_modules():
-        if isinstance(layer, ParallelLayer):
-            prefix, own = f"{place}." if place else "", dict(layer.named_parameters())
-            dense = layer.make_dense("meta", next(iter(own.values())).dtype)
-            names = [name for name in dense.state_dict() if prefix + name in shards]
-            dense.load_state_dict({name: shards.pop(prefix + name) for name in names}, assign=True)
-            layer.take(dense)
-            shards |= layer.state_dict(prefix=prefix)
-            for name, parameter in own.items():
-                setattr(layer, name, parameter)  # an optimizer and a tied layer know this one
+    for prefix, layer in _layers(model):
+        dense = layer.make_dense("meta", None)
+        names = [name for name in dense.state_dict() if prefix + name in shards]
+        dense.load_state_dict({name: shards.pop(prefix + name) for name in names}, assign=True)
+        shards |= {prefix + name: shard for name, _, shard in layer.shards_of(dense)}
     for name, parameter in model.state_dict(keep_vars=True).items():
         if isinstance(parameter, DTensor) and name in shards:
             local = shards[name].to(parameter.dtype)
             shards[name] = DTensor(local, parameter._spec, requires_grad=False)
     model.load_state_dict(shards)
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, ParallelLayer]]:
+    """Each layer that is split, and what comes before the names of its parameters."""
+    for place, layer in model.named_modules():
+        if isinstance(layer, ParallelLayer):
+            yield f"{place}." if place else "", layer
 
 
 def counted_elsewhere(model: nn.Module, group: Group) -> set[nn.Parameter]:
@@ -121,14 +112,13 @@ def check_replicas(model: nn.Module, process_group: Group = None) -> None:
     group = require_group(process_group, "check_replicas")
     named = {name: tensor for name, tensor, layer in parameters_of(model) if layer is None}
     own = {name: _digest(tensor) for name, tensor in (named | dict(model.named_buffers())).items()}
-    found: list[dict[str, str]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(found, own, group=group)
+    found = gather(group, own)
     for name in dict.fromkeys(name for each in found for name in each):
-        digests = [each.get(name) for each in found]
+        first = found[0].get(name)
         other = [
             dist.get_global_rank(group, rank)
-            for rank, digest in enumerate(digests)
-            if digest != digests[0]
+            for rank, each in enumerate(found)
+            if each.get(name) != first
         ]
         if other:
             raise RuntimeError(

@@ -34,7 +34,6 @@ two are those of Korthikanti et al., "Reducing Activation Recomputation in Large
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +45,7 @@ from torch.distributed.tensor import DTensor
 from minidist.common.single import all_gather_single, reduce_scatter_single
 
 Group = dist.ProcessGroup | None  # None: the default group
-Map = Callable[[torch.Tensor], torch.Tensor]
+Map = Callable[..., torch.Tensor]
 
 
 def local(parameter: Any) -> Any:
@@ -85,13 +84,13 @@ def copy_to_group(x: torch.Tensor, group: Group = None) -> torch.Tensor:
     tokens on each rank.
     Lesson: feature_splitting.
     """
-    return _Conjugate.apply(x, _identity, partial(all_reduce, group=group))
+    return _Conjugate.apply(x, _identity, all_reduce, group)
 
 
 def reduce_from_group(x: torch.Tensor, group: Group = None) -> torch.Tensor:
     """Forward: the sum of the ranks' x, on every rank. Backward: the gradient as it is.
     Lesson: feature_splitting."""
-    return _Conjugate.apply(x, partial(all_reduce, group=group), _identity)
+    return _Conjugate.apply(x, all_reduce, _identity, group)
 
 
 def scatter_to_group(x: torch.Tensor, dim: int = -1, group: Group = None) -> torch.Tensor:
@@ -100,25 +99,19 @@ def scatter_to_group(x: torch.Tensor, dim: int = -1, group: Group = None) -> tor
 
     Raises ValueError, on every rank, if x cannot be cut along `dim` into equal parts.
     """
-    return _Conjugate.apply(
-        x, partial(own_part, dim=dim, group=group), partial(all_gather, dim=dim, group=group)
-    )
+    return _Conjugate.apply(x, own_part, all_gather, dim, group)
 
 
 def gather_from_group(x: torch.Tensor, dim: int = -1, group: Group = None) -> torch.Tensor:
     """Forward: the parts of all ranks, joined along `dim`. Backward: this rank's part of the
     gradient, which must be Replicate. Lesson: feature_splitting."""
-    return _Conjugate.apply(
-        x, partial(all_gather, dim=dim, group=group), partial(own_part, dim=dim, group=group)
-    )
+    return _Conjugate.apply(x, all_gather, own_part, dim, group)
 
 
 def gather_from_sequence(x: torch.Tensor, dim: int = -2, group: Group = None) -> torch.Tensor:
     """Forward: the parts of all ranks, joined along `dim`, as copies. Backward: the
     gradients of all ranks are summed, and this rank takes its part. Lesson: sequence_parallel."""
-    return _Conjugate.apply(
-        x, partial(all_gather, dim=dim, group=group), partial(reduce_scatter, dim=dim, group=group)
-    )
+    return _Conjugate.apply(x, all_gather, reduce_scatter, dim, group)
 
 
 def reduce_scatter_to_sequence(x: torch.Tensor, dim: int = -2, group: Group = None) -> torch.Tensor:
@@ -127,28 +120,27 @@ def reduce_scatter_to_sequence(x: torch.Tensor, dim: int = -2, group: Group = No
 
     Raises ValueError, on every rank, if x cannot be cut along `dim` into equal parts.
     """
-    return _Conjugate.apply(
-        x, partial(reduce_scatter, dim=dim, group=group), partial(all_gather, dim=dim, group=group)
-    )
+    return _Conjugate.apply(x, reduce_scatter, all_gather, dim, group)
 
 
 class _Conjugate(torch.autograd.Function):
-    """Apply a linear map, and to the gradient its transpose."""
+    """Apply a linear map, and to the gradient its transpose. where: along which dimension, if it
+    has one, and in which group."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, forward: Map, transpose: Map) -> torch.Tensor:
-        ctx.maps = transpose, forward  # the transpose of the transpose is the map itself
-        return forward(x)
+    def forward(ctx: Any, x: torch.Tensor, forward: Map, transpose: Map, *where: Any) -> Any:
+        ctx.rest = transpose, forward, *where  # the transpose of the transpose is the map itself
+        return forward(x, *where)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _Conjugate.apply(grad, *ctx.maps), None, None
+        return _Conjugate.apply(grad, *ctx.rest), *[None] * len(ctx.rest)
 
 
 # The five maps, without autograd. None writes into its argument.
 
 
-def _identity(x: torch.Tensor) -> torch.Tensor:
+def _identity(x: torch.Tensor, group: Group) -> torch.Tensor:
     return x.view_as(x)
 
 

@@ -1,5 +1,6 @@
 """One linear layer for queries, keys and values: split by heads. Lesson: feature_splitting."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -7,7 +8,6 @@ from torch import nn
 from torch.distributed.tensor import Placement
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from minidist.common.dtensor import parameter_like
 from minidist.tensor_parallel.layer import indices_of, require_multiple
 from minidist.tensor_parallel.layers import ColumnParallelLinear
 from minidist.tensor_parallel.operators import Group, copy_to_group, local
@@ -79,12 +79,12 @@ class QKVParallelLinear(ColumnParallelLinear):
         """The rows of `weight` for these heads. All heads lie one after the other."""
         return (heads.unsqueeze(1) * self.head_dim + torch.arange(self.head_dim)).flatten()
 
-    def take(self, dense: nn.Module) -> None:
-        super().take(dense)
+    def shards_of(self, dense: nn.Module) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
+        yield from super().shards_of(dense)
         if not self.kv_is_split:
             for name, whole in dense.named_parameters():
-                value = whole.detach()[self.heads * self.head_dim :].clone()
-                setattr(self, f"kv_{name}", parameter_like(whole, value))
+                kv = whole.detach()[self.heads * self.head_dim :]
+                yield f"kv_{name}", whole, kv.clone()
 
     @torch.no_grad()
     def to_dense(self) -> nn.Linear:

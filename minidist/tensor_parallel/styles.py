@@ -47,26 +47,23 @@ class Style:
         """Changes the module in place."""
 
 
-Kinds = Mapping[type[nn.Module], type[ParallelLayer]]
-
-
 @dataclass(frozen=True)
 class Layer(Style):
-    """A layer of torch becomes one that is split. options: those of its constructor. as_dtensor:
-    its output, features of which each rank has some, says so."""
+    """A layer of torch becomes one that is split, of the first of `kinds` that fits. options: those
+    of its constructor. as_dtensor: its output, features of which each rank has some, says so."""
 
     name: str
-    kinds: Kinds
+    kinds: tuple[type[ParallelLayer], ...]
     options: Mapping[str, Any] = field(default_factory=dict)
     as_dtensor: bool = False
 
     def make(self, module: Any, where: Where) -> nn.Module:
-        kind = next((k for k in self.kinds if type(module).forward is k.forward), None)
+        kind = next((k for k in self.kinds if type(module).forward is k.dense.forward), None)
         if kind is None or set(dict(module.named_parameters())) - {"weight", "bias"}:
-            known = " or an ".join(f"nn.{k.__name__}" for k in self.kinds)
+            known = " or an ".join(f"nn.{k.dense.__name__}" for k in self.kinds)
             raise TypeError(f"{self.name!r} splits an {known}, not a {type(module).__name__}")
         options = dict(sequence_parallel=where.sequence_parallel) | dict(self.options)
-        own = self.kinds[kind].from_dense(module, where.group, **options).train(module.training)
+        own = kind.from_dense(module, where.group, **options).train(module.training)
         if where.mesh is not None:
             own.placement("weight")  # raises if there is none
         if self.as_dtensor:
@@ -146,7 +143,7 @@ def qkv(heads: int, kv_heads: int | None = None) -> Style:
 
     heads, kv_heads: how many there are in the whole layer; fewer kv_heads in `MixedParallel` only.
     """
-    return Layer("qkv", {nn.Linear: QKVParallelLinear}, dict(heads=heads, kv_heads=kv_heads))
+    return Layer("qkv", (QKVParallelLinear,), dict(heads=heads, kv_heads=kv_heads))
 
 
 def heads(*names: str) -> Style:
@@ -155,15 +152,10 @@ def heads(*names: str) -> Style:
     return Heads(names)
 
 
-COLUMNS: Kinds = {nn.Linear: ColumnParallelLinear}
-ROWS: Kinds = {nn.Linear: RowParallelLinear}
-EMBEDDING: Kinds = {nn.Embedding: VocabParallelEmbedding}
-LOGITS: Kinds = {nn.Linear: VocabParallelLinear}
-VOCABULARY: Kinds = {**EMBEDDING, **LOGITS}
 STYLES: dict[str, Style] = {
-    "columns": Layer("columns", COLUMNS),
-    "rows": Layer("rows", ROWS),
-    "vocabulary": Layer("vocabulary", VOCABULARY),
+    "columns": Layer("columns", (ColumnParallelLinear,)),
+    "rows": Layer("rows", (RowParallelLinear,)),
+    "vocabulary": Layer("vocabulary", (VocabParallelEmbedding, VocabParallelLinear)),
     "copied": Copied(always=True),
     "sequence": Copied(always=False),
     "scattered": Scattered(),
@@ -190,34 +182,24 @@ def style_of(pattern: str, value: Any) -> Style:
 
 def _of_torch(value: Any) -> Style | None:
     """Our style for one of torch's, if there is one for its layouts."""
+    whole, tokens, features = Replicate(), Shard(1), Shard(-1)
     if isinstance(value, parallel.SequenceParallel):
-        return STYLES["copied"] if value.sequence_sharding == (Shard(1),) else None
-    if isinstance(value, parallel.ColwiseParallel):
-        return _columns(value)
-    if isinstance(value, parallel.RowwiseParallel):
-        return _rows(value)
+        return STYLES["copied"] if value.sequence_sharding == (tokens,) else None
     if isinstance(value, parallel.PrepareModuleInputOutput):
         return Prepared((value.prepare_module_input, value.prepare_module_output))
     if isinstance(value, parallel.PrepareModuleInput | parallel.PrepareModuleOutput):
         return Prepared((value,))
-    return None
-
-
-def _columns(value: parallel.ColwiseParallel) -> Style | None:
-    (into,), (out,) = value.input_layouts, value.output_layouts
-    if into not in (Replicate(), Shard(1)) or out not in (Replicate(), Shard(-1)):
+    if not isinstance(value, parallel.ColwiseParallel | parallel.RowwiseParallel):
         return None
-    options = dict(sequence_parallel=into == Shard(1), gather_output=out == Replicate())
-    if value.use_local_output:
-        return Layer("ColwiseParallel", COLUMNS, options)
-    # As loss_parallel takes logits.
-    return Layer("ColwiseParallel", LOGITS, options, True) if out == Shard(-1) else None
-
-
-def _rows(value: parallel.RowwiseParallel) -> Style | None:
-    (into,), (out,) = value.input_layouts, value.output_layouts
-    fits = into in (Replicate(), Shard(-1)) and out in (Replicate(), Shard(1))
-    if not fits or not value.use_local_output:
+    (into,), (out,), plain = value.input_layouts, value.output_layouts, value.use_local_output
+    if isinstance(value, parallel.RowwiseParallel):
+        if into not in (whole, features) or out not in (whole, tokens) or not plain:
+            return None
+        rows = (RowParallelLinear,) if into == features else (VocabParallelEmbedding,)
+        return Layer("RowwiseParallel", rows, dict(sequence_parallel=out == tokens))
+    if into not in (whole, tokens) or out not in (whole, features) or (out == whole and not plain):
         return None
-    kinds = ROWS if into == Shard(-1) else EMBEDDING
-    return Layer("RowwiseParallel", kinds, dict(sequence_parallel=out == Shard(1)))
+    options = dict(sequence_parallel=into == tokens, gather_output=out == whole)
+    # A DTensor is for loss_parallel, which takes logits of a vocabulary of any size.
+    columns = (ColumnParallelLinear,) if plain else (VocabParallelLinear,)
+    return Layer("ColwiseParallel", columns, options, as_dtensor=not plain)
