@@ -17,14 +17,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from minidist.common.abandoned import Abandoned, abandon
+from minidist.common.abandoned import abandon
 from minidist.common.dtensor import distributed, relist
 from minidist.common.groups import groups_of
 from minidist.common.replicas import broadcast_state, require_same_lines, words
 from minidist.rank import device
 from minidist.tensor_parallel.block import SequenceParallel, shown
 from minidist.tensor_parallel.layer import ParallelLayer
-from minidist.tensor_parallel.model import SPLIT, WHO, parameters_of, split
+from minidist.tensor_parallel.model import SPLIT, WHO, replicated, split
 from minidist.tensor_parallel.operators import local
 
 READ = (nn.MultiheadAttention,)  # reads parameters of what is in it
@@ -97,29 +97,15 @@ def parallelize_module(
     mesh = device_mesh or init_device_mesh(device(module).type, (dist.get_world_size(),))
     if src_data_rank is not None:
         named = [
-            *(("parameter", name, p) for name, p, cut in parameters_of(module) if not cut),
+            *(("parameter", name, p) for name, p in replicated(module).items()),
             *(("buffer", name, buffer) for name, buffer in module.named_buffers()),
         ]
         plain = [each for each in named if not isinstance(each[2], DTensor)]
         require_same_lines([words(*each) for each in plain], group)
         broadcast_state([tensor for _, _, tensor in plain], group, src_data_rank)
-    before: list[Any] = [p for p in module.parameters() if isinstance(p, DTensor)]
     split(module, mesh, parallelize_plan, sequence_parallel=sequence_parallel)
-    kept = set(module.parameters())
-    for parameter in before:
-        if parameter not in kept:
-            parameter.grad = None
-            parameter._local_tensor = parameter._local_tensor.new_empty(0)
-            parameter.__class__, parameter.why = _Abandoned, SPLIT
     distribute(module, mesh)
     return module
-
-
-class _Abandoned(DTensor):
-    """A replicated parameter that a later plan has split: see `common.abandoned.Abandoned`."""
-
-    __slots__ = ()
-    grad = Abandoned.grad
 
 
 def distribute(model: nn.Module, mesh: DeviceMesh) -> None:
