@@ -96,10 +96,8 @@ def parallelize_module(
     (group,) = groups_of(None, device_mesh, WHO)
     mesh = device_mesh or init_device_mesh(device(module).type, (dist.get_world_size(),))
     if src_data_rank is not None:
-        named = [
-            *(("parameter", name, p) for name, p in replicated(module).items()),
-            *(("buffer", name, buffer) for name, buffer in module.named_buffers()),
-        ]
+        named = [("parameter", *each) for each in replicated(module).items()]
+        named += [("buffer", *each) for each in module.named_buffers()]
         plain = [each for each in named if not isinstance(each[2], DTensor)]
         require_same_lines([words(*each) for each in plain], group)
         broadcast_state([tensor for _, _, tensor in plain], group, src_data_rank)
@@ -116,9 +114,7 @@ def distribute(model: nn.Module, mesh: DeviceMesh) -> None:
         for name, parameter in owner._parameters.items()
         if parameter is not None and not isinstance(parameter, DTensor)
     ]
-    made = {
-        p: distributed(p, p.detach(), mesh, *_lies(owner, name, p)) for owner, name, p in places
-    }
+    made = {p: distributed(p, p.detach(), mesh, *_layout(m, name, p)) for m, name, p in places}
     for owner, name, parameter in places:
         owner._parameters[name] = made[parameter]
     copied = {m for s in model.modules() if isinstance(s, SequenceParallel) for m in s.modules()}
@@ -130,7 +126,7 @@ def distribute(model: nn.Module, mesh: DeviceMesh) -> None:
         abandon(parameter, SPLIT)
 
 
-def _lies(owner: nn.Module, name: str, own: nn.Parameter) -> tuple[list[Placement], torch.Size]:
+def _layout(owner: nn.Module, name: str, own: nn.Parameter) -> tuple[list[Placement], torch.Size]:
     """How a parameter lies on the ranks, and the shape of the whole."""
     if not isinstance(owner, ParallelLayer):
         return [Replicate()], own.shape

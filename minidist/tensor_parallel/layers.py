@@ -17,8 +17,7 @@ from torch import nn
 
 from minidist.tensor_parallel.layer import ParallelLayer, require_multiple
 from minidist.tensor_parallel.operators import (
-    CopyLinear,
-    GatherLinear,
+    ColumnLinear,
     Group,
     copy_to_group,
     gather_from_group,
@@ -108,8 +107,7 @@ class ColumnParallelLinear(_ParallelLinear):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight = x.to(dtype), weight.to(dtype)
             bias = bias if bias is None else bias.to(dtype)
-        function = GatherLinear if self.sequence_parallel else CopyLinear
-        return function.apply(x, weight, bias, self.process_group)
+        return ColumnLinear.apply(x, weight, bias, self.process_group, self.sequence_parallel)
 
 
 class RowParallelLinear(_ParallelLinear):
