@@ -96,18 +96,17 @@ class ColumnParallelLinear(_ParallelLinear):
             require_multiple(out_features, self.world_size, "out_features to gather")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.linear(x, local(self.weight), local(self.bias))
-        return gather_from_group(y, -1, self.process_group) if self.gather_output else y
-
-    def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """F.linear of a Replicate x, or of one that is Shard along the sequence."""
+        weight, bias = self.own("weight"), self.own("bias")
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight = x.to(dtype), weight.to(dtype)
             bias = bias if bias is None else bias.to(dtype)
-        return ColumnLinear.apply(x, weight, bias, self.process_group, self.sequence_parallel)
+        y = ColumnLinear.apply(x, weight, bias, self.process_group, self.sequence_parallel)
+        return gather_from_group(y, -1, self.process_group) if self.gather_output else y
+
+    def own(self, name: str) -> Any:
+        """What this rank computes with: of a parameter, or None."""
+        return local(getattr(self, name))
 
 
 class RowParallelLinear(_ParallelLinear):

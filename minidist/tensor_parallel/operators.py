@@ -34,6 +34,7 @@ two are those of Korthikanti et al., "Reducing Activation Recomputation in Large
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -183,36 +184,26 @@ def parts(x: torch.Tensor, dim: int, group: Group) -> list[torch.Tensor]:
 
 def _begin_all_reduce(x: torch.Tensor, _: Any, group: Group) -> Result:
     work = dist.all_reduce(x, group=group, async_op=True)  # into x itself
-
-    def result() -> torch.Tensor:
-        work.wait()
-        return x
-
-    return result
+    return partial(_wait, work, lambda: x)
 
 
 def _begin_all_gather(x: torch.Tensor, dim: int, group: Group) -> Result:
     size = dist.get_world_size(group)
     whole = x.new_empty(size * x.numel())  # flat, as gloo wants it
     work = all_gather_single(whole, x.contiguous().view(-1), group)
-
-    def result() -> torch.Tensor:
-        work.wait()
-        return torch.cat(list(whole.view(size, *x.shape)), dim)
-
-    return result
+    return partial(_wait, work, lambda: torch.cat(list(whole.view(size, *x.shape)), dim))
 
 
 def _begin_reduce_scatter(x: torch.Tensor, dim: int, group: Group) -> Result:
     pieces = parts(x, dim, group)
     own = torch.empty_like(pieces[0], memory_format=torch.contiguous_format)
     work = reduce_scatter_single(own, torch.cat(pieces), group)
+    return partial(_wait, work, lambda: own)
 
-    def result() -> torch.Tensor:
-        work.wait()
-        return own
 
-    return result
+def _wait(work: Any, result: Result) -> torch.Tensor:
+    work.wait()
+    return result()
 
 
 class ColumnLinear(torch.autograd.Function):
