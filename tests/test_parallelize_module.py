@@ -345,16 +345,22 @@ def prepared(kind):
     plan = {"masked": style, "masked.up": torchs.ColwiseParallel()}
     plan["masked.down"] = torchs.RowwiseParallel()
     results = []
-    for function in tp, torchs:
+    for cut, own in (
+        (tp.parallelize_module, mesh()),
+        (torchs.parallelize_module, mesh()),
+        (tp.split, None),
+    ):
         torch.manual_seed(0)
         model = Around().double()
-        function.parallelize_module(model, mesh(), plan)
+        cut(model, own, plan)
         x = torch.randn(3, 4, 6).double().chunk(2, 1)[dist.get_rank()].requires_grad_()
         y = whole(model(x))
         y.sin().sum().backward()
         results.append({"y": y, "x": x.grad})
-        results[-1] |= {name: whole(p.grad) for name, p in model.named_parameters()}
-    return same(*results)
+        if own is not None:
+            results[-1] |= {name: whole(p.grad) for name, p in model.named_parameters()}
+    ours, theirs, split = results
+    return same(ours, theirs) + apart({key: (split[key], theirs[key]) for key in split})
 
 
 @pytest.mark.parametrize("kind", ["input", "both"])
@@ -581,17 +587,12 @@ def test_what_is_refused_changes_nothing(pools, what):
         assert told is not None and told.startswith(words) and stayed, told
 
 
-def test_without_dtensors_all_is_plain(pools):
+def test_without_dtensors_logits_are_plain(pools):
     def run():
-        gathered = torchs.PrepareModuleInput(
-            input_layouts=Shard(1), desired_input_layouts=Replicate()
-        )
-        plans = {"0": torchs.ColwiseParallel(**LOGITS)}, {"0": gathered}
-        return [raised(tp.split, md.zoo.mlp(4, 8, 4), None, plan) for plan in plans]
+        plan = {"0": torchs.ColwiseParallel(**LOGITS)}
+        return raised(tp.split, md.zoo.mlp(4, 8, 4), None, plan)
 
-    words = "TypeError: 0: {} for parallelize_module"
-    styles = "use_local_output=False is", "torch's PrepareModule styles are"
-    assert pools(2)(run) == [[words.format(style) for style in styles]] * 2
+    assert pools(2)(run) == ["TypeError: 0: use_local_output=False is for parallelize_module"] * 2
 
 
 def weight_norm():

@@ -376,3 +376,15 @@ def test_an_encoder_that_the_plan_leaves_whole_stays_torchs(pools):
         return model[0].use_nested_tensor, model[0].layers[0].activation_relu_or_gelu
 
     assert pools(2)(run) == [(True, 1)] * 2
+
+
+def test_a_module_in_two_places_is_split_once(pools):
+    def run():
+        dense = zoo().double()
+        dense.blocks[1] = dense.blocks[0]
+        model = tp.split(copy.deepcopy(dense))
+        tokens = torch.arange(LENGTH).unsqueeze(0)
+        wanted = dense(tokens).chunk(2, -1)[torch.distributed.get_rank()]
+        return model.blocks[0] is model.blocks[1], apart({"logits": (model(tokens), wanted)})
+
+    assert pools(2)(run) == [(True, [])] * 2

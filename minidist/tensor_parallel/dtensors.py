@@ -17,14 +17,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from minidist.common.abandoned import Abandoned, abandon
+from minidist.common.abandoned import abandon
 from minidist.common.dtensor import distributed, relist
 from minidist.common.groups import groups_of
 from minidist.common.replicas import broadcast_state, require_same_lines, words
 from minidist.rank import device
 from minidist.tensor_parallel.block import SequenceParallel, shown
 from minidist.tensor_parallel.layer import ParallelLayer
-from minidist.tensor_parallel.model import SPLIT, WHO, parameters_of, split
+from minidist.tensor_parallel.model import SPLIT, WHO, replicated, split
 from minidist.tensor_parallel.operators import local
 
 READ = (nn.MultiheadAttention,)  # reads parameters of what is in it
@@ -96,30 +96,14 @@ def parallelize_module(
     (group,) = groups_of(None, device_mesh, WHO)
     mesh = device_mesh or init_device_mesh(device(module).type, (dist.get_world_size(),))
     if src_data_rank is not None:
-        named = [
-            *(("parameter", name, p) for name, p, cut in parameters_of(module) if not cut),
-            *(("buffer", name, buffer) for name, buffer in module.named_buffers()),
-        ]
+        named = [("parameter", *each) for each in replicated(module).items()]
+        named += [("buffer", *each) for each in module.named_buffers()]
         plain = [each for each in named if not isinstance(each[2], DTensor)]
         require_same_lines([words(*each) for each in plain], group)
         broadcast_state([tensor for _, _, tensor in plain], group, src_data_rank)
-    before: list[Any] = [p for p in module.parameters() if isinstance(p, DTensor)]
     split(module, mesh, parallelize_plan, sequence_parallel=sequence_parallel)
-    kept = set(module.parameters())
-    for parameter in before:
-        if parameter not in kept:
-            parameter.grad = None
-            parameter._local_tensor = parameter._local_tensor.new_empty(0)
-            parameter.__class__, parameter.why = _Abandoned, SPLIT
     distribute(module, mesh)
     return module
-
-
-class _Abandoned(DTensor):
-    """A replicated parameter that a later plan has split: see `common.abandoned.Abandoned`."""
-
-    __slots__ = ()
-    grad = Abandoned.grad
 
 
 def distribute(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -130,9 +114,7 @@ def distribute(model: nn.Module, mesh: DeviceMesh) -> None:
         for name, parameter in owner._parameters.items()
         if parameter is not None and not isinstance(parameter, DTensor)
     ]
-    made = {
-        p: distributed(p, p.detach(), mesh, *_lies(owner, name, p)) for owner, name, p in places
-    }
+    made = {p: distributed(p, p.detach(), mesh, *_layout(m, name, p)) for m, name, p in places}
     for owner, name, parameter in places:
         owner._parameters[name] = made[parameter]
     copied = {m for s in model.modules() if isinstance(s, SequenceParallel) for m in s.modules()}
@@ -144,7 +126,7 @@ def distribute(model: nn.Module, mesh: DeviceMesh) -> None:
         abandon(parameter, SPLIT)
 
 
-def _lies(owner: nn.Module, name: str, own: nn.Parameter) -> tuple[list[Placement], torch.Size]:
+def _layout(owner: nn.Module, name: str, own: nn.Parameter) -> tuple[list[Placement], torch.Size]:
     """How a parameter lies on the ranks, and the shape of the whole."""
     if not isinstance(owner, ParallelLayer):
         return [Replicate()], own.shape

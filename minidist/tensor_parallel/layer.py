@@ -104,14 +104,14 @@ class ParallelLayer(OfGroup):
     def take(self, dense: nn.Module) -> None:
         """Hold this rank's shards of the parameters of `dense`, with their attributes."""
         hooked = [f"the {type(dense).__name__}"] if has_hooks(dense) else []
-        for name, whole in dense.named_parameters():
-            if whole._backward_hooks or whole._post_accumulate_grad_hooks:
-                hooked.append(f"its {name}")
+        hooked += [
+            f"its {name}"
+            for name, p in dense.named_parameters()
+            if p._backward_hooks or p._post_accumulate_grad_hooks
+        ]
         if hooked:
-            raise ValueError(
-                f"{hooked[0]} has a hook, which its shard would not have: register it after the "
-                "split"
-            )
+            words = "which its shard would not have: register it after the split"
+            raise ValueError(f"{hooked[0]} has a hook, {words}")
         for name in dense._parameters:
             self.register_parameter(name, None)  # in their order; and a bias that is None
         for name, whole, shard in self.shards_of(dense):

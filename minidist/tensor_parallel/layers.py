@@ -17,8 +17,7 @@ from torch import nn
 
 from minidist.tensor_parallel.layer import ParallelLayer, require_multiple
 from minidist.tensor_parallel.operators import (
-    CopyLinear,
-    GatherLinear,
+    ColumnLinear,
     Group,
     copy_to_group,
     gather_from_group,
@@ -97,19 +96,17 @@ class ColumnParallelLinear(_ParallelLinear):
             require_multiple(out_features, self.world_size, "out_features to gather")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.linear(x, local(self.weight), local(self.bias))
-        return gather_from_group(y, -1, self.process_group) if self.gather_output else y
-
-    def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """F.linear of a Replicate x, or of one that is Shard along the sequence."""
+        weight, bias = self.own("weight"), self.own("bias")
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight = x.to(dtype), weight.to(dtype)
             bias = bias if bias is None else bias.to(dtype)
-        function = GatherLinear if self.sequence_parallel else CopyLinear
-        return function.apply(x, weight, bias, self.process_group)
+        y = ColumnLinear.apply(x, weight, bias, self.process_group, self.sequence_parallel)
+        return gather_from_group(y, -1, self.process_group) if self.gather_output else y
+
+    def own(self, name: str) -> Any:
+        """What this rank computes with: of a parameter, or None."""
+        return local(getattr(self, name))
 
 
 class RowParallelLinear(_ParallelLinear):

@@ -52,7 +52,7 @@ def split(
     if not isinstance(plan, Mapping):
         raise TypeError(f'a plan names modules, as {{"up": {type(plan).__name__}(...)}}')
     ranks = dist.get_world_size(require_group(group, WHO))
-    before = [p for p in model.parameters() if not isinstance(p, DTensor)]
+    before = list(model.parameters())
     of_dtensors = mesh if isinstance(mesh, DeviceMesh) else None
     split_by(model, plan, Where(group, ranks, sequence_parallel, of_dtensors))
     abandon_replaced(before, model, SPLIT)
@@ -99,7 +99,7 @@ def counted_elsewhere(model: nn.Module, group: Group) -> set[nn.Parameter]:
     is not the first, what is replicated."""
     if dist.get_rank(group) == 0:
         return set()
-    return {parameter for _, parameter, layer in parameters_of(model) if layer is None}
+    return set(replicated(model).values())
 
 
 def check_replicas(model: nn.Module, process_group: Group = None) -> None:
@@ -110,8 +110,8 @@ def check_replicas(model: nn.Module, process_group: Group = None) -> None:
     RuntimeError, on every rank, that names the parameter and the ranks that differ from the first.
     """
     group = require_group(process_group, "check_replicas")
-    named = {name: tensor for name, tensor, layer in parameters_of(model) if layer is None}
-    own = {name: _digest(tensor) for name, tensor in (named | dict(model.named_buffers())).items()}
+    named = replicated(model) | dict(model.named_buffers())
+    own = {name: _digest(tensor) for name, tensor in named.items()}
     found = gather(group, own)
     for name in dict.fromkeys(name for each in found for name in each):
         first = found[0].get(name)
@@ -127,15 +127,10 @@ def check_replicas(model: nn.Module, process_group: Group = None) -> None:
             )
 
 
-def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParallelLayer | None]]:
-    """Each parameter once, and the layer that has cut it, if one has."""
-    seen = set()
-    for place, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter not in seen:
-                seen.add(parameter)
-                is_cut = isinstance(module, ParallelLayer) and name in module.sharded
-                yield f"{place}.{name}".lstrip("."), parameter, module if is_cut else None
+def replicated(model: nn.Module) -> dict[str, Any]:
+    """The parameters that no layer has cut, by name, each once."""
+    cut = {layer._parameters[name] for _, layer in _layers(model) for name in layer.sharded}
+    return {name: p for name, p in model.named_parameters() if p not in cut}
 
 
 def _digest(tensor: torch.Tensor) -> str:

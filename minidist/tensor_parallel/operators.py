@@ -34,6 +34,7 @@ two are those of Korthikanti et al., "Reducing Activation Recomputation in Large
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ from minidist.common.single import all_gather_single, reduce_scatter_single
 
 Group = dist.ProcessGroup | None  # None: the default group
 Map = Callable[..., torch.Tensor]
+Result = Callable[[], torch.Tensor]
 
 
 def local(parameter: Any) -> Any:
@@ -146,9 +148,7 @@ def _identity(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 def all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
     """The sum over the ranks."""
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
+    return _begin_all_reduce(x.clone(memory_format=torch.contiguous_format), None, group)()
 
 
 def own_part(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
@@ -158,31 +158,12 @@ def own_part(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
 
 def all_gather(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     """The parts of all ranks as one."""
-    pieces, work = begin_all_gather(x, group)
-    work.wait()
-    return torch.cat(pieces, dim)
-
-
-def begin_all_gather(x: torch.Tensor, group: Group) -> tuple[list[torch.Tensor], dist.Work]:
-    """The parts of all ranks, which are there when the work has been waited for."""
-    size = dist.get_world_size(group)
-    whole = x.new_empty(size * x.numel())  # flat, as gloo wants it
-    work = all_gather_single(whole, x.contiguous().view(-1), group)
-    return list(whole.view(size, *x.shape)), work
+    return _begin_all_gather(x, dim, group)()
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     """This rank's part of the sum over the ranks."""
-    own, work = begin_reduce_scatter(x, dim, group)
-    work.wait()
-    return own
-
-
-def begin_reduce_scatter(x: torch.Tensor, dim: int, group: Group) -> tuple[torch.Tensor, dist.Work]:
-    """The same, which is there when the work has been waited for."""
-    pieces = parts(x, dim, group)
-    own = torch.empty_like(pieces[0], memory_format=torch.contiguous_format)
-    return own, reduce_scatter_single(own, torch.cat(pieces), group)
+    return _begin_reduce_scatter(x, dim, group)()
 
 
 def parts(x: torch.Tensor, dim: int, group: Group) -> list[torch.Tensor]:
@@ -198,66 +179,62 @@ def parts(x: torch.Tensor, dim: int, group: Group) -> list[torch.Tensor]:
 
 # ---- a linear layer and a message at once -----------------------------------------------------
 
+# Three of the maps, begun: what is returned waits for the result.
 
-class CopyLinear(torch.autograd.Function):
-    """`F.linear(copy_to_group(x), weight, bias)`, whose backward does two things at once:
 
-    grad_x = sum over ranks of grad W        all_reduce: on its way, while
-    grad_W = grad^T x                        is computed
+def _begin_all_reduce(x: torch.Tensor, _: Any, group: Group) -> Result:
+    work = dist.all_reduce(x, group=group, async_op=True)  # into x itself
+    return partial(_wait, work, lambda: x)
+
+
+def _begin_all_gather(x: torch.Tensor, dim: int, group: Group) -> Result:
+    size = dist.get_world_size(group)
+    whole = x.new_empty(size * x.numel())  # flat, as gloo wants it
+    work = all_gather_single(whole, x.contiguous().view(-1), group)
+    return partial(_wait, work, lambda: torch.cat(list(whole.view(size, *x.shape)), dim))
+
+
+def _begin_reduce_scatter(x: torch.Tensor, dim: int, group: Group) -> Result:
+    pieces = parts(x, dim, group)
+    own = torch.empty_like(pieces[0], memory_format=torch.contiguous_format)
+    work = reduce_scatter_single(own, torch.cat(pieces), group)
+    return partial(_wait, work, lambda: own)
+
+
+def _wait(work: Any, result: Result) -> torch.Tensor:
+    work.wait()
+    return result()
+
+
+class ColumnLinear(torch.autograd.Function):
+    """`F.linear` of `copy_to_group(x)`; or, with `sequence`, of `gather_from_sequence(x)`.
+
+    Backward does two things at once:
+
+        grad_x = grad W, summed over the ranks     is on its way, while
+        grad_W = grad^T x                          is computed
+
+    With `sequence` it keeps x only as this rank's part, and gathers it again while it computes
+    what needs no x.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, bias: Any, group: Group) -> torch.Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, group: Group, sequence: bool) -> Any:
+        ctx.group, ctx.sequence = group, sequence
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+        return F.linear(all_gather(x, -2, group) if sequence else x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        grad_x = work = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grad @ weight
-            work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
-        grads = _parameter_grads(ctx, grad, x)
-        if work is not None:
-            work.wait()
-        return grad_x, *grads, None
-
-
-class GatherLinear(torch.autograd.Function):
-    """`F.linear(gather_from_sequence(x), weight, bias)`, that keeps x only as this rank's part:
-    backward gathers it again, while it computes what needs no x."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, bias: Any, group: Group) -> torch.Tensor:
-        ctx.group = group
-        ctx.save_for_backward(x, weight)
-        return F.linear(all_gather(x, -2, group), weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        grad_x = work = None
-        whole, gathering = begin_all_gather(x, ctx.group)
-        if ctx.needs_input_grad[0]:
-            grad_x, work = begin_reduce_scatter(grad @ weight, -2, ctx.group)
-        gathering.wait()
-        grads = _parameter_grads(ctx, grad, torch.cat(whole, -2))
-        if work is not None:
-            work.wait()
-        return grad_x, *grads, None
-
-
-def _parameter_grads(
-    ctx: Any, grad: torch.Tensor, x: torch.Tensor
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of weight and bias, as far as they are asked for."""
-    rows = grad.reshape(-1, grad.shape[-1])  # (N, F / t)
-    _, weight, bias, _ = ctx.needs_input_grad
-    return (
-        rows.T @ x.reshape(-1, x.shape[-1]) if weight else None,
-        rows.sum(0) if bias else None,
-    )
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        gathered = _begin_all_gather(x, -2, ctx.group) if ctx.sequence else None
+        begin = _begin_reduce_scatter if ctx.sequence else _begin_all_reduce
+        summed = begin(grad @ weight, -2, ctx.group) if needs_x else None
+        if gathered is not None:
+            x = gathered()
+        rows = grad.reshape(-1, grad.shape[-1])  # (N, F / t)
+        grad_weight = rows.T @ x.reshape(-1, x.shape[-1]) if needs_weight else None
+        grad_bias = rows.sum(0) if needs_bias else None
+        return summed and summed(), grad_weight, grad_bias, None, None

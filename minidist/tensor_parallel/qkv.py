@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from minidist.tensor_parallel.layer import indices_of, require_multiple
 from minidist.tensor_parallel.layers import ColumnParallelLinear
-from minidist.tensor_parallel.operators import Group, copy_to_group, local
+from minidist.tensor_parallel.operators import Group, copy_to_group
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -94,11 +94,8 @@ class QKVParallelLinear(ColumnParallelLinear):
                 whole[self.heads * self.head_dim :] = getattr(self, f"kv_{name}")
         return layer
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x, self._with_kv("weight"), self._with_kv("bias"))
-
-    def _with_kv(self, name: str) -> Any:
-        own = local(getattr(self, name))
+    def own(self, name: str) -> Any:
+        own = super().own(name)
         if self.kv_is_split or own is None:
             return own
         head = self.rank * self.kv_heads // self.world_size  # that of this rank's queries

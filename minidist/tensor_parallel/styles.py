@@ -14,6 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 
+from minidist.common.groups import require_group
+from minidist.rank import device
 from minidist.tensor_parallel.block import SequenceParallel
 from minidist.tensor_parallel.layer import ParallelLayer, require_multiple
 from minidist.tensor_parallel.layers import (
@@ -124,17 +126,16 @@ class Prepared(Style):
 
     torchs: tuple[parallel.ParallelStyle, ...]
 
-    def make(self, module: Any, where: Where) -> nn.Module:
-        if where.mesh is None:
-            raise TypeError("torch's PrepareModule styles are for parallelize_module")
-        return module
-
     def change(self, module: Any, where: Where) -> None:
+        mesh = where.mesh
+        if mesh is None:
+            group = require_group(where.group, "split")
+            mesh = DeviceMesh.from_group(group, device(module).type)
         for style in self.torchs:
             if isinstance(style, parallel.PrepareModuleInput):
                 style = copy.copy(style)
                 style.use_local_output = True  # our layers compute with plain tensors
-            parallel.parallelize_module(module, where.mesh, style)
+            parallel.parallelize_module(module, mesh, style)
 
 
 def qkv(heads: int, kv_heads: int | None = None) -> Style:

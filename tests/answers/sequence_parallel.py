@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 import minidist as md
 from minidist import tensor_parallel
 from minidist.checks import sequence_parallel as check
-from minidist.tensor_parallel.operators import GatherLinear
+from minidist.tensor_parallel.operators import ColumnLinear
 
 
 def gathered(x):
@@ -69,7 +69,7 @@ def by_checkpoint(x, columns):
 
 
 def of_minidist(x, columns):
-    return GatherLinear.apply(x, columns.T, None, None)
+    return ColumnLinear.apply(x, columns.T, None, None, True)
 
 
 class Gather(torch.autograd.Function):
