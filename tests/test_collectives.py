@@ -843,6 +843,20 @@ def test_a_gpus_memory_does_not_go_over_gloo():
             assert all("gloo sends no message from a GPU's memory" in each for each in said)
 
 
+def test_every_rank_hears_that_one_has_a_gpus_memory_over_gloo():
+    def call():
+        with FakeTensorMode():
+            x = torch.ones(4, device="cuda")
+        try:
+            collectives.all_reduce(x if dist.get_rank() == 1 else torch.ones(4))
+        except ValueError as error:
+            return str(error)
+
+    with md.ranks(2, backend="gloo") as pool:
+        for said in pool(call):
+            assert "rank 1: all_reduce(tensor=float32 (4,) on cuda:0, op=SUM)  <- gloo" in said
+
+
 @pytest.mark.gpu
 def test_collectives_and_pipelines_of_gpus_refuse_gloo():
     def calls():

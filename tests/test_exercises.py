@@ -96,7 +96,8 @@ class Kept:
         with mock.patch("minidist.checks.verdict.launch", self.launch):
             verdict = said_of(check, answer)
         if self.last and not verdict.right:
-            self.pools.pop(self.last).close()
+            if pool := self.pools.pop(self.last, None):  # None: it did not start in time
+                pool.close()
         return verdict
 
     def close(self):
@@ -121,13 +122,19 @@ def test_a_right_answer_passes(check, answer, kept) -> None:
 @pytest.mark.parametrize(("check", "answer"), cases(1))
 def test_a_wrong_answer_gets_a_sentence_and_a_hint(check, answer, kept, monkeypatch) -> None:
     check.forget()
-    if not check.__module__.endswith(".rank"):  # a rank waits as long as at a learner's
+    if not check.__module__.endswith((".rank", ".fully_sharded")):  # they say who waits for what
         monkeypatch.setattr("minidist.checks.verdict.WAIT", 1.5)
     verdict = kept.verdict(check, answer)
     assert not verdict.right
     # A number that is rounded, or a word or a class in the answer's place, is no try.
     no_try = ("rounded", " not '", "give the function itself")
     assert verdict.hint.startswith("Hint 1") or any(words in verdict.says for words in no_try)
+
+
+def test_a_unit_that_waits_for_the_next_gather_is_told_so(kept) -> None:
+    answers = MODULES["fully_sharded"]
+    said = kept.verdict(answers.check.prefetch, answers.in_turn).says
+    assert "in forward it waits for the gather of the next unit before it computes" in said
 
 
 class Odd:

@@ -430,7 +430,7 @@ def test_a_rank_that_closes_all_its_files_ends_the_call(ranks, backend):
 
 @pytest.mark.parametrize("way", ["the timeout", "an interrupt"])
 def test_a_call_that_a_stopped_rank_does_not_take_ends(way):
-    seconds = 8 if way == "the timeout" else 1
+    seconds = 8 if way == "the timeout" else 3
     with md.ranks(3, timeout=seconds if way == "the timeout" else 60) as ranks:
         os.kill(ranks(os.getpid)[1], signal.SIGSTOP)
         start = time.monotonic()

@@ -375,6 +375,24 @@ def test_last_steps_q_is_better_than_a_random_one(pools):
     assert off[True] == pytest.approx(best, rel=1e-2) and off[False] > 1.02 * best
 
 
+@pytest.mark.parametrize("kind", ["int8", "1 bit", "power"])
+def test_error_feedback_that_is_switched_off_adds_nothing_any_more(pools, kind):
+    def given(shapes, rank, step):
+        return (
+            random(shapes, rank, step) if step < 2 else [torch.zeros(*s).double() for s in shapes]
+        )
+
+    def hook(state, bucket):
+        state.use_error_feedback = state.step < 2
+        state.step += 1
+        return (HOOKS | {"power": power_sgd_hook})[kind](state, bucket)
+
+    state = PowerSGDState() if kind == "power" else LowBitState()
+    state.step = 0
+    found = pools(2)(averages, OURS, state, hook, [(16, 12)], 4, given)[0]
+    assert found[1].abs().max() > 0 and found[2:].abs().max() == 0
+
+
 def test_16_bits_and_layouts(pools):
     def run(hook, state):
         torch.manual_seed(0)

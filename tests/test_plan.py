@@ -385,6 +385,23 @@ def test_a_module_in_two_places_is_split_once(pools):
         model = tp.split(copy.deepcopy(dense))
         tokens = torch.arange(LENGTH).unsqueeze(0)
         wanted = dense(tokens).chunk(2, -1)[torch.distributed.get_rank()]
-        return model.blocks[0] is model.blocks[1], apart({"logits": (model(tokens), wanted)})
+        found = apart({"logits": (model(tokens), wanted)})
+        state = tp.full_state_dict(model)
+        found += apart({name: (state[name], whole) for name, whole in dense.state_dict().items()})
+        for parameter in dense.parameters():
+            parameter.data += 1
+        tp.load_full_state_dict(model, dense.state_dict())
+        wanted = dense(tokens).chunk(2, -1)[torch.distributed.get_rank()]
+        found += apart({"loaded": (model(tokens), wanted)})
+        return model.blocks[0] is model.blocks[1], found
+
+
+def test_one_module_has_one_style(pools):
+    def run():
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        model.append(model[0])
+        return raised(tp.split, model, None, {"0": "columns", "2": "rows"})
+
+    assert pools(2)(run) == ["ValueError: 0 and 2 are one module, with two styles in the plan"] * 2
 
     assert pools(2)(run) == [(True, [])] * 2

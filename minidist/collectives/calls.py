@@ -146,8 +146,9 @@ class Call:
         each = [(name, i, t) for name in self.given for i, t in enumerate(self._tensors(name))]
         for name, i, tensor in each:
             like, called = each[0][2], name if name == row.own else f"{name}[{i}]"
-            if tensor.layout != torch.strided:
+            if tensor.layout != torch.strided or tensor.is_quantized:
                 raise ValueError(f"{called} must be a dense tensor")
+            self.peers.require_sendable(tensor)
             if name == row.writes and torch._debug_has_internal_overlap(tensor) == 1:
                 raise ValueError(f"{called} is expanded: its elements share places in memory")
             fits = row.own and (row.alike == row.own or i == self.peers.rank)

@@ -45,7 +45,7 @@ def cost(operation: str, algorithm: str, world_size: int, nbytes: float) -> Cost
     together: what the root scatters or gathers, what every rank has after an all_gather or
     before a reduce_scatter or all_to_all. A barrier has none; its messages are one byte each.
 
-    The formulas stand with each collective, such as `md.collectives.all_reduce`, and below.
+    The formulas stand with each collective, such as `md.collectives.all_reduce`.
     Where p is not a power of two, recursive and halving-doubling all_reduce run on the largest
     power of two below it, and pay two messages of n bytes more for the surplus ranks.
 

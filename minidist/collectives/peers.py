@@ -121,13 +121,17 @@ class Peers:
         return arrival.into
 
     def _bytes(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.require_sendable(tensor)
+        return as_bytes(tensor)
+
+    def require_sendable(self, tensor: torch.Tensor) -> None:
+        """Raises ValueError if the backend has no messages for the tensor's device."""
         # gloo would read a GPU's memory as the CPU's, and end the process: "Bad address".
         if tensor.is_cuda and "cuda:gloo" in self.backends:
             raise ValueError(
                 "gloo sends no message from a GPU's memory: make the process group with NCCL, "
                 "or move the tensors to the CPU"
             )
-        return as_bytes(tensor)
 
     def _let_announcements_out(self) -> None:
         # An announcement is itself a small message to the sender, on the connection that the sender

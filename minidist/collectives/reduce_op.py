@@ -32,6 +32,8 @@ class Reduction:
         try:  # torch knows for which dtypes
             one = torch.ones(1, dtype=dtype, device="cpu")
             self.finish(self(one, one, out=one), 1)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             wrong = f"{name} is not defined for {str(dtype).removeprefix('torch.')}"
             raise ValueError(wrong) from error

@@ -19,23 +19,19 @@ class Synchronized(Wrapper):
 
     def _forwarded(self, name: str, found: Any) -> Any:
         """If a reducer averages, what a part of the module computes goes past it. So there are no
-        methods: AttributeError. A layer or a parameter, to which torch's tools go by its name,
-        raises RuntimeError in a backward pass that it alone leads to."""
+        methods, as in torch: AttributeError. A layer or a parameter, to which torch's tools go by
+        its name, raises RuntimeError in a backward pass that it alone leads to."""
         if self._reducer is None:
             return found
         if ismethod(found) and isinstance(found.__self__, nn.Module):
-            raise AttributeError(self.past(name, f"take module.{name}"))
+            who = type(self).__name__
+            raise AttributeError(
+                f"{who} has no {name}(): what that computes would not be averaged. Call the {who} "
+                f"itself, or module.{name}()"
+            )
         if isinstance(found, nn.Module | nn.Parameter):
             self._reducer.reached[name] = found
         return found
-
-    def past(self, what: str, alone: str) -> str:
-        """What is wrong with training by this part, and how else one trains on one rank alone."""
-        who = type(self).__name__
-        return (
-            f"{what} trains past the {who}, which averages what its own forward pass has computed: "
-            f"call the {who} itself, or {alone} to train on one rank"
-        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

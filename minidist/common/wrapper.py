@@ -21,10 +21,10 @@ class Wrapper(nn.Module):
     """A module around `module`, to be used in its place.
 
     The attributes of `module` can be read and written through it, but for those that the wrapper's
-    class declares, by a value or an annotation. A layer or parameter that is added becomes the
-    module's. Its `state_dict` reads and writes the names of `module` itself, on its own and as a
-    part of a larger module; a checkpoint of torch's DistributedDataParallel, with "module." before
-    each name, loads too.
+    class declares, by a value or an annotation; and for methods, where gradients are averaged. A
+    layer or parameter that is added becomes the module's. Its `state_dict` reads and writes the
+    names of `module` itself, on its own and as a part of a larger module; a checkpoint of torch's
+    DistributedDataParallel, with "module." before each name, loads too.
     """
 
     module: nn.Module

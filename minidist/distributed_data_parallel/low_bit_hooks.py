@@ -121,6 +121,8 @@ def _compress(
     state: LowBitState, rows: torch.Tensor, error: torch.Tensor, real: torch.Tensor, code: Code
 ) -> torch.Tensor:
     """The message for the rows and what was left of the last one: (R, S) to (R, SCALE + b)."""
+    if not state.use_error_feedback:
+        error.zero_()
     wanted = (rows + error).masked_fill(~real, 0)
     data, scale = code.encode(wanted, real)
     message = torch.cat([scale.float().view(torch.uint8), data], dim=1)

@@ -81,6 +81,8 @@ def power_sgd_hook(
     memory: Memory = state.kept(bucket, Memory)
     gradients = bucket.gradients()
     matrices = {i: _matrix(g) for i, g in enumerate(gradients) if _worth(state, g)}  # (n, m)
+    if not state.use_error_feedback:
+        memory.errors = {}
     for i, error in memory.errors.items():
         matrices[i] += error
     if not (state.warm_start and memory.qs):

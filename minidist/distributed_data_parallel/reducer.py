@@ -201,7 +201,12 @@ class Reducer:
         for name, part in self.reached.items():
             own = part.parameters() if isinstance(part, nn.Module) else [part]
             if any(each is parameter for each in own):
-                raise RuntimeError(wrapper.past(name, "do so within no_sync()"))
+                who = type(wrapper).__name__
+                raise RuntimeError(
+                    f"{name} trains past the {who}, which averages what its own forward pass has "
+                    f"computed: call the {who} itself, or do so within no_sync() to train on one "
+                    "rank"
+                )
 
     def _add(self, parameter: nn.Parameter) -> None:
         """Into its bucket, and the full buckets leave, each after all before it."""

@@ -54,8 +54,9 @@ def add(run: Any, step: int) -> None:
 
 def by_a_method(run: Any, inputs: torch.Tensor) -> torch.Tensor:
     """A method of the module, by way of the wrapper: it is refused, or right."""
-    with suppress(AttributeError, RuntimeError):
-        return run.model.predict(inputs)
+    with suppress(RuntimeError):
+        if hasattr(run.model, "predict"):
+            return run.model.predict(inputs)
     return run.model(inputs)
 
 

@@ -6,7 +6,8 @@ DTensor it has the dense parameter's shape, and `Shard` or `Replicate` says what
 torch.distributed.checkpoint are right as they are.
 
 Layers compute with this rank's plain tensor, and so does what a plan leaves replicated: DTensor's
-dispatcher, which finds out at each operation what must be sent, has no part in a pass.
+dispatcher, which finds out at each operation what must be sent, has no part in a pass, but for
+torch's PrepareModule styles.
 """
 
 from typing import Any
@@ -67,7 +68,7 @@ def parallelize_module(
                             head: its gradients are summed over the ranks
         "sequence"          what is replicated elsewhere, such as a norm: "copied", where it sees a
                             part of the tokens on each rank, with `sequence_parallel`
-        "scattered"         its outputs (…, T, C) are cut along T, with `sequence_parallel`
+        "scattered"         its output (…, T, C) is cut along T, with `sequence_parallel`
 
         It may come in parts: first for the model, then for each block. What no plan has named is
         `Replicate`.

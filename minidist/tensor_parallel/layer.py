@@ -48,7 +48,7 @@ class ParallelLayer(OfGroup):
     """
 
     dense: ClassVar[type[nn.Module]]  # the class of torch's of which this is a shard
-    split: ClassVar[str]  # the attribute that says how many rows (or columns) are split
+    split: ClassVar[str]  # the size that says how many rows (or columns) are split
     sharded: ClassVar[dict[str, int]]  # of each parameter that is split: along which dimension
     uneven: ClassVar[bool] = False  # whether the last ranks may have fewer
 

@@ -88,8 +88,9 @@ def load_full_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, ParallelLayer]]:
-    """Each layer that is split, and what comes before the names of its parameters."""
-    for place, layer in model.named_modules():
+    """Each layer that is split, and what comes before the names of its parameters in a
+    `state_dict`, in each of its places."""
+    for place, layer in model.named_modules(remove_duplicate=False):
         if isinstance(layer, ParallelLayer):
             yield f"{place}." if place else "", layer
 

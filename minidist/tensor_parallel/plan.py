@@ -70,7 +70,7 @@ def _shard(layer: ParallelLayer, name: str) -> Any:
 
 def _resolve(model: nn.Module, plan: Mapping[str, Any]) -> dict[nn.Module, tuple[str, Style]]:
     """A name and the style of each module that the plan names. Raises ValueError for a pattern that
-    matches nothing, and for two that match one name."""
+    matches nothing, for two that match one name, and for two styles of one module."""
     found: dict[str, str] = {}
     styles: dict[nn.Module, tuple[str, Style]] = {}
     modules = list(model.named_modules(remove_duplicate=False))
@@ -83,7 +83,9 @@ def _resolve(model: nn.Module, plan: Mapping[str, Any]) -> dict[nn.Module, tuple
                 both = f"{found[name]!r} and {pattern!r}"
                 raise ValueError(f"{name}: the plan names it twice, by {both}")
             found[name] = pattern
-            styles.setdefault(module, (name, style))
+            other, known = styles.setdefault(module, (name, style))
+            if known != style:
+                raise ValueError(f"{other} and {name} are one module, with two styles in the plan")
     return styles
 
 

@@ -151,7 +151,8 @@ class ShardedDataParallel(Synchronized):
     At construction, and for buffers before each forward pass, every rank takes what rank 0 has.
     Raises TypeError for another optimizer; ValueError, on every rank, if the ranks have different
     models, or the optimizers have other groups, or other parameters than the module. `backward`
-    raises RuntimeError as that of `DistributedDataParallel` does.
+    raises RuntimeError as that of `DistributedDataParallel` does, and methods are
+    `model.module`'s alone.
     """
 
     process_group: dist.ProcessGroup
