@@ -237,4 +237,5 @@ class ColumnLinear(torch.autograd.Function):
         rows = grad.reshape(-1, grad.shape[-1])  # (N, F / t)
         grad_weight = rows.T @ x.reshape(-1, x.shape[-1]) if needs_weight else None
         grad_bias = rows.sum(0) if needs_bias else None
-        return summed and summed(), grad_weight, grad_bias, None, None
+        grad_x = None if summed is None else summed()
+        return grad_x, grad_weight, grad_bias, None, None
