@@ -6,6 +6,7 @@ import gc
 import importlib
 import itertools
 import json
+import multiprocessing
 import multiprocessing.forkserver
 import os
 import pickle
@@ -35,6 +36,7 @@ import minidist as md
 from minidist.runtime import forkserver, output, report, supervisor, worker
 from minidist.runtime.cell import run_cell
 from minidist.runtime.modules import Modules
+from minidist.runtime.system import as_socket
 
 Program = partial(programs.Program, light=True)
 
@@ -1310,6 +1312,14 @@ def test_where_there_is_no_forkserver_the_error_names_wsl(monkeypatch):
     assert str(raised.value) == (
         f"{WINDOWS}Use the Windows Subsystem for Linux (WSL), where everything here works."
     )
+
+
+def test_an_end_may_be_closed_amid_its_use():
+    """As after an interrupt, where the block ends when nobody needs it any more."""
+    end, other = multiprocessing.Pipe()
+    with as_socket(end):
+        end.close()
+    other.close()
 
 
 def test_a_python_without_windows_missing_parts_comes_as_far_as_that_error(tmp_path):

@@ -7,7 +7,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,7 +24,8 @@ def as_socket(end: Connection) -> Iterator[socket.socket]:
         same.settimeout(None)  # socket.setdefaulttimeout has made the Connection itself impatient
         yield same
     finally:
-        same.settimeout(None)
+        with suppress(OSError):  # after an interrupt this may come when the end is closed
+            same.settimeout(None)
         same.detach()
 
 
