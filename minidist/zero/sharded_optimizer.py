@@ -13,20 +13,14 @@ from minidist.common.agree import require_same, together
 from minidist.common.groups import require_group
 from minidist.common.refusals import refuse
 from minidist.common.replicas import describe, refuse_dtensors
+from minidist.distributed_data_parallel.buckets import assign
 from minidist.zero.optimizer_states import (
     own_states,
     renamed,
     require_states_of,
     whole_states,
 )
-from minidist.zero.shards import (
-    BUCKET_CAP_MB,
-    FlatParameters,
-    GradientInShards,
-    Piece,
-    all_gather,
-    partition,
-)
+from minidist.zero.shards import FlatParameters, GradientInShards, Piece, all_gather
 from minidist.zero.uneven import UnevenSteps
 
 # These look at one element at a time. Adafactor and Muon look at rows and columns, LARS and LAMB at
@@ -90,7 +84,7 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         **defaults: Any,
     ) -> None:
         self.process_group = require_group(process_group, "ZeroRedundancyOptimizer")
-        self.bucket_cap_mb = BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
+        self.bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
         self._inner: Any = None  # it trains the pieces
         with together(self.process_group):
             if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
@@ -135,7 +129,9 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         parameters = [p for group in groups for p in group["params"]]
         trained = [p for p in parameters if p.requires_grad]
         self._frozen += [p for p in parameters if not p.requires_grad]
-        flats = partition(trained, self.process_group, int(self.bucket_cap_mb * 2**20))
+        # In the order in which backward comes to them: last layers first.
+        buckets = assign(trained[::-1], int(self.bucket_cap_mb * 2**20))
+        flats = [FlatParameters(bucket, self.process_group) for bucket in buckets]
         self._flats += flats
         pieces = {piece.whole: piece for flat in flats for piece in flat.pieces}
         self._pieces += pieces.values()

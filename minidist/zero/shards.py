@@ -22,9 +22,7 @@ from torch.utils._pytree import tree_map_only
 from minidist import backend
 from minidist.common.norm import norms_over_ranks
 from minidist.common.single import all_gather_single, reduce_scatter_single
-from minidist.distributed_data_parallel.buckets import assign, dense_strides
-
-BUCKET_CAP_MB = 25.0  # as in DistributedDataParallel
+from minidist.distributed_data_parallel.buckets import dense_strides
 
 # Gloo makes an all_gather of copies, and a reduce_scatter of a whole all_reduce. N broadcasts, or N
 # reductions, of a shard each do the same up to four times faster.
@@ -39,7 +37,6 @@ class Piece:
     """What a rank owns of one parameter."""
 
     whole: nn.Parameter
-    strides: tuple[int, ...]  # of the whole, as it lies in the bucket
     span: slice  # which elements of it, in the order in which they lie in memory
     own: nn.Parameter  # these elements (n,), in the same memory: the rank's optimizer trains them
     place: slice  # where they are in the rank's shard of the bucket
@@ -47,8 +44,9 @@ class Piece:
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same elements of a tensor that belongs to the parameter and has its shape: (n,). A
         view, if the tensor is laid out as the parameter is."""
-        if tensor.stride() != self.strides:
-            tensor = tensor.new_empty_strided(tensor.shape, self.strides).copy_(tensor)
+        strides = self.whole.stride()
+        if tensor.stride() != strides:
+            tensor = tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
         return tensor.as_strided((tensor.numel(),), (1,))[self.span]
 
 
@@ -73,18 +71,16 @@ class FlatParameters:
         self.pieces: list[Piece] = []
         self.hooks: list[Any] = []  # of the wrapper that was made last
         mine = range(rank * self.shard, (rank + 1) * self.shard)
-        can_train = first.is_floating_point() or first.is_complex()
         for parameter, offset in zip(parameters, offsets, strict=True):
-            strides = dense_strides(parameter)
-            view = self.flat.as_strided(parameter.shape, strides, offset)
+            view = self.flat.as_strided(parameter.shape, dense_strides(parameter), offset)
             parameter.data = view.copy_(parameter.data)
             start = max(mine.start, offset)
             stop = min(mine.stop, offset + parameter.numel())
             if stop - start >= min(1, parameter.numel()):
-                own = nn.Parameter(self.flat[start:stop], can_train)
+                own = nn.Parameter(self.flat[start:stop])
                 span = slice(start - offset, stop - offset)
                 place = slice(start - mine.start, stop - mine.start)
-                self.pieces.append(Piece(parameter, strides, span, own, place))
+                self.pieces.append(Piece(parameter, span, own, place))
         self._addresses = self._now()
 
     def _now(self) -> list[int]:
@@ -93,13 +89,6 @@ class FlatParameters:
     def moved(self) -> bool:
         """Whether a parameter is no longer a view of the flat tensor."""
         return self._now() != self._addresses
-
-
-def partition(
-    parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, cap: int
-) -> list[FlatParameters]:
-    """Buckets of `cap` bytes, in the order in which backward comes to them: last layers first."""
-    return [FlatParameters(bucket, group) for bucket in assign(parameters[::-1], cap)]
 
 
 class GradientInShards(torch.Tensor):
