@@ -214,7 +214,7 @@ class ShardedDataParallel(Synchronized):
 
         torch.nn.utils.clip_grad_norm_ does the same, by one all_reduce for each parameter.
         """
-        pieces = [piece for optimizer in self._optimizers for piece in optimizer.pieces]
+        pieces = [x for optimizer in self._optimizers for x in optimizer.pieces.values()]
         # The user may have removed one.
         shards = [piece.own for piece in pieces if piece.whole.grad is not None]
         device = next(self.module.parameters()).device
