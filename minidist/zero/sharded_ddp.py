@@ -154,8 +154,9 @@ class ShardedDataParallel(Synchronized):
         optimizer: ZeroRedundancyOptimizer | Sequence[ZeroRedundancyOptimizer],
     ) -> None:
         super().__init__(module)
-        several = isinstance(optimizer, list | tuple) and len(optimizer) > 0
-        optimizers: list[Any] = list(optimizer) if several else [optimizer]  # type: ignore[arg-type]
+        optimizers: list[Any] = [optimizer]
+        if isinstance(optimizer, list | tuple) and optimizer:
+            optimizers = list(optimizer)
         for each in optimizers:
             if not isinstance(each, ZeroRedundancyOptimizer):
                 raise TypeError(
@@ -185,8 +186,6 @@ class ShardedDataParallel(Synchronized):
             return self.module(*inputs, **kwargs)
         if torch.is_grad_enabled():
             self._guard.require_unchanged(self.module)
-            for optimizer in self._optimizers:
-                optimizer._require_unchanged()
         if self._stale_buffers and (buffers := list(self.module.buffers())):
             broadcast_state(buffers, self.process_group)
         self._stale_buffers = torch.is_grad_enabled() and self.require_backward_grad_sync
@@ -224,18 +223,15 @@ class ShardedDataParallel(Synchronized):
 
 def _require_one_owner(trained: dict[str, nn.Parameter], owned: list[nn.Parameter]) -> None:
     once = set(owned)
-    for name, parameter in trained.items():
-        if parameter not in once:
-            raise ValueError(
-                f"the optimizer does not have the module's parameter {name}: make it of "
-                "module.parameters(), after the module is moved, unfrozen or changed"
-            )
-    if len(once) < len(owned):
+    if missing := [name for name, parameter in trained.items() if parameter not in once]:
         raise ValueError(
-            f"{len(owned) - len(once)} parameters are in two optimizers: each needs one owner"
+            f"the optimizer does not have the module's parameter {missing[0]}: make it of "
+            "module.parameters(), after the module is moved, unfrozen or changed"
         )
-    if len(owned) > len(trained):
+    if twice := len(owned) - len(once):
+        raise ValueError(f"{twice} parameters are in two optimizers: each needs one owner")
+    if more := len(owned) - len(trained):
         raise ValueError(
-            f"the optimizer has {len(owned) - len(trained)} parameters that the module does not "
-            "train: give ShardedDataParallel the whole model"
+            f"the optimizer has {more} parameters that the module does not train: give "
+            "ShardedDataParallel the whole model"
         )

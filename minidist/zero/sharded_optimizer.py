@@ -93,8 +93,7 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
                 raise TypeError(f"optimizer_class must be an optimizer, not {optimizer_class!r}")
             if not self.bucket_cap_mb > 0:
                 raise ValueError(f"bucket_cap_mb must be more than 0, not {bucket_cap_mb}")
-            given = {"overlap_with_ddp": overlap_with_ddp}
-            refuse("ZeroRedundancyOptimizer", given, NOT_HERE)
+            refuse("ZeroRedundancyOptimizer", {"overlap_with_ddp": overlap_with_ddp}, NOT_HERE)
             if not is_elementwise(optimizer_class):
                 known = optimizer_class.__module__.startswith("torch.")
                 raise TypeError(
@@ -301,8 +300,7 @@ def _described(groups: list[dict[str, Any]]) -> dict[str, Any]:
     for number, group in enumerate(groups):
         found[f"the number of parameters in group {number}"] = len(group["params"])
         for position, parameter in enumerate(group["params"]):
-            name = f"parameter {position} of group {number}"
-            found[name] = describe(parameter)
+            found[f"parameter {position} of group {number}"] = describe(parameter)
         found[f"the options of group {number}"] = {
             k: v for k, v in _options(group).items() if isinstance(v, bool | int | float | str)
         }

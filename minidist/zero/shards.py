@@ -4,9 +4,6 @@ collectives, on a flat tensor x of (N S,).
 Parameters are laid end to end and cut: through the middle of one where it has to be. So each rank
 owns the N-th part of every bucket whatever the parameters' sizes, even if one embedding is half of
 the model: Ψ/N elements, but for the padding that makes each bucket a multiple of N.
-
-A reduce_scatter and an all_gather of Ψ elements each send Ψ(N-1)/N from every rank: together what
-the all_reduce of DistributedDataParallel sends.
 """
 
 from collections.abc import Callable, Sequence
@@ -81,14 +78,11 @@ class FlatParameters:
                 span = slice(start - offset, stop - offset)
                 place = slice(start - mine.start, stop - mine.start)
                 self.pieces.append(Piece(parameter, span, own, place))
-        self._addresses = self._now()
-
-    def _now(self) -> list[int]:
-        return list(map(torch.Tensor.data_ptr, self.parameters))
 
     def moved(self) -> bool:
-        """Whether a parameter is no longer a view of the flat tensor."""
-        return self._now() != self._addresses
+        """Whether a parameter is no longer in the flat tensor's memory."""
+        here = self.flat.untyped_storage()._cdata
+        return any(p.untyped_storage()._cdata != here for p in self.parameters)
 
 
 class GradientInShards(torch.Tensor):
@@ -169,7 +163,7 @@ def all_gather(
     if dist.get_backend(group) == _BY_SHARD:
         if own is not None and own.data_ptr() != place.data_ptr():
             place.copy_(own)
-        works = [
+        works: list[Any] = [
             dist.broadcast(shard, group=group, group_src=rank, async_op=True)
             for rank, shard in enumerate(shards)
         ]
@@ -210,7 +204,7 @@ def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], to
     own = shards[dist.get_rank(group)]
     total = torch.empty_like(own)
     if by_shard := dist.get_backend(group) == _BY_SHARD:
-        works = [
+        works: list[Any] = [
             dist.reduce(shard, group=group, group_dst=rank, async_op=True)
             for rank, shard in enumerate(shards)
         ]
@@ -224,7 +218,6 @@ def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], to
     return wait
 
 
-def _wait(works: list[dist.Work | None]) -> None:
+def _wait(works: list[Any]) -> None:
     for work in works:
-        assert work is not None
         work.wait()
