@@ -104,6 +104,7 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
                 )
             super().__init__(params, defaults)
             UnevenSteps.__init__(self)
+        self.device = next(iter(self._parameters()), torch.empty(0)).device
         self._flats: list[FlatParameters] = []
         self.pieces = {}
         self._frozen: list[nn.Parameter] = []
