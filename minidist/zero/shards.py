@@ -161,15 +161,14 @@ def all_gather(
     shards = x.chunk(dist.get_world_size(group))
     place = shards[dist.get_rank(group)]
     if dist.get_backend(group) == _BY_SHARD:
-        if own is not None and own.data_ptr() != place.data_ptr():
+        if own is not None:
             place.copy_(own)
         works: list[Any] = [
             dist.broadcast(shard, group=group, group_src=rank, async_op=True)
             for rank, shard in enumerate(shards)
         ]
     else:
-        own = place if own is None else own
-        works = [all_gather_single(x, own, group)]
+        works = [all_gather_single(x, place if own is None else own, group)]
     return lambda: _wait(works)
 
 
