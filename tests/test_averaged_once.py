@@ -464,7 +464,7 @@ def test_a_gradient_may_be_detached_in_place(pools, wrap):
 
     def train():
         model = wrapped(wrap)
-        of_zero = [piece.own for piece in model._optimizers[0].pieces] if wrap == "zero" else []
+        of_zero = model._optimizers[0].shards if wrap == "zero" else []
         for _ in range(2):
             square(model, dist.get_rank()).backward()
             for held in of_zero or model.parameters():

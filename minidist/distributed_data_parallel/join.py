@@ -13,33 +13,11 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from minidist.common.replicas import broadcast_state
 
 
-class UnevenBatches(Joinable):
-    """What `Join` asks of a module."""
+class Uneven(Joinable):
+    """What `Join` asks of a module, and of an optimizer."""
 
     process_group: dist.ProcessGroup
     device: torch.device
-    _divide_by_initial_world_size = True
-
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Join:
-        """Train within this block when ranks have different numbers of batches, as in torch. The
-        sum of the gradients is divided by the number of all ranks, or by that of the ranks that
-        still train. Several modules or optimizers: torch's `Join([...])`."""
-        return Join(
-            [self],
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-        )
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """For torch's `Join`."""
-        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        return _Answering(self)
 
     @property
     def join_device(self) -> torch.device:
@@ -62,6 +40,33 @@ class UnevenBatches(Joinable):
         votes = votes.to(self.device)
         dist.all_reduce(votes, group=self.process_group)
         return votes[:ranks].nonzero().flatten().tolist(), (votes[ranks:] > 0).tolist()
+
+
+class UnevenBatches(Uneven):
+    """What `Join` asks of a module."""
+
+    _divide_by_initial_world_size = True
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Train within this block when ranks have different numbers of batches, as in torch. The
+        sum of the gradients is divided by the number of all ranks, or by that of the ranks that
+        still train. Several modules or optimizers: torch's `Join([...])`."""
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For torch's `Join`."""
+        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return _Answering(self)
 
 
 class _Answering(JoinHook):

@@ -251,6 +251,10 @@ class Reducer:
         if self._find_unused:
             used = on_any_rank(used, self._group, self.parameters[0].device)
         self._wait()
+        self._give(unused, used)
+
+    def _give(self, unused: list[nn.Parameter], used: list[bool]) -> None:
+        """All have come back. `used`: whether a parameter has a gradient, on one rank at least."""
         for parameter in unused:
             if used[self.positions[parameter]]:  # then this rank takes the step too
                 bucket, slot = self._places[parameter]

@@ -1,13 +1,13 @@
 """Along the axis `data`: the mean of the replicas' gradients, once a step."""
 
+from typing import Any
+
 import torch.distributed as dist
 from torch import nn
 
 from minidist.distributed_data_parallel.buckets import Bucket, assign
 from minidist.distributed_data_parallel.reducer import on_any_rank
 from minidist.rank import device
-
-BUCKET = 25 * 2**20  # bytes, as DistributedDataParallel has it
 
 
 class MeanGradients:
@@ -20,7 +20,8 @@ class MeanGradients:
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         self._group = group
         trained = [p for p in reversed(list(module.parameters())) if p.requires_grad]
-        plan = assign(trained, BUCKET) if group.size() > 1 else []
+        # Buckets of 25 MiB, as DistributedDataParallel has them.
+        plan = assign(trained, 25 * 2**20) if group.size() > 1 else []
         self._buckets = [
             Bucket(number, parameters, number == len(plan) - 1, group)
             for number, parameters in enumerate(plan)
@@ -38,13 +39,12 @@ class MeanGradients:
         """All ranks of the group call this. `some_unused`: on one of them at least. Without
         gradient on some ranks, a parameter counts there as zero; on all, its `.grad` stays None."""
         used = self._used()
-        works = []
+        works: list[Any] = []
         for bucket in self._buckets:
             for slot in range(len(bucket.parameters())):
                 bucket.hold(slot, 1 / self._group.size())
             works.append(dist.all_reduce(bucket.buffer(), group=self._group, async_op=True))
         for work in works:
-            assert work is not None  # which it is for ranks outside the group only
             work.wait()
         if some_unused:
             used = on_any_rank(used, self._group, device())

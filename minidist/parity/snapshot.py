@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
@@ -45,8 +44,7 @@ def _states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     if isinstance(model, md.FullyShardedDataParallel):
         whole = model.optim_state_dict(optimizer)
     elif isinstance(optimizer, md.ZeroRedundancyOptimizer):
-        for rank in range(dist.get_world_size()):
-            optimizer.consolidate_state_dict(rank)
+        optimizer.consolidate_state_dict(to=None)
         whole = optimizer.state_dict()
     else:
         return optimizer.state

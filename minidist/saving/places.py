@@ -141,9 +141,7 @@ def trained_by(optimizer: torch.optim.Optimizer, places: Sequence[Place]) -> lis
     """Of each group its parameters. Raises ValueError if one is not among the places. Of a
     parameter of which a ZeRO optimizer has no piece here, there are no boxes."""
     by_tensor = {place.own: place for place in places}
-    pieces = None
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        pieces = {piece.whole: piece for piece in optimizer.pieces}
+    pieces = optimizer.pieces if isinstance(optimizer, ZeroRedundancyOptimizer) else None
     groups: list[list[Trained]] = []
     number = 0
     for group in optimizer.param_groups:

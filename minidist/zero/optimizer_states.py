@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from minidist.distributed_data_parallel.buckets import dense_strides
 from minidist.zero.shards import Piece
 
 States = dict[int, dict[str, Any]]  # by the number of the parameter: its states, by name
@@ -24,13 +23,14 @@ def whole_states(
     whole: States = {}
     for owned in ranks:
         for number, (span, states) in owned.items():
-            parameter = parameters[number]
+            parameter, found = parameters[number], whole.setdefault(number, {})
             for name, value in states.items():
-                if not (isinstance(value, torch.Tensor) and value.ndim):
-                    whole.setdefault(number, {})[name] = value
-                    continue
-                into = whole.setdefault(number, {}).setdefault(name, _empty(parameter, value))
-                into.as_strided((into.numel(),), (1,))[span] = value
+                if isinstance(value, torch.Tensor) and value.ndim:
+                    like = torch.empty_like(parameter, dtype=value.dtype, device="cpu")
+                    into = found.setdefault(name, like)
+                    into.as_strided((into.numel(),), (1,))[span] = value
+                else:
+                    found[name] = value
     return dict(sorted(whole.items()))
 
 
@@ -50,9 +50,9 @@ def require_states_of(
     for number, states in whole.items():
         parameter = parameters[number] if number < len(parameters) else torch.empty(0)
         for name, value in states.items():
-            number_of_all = not isinstance(value, torch.Tensor) or value.ndim == 0
             together = factored and _broadcast(states) == parameter.shape
-            if not (number_of_all or together or elementwise(name, value, parameter)):
+            fits = together or elementwise(name, value, parameter)
+            if isinstance(value, torch.Tensor) and value.ndim and not fits:
                 raise ValueError(
                     f"this state_dict is of another model: {name} of parameter {number} has shape "
                     f"{tuple(value.shape)}, and the parameter {tuple(parameter.shape)}"
@@ -83,8 +83,3 @@ def _broadcast(states: dict[str, Any]) -> torch.Size | None:
         )
     except RuntimeError:
         return None
-
-
-def _empty(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    strides = dense_strides(parameter)
-    return torch.empty_strided(parameter.shape, strides, dtype=value.dtype)

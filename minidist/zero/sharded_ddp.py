@@ -22,7 +22,7 @@ from minidist.common.norm import clip_grad_norm_
 from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.wrapper import Guard
 from minidist.distributed_data_parallel.buckets import Bucket
-from minidist.distributed_data_parallel.reducer import Reducer, on_any_rank, remove
+from minidist.distributed_data_parallel.reducer import Reducer, remove
 from minidist.zero.sharded_optimizer import ZeroRedundancyOptimizer
 from minidist.zero.shards import FlatParameters, GradientInShards, Piece, reduce_scatter
 
@@ -31,16 +31,12 @@ class PassingBucket(Bucket):
     """The gradients of `FlatParameters`, with the same padding. Its memory is there from the first
     gradient until the bucket has travelled."""
 
-    def __init__(
-        self, index: int, flat: FlatParameters, last: bool, group: dist.ProcessGroup
-    ) -> None:
-        super().__init__(index, flat.parameters, last, group)
-        self._like = flat.flat
-
     def allocate(self) -> torch.Tensor:
         """(N S,)"""
-        size, dtype, device = len(self._like), self._like.dtype, self._like.device
-        flat = backend.scratch(size, dtype=dtype, device=device, group=self._group)
+        first, padding = self._parameters[0], -self._size % dist.get_world_size(self._group)
+        flat = backend.scratch(
+            self._size + padding, dtype=first.dtype, device=first.device, group=self._group
+        )
         flat[self._size :] = 0
         return flat
 
@@ -80,7 +76,12 @@ class ShardReducer(Reducer):
         weakref.finalize(self, remove, hooks)
 
     def _make_bucket(self, index: int) -> PassingBucket:
-        return PassingBucket(index, self._plan[index], index == len(self._plan) - 1, self._group)
+        last = index == len(self._plan) - 1
+        return PassingBucket(index, self._plan[index].parameters, last, self._group)
+
+    def _add(self, parameter: nn.Parameter) -> None:
+        _make_room(parameter, self._pieces.get(parameter))  # if the pass has left it out
+        super()._add(parameter)
 
     def _send(self, bucket: Any) -> None:
         self._wait()  # so that no more than one travels
@@ -92,16 +93,7 @@ class ShardReducer(Reducer):
             bucket.free()
         self._travelling = []
 
-    def _finish(self, unused: list[nn.Parameter]) -> None:
-        before = {p for p in unused if isinstance(p.grad, GradientInShards)}
-        for parameter in unused:
-            _make_room(parameter, self._pieces.get(parameter))
-        # In this pass, or in those before it that were not averaged.
-        used = [p in self.arrived or p.grad is not None for p in self.parameters]
-        for parameter in unused:
-            self._add(parameter)
-        self._wait()
-        used = on_any_rank(used, self._group, self.parameters[0].device)
+    def _give(self, unused: list[nn.Parameter], used: list[bool]) -> None:
         for flat, shard in zip(self._plan, self._shards, strict=True):
             for piece in flat.pieces:
                 # A gradient that no rank has stays None, and the optimizer passes over it.
@@ -111,7 +103,7 @@ class ShardReducer(Reducer):
                     else:
                         piece.own.grad += shard[piece.place]
         for parameter, is_used in zip(self.parameters, used, strict=True):
-            if is_used or parameter in before:
+            if is_used:
                 mine = self._pieces.get(parameter)
                 parameter.grad = GradientInShards(parameter, mine, self._group)
 
@@ -163,8 +155,9 @@ class ShardedDataParallel(Synchronized):
         optimizer: ZeroRedundancyOptimizer | Sequence[ZeroRedundancyOptimizer],
     ) -> None:
         super().__init__(module)
-        several = isinstance(optimizer, list | tuple) and len(optimizer) > 0
-        optimizers: list[Any] = list(optimizer) if several else [optimizer]  # type: ignore[arg-type]
+        optimizers: list[Any] = [optimizer]
+        if isinstance(optimizer, list | tuple) and optimizer:
+            optimizers = list(optimizer)
         for each in optimizers:
             if not isinstance(each, ZeroRedundancyOptimizer):
                 raise TypeError(
@@ -194,8 +187,6 @@ class ShardedDataParallel(Synchronized):
             return self.module(*inputs, **kwargs)
         if torch.is_grad_enabled():
             self._guard.require_unchanged(self.module)
-            for optimizer in self._optimizers:
-                optimizer._require_unchanged()
         if self._stale_buffers and (buffers := list(self.module.buffers())):
             broadcast_state(buffers, self.process_group)
         self._stale_buffers = torch.is_grad_enabled() and self.require_backward_grad_sync
@@ -223,7 +214,7 @@ class ShardedDataParallel(Synchronized):
 
         torch.nn.utils.clip_grad_norm_ does the same, by one all_reduce for each parameter.
         """
-        pieces = [piece for optimizer in self._optimizers for piece in optimizer.pieces]
+        pieces = [x for optimizer in self._optimizers for x in optimizer.pieces.values()]
         # The user may have removed one.
         shards = [piece.own for piece in pieces if piece.whole.grad is not None]
         device = next(self.module.parameters()).device
@@ -233,18 +224,15 @@ class ShardedDataParallel(Synchronized):
 
 def _require_one_owner(trained: dict[str, nn.Parameter], owned: list[nn.Parameter]) -> None:
     once = set(owned)
-    for name, parameter in trained.items():
-        if parameter not in once:
-            raise ValueError(
-                f"the optimizer does not have the module's parameter {name}: make it of "
-                "module.parameters(), after the module is moved, unfrozen or changed"
-            )
-    if len(once) < len(owned):
+    if missing := [name for name, parameter in trained.items() if parameter not in once]:
         raise ValueError(
-            f"{len(owned) - len(once)} parameters are in two optimizers: each needs one owner"
+            f"the optimizer does not have the module's parameter {missing[0]}: make it of "
+            "module.parameters(), after the module is moved, unfrozen or changed"
         )
-    if len(owned) > len(trained):
+    if twice := len(owned) - len(once):
+        raise ValueError(f"{twice} parameters are in two optimizers: each needs one owner")
+    if more := len(owned) - len(trained):
         raise ValueError(
-            f"the optimizer has {len(owned) - len(trained)} parameters that the module does not "
-            "train: give ShardedDataParallel the whole model"
+            f"the optimizer has {more} parameters that the module does not train: give "
+            "ShardedDataParallel the whole model"
         )

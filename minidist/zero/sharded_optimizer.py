@@ -9,24 +9,18 @@ from torch import nn, optim
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from minidist.common.agree import require_same, together
+from minidist.common.agree import gather, require_same, together
 from minidist.common.groups import require_group
 from minidist.common.refusals import refuse
 from minidist.common.replicas import describe, refuse_dtensors
+from minidist.distributed_data_parallel.buckets import assign
 from minidist.zero.optimizer_states import (
     own_states,
     renamed,
     require_states_of,
     whole_states,
 )
-from minidist.zero.shards import (
-    BUCKET_CAP_MB,
-    FlatParameters,
-    GradientInShards,
-    Piece,
-    all_gather,
-    partition,
-)
+from minidist.zero.shards import FlatParameters, GradientInShards, Piece, all_gather
 from minidist.zero.uneven import UnevenSteps
 
 # These look at one element at a time. Adafactor and Muon look at rows and columns, LARS and LAMB at
@@ -78,6 +72,8 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
     ranks pass different parameters or options.
     """
 
+    pieces: dict[torch.Tensor, Piece]  # what this rank owns, by the whole parameter
+
     def __init__(
         self,
         params: Any,
@@ -90,15 +86,14 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         **defaults: Any,
     ) -> None:
         self.process_group = require_group(process_group, "ZeroRedundancyOptimizer")
-        self.bucket_cap_mb = BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
+        self.bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
         self._inner: Any = None  # it trains the pieces
         with together(self.process_group):
             if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
                 raise TypeError(f"optimizer_class must be an optimizer, not {optimizer_class!r}")
             if not self.bucket_cap_mb > 0:
                 raise ValueError(f"bucket_cap_mb must be more than 0, not {bucket_cap_mb}")
-            given = {"overlap_with_ddp": overlap_with_ddp}
-            refuse("ZeroRedundancyOptimizer", given, NOT_HERE)
+            refuse("ZeroRedundancyOptimizer", {"overlap_with_ddp": overlap_with_ddp}, NOT_HERE)
             if not is_elementwise(optimizer_class):
                 known = optimizer_class.__module__.startswith("torch.")
                 raise TypeError(
@@ -109,8 +104,9 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
                 )
             super().__init__(params, defaults)
             UnevenSteps.__init__(self)
+        self.device = next(iter(self._parameters()), torch.empty(0)).device
         self._flats: list[FlatParameters] = []
-        self._pieces: list[Piece] = []
+        self.pieces = {}
         self._frozen: list[nn.Parameter] = []
         self._whole_states: dict[int, dict[str, Any]] | None = None
         own = self._share_out(self.param_groups)
@@ -135,24 +131,20 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         parameters = [p for group in groups for p in group["params"]]
         trained = [p for p in parameters if p.requires_grad]
         self._frozen += [p for p in parameters if not p.requires_grad]
-        flats = partition(trained, self.process_group, int(self.bucket_cap_mb * 2**20))
+        # In the order in which backward comes to them: last layers first.
+        buckets = assign(trained[::-1], int(self.bucket_cap_mb * 2**20))
+        flats = [FlatParameters(bucket, self.process_group) for bucket in buckets]
         self._flats += flats
-        pieces = {piece.whole: piece for flat in flats for piece in flat.pieces}
-        self._pieces += pieces.values()
+        self.pieces |= {piece.whole: piece for flat in flats for piece in flat.pieces}
         return [
-            {**_options(g), "params": [pieces[p].own for p in g["params"] if p in pieces]}
+            {**_options(g), "params": [self.pieces[p].own for p in g["params"] if p in self.pieces]}
             for g in groups
         ]
 
     @property
     def shards(self) -> list[nn.Parameter]:
         """What this rank owns of each parameter: (n,), in the parameter's own memory."""
-        return [piece.own for piece in self._pieces]
-
-    @property
-    def pieces(self) -> list[Piece]:
-        """The same, each with its whole parameter, and which elements of that it is."""
-        return list(self._pieces)
+        return [piece.own for piece in self.pieces.values()]
 
     # ---- a step ----------------------------------------------------------------------------
 
@@ -172,19 +164,18 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         self._whole_states = None
 
         # 1. Each piece takes its part of the gradients, beside what it holds already.
-        held = [self._take_gradient(piece) for piece in self._pieces]
+        held = {each.own: self._take_gradient(each) for each in self.pieces.values()}
 
         # 2. The optimizer updates this rank's shard.
-        for piece in self._pieces:  # the user may have replaced or removed it
-            self._inner.state.pop(piece.own, None)
-            if piece.whole in self.state:
-                self._inner.state[piece.own] = self.state[piece.whole]
+        states = {self.pieces[p].own: s for p, s in self.state.items() if p in self.pieces}
+        self._inner.state.clear()  # the user may have replaced or removed some
+        self._inner.state.update(states)
         _copy_options(self, self._inner)
         self._inner.step(**options)
         _copy_options(self._inner, self)
         self._take_states()
-        for piece, gradient in zip(self._pieces, held, strict=True):
-            piece.own.grad = gradient
+        for own, gradient in held.items():
+            own.grad = gradient
 
         # 3. All ranks get the parameters.
         for wait in [all_gather(flat.flat, self.process_group) for flat in self._flats]:
@@ -206,9 +197,9 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         return held
 
     def _take_states(self) -> None:
-        for piece in self._pieces:
+        for parameter, piece in self.pieces.items():
             if piece.own in self._inner.state:
-                self.state[piece.whole] = self._inner.state[piece.own]
+                self.state[parameter] = self._inner.state[piece.own]
 
     def _require_unchanged(self) -> None:
         if any(flat.moved() for flat in self._flats):
@@ -232,21 +223,18 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
     def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Gather the states of all ranks on rank `to` of the group, on its CPU; None is all ranks.
         All ranks must call it before `state_dict`, since the last step."""
-        spans = {piece.whole: piece.span for piece in self._pieces}
-        parameters = self._parameters()
+        parameters, group = self._parameters(), self.process_group
         own = {
-            number: (spans[p], tree_map_only(torch.Tensor, torch.Tensor.cpu, self.state[p]))
-            for number, p in enumerate(parameters)
-            if p in spans and p in self.state
+            n: (self.pieces[p].span, tree_map_only(torch.Tensor, torch.Tensor.cpu, self.state[p]))
+            for n, p in enumerate(parameters)
+            if p in self.pieces and p in self.state
         }
-        group = self.process_group
-        ranks: Any = [None] * dist.get_world_size(group)
         if to is None:
-            dist.all_gather_object(ranks, own, group=group)
+            ranks: Any = gather(group, own)
         else:
-            receives = dist.get_rank(group) == to
-            dist.gather_object(own, ranks if receives else None, group=group, group_dst=to)
-        if to in (None, dist.get_rank(group)):
+            ranks = [None] * dist.get_world_size(group) if dist.get_rank(group) == to else None
+            dist.gather_object(own, ranks, group=group, group_dst=to)
+        if ranks is not None:
             self._whole_states = whole_states(parameters, ranks)
 
     def state_dict(self) -> dict[str, Any]:
@@ -265,15 +253,14 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         """Take this rank's part of a whole one, the same on every rank: from `state_dict`, or from
         the bare optimizer, where parameters may have names for numbers. Raises ValueError, and
         changes nothing, if it is of another model."""
-        pieces = {piece.whole: piece for piece in self._pieces}
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         state_dict = renamed(state_dict, {key: number for number, key in enumerate(keys)})
         parameters, whole = self._parameters(), state_dict["state"]
         require_states_of(parameters, whole)
         states = {
-            number: own_states(pieces[parameter], whole[number])
+            number: own_states(self.pieces[parameter], whole[number])
             for number, parameter in enumerate(parameters)
-            if parameter in pieces and number in whole
+            if parameter in self.pieces and number in whole
         }
         self.load_shard_state_dict({**state_dict, "state": states})
 
@@ -285,11 +272,10 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
             super().load_state_dict(state_dict)
         self._whole_states = None
         _copy_options(self, self._inner)
-        # The optimizer takes its states itself: it knows of what dtype, and on which device.
-        numbers = {p: number for number, p in enumerate(self._parameters())}
-        wholes = {piece.own: numbers[piece.whole] for piece in self._pieces}
-        own = [wholes[p] for group in self._inner.param_groups for p in group["params"]]
-        states = {n: loaded["state"][k] for n, k in enumerate(own) if k in loaded["state"]}
+        # The optimizer takes its states itself: it knows of what dtype, and on which device. It
+        # has the pieces in the order of their parameters, and numbers them alone.
+        owned = [number for number, p in enumerate(self._parameters()) if p in self.pieces]
+        states = {n: loaded["state"][k] for n, k in enumerate(owned) if k in loaded["state"]}
         self._inner.load_state_dict({**self._inner.state_dict(), "state": states})
         self._take_states()
 
@@ -315,8 +301,7 @@ def _described(groups: list[dict[str, Any]]) -> dict[str, Any]:
     for number, group in enumerate(groups):
         found[f"the number of parameters in group {number}"] = len(group["params"])
         for position, parameter in enumerate(group["params"]):
-            name = f"parameter {position} of group {number}"
-            found[name] = describe(parameter)
+            found[f"parameter {position} of group {number}"] = describe(parameter)
         found[f"the options of group {number}"] = {
             k: v for k, v in _options(group).items() if isinstance(v, bool | int | float | str)
         }

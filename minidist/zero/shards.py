@@ -4,9 +4,6 @@ collectives, on a flat tensor x of (N S,).
 Parameters are laid end to end and cut: through the middle of one where it has to be. So each rank
 owns the N-th part of every bucket whatever the parameters' sizes, even if one embedding is half of
 the model: Ψ/N elements, but for the padding that makes each bucket a multiple of N.
-
-A reduce_scatter and an all_gather of Ψ elements each send Ψ(N-1)/N from every rank: together what
-the all_reduce of DistributedDataParallel sends.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,9 +19,7 @@ from torch.utils._pytree import tree_map_only
 from minidist import backend
 from minidist.common.norm import norms_over_ranks
 from minidist.common.single import all_gather_single, reduce_scatter_single
-from minidist.distributed_data_parallel.buckets import assign, dense_strides
-
-BUCKET_CAP_MB = 25.0  # as in DistributedDataParallel
+from minidist.distributed_data_parallel.buckets import dense_strides
 
 # Gloo makes an all_gather of copies, and a reduce_scatter of a whole all_reduce. N broadcasts, or N
 # reductions, of a shard each do the same up to four times faster.
@@ -39,7 +34,6 @@ class Piece:
     """What a rank owns of one parameter."""
 
     whole: nn.Parameter
-    strides: tuple[int, ...]  # of the whole, as it lies in the bucket
     span: slice  # which elements of it, in the order in which they lie in memory
     own: nn.Parameter  # these elements (n,), in the same memory: the rank's optimizer trains them
     place: slice  # where they are in the rank's shard of the bucket
@@ -47,8 +41,9 @@ class Piece:
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same elements of a tensor that belongs to the parameter and has its shape: (n,). A
         view, if the tensor is laid out as the parameter is."""
-        if tensor.stride() != self.strides:
-            tensor = tensor.new_empty_strided(tensor.shape, self.strides).copy_(tensor)
+        strides = self.whole.stride()
+        if tensor.stride() != strides:
+            tensor = tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
         return tensor.as_strided((tensor.numel(),), (1,))[self.span]
 
 
@@ -73,33 +68,21 @@ class FlatParameters:
         self.pieces: list[Piece] = []
         self.hooks: list[Any] = []  # of the wrapper that was made last
         mine = range(rank * self.shard, (rank + 1) * self.shard)
-        can_train = first.is_floating_point() or first.is_complex()
         for parameter, offset in zip(parameters, offsets, strict=True):
-            strides = dense_strides(parameter)
-            view = self.flat.as_strided(parameter.shape, strides, offset)
+            view = self.flat.as_strided(parameter.shape, dense_strides(parameter), offset)
             parameter.data = view.copy_(parameter.data)
             start = max(mine.start, offset)
             stop = min(mine.stop, offset + parameter.numel())
             if stop - start >= min(1, parameter.numel()):
-                own = nn.Parameter(self.flat[start:stop], can_train)
+                own = nn.Parameter(self.flat[start:stop])
                 span = slice(start - offset, stop - offset)
                 place = slice(start - mine.start, stop - mine.start)
-                self.pieces.append(Piece(parameter, strides, span, own, place))
-        self._addresses = self._now()
-
-    def _now(self) -> list[int]:
-        return list(map(torch.Tensor.data_ptr, self.parameters))
+                self.pieces.append(Piece(parameter, span, own, place))
 
     def moved(self) -> bool:
-        """Whether a parameter is no longer a view of the flat tensor."""
-        return self._now() != self._addresses
-
-
-def partition(
-    parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, cap: int
-) -> list[FlatParameters]:
-    """Buckets of `cap` bytes, in the order in which backward comes to them: last layers first."""
-    return [FlatParameters(bucket, group) for bucket in assign(parameters[::-1], cap)]
+        """Whether a parameter is no longer in the flat tensor's memory."""
+        here = self.flat.untyped_storage()._cdata
+        return any(p.untyped_storage()._cdata != here for p in self.parameters)
 
 
 class GradientInShards(torch.Tensor):
@@ -178,15 +161,14 @@ def all_gather(
     shards = x.chunk(dist.get_world_size(group))
     place = shards[dist.get_rank(group)]
     if dist.get_backend(group) == _BY_SHARD:
-        if own is not None and own.data_ptr() != place.data_ptr():
+        if own is not None:
             place.copy_(own)
-        works = [
+        works: list[Any] = [
             dist.broadcast(shard, group=group, group_src=rank, async_op=True)
             for rank, shard in enumerate(shards)
         ]
     else:
-        own = place if own is None else own
-        works = [all_gather_single(x, own, group)]
+        works = [all_gather_single(x, place if own is None else own, group)]
     return lambda: _wait(works)
 
 
@@ -221,7 +203,7 @@ def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], to
     own = shards[dist.get_rank(group)]
     total = torch.empty_like(own)
     if by_shard := dist.get_backend(group) == _BY_SHARD:
-        works = [
+        works: list[Any] = [
             dist.reduce(shard, group=group, group_dst=rank, async_op=True)
             for rank, shard in enumerate(shards)
         ]
@@ -235,7 +217,6 @@ def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], to
     return wait
 
 
-def _wait(works: list[dist.Work | None]) -> None:
+def _wait(works: list[Any]) -> None:
     for work in works:
-        assert work is not None
         work.wait()

@@ -11,32 +11,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed.algorithms.join import JoinHook
 
 from minidist.common.replicas import broadcast_state
+from minidist.distributed_data_parallel.join import Uneven
 from minidist.distributed_data_parallel.reducer import reducers_of
 
 
-class UnevenSteps(Joinable):
+class UnevenSteps(Uneven):
     """What `Join` asks of an optimizer whose states are shared out."""
 
-    process_group: dist.ProcessGroup
     param_groups: list[dict[str, Any]]
     _is_out = False  # this rank has no batches, and takes the others' step
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For torch's `Join`."""
         return _Stepping(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        """For torch's `Join`: where its small messages live."""
-        return self.param_groups[0]["params"][0].device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        """For torch's `Join`."""
-        return self.process_group
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -47,12 +37,10 @@ class UnevenSteps(Joinable):
         if self._join_config.is_first_joinable:
             raise RuntimeError("Join([ddp, optimizer]): the model comes before its optimizer")
         group, parameters = self.process_group, self._parameters()
-        there = torch.zeros(dist.get_world_size(group), device=self.join_device)
-        there[dist.get_rank(group)] = not self._is_out
-        dist.all_reduce(there, group=group)
-        if there.all():
+        there, _ = self._vote(not self._is_out)
+        if len(there) == dist.get_world_size(group):
             return
-        source = int(there.argmax())
+        source = there[0]
         numbers = bool | int | float | tuple | torch.Tensor
         message: list[Any] = [
             [p.grad is not None for p in parameters],
