@@ -190,9 +190,7 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
             piece.own.grad = None
         held = piece.own.grad
         if gradient is not None and not isinstance(gradient, GradientInShards):
-            if gradient.layout is not torch.strided:
-                raise RuntimeError("a sparse gradient cannot be cut into shards: sparse=True")
-            part = piece.of(gradient.detach())
+            part = piece.of(gradient.detach())  # torch raises RuntimeError for a sparse one
             piece.own.grad = part if held is None else held + part
         return held
 
