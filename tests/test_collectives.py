@@ -844,7 +844,7 @@ def test_a_gpus_memory_does_not_go_over_gloo():
 
 
 def test_every_rank_hears_that_one_has_a_gpus_memory_over_gloo():
-    def call():
+    def refused():
         with FakeTensorMode():
             x = torch.ones(4, device="cuda")
         try:
@@ -853,8 +853,9 @@ def test_every_rank_hears_that_one_has_a_gpus_memory_over_gloo():
             return str(error)
 
     with md.ranks(2, backend="gloo") as pool:
-        for said in pool(call):
-            assert "rank 1: all_reduce(tensor=float32 (4,) on cuda:0, op=SUM)  <- gloo" in said
+        for said in pool(refused):
+            call = "all_reduce(tensor=float32 (4,) on cuda:0, op=SUM, algorithm=ring)"
+            assert f"rank 1: {call}  <- gloo sends no message from a GPU" in said
 
 
 @pytest.mark.gpu

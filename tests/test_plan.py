@@ -395,6 +395,8 @@ def test_a_module_in_two_places_is_split_once(pools):
         found += apart({"loaded": (model(tokens), wanted)})
         return model.blocks[0] is model.blocks[1], found
 
+    assert pools(2)(run) == [(True, [])] * 2
+
 
 def test_one_module_has_one_style(pools):
     def run():
@@ -403,5 +405,3 @@ def test_one_module_has_one_style(pools):
         return raised(tp.split, model, None, {"0": "columns", "2": "rows"})
 
     assert pools(2)(run) == ["ValueError: 0 and 2 are one module, with two styles in the plan"] * 2
-
-    assert pools(2)(run) == [(True, [])] * 2
