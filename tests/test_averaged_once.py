@@ -316,6 +316,23 @@ def test_a_gradient_that_a_function_leaves_out_counts_as_zero(pools, wrap):
     assert max(pools(2)(run)) < 1e-12
 
 
+def test_shards_stay_where_a_function_leaves_a_gradient_out(pools):
+    """Gradients of two passes add up in shards. In the second, rank 1 has none for the weight."""
+
+    def run():
+        torch.manual_seed(0)
+        module = Product()
+        before, plain = module.weight.detach().clone(), copy.deepcopy(module)
+        model, optimizer = sharded(module)
+        for _ in range(2):
+            square(model, dist.get_rank()).backward()
+            plain.last(share(0) @ plain.weight).pow(2).mean().backward()
+        optimizer.step()
+        return far([before - module.weight], [plain.weight.grad / 2])
+
+    assert max(pools(2)(run)) < 1e-12
+
+
 def test_a_tracker_that_begins_after_the_forward_pass_only_reads(pools):
     def run():
         module = net()

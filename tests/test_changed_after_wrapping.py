@@ -481,7 +481,16 @@ def test_an_elementwise_optimizer_is_taken_at_any_rate(pools, kind):
 
 def test_queries_keys_and_values_are_not_gathered(pools):
     def make():
-        return raised(lambda: QKVParallelLinear(4, 12, heads=4, gather_output=True))
+        plain = QKVParallelLinear(4, 12, heads=4, gather_output=False)
+        return (
+            tuple(plain(torch.ones(1, 2, 4)).shape),
+            raised(lambda: QKVParallelLinear(4, 12, heads=4, gather_output=True)),
+            raised(
+                lambda: QKVParallelLinear.from_dense(nn.Linear(4, 12), heads=4, gather_output=True)
+            ),
+        )
 
-    for kind, words in pools(2)(make):
-        assert kind == "TypeError" and words.endswith("argument 'gather_output'")
+    for shape, *told in pools(2)(make):
+        assert shape == (1, 2, 6)
+        for kind, words in told:
+            assert kind == "ValueError" and words.startswith("gather_output: a QKVParallelLinear")

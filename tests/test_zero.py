@@ -957,6 +957,13 @@ def unfrozen(rank):
     optimizer.step()
 
 
+def sparse(rank):
+    module = nn.Embedding(4, 3, sparse=True)
+    optimizer = zero(module.parameters())
+    module(torch.tensor([rank])).sum().backward()
+    optimizer.step()
+
+
 def wrap(optimizer_of):
     module = net()
     md.ShardedDataParallel(module, optimizer_of(module))
@@ -1026,6 +1033,7 @@ MISTAKES = {
     "not consolidated": (not_consolidated, "RuntimeError", "consolidate_state_dict(to="),
     "converted": (converted, "RuntimeError", "moved or converted since"),
     "unfrozen": (unfrozen, "RuntimeError", "frozen when the optimizer was made"),
+    "sparse": (sparse, "RuntimeError", "a sparse gradient cannot be cut into shards: sparse=True"),
     "another optimizer": (
         lambda rank: wrap(lambda m: torch.optim.Adam(m.parameters())),
         "TypeError",

@@ -171,8 +171,7 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
         return copy_on_ranks(self, memo, self.process_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What `copy.deepcopy` and `torch.save` take: not what belongs to this process alone. Of
-        another group than the default one, pickle says that it cannot be saved."""
+        """What `copy.deepcopy` and `torch.save` take: not what belongs to this process alone."""
         state = {k: v for k, v in vars(self).items() if k not in ("_guard", "_reducer")}
         if self.process_group is dist.group.WORLD:
             state["process_group"] = None
@@ -182,6 +181,14 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
         super().__setstate__(state)
         self.process_group = require_group(self.process_group, "DistributedDataParallel")
         self._watch()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.process_group is not dist.group.WORLD:
+            raise TypeError(
+                "a DistributedDataParallel can be saved if its group is the default one. Save its "
+                "state_dict() or its module"
+            )
+        return super().__reduce_ex__(protocol)
 
 
 def _device_of(

@@ -42,14 +42,16 @@ class QKVParallelLinear(ColumnParallelLinear):
         *,
         heads: int,
         kv_heads: int | None = None,
-        sequence_parallel: bool = False,
-        device: Any = None,
-        dtype: Any = None,
+        **options: Any,
     ) -> None:
+        if options.get("gather_output"):
+            raise ValueError(
+                "gather_output: a QKVParallelLinear leaves queries, keys and values with the rank "
+                "that has their heads. Gather what attention makes of them, or its inputs"
+            )
         self.heads, self.kv_heads = heads, kv_heads or heads
         require_multiple(out_features, self.heads + 2 * self.kv_heads, "out_features over heads")
         self.head_dim = out_features // (self.heads + 2 * self.kv_heads)
-        options: Any = dict(sequence_parallel=sequence_parallel, device=device, dtype=dtype)
         super().__init__(in_features, out_features, bias, process_group, **options)
 
     def require_split(self) -> None:

@@ -112,9 +112,11 @@ class ShardReducer(Reducer):
         self._shards = []
 
 
-def _make_room(parameter: nn.Parameter, piece: Piece | None, *_: Any) -> None:
+def _make_room(parameter: nn.Parameter, piece: Piece | None, *given: Any) -> None:
     """For a gradient that is whole: what is in shards stays there, unless the user has set the
     parameter's `.grad` to None."""
+    if given == ((None,),):
+        return  # a Function of the user's has none for it, so nothing comes
     if parameter.grad is None and piece is not None:
         piece.own.grad = None
     elif isinstance(parameter.grad, GradientInShards) and parameter.grad.piece is piece:

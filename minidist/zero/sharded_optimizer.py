@@ -190,7 +190,9 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
             piece.own.grad = None
         held = piece.own.grad
         if gradient is not None and not isinstance(gradient, GradientInShards):
-            part = piece.of(gradient.detach())  # torch raises RuntimeError for a sparse one
+            if gradient.layout is not torch.strided:
+                raise RuntimeError("a sparse gradient cannot be cut into shards: sparse=True")
+            part = piece.of(gradient.detach())
             piece.own.grad = part if held is None else held + part
         return held
 
