@@ -14,14 +14,14 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minidist as md
-from minidist.distributed_data_parallel import (
+from minidist.averaging import (
     LowBitState,
     PowerSGDState,
     int8_hook,
     one_bit_hook,
     power_sgd_hook,
 )
-from minidist.distributed_data_parallel.low_bit_hooks import INT8, SIGN
+from minidist.averaging.low_bit_hooks import INT8, SIGN
 
 OURS = md.DistributedDataParallel
 HOOKS = {"int8": int8_hook, "1 bit": one_bit_hook}

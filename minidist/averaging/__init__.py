@@ -1,8 +1,10 @@
-"""Replicas that train on their own, and take the mean of their parameters now and then.
+"""Fewer bytes than all gradients of every step, which DistributedDataParallel sends.
 
-DistributedDataParallel sends every gradient of every step. Here each rank takes steps of its own,
-with its own optimizer, and only after a *period* of steps the replicas meet. That is fewer bytes by
-the factor of the period. Between two meetings the replicas drift apart, and that has its price.
+Replicas can train on their own, and take the mean of their parameters now and then: each rank takes
+steps with its own optimizer, and only after a *period* of steps the replicas meet. That is fewer
+bytes by the factor of the period. Between two meetings the replicas drift apart, and that has its
+price. Or each gradient is sent in fewer bits, by a communication hook of DistributedDataParallel;
+what the bits cannot say goes into the next one.
 
 To read, in this order:
 
@@ -15,6 +17,12 @@ To read, in this order:
     streaming             one fragment after the other, while training goes on
     gossip                no meeting of all: a mean with one neighbour
 
+and, by hooks:
+
+    hook_state            what hooks remember
+    low_bit_hooks         gradients of 8 bits, and of 1
+    power_sgd             gradients of low rank
+
 Lesson: beyond_gradients.
 """
 
@@ -23,6 +31,8 @@ from minidist.averaging.diloco import DiLoCo, nesterov
 from minidist.averaging.flat_mean import average, drift
 from minidist.averaging.gossip import Gossip
 from minidist.averaging.local_sgd import LocalSGD
+from minidist.averaging.low_bit_hooks import LowBitState, int8_hook, one_bit_hook
+from minidist.averaging.power_sgd import PowerSGDState, power_sgd_hook
 from minidist.averaging.streaming import StreamingDiLoCo
 
 __all__ = [
@@ -30,8 +40,13 @@ __all__ = [
     "DiLoCo",
     "Gossip",
     "LocalSGD",
+    "LowBitState",
+    "PowerSGDState",
     "StreamingDiLoCo",
     "average",
     "drift",
+    "int8_hook",
     "nesterov",
+    "one_bit_hook",
+    "power_sgd_hook",
 ]

@@ -22,7 +22,18 @@ import torch.distributed as dist
 from torch import nn
 
 import minidist as md
-from minidist.averaging import DiLoCo, Gossip, LocalSGD, StreamingDiLoCo, average
+from minidist.averaging import (
+    DiLoCo,
+    Gossip,
+    LocalSGD,
+    LowBitState,
+    PowerSGDState,
+    StreamingDiLoCo,
+    average,
+    int8_hook,
+    one_bit_hook,
+    power_sgd_hook,
+)
 from minidist.bench import served
 from minidist.bench.rows import Row, draw, show
 from minidist.bench.tasks import PERIOD, TASKS, Outcome, Task, sgd, train
@@ -30,13 +41,6 @@ from minidist.bench.training import Wrapped
 from minidist.bench.turns import Times, in_turns
 from minidist.collectives import cost
 from minidist.collectives.cost import ALGORITHMS
-from minidist.distributed_data_parallel import (
-    LowBitState,
-    PowerSGDState,
-    int8_hook,
-    one_bit_hook,
-    power_sgd_hook,
-)
 from minidist.runtime import Pool
 
 RANKS = 4  # that train; a server comes in addition

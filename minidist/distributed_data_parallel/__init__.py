@@ -11,8 +11,7 @@ To read, in this order:
     ddp        the wrapper: what happens before and after a forward pass
 
 A step is in the last three of these, and in `common.wrapper`. The edges: `join` (ranks with
-different numbers of batches), `hooks` (gradients of 16 bits). And with lesson beyond_gradients:
-`low_bit_hooks` (of 8 bits and of 1), `power_sgd` (of low rank).
+different numbers of batches), `hooks` (gradients of 16 bits; of fewer bits: `minidist.averaging`).
 Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (arXiv
 2006.15704). Lesson: distributed_data_parallel.
 """
@@ -20,16 +19,5 @@ Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Train
 from minidist.distributed_data_parallel.buckets import Bucket
 from minidist.distributed_data_parallel.ddp import DistributedDataParallel
 from minidist.distributed_data_parallel.hooks import bf16_compress_hook
-from minidist.distributed_data_parallel.low_bit_hooks import LowBitState, int8_hook, one_bit_hook
-from minidist.distributed_data_parallel.power_sgd import PowerSGDState, power_sgd_hook
 
-__all__ = [
-    "Bucket",
-    "DistributedDataParallel",
-    "LowBitState",
-    "PowerSGDState",
-    "bf16_compress_hook",
-    "int8_hook",
-    "one_bit_hook",
-    "power_sgd_hook",
-]
+__all__ = ["Bucket", "DistributedDataParallel", "bf16_compress_hook"]

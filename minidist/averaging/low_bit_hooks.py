@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from minidist.averaging.hook_state import Remembering, done, require_state
 from minidist.common.single import all_gather_single
-from minidist.distributed_data_parallel.hooks import Remembering, done, require_state
 
 SCALE = 4  # bytes of a row's scale, a float32
 

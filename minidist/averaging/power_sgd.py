@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from minidist.distributed_data_parallel.hooks import Remembering, done, require_state
+from minidist.averaging.flat_mean import average
+from minidist.averaging.hook_state import Remembering, done, require_state
 
 
 @dataclass
@@ -76,7 +77,7 @@ def power_sgd_hook(
     late = state.iter >= state.start
     state.iter += bucket.is_last()
     if not late:
-        _average([flat], group)
+        average([flat], group)
         return done(flat)
     memory: Memory = state.kept(bucket, Memory)
     gradients = bucket.gradients()
@@ -90,14 +91,14 @@ def power_sgd_hook(
 
     ps = {i: matrix @ memory.qs[i] for i, matrix in matrices.items()}  # (n, r)
     as_they_are = [g for i, g in enumerate(gradients) if i not in matrices]
-    _average([*ps.values(), *as_they_are], group)
+    average([*ps.values(), *as_they_are], group)
     ps = {i: torch.linalg.qr(p).Q for i, p in ps.items()}  # orthonormal columns
     memory.qs = {i: matrix.T @ ps[i] for i, matrix in matrices.items()}  # (m, r)
 
     if state.use_error_feedback:  # what this rank has sent is P Qᵀ, with its own Q
         for i, matrix in matrices.items():
             memory.errors[i] = (matrix - ps[i] @ memory.qs[i].T).nan_to_num_(0, 0, 0)
-    _average(list(memory.qs.values()), group)
+    average(list(memory.qs.values()), group)
     for i, p in ps.items():
         gradients[i].copy_((p @ memory.qs[i].T).view(gradients[i].shape))
     if not all(q.isfinite().all() for q in memory.qs.values()):  # an overflow: every rank has it
@@ -117,14 +118,3 @@ def _worth(state: PowerSGDState, gradient: torch.Tensor) -> bool:
         return False
     n, m = gradient.flatten(1).shape
     return (n + m) * min(n, m, state.rank) < n * m
-
-
-def _average(tensors: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """Replace the tensors by their means over the ranks: one all_reduce for each dtype."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
-        flat = torch.cat([tensor.flatten() for tensor in alike])
-        flat /= dist.get_world_size(group)
-        dist.all_reduce(flat, group=group)
-        for tensor, mean in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
-            tensor.copy_(mean.view(tensor.shape))
