@@ -15,6 +15,7 @@ from torch import nn
 from minidist import backend
 
 FIRST_BUCKET = 2**20  # bytes: small, so that the first message leaves early
+BUCKET_CAP_MB = 25  # MiB of all others, unless the user names another size: as in torch
 
 
 class Bucket:

@@ -16,6 +16,7 @@ from minidist.common.no_sync import Synchronized
 from minidist.common.refusals import refuse
 from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.wrapper import Guard, copy_on_ranks
+from minidist.distributed_data_parallel.buckets import BUCKET_CAP_MB
 from minidist.distributed_data_parallel.join import UnevenBatches
 from minidist.distributed_data_parallel.reducer import CommHook, Reducer
 
@@ -98,7 +99,7 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
         UnevenBatches.__init__(self)
         given = locals()
         refuse("DistributedDataParallel", {name: given[name] for name in NOT_HERE}, NOT_HERE)
-        self.bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
+        self.bucket_cap_mb = BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
         if self.bucket_cap_mb <= 0:
             raise ValueError(f"bucket_cap_mb must be more than 0, not {bucket_cap_mb}")
         self.device = next(module.parameters(), torch.empty(0)).device

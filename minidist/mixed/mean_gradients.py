@@ -5,7 +5,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from minidist.distributed_data_parallel.buckets import Bucket, assign
+from minidist.distributed_data_parallel.buckets import BUCKET_CAP_MB, Bucket, assign
 from minidist.distributed_data_parallel.reducer import on_any_rank
 from minidist.rank import device
 
@@ -20,8 +20,7 @@ class MeanGradients:
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         self._group = group
         trained = [p for p in reversed(list(module.parameters())) if p.requires_grad]
-        # Buckets of 25 MiB, as DistributedDataParallel has them.
-        plan = assign(trained, 25 * 2**20) if group.size() > 1 else []
+        plan = assign(trained, BUCKET_CAP_MB * 2**20) if group.size() > 1 else []
         self._buckets = [
             Bucket(number, parameters, number == len(plan) - 1, group)
             for number, parameters in enumerate(plan)

@@ -13,7 +13,7 @@ from minidist.common.agree import gather, require_same, together
 from minidist.common.groups import require_group
 from minidist.common.refusals import refuse
 from minidist.common.replicas import describe, refuse_dtensors
-from minidist.distributed_data_parallel.buckets import assign
+from minidist.distributed_data_parallel.buckets import BUCKET_CAP_MB, assign
 from minidist.zero.optimizer_states import (
     own_states,
     renamed,
@@ -86,7 +86,7 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         **defaults: Any,
     ) -> None:
         self.process_group = require_group(process_group, "ZeroRedundancyOptimizer")
-        self.bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
+        self.bucket_cap_mb = BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
         self._inner: Any = None  # it trains the pieces
         with together(self.process_group):
             if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
