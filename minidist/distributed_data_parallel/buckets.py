@@ -1,18 +1,21 @@
 """Gradients that travel together: one flat tensor, of which they are views. So packing costs no
 copy of its own, and the mean arrives where the optimizer reads it.
 
+Buckets leave in the same order on every rank, or rank 0's third would be added to rank 1's second.
 Li et al., "PyTorch Distributed" (arXiv 2006.15704), section 3.2. Lesson: distributed_data_parallel
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from minidist import backend
+from minidist.distributed_data_parallel.hooks import CommHook
 
 FIRST_BUCKET = 2**20  # bytes: small, so that the first message leaves early
 BUCKET_CAP_MB = 25  # MiB of all others, unless the user names another size: as in torch
@@ -107,6 +110,91 @@ class Bucket:
         else:
             torch.mul(parameter.grad.detach(), scale, out=view)  # copied and scaled in one go
             parameter.grad = view
+
+
+class Buckets:
+    """The gradients of parameters, on their way to their mean over the ranks of `group`.
+
+    plan: the parameters of each bucket, in the order in which the buckets will be full. As soon as
+        one is, and all before it have left, it leaves by an asynchronous all_reduce.
+    """
+
+    def __init__(self, plan: Sequence[Any], group: dist.ProcessGroup) -> None:
+        self._group, self.scale = group, 1 / dist.get_world_size(group)
+        self.comm_hook: tuple[CommHook, Any] | None = None  # and its state
+        self._sent = 0  # of the buckets, in this backward pass
+        self._travelling: list[tuple[Any, Any]] = []  # each bucket, and what waits for it
+        self._make(plan)
+
+    def _make(self, plan: Sequence[Any]) -> None:
+        self._plan = plan
+        self._buckets: list[Any] = []  # first, so that no memory is needed for both
+        self._places: dict[torch.Tensor, tuple[Any, int]] = {}
+        for index in range(len(plan)):
+            bucket = self._make_bucket(index)
+            self._buckets.append(bucket)
+            for slot, parameter in enumerate(bucket.parameters()):
+                self._places[parameter] = bucket, slot
+
+    def _make_bucket(self, index: int) -> Bucket:
+        bucket = Bucket(index, self._plan[index], index == len(self._plan) - 1, self._group)
+        for slot in range(len(self._plan[index])):
+            bucket.hold(slot)  # a gradient that is there already
+        return bucket
+
+    def arrange(self, plan: Sequence[Sequence[nn.Parameter]]) -> None:
+        """The same parameters, by another plan from now on."""
+        if [list(map(id, each)) for each in plan] != [list(map(id, each)) for each in self._plan]:
+            self._make(plan)
+
+    # In a backward pass.
+
+    def hold(self, parameter: nn.Parameter) -> None:
+        """Its gradient waits in its bucket for a later pass."""
+        bucket, slot = self._places[parameter]
+        bucket.hold(slot)
+
+    def add(self, parameter: nn.Parameter) -> None:
+        """Its gradient is complete, or it has none, which counts as zero. The full buckets leave,
+        each after all before it."""
+        bucket, slot = self._places[parameter]
+        bucket.hold(slot, 1 if self.comm_hook else self.scale)  # in torch, a hook divides itself
+        bucket.missing -= 1
+        while self._sent < len(self._buckets) and not self._buckets[self._sent].missing:
+            self._send(self._buckets[self._sent])
+            self._sent += 1
+
+    def _send(self, bucket: Any) -> None:
+        if self.comm_hook is None:
+            handle: Any = dist.all_reduce(bucket.buffer(), group=self._group, async_op=True)
+        else:
+            hook, state = self.comm_hook
+            handle = hook(state, bucket)
+        self._travelling.append((bucket, handle))
+
+    def wait(self) -> None:
+        """Until all have come back."""
+        for bucket, handle in self._travelling:
+            average = handle.wait()
+            if self.comm_hook:
+                bucket.set_buffer(average)
+        self._travelling = []
+
+    def give(self, used: Iterable[nn.Parameter]) -> None:
+        """These have a gradient on one rank at least: its mean becomes their `.grad`."""
+        for parameter in used:
+            if parameter.grad is None:  # then this rank takes the step too
+                bucket, slot = self._places[parameter]
+                parameter.grad = bucket.gradients()[slot]
+
+    def empty(self) -> None:
+        """Wait for all gradients of the next backward pass."""
+        if self._travelling:  # this one has failed. What still travels will write into its buckets
+            self._travelling = []
+            self._make(self._plan)
+        self._sent = 0
+        for bucket in self._buckets:
+            bucket.empty()
 
 
 def assign(parameters: Sequence[nn.Parameter], cap: int) -> list[list[nn.Parameter]]:

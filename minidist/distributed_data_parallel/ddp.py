@@ -16,9 +16,10 @@ from minidist.common.no_sync import Synchronized
 from minidist.common.refusals import refuse
 from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.wrapper import Guard, copy_on_ranks
-from minidist.distributed_data_parallel.buckets import BUCKET_CAP_MB
+from minidist.distributed_data_parallel.buckets import BUCKET_CAP_MB, Buckets, assign
+from minidist.distributed_data_parallel.hooks import CommHook
 from minidist.distributed_data_parallel.join import UnevenBatches
-from minidist.distributed_data_parallel.reducer import CommHook, Reducer
+from minidist.distributed_data_parallel.reducer import Reducer
 
 NOT_HERE = {  # of torch's arguments
     "dim": "inputs are not cut here. Give each rank its own share of the batch",
@@ -120,8 +121,13 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
         if not trained:
             raise ValueError("DistributedDataParallel: the module has no parameter to train")
         self._guard = Guard(self.module, "DistributedDataParallel")
-        cap, unused = int(self.bucket_cap_mb * 2**20), self.find_unused_parameters
-        self._reducer = Reducer(self, trained, self.process_group, cap, unused)
+        # Backward comes to the last layer first.
+        buckets = Buckets(self._plan(list(trained.values())[::-1]), self.process_group)
+        unused = self.find_unused_parameters
+        self._reducer = Reducer(self, trained, self.process_group, buckets, unused)
+
+    def _plan(self, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+        return assign(parameters, int(self.bucket_cap_mb * 2**20))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's own, between what the ranks do together before and after."""
@@ -149,7 +155,7 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
             if not self._divide_by_initial_world_size:
                 contributors = len(there)
         if rebuild:
-            self._reducer.rebuild(source)
+            self._reducer.buckets.arrange(self._plan(self._reducer.order_on(source)))
         if broadcast and (buffers := list(self.module.buffers())):
             broadcast_state(buffers, self.process_group, source)
         self._stale_buffers = sync and self.broadcast_buffers
@@ -160,11 +166,12 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Let `hook(state, bucket)` average the buckets, instead of an all_reduce. As in torch it
         returns a Future of the average, of shape (n,), and divides by the world size itself."""
-        if self._reducer.comm_hook is not None:
+        buckets = self._reducer.buckets
+        if buckets.comm_hook is not None:
             raise RuntimeError("a communication hook is registered already")
         if not callable(hook):
             raise TypeError(f"a communication hook is a function, not {type(hook).__name__}")
-        self._reducer.comm_hook = hook, state
+        buckets.comm_hook = hook, state
 
     # ---- copies ----------------------------------------------------------------------------
 

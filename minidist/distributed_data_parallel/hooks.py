@@ -6,8 +6,13 @@ DistributedDataParallel too, and torch's hooks serve ours. `state` is the proces
 Lesson: ddp_in_practice.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
+
+CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]  # (state, bucket)
 
 
 def bf16_compress_hook(

@@ -1,9 +1,7 @@
 """Averaging gradients while backward still computes.
 
 Autograd finishes the gradients of the last layers first. As soon as a bucket has all of its
-gradients it leaves, by an asynchronous all_reduce, and travels while autograd goes on to the layers
-before. Buckets leave in the same order on every rank, or rank 0's third would be added to rank 1's
-second.
+gradients it leaves, and travels while autograd goes on to the layers before.
 
 After Li et al., "PyTorch Distributed" (arXiv 2006.15704), sections 3.2 and 4.2.
 Lesson: distributed_data_parallel.
@@ -11,7 +9,8 @@ Lesson: distributed_data_parallel.
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from itertools import compress
 from typing import Any
 
 import torch
@@ -21,18 +20,16 @@ from torch.autograd import Variable
 
 from minidist.common.no_sync import Synchronized
 from minidist.common.tensors_in import tensors_in
-from minidist.distributed_data_parallel.buckets import Bucket, assign
-
-CommHook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
+from minidist.distributed_data_parallel.buckets import Buckets
 
 
 class Reducer:
     """Averages the gradients of `parameters` (by name, in the order of registration) over the ranks
-    of `group`, in buckets of `cap` bytes, for the forward passes of `wrapper`.
+    of `group`, in `buckets`, for the forward passes of `wrapper`.
 
-    A backward pass is averaged if its forward pass asked for it by `expect`: then each bucket
-    leaves as it is full, and those that still lack gradients leave at the end of the pass.
-    find_unused_parameters: whether gradients may be missing.
+    A backward pass is averaged if its forward pass asked for it by `expect`: then each gradient is
+    added to its bucket as it is complete, and at the end of the pass those that are missing.
+    find_unused_parameters: whether some may be.
     """
 
     def __init__(
@@ -40,19 +37,16 @@ class Reducer:
         wrapper: Synchronized,
         parameters: dict[str, nn.Parameter],
         group: dist.ProcessGroup,
-        cap: int,
+        buckets: Buckets,
         find_unused_parameters: bool,
-        plan: Sequence[Any] | None = None,
     ) -> None:
         self.parameters = list(parameters.values())
         self._names = {parameter: name for name, parameter in parameters.items()}
-        self.positions = {parameter: i for i, parameter in enumerate(self.parameters)}
-        self._wrapper, self._group, self._cap = weakref.ref(wrapper), group, cap
+        self._wrapper, self._group, self.buckets = weakref.ref(wrapper), group, buckets
         self._find_unused = find_unused_parameters
-        self.comm_hook: tuple[CommHook, Any] | None = None
-        self._scale = 1 / dist.get_world_size(group)
-        self._order: list[int] | None = None  # in which gradients arrived, until the next rebuild
-        self._ordered = find_unused_parameters  # known, or of no use: each pass may have another
+        # In which gradients arrived, until the ranks make buckets by it.
+        self._order: list[nn.Parameter] | None = None
+        self._ordered = find_unused_parameters  # they have; or to no use: each pass has another
 
         self._lock = threading.RLock()  # autograd has a thread for each device
         self._sync = False  # whether to average the passes after the last forward pass
@@ -62,50 +56,26 @@ class Reducer:
         self.arrived: dict[nn.Parameter, None] = {}  # in this pass, in this order
         self.answered = False  # the last forward pass of the others, by `answer`
         self.reached: dict[str, Any] = {}  # parts of the module that a user has, by the wrapper
-
-        self._buckets: list[Any] = []
-        self._sent = 0  # of the buckets, in this pass
-        self._travelling: list[tuple[Any, Any]] = []  # each bucket, and what waits for it
-        # Backward comes to the last layer first.
-        self._make_buckets(assign(self.parameters[::-1], cap) if plan is None else plan)
         hook = GradientHook(self)
         self._hooks = {p: p.register_post_accumulate_grad_hook(hook) for p in self.parameters}
         weakref.finalize(self, remove, list(self._hooks.values()))
 
-    # ---- buckets, in the order of backward -------------------------------------------------
-
-    def _make_buckets(self, plan: Sequence[Any]) -> None:
-        """plan: the parameters of each bucket."""
-        self._plan = plan
-        self._buckets, self._places = [], {}  # first, so that no memory is needed for both
-        for index in range(len(plan)):
-            bucket = self._make_bucket(index)
-            self._buckets.append(bucket)
-            for slot, parameter in enumerate(bucket.parameters()):
-                self._places[parameter] = bucket, slot
-
-    def _make_bucket(self, index: int) -> Any:
-        bucket = Bucket(index, self._plan[index], index == len(self._plan) - 1, self._group)
-        for slot in range(len(self._plan[index])):
-            bucket.hold(slot)  # a gradient that is there already
-        return bucket
+    # ---- before a backward pass ------------------------------------------------------------
 
     @property
     def may_rebuild(self) -> bool:
         """Whether the order in which gradients arrive has just become known."""
         return self._order is not None
 
-    def rebuild(self, source: int) -> None:
-        """Make the buckets anew, in the order in which gradients arrived on rank `source`."""
-        order = torch.tensor(self._order or range(len(self.parameters)))
+    def order_on(self, source: int) -> list[nn.Parameter]:
+        """The parameters in the order in which their gradients arrived on rank `source`, for all
+        ranks to make buckets by it."""
+        position = {parameter: i for i, parameter in enumerate(self.parameters)}
+        order = torch.tensor([position[each] for each in self._order or self.parameters])
         order = order.to(self.parameters[0].device)
         dist.broadcast(order, group=self._group, group_src=source)
-        plan = assign([self.parameters[i] for i in order.tolist()], self._cap)
-        if [list(map(id, each)) for each in plan] != [list(map(id, each)) for each in self._plan]:
-            self._make_buckets(plan)
         self._order, self._ordered = None, True
-
-    # ---- before a backward pass ------------------------------------------------------------
+        return [self.parameters[i] for i in order.tolist()]
 
     def expect(self, sync: bool, contributors: int | None = None) -> None:
         """A forward pass begins. `sync`: whether to average after it, over so many ranks."""
@@ -115,7 +85,7 @@ class Reducer:
             if next(reversed(hooks)) != hook.id:
                 hooks[hook.id] = hooks.pop(hook.id)
         if contributors is not None:
-            self._scale = 1 / contributors
+            self.buckets.scale = 1 / contributors
         # Keep an earlier pass's wish: one backward pass may be for several forward passes.
         self._sync = self._awaited = sync or self._awaited
         self._reset()
@@ -162,10 +132,9 @@ class Reducer:
                 if self._pass is None:
                     self._begin()
                 self.arrived[parameter] = None
-                self._add(parameter)
+                self.buckets.add(parameter)
             elif self._pass and not torch.is_grad_enabled():  # it waits for a later pass: no_sync
-                bucket, slot = self._places[parameter]
-                bucket.hold(slot)
+                self.buckets.hold(parameter)
             elif not others:
                 self._stray(parameter)
 
@@ -208,23 +177,6 @@ class Reducer:
                     "rank"
                 )
 
-    def _add(self, parameter: nn.Parameter) -> None:
-        """Into its bucket, and the full buckets leave, each after all before it."""
-        bucket, slot = self._places[parameter]
-        bucket.hold(slot, 1 if self.comm_hook else self._scale)  # in torch, a hook divides itself
-        bucket.missing -= 1
-        while self._sent < len(self._buckets) and not self._buckets[self._sent].missing:
-            self._send(self._buckets[self._sent])
-            self._sent += 1
-
-    def _send(self, bucket: Any) -> None:
-        if self.comm_hook is None:
-            handle: Any = dist.all_reduce(bucket.buffer(), group=self._group, async_op=True)
-        else:
-            hook, state = self.comm_hook
-            handle = hook(state, bucket)
-        self._travelling.append((bucket, handle))
-
     # ---- after it --------------------------------------------------------------------------
 
     def _end(self) -> None:
@@ -236,57 +188,36 @@ class Reducer:
                 unused = [p for p in self.parameters if p not in self.arrived]
                 if unused and not self._find_unused:
                     raise RuntimeError(self._complaint(unused))
+                if not self._ordered:
+                    self._order = list(self.arrived)
                 self._finish(unused)
         finally:
             self._reset()
 
     def _finish(self, unused: list[nn.Parameter]) -> None:
         """Average the rest, and wait until all are averaged."""
-        if not self._ordered:
-            self._order = [self.positions[parameter] for parameter in self.arrived]
         # In this pass, or in those before it that were not averaged.
         used = [p in self.arrived or p.grad is not None for p in self.parameters]
         for parameter in unused:
-            self._add(parameter)
+            self.buckets.add(parameter)
         if self._find_unused:
             used = on_any_rank(used, self._group, self.parameters[0].device)
-        self._wait()
-        self._give(unused, used)
-
-    def _give(self, unused: list[nn.Parameter], used: list[bool]) -> None:
-        """All have come back. `used`: whether a parameter has a gradient, on one rank at least."""
-        for parameter in unused:
-            if used[self.positions[parameter]]:  # then this rank takes the step too
-                bucket, slot = self._places[parameter]
-                parameter.grad = bucket.gradients()[slot]
-
-    def _wait(self) -> None:
-        """Until all buckets have come back."""
-        for bucket, handle in self._travelling:
-            average = handle.wait()
-            if self.comm_hook:
-                bucket.set_buffer(average)
-        self._travelling = []
+        self.buckets.wait()
+        self.buckets.give(compress(self.parameters, used))
 
     def _reset(self) -> None:
         """A backward pass has ended, or has failed on its way."""
-        self._pass, self.arrived, self._sent = None, {}, 0
-        if self._travelling:  # it failed. What still travels will write into these buckets.
-            self._travelling = []
-            self._make_buckets(self._plan)
-        for bucket in self._buckets:
-            bucket.empty()
+        self._pass, self.arrived = None, {}
+        self.buckets.empty()
 
     def answer(self) -> None:
         """Take part in the others' averaging without a backward pass, adding zeros. Gradients that
         are here stay as they are."""
         before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
-        for bucket in self._buckets:
-            bucket.buffer().zero_()
-            self._send(bucket)
-        if self._find_unused:
-            on_any_rank([False] * len(self.parameters), self._group, self.parameters[0].device)
-        self._wait()
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._finish(self.parameters)
+        self._reset()
         for parameter, gradient in zip(self.parameters, before, strict=True):
             parameter.grad = gradient  # which was a view of a bucket, maybe
         self._sync = self._awaited = False  # no backward pass comes here

@@ -1,11 +1,12 @@
 """Along the axis `data`: the mean of the replicas' gradients, once a step."""
 
-from typing import Any
+from functools import cached_property
+from itertools import compress
 
 import torch.distributed as dist
 from torch import nn
 
-from minidist.distributed_data_parallel.buckets import BUCKET_CAP_MB, Bucket, assign
+from minidist.distributed_data_parallel.buckets import BUCKET_CAP_MB, Buckets, assign
 from minidist.distributed_data_parallel.reducer import on_any_rank
 from minidist.rank import device
 
@@ -20,12 +21,11 @@ class MeanGradients:
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         self._group = group
         trained = [p for p in reversed(list(module.parameters())) if p.requires_grad]
-        plan = assign(trained, BUCKET_CAP_MB * 2**20) if group.size() > 1 else []
-        self._buckets = [
-            Bucket(number, parameters, number == len(plan) - 1, group)
-            for number, parameters in enumerate(plan)
-        ]
-        self._parameters = [parameter for parameters in plan for parameter in parameters]
+        self._parameters = trained if group.size() > 1 else []
+
+    @cached_property
+    def _buckets(self) -> Buckets:  # when there are gradients to put into them
+        return Buckets(assign(self._parameters, BUCKET_CAP_MB * 2**20), self._group)
 
     def some_unused(self) -> bool:
         """Whether a parameter has no gradient on this rank."""
@@ -38,16 +38,10 @@ class MeanGradients:
         """All ranks of the group call this. `some_unused`: on one of them at least. Without
         gradient on some ranks, a parameter counts there as zero; on all, its `.grad` stays None."""
         used = self._used()
-        works: list[Any] = []
-        for bucket in self._buckets:
-            for slot in range(len(bucket.parameters())):
-                bucket.hold(slot, 1 / self._group.size())
-            works.append(dist.all_reduce(bucket.buffer(), group=self._group, async_op=True))
-        for work in works:
-            work.wait()
+        for parameter in self._parameters:
+            self._buckets.add(parameter)
+        self._buckets.wait()
+        self._buckets.empty()
         if some_unused:
             used = on_any_rank(used, self._group, device())
-            views = [view for bucket in self._buckets for view in bucket.gradients()]
-            for parameter, view, any_used in zip(self._parameters, views, used, strict=True):
-                if any_used:  # then this rank takes the step too
-                    parameter.grad = view
+            self._buckets.give(compress(self._parameters, used))

@@ -19,8 +19,9 @@ To read, in this order:
     sharded_optimizer   stage 1: a step
     sharded_ddp         stage 2: gradients go to their owner while backward still computes
 
-A step of stage 2 is in the last three of these, and in `reducer` of DistributedDataParallel. The
-edge: `optimizer_states` (checkpoints).
+A step of stage 2 is in the last three of these, and in `buckets` and `reducer` of
+DistributedDataParallel. The edges: `optimizer_states` (checkpoints), `uneven` (ranks with different
+numbers of batches).
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (arXiv
 1910.02054), section 5. The pair of classes is FairScale's: OSS and ShardedDDP. Lesson: zero.
 """

@@ -6,7 +6,7 @@ there: one bucket fills while another travels, and the whole gradient is never i
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from minidist.common.no_sync import Synchronized
 from minidist.common.norm import clip_grad_norm_
 from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.wrapper import Guard
-from minidist.distributed_data_parallel.buckets import Bucket
+from minidist.distributed_data_parallel.buckets import Bucket, Buckets
 from minidist.distributed_data_parallel.reducer import Reducer, remove
 from minidist.zero.sharded_optimizer import ZeroRedundancyOptimizer
 from minidist.zero.shards import FlatParameters, GradientInShards, Piece, reduce_scatter
@@ -47,28 +47,27 @@ class PassingBucket(Bucket):
         del self._flat, self._views
 
 
-class ShardReducer(Reducer):
-    """Gives each rank of `group` its shard of the mean gradients of `parameters`, by name, in the
-    `.grad` of the pieces of `flats`. The parameters' own `.grad` then stands for those of all
-    ranks: `GradientInShards`."""
+class ShardBuckets(Buckets):
+    """Give each rank of `group` its shard of the mean gradients of `parameters`, in the `.grad` of
+    the pieces of `flats`. The parameters' own `.grad` then stands for those of all ranks:
+    `GradientInShards`."""
 
     def __init__(
         self,
-        wrapper: Synchronized,
-        parameters: dict[str, nn.Parameter],
+        parameters: Sequence[nn.Parameter],
         flats: Sequence[FlatParameters],
         group: dist.ProcessGroup,
     ) -> None:
         self._pieces = {piece.whole: piece for flat in flats for piece in flat.pieces}
         self._shards: list[torch.Tensor] = []  # of the mean: (S,) of each bucket that has arrived
-        super().__init__(wrapper, parameters, group, 0, find_unused_parameters=True, plan=flats)
+        super().__init__(flats, group)
         # A parameter does not hold its node, and the node holds this hook.
-        self._nodes = [get_gradient_edge(parameter).node for parameter in self.parameters]
+        self._nodes = [get_gradient_edge(parameter).node for parameter in parameters]
         hooks: list[Any] = []
         for flat in flats:
             remove(flat.hooks)  # an earlier wrapper's of this optimizer: two would undo each other
             flat.hooks = hooks
-        for parameter, node in zip(self.parameters, self._nodes, strict=True):
+        for parameter, node in zip(parameters, self._nodes, strict=True):
             if isinstance(parameter.grad, GradientInShards):  # of an earlier wrapper's optimizer
                 parameter.grad = None
             make_room = partial(_make_room, parameter, self._pieces.get(parameter))
@@ -79,36 +78,40 @@ class ShardReducer(Reducer):
         last = index == len(self._plan) - 1
         return PassingBucket(index, self._plan[index].parameters, last, self._group)
 
-    def _add(self, parameter: nn.Parameter) -> None:
+    def add(self, parameter: nn.Parameter) -> None:
+        """As all buckets do."""
         _make_room(parameter, self._pieces.get(parameter))  # if the pass has left it out
-        super()._add(parameter)
+        super().add(parameter)
 
     def _send(self, bucket: Any) -> None:
-        self._wait()  # so that no more than one travels
+        self.wait()  # so that no more than one travels
         self._travelling = [(bucket, reduce_scatter(bucket.buffer(), self._group))]
 
-    def _wait(self) -> None:
-        for bucket, wait in self._travelling:
-            self._shards.append(wait())
+    def wait(self) -> None:
+        """Until the last one has come back."""
+        for bucket, arrive in self._travelling:
+            self._shards.append(arrive())
             bucket.free()
         self._travelling = []
 
-    def _give(self, unused: list[nn.Parameter], used: list[bool]) -> None:
+    def give(self, used: Iterable[nn.Parameter]) -> None:
+        """The same of the shards. A gradient that no rank has stays None, and the optimizer passes
+        over it."""
+        found = set(used)
         for flat, shard in zip(self._plan, self._shards, strict=True):
             for piece in flat.pieces:
-                # A gradient that no rank has stays None, and the optimizer passes over it.
-                if used[self.positions[piece.whole]]:
+                if piece.whole in found:
                     if piece.own.grad is None:
                         piece.own.grad = shard[piece.place].detach()  # as DDP's
                     else:
                         piece.own.grad += shard[piece.place]
-        for parameter, is_used in zip(self.parameters, used, strict=True):
-            if is_used:
-                mine = self._pieces.get(parameter)
-                parameter.grad = GradientInShards(parameter, mine, self._group)
+        for parameter in found:
+            mine = self._pieces.get(parameter)
+            parameter.grad = GradientInShards(parameter, mine, self._group)
 
-    def _reset(self) -> None:
-        super()._reset()
+    def empty(self) -> None:
+        """As all buckets are."""
+        super().empty()
         self._shards = []
 
 
@@ -180,7 +183,8 @@ class ShardedDataParallel(Synchronized):
         self._optimizers = optimizers
         self._stale_buffers = True  # rank 0 may change some until the first pass
         self._guard = Guard(module, "ShardedDataParallel")
-        self._reducer = ShardReducer(self, trained, flats, group)
+        buckets = ShardBuckets(list(trained.values()), flats, group)
+        self._reducer = Reducer(self, trained, group, buckets, find_unused_parameters=True)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's own. A pass that trains leaves other buffers on each rank: the next pass
