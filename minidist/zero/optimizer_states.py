@@ -5,21 +5,41 @@ A state is elementwise, of the shape of its parameter, or a number for the whole
 count of steps.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_map_only
 
+from minidist.common.agree import gather
 from minidist.zero.shards import Piece
 
 States = dict[int, dict[str, Any]]  # by the number of the parameter: its states, by name
 
 
-def whole_states(
-    parameters: Sequence[torch.Tensor], ranks: Iterable[dict[int, tuple[slice, dict[str, Any]]]]
-) -> States:
-    """The states of whole parameters, on the CPU. `ranks`: of each rank, by the number of the
-    parameter, the span that it owns and the states of that."""
+def gathered(
+    parameters: Sequence[nn.Parameter],
+    pieces: dict[torch.Tensor, Piece],
+    own_states: Mapping[torch.Tensor, dict[str, Any]],
+    group: dist.ProcessGroup,
+    to: int | None,
+) -> States | None:
+    """The states of whole parameters, on the CPU of rank `to` of the group, or of all ranks; None
+    elsewhere. `own_states`: of this rank's pieces, by the whole parameter. All ranks call it."""
+    own = {
+        number: (pieces[p].span, tree_map_only(torch.Tensor, torch.Tensor.cpu, own_states[p]))
+        for number, p in enumerate(parameters)
+        if p in pieces and p in own_states
+    }
+    if to is None:
+        ranks: Any = gather(group, own)
+    else:
+        ranks = [None] * dist.get_world_size(group) if dist.get_rank(group) == to else None
+        dist.gather_object(own, ranks, group=group, group_dst=to)
+    if ranks is None:
+        return None
     whole: States = {}
     for owned in ranks:
         for number, (span, states) in owned.items():
@@ -34,12 +54,26 @@ def whole_states(
     return dict(sorted(whole.items()))
 
 
-def own_states(piece: Piece, states: dict[str, Any]) -> dict[str, Any]:
-    """The states of a piece, of those of its whole parameter."""
-    return {
-        name: piece.of(value).clone() if elementwise(name, value, piece.whole) else value
-        for name, value in states.items()
+def own_part(
+    state_dict: dict[str, Any],
+    parameters: Sequence[nn.Parameter],
+    pieces: dict[torch.Tensor, Piece],
+) -> dict[str, Any]:
+    """This rank's part of a whole state_dict: the states of its pieces, by the numbers of their
+    parameters. Raises ValueError if it is of other parameters."""
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    state_dict = renamed(state_dict, {key: number for number, key in enumerate(keys)})
+    whole: States = state_dict["state"]
+    require_states_of(parameters, whole)
+    states = {
+        number: {
+            name: pieces[p].of(value).clone() if elementwise(name, value, p) else value
+            for name, value in whole[number].items()
+        }
+        for number, p in enumerate(parameters)
+        if p in pieces and number in whole
     }
+    return {**state_dict, "state": states}
 
 
 def require_states_of(

@@ -48,16 +48,11 @@ class PassingBucket(Bucket):
 
 
 class ShardBuckets(Buckets):
-    """Give each rank of `group` its shard of the mean gradients of `parameters`, in the `.grad` of
-    the pieces of `flats`. The parameters' own `.grad` then stands for those of all ranks:
-    `GradientInShards`."""
+    """Give each rank of `group` its shard of the mean gradients, in the `.grad` of the pieces of
+    `flats`. The parameters' own `.grad` then stands for those of all ranks: `GradientInShards`."""
 
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        flats: Sequence[FlatParameters],
-        group: dist.ProcessGroup,
-    ) -> None:
+    def __init__(self, flats: Sequence[FlatParameters], group: dist.ProcessGroup) -> None:
+        parameters = [parameter for flat in flats for parameter in flat.parameters]
         self._pieces = {piece.whole: piece for flat in flats for piece in flat.pieces}
         self._shards: list[torch.Tensor] = []  # of the mean: (S,) of each bucket that has arrived
         super().__init__(flats, group)
@@ -183,7 +178,7 @@ class ShardedDataParallel(Synchronized):
         self._optimizers = optimizers
         self._stale_buffers = True  # rank 0 may change some until the first pass
         self._guard = Guard(module, "ShardedDataParallel")
-        buckets = ShardBuckets(list(trained.values()), flats, group)
+        buckets = ShardBuckets(flats, group)
         self._reducer = Reducer(self, trained, group, buckets, find_unused_parameters=True)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

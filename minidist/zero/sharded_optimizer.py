@@ -7,19 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
-from minidist.common.agree import gather, require_same, together
+from minidist.common.agree import require_same, together
 from minidist.common.groups import require_group
 from minidist.common.refusals import refuse
 from minidist.common.replicas import describe, refuse_dtensors
 from minidist.distributed_data_parallel.buckets import BUCKET_CAP_MB, assign
-from minidist.zero.optimizer_states import (
-    own_states,
-    renamed,
-    require_states_of,
-    whole_states,
-)
+from minidist.zero.optimizer_states import gathered, own_part
 from minidist.zero.shards import FlatParameters, GradientInShards, Piece, all_gather
 from minidist.zero.uneven import UnevenSteps
 
@@ -223,19 +217,10 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
     def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Gather the states of all ranks on rank `to` of the group, on its CPU; None is all ranks.
         All ranks must call it before `state_dict`, since the last step."""
-        parameters, group = self._parameters(), self.process_group
-        own = {
-            n: (self.pieces[p].span, tree_map_only(torch.Tensor, torch.Tensor.cpu, self.state[p]))
-            for n, p in enumerate(parameters)
-            if p in self.pieces and p in self.state
-        }
-        if to is None:
-            ranks: Any = gather(group, own)
-        else:
-            ranks = [None] * dist.get_world_size(group) if dist.get_rank(group) == to else None
-            dist.gather_object(own, ranks, group=group, group_dst=to)
-        if ranks is not None:
-            self._whole_states = whole_states(parameters, ranks)
+        group = self.process_group
+        whole = gathered(self._parameters(), self.pieces, self.state, group, to)
+        if whole is not None:
+            self._whole_states = whole
 
     def state_dict(self) -> dict[str, Any]:
         """That of the bare optimizer, whole: it loads at any world size, and without minidist.
@@ -253,16 +238,7 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         """Take this rank's part of a whole one, the same on every rank: from `state_dict`, or from
         the bare optimizer, where parameters may have names for numbers. Raises ValueError, and
         changes nothing, if it is of another model."""
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        state_dict = renamed(state_dict, {key: number for number, key in enumerate(keys)})
-        parameters, whole = self._parameters(), state_dict["state"]
-        require_states_of(parameters, whole)
-        states = {
-            number: own_states(self.pieces[parameter], whole[number])
-            for number, parameter in enumerate(parameters)
-            if parameter in self.pieces and number in whole
-        }
-        self.load_shard_state_dict({**state_dict, "state": states})
+        self.load_shard_state_dict(own_part(state_dict, self._parameters(), self.pieces))
 
     def load_shard_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take one that has this rank's states already: those of its pieces, (n,), by the numbers
