@@ -36,9 +36,10 @@ class Bucket:
     ) -> None:
         self._index, self._last, self._group = index, last, group
         self._parameters = list(parameters)
-        *self._offsets, self._size = accumulate((p.numel() for p in parameters), initial=0)
+        *offsets, self._size = accumulate((p.numel() for p in parameters), initial=0)
+        self._offsets = dict(zip(parameters, offsets, strict=True))
         # Those of the parameters, or each step would pay for the difference.
-        self._strides = [dense_strides(parameter) for parameter in parameters]
+        self._strides = {parameter: dense_strides(parameter) for parameter in parameters}
         self.empty()
 
     @cached_property
@@ -52,13 +53,13 @@ class Bucket:
         return backend.empty(self._size, dtype=first.dtype, device=first.device, group=self._group)
 
     @cached_property
-    def _views(self) -> list[torch.Tensor]:
-        return list(map(self._view, range(len(self._parameters))))
+    def _views(self) -> dict[nn.Parameter, torch.Tensor]:
+        return {parameter: self._view(parameter) for parameter in self._parameters}
 
-    def _view(self, slot: int) -> torch.Tensor:
-        shape = self._parameters[slot].shape
+    def _view(self, parameter: nn.Parameter) -> torch.Tensor:
+        place = parameter.shape, self._strides[parameter], self._offsets[parameter]
         # Detached: no view to autograd, so that users may call `detach_()` on a gradient.
-        return self._flat.as_strided(shape, self._strides[slot], self._offsets[slot]).detach()
+        return self._flat.as_strided(*place).detach()
 
     # What torch's hooks call.
 
@@ -77,7 +78,7 @@ class Bucket:
 
     def gradients(self) -> list[torch.Tensor]:
         """The gradient of each parameter: views of the buffer."""
-        return self._views
+        return list(self._views.values())
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters, in the order of their gradients."""
@@ -93,13 +94,13 @@ class Bucket:
         """Wait for all gradients of a backward pass."""
         self.missing = len(self._parameters)
 
-    def hold(self, slot: int, scale: float = 1) -> None:
+    def hold(self, parameter: nn.Parameter, scale: float = 1) -> None:
         """Make the gradient of a parameter, times `scale`, a view of ours. Without a gradient, our
         part of the bucket is zero."""
-        parameter, view = self._parameters[slot], self._views[slot]
-        place = self._flat.data_ptr() + self._offsets[slot] * self._flat.element_size()
+        view = self._views[parameter]
+        place = self._flat.data_ptr() + self._offsets[parameter] * self._flat.element_size()
         if view.data_ptr() != place:  # Module.to has given it other memory, as it does with .grad
-            view = self._views[slot] = self._view(slot)
+            view = self._views[parameter] = self._view(parameter)
         if parameter.grad is view:
             if scale != 1:
                 view.mul_(scale)
@@ -110,6 +111,10 @@ class Bucket:
         else:
             torch.mul(parameter.grad.detach(), scale, out=view)  # copied and scaled in one go
             parameter.grad = view
+
+    def give(self, parameter: nn.Parameter) -> None:
+        """To a parameter without gradient: the one that is here."""
+        parameter.grad = self._views[parameter]
 
 
 class Buckets:
@@ -129,17 +134,16 @@ class Buckets:
     def _make(self, plan: Sequence[Any]) -> None:
         self._plan = plan
         self._buckets: list[Any] = []  # first, so that no memory is needed for both
-        self._places: dict[torch.Tensor, tuple[Any, int]] = {}
+        self._bucket_of: dict[torch.Tensor, Any] = {}
         for index in range(len(plan)):
             bucket = self._make_bucket(index)
             self._buckets.append(bucket)
-            for slot, parameter in enumerate(bucket.parameters()):
-                self._places[parameter] = bucket, slot
+            self._bucket_of |= dict.fromkeys(bucket.parameters(), bucket)
 
     def _make_bucket(self, index: int) -> Bucket:
         bucket = Bucket(index, self._plan[index], index == len(self._plan) - 1, self._group)
-        for slot in range(len(self._plan[index])):
-            bucket.hold(slot)  # a gradient that is there already
+        for parameter in self._plan[index]:
+            bucket.hold(parameter)  # a gradient that is there already
         return bucket
 
     def arrange(self, plan: Sequence[Sequence[nn.Parameter]]) -> None:
@@ -151,14 +155,13 @@ class Buckets:
 
     def hold(self, parameter: nn.Parameter) -> None:
         """Its gradient waits in its bucket for a later pass."""
-        bucket, slot = self._places[parameter]
-        bucket.hold(slot)
+        self._bucket_of[parameter].hold(parameter)
 
     def add(self, parameter: nn.Parameter) -> None:
         """Its gradient is complete, or it has none, which counts as zero. The full buckets leave,
         each after all before it."""
-        bucket, slot = self._places[parameter]
-        bucket.hold(slot, 1 if self.comm_hook else self.scale)  # in torch, a hook divides itself
+        bucket = self._bucket_of[parameter]
+        bucket.hold(parameter, 1 if self.comm_hook else self.scale)  # a hook divides itself
         bucket.missing -= 1
         while self._sent < len(self._buckets) and not self._buckets[self._sent].missing:
             self._send(self._buckets[self._sent])
@@ -184,8 +187,7 @@ class Buckets:
         """These have a gradient on one rank at least: its mean becomes their `.grad`."""
         for parameter in used:
             if parameter.grad is None:  # then this rank takes the step too
-                bucket, slot = self._places[parameter]
-                parameter.grad = bucket.gradients()[slot]
+                self._bucket_of[parameter].give(parameter)
 
     def empty(self) -> None:
         """Wait for all gradients of the next backward pass."""
