@@ -444,6 +444,8 @@ CLIPS = {
     "2-norm": partial(nn.utils.clip_grad_norm_, max_norm=0.1),
     "largest": partial(nn.utils.clip_grad_norm_, max_norm=0.1, norm_type=float("inf")),
     "each": partial(nn.utils.clip_grad_value_, clip_value=0.001),
+    "2-norm, at once": partial(nn.utils.clip_grad_norm_, max_norm=0.1, foreach=True),
+    "each, at once": partial(nn.utils.clip_grad_value_, clip_value=0.001, foreach=True),
 }
 
 

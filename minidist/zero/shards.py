@@ -147,7 +147,7 @@ class GradientInShards(torch.Tensor):
                 "optimizer that takes steps is the one of the ShardedDataParallel"
             )
         func(*shards, **(kwargs or {}))
-        return args[0]
+        return None if several else first  # as torch's own
 
 
 # ---- the two collectives -----------------------------------------------------------------------
