@@ -387,6 +387,27 @@ def test_a_group_that_is_added_later(pools):
     assert pools(2)(grow) == [[]] * 2
 
 
+def test_a_parameter_that_has_left_its_group_is_trained_no_more(pools):
+    def train():
+        module = net()
+        plain = copy.deepcopy(module)
+        model = md.DistributedDataParallel(module)
+        optimizer = sharded(module.parameters(), torch.optim.SGD, lr=0.1)
+        alone = torch.optim.SGD(plain.parameters(), lr=0.1)
+        for step in range(3):
+            if step == 1:
+                for each in (optimizer, alone):
+                    del each.param_groups[0]["params"][0]
+            model.zero_grad()
+            plain.zero_grad()
+            shares = [share(rank, step) for rank in range(2)]
+            plainly(model, optimizer, [shares[dist.get_rank()]], None, None, step)
+            plainly(plain, alone, shares, None, None, step)
+        return apart(module.state_dict(), plain.state_dict())
+
+    assert pools(2)(train) == [[]] * 2
+
+
 @pytest.mark.parametrize("loop", LOOPS[:2] + LOOPS[-2:], ids=["plain", "accumulate", "inf", "1"])
 def test_gradients_of_several_optimizers(pools, loop):
     """One for the weights and one for the biases: of another kind."""
@@ -959,6 +980,14 @@ def unfrozen(rank):
     optimizer.step()
 
 
+def by_hand(rank):
+    module = net()
+    optimizer = zero(module[0].parameters())
+    optimizer.param_groups[0]["params"].append(module[2].weight)
+    module(share(rank)).sum().backward()
+    optimizer.step()
+
+
 def sparse(rank):
     module = nn.Embedding(4, 3, sparse=True)
     optimizer = zero(module.parameters())
@@ -1035,6 +1064,7 @@ MISTAKES = {
     "not consolidated": (not_consolidated, "RuntimeError", "consolidate_state_dict(to="),
     "converted": (converted, "RuntimeError", "moved or converted since"),
     "unfrozen": (unfrozen, "RuntimeError", "frozen when the optimizer was made"),
+    "a parameter by hand": (by_hand, "RuntimeError", "into a group by hand: use add_param_group"),
     "sparse": (sparse, "RuntimeError", "a sparse gradient cannot be cut into shards: sparse=True"),
     "another optimizer": (
         lambda rank: wrap(lambda m: torch.optim.Adam(m.parameters())),

@@ -102,23 +102,24 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         self._flats: list[FlatParameters] = []
         self.pieces = {}
         self._frozen: list[nn.Parameter] = []
+        self._known: set[nn.Parameter] = set()  # all that are shared out or frozen
         self._whole_states: dict[int, dict[str, Any]] | None = None
-        own = self._share_out(self.param_groups)
-        self._inner = optimizer_class(own, **defaults)
+        self._share_out(self.param_groups)
+        self._inner = optimizer_class(list(map(self._own, self.param_groups)), **defaults)
         self._take_states()  # some make them at once
         self.defaults = self._inner.defaults
-        _copy_options(self._inner, self)  # with all that were not given
+        self._take_options()  # with all that were not given
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As for any optimizer. All ranks must call it."""
         super().add_param_group(param_group)
         if self._inner is not None:
-            (own,) = self._share_out(self.param_groups[-1:])
-            self._inner.add_param_group(own)
+            self._share_out(self.param_groups[-1:])
+            self._inner.add_param_group(self._own(self.param_groups[-1]))
             self._take_states()
 
-    def _share_out(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Partition the parameters of these groups. Returns the groups of what this rank owns."""
+    def _share_out(self, groups: list[dict[str, Any]]) -> None:
+        """Partition the parameters of these groups."""
         found = _described(groups)
         require_same(self.process_group, found | {"bucket_cap_mb": self.bucket_cap_mb})
         refuse_dtensors(f"{name}, {text}" for name, text in found.items())
@@ -130,10 +131,20 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         flats = [FlatParameters(bucket, self.process_group) for bucket in buckets]
         self._flats += flats
         self.pieces |= {piece.whole: piece for flat in flats for piece in flat.pieces}
-        return [
-            {**_options(g), "params": [self.pieces[p].own for p in g["params"] if p in self.pieces]}
-            for g in groups
-        ]
+        self._known.update(parameters)
+
+    def _own(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The group of what this rank owns of a group's parameters, for its optimizer."""
+        own = [self.pieces[p].own for p in group["params"] if p in self.pieces]
+        return {**_options(group), "params": own}
+
+    def _give_options(self) -> None:
+        for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner.update(self._own(ours))
+
+    def _take_options(self) -> None:
+        for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            ours.update(_options(inner))
 
     @property
     def shards(self) -> list[nn.Parameter]:
@@ -146,7 +157,8 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         """Update this rank's shard, and gather the others'. All ranks must call it. `options` are
         those of the optimizer's own step.
 
-        Raises RuntimeError if a parameter has been moved, converted or unfrozen since.
+        Raises RuntimeError if a parameter has been moved, converted or unfrozen since, or was put
+        into a group by hand.
         """
         loss = None
         if closure is not None:
@@ -164,9 +176,9 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         states = {self.pieces[p].own: s for p, s in self.state.items() if p in self.pieces}
         self._inner.state.clear()  # the user may have replaced or removed some
         self._inner.state.update(states)
-        _copy_options(self, self._inner)
+        self._give_options()
         self._inner.step(**options)
-        _copy_options(self._inner, self)
+        self._take_options()
         self._take_states()
         for own, gradient in held.items():
             own.grad = gradient
@@ -196,6 +208,8 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
                 self.state[parameter] = self._inner.state[piece.own]
 
     def _require_unchanged(self) -> None:
+        if not self._known.issuperset(self._parameters()):
+            raise RuntimeError("a parameter was put into a group by hand: use add_param_group")
         if any(flat.moved() for flat in self._flats):
             raise RuntimeError(
                 "a parameter has been moved or converted since the optimizer was made. Change a "
@@ -247,7 +261,7 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         with self.register_load_state_dict_pre_hook(lambda _, state: loaded.update(state)):
             super().load_state_dict(state_dict)
         self._whole_states = None
-        _copy_options(self, self._inner)
+        self._give_options()
         # The optimizer takes its states itself: it knows of what dtype, and on which device. It
         # has the pieces in the order of their parameters, and numbers them alone.
         owned = [number for number, p in enumerate(self._parameters()) if p in self.pieces]
@@ -282,8 +296,3 @@ def _described(groups: list[dict[str, Any]]) -> dict[str, Any]:
             k: v for k, v in _options(group).items() if isinstance(v, bool | int | float | str)
         }
     return found
-
-
-def _copy_options(source: Optimizer, target: Optimizer) -> None:
-    for old, new in zip(source.param_groups, target.param_groups, strict=True):
-        new.update(_options(old))
