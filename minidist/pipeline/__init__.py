@@ -5,9 +5,8 @@ ranks do not wait for one another all the time, the batch is cut into micro-batc
 says who does what when. To read, in this order:
 
     naive           the idea: GPipe in one function
-    instructions    a schedule is data: a list of what each rank does
-    schedules       five of them; `simulate` says what can be known of one before it runs, `balance`
-                    where to cut the model
+    instructions    a schedule is data: a list of what each rank does; can ranks run it?
+    schedules       five of them, and how long each would take; `balance`: where to cut the model
 
 and then the four files through which a step goes:
 
@@ -20,10 +19,9 @@ Lessons: layer_splitting, pipeline_schedules.
 """
 
 from minidist.pipeline.balance import balance_by_cost, balance_by_parameters
-from minidist.pipeline.instructions import Schedule
+from minidist.pipeline.instructions import Schedule, ScheduleError, Span, validate
 from minidist.pipeline.pipeline import Pipeline
-from minidist.pipeline.schedules import SCHEDULES, with_messages
-from minidist.pipeline.simulate import Prediction, ScheduleError, Span, simulate, validate
+from minidist.pipeline.schedules import SCHEDULES, Prediction, simulate, with_messages
 
 __all__ = [
     "SCHEDULES",

@@ -34,8 +34,8 @@ from minidist.pipeline.instructions import (
     ReceiveGradient,
     SendActivation,
     SendGradient,
+    Span,
 )
-from minidist.pipeline.simulate import Span
 from minidist.pipeline.stage import Gradients, Stage
 
 Works = list[dist.Work | None]

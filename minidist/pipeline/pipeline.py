@@ -24,9 +24,8 @@ from minidist.common.wrapper import Wrapper, copy_on_ranks
 from minidist.pipeline.balance import balance_by_parameters
 from minidist.pipeline.batch import Loss, Preparation, merge_microbatches
 from minidist.pipeline.executor import Executor, Tie, added_up, find_ties
-from minidist.pipeline.instructions import Schedule
+from minidist.pipeline.instructions import Schedule, Span
 from minidist.pipeline.schedules import find, forward_only
-from minidist.pipeline.simulate import Span
 from minidist.pipeline.stage import Stage, StageLayers, besides_layers, keywords_of
 from minidist.rank import device
 
