@@ -36,7 +36,7 @@ from minidist.pipeline import (
     simulate,
     validate,
 )
-from minidist.pipeline.balance import balance
+from minidist.pipeline.cut import balance
 from minidist.pipeline.instructions import (
     RECEIVES,
     SENDS,

@@ -6,11 +6,12 @@ says who does what when. To read, in this order:
 
     naive           the idea: GPipe in one function
     instructions    a schedule is data: a list of what each rank does; can ranks run it?
-    schedules       five of them, and how long each would take; `balance`: where to cut the model
+    schedules       five of them, and how long each would take
+    cut             from a whole model to the stages of each rank
 
 and then the four files through which a step goes:
 
-    pipeline        what users call: cuts the model, or fills its stages from "meta"; runs a step
+    pipeline        what users call: makes this rank's stages; runs a step
     batch           before a step: micro-batches, and the shapes of what is sent
     executor        runs a rank's list: sends and receives; adds up what two stages share
     stage           computes: forward, backward, or backward in two parts
@@ -18,7 +19,7 @@ and then the four files through which a step goes:
 Lessons: layer_splitting, pipeline_schedules.
 """
 
-from minidist.pipeline.balance import balance_by_cost, balance_by_parameters
+from minidist.pipeline.cut import balance_by_cost, balance_by_parameters
 from minidist.pipeline.instructions import Schedule, ScheduleError, Span, validate
 from minidist.pipeline.pipeline import Pipeline
 from minidist.pipeline.schedules import SCHEDULES, Prediction, simulate, with_messages

@@ -13,7 +13,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -198,53 +197,35 @@ class Executor:
 # ---- parameters of several stages --------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Tie:
-    """A parameter, and the ranks (within the group) that have it, in the order of its stages."""
-
-    parameter: nn.Parameter
-    ranks: list[int]
-
-
-def find_ties(layers: Sequence[nn.Module], rank_of_layer: Sequence[int]) -> list[Tie]:
-    """The parameters that layers on different ranks share, in the order of the model."""
-    ranks: dict[nn.Parameter, dict[int, None]] = {}
-    for layer, rank in zip(layers, rank_of_layer, strict=True):
-        for parameter in layer.parameters():
-            ranks.setdefault(parameter, {})[rank] = None
-    return [Tie(p, list(own)) for p, own in ranks.items() if len(own) > 1]
-
-
 @contextmanager
-def added_up(ties: Sequence[Tie], peers: Peers) -> Iterator[None]:
+def added_up(ties: Mapping[nn.Parameter, Sequence[int]], peers: Peers) -> Iterator[None]:
     """What the block adds to the gradient of each of this rank's ties is summed over the ranks that
     share it. What was there has been summed already, and is added after it."""
-    before = [tie.parameter.grad for tie in ties]
-    for tie in ties:
-        tie.parameter.grad = None
+    before = {parameter: parameter.grad for parameter in ties}
+    for parameter in ties:
+        parameter.grad = None
     try:
         yield
-        for tie in ties:
-            tie.parameter.grad = _sum(tie, peers)
+        for parameter, ranks in ties.items():
+            parameter.grad = _sum(parameter, ranks, peers)
     finally:
-        for tie, gradient in zip(ties, before, strict=True):
+        for parameter, gradient in before.items():
             if gradient is not None:
-                found = tie.parameter.grad
-                tie.parameter.grad = gradient if found is None else gradient + found
+                found = parameter.grad
+                parameter.grad = gradient if found is None else gradient + found
 
 
-def _sum(tie: Tie, peers: Peers) -> torch.Tensor | None:
-    """Each rank sends its part to all others (mostly there is one) and adds up in the order of the
-    tie, so that all have the same bits. None if none has a gradient. Of two ranks, the first
+def _sum(parameter: nn.Parameter, ranks: Sequence[int], peers: Peers) -> torch.Tensor | None:
+    """Each rank sends its part to all others (mostly there is one) and adds up in the order of
+    `ranks`, so that all have the same bits. None if none has a gradient. Of two ranks, the first
     sends first: where they have one queue, as with NCCL, two sends would wait for each other."""
-    parameter = tie.parameter
     # For each rank a row: its part, and whether it has one.
-    parts = parameter.new_zeros(len(tie.ranks), parameter.numel() + 1)
-    mine = parts[tie.ranks.index(peers.rank)]
+    parts = parameter.new_zeros(len(ranks), parameter.numel() + 1)
+    mine = parts[ranks.index(peers.rank)]
     if parameter.grad is not None:
         mine[:-1], mine[-1] = parameter.grad.reshape(-1), 1
     works: Works = []
-    for other, part in zip(tie.ranks, parts, strict=True):
+    for other, part in zip(ranks, parts, strict=True):
         if other < peers.rank:
             works += [peers.irecv(part, other), peers.isend(mine, other)]
         elif other > peers.rank:

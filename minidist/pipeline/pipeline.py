@@ -4,9 +4,8 @@ Lessons: layer_splitting, pipeline_schedules
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,17 +15,16 @@ from torch import nn
 from minidist.collectives.peers import Peers
 from minidist.common import agree
 from minidist.common.groups import require_group
-from minidist.common.materialize import materialize, places_of, tie_again
 from minidist.common.norm import clip_grad_norm_, mark_parts
 from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.tensors_in import tensors_of
 from minidist.common.wrapper import Wrapper, copy_on_ranks
-from minidist.pipeline.balance import balance_by_parameters
 from minidist.pipeline.batch import Loss, Preparation, merge_microbatches
-from minidist.pipeline.executor import Executor, Tie, added_up, find_ties
+from minidist.pipeline.cut import fill, find_ties, schedule_and_balance
+from minidist.pipeline.executor import Executor, added_up
 from minidist.pipeline.instructions import Schedule, Span
-from minidist.pipeline.schedules import find, forward_only
-from minidist.pipeline.stage import Stage, StageLayers, besides_layers, keywords_of
+from minidist.pipeline.schedules import forward_only
+from minidist.pipeline.stage import Stage, StageLayers, keywords_of
 from minidist.rank import device
 
 
@@ -103,7 +101,7 @@ class Pipeline(Wrapper):
         group = require_group(process_group, "Pipeline")
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         with agree.together(group):
-            plan, counts = _plan(module, microbatches, schedule, balance, ranks)
+            plan, counts = schedule_and_balance(module, microbatches, schedule, balance, ranks)
             if wrap is not None and plan.splits_backward:
                 raise ValueError(
                     f"schedule {plan.name} goes back in two parts, and a strategy around a stage "
@@ -120,7 +118,7 @@ class Pipeline(Wrapper):
         layers = list(module._modules.items())  # by name: a layer that comes twice has two
         stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
         ties = find_ties([m for _, m in layers], [plan.rank_of(stage) for stage in stage_of])
-        if wrap is not None and any(tie.parameter.requires_grad for tie in ties):
+        if wrap is not None and any(parameter.requires_grad for parameter in ties):
             raise ValueError(
                 "a parameter that several stages share cannot be in a strategy of each"
             )
@@ -148,8 +146,8 @@ class Pipeline(Wrapper):
         # The stages whose parameters a strategy shards.
         self._sharded: list[Any] = [x for x in self.wrapped if hasattr(x, "summon_full_params")]
         self._names = list(module.state_dict())
-        self._ties = [t for t in ties if t.parameter.requires_grad and rank in t.ranks]
-        self.counted_elsewhere = {t.parameter for t in self._ties if t.ranks[0] != rank}
+        self._ties = {p: those for p, those in ties.items() if p.requires_grad and rank in those}
+        self.counted_elsewhere = {p for p, (first, *_) in self._ties.items() if first != rank}
         every = set[str]().union(*keywords)
         self._preparation = Preparation(
             self._peers, own, self._stages, plan.stages, microbatches, every, self._device
@@ -264,84 +262,3 @@ class Pipeline(Wrapper):
         raise TypeError(
             "a Pipeline cannot be saved: it has one rank's layers. Save its full_state_dict()"
         )
-
-
-def _plan(
-    module: nn.Sequential,
-    microbatches: int,
-    schedule: str | Schedule,
-    balance: Sequence[int] | None,
-    ranks: int,
-) -> tuple[Schedule, list[int]]:
-    """The schedule, and how many layers each stage takes. Raises if there can be none."""
-    kind = type(module).__name__
-    if not isinstance(module, nn.Sequential):
-        raise TypeError(f"Pipeline cuts an nn.Sequential, not {kind}")
-    if own := besides_layers(module):
-        raise TypeError(
-            f"Pipeline runs the layers of {kind} one by one, and would drop what is its own: "
-            f"{', '.join(own)}. Move that into its layers"
-        )
-    if not isinstance(microbatches, int) or microbatches < 1:
-        raise ValueError(f"microbatches must be 1 or more, not {microbatches}")
-    stages = 2 * ranks if balance is None else len(balance)
-    schedule = find(schedule, ranks, microbatches, stages)
-    if balance is None:
-        return schedule, balance_by_parameters(module, schedule.stages)
-    if len(balance) != schedule.stages:
-        raise ValueError(
-            f"balance {list(balance)} makes {len(balance)} stages; on {ranks} ranks "
-            f"{schedule.name} has {schedule.stages}"
-        )
-    if min(balance) < 1 or sum(balance) != len(module):
-        raise ValueError(
-            f"balance {list(balance)} must share out {len(module)} layers, at least 1 to each "
-            f"stage; it shares out {sum(balance)}"
-        )
-    return schedule, list(balance)
-
-
-# ---- a model on the device "meta" ----------------------------------------------------------------
-
-
-def fill(
-    stages: Mapping[int, nn.Module],
-    plan: Schedule,
-    ties: Sequence[Tie],
-    peers: Peers,
-    device: torch.device,
-    init: Callable[[nn.Module], object] | None,
-) -> list[Tie]:
-    """Give this rank's stages memory and values, one stage after another over all ranks. Returns
-    this rank's ties, now of the filled parameters. Each has the values of its first rank."""
-    assert peers.group is not None
-    places = places_of([named for stage in stages.values() for named in stage.named_modules()])
-    for number in range(plan.stages):
-        with agree.together(peers.group):
-            if number in stages:
-                materialize(list(stages[number].named_modules()), device, init)
-        pass_on_random_state(peers.group, plan.rank_of(number), device)
-    become = tie_again(places)
-    mine = [
-        replace(tie, parameter=become[tie.parameter]) for tie in ties if peers.rank in tie.ranks
-    ]
-    for tie in mine:
-        values = tie.parameter.detach().reshape(-1)
-        first, *others = tie.ranks
-        if peers.rank == first:
-            for other in others:
-                peers.send(values, other)
-        else:
-            tie.parameter.data.copy_(peers.recv(values, first).view_as(tie.parameter))
-    return mine
-
-
-def pass_on_random_state(group: dist.ProcessGroup, source: int, device: torch.device) -> None:
-    """Every rank of the group gets the random state of `source`: of the CPU and of the device."""
-    states = [torch.get_rng_state()]
-    if device.type != "cpu":
-        states.append(torch.get_device_module(device).get_rng_state(device))
-    dist.broadcast_object_list(states, group=group, group_src=source)
-    torch.set_rng_state(states[0])
-    if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(states[1], device)

@@ -26,7 +26,6 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_map_only
 
-from minidist.common.refusals import has_hooks
 from minidist.common.replay import Replay
 from minidist.common.tensors_in import tensors_of
 from minidist.common.wrapper import Wrapper
@@ -63,18 +62,6 @@ def keywords_of(layer: nn.Module) -> set[str]:
 
 
 _EITHER, _BY_NAME = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-
-
-def besides_layers(module: nn.Sequential) -> list[str]:
-    """What a module does or has itself, besides running its layers."""
-    forward = getattr(module.forward, "__func__", None)  # None: a function of this one module
-    tensors = [*module._parameters.values(), *module._buffers.values()]
-    found = {
-        "forward": forward is not nn.Sequential.forward,
-        "hooks": has_hooks(module),
-        "parameters or buffers": any(tensor is not None for tensor in tensors),
-    }
-    return [what for what, there in found.items() if there]
 
 
 class Stage:
