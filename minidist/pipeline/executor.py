@@ -31,6 +31,7 @@ from minidist.pipeline.instructions import (
     Instruction,
     ReceiveActivation,
     ReceiveGradient,
+    Schedule,
     SendActivation,
     SendGradient,
     Span,
@@ -45,7 +46,7 @@ MOST_LEAVING = 2  # messages to one rank: each holds its tensors until it has ar
 class Executor:
     """Interprets the instructions of one rank, for one batch.
 
-    stages: of this rank. last: the last stage of all, wherever it is. device: of the tensors.
+    plan: for the batch's micro-batches. stages: of this rank. device: of the tensors.
 
     If a stage fails, the rank goes on through its list, but computes nothing and sends zeros: so no
     other rank waits for ever, and at the end all of them raise. After the run:
@@ -57,13 +58,14 @@ class Executor:
 
     def __init__(
         self,
+        plan: Schedule,
         stages: Mapping[int, Stage],
-        last: int,
         peers: Peers,
         device: torch.device,
         batch: Batch,
     ) -> None:
-        self._stages, self._last, self._batch = stages, last, batch
+        self._plan, self._stages, self._batch = plan, stages, batch
+        self._last = plan.stages - 1
         self._peers, self._device = peers, device
         self._made: dict[Instruction, Gradients | None] = {}  # by the send; None: failed
         self._leaving: dict[int, deque[Travelling]] = defaultdict(deque)  # by the rank they go to
@@ -73,9 +75,9 @@ class Executor:
         self.trace: list[Span] = []
         self.problem: Exception | None = None
 
-    def run(self, instructions: Sequence[Instruction]) -> None:
+    def run(self) -> None:
         """Do it all, in order."""
-        for now in instructions:
+        for now in self._plan.ranks[self._peers.rank]:
             self._now, self._start = now, time.perf_counter()
             if isinstance(now, SENDS):
                 self._send(now)
@@ -116,12 +118,11 @@ class Executor:
 
     def _carried(self, message: Instruction) -> tuple[list[TensorSpec], int]:
         """The specs of the tensors in a message, and the rank at its other end."""
-        stage, i = message.stage, message.microbatch
-        up = isinstance(message, (SendActivation, ReceiveGradient))  # the other is the next stage
-        spec = self._spec(stage if up else stage - 1, i)
+        up = isinstance(message, (SendActivation, ReceiveGradient))
+        other = message.stage + (1 if up else -1)
+        spec = self._spec(min(message.stage, other), message.microbatch)
         activation = isinstance(message, (SendActivation, ReceiveActivation))
-        other = (stage + 1 if up else stage - 1) % self._peers.size
-        return spec.tensors if activation else spec.gradients, other
+        return spec.tensors if activation else spec.gradients, other % self._peers.size
 
     def _spec(self, stage: int, i: int) -> ActivationSpec:
         """The spec of a stage's outputs."""

@@ -197,10 +197,10 @@ class Pipeline(Wrapper):
         batch, plan = self._preparation.prepare(inputs, kwargs, training), self.schedule
         if training is None:
             plan = forward_only(self._peers.size, plan.stages, len(batch.rows))
-        executor = Executor(self._stages, plan.stages - 1, self._peers, self._device, batch)
+        executor = Executor(plan, self._stages, self._peers, self._device, batch)
         try:
             with torch.set_grad_enabled(training is not None):
-                executor.run(plan.ranks[self._peers.rank])
+                executor.run()
         finally:
             for stage in self._stages.values():
                 stage.end_step()
