@@ -53,7 +53,8 @@ from minidist.pipeline.instructions import (
     other_end,
 )
 from minidist.pipeline.schedules import forward_only, with_messages
-from minidist.pipeline.stage import Stage, backward_inputs
+from minidist.pipeline.stage import Stage
+from minidist.pipeline.two_parts import backward_inputs
 
 apart = md.parity.relative_difference
 

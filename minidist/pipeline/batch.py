@@ -1,10 +1,9 @@
 """Before a step: the batch in micro-batches, and the shapes of what stages send each other.
 
-An activation is a tensor, or tensors and plain values in tuples, lists and dicts. The receiver
-allocates memory before one arrives, so it must know its *spec*: the structure, and of each tensor
-the shape and dtype. For a batch of a new kind, each stage runs one micro-batch of each size without
-effect, a dry run: the first stage with rows of the batch, the others with tensors of ones, in the
-shapes that the stage before has found. The specs are broadcast; after that only tensors are sent.
+The receiver of an activation must know its spec (`stage`). For a batch of a new kind, each stage
+runs one micro-batch of each size without effect, a dry run: the first stage with rows of the batch,
+the others with tensors of ones, in the shapes that the stage before has found. The specs are
+broadcast; after that only tensors are sent.
 
 Specs depend on the inputs, which the first rank has, and on the state of each rank's layers: a
 frozen parameter, a layer in evaluation mode. So each rank hashes what it knows, and the sum of the
@@ -13,25 +12,23 @@ a strategy around the stages, another along its axis.
 """
 
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from minidist.collectives.peers import Peers
 from minidist.common import agree
 from minidist.common.tensors_in import tensors_of
 from minidist.common.wrapper import Guard
-from minidist.pipeline.stage import Stage
+from minidist.pipeline.stage import FLAGS, PLAIN, ActivationSpec, Stage
 
 Loss = Callable[[Any, Any], torch.Tensor]
-FLAGS = type(None), bool, str, torch.dtype, torch.device
-PLAIN = (*FLAGS, int, float, complex, torch.Size)
+ActivationSpecs = dict[tuple[int, int], ActivationSpec]  # of outputs, by stage and rows
 CACHE_SIZE = 64  # kinds of batches
 
 
@@ -63,105 +60,6 @@ def merge_microbatches(parts: Sequence[Any]) -> Any:
         return torch.cat([first, *others]) if first.ndim else torch.stack([first, *others])
 
     return tree_map(merge, *parts)
-
-
-# ---- what is sent ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Shape and dtype of a tensor, and whether a gradient for it is sent back."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    gradient: bool
-
-    def __repr__(self) -> str:
-        words = f"shape {self.shape}, {str(self.dtype).removeprefix('torch.')}"
-        without = self.dtype.is_floating_point and not self.gradient
-        return words + (", without gradient" if without else "")
-
-    def empty(self, device: torch.device) -> torch.Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
-
-
-@dataclass(frozen=True)
-class ActivationSpec:
-    """An activation in which each tensor is replaced by its `TensorSpec`."""
-
-    leaves: list[Any]
-    structure: TreeSpec
-
-    @classmethod
-    def of(cls, activation: Any) -> "ActivationSpec":
-        """Raises TypeError if it holds something that cannot be sent."""
-        leaves, structure = tree_flatten(activation)
-        return cls([_spec(leaf) for leaf in leaves], structure)
-
-    def __str__(self) -> str:
-        outputs, kwargs = self.tree()
-        return f"{outputs}" + (f" and {kwargs}" if kwargs else "")
-
-    def tree(self) -> Any:
-        return tree_unflatten(self.leaves, self.structure)
-
-    @cached_property
-    def tensors(self) -> list[TensorSpec]:
-        return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
-
-    @cached_property
-    def gradients(self) -> list[TensorSpec]:
-        """Of the tensors for which a gradient is sent back."""
-        return [spec for spec in self.tensors if spec.gradient]
-
-    @cached_property
-    def without_graph(self) -> "ActivationSpec":
-        """The spec of the same activation made under `torch.no_grad()`."""
-        tree = tree_map(
-            lambda x: replace(x, gradient=False) if isinstance(x, TensorSpec) else x, self.tree()
-        )
-        return ActivationSpec(*tree_flatten(tree))
-
-    def flatten(self, activation: Any) -> list[torch.Tensor]:
-        """The tensors of an activation, detached. Raises ValueError if it has another spec."""
-        found = ActivationSpec.of(activation)
-        if found != self:
-            raise ValueError(
-                f"this stage gives {found}; after what it gave for other micro-batches it must be "
-                f"{self}"
-            )
-        return [tensor.detach() for tensor in tensors_of(activation)]
-
-    def unflatten(self, tensors: Iterable[torch.Tensor]) -> Any:
-        """The activation that consists of these tensors. Those that need a gradient are leaves of
-        autograd's graph."""
-        left = iter(tensors)
-        leaves = [
-            next(left).requires_grad_(leaf.gradient) if isinstance(leaf, TensorSpec) else leaf
-            for leaf in self.leaves
-        ]
-        return tree_unflatten(leaves, self.structure)
-
-    def empty(self, device: torch.device) -> Any:
-        return self.unflatten(spec.empty(device) for spec in self.tensors)
-
-    def ones(self, device: torch.device) -> Any:
-        """Ones: valid as indices where there are two rows or more, and as a mask: none hidden."""
-        return self.unflatten(spec.empty(device).fill_(1) for spec in self.tensors)
-
-
-def _spec(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
-    if isinstance(leaf, PLAIN):
-        return leaf
-    raise TypeError(
-        "between stages travel tensors, numbers, strings and None, in tuples, lists and dicts; "
-        f"this stage gives a {type(leaf).__name__}"
-    )
-
-
-ActivationSpecs = dict[tuple[int, int], ActivationSpec]  # of outputs, by stage and rows
 
 
 # ---- what all ranks agree on -------------------------------------------------------------------

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from minidist.collectives.peers import Peers, wait_for
-from minidist.pipeline.batch import ActivationSpec, Batch, TensorSpec, split_into_microbatches
+from minidist.pipeline.batch import Batch, split_into_microbatches
 from minidist.pipeline.instructions import (
     RECEIVES,
     SENDS,
@@ -36,7 +36,7 @@ from minidist.pipeline.instructions import (
     SendGradient,
     Span,
 )
-from minidist.pipeline.stage import Gradients, Stage
+from minidist.pipeline.stage import ActivationSpec, Gradients, Stage, TensorSpec
 
 Works = list[dist.Work | None]
 Travelling = tuple[list[torch.Tensor], Works]  # tensors, and handles to wait for
