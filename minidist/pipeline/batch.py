@@ -25,6 +25,7 @@ from minidist.collectives.peers import Peers
 from minidist.common import agree
 from minidist.common.tensors_in import tensors_of
 from minidist.common.wrapper import Guard
+from minidist.pipeline.instructions import Schedule
 from minidist.pipeline.stage import FLAGS, PLAIN, ActivationSpec, Stage
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -83,22 +84,21 @@ class Batch:
 class Preparation:
     """Makes all ranks agree on rows and specs, before each step.
 
-    module: this rank's layers; own: its stages. stages: how many all ranks have. keywords: all
-    keyword arguments that some layer takes. device: of the activations.
+    plan: of a training step. module: this rank's layers; own: its stages. keywords: all keyword
+    arguments that some layer takes. device: of the activations.
     """
 
     def __init__(
         self,
+        plan: Schedule,
         peers: Peers,
         module: nn.Module,
         own: Mapping[int, Stage],
-        stages: int,
-        microbatches: int,
         keywords: Set[str],
         device: torch.device,
     ) -> None:
-        self._peers, self._own, self._stages = peers, own, stages
-        self._microbatches, self._keywords, self._device = microbatches, keywords, device
+        self._plan, self._peers, self._own = plan, peers, own
+        self._keywords, self._device = keywords, device
         self._modules, self._parameters = list(module.modules()), list(module.parameters())
         self._guard = Guard(module, "Pipeline")
         self.specs: dict[int, ActivationSpecs] = {}  # the one used last comes last
@@ -118,7 +118,7 @@ class Preparation:
             if first:
                 total = self._count(inputs, kwargs, trains)
                 batch = inputs, {n: value for n, value in kwargs.items() if n not in plain}
-                parts = split_into_microbatches("inputs", batch, self._rows(total, trains))
+                parts = split_into_microbatches("inputs", batch, self._rows(total))
                 seen += [_signature(batch, PLAIN), _signature(plain, FLAGS)]
                 later = self._own[0].later
                 to_later = pickle.dumps({n: value for n, value in plain.items() if n in later})
@@ -129,7 +129,7 @@ class Preparation:
         sums = torch.tensor(mine, device=self._peers.device)
         dist.all_reduce(sums, group=self._peers.group)
         key, total, fresh, failed = sums.tolist()
-        rows = [] if failed else self._rows(total, trains)
+        rows = [] if failed else self._rows(total)
         new = self._agree_along_strategy(key not in self.specs, len(rows), bool(failed), problem)
         self._pass_on(plain, to_later, bool(fresh))
         specs = self._infer(rows, parts, trains) if new else self.specs[key]
@@ -177,28 +177,31 @@ class Preparation:
     def _infer(self, rows: list[int], parts: Sequence[Any], trains: bool) -> ActivationSpecs:
         """The specs of the outputs of all stages, on every rank; in training without the last one,
         whose output nobody receives. All ranks call this, and all raise if one fails."""
-        assert self._peers.group is not None
+        group = self._peers.group
+        assert group is not None
         found: ActivationSpecs = {}
         alike = rows[0] == rows[-1] and not self._strategy
         for i in [0] if alike else [0, len(rows) - 1]:  # the largest micro-batch, and the smallest
             activation: Any = parts[i] if parts else None
-            for stage in range(self._stages - trains):
-                problem, message = None, [None]
-                if stage in self._own:
-                    try:
-                        with torch.set_grad_enabled(trains):
-                            spec = ActivationSpec.of(self._own[stage].dry_run(activation))
-                        message = [spec.tree()]
-                    except Exception as error:
-                        problem = error
-                        problem.add_note(f"(at Forward({stage}, 0) of the pipeline)")
-                agree.raise_on_every_rank(problem, self._peers.group)
-                source = stage % self._peers.size
-                dist.broadcast_object_list(message, group=self._peers.group, group_src=source)
+            for stage in range(self._plan.stages - trains):
+                message = [None]
+                with agree.together(group):
+                    if stage in self._own:
+                        message = [self._dry_run(stage, activation, trains).tree()]
+                source = self._plan.rank_of(stage)
+                dist.broadcast_object_list(message, group=group, group_src=source)
                 spec = ActivationSpec(*tree_flatten(message[0]))
                 found[stage, rows[i]] = spec
                 activation = spec.ones(self._device) if stage + 1 in self._own else None
         return found
+
+    def _dry_run(self, stage: int, activation: Any, trains: bool) -> ActivationSpec:
+        try:
+            with torch.set_grad_enabled(trains):
+                return ActivationSpec.of(self._own[stage].dry_run(activation))
+        except Exception as error:
+            error.add_note(f"(at Forward({stage}, 0) of the pipeline)")
+            raise
 
     def _count(self, inputs: Any, kwargs: dict[str, Any], trains: bool) -> int:
         """The rows of a batch: the length of the first tensor in it."""
@@ -209,14 +212,14 @@ class Preparation:
             raise TypeError(
                 "the inputs of a pipeline are a tensor, its rows first, or several of these"
             )
-        least = self._microbatches if trains else 1
+        least = self._plan.microbatches if trains else 1
         if total < least:
             raise ValueError(f"a batch of {total} rows cannot be cut into {least} micro-batches")
         return total
 
-    def _rows(self, total: int, trains: bool) -> list[int]:
+    def _rows(self, total: int) -> list[int]:
         """The rows of each micro-batch, as even as possible: the first ones get the remainder."""
-        microbatches = self._microbatches if trains else min(self._microbatches, total)
+        microbatches = min(self._plan.microbatches, total)
         small, larger = divmod(total, microbatches)
         return [small + (i < larger) for i in range(microbatches)]
 
@@ -231,12 +234,11 @@ class Preparation:
 def _signature(tree: Any, by_value: tuple[type, ...]) -> Any:
     """Of each tensor the shape and dtype, of the types in `by_value` the value, of all else the
     type: a number that changes in each step must not look like another kind of batch."""
+
+    def of(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return x.shape, x.dtype, x.requires_grad
+        return x if isinstance(x, by_value) else type(x)
+
     leaves, structure = tree_flatten(tree)
-    return structure, [
-        (x.shape, x.dtype, x.requires_grad)
-        if isinstance(x, torch.Tensor)
-        else x
-        if isinstance(x, by_value)
-        else type(x)
-        for x in leaves
-    ]
+    return structure, [of(x) for x in leaves]

@@ -149,9 +149,7 @@ class Pipeline(Wrapper):
         self._ties = {p: those for p, those in ties.items() if p.requires_grad and rank in those}
         self.counted_elsewhere = {p for p, (first, *_) in self._ties.items() if first != rank}
         every = set[str]().union(*keywords)
-        self._preparation = Preparation(
-            self._peers, own, self._stages, plan.stages, microbatches, every, self._device
-        )
+        self._preparation = Preparation(plan, self._peers, own, self._stages, every, self._device)
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: Loss, **kwargs: Any) -> torch.Tensor:
         """Forward and backward for one batch: adds to each parameter's `.grad`, as `backward()`
