@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import minidist as md
+from minidist.collectives import peers
 from minidist.pipeline import (
     SCHEDULES,
     Schedule,
@@ -1215,14 +1216,15 @@ class OneQueue:
 
 
 def with_one_queue(*args, **options):
-    from minidist.pipeline import executor
-
-    executor.dist = one = OneQueue()
+    one, before = OneQueue(), peers.dist
+    peers.dist = one
     try:
-        return train(*args, **options)
+        found = train(*args, **options)
+        assert one.queues  # or the messages went another way
+        return found
     finally:
         one.close()
-        executor.dist = dist
+        peers.dist = before
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

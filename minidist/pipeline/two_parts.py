@@ -1,8 +1,7 @@
 """Backward in two parts, of which neither does the other's work: zero bubble.
 
-Autograd's graph leads from the outputs y back to the
-inputs x and to the weights. Take an affine layer y = x Wᵀ. Its node gets dy, and computes two
-products:
+Autograd's graph leads from the outputs y back to the inputs x and to the weights. Take an affine
+layer y = x Wᵀ. Its node gets dy, and computes two products:
 
     dx = dy W       for the nodes before it: on the way from y to x
     dW = dyᵀ x      for the weights: off that way
