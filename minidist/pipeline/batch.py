@@ -42,14 +42,18 @@ def split_into_microbatches(what: str, batch: Any, rows: Sequence[int]) -> list[
     leaves, structure = tree_flatten(batch)
     total, columns = sum(rows), []
     for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0:
+        if not isinstance(leaf, torch.Tensor):
             columns.append([leaf] * len(rows))
+        elif leaf.ndim == 0:
+            # A view, as those by rows are: backward goes on to the tensor of the user.
+            columns.append([leaf.view(()) for _ in rows])
         elif len(leaf) == total:
             columns.append(list(leaf.split(list(rows))))
         else:
             found = tuple(leaf.shape)
             raise ValueError(f"the {what} of a batch of {total} rows have as many, not {found}")
-    return [tree_unflatten(list(part), structure) for part in zip(*columns, strict=True)]
+    parts = zip(*columns, strict=True) if columns else [()] * len(rows)
+    return [tree_unflatten(list(part), structure) for part in parts]
 
 
 def merge_microbatches(parts: Sequence[Any]) -> Any:

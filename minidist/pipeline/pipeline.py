@@ -45,7 +45,8 @@ class Pipeline(Wrapper):
     balance: how many layers each stage takes; None spreads the parameters evenly. Its length is
         the number of stages: the number of ranks, or for "interleaved" a multiple (None: twice).
     process_group: the ranks that take part; None is the default group.
-    recompute: keep a stage's inputs only, and compute its activations again for backward.
+    recompute: keep a stage's inputs only, and compute its activations again for backward; in the
+        last stage the loss too, so loss_fn is called twice for each micro-batch.
     wrap: a strategy along another axis of a mesh, such as FullyShardedDataParallel. It is given
         the layers of each stage, and what it returns is run in their place. Then no parameter can
         be in two stages, and no schedule can go back in two parts, as "zero_bubble" does.
@@ -66,8 +67,9 @@ class Pipeline(Wrapper):
     shapes of the last 64 kinds of batches are kept.
 
     A parameter that layers of several ranks share, as a tied embedding and head do, is kept by
-    each, and gets the sum of their gradients. Batch norm takes its means over a micro-batch, not
-    over the batch, and moves its running means once for each.
+    each, and gets the sum of their gradients; a buffer that they share is each rank's own. Batch
+    norm takes its means over a micro-batch, not over the batch, and moves its running means once
+    for each.
 
     `copy.deepcopy` gives a pipeline of the same ranks, each with a copy of its own layers.
     `torch.save` raises TypeError: save `state_dict()` or `full_state_dict()`.
@@ -181,7 +183,8 @@ class Pipeline(Wrapper):
     def forward(self, inputs: Any, **kwargs: Any) -> Any:
         """The outputs for the inputs, on every rank, without gradients. Every rank calls this;
         `inputs` and `kwargs` are those of `train_step`, used on the first. There may be fewer rows
-        than micro-batches. Raises on every rank if a stage fails."""
+        than micro-batches. Of tensors without rows there is one for each micro-batch, stacked; what
+        is no tensor comes from the first. Raises on every rank if a stage fails."""
         last = self.schedule.rank_of(self.schedule.stages - 1)
         _, y = self._run(inputs, kwargs)
         broadcast_state(tensors_of(y), self.process_group, last)

@@ -122,7 +122,9 @@ class Stage:
 
         self._kept[microbatch] = again
         with torch.no_grad():  # on copies: a layer may overwrite what is needed once more
-            return compute(tree_map_only(torch.Tensor, lambda x: x.detach().clone(), inputs))
+            made = compute(tree_map_only(torch.Tensor, lambda x: x.detach().clone(), inputs))
+        # A view of a weight needs a gradient even so.
+        return tree_map_only(torch.Tensor, torch.Tensor.detach, made)
 
     def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
         """Add to the gradients of the weights, and return those of the inputs. `gradients`: of the
