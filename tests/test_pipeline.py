@@ -2130,6 +2130,25 @@ def test_parameters_that_changed_on_one_rank_are_refused_on_all(pools, change, w
     assert first == second and first[0] == "RuntimeError" and words in first[1]
 
 
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_layer_that_is_replaced_is_refused_on_all_ranks(pools, evaluates):
+    def run():
+        layers = [nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3), nn.ReLU()]
+        model = md.Pipeline(nn.Sequential(*layers), 2, balance=[2, 2])
+        batch = torch.ones(4, 3)
+        model.train_step(batch, batch, F.mse_loss)
+        if dist.get_rank() == 1:
+            model.module[1] = nn.Tanh()  # it has no parameters that would tell
+        if evaluates:
+            model(batch)
+        else:
+            model.train_step(batch, batch, F.mse_loss)
+
+    words = "rank 1: layer 3 has been added, removed or replaced since it was wrapped"
+    first, second = told(pools(2), run)
+    assert first == second and first[0] == "RuntimeError" and words in first[1]
+
+
 def any_order(ranks, stages, microbatches, seed):
     """A schedule in which a random one of the computations that are possible is the next."""
     generator = random.Random(seed)

@@ -104,7 +104,8 @@ class Preparation:
         self._plan, self._peers, self._own = plan, peers, own
         self._keywords, self._device = keywords, device
         self._modules, self._parameters = list(module.modules()), list(module.parameters())
-        self._guard = Guard(module, "Pipeline")
+        self._guard, self._module = Guard(module, "Pipeline"), module
+        self._layers = dict(module._modules)
         self.specs: dict[int, ActivationSpecs] = {}  # the one used last comes last
         self._plain = pickle.dumps({})  # keyword arguments without tensors, for later stages
 
@@ -112,13 +113,14 @@ class Preparation:
         self, inputs: Any, kwargs: dict[str, Any], training: tuple[Loss, Any] | None
     ) -> Batch:
         """Every rank calls this. Raises on all of them if the batch of the first cannot be cut, or
-        if the parameters of one have changed."""
+        if the parameters or layers of one have changed."""
         trains, first = training is not None, self._peers.rank == 0
         plain = {name: value for name, value in kwargs.items() if not tensors_of(value)}
         seen, total, parts, to_later, problem = [trains, self._state()], 0, [], self._plain, None
         try:
             if trains:
                 self._guard.require_unchanged()
+            self._require_same_layers()
             if first:
                 total = self._count(inputs, kwargs, trains)
                 batch = inputs, {n: value for n, value in kwargs.items() if n not in plain}
@@ -142,6 +144,17 @@ class Preparation:
         if len(self.specs) > CACHE_SIZE:
             del self.specs[next(iter(self.specs))]
         return Batch(rows, parts, training, specs)
+
+    def _require_same_layers(self) -> None:
+        """The stages run the layers that they were made of, whatever `module` has now."""
+        now = self._module._modules
+        for name in self._layers | now:
+            if now.get(name) is not self._layers.get(name):
+                raise RuntimeError(
+                    f"layer {name} has been added, removed or replaced since it was wrapped. "
+                    "Change a module first, and wrap it then: Pipeline runs the layers that it "
+                    "found"
+                )
 
     def _agree_along_strategy(
         self, new: bool, count: int, failed: bool, problem: Exception | None
