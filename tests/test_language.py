@@ -24,7 +24,14 @@ CATALOGUE = json.loads(language.CATALOGUE.read_text(encoding="utf-8"))
 SOURCES: dict[str, Set[str]] = {
     **{f"checks/{each}.py": set() for each in (*KOREAN, "verdict")},
     "prediction.py": set(),
-    "pipeline/simulate.py": set(),
+    "pipeline/instructions.py": {
+        "validate",
+        "_error",
+        "_complete_and_in_order",
+        "_matched",
+        "_ends",
+    },
+    "pipeline/schedules.py": {"simulate"},
     "runtime/report.py": {"where", "_ending", "_blame"},
 }
 # Strings that look like sentences: two are looked for in what others say, one ends an error's text.

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import minidist as md
+from minidist.collectives import peers
 from minidist.pipeline import (
     SCHEDULES,
     Schedule,
@@ -36,7 +37,7 @@ from minidist.pipeline import (
     simulate,
     validate,
 )
-from minidist.pipeline.balance import balance
+from minidist.pipeline.cut import balance
 from minidist.pipeline.instructions import (
     RECEIVES,
     SENDS,
@@ -53,7 +54,8 @@ from minidist.pipeline.instructions import (
     other_end,
 )
 from minidist.pipeline.schedules import forward_only, with_messages
-from minidist.pipeline.stage import Stage, backward_inputs
+from minidist.pipeline.stage import Stage
+from minidist.pipeline.two_parts import backward_inputs
 
 apart = md.parity.relative_difference
 
@@ -839,6 +841,67 @@ def test_a_function_as_keyword_argument_stays_on_the_first_rank(pools):
     assert first == second and "rank 0" in first[1] and "pickle" in first[1]
 
 
+class Warm(nn.Module):
+    """Divides by a temperature that the user may train."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6).double()
+
+    def forward(self, x, temperature):
+        return self.linear(x) / temperature
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_a_number_of_the_users_gets_its_gradient(pools, schedule, recompute):
+    def run():
+        torch.manual_seed(0)
+        plain = nn.Sequential(Warm(), Warm(), Warm())
+        model = md.Pipeline(copy.deepcopy(plain), 4, schedule, recompute=recompute)
+        alone, ours = (torch.tensor(1.5, dtype=torch.float64, requires_grad=True) for _ in "ab")
+        for step in range(2):  # it adds up
+            x = inputs = digits(step)[0]
+            for layer in plain:
+                x = layer(x, alone)
+            F.mse_loss(x, inputs).backward()
+            model.train_step(inputs, inputs, F.mse_loss, temperature=ours)
+        both = [(p, plain.get_parameter(name)) for name, p in model.module.named_parameters()]
+        both += [(ours, alone)] if dist.get_rank() == 0 else []
+        return max(apart(a.grad, b.grad) for a, b in both)
+
+    assert max(pools(2)(run)) <= 1e-12
+
+
+class AndItsWeight(nn.Module):
+    """Gives a view of its weight as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6).double())
+
+    def forward(self, given):
+        x = given[0] if isinstance(given, tuple) else given
+        return x @ self.weight, self.weight[:1]
+
+
+class TimesTheWeight(nn.Module):
+    def forward(self, given):
+        x, weight = given
+        return x * weight
+
+
+def gives_weights():
+    torch.manual_seed(0)
+    return nn.Sequential(AndItsWeight(), AndItsWeight(), TimesTheWeight())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_stage_that_gives_a_view_of_its_weight(pools, recompute):
+    found = pools(3)(train, gives_weights, digits, 4, "1f1b", recompute=recompute)
+    assert set.union(*found) == names(gives_weights())
+
+
 def test_of_new_shapes_only_the_shapes_travel(pools):
     def run():
         model, sent = md.Pipeline(nn.Sequential(nn.Linear(2, 9), nn.Linear(9, 1)), 2), []
@@ -1214,14 +1277,15 @@ class OneQueue:
 
 
 def with_one_queue(*args, **options):
-    from minidist.pipeline import executor
-
-    executor.dist = one = OneQueue()
+    one, before = OneQueue(), peers.dist
+    peers.dist = one
     try:
-        return train(*args, **options)
+        found = train(*args, **options)
+        assert one.queues  # or the messages went another way
+        return found
     finally:
         one.close()
-        executor.dist = dist
+        peers.dist = before
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -1600,6 +1664,17 @@ def test_a_pipeline_goes_on_after_a_step_that_failed(pools):
         return max(found + [apart(p.grad, plain.get_parameter(k).grad) for k, p in ours])
 
     assert max(pools(3)(run)) <= 1e-12
+
+
+@pytest.mark.parametrize("targets", [None, (), {}])
+def test_a_loss_may_need_no_targets(pools, targets):
+    def run():
+        plain, (inputs, _) = mlp(), digits(0)
+        model = md.Pipeline(copy.deepcopy(plain), 4)
+        loss = plain(inputs).square().mean()
+        return apart(model.train_step(inputs, targets, lambda y, _: y.square().mean()), loss)
+
+    assert max(pools(2)(run)) <= 1e-12
 
 
 def test_only_the_ends_need_the_batch_which_is_cut_evenly(pools):
@@ -2051,6 +2126,25 @@ def test_parameters_that_changed_on_one_rank_are_refused_on_all(pools, change, w
         model(batch)  # an evaluation may be of anything
         model.train_step(batch, batch, F.mse_loss)
 
+    first, second = told(pools(2), run)
+    assert first == second and first[0] == "RuntimeError" and words in first[1]
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_layer_that_is_replaced_is_refused_on_all_ranks(pools, evaluates):
+    def run():
+        layers = [nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3), nn.ReLU()]
+        model = md.Pipeline(nn.Sequential(*layers), 2, balance=[2, 2])
+        batch = torch.ones(4, 3)
+        model.train_step(batch, batch, F.mse_loss)
+        if dist.get_rank() == 1:
+            model.module[1] = nn.Tanh()  # it has no parameters that would tell
+        if evaluates:
+            model(batch)
+        else:
+            model.train_step(batch, batch, F.mse_loss)
+
+    words = "rank 1: layer 3 has been added, removed or replaced since it was wrapped"
     first, second = told(pools(2), run)
     assert first == second and first[0] == "RuntimeError" and words in first[1]
 

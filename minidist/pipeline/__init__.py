@@ -5,25 +5,25 @@ ranks do not wait for one another all the time, the batch is cut into micro-batc
 says who does what when. To read, in this order:
 
     naive           the idea: GPipe in one function
-    instructions    a schedule is data: a list of what each rank does
-    schedules       five of them; `simulate` says what can be known of one before it runs, `balance`
-                    where to cut the model
+    instructions    a schedule is data: a list of what each rank does; can ranks run it?
+    schedules       five of them, and how long each would take
+    cut             from a whole model to the stages of each rank
 
 and then the four files through which a step goes:
 
-    pipeline        what users call: cuts the model, or fills its stages from "meta"; runs a step
+    pipeline        what users call: makes this rank's stages; runs a step
     batch           before a step: micro-batches, and the shapes of what is sent
     executor        runs a rank's list: sends and receives; adds up what two stages share
-    stage           computes: forward, backward, or backward in two parts
+    stage           computes: forward and backward, and says what it gives to the next
+                    (`two_parts`: how zero bubble goes backward)
 
 Lessons: layer_splitting, pipeline_schedules.
 """
 
-from minidist.pipeline.balance import balance_by_cost, balance_by_parameters
-from minidist.pipeline.instructions import Schedule
+from minidist.pipeline.cut import balance_by_cost, balance_by_parameters
+from minidist.pipeline.instructions import Schedule, ScheduleError, Span, validate
 from minidist.pipeline.pipeline import Pipeline
-from minidist.pipeline.schedules import SCHEDULES, with_messages
-from minidist.pipeline.simulate import Prediction, ScheduleError, Span, simulate, validate
+from minidist.pipeline.schedules import SCHEDULES, Prediction, simulate, with_messages
 
 __all__ = [
     "SCHEDULES",

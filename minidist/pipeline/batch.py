@@ -1,10 +1,9 @@
 """Before a step: the batch in micro-batches, and the shapes of what stages send each other.
 
-An activation is a tensor, or tensors and plain values in tuples, lists and dicts. The receiver
-allocates memory before one arrives, so it must know its *spec*: the structure, and of each tensor
-the shape and dtype. For a batch of a new kind, each stage runs one micro-batch of each size without
-effect, a dry run: the first stage with rows of the batch, the others with tensors of ones, in the
-shapes that the stage before has found. The specs are broadcast; after that only tensors are sent.
+The receiver of an activation must know its spec (`stage`). For a batch of a new kind, each stage
+runs one micro-batch of each size without effect, a dry run: the first stage with rows of the batch,
+the others with tensors of ones, in the shapes that the stage before has found. The specs are
+broadcast; after that only tensors are sent.
 
 Specs depend on the inputs, which the first rank has, and on the state of each rank's layers: a
 frozen parameter, a layer in evaluation mode. So each rank hashes what it knows, and the sum of the
@@ -13,25 +12,24 @@ a strategy around the stages, another along its axis.
 """
 
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from minidist.collectives.peers import Peers
 from minidist.common import agree
 from minidist.common.tensors_in import tensors_of
 from minidist.common.wrapper import Guard
-from minidist.pipeline.stage import Stage
+from minidist.pipeline.instructions import Schedule
+from minidist.pipeline.stage import FLAGS, PLAIN, ActivationSpec, Stage
 
 Loss = Callable[[Any, Any], torch.Tensor]
-FLAGS = type(None), bool, str, torch.dtype, torch.device
-PLAIN = (*FLAGS, int, float, complex, torch.Size)
+ActivationSpecs = dict[tuple[int, int], ActivationSpec]  # of outputs, by stage and rows
 CACHE_SIZE = 64  # kinds of batches
 
 
@@ -44,14 +42,18 @@ def split_into_microbatches(what: str, batch: Any, rows: Sequence[int]) -> list[
     leaves, structure = tree_flatten(batch)
     total, columns = sum(rows), []
     for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0:
+        if not isinstance(leaf, torch.Tensor):
             columns.append([leaf] * len(rows))
+        elif leaf.ndim == 0:
+            # A view, as those by rows are: backward goes on to the tensor of the user.
+            columns.append([leaf.view(()) for _ in rows])
         elif len(leaf) == total:
             columns.append(list(leaf.split(list(rows))))
         else:
             found = tuple(leaf.shape)
             raise ValueError(f"the {what} of a batch of {total} rows have as many, not {found}")
-    return [tree_unflatten(list(part), structure) for part in zip(*columns, strict=True)]
+    parts = zip(*columns, strict=True) if columns else [()] * len(rows)
+    return [tree_unflatten(list(part), structure) for part in parts]
 
 
 def merge_microbatches(parts: Sequence[Any]) -> Any:
@@ -63,105 +65,6 @@ def merge_microbatches(parts: Sequence[Any]) -> Any:
         return torch.cat([first, *others]) if first.ndim else torch.stack([first, *others])
 
     return tree_map(merge, *parts)
-
-
-# ---- what is sent ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Shape and dtype of a tensor, and whether a gradient for it is sent back."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    gradient: bool
-
-    def __repr__(self) -> str:
-        words = f"shape {self.shape}, {str(self.dtype).removeprefix('torch.')}"
-        without = self.dtype.is_floating_point and not self.gradient
-        return words + (", without gradient" if without else "")
-
-    def empty(self, device: torch.device) -> torch.Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
-
-
-@dataclass(frozen=True)
-class ActivationSpec:
-    """An activation in which each tensor is replaced by its `TensorSpec`."""
-
-    leaves: list[Any]
-    structure: TreeSpec
-
-    @classmethod
-    def of(cls, activation: Any) -> "ActivationSpec":
-        """Raises TypeError if it holds something that cannot be sent."""
-        leaves, structure = tree_flatten(activation)
-        return cls([_spec(leaf) for leaf in leaves], structure)
-
-    def __str__(self) -> str:
-        outputs, kwargs = self.tree()
-        return f"{outputs}" + (f" and {kwargs}" if kwargs else "")
-
-    def tree(self) -> Any:
-        return tree_unflatten(self.leaves, self.structure)
-
-    @cached_property
-    def tensors(self) -> list[TensorSpec]:
-        return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
-
-    @cached_property
-    def gradients(self) -> list[TensorSpec]:
-        """Of the tensors for which a gradient is sent back."""
-        return [spec for spec in self.tensors if spec.gradient]
-
-    @cached_property
-    def without_graph(self) -> "ActivationSpec":
-        """The spec of the same activation made under `torch.no_grad()`."""
-        tree = tree_map(
-            lambda x: replace(x, gradient=False) if isinstance(x, TensorSpec) else x, self.tree()
-        )
-        return ActivationSpec(*tree_flatten(tree))
-
-    def flatten(self, activation: Any) -> list[torch.Tensor]:
-        """The tensors of an activation, detached. Raises ValueError if it has another spec."""
-        found = ActivationSpec.of(activation)
-        if found != self:
-            raise ValueError(
-                f"this stage gives {found}; after what it gave for other micro-batches it must be "
-                f"{self}"
-            )
-        return [tensor.detach() for tensor in tensors_of(activation)]
-
-    def unflatten(self, tensors: Iterable[torch.Tensor]) -> Any:
-        """The activation that consists of these tensors. Those that need a gradient are leaves of
-        autograd's graph."""
-        left = iter(tensors)
-        leaves = [
-            next(left).requires_grad_(leaf.gradient) if isinstance(leaf, TensorSpec) else leaf
-            for leaf in self.leaves
-        ]
-        return tree_unflatten(leaves, self.structure)
-
-    def empty(self, device: torch.device) -> Any:
-        return self.unflatten(spec.empty(device) for spec in self.tensors)
-
-    def ones(self, device: torch.device) -> Any:
-        """Ones: valid as indices where there are two rows or more, and as a mask: none hidden."""
-        return self.unflatten(spec.empty(device).fill_(1) for spec in self.tensors)
-
-
-def _spec(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
-    if isinstance(leaf, PLAIN):
-        return leaf
-    raise TypeError(
-        "between stages travel tensors, numbers, strings and None, in tuples, lists and dicts; "
-        f"this stage gives a {type(leaf).__name__}"
-    )
-
-
-ActivationSpecs = dict[tuple[int, int], ActivationSpec]  # of outputs, by stage and rows
 
 
 # ---- what all ranks agree on -------------------------------------------------------------------
@@ -185,24 +88,24 @@ class Batch:
 class Preparation:
     """Makes all ranks agree on rows and specs, before each step.
 
-    module: this rank's layers; own: its stages. stages: how many all ranks have. keywords: all
-    keyword arguments that some layer takes. device: of the activations.
+    plan: of a training step. module: this rank's layers; own: its stages. keywords: all keyword
+    arguments that some layer takes. device: of the activations.
     """
 
     def __init__(
         self,
+        plan: Schedule,
         peers: Peers,
         module: nn.Module,
         own: Mapping[int, Stage],
-        stages: int,
-        microbatches: int,
         keywords: Set[str],
         device: torch.device,
     ) -> None:
-        self._peers, self._own, self._stages = peers, own, stages
-        self._microbatches, self._keywords, self._device = microbatches, keywords, device
+        self._plan, self._peers, self._own = plan, peers, own
+        self._keywords, self._device = keywords, device
         self._modules, self._parameters = list(module.modules()), list(module.parameters())
-        self._guard = Guard(module, "Pipeline")
+        self._guard, self._module = Guard(module, "Pipeline"), module
+        self._layers = dict(module._modules)
         self.specs: dict[int, ActivationSpecs] = {}  # the one used last comes last
         self._plain = pickle.dumps({})  # keyword arguments without tensors, for later stages
 
@@ -210,17 +113,18 @@ class Preparation:
         self, inputs: Any, kwargs: dict[str, Any], training: tuple[Loss, Any] | None
     ) -> Batch:
         """Every rank calls this. Raises on all of them if the batch of the first cannot be cut, or
-        if the parameters of one have changed."""
+        if the parameters or layers of one have changed."""
         trains, first = training is not None, self._peers.rank == 0
         plain = {name: value for name, value in kwargs.items() if not tensors_of(value)}
         seen, total, parts, to_later, problem = [trains, self._state()], 0, [], self._plain, None
         try:
             if trains:
                 self._guard.require_unchanged()
+            self._require_same_layers()
             if first:
                 total = self._count(inputs, kwargs, trains)
                 batch = inputs, {n: value for n, value in kwargs.items() if n not in plain}
-                parts = split_into_microbatches("inputs", batch, self._rows(total, trains))
+                parts = split_into_microbatches("inputs", batch, self._rows(total))
                 seen += [_signature(batch, PLAIN), _signature(plain, FLAGS)]
                 later = self._own[0].later
                 to_later = pickle.dumps({n: value for n, value in plain.items() if n in later})
@@ -231,7 +135,7 @@ class Preparation:
         sums = torch.tensor(mine, device=self._peers.device)
         dist.all_reduce(sums, group=self._peers.group)
         key, total, fresh, failed = sums.tolist()
-        rows = [] if failed else self._rows(total, trains)
+        rows = [] if failed else self._rows(total)
         new = self._agree_along_strategy(key not in self.specs, len(rows), bool(failed), problem)
         self._pass_on(plain, to_later, bool(fresh))
         specs = self._infer(rows, parts, trains) if new else self.specs[key]
@@ -240,6 +144,17 @@ class Preparation:
         if len(self.specs) > CACHE_SIZE:
             del self.specs[next(iter(self.specs))]
         return Batch(rows, parts, training, specs)
+
+    def _require_same_layers(self) -> None:
+        """The stages run the layers that they were made of, whatever `module` has now."""
+        now = self._module._modules
+        for name in self._layers | now:
+            if now.get(name) is not self._layers.get(name):
+                raise RuntimeError(
+                    f"layer {name} has been added, removed or replaced since it was wrapped. "
+                    "Change a module first, and wrap it then: Pipeline runs the layers that it "
+                    "found"
+                )
 
     def _agree_along_strategy(
         self, new: bool, count: int, failed: bool, problem: Exception | None
@@ -279,28 +194,31 @@ class Preparation:
     def _infer(self, rows: list[int], parts: Sequence[Any], trains: bool) -> ActivationSpecs:
         """The specs of the outputs of all stages, on every rank; in training without the last one,
         whose output nobody receives. All ranks call this, and all raise if one fails."""
-        assert self._peers.group is not None
+        group = self._peers.group
+        assert group is not None
         found: ActivationSpecs = {}
         alike = rows[0] == rows[-1] and not self._strategy
         for i in [0] if alike else [0, len(rows) - 1]:  # the largest micro-batch, and the smallest
             activation: Any = parts[i] if parts else None
-            for stage in range(self._stages - trains):
-                problem, message = None, [None]
-                if stage in self._own:
-                    try:
-                        with torch.set_grad_enabled(trains):
-                            spec = ActivationSpec.of(self._own[stage].dry_run(activation))
-                        message = [spec.tree()]
-                    except Exception as error:
-                        problem = error
-                        problem.add_note(f"(at Forward({stage}, 0) of the pipeline)")
-                agree.raise_on_every_rank(problem, self._peers.group)
-                source = stage % self._peers.size
-                dist.broadcast_object_list(message, group=self._peers.group, group_src=source)
+            for stage in range(self._plan.stages - trains):
+                message = [None]
+                with agree.together(group):
+                    if stage in self._own:
+                        message = [self._dry_run(stage, activation, trains).tree()]
+                source = self._plan.rank_of(stage)
+                dist.broadcast_object_list(message, group=group, group_src=source)
                 spec = ActivationSpec(*tree_flatten(message[0]))
                 found[stage, rows[i]] = spec
                 activation = spec.ones(self._device) if stage + 1 in self._own else None
         return found
+
+    def _dry_run(self, stage: int, activation: Any, trains: bool) -> ActivationSpec:
+        try:
+            with torch.set_grad_enabled(trains):
+                return ActivationSpec.of(self._own[stage].dry_run(activation))
+        except Exception as error:
+            error.add_note(f"(at Forward({stage}, 0) of the pipeline)")
+            raise
 
     def _count(self, inputs: Any, kwargs: dict[str, Any], trains: bool) -> int:
         """The rows of a batch: the length of the first tensor in it."""
@@ -311,14 +229,14 @@ class Preparation:
             raise TypeError(
                 "the inputs of a pipeline are a tensor, its rows first, or several of these"
             )
-        least = self._microbatches if trains else 1
+        least = self._plan.microbatches if trains else 1
         if total < least:
             raise ValueError(f"a batch of {total} rows cannot be cut into {least} micro-batches")
         return total
 
-    def _rows(self, total: int, trains: bool) -> list[int]:
+    def _rows(self, total: int) -> list[int]:
         """The rows of each micro-batch, as even as possible: the first ones get the remainder."""
-        microbatches = self._microbatches if trains else min(self._microbatches, total)
+        microbatches = min(self._plan.microbatches, total)
         small, larger = divmod(total, microbatches)
         return [small + (i < larger) for i in range(microbatches)]
 
@@ -333,12 +251,11 @@ class Preparation:
 def _signature(tree: Any, by_value: tuple[type, ...]) -> Any:
     """Of each tensor the shape and dtype, of the types in `by_value` the value, of all else the
     type: a number that changes in each step must not look like another kind of batch."""
+
+    def of(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return x.shape, x.dtype, x.requires_grad
+        return x if isinstance(x, by_value) else type(x)
+
     leaves, structure = tree_flatten(tree)
-    return structure, [
-        (x.shape, x.dtype, x.requires_grad)
-        if isinstance(x, torch.Tensor)
-        else x
-        if isinstance(x, by_value)
-        else type(x)
-        for x in leaves
-    ]
+    return structure, [of(x) for x in leaves]

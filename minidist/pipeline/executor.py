@@ -13,7 +13,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from minidist.collectives.peers import Peers, wait_for
-from minidist.pipeline.batch import ActivationSpec, Batch, TensorSpec, split_into_microbatches
+from minidist.pipeline.batch import Batch, split_into_microbatches
 from minidist.pipeline.instructions import (
     RECEIVES,
     SENDS,
@@ -32,11 +31,12 @@ from minidist.pipeline.instructions import (
     Instruction,
     ReceiveActivation,
     ReceiveGradient,
+    Schedule,
     SendActivation,
     SendGradient,
+    Span,
 )
-from minidist.pipeline.simulate import Span
-from minidist.pipeline.stage import Gradients, Stage
+from minidist.pipeline.stage import ActivationSpec, Gradients, Stage, TensorSpec
 
 Works = list[dist.Work | None]
 Travelling = tuple[list[torch.Tensor], Works]  # tensors, and handles to wait for
@@ -46,7 +46,7 @@ MOST_LEAVING = 2  # messages to one rank: each holds its tensors until it has ar
 class Executor:
     """Interprets the instructions of one rank, for one batch.
 
-    stages: of this rank. last: the last stage of all, wherever it is. device: of the tensors.
+    plan: for the batch's micro-batches. stages: of this rank. device: of the tensors.
 
     If a stage fails, the rank goes on through its list, but computes nothing and sends zeros: so no
     other rank waits for ever, and at the end all of them raise. After the run:
@@ -58,13 +58,14 @@ class Executor:
 
     def __init__(
         self,
+        plan: Schedule,
         stages: Mapping[int, Stage],
-        last: int,
         peers: Peers,
         device: torch.device,
         batch: Batch,
     ) -> None:
-        self._stages, self._last, self._batch = stages, last, batch
+        self._plan, self._stages, self._batch = plan, stages, batch
+        self._last = plan.stages - 1
         self._peers, self._device = peers, device
         self._made: dict[Instruction, Gradients | None] = {}  # by the send; None: failed
         self._leaving: dict[int, deque[Travelling]] = defaultdict(deque)  # by the rank they go to
@@ -74,9 +75,9 @@ class Executor:
         self.trace: list[Span] = []
         self.problem: Exception | None = None
 
-    def run(self, instructions: Sequence[Instruction]) -> None:
+    def run(self) -> None:
         """Do it all, in order."""
-        for now in instructions:
+        for now in self._plan.ranks[self._peers.rank]:
             self._now, self._start = now, time.perf_counter()
             if isinstance(now, SENDS):
                 self._send(now)
@@ -117,12 +118,11 @@ class Executor:
 
     def _carried(self, message: Instruction) -> tuple[list[TensorSpec], int]:
         """The specs of the tensors in a message, and the rank at its other end."""
-        stage, i = message.stage, message.microbatch
-        up = isinstance(message, (SendActivation, ReceiveGradient))  # the other is the next stage
-        spec = self._spec(stage if up else stage - 1, i)
+        up = isinstance(message, (SendActivation, ReceiveGradient))
+        other = message.stage + (1 if up else -1)
+        spec = self._spec(min(message.stage, other), message.microbatch)
         activation = isinstance(message, (SendActivation, ReceiveActivation))
-        other = (stage + 1 if up else stage - 1) % self._peers.size
-        return spec.tensors if activation else spec.gradients, other
+        return spec.tensors if activation else spec.gradients, other % self._peers.size
 
     def _spec(self, stage: int, i: int) -> ActivationSpec:
         """The spec of a stage's outputs."""
@@ -198,53 +198,35 @@ class Executor:
 # ---- parameters of several stages --------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Tie:
-    """A parameter, and the ranks (within the group) that have it, in the order of its stages."""
-
-    parameter: nn.Parameter
-    ranks: list[int]
-
-
-def find_ties(layers: Sequence[nn.Module], rank_of_layer: Sequence[int]) -> list[Tie]:
-    """The parameters that layers on different ranks share, in the order of the model."""
-    ranks: dict[nn.Parameter, dict[int, None]] = {}
-    for layer, rank in zip(layers, rank_of_layer, strict=True):
-        for parameter in layer.parameters():
-            ranks.setdefault(parameter, {})[rank] = None
-    return [Tie(p, list(own)) for p, own in ranks.items() if len(own) > 1]
-
-
 @contextmanager
-def added_up(ties: Sequence[Tie], peers: Peers) -> Iterator[None]:
+def added_up(ties: Mapping[nn.Parameter, Sequence[int]], peers: Peers) -> Iterator[None]:
     """What the block adds to the gradient of each of this rank's ties is summed over the ranks that
     share it. What was there has been summed already, and is added after it."""
-    before = [tie.parameter.grad for tie in ties]
-    for tie in ties:
-        tie.parameter.grad = None
+    before = {parameter: parameter.grad for parameter in ties}
+    for parameter in ties:
+        parameter.grad = None
     try:
         yield
-        for tie in ties:
-            tie.parameter.grad = _sum(tie, peers)
+        for parameter, ranks in ties.items():
+            parameter.grad = _sum(parameter, ranks, peers)
     finally:
-        for tie, gradient in zip(ties, before, strict=True):
+        for parameter, gradient in before.items():
             if gradient is not None:
-                found = tie.parameter.grad
-                tie.parameter.grad = gradient if found is None else gradient + found
+                found = parameter.grad
+                parameter.grad = gradient if found is None else gradient + found
 
 
-def _sum(tie: Tie, peers: Peers) -> torch.Tensor | None:
-    """Each rank sends its part to all others (mostly there is one) and adds up in the order of the
-    tie, so that all have the same bits. None if none has a gradient. Of two ranks, the first
+def _sum(parameter: nn.Parameter, ranks: Sequence[int], peers: Peers) -> torch.Tensor | None:
+    """Each rank sends its part to all others (mostly there is one) and adds up in the order of
+    `ranks`, so that all have the same bits. None if none has a gradient. Of two ranks, the first
     sends first: where they have one queue, as with NCCL, two sends would wait for each other."""
-    parameter = tie.parameter
     # For each rank a row: its part, and whether it has one.
-    parts = parameter.new_zeros(len(tie.ranks), parameter.numel() + 1)
-    mine = parts[tie.ranks.index(peers.rank)]
+    parts = parameter.new_zeros(len(ranks), parameter.numel() + 1)
+    mine = parts[ranks.index(peers.rank)]
     if parameter.grad is not None:
         mine[:-1], mine[-1] = parameter.grad.reshape(-1), 1
     works: Works = []
-    for other, part in zip(tie.ranks, parts, strict=True):
+    for other, part in zip(ranks, parts, strict=True):
         if other < peers.rank:
             works += [peers.irecv(part, other), peers.isend(mine, other)]
         elif other > peers.rank:

@@ -4,9 +4,8 @@ Lessons: layer_splitting, pipeline_schedules
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,18 +15,16 @@ from torch import nn
 from minidist.collectives.peers import Peers
 from minidist.common import agree
 from minidist.common.groups import require_group
-from minidist.common.materialize import materialize, places_of, tie_again
 from minidist.common.norm import clip_grad_norm_, mark_parts
 from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.tensors_in import tensors_of
 from minidist.common.wrapper import Wrapper, copy_on_ranks
-from minidist.pipeline.balance import balance_by_parameters
 from minidist.pipeline.batch import Loss, Preparation, merge_microbatches
-from minidist.pipeline.executor import Executor, Tie, added_up, find_ties
-from minidist.pipeline.instructions import Schedule
-from minidist.pipeline.schedules import find, forward_only
-from minidist.pipeline.simulate import Span
-from minidist.pipeline.stage import Stage, StageLayers, besides_layers, keywords_of
+from minidist.pipeline.cut import fill, find_ties, schedule_and_balance
+from minidist.pipeline.executor import Executor, added_up
+from minidist.pipeline.instructions import Schedule, Span
+from minidist.pipeline.schedules import forward_only
+from minidist.pipeline.stage import Stage, StageLayers, keywords_of
 from minidist.rank import device
 
 
@@ -48,7 +45,8 @@ class Pipeline(Wrapper):
     balance: how many layers each stage takes; None spreads the parameters evenly. Its length is
         the number of stages: the number of ranks, or for "interleaved" a multiple (None: twice).
     process_group: the ranks that take part; None is the default group.
-    recompute: keep a stage's inputs only, and compute its activations again for backward.
+    recompute: keep a stage's inputs only, and compute its activations again for backward; in the
+        last stage the loss too, so loss_fn is called twice for each micro-batch.
     wrap: a strategy along another axis of a mesh, such as FullyShardedDataParallel. It is given
         the layers of each stage, and what it returns is run in their place. Then no parameter can
         be in two stages, and no schedule can go back in two parts, as "zero_bubble" does.
@@ -69,8 +67,9 @@ class Pipeline(Wrapper):
     shapes of the last 64 kinds of batches are kept.
 
     A parameter that layers of several ranks share, as a tied embedding and head do, is kept by
-    each, and gets the sum of their gradients. Batch norm takes its means over a micro-batch, not
-    over the batch, and moves its running means once for each.
+    each, and gets the sum of their gradients; a buffer that they share is each rank's own. Batch
+    norm takes its means over a micro-batch, not over the batch, and moves its running means once
+    for each.
 
     `copy.deepcopy` gives a pipeline of the same ranks, each with a copy of its own layers.
     `torch.save` raises TypeError: save `state_dict()` or `full_state_dict()`.
@@ -104,7 +103,7 @@ class Pipeline(Wrapper):
         group = require_group(process_group, "Pipeline")
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         with agree.together(group):
-            plan, counts = _plan(module, microbatches, schedule, balance, ranks)
+            plan, counts = schedule_and_balance(module, microbatches, schedule, balance, ranks)
             if wrap is not None and plan.splits_backward:
                 raise ValueError(
                     f"schedule {plan.name} goes back in two parts, and a strategy around a stage "
@@ -121,7 +120,7 @@ class Pipeline(Wrapper):
         layers = list(module._modules.items())  # by name: a layer that comes twice has two
         stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
         ties = find_ties([m for _, m in layers], [plan.rank_of(stage) for stage in stage_of])
-        if wrap is not None and any(tie.parameter.requires_grad for tie in ties):
+        if wrap is not None and any(parameter.requires_grad for parameter in ties):
             raise ValueError(
                 "a parameter that several stages share cannot be in a strategy of each"
             )
@@ -149,12 +148,10 @@ class Pipeline(Wrapper):
         # The stages whose parameters a strategy shards.
         self._sharded: list[Any] = [x for x in self.wrapped if hasattr(x, "summon_full_params")]
         self._names = list(module.state_dict())
-        self._ties = [t for t in ties if t.parameter.requires_grad and rank in t.ranks]
-        self.counted_elsewhere = {t.parameter for t in self._ties if t.ranks[0] != rank}
+        self._ties = {p: those for p, those in ties.items() if p.requires_grad and rank in those}
+        self.counted_elsewhere = {p for p, (first, *_) in self._ties.items() if first != rank}
         every = set[str]().union(*keywords)
-        self._preparation = Preparation(
-            self._peers, own, self._stages, plan.stages, microbatches, every, self._device
-        )
+        self._preparation = Preparation(plan, self._peers, own, self._stages, every, self._device)
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: Loss, **kwargs: Any) -> torch.Tensor:
         """Forward and backward for one batch: adds to each parameter's `.grad`, as `backward()`
@@ -186,7 +183,8 @@ class Pipeline(Wrapper):
     def forward(self, inputs: Any, **kwargs: Any) -> Any:
         """The outputs for the inputs, on every rank, without gradients. Every rank calls this;
         `inputs` and `kwargs` are those of `train_step`, used on the first. There may be fewer rows
-        than micro-batches. Raises on every rank if a stage fails."""
+        than micro-batches. Of tensors without rows there is one for each micro-batch, stacked; what
+        is no tensor comes from the first. Raises on every rank if a stage fails."""
         last = self.schedule.rank_of(self.schedule.stages - 1)
         _, y = self._run(inputs, kwargs)
         broadcast_state(tensors_of(y), self.process_group, last)
@@ -200,10 +198,10 @@ class Pipeline(Wrapper):
         batch, plan = self._preparation.prepare(inputs, kwargs, training), self.schedule
         if training is None:
             plan = forward_only(self._peers.size, plan.stages, len(batch.rows))
-        executor = Executor(self._stages, plan.stages - 1, self._peers, self._device, batch)
+        executor = Executor(plan, self._stages, self._peers, self._device, batch)
         try:
             with torch.set_grad_enabled(training is not None):
-                executor.run(plan.ranks[self._peers.rank])
+                executor.run()
         finally:
             for stage in self._stages.values():
                 stage.end_step()
@@ -265,84 +263,3 @@ class Pipeline(Wrapper):
         raise TypeError(
             "a Pipeline cannot be saved: it has one rank's layers. Save its full_state_dict()"
         )
-
-
-def _plan(
-    module: nn.Sequential,
-    microbatches: int,
-    schedule: str | Schedule,
-    balance: Sequence[int] | None,
-    ranks: int,
-) -> tuple[Schedule, list[int]]:
-    """The schedule, and how many layers each stage takes. Raises if there can be none."""
-    kind = type(module).__name__
-    if not isinstance(module, nn.Sequential):
-        raise TypeError(f"Pipeline cuts an nn.Sequential, not {kind}")
-    if own := besides_layers(module):
-        raise TypeError(
-            f"Pipeline runs the layers of {kind} one by one, and would drop what is its own: "
-            f"{', '.join(own)}. Move that into its layers"
-        )
-    if not isinstance(microbatches, int) or microbatches < 1:
-        raise ValueError(f"microbatches must be 1 or more, not {microbatches}")
-    stages = 2 * ranks if balance is None else len(balance)
-    schedule = find(schedule, ranks, microbatches, stages)
-    if balance is None:
-        return schedule, balance_by_parameters(module, schedule.stages)
-    if len(balance) != schedule.stages:
-        raise ValueError(
-            f"balance {list(balance)} makes {len(balance)} stages; on {ranks} ranks "
-            f"{schedule.name} has {schedule.stages}"
-        )
-    if min(balance) < 1 or sum(balance) != len(module):
-        raise ValueError(
-            f"balance {list(balance)} must share out {len(module)} layers, at least 1 to each "
-            f"stage; it shares out {sum(balance)}"
-        )
-    return schedule, list(balance)
-
-
-# ---- a model on the device "meta" ----------------------------------------------------------------
-
-
-def fill(
-    stages: Mapping[int, nn.Module],
-    plan: Schedule,
-    ties: Sequence[Tie],
-    peers: Peers,
-    device: torch.device,
-    init: Callable[[nn.Module], object] | None,
-) -> list[Tie]:
-    """Give this rank's stages memory and values, one stage after another over all ranks. Returns
-    this rank's ties, now of the filled parameters. Each has the values of its first rank."""
-    assert peers.group is not None
-    places = places_of([named for stage in stages.values() for named in stage.named_modules()])
-    for number in range(plan.stages):
-        with agree.together(peers.group):
-            if number in stages:
-                materialize(list(stages[number].named_modules()), device, init)
-        pass_on_random_state(peers.group, plan.rank_of(number), device)
-    become = tie_again(places)
-    mine = [
-        replace(tie, parameter=become[tie.parameter]) for tie in ties if peers.rank in tie.ranks
-    ]
-    for tie in mine:
-        values = tie.parameter.detach().reshape(-1)
-        first, *others = tie.ranks
-        if peers.rank == first:
-            for other in others:
-                peers.send(values, other)
-        else:
-            tie.parameter.data.copy_(peers.recv(values, first).view_as(tie.parameter))
-    return mine
-
-
-def pass_on_random_state(group: dist.ProcessGroup, source: int, device: torch.device) -> None:
-    """Every rank of the group gets the random state of `source`: of the CPU and of the device."""
-    states = [torch.get_rng_state()]
-    if device.type != "cpu":
-        states.append(torch.get_device_module(device).get_rng_state(device))
-    dist.broadcast_object_list(states, group=group, group_src=source)
-    torch.set_rng_state(states[0])
-    if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(states[1], device)

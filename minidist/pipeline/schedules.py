@@ -1,4 +1,6 @@
-"""Five schedules. Each is a pure function from numbers to lists of instructions.
+"""Five schedules, and what can be known of one before it runs. Each is a pure function from numbers
+to lists of instructions; `simulate` says when each rank would do what, if computations took so long
+and messages went over such a link.
 
 With p ranks, m micro-batches and v stages a rank, where backward takes twice as long as forward:
 
@@ -11,8 +13,11 @@ With p ranks, m micro-batches and v stages a rank, where backward takes twice as
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 
+from minidist.link.lines import Lines
+from minidist.link.link import Link, Network
 from minidist.pipeline.instructions import (
     Backward,
     BackwardInputs,
@@ -21,10 +26,14 @@ from minidist.pipeline.instructions import (
     Forward,
     Instruction,
     Schedule,
+    Span,
     gives,
+    interpret,
+    kept,
+    needs,
     other_end,
+    validate,
 )
-from minidist.pipeline.simulate import simulate, validate
 
 Order = list[Compute]  # what one rank computes, without messages
 
@@ -195,3 +204,91 @@ def with_messages(
             ranks[rank].append(send)
             ranks[bare.rank_of(receive.stage)].append(receive)
     return Schedule(name, stages, microbatches, ranks)
+
+
+# ---- what can be known of one before it runs ---------------------------------------------------
+
+Time = float | Sequence[float]  # of every stage, or of each
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """spans: for each rank, when it computes what. in_flight: for each rank, the most forward
+    passes whose backward pass it still owes, that is, the activations it has to keep."""
+
+    spans: list[list[Span]]
+    in_flight: list[int]
+
+    @property
+    def time(self) -> float:
+        """Of the whole step."""
+        return max((rank[-1].end for rank in self.spans if rank), default=0.0)
+
+    @property
+    def idle(self) -> float:
+        """The part of all ranks' time in which they compute nothing: the bubble, as a fraction of
+        the total time. GPipe and 1F1B: (p-1)/(m+p-1), for p ranks and m micro-batches."""
+        busy = sum(span.end - span.start for rank in self.spans for span in rank)
+        return 1 - busy / (self.time * len(self.spans)) if busy else 0.0
+
+
+def simulate(
+    schedule: Schedule,
+    forward: Time = 1.0,
+    backward_inputs: Time = 1.0,
+    backward_weights: Time = 1.0,
+    link: Link | None = None,
+    nbytes: float = 0.0,
+    nodes: int = 1,
+) -> Prediction:
+    """Predict a training step.
+    Lesson: pipeline_schedules
+
+    forward, backward_inputs, backward_weights: of one micro-batch, in any unit of time; a number
+        for every stage, or one for each. A whole backward takes as long as both its parts.
+    link: over which a rank sends messages while it goes on computing; then the unit is a second. It
+        is that of `md.ranks`, with the same lines: one between two ranks of a node, each way, and a
+        cable for all ranks of a node to those of others.
+    nbytes: of a message, an activation or a gradient of a micro-batch.
+    nodes: over which the ranks are spread.
+
+    Raises ValueError, with what each rank waits for, if they all wait for ever.
+    """
+    ranks = schedule.ranks
+    clock = [0.0] * len(ranks)
+    node_of = [rank * nodes // len(ranks) for rank in range(len(ranks))]
+    network = Network(link, range(len(ranks)), node_of, Lines()) if link is not None else None
+    spans: list[list[Span]] = [[] for _ in ranks]
+    arrival: dict[Instruction, float] = {}
+
+    parts: dict[type[Instruction], list[Time]] = {
+        Forward: [forward],
+        Backward: [backward_inputs, backward_weights],
+        BackwardInputs: [backward_inputs],
+        BackwardWeights: [backward_weights],
+    }
+
+    def duration(instruction: Instruction) -> float:
+        own, stage = parts[type(instruction)], instruction.stage
+        return sum(part if isinstance(part, (int, float)) else part[stage] for part in own)
+
+    def do(rank: int, instruction: Instruction) -> bool:
+        """A computation, if what it needs has been sent."""
+        needed = needs(instruction, schedule.stages)
+        if needed is not None and needed not in arrival:
+            return False
+        if isinstance(instruction, Compute):
+            start = max(clock[rank], arrival[needed] if needed else 0.0)
+            clock[rank] = start + duration(instruction)
+            spans[rank].append(Span(instruction, start, clock[rank]))
+            if message := gives(instruction, schedule.stages):
+                receive = other_end(message)
+                to = schedule.rank_of(receive.stage)
+                trip = network.send(rank, to, nbytes, clock[rank]) if network else None
+                arrival[receive] = trip.due if trip else clock[rank]
+        return True
+
+    if stuck := interpret(schedule, do):
+        where = "; ".join(f"rank {rank} at {ranks[rank][at]}" for rank, at in stuck.items())
+        raise ValueError(f"{schedule.name}: the ranks wait for each other: {where}")
+    return Prediction(spans, [max(kept(rank), default=0) for rank in ranks])

@@ -1,35 +1,26 @@
 """One stage computes: forward, backward, or backward in two parts.
 
-Backward in two parts does nothing twice. Autograd's graph leads from the outputs y back to the
-inputs x and to the weights. Take an affine layer y = x Wᵀ. Its node gets dy, and computes two
-products:
-
-    dx = dy W       for the nodes before it: on the way from y to x
-    dW = dyᵀ x      for the weights: off that way
-
-The first part of backward goes the way from y to x only, and notes the dy of each node at which
-weights branch off: a fork. The second part starts at each fork with its dy, and goes only where the
-weights are. Autograd skips what nobody asks for, so a fork computes dx in the first part and dW in
-the second. (A `torch.autograd.Function` written in Python computes both, twice.)
-Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241).
+What it gives to the next is an *activation*: a tensor, or tensors and plain values in tuples, lists
+and dicts; and keyword arguments for later stages. The receiver allocates memory before one arrives,
+so it must know its *spec*: the structure, and of each tensor the shape and dtype.
 """
 
 import inspect
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from functools import cached_property, partial
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.utils._pytree import tree_map_only
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_map_only, tree_unflatten
 
-from minidist.common.refusals import has_hooks
 from minidist.common.replay import Replay
 from minidist.common.tensors_in import tensors_of
 from minidist.common.wrapper import Wrapper
+from minidist.pipeline.two_parts import backward_inputs
 
 Gradients = list[torch.Tensor | None]
 Finish = Callable[[Any, dict[str, Any]], Any]  # applied to outputs and keyword arguments
@@ -63,18 +54,6 @@ def keywords_of(layer: nn.Module) -> set[str]:
 
 
 _EITHER, _BY_NAME = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-
-
-def besides_layers(module: nn.Sequential) -> list[str]:
-    """What a module does or has itself, besides running its layers."""
-    forward = getattr(module.forward, "__func__", None)  # None: a function of this one module
-    tensors = [*module._parameters.values(), *module._buffers.values()]
-    found = {
-        "forward": forward is not nn.Sequential.forward,
-        "hooks": has_hooks(module),
-        "parameters or buffers": any(tensor is not None for tensor in tensors),
-    }
-    return [what for what, there in found.items() if there]
 
 
 class Stage:
@@ -143,7 +122,9 @@ class Stage:
 
         self._kept[microbatch] = again
         with torch.no_grad():  # on copies: a layer may overwrite what is needed once more
-            return compute(tree_map_only(torch.Tensor, lambda x: x.detach().clone(), inputs))
+            made = compute(tree_map_only(torch.Tensor, lambda x: x.detach().clone(), inputs))
+        # A view of a weight needs a gradient even so.
+        return tree_map_only(torch.Tensor, torch.Tensor.detach, made)
 
     def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
         """Add to the gradients of the weights, and return those of the inputs. `gradients`: of the
@@ -192,77 +173,100 @@ class _Enter(torch.autograd.Function):
         return gradient
 
 
-# ---- backward in two parts ---------------------------------------------------------------------
+# ---- what a stage gives ----------------------------------------------------------------------
+
+FLAGS = type(None), bool, str, torch.dtype, torch.device
+PLAIN = (*FLAGS, int, float, complex, torch.Size)
 
 
-def backward_inputs(
-    ends: Sequence[GradientEdge],
-    gradients: Sequence[torch.Tensor | None],
-    inputs: Sequence[torch.Tensor],
-) -> tuple[list[torch.Tensor | None], list[Callable[[], None]]]:
-    """The gradients for `inputs`; and functions, one for each fork, that add to those of the
-    weights. The graph ends in `ends`, where `gradients` come in (None stands for a loss's own, 1).
-    Without inputs everything is left for later."""
-    if not inputs:
-        return [], [partial(torch.autograd.backward, ends, gradients)]
-    forks = _forks(ends, {get_gradient_edge(x).node for x in inputs})
-    uses = Counter(weight for _, weights in forks for weight in weights)
-    # From the later use of a weight, the way to it leads over the earlier: both parts at once.
-    several = [weight for weight, count in uses.items() if count > 1]
-    edges = [edge for own, _ in forks for edge in own]
-    wanted: list[Any] = [*inputs, *several, *edges]
-    found = torch.autograd.grad(
-        ends, wanted, gradients, retain_graph=bool(forks), allow_unused=True
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of a tensor, and whether a gradient for it is sent back."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    gradient: bool
+
+    def __repr__(self) -> str:
+        words = f"shape {self.shape}, {str(self.dtype).removeprefix('torch.')}"
+        without = self.dtype.is_floating_point and not self.gradient
+        return words + (", without gradient" if without else "")
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class ActivationSpec:
+    """An activation in which each tensor is replaced by its `TensorSpec`."""
+
+    leaves: list[Any]
+    structure: TreeSpec
+
+    @classmethod
+    def of(cls, activation: Any) -> "ActivationSpec":
+        """Raises TypeError if it holds something that cannot be sent."""
+        leaves, structure = tree_flatten(activation)
+        return cls([_spec(leaf) for leaf in leaves], structure)
+
+    def __str__(self) -> str:
+        outputs, kwargs = self.tree()
+        return f"{outputs}" + (f" and {kwargs}" if kwargs else "")
+
+    def tree(self) -> Any:
+        return tree_unflatten(self.leaves, self.structure)
+
+    @cached_property
+    def tensors(self) -> list[TensorSpec]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
+
+    @cached_property
+    def gradients(self) -> list[TensorSpec]:
+        """Of the tensors for which a gradient is sent back."""
+        return [spec for spec in self.tensors if spec.gradient]
+
+    @cached_property
+    def without_graph(self) -> "ActivationSpec":
+        """The spec of the same activation made under `torch.no_grad()`."""
+        tree = tree_map(
+            lambda x: replace(x, gradient=False) if isinstance(x, TensorSpec) else x, self.tree()
+        )
+        return ActivationSpec(*tree_flatten(tree))
+
+    def flatten(self, activation: Any) -> list[torch.Tensor]:
+        """The tensors of an activation, detached. Raises ValueError if it has another spec."""
+        found = ActivationSpec.of(activation)
+        if found != self:
+            raise ValueError(
+                f"this stage gives {found}; after what it gave for other micro-batches it must be "
+                f"{self}"
+            )
+        return [tensor.detach() for tensor in tensors_of(activation)]
+
+    def unflatten(self, tensors: Iterable[torch.Tensor]) -> Any:
+        """The activation that consists of these tensors. Those that need a gradient are leaves of
+        autograd's graph."""
+        left = iter(tensors)
+        leaves = [
+            next(left).requires_grad_(leaf.gradient) if isinstance(leaf, TensorSpec) else leaf
+            for leaf in self.leaves
+        ]
+        return tree_unflatten(leaves, self.structure)
+
+    def empty(self, device: torch.device) -> Any:
+        return self.unflatten(spec.empty(device) for spec in self.tensors)
+
+    def ones(self, device: torch.device) -> Any:
+        """Ones: valid as indices where there are two rows or more, and as a mask: none hidden."""
+        return self.unflatten(spec.empty(device).fill_(1) for spec in self.tensors)
+
+
+def _spec(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+    if isinstance(leaf, PLAIN):
+        return leaf
+    raise TypeError(
+        "between stages travel tensors, numbers, strings and None, in tuples, lists and dicts; "
+        f"this stage gives a {type(leaf).__name__}"
     )
-    for weight, own in zip(several, found[len(inputs) :], strict=False):
-        if own is not None:
-            weight.grad = own if weight.grad is None else weight.grad + own
-    at = dict(zip(edges, found[len(inputs) + len(several) :], strict=True))
-    left: list[Callable[[], None]] = []
-    for own_edges, weights in forks:
-        once = [weight for weight in weights if uses[weight] == 1]
-        reached = {edge: at[edge] for edge in own_edges if at[edge] is not None}
-        if once and reached:
-            ready = list(reached), list(reached.values())
-            left.append(partial(torch.autograd.backward, *ready, inputs=once))
-    return list(found[: len(inputs)]), left
-
-
-def _forks(
-    ends: Sequence[GradientEdge], inputs: set[Node]
-) -> list[tuple[list[GradientEdge], list[torch.Tensor]]]:
-    """Of each fork the edges by which gradients come to it, and the weights that branch off there.
-    An end from which no way leads to the inputs is a fork as well."""
-    edges: dict[Any, dict[int, None]] = defaultdict(dict)  # by which gradients come to a node
-    for end in ends:
-        edges[end.node][end.output_nr] = None
-    leads_on: dict[Any, bool] = {}  # to an input
-    weights: dict[Any, dict[torch.Tensor, None]] = {}  # off the way, at or beyond a node
-    roots = dict.fromkeys(end.node for end in ends)
-    for node in _nodes(roots):
-        following = [(child, number) for child, number in node.next_functions if child]
-        for child, number in following:
-            edges[child][number] = None
-        leads_on[node] = node in inputs or any(leads_on[child] for child, _ in following)
-        leaf = getattr(node, "variable", None)
-        weights[node] = {} if leaf is None or node in inputs else {leaf: None}
-        for child, _ in following:
-            if not leads_on[child]:
-                weights[node] |= weights[child]
-    forks = [node for node in weights if weights[node] and (leads_on[node] or node in roots)]
-    return [([GradientEdge(node, i) for i in edges[node]], list(weights[node])) for node in forks]
-
-
-def _nodes(roots: Iterable[Any]) -> Iterator[Any]:
-    """All nodes of a graph, each after those that it leads to."""
-    done: set[Any] = set()
-    stack = list(roots)
-    while stack:
-        node = stack[-1]
-        new = [child for child, _ in node.next_functions if child and child not in done]
-        stack += new
-        if not new:
-            stack.pop()
-            if node not in done:
-                done.add(node)
-                yield node

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import NamedTuple
 
-from minidist.pipeline.balance import balance
+from minidist.pipeline.cut import balance
 from minidist.planner.model_states import STAGES, require_one_of, require_whole
 from minidist.planner.transformer import Transformer
 

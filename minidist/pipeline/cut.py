@@ -1,0 +1,203 @@
+"""From a whole model to the stages of each rank.
+
+Where it is cut: into stages of equal cost, as nearly as whole layers allow. What stages share: a
+tied parameter. And where a model on the device "meta" gets its values.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from itertools import accumulate
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from minidist.collectives.peers import Peers
+from minidist.common import agree
+from minidist.common.materialize import materialize, places_of, tie_again
+from minidist.common.refusals import has_hooks
+from minidist.pipeline.instructions import Schedule
+from minidist.pipeline.schedules import find
+
+
+def schedule_and_balance(
+    module: nn.Sequential,
+    microbatches: int,
+    schedule: str | Schedule,
+    balance: Sequence[int] | None,
+    ranks: int,
+) -> tuple[Schedule, list[int]]:
+    """The schedule, and how many layers each stage takes. Raises if there can be none."""
+    kind = type(module).__name__
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"Pipeline cuts an nn.Sequential, not {kind}")
+    if own := besides_layers(module):
+        raise TypeError(
+            f"Pipeline runs the layers of {kind} one by one, and would drop what is its own: "
+            f"{', '.join(own)}. Move that into its layers"
+        )
+    if not isinstance(microbatches, int) or microbatches < 1:
+        raise ValueError(f"microbatches must be 1 or more, not {microbatches}")
+    stages = 2 * ranks if balance is None else len(balance)
+    schedule = find(schedule, ranks, microbatches, stages)
+    if balance is None:
+        return schedule, balance_by_parameters(module, schedule.stages)
+    if len(balance) != schedule.stages:
+        raise ValueError(
+            f"balance {list(balance)} makes {len(balance)} stages; on {ranks} ranks "
+            f"{schedule.name} has {schedule.stages}"
+        )
+    if min(balance) < 1 or sum(balance) != len(module):
+        raise ValueError(
+            f"balance {list(balance)} must share out {len(module)} layers, at least 1 to each "
+            f"stage; it shares out {sum(balance)}"
+        )
+    return schedule, list(balance)
+
+
+def besides_layers(module: nn.Sequential) -> list[str]:
+    """What a module does or has itself, besides running its layers."""
+    forward = getattr(module.forward, "__func__", None)  # None: a function of this one module
+    tensors = [*module._parameters.values(), *module._buffers.values()]
+    found = {
+        "forward": forward is not nn.Sequential.forward,
+        "hooks": has_hooks(module),
+        "parameters or buffers": any(tensor is not None for tensor in tensors),
+    }
+    return [what for what, there in found.items() if there]
+
+
+# ---- stages of equal cost -------------------------------------------------------------------
+
+
+def balance_by_parameters(module: nn.Sequential, stages: int) -> list[int]:
+    """How many layers each stage takes, so that the largest stage has the fewest parameters.
+    Raises ValueError if there are fewer layers than stages.
+
+    Lesson: layer_splitting
+    """
+    return balance([sum(p.numel() for p in layer.parameters()) for layer in module], stages)
+
+
+def balance_by_cost(
+    module: nn.Sequential,
+    example: torch.Tensor,
+    stages: int,
+    process_group: dist.ProcessGroup | None = None,
+) -> list[int]:
+    """How many layers each stage takes, so that the slowest stage is as fast as can be.
+    Lesson: layer_splitting
+
+    Each layer's forward pass is timed on `example`, a micro-batch of inputs. Where there is a
+    process group, all its ranks call this, and take the mean of their times: they must cut alike.
+    Layers that are in training mode draw random numbers and update their buffers.
+    """
+    seconds, x = torch.zeros(len(module), dtype=torch.float64), example
+    with torch.no_grad():
+        for number, layer in enumerate(module):
+            seconds[number] = median([_seconds(layer, x) for _ in range(5)])
+            x = layer(x)
+    if dist.is_available() and dist.is_initialized():
+        times: list[torch.Tensor] = [seconds] * dist.get_world_size(process_group)
+        dist.all_gather_object(times, seconds, group=process_group)
+        seconds = torch.stack(times).mean(0)
+    return balance(seconds.tolist(), stages)
+
+
+def _seconds(layer: nn.Module, x: torch.Tensor) -> float:
+    _finish(x)
+    start = time.perf_counter()
+    _finish(layer(x))
+    return time.perf_counter() - start
+
+
+def _finish(x: torch.Tensor) -> None:
+    if x.is_cuda:  # its work is only queued
+        torch.cuda.synchronize(x.device)
+
+
+def balance(costs: Sequence[float], stages: int) -> list[int]:
+    """Cut a row of costs into `stages` pieces, none empty, so that the largest sum is smallest.
+    Returns the lengths of the pieces. With all costs equal, the pieces are as long as each other.
+    """
+    if not 1 <= stages <= len(costs):
+        raise ValueError(f"{len(costs)} layers cannot be cut into {stages} stages")
+    sums = [0, *accumulate(costs)]
+
+    @cache
+    def best(end: int, pieces: int) -> tuple[float, float, int]:
+        """Of the first `end` costs: the largest sum; the sum of squares, smaller for pieces that
+        are more alike; and where the last piece begins."""
+        if pieces == 1:
+            return sums[end], sums[end] ** 2, 0
+        return min(
+            (max(best(cut, pieces - 1)[0], last), best(cut, pieces - 1)[1] + last**2, cut)
+            for cut in range(pieces - 1, end)
+            for last in [sums[end] - sums[cut]]
+        )
+
+    lengths, end = [], len(costs)
+    for pieces in range(stages, 0, -1):
+        cut = best(end, pieces)[2]
+        lengths.append(end - cut)
+        end = cut
+    return lengths[::-1]
+
+
+# ---- what stages share ----------------------------------------------------------------------
+
+Ties = dict[nn.Parameter, list[int]]  # the ranks (within the group) that have it, in order
+
+
+def find_ties(layers: Sequence[nn.Module], rank_of_layer: Sequence[int]) -> Ties:
+    """The parameters that layers on different ranks share, in the order of the model."""
+    ranks: dict[nn.Parameter, dict[int, None]] = {}
+    for layer, rank in zip(layers, rank_of_layer, strict=True):
+        for parameter in layer.parameters():
+            ranks.setdefault(parameter, {})[rank] = None
+    return {parameter: list(own) for parameter, own in ranks.items() if len(own) > 1}
+
+
+# ---- a model on the device "meta" ----------------------------------------------------------------
+
+
+def fill(
+    stages: Mapping[int, nn.Module],
+    plan: Schedule,
+    ties: Ties,
+    peers: Peers,
+    device: torch.device,
+    init: Callable[[nn.Module], object] | None,
+) -> Ties:
+    """Give this rank's stages memory and values, one stage after another over all ranks. Returns
+    this rank's ties, now of the filled parameters. Each has the values of its first rank."""
+    assert peers.group is not None
+    places = places_of([named for stage in stages.values() for named in stage.named_modules()])
+    for number in range(plan.stages):
+        with agree.together(peers.group):
+            if number in stages:
+                materialize(list(stages[number].named_modules()), device, init)
+        pass_on_random_state(peers.group, plan.rank_of(number), device)
+    become = tie_again(places)
+    mine = {become[tied]: ranks for tied, ranks in ties.items() if peers.rank in ranks}
+    for parameter, (first, *others) in mine.items():
+        values = parameter.detach().reshape(-1)
+        if peers.rank == first:
+            for other in others:
+                peers.send(values, other)
+        else:
+            parameter.data.copy_(peers.recv(values, first).view_as(parameter))
+    return mine
+
+
+def pass_on_random_state(group: dist.ProcessGroup, source: int, device: torch.device) -> None:
+    """Every rank of the group gets the random state of `source`: of the CPU and of the device."""
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    dist.broadcast_object_list(states, group=group, group_src=source)
+    torch.set_rng_state(states[0])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[1], device)
