@@ -14,6 +14,7 @@ from minidist.common.abandoned import abandon_replaced
 from minidist.common.agree import gather
 from minidist.common.groups import groups_of, require_group
 from minidist.common.tensors_in import local_of
+from minidist.rank import device
 from minidist.tensor_parallel.layer import ParallelLayer
 from minidist.tensor_parallel.operators import Group
 from minidist.tensor_parallel.plan import split_by
@@ -54,7 +55,8 @@ def split(
     ranks = dist.get_world_size(require_group(group, WHO))
     before = list(model.parameters())
     of_dtensors = mesh if isinstance(mesh, DeviceMesh) else None
-    split_by(model, plan, Where(group, ranks, sequence_parallel, of_dtensors))
+    where = Where(group, ranks, device(model).type, sequence_parallel, of_dtensors)
+    split_by(model, plan, where)
     abandon_replaced(before, model, SPLIT)
     return model
 
