@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from minidist.common.abandoned import abandon_replaced
 from minidist.common.agree import gather
@@ -62,14 +63,16 @@ def split(
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The `state_dict` of the dense model, on every rank. All ranks must call it.
+    """The `state_dict` of the dense model, on every rank, as a copy. All ranks must call it.
     Lesson: feature_splitting."""
-    state = model.state_dict()
+    state, joined = dict(model.state_dict()), dict[str, torch.Tensor]()
     for prefix, layer in _layers(model):
         for name in layer.state_dict(prefix=prefix):
             del state[name]
-        state |= layer.to_dense().state_dict(prefix=prefix)
-    return {name: local_of(value) for name, value in state.items()}
+        joined |= layer.to_dense().state_dict(prefix=prefix)
+    # Joined layers are copies. Were the rest none, a state that is kept would be of two steps.
+    copied: dict[str, Any] = tree_map_only(torch.Tensor, lambda own: local_of(own).clone(), state)
+    return copied | joined
 
 
 def load_full_state_dict(model: nn.Module, state: dict[str, Any]) -> None:

@@ -69,9 +69,11 @@ class Layer(Style):
 
     def make(self, module: Any, where: Where) -> nn.Module:
         kind = next((k for k in self.kinds if type(module).forward is k.dense.forward), None)
-        if kind is None or set(dict(module.named_parameters())) - {"weight", "bias"}:
+        more = sorted(module.state_dict().keys() - {"weight", "bias"})
+        if kind is None or more:
             known = " or an ".join(f"nn.{k.dense.__name__}" for k in self.kinds)
-            raise TypeError(f"{self.name!r} splits an {known}, not a {type(module).__name__}")
+            found = type(module).__name__ + (f" with {', '.join(more)}" if kind and more else "")
+            raise TypeError(f"{self.name!r} splits an {known}, not a {found}")
         options = dict(sequence_parallel=where.sequence_parallel) | dict(self.options)
         own = kind.from_dense(module, where.group, **options).train(module.training)
         if where.mesh is not None:
