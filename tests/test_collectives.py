@@ -2,7 +2,9 @@
 
 import hashlib
 import math
+import random
 import time
+from collections import Counter
 from contextlib import nullcontext
 from functools import reduce as fold
 
@@ -16,6 +18,7 @@ import minidist as md
 from minidist import collectives
 from minidist.collectives import ALGORITHMS, Cost, cost, sent
 from minidist.collectives.agreement import HEADER_BYTES
+from minidist.collectives.calls import is_expanded
 from minidist.collectives.peers import Peers
 
 WORLD_SIZES = range(1, 9)
@@ -783,6 +786,39 @@ def test_the_table_names_global_ranks(pools):
     assert first == other
     assert "rank 0: all_reduce(tensor=float32 (1,)" in first
     assert "rank 2: all_reduce(tensor=float32 (3,)" in first
+
+
+CHANGES = [
+    lambda x, a, b, n: x.unsqueeze(a),
+    lambda x, a, b, n: x.transpose(a, b),
+    lambda x, a, b, n: x.narrow(a, 0, x.shape[a] // 2),
+    lambda x, a, b, n: x.movedim(a, 0)[::2],
+    lambda x, a, b, n: x.expand([n if size == 1 else size for size in x.shape]),
+    lambda x, a, b, n: x.diagonal(dim1=a, dim2=b) if a != b and x.ndim > 2 else x,
+]
+
+
+def _view(draw, by_torch):
+    """A view of numbers that all differ, as torch's functions make them, or of any strides."""
+    shape = [draw.choice([0, 1, 1, 2, 3]) for _ in range(draw.randrange(2, 5))]
+    if not by_torch:
+        return torch.arange(99).as_strided(shape, [draw.randrange(5) for _ in shape])
+    x = torch.arange(math.prod(shape)).view(shape)
+    for _ in range(draw.randrange(6)):
+        x = draw.choice(CHANGES)(x, *(draw.randrange(x.ndim) for _ in "ab"), draw.randrange(4))
+    return x
+
+
+@pytest.mark.parametrize("by_torch", [True, False])
+def test_what_is_written_has_a_place_for_each_element(by_torch):
+    draw, found = random.Random(0), Counter()
+    for _ in range(3000):
+        x = _view(draw, by_torch)
+        shared = len(x.unique()) < x.numel()
+        told = is_expanded(x)
+        assert told == shared if by_torch else shared or not told, (x.shape, x.stride())
+        found[told] += 1
+    assert min(found[True], found[False]) > 100
 
 
 # ---- GPUs ---------------------------------------------------------------------------------------

@@ -11,7 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from test_plan import LENGTH, MODELS, VOCABULARY, Llama, apart, of_torch, raised, replicated_between
+from test_plan import (
+    GPT2,
+    LENGTH,
+    MODELS,
+    VOCABULARY,
+    Llama,
+    apart,
+    of_torch,
+    raised,
+    replicated_between,
+)
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as dcp_state
@@ -499,6 +509,28 @@ def rank_0():
         models[-1].register_buffer("expanded", torch.rand(1, 3).expand(2, 3))
     tp.parallelize_module(models[0], mesh(), {"0": "columns", "2": "rows"})
     return same(wholes(models[0].state_dict()), models[1].state_dict())
+
+
+@pytest.mark.parametrize("split", [tp.split, tp.parallelize_module])
+def test_a_whole_state_is_kept_as_it_was(pools, split):
+    def run():
+        model = GPT2().bfloat16()
+        mlp = model.transformer.h[0].mlp
+        for layer in mlp.c_fc, mlp.c_proj:
+            layer.bias = nn.Parameter(layer.bias.double() + 1 / 3)
+        dense = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        split(model, None, tp.gpt2_plan(model))
+        state = tp.full_state_dict(model)
+        with torch.no_grad():
+            for tensor in model.parameters():
+                tensor.mul_(2)
+        return [
+            name
+            for name, tensor in dense.items()
+            if state[name].dtype != tensor.dtype or not torch.equal(state[name], tensor)
+        ]
+
+    assert pools(2)(run) == [[]] * 2
 
 
 def test_all_ranks_take_the_parameters_and_buffers_of_rank_0(pools):

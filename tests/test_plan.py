@@ -222,6 +222,12 @@ def tied():
     return model
 
 
+def with_a_buffer():
+    model = Llama()
+    model.lm_head.register_buffer("scale", torch.ones(2))
+    return model
+
+
 def with_a_hook(kind):
     model = Llama()
     getattr(model.lm_head, f"register_{kind}_hook")(print)
@@ -277,6 +283,12 @@ WRONG = {
         with_a_gate,
         LLAMA,
         "TypeError: model.layers.1.mlp.up_proj: 'columns' splits an nn.Linear, not a Gate",
+    ),
+    "a buffer of a layer": (
+        with_a_buffer,
+        LLAMA,
+        "TypeError: lm_head: 'vocabulary' splits an nn.Embedding or an nn.Linear, not a Linear "
+        "with scale",
     ),
     "a tie of which one end is split": (
         tied,

@@ -149,7 +149,7 @@ class Call:
             if tensor.layout != torch.strided or tensor.is_quantized:
                 raise ValueError(f"{called} must be a dense tensor")
             self.peers.require_sendable(tensor)
-            if name == row.writes and torch._debug_has_internal_overlap(tensor) == 1:
+            if name == row.writes and is_expanded(tensor):
                 raise ValueError(f"{called} is expanded: its elements share places in memory")
             fits = row.own and (row.alike == row.own or i == self.peers.rank)
             other_kind = tensor.dtype != like.dtype or tensor.device != like.device
@@ -180,6 +180,13 @@ class Call:
         if self.row.root and self.row.lists:
             return self.given[self.row.own].nbytes * self.peers.size
         return sum(tensor.nbytes for name in [*self.given][-1:] for tensor in self._tensors(name))
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements share a place by `expand`. (What `as_strided` can do beyond that is not
+    looked for: torch writes to it, too.)"""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.numel() > 0 and any(size > 1 and step == 0 for size, step in steps)
 
 
 def _shown(value: object) -> str | None:

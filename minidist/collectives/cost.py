@@ -45,7 +45,22 @@ def cost(operation: str, algorithm: str, world_size: int, nbytes: float) -> Cost
     together: what the root scatters or gathers, what every rank has after an all_gather or
     before a reduce_scatter or all_to_all. A barrier has none; its messages are one byte each.
 
-    The formulas stand with each collective, such as `md.collectives.all_reduce`.
+    With p ranks, n bytes and lg the logarithm to base 2:
+
+    | operation | algorithm | messages | bytes |
+    |---|---|---|---|
+    | broadcast, reduce | flat | p-1 | (p-1)n |
+    | | tree | ⌈lg p⌉ | ⌈lg p⌉n |
+    | all_reduce | naive | 2(p-1) | 2(p-1)n |
+    | | ring | 2(p-1) | 2(p-1)/p n |
+    | | tree | 2⌈lg p⌉ | 2⌈lg p⌉n |
+    | | recursive_doubling | lg p | lg p n |
+    | | halving_doubling | 2 lg p | 2(p-1)/p n |
+    | scatter, gather | flat | p-1 | (p-1)/p n |
+    | all_gather, reduce_scatter | ring | p-1 | (p-1)/p n |
+    | all_to_all | pairwise | p-1 | (p-1)/p n |
+    | barrier | dissemination | ⌈lg p⌉ | ⌈lg p⌉ |
+
     Where p is not a power of two, recursive and halving-doubling all_reduce run on the largest
     power of two below it, and pay two messages of n bytes more for the surplus ranks.
 

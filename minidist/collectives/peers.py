@@ -7,8 +7,9 @@ know that it is empty.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,28 +76,27 @@ class Peers:
 
     def isend(self, tensor: torch.Tensor, to: int) -> dist.Work | None:
         """Start to send `tensor`; the handle tells when it may be overwritten. None if empty."""
-        if not tensor.numel():
-            return None
-        return dist.isend(self._bytes(tensor), group=self.group, group_dst=to % self.size, tag=TAG)
+        return self._message(dist.isend, tensor, group_dst=to % self.size)
 
     def irecv(self, into: torch.Tensor, source: int) -> dist.Work | None:
         """Start to fill `into` with a message. None if it is empty."""
-        if not into.numel():
-            return None
-        return dist.irecv(
-            self._bytes(into), group=self.group, group_src=source % self.size, tag=TAG
-        )
+        return self._message(dist.irecv, into, group_src=source % self.size)
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Send `tensor` and return when it may be overwritten."""
-        if tensor.numel():
-            dist.send(self._bytes(tensor), group=self.group, group_dst=to % self.size, tag=TAG)
+        self._message(dist.send, tensor, group_dst=to % self.size)
 
     def recv(self, into: torch.Tensor, source: int) -> torch.Tensor:
         """Wait for a message and return `into`, filled."""
-        if into.numel():
-            dist.recv(self._bytes(into), group=self.group, group_src=source % self.size, tag=TAG)
+        self._message(dist.recv, into, group_src=source % self.size)
         return into
+
+    def _message(self, call: Callable[..., Any], tensor: torch.Tensor, **peer: int) -> Any:
+        """What a function of torch gives for a message; None for an empty one."""
+        if not tensor.numel():
+            return None
+        self.require_sendable(tensor)
+        return call(as_bytes(tensor), group=self.group, tag=TAG, **peer)
 
     def expect(self, into: torch.Tensor, source: int) -> Arrival:
         """Announce that `into` is ready for a message; `exchange` waits for it.
@@ -119,10 +119,6 @@ class Peers:
         sending = self.isend(outgoing, to)
         wait_for([arrival.work, sending])
         return arrival.into
-
-    def _bytes(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.require_sendable(tensor)
-        return as_bytes(tensor)
 
     def require_sendable(self, tensor: torch.Tensor) -> None:
         """Raises ValueError if the backend has no messages for the tensor's device."""

@@ -68,6 +68,10 @@ class MixedParallel(Wrapper):
     `process_group=mesh.get_group("data")` (ZeRO, stage 1). After a step all replicas have the
     buffers of the first, such as the running means of batch norm.
 
+    An optimizer sees this rank's shards. So it must look at one element at a time: Adafactor, Muon
+    and LBFGS would train otherwise than in one process, and without an error. In float16 take a
+    `md.ShardedGradScaler`: torch's would leave out steps on single ranks.
+
     `copy.deepcopy` gives a model on the same mesh, with a copy of this rank's shards. `torch.save`
     raises TypeError: save `full_state_dict()`.
 

@@ -1,10 +1,10 @@
 """`save`, `load` and `wait` (lesson: scaling_out)."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from minidist.saving.boxes import Boxed
 from minidist.saving.whole_states import MODEL, Entries, WholeStates, merged, require_groups
 from minidist.saving.writing import Writing
 
-T = TypeVar("T")
 RANK = "rank."
 GRACE = 2.0  # seconds that a save has to become whole after an error
 
@@ -57,7 +56,8 @@ class Checkpoints:
         self._lock: commit.Lock | None = None
         self._writing: Writing | None = None
         self._plan: BoxPlan | None = None
-        self._agreed(self._open)
+        with self._together():
+            self._open()
 
     def _open(self) -> None:
         if not isinstance(self.keep, int) or self.keep < 1:
@@ -179,13 +179,15 @@ class Checkpoints:
         before that is seen.)
         """
         self.wait()
-        steps = self._agreed(lambda: commit.steps_in(self.folder) if self._rank == 0 else {})
-        steps = self._gather(steps)[0]
+        with self._together():
+            own = commit.steps_in(self.folder) if self._rank == 0 else {}
+        steps = self._gather(own)[0]
         if not steps:
             return None
         step, folder = max(steps), steps[max(steps)]
         with _telling(folder, steps):
-            states = self._agreed(lambda: WholeStates(model, optimizer))
+            with self._together():
+                states = WholeStates(model, optimizer)
             self._load(step, folder, states, others)
         return step
 
@@ -194,39 +196,31 @@ class Checkpoints:
     ) -> None:
         ranks, rank = len(self._gather(None)), self._rank
 
-        def verify() -> int:
+        with self._together():
             manifest = commit.manifest_of(folder)
             if manifest["step"] != step:
                 raise ValueError(f"{folder} is of step {manifest['step']}: somebody has renamed it")
             for name, stamp in list(manifest["files"].items())[rank::ranks]:
                 commit.require_stamp(folder / name, stamp)
-            return int(manifest["world_size"])
-
-        saved_by = self._agreed(verify)
-        metadata = self._agreed(lambda: read_metadata(folder))
+            saved_by = int(manifest["world_size"])
+        with self._together():
+            metadata = read_metadata(folder)
         ours, names = merged(self._gather(states.groups())), self._gather(states.names())
-
-        def fitting() -> tuple[Any, dict[str, Any], list[Any]]:
+        with self._together():
             states.require_fitting(metadata)
             _require_no_more(metadata, set().union(*names))
             entries = {f"{RANK}{each}": None for each in range(saved_by)}
             records = list(read(folder, metadata, entries).values())
-            theirs = merged([record["groups"] for record in records])
+            groups = merged([record["groups"] for record in records])
             if states.optimizer is not None:
-                require_groups(ours, theirs)
+                require_groups(ours, groups)
             own = [record["others"] for record in records]
             found = {name: rank_states.state_for(name, own, rank, ranks) for name in others}
-            return theirs, found, [record["random"] for record in records]
-
-        groups, found, random = self._agreed(fitting)
-
-        def take() -> None:
+        with self._together():
             states.put(read(folder, metadata, states.rooms(metadata)), groups)
             for name, state in found.items():
                 others[name].load_state_dict(state)
-            rank_states.restore(random, rank)
-
-        self._agreed(take)
+            rank_states.restore([record["random"] for record in records], rank)
 
     # ---- the end ---------------------------------------------------------------------------
 
@@ -267,16 +261,9 @@ class Checkpoints:
     def _gather(self, mine: Any) -> list[Any]:
         return [mine] if self._group is None else agree.gather(self._group, mine)
 
-    def _agreed(self, work: Callable[[], T]) -> T:
-        """The result of some work, if no rank has failed."""
-        problem, result = None, None
-        try:
-            result = work()
-        except Exception as error:
-            problem = error
-        self._raise_together(problem)
-        done: Any = result
-        return done
+    def _together(self) -> AbstractContextManager[None]:
+        """What one rank raises within the block, all ranks raise after it."""
+        return nullcontext() if self._group is None else agree.together(self._group)
 
     def _raise_together(self, problem: Exception | None) -> None:
         if self._group is not None:

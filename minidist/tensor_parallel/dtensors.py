@@ -75,11 +75,13 @@ def parallelize_module(
     src_data_rank: all ranks take the parameters and buffers of this one (its rank in the mesh), but
         for shards of layers made before; None: they have the same already, and no message is sent.
     sequence_parallel: between the parallel regions, activations are sharded along the sequence; T
-        must be a multiple of the number of ranks.
+        must be a multiple of the number of ranks. A layer there that no plan names gets a gradient
+        of this rank's tokens alone, and the ranks part: name it "sequence".
 
     Every rank sees the same tokens (B, T), and has the logits (B, T, V_r) of its own tokens, if the
     head is split by tokens. One weight in two layers, such as a tied head, stays one. Dropout
-    between columns and rows drops the same of each rank's features.
+    between columns and rows drops the same of each rank's features, and with `sequence_parallel`
+    elsewhere the same of each rank's tokens.
 
     What passes between layers are plain tensors, but for outputs with `use_local_output=False`.
     Replicated parameters are plain while their own module's forward runs; elsewhere they are

@@ -133,18 +133,19 @@ class ParallelLayer(OfGroup):
     @torch.no_grad()
     def to_dense(self) -> Any:
         """The whole layer, as one of torch, on every rank. All ranks must call it."""
-        own = dict(self.named_parameters())
-        first = next(iter(own.values()))
-        layer = self.make_dense("meta", first.dtype).to_empty(device=first.device)
-        for name, whole in layer.named_parameters():
-            whole.requires_grad_(own[name].requires_grad)
+        layer = self.make_dense("meta", None)
+        for name, like in layer.named_parameters():
+            parameter = getattr(self, name)
+            own = local_of(parameter)
+            whole = own.new_empty(like.shape)
+            setattr(layer, name, nn.Parameter(whole, parameter.requires_grad))
             if name not in self.sharded:
-                whole.copy_(local_of(own[name]))
+                whole.copy_(own)
                 continue
             dim = self.sharded[name]
             places = [self.indices(rank).to(whole.device) for rank in range(self.world_size)]
             sizes = [len(index) for index in places]
-            shards = gather_shards(local_of(own[name]), dim, sizes, self.process_group)
+            shards = gather_shards(own, dim, sizes, self.process_group)
             for index, piece in zip(places, shards, strict=True):
                 whole.index_copy_(dim, index, piece)
         return layer

@@ -9,11 +9,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from minidist.common.abandoned import abandon_replaced
 from minidist.common.agree import gather
 from minidist.common.groups import groups_of, require_group
 from minidist.common.tensors_in import local_of
+from minidist.rank import device
 from minidist.tensor_parallel.layer import ParallelLayer
 from minidist.tensor_parallel.operators import Group
 from minidist.tensor_parallel.plan import split_by
@@ -54,20 +56,23 @@ def split(
     ranks = dist.get_world_size(require_group(group, WHO))
     before = list(model.parameters())
     of_dtensors = mesh if isinstance(mesh, DeviceMesh) else None
-    split_by(model, plan, Where(group, ranks, sequence_parallel, of_dtensors))
+    where = Where(group, ranks, device(model).type, sequence_parallel, of_dtensors)
+    split_by(model, plan, where)
     abandon_replaced(before, model, SPLIT)
     return model
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The `state_dict` of the dense model, on every rank. All ranks must call it.
+    """The `state_dict` of the dense model, on every rank, as a copy. All ranks must call it.
     Lesson: feature_splitting."""
-    state = model.state_dict()
+    state, joined = dict(model.state_dict()), dict[str, torch.Tensor]()
     for prefix, layer in _layers(model):
         for name in layer.state_dict(prefix=prefix):
             del state[name]
-        state |= layer.to_dense().state_dict(prefix=prefix)
-    return {name: local_of(value) for name, value in state.items()}
+        joined |= layer.to_dense().state_dict(prefix=prefix)
+    # Joined layers are copies. Were the rest none, a state that is kept would be of two steps.
+    copied: dict[str, Any] = tree_map_only(torch.Tensor, lambda own: local_of(own).clone(), state)
+    return copied | joined
 
 
 def load_full_state_dict(model: nn.Module, state: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ its SequenceParallel; but they know themselves what `sequence_parallel` asks for
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 
 from minidist.common.groups import require_group
-from minidist.rank import device
 from minidist.tensor_parallel.block import SequenceParallel
 from minidist.tensor_parallel.layer import ParallelLayer, require_multiple
 from minidist.tensor_parallel.layers import (
@@ -34,8 +34,16 @@ class Where:
 
     group: Group
     ranks: int
+    device_type: str
     sequence_parallel: bool
     mesh: DeviceMesh | None = None
+
+    @cached_property
+    def any_mesh(self) -> DeviceMesh:
+        """For what takes a mesh also where parameters are plain."""
+        if self.mesh is not None:
+            return self.mesh
+        return DeviceMesh.from_group(require_group(self.group, "split"), self.device_type)
 
 
 class Style:
@@ -61,9 +69,11 @@ class Layer(Style):
 
     def make(self, module: Any, where: Where) -> nn.Module:
         kind = next((k for k in self.kinds if type(module).forward is k.dense.forward), None)
-        if kind is None or set(dict(module.named_parameters())) - {"weight", "bias"}:
+        more = sorted(module.state_dict().keys() - {"weight", "bias"})
+        if kind is None or more:
             known = " or an ".join(f"nn.{k.dense.__name__}" for k in self.kinds)
-            raise TypeError(f"{self.name!r} splits an {known}, not a {type(module).__name__}")
+            found = type(module).__name__ + (f" with {', '.join(more)}" if kind and more else "")
+            raise TypeError(f"{self.name!r} splits an {known}, not a {found}")
         options = dict(sequence_parallel=where.sequence_parallel) | dict(self.options)
         own = kind.from_dense(module, where.group, **options).train(module.training)
         if where.mesh is not None:
@@ -127,15 +137,11 @@ class Prepared(Style):
     torchs: tuple[parallel.ParallelStyle, ...]
 
     def change(self, module: Any, where: Where) -> None:
-        mesh = where.mesh
-        if mesh is None:
-            group = require_group(where.group, "split")
-            mesh = DeviceMesh.from_group(group, device(module).type)
         for style in self.torchs:
             if isinstance(style, parallel.PrepareModuleInput):
                 style = copy.copy(style)
                 style.use_local_output = True  # our layers compute with plain tensors
-            parallel.parallelize_module(module, mesh, style)
+            parallel.parallelize_module(module, where.any_mesh, style)
 
 
 def qkv(heads: int, kv_heads: int | None = None) -> Style:
