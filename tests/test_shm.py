@@ -40,12 +40,12 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import minidist as md
-from minidist.backend.bell import THREAD, WAITER, Bell
 from minidist.backend.engine import Engine
 from minidist.backend.handle import Handle
 from minidist.backend.members import SLOT, STAGE
 from minidist.backend.queues import Wait
 from minidist.backend.segment import Segment
+from minidist.backend.words import THREAD, WAITER, Bell
 from minidist.common.single import all_gather_single, reduce_scatter_single
 
 SOON = 5  # seconds
@@ -969,7 +969,7 @@ def waits(bell, who, seconds):
 @pytest.mark.parametrize("kernel", [True, False], ids=["linux", "macos"])
 def test_a_bell_is_heard_by_who_expects_it(monkeypatch, kernel):
     if not kernel:
-        monkeypatch.setattr("minidist.backend.bell.FUTEX", None)
+        monkeypatch.setattr("minidist.backend.words.FUTEX", None)
     segment, address = Segment.create(1 << 20)
     other = Segment.attach(address, 1 << 20)  # at another address
     mine, theirs = Bell(segment.words), Bell(other.words)

@@ -22,12 +22,12 @@ from programs import few
 
 import minidist as md
 from minidist.backend import empty, words
-from minidist.backend.bell import Bell
 from minidist.backend.engine import Engine
 from minidist.backend.handle import Handle, Outcome
 from minidist.backend.members import STAGE, STAGES, Members
 from minidist.backend.queues import Queues, Task, Wait
 from minidist.backend.segment import HEAD
+from minidist.backend.words import Bell
 from minidist.common import single
 
 SOON = 5  # seconds

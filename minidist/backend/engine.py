@@ -30,9 +30,9 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 
-from minidist.backend.bell import THREAD, WAITER, Bell
 from minidist.backend.handle import Handle, Outcome
 from minidist.backend.queues import NAP, Explain, Operation, Queues, Task, give_way, plain
+from minidist.backend.words import THREAD, WAITER, Bell
 
 SPIN = 2e-4  # seconds that a driver asks again and again, giving way to others, before it sleeps
 WATCH = 0.1  # seconds between two looks at whether the other ranks are still there

@@ -23,7 +23,7 @@ from minidist.backend.members import Caller, Members, at_line
 from minidist.backend.point_to_point import Post
 from minidist.backend.queues import Operation
 from minidist.backend.tensors import Tensors, dense, describe, flatten, put_back, writable
-from minidist.backend.uncompiled import uncompiled
+from minidist.common.uncompiled import uncompiled
 from minidist.link import Link
 from minidist.link.steps import Step
 from minidist.measure import record

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from minidist.backend.uncompiled import uncompiled
+from minidist.common.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from minidist.backend.callbacks import Reservation

@@ -28,7 +28,7 @@ from minidist.backend.tensors import (
     splits,
     together,
 )
-from minidist.backend.uncompiled import uncompiled
+from minidist.common.uncompiled import uncompiled
 from minidist.link import steps
 
 # The options of a call that is made without any.
