@@ -3,12 +3,11 @@
     dist.init_process_group("shm")          # also by md.ranks(4, backend="shm"), and under torchrun
 
 To read, in this order: `segment` (memory that all ranks see), `meeting` (how they find it), `words`
-(how one sees what another has done, and is woken for it), `handle` (what a call gives back),
-`queues` and `engine` (who goes on with operations), `members` (barriers, and calls that are
-checked), `tensors` (mistakes, and what ReduceOp means), `collectives`, `point_to_point` (send and
-recv), `arena` (tensors in shared memory), `callbacks` (the order of what they call), `group` and
-`process_group` (what torch calls). The room `minidist.link` says how long a message takes on an
-emulated network.
+(how one sees what another has done, and is woken for it), `queues` and `engine` (who goes on with
+calls), `handle` (what a call gives back), `members` (barriers, and calls that are checked),
+`tensors` (mistakes, and what ReduceOp means), `collectives`, `point_to_point` (send and recv),
+`arena` (tensors in shared memory), `group` and `process_group` (what torch calls). The room
+`minidist.link` says how long a message takes on an emulated network.
 """
 
 import math
