@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,6 +29,8 @@ from minidist.measure import record
 
 # Packages that lie between the user's line and a call; torch deprecates by typing_extensions.
 OURS = ("torch", "minidist", "typing_extensions", "contextlib")
+
+Flats = Sequence[torch.Tensor]  # (n,) each
 
 SHORT = 1 << 19  # bytes up to which a call takes the first steps itself, and wakes no thread
 
@@ -73,21 +75,35 @@ class Group(dist.ProcessGroup):
         record.hand_over([*tensors, *outputs])
 
     def _collective(
-        self, what: str, operation: Operation, result: list[Any], opts: Any, cost: Cost
+        self,
+        what: str,
+        groups: Iterable[tuple[Tensors, Tensors]],
+        collective: Callable[[Flats, Flats], Operation],
+        result: Sequence[Any],
+        opts: Any,
+        cost: Cost,
+        receives: bool = True,
     ) -> Handle:
-        """Begin a collective. On an emulated link it takes the time that it costs."""
+        """Begin a call. `collective` gets the tensors of each group (outs, ins), one group after
+        another, as (n,), and fills the outs, if this rank `receives` anything. On an emulated link
+        that takes the time that it costs."""
         self._number += 1
         where, now = caller(), time.monotonic()
         what += f" for {self.purpose.what}" if self.purpose.what else ""
 
         def run() -> Operation:
             self.members.call(what, where, now)
-            yield from operation
+            for outs, ins in groups:
+                flats = [flatten(out) for out in outs]
+                yield from collective(flats, [flatten(x) for x in ins])
+                if receives:
+                    for out, flat in zip(outs, flats, strict=True):
+                        put_back(out, flat)
             yield from self.members.travel(cost.steps)
 
         inner = Reservation.current(self._engine)  # this is a callback
         queue, whole = ("collectives", run()) if inner is None else (inner, inner.take(run()))
-        task = Task(whole, self._seconds(opts), lambda: what + at_line(where), result)
+        task = Task(whole, self._seconds(opts), lambda: what + at_line(where), list(result))
         handle = Handle(task, self._engine)
         self._record(what, "collective", None, cost.size, handle)
         handle.reserve = partial(Reservation, self._engine, queue)
