@@ -29,9 +29,9 @@ import torch
 import torch.distributed as dist
 
 from minidist.backend.arena import Arena
-from minidist.backend.meeting import Meeting, attach, ended, life, machine, spell, unreachable
+from minidist.backend.meeting import Meeting, attach, ended, introduce, spell, unreachable
 from minidist.backend.queues import Operation, Until, Wait
-from minidist.backend.segment import HEAD, Segment, hide, process
+from minidist.backend.segment import HEAD, Segment, hide
 from minidist.backend.words import Bell, publish, reached
 from minidist.link import Link
 from minidist.link.lines import LINES
@@ -76,9 +76,8 @@ class Members:
             self.mine, memory = Segment.create(nbytes)
             opened.callback(self.mine.close)
             shown.callback(hide, memory)
-            meeting, me = Meeting(store, rank, size, timeout), process()
-            mine = "\n".join([machine(), str(me), life(me), memory])
-            found = meeting.exchange("segment", mine)
+            meeting = Meeting(store, rank, size, timeout)
+            found = meeting.exchange("segment", introduce(memory))
             others = {r: attach(r, found[r], nbytes, opened) for r in range(size) if r != rank}
             if link is not None:
                 shown.callback(LINES.join(rank, meeting.exchange))
