@@ -40,12 +40,12 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import minidist as md
-from minidist.backend.bell import THREAD, WAITER, Bell
 from minidist.backend.engine import Engine
 from minidist.backend.handle import Handle
 from minidist.backend.members import SLOT, STAGE
-from minidist.backend.queues import Wait
+from minidist.backend.queues import Task, Wait
 from minidist.backend.segment import Segment
+from minidist.backend.words import THREAD, WAITER, Bell
 from minidist.common.single import all_gather_single, reduce_scatter_single
 
 SOON = 5  # seconds
@@ -923,7 +923,9 @@ def test_what_came_just_before_the_other_left_is_taken():
 
     bell = Bell(memoryview(array("q", [0] * 16)))
     engine = Engine(bell, explain, on_close=lambda: None)
-    assert engine.submit("a lane", operation(), Handle([], lambda: "a call"), 5).wait()
+    task = Task(operation(), 5, lambda: "a call", [])
+    engine.submit("a lane", task)
+    assert Handle(task, engine).wait()
     engine.close()
 
 
@@ -947,16 +949,17 @@ def test_a_short_call_does_not_overtake_one_made_before():
 
     bell = Bell(memoryview(array("q", [0] * 16)))
     engine = Engine(bell, lambda *wait: None, on_close=lambda: None)
-    handle = Handle([], lambda: "a long call")
-    handle.get_future().add_done_callback(linger)
-    engine.submit("long", long(), handle, 5)
+    tasks = [Task(operation, 5, lambda: "a call", []) for operation in (long(), short("a"))]
+    Handle(tasks[0], engine).get_future().add_done_callback(linger)
+    engine.submit("long", tasks[0])
     assert stepping.wait(5)
-    works = [engine.submit("a", short("a"), Handle([], lambda: "a"), 5, short=True)]
+    engine.submit("a", tasks[1], short=True)
     stop.set()
     assert ending.wait(5) and begun == []
-    works.append(engine.submit("b", short("b"), Handle([], lambda: "b"), 5, short=True))
+    tasks.append(Task(short("b"), 5, lambda: "a call", []))
+    engine.submit("b", tasks[2], short=True)
     go.set()
-    assert all(work.wait() for work in works) and begun == ["a", "b"]
+    assert all(Handle(task, engine).wait() for task in tasks[1:]) and begun == ["a", "b"]
     engine.close()
 
 
@@ -969,7 +972,7 @@ def waits(bell, who, seconds):
 @pytest.mark.parametrize("kernel", [True, False], ids=["linux", "macos"])
 def test_a_bell_is_heard_by_who_expects_it(monkeypatch, kernel):
     if not kernel:
-        monkeypatch.setattr("minidist.backend.bell.FUTEX", None)
+        monkeypatch.setattr("minidist.backend.words.FUTEX", None)
     segment, address = Segment.create(1 << 20)
     other = Segment.attach(address, 1 << 20)  # at another address
     mine, theirs = Bell(segment.words), Bell(other.words)

@@ -22,12 +22,12 @@ from programs import few
 
 import minidist as md
 from minidist.backend import empty, words
-from minidist.backend.bell import Bell
 from minidist.backend.engine import Engine
-from minidist.backend.handle import Handle, Outcome
+from minidist.backend.handle import Handle
 from minidist.backend.members import STAGE, STAGES, Members
 from minidist.backend.queues import Queues, Task, Wait
 from minidist.backend.segment import HEAD
+from minidist.backend.words import Bell
 from minidist.common import single
 
 SOON = 5  # seconds
@@ -178,10 +178,14 @@ def test_threads_that_wait_at_once_each_get_their_own(ranks):
 def test_what_one_thread_has_ended_no_other_ends_again():
     """Between submitting a task and beginning it, the engine's own thread may have done it."""
     queues = Queues()
-    task = Task((wait for wait in ()), Outcome([], lambda: "a call"), SOON)
+    task = called(wait for wait in ())
     queues.add("queue", task)
     assert queues.round() == (True, task)
     assert queues.begin("queue", task) == (False, None)
+
+
+def called(operation, result=(), kind=Task):
+    return kind(operation, SOON, lambda: "a call", list(result))
 
 
 class Flag(Wait):
@@ -205,14 +209,14 @@ def test_a_callback_on_the_engines_own_thread_may_wait_for_what_it_calls():
         yield flag
 
     def call_and_wait(_):
-        handle = Handle(["here"], lambda: "a short call")
-        engine.submit("short", short(), handle, SOON, short=True)
+        handle = Handle(called(short(), ["here"]), engine)
+        engine.submit("short", handle.task, short=True)
         threading.Timer(0.05, lambda: setattr(flag, "done", True)).start()
         found.append(handle.get_future().wait())  # in C++: this thread does nothing meanwhile
 
-    first = Handle([], lambda: "a call")
+    first = Handle(called(before()), engine)
     first.get_future().add_done_callback(call_and_wait)
-    engine.submit("first", before(), first, SOON)
+    engine.submit("first", first.task)
     go.set()
     deadline = time.monotonic() + SOON
     while not found and time.monotonic() < deadline:
@@ -234,11 +238,11 @@ def test_a_future_gets_its_value_though_the_thread_that_sets_it_is_interrupted()
 
     released = []
     for error in (None, RuntimeError("lost")):
-        handle = Handle(["here"], lambda: "a call")
+        handle = Handle(called(iter(()), ["here"]), None)
         future = handle.get_future()
-        handle.outcome.reservation = Interrupted()
+        handle.task.reservation = Interrupted()
         with pytest.raises(KeyboardInterrupt):
-            handle.outcome.end(error)
+            handle.task.complete(error)
         assert handle.is_completed() and future.done() and released
         if error is None:
             assert future.value() == ["here"]
@@ -261,11 +265,11 @@ def until(flag):
 
 def test_a_callback_may_wait_for_what_could_have_ended_with_its_call():
     engine, flag, found = Alone(), Flag(), []
-    first, second = Handle([], lambda: "a call"), Handle(["here"], lambda: "another")
+    first, second = (Handle(called(until(flag), each), engine) for each in ([], ["here"]))
     future = second.get_future()
     first.get_future().add_done_callback(lambda _: found.append(future.wait()))  # in C++
     for handle in (first, second):
-        engine.submit(handle, until(flag), handle, SOON)
+        engine.submit(handle, handle.task)
     thread = threading.Thread(target=first.wait, daemon=True)
     thread.start()
     time.sleep(0.05)  # it drives
@@ -281,11 +285,11 @@ def test_a_callback_may_wait_for_what_another_thread_is_about_to_end(monkeypatch
     engine, found = Alone(), []
     flag, go, ending, attached = Flag(), *(threading.Event() for _ in range(3))
 
-    class Slow(Outcome):
-        def end(self, error=None):
+    class Slow(Task):
+        def complete(self, error=None):
             ending.set()
             attached.wait(SOON)
-            super().end(error)
+            super().complete(error)
 
     def plain():
         if threading.current_thread().name == "minidist shm":
@@ -297,25 +301,24 @@ def test_a_callback_may_wait_for_what_another_thread_is_about_to_end(monkeypatch
         yield from ()
 
     def more(_):
-        handle = Handle(["here"], lambda: "what the driver's callback calls")
-        engine.submit("third", iter(()), handle, SOON)
+        handle = Handle(called(iter(()), ["here"]), engine)
+        engine.submit("third", handle.task)
         return handle.get_future().wait()
 
     def call_and_wait(_):
         driver.start()
-        handle = Handle([], lambda: "what the engine's callback calls")
-        handle.outcome = Slow([], lambda: "what the engine's callback calls")
-        engine.submit("second", iter(()), handle, SOON)
+        handle = Handle(called(iter(()), kind=Slow), engine)
+        engine.submit("second", handle.task)
         future = handle.get_future().then(more)
         attached.set()
         found.append(future.wait())
 
-    last = Handle([], lambda: "what the driver waits for")
+    last = Handle(Task(until(flag), 2 * SOON, lambda: "what the driver waits for", []), engine)
     driver = threading.Thread(target=last.wait, daemon=True)
-    engine.submit("last", until(flag), last, 2 * SOON)
-    first = Handle([], lambda: "a call")
+    engine.submit("last", last.task)
+    first = Handle(called(before()), engine)
     first.get_future().add_done_callback(call_and_wait)
-    engine.submit("first", before(), first, SOON)
+    engine.submit("first", first.task)
     monkeypatch.setattr("minidist.backend.engine.plain", plain)
     go.set()
     deadline = time.monotonic() + SOON
@@ -574,15 +577,15 @@ def test_whoever_still_has_a_task_in_hand_keeps_no_tensor(ranks):
 
 
 def test_a_second_end_of_a_handle_changes_nothing():
-    handle, found = Handle(["here"], lambda: "a call"), []
+    handle, found = Handle(called(iter(()), ["here"]), None), []
     handle.get_future().add_done_callback(lambda future: found.append(future.value()))
-    handle.outcome.end()
-    handle.outcome.end(RuntimeError("too late"))
+    handle.task.complete()
+    handle.task.complete(RuntimeError("too late"))
     assert handle.wait() and found == [["here"]]
 
 
 def test_a_call_that_begins_while_its_group_fails_is_left_to_who_ends_them_all():
-    queues, task = Queues(), Task(until(Flag()), Outcome([], lambda: "a call"), SOON)
+    queues, task = Queues(), called(until(Flag()))
     queues.add("calls", task)
     assert queues.clear() == [task]
     assert queues.begin("calls", task) == (True, None)

@@ -2,13 +2,30 @@
 
     dist.init_process_group("shm")          # also by md.ranks(4, backend="shm"), and under torchrun
 
-To read, in this order: `segment` (memory that all ranks see), `meeting` (how they find it), `words`
-(how one sees what another has done), `bell` (how one that sleeps is woken), `handle` (what a call
-gives back), `queues` and `engine` (who goes on with operations), `members` (barriers, and calls
-that are checked), `tensors` (mistakes, and what ReduceOp means), `collectives`, `point_to_point`
-(send and recv), `arena` (tensors in shared memory), `callbacks` (the order of what they call),
-`group` and `process_group` (what torch calls), `uncompiled` (what torch.compile leaves alone). The
-room `minidist.link` says how long a message takes on an emulated network.
+To read, in this order:
+
+file            what it holds
+segment         memory that all ranks see
+meeting         how they find it, and see that another rank has died
+words           how one sees what another has done, and is woken for it
+queues          calls that are under way, and one step of each
+engine          who takes the steps
+handle          what a call gives back, and the order of what callbacks call
+members         the ranks of a group: barriers, and calls that are checked
+tensors         mistakes, flat tensors, and what ReduceOp means
+collectives     all_reduce and the others, on memory that all ranks share
+point_to_point  send and recv
+arena           tensors in shared memory
+group           how calls become operations
+process_group   the calls of torch
+
+The way of an all_reduce: `ShmProcessGroup.allreduce` checks the tensor, `Group._collective` makes a
+`Task`, and `Engine.submit` puts it into a queue. Who waits for it takes its steps, or else the
+engine's own thread. In `collectives.all_reduce` the rank copies the tensor to where all see it,
+says so by a word (`Members.barrier`), waits until all have, and adds up. Then `Engine._complete`
+tells who waits.
+
+The room `minidist.link` says how long a message takes on an emulated network.
 """
 
 import math
@@ -19,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from minidist.backend.uncompiled import uncompiled
+from minidist.common.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from minidist.backend.arena import Arena

@@ -5,14 +5,15 @@ own has ended: it is the *driver*. No other thread has to be woken for that. Whi
 engine's own thread goes on with them; it sleeps until another rank rings. There is one driver at a
 time; other threads that wait follow it.
 
-A task, which is an operation that has been submitted, goes through these states:
+A task, which is an operation that has been called, goes through these states:
 
     state      where it is                          who moves it on
     queued     in its queue, behind another task    whoever takes the last step of that one
     ready      the first in its queue               whoever takes its first step
     waiting    the first; it has yielded a `Wait`   whoever takes a step once that is over
     ended      in no queue                          whoever took its last step, in `_complete`
-    complete   its outcome has `ended`              nobody
+    settled    its callbacks run                    the same, in `Task.complete`
+    complete   nobody needs it any more             nobody
 
 Steps are taken by the driver, or else by our own thread (both by `Queues.round`); the first steps
 of a short task by the call itself (`Queues.begin`). The first task that fails ends the others:
@@ -30,9 +31,8 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 
-from minidist.backend.bell import THREAD, WAITER, Bell
-from minidist.backend.handle import Handle, Outcome
-from minidist.backend.queues import NAP, Explain, Operation, Queues, Task, give_way, plain
+from minidist.backend.queues import NAP, Explain, Queues, Task, give_way, plain
+from minidist.backend.words import THREAD, WAITER, Bell
 
 SPIN = 2e-4  # seconds that a driver asks again and again, giving way to others, before it sleeps
 WATCH = 0.1  # seconds between two looks at whether the other ranks are still there
@@ -75,42 +75,32 @@ class Engine:
     # ---- a call ----------------------------------------------------------------------------
 
     def submit(
-        self,
-        queue: Hashable,
-        operation: Operation,
-        handle: Handle,
-        timeout: float,
-        short: bool = False,
-        awaited: bool = False,
-    ) -> Handle:
-        """Begin an operation as soon as those before it in its queue have ended. `short`: take its
-        first steps here, if possible. `awaited`: the caller waits at once, and will do the work."""
-        task = Task(operation, handle.outcome, timeout)
+        self, queue: Hashable, task: Task, short: bool = False, awaited: bool = False
+    ) -> None:
+        """Begin a task as soon as those before it in its queue have ended. `short`: take its first
+        steps here, if possible. `awaited`: the caller waits at once, and will do the work."""
+        if not self.append(queue, task):
+            return
+        may_step = plain()
+        if awaited and may_step:
+            return
+        begun = short and may_step and self._begin(queue, task)
+        # Our own thread runs a callback, which may wait for the task: a new thread takes over.
+        # Even if a driver has taken its last step: the driver calls back now, and may wait there.
+        if not task.is_complete and threading.current_thread() is self._thread:
+            self._start()
+        if not begun:
+            self.wake()
+
+    def append(self, queue: Hashable, task: Task) -> bool:
+        """Put a task into its queue, and wake nobody. False if the group has ended: so has the
+        task, then."""
         with self._lock:
             if going := self._failure is None and not self._closing:
                 self._queues.add(queue, task)
         if not going:
-            task.outcome.end(self._failure or RuntimeError("the process group has been closed"))
-            return handle
-        handle.engine = self
-        may_step = plain()
-        if awaited and may_step:
-            return handle
-        begun = short and may_step and self._begin(queue, task)
-        # Our own thread runs a callback, which may wait for the operation: a new thread takes over.
-        # Even if a driver has taken its last step: the driver calls back now, and may wait there.
-        if not task.outcome.ended and threading.current_thread() is self._thread:
-            self._start()
-        if not begun:
-            self.wake()
-        return handle
-
-    def append(self, queue: Hashable, operation: Operation) -> None:
-        """Put an operation behind one that is under way in its queue: nobody has to be woken."""
-        task = Task(operation, Outcome([], lambda: "callbacks"), math.inf)
-        with self._lock:
-            if self._failure is None and not self._closing:
-                self._queues.add(queue, task)
+            task.complete(self._failure or RuntimeError("the process group has been closed"))
+        return going
 
     def _begin(self, queue: Hashable, task: Task) -> bool:
         """Run a task's first steps in the caller. True if it has ended, or waits for a rank that
@@ -145,11 +135,11 @@ class Engine:
             return
         outer, self._here.calls_back = self._here.calls_back, True
         try:
-            if task.failure is not None:
-                self._fail(task.failure)
-            if task.outcome.promise is not None and self._queues:
+            if task.error is not None:
+                self._fail(task.error)
+            if task.promise is not None and self._queues:
                 self.wake()  # a callback may wait in C++, where it does no work
-            task.outcome.end(task.failure)
+            task.complete()
         finally:
             self._here.calls_back = outer
         if self._driver is not None or self._followers:
@@ -165,7 +155,7 @@ class Engine:
 
     # ---- a thread that waits ---------------------------------------------------------------
 
-    def wait(self, outcome: Outcome, seconds: float) -> None:
+    def wait(self, task: Task, seconds: float) -> None:
         """Go on with all tasks until this call has ended, or for so many seconds (0: without
         limit)."""
         end, me = time.monotonic() + seconds if seconds else math.inf, threading.get_ident()
@@ -174,31 +164,29 @@ class Engine:
         if not may_drive and threading.current_thread() is self._thread:
             self._start()
         try:
-            while not outcome.ended and time.monotonic() < end:
-                self._complete(self._drive_or_follow(outcome, end, may_drive, me))
+            while not task.is_complete and time.monotonic() < end:
+                self._complete(self._drive_or_follow(task, end, may_drive, me))
             if self._queues and self._failure is None:
                 self._leave_rest()
         except BaseException as error:  # an interrupt: an operation may be half done
             self._fail(error)
             raise
 
-    def _drive_or_follow(
-        self, outcome: Outcome, end: float, may_drive: bool, me: int
-    ) -> Task | None:
+    def _drive_or_follow(self, task: Task, end: float, may_drive: bool, me: int) -> Task | None:
         """Drive, or follow who does. Returns the task that our steps have ended, if any."""
         lost = False
         try:
             with self._lock:
-                if self._closed and not outcome.settled:
+                if self._closed and not task.settled:
                     lost = True  # an interrupt came between its last step and `_complete`
                 elif self._driver is None and may_drive and self._failure is None:
                     self._bell.expect(0)
                     self._driver = me
-                elif not outcome.ended:
+                elif not task.is_complete:
                     self._follow(min(end - time.monotonic(), WATCH))
             if lost:  # its callbacks may call us: nobody holds the lock
-                outcome.end(self._failure)
-            return self._drive(outcome, end) if self._driver == me else None
+                task.complete(self._failure)
+            return self._drive(task, end) if self._driver == me else None
         finally:
             if self._driver == me:
                 self._driver = None  # at once: an interrupt may come when a function begins
@@ -227,10 +215,10 @@ class Engine:
         if self._here.calls_back or self._work() or any(w.due() for w in self._queues.waits()):
             self.wake()
 
-    def _drive(self, outcome: Outcome, end: float) -> Task | None:
+    def _drive(self, task: Task, end: float) -> Task | None:
         """Go on with all tasks until one has ended. Returns it, or None if the time is up."""
         patience, expected = 0.0, False
-        while not outcome.ended and self._failure is None:
+        while not task.is_complete and self._failure is None:
             moved, ended = self._queues.round()
             if ended:
                 return ended
@@ -298,7 +286,7 @@ class Engine:
             self._closed = True
             self._on_close()
         for task in self._queues.clear():
-            task.outcome.end(self._failure)
+            task.complete(self._failure)
         with self._lock:
             self._changed.notify_all()
 

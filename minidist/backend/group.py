@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,20 +16,21 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from minidist.backend.callbacks import Reservation
 from minidist.backend.engine import Engine
-from minidist.backend.handle import Handle
+from minidist.backend.handle import Handle, Reservation
 from minidist.backend.members import Caller, Members, at_line
 from minidist.backend.point_to_point import Post
-from minidist.backend.queues import Operation
+from minidist.backend.queues import Operation, Task
 from minidist.backend.tensors import Tensors, dense, describe, flatten, put_back, writable
-from minidist.backend.uncompiled import uncompiled
+from minidist.common.uncompiled import uncompiled
 from minidist.link import Link
 from minidist.link.steps import Step
 from minidist.measure import record
 
 # Packages that lie between the user's line and a call; torch deprecates by typing_extensions.
 OURS = ("torch", "minidist", "typing_extensions", "contextlib")
+
+Flats = Sequence[torch.Tensor]  # (n,) each
 
 SHORT = 1 << 19  # bytes up to which a call takes the first steps itself, and wakes no thread
 
@@ -74,28 +75,43 @@ class Group(dist.ProcessGroup):
         record.hand_over([*tensors, *outputs])
 
     def _collective(
-        self, what: str, operation: Operation, result: list[Any], opts: Any, cost: Cost
+        self,
+        what: str,
+        groups: Iterable[tuple[Tensors, Tensors]],
+        collective: Callable[[Flats, Flats], Operation],
+        result: Sequence[Any],
+        opts: Any,
+        cost: Cost,
+        receives: bool = True,
     ) -> Handle:
-        """Begin a collective. On an emulated link it takes the time that it costs."""
+        """Begin a call. `collective` gets the tensors of each group (outs, ins), one group after
+        another, as (n,), and fills the outs, if this rank `receives` anything. On an emulated link
+        that takes the time that it costs."""
         self._number += 1
         where, now = caller(), time.monotonic()
         what += f" for {self.purpose.what}" if self.purpose.what else ""
 
         def run() -> Operation:
             self.members.call(what, where, now)
-            yield from operation
+            for outs, ins in groups:
+                flats = [flatten(out) for out in outs]
+                yield from collective(flats, [flatten(x) for x in ins])
+                if receives:
+                    for out, flat in zip(outs, flats, strict=True):
+                        put_back(out, flat)
             yield from self.members.travel(cost.steps)
 
         inner = Reservation.current(self._engine)  # this is a callback
         queue, whole = ("collectives", run()) if inner is None else (inner, inner.take(run()))
-        handle = Handle(result, lambda: what + at_line(where))
+        task = Task(whole, self._seconds(opts), lambda: what + at_line(where), list(result))
+        handle = Handle(task, self._engine)
         self._record(what, "collective", None, cost.size, handle)
         handle.reserve = partial(Reservation, self._engine, queue)
         if cost.size <= 8:
             self._held.append(handle)
-        seconds, short = self._seconds(opts), cost.size <= SHORT
         awaited = not getattr(opts, "asyncOp", True)
-        return self._engine.submit(queue, whole, handle, seconds, short, awaited)
+        self._engine.submit(queue, task, short=cost.size <= SHORT, awaited=awaited)
+        return handle
 
     def _record(
         self, what: str, kind: record.Kind, peer: int | None, nbytes: int, handle: Handle
@@ -118,10 +134,11 @@ class Group(dist.ProcessGroup):
         (x,) = tensors
         self._take("send", tensors)
         where, operation = caller(), self._post.send(flatten(x), to, tag, time.monotonic())
-        what = f"send({describe(x)}, dst={to}, tag={tag})"  # now: the handle keeps no tensor
-        handle = Handle([], lambda: what + at_line(where))
+        what = f"send({describe(x)}, dst={to}, tag={tag})"  # now: the task keeps no tensor
+        task = Task(operation, self.members.timeout, lambda: what + at_line(where), [])
+        handle = Handle(task, self._engine)
         self._record("send", "sent", self._global_ranks[to], x.nbytes, handle)
-        return self._message(("to", to), operation, handle)
+        return self._message(("to", to), handle)
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Handle:
         return self._receive(tensors, [source], tag, source)
@@ -136,19 +153,21 @@ class Group(dist.ProcessGroup):
         (x,) = tensors
         self._take("recv", [], tensors)
         where, what = caller(), f"recv({describe(x)}, src={src}, tag={tag})"
-        handle = Handle([x], lambda: what + at_line(where))
-        self._record("recv", "received", None, x.nbytes, handle)
 
         def run() -> Operation:
             flat = flatten(x)
             handle.source = yield from self._post.receive(flat, sources, tag)
             put_back(x, flat)
 
-        return self._message(object(), run(), handle)  # none waits behind another
+        task = Task(run(), self.members.timeout, lambda: what + at_line(where), [x])
+        handle = Handle(task, self._engine)
+        self._record("recv", "received", None, x.nbytes, handle)
+        return self._message(object(), handle)  # none waits behind another
 
-    def _message(self, lane: Hashable, operation: Operation, handle: Handle) -> Handle:
+    def _message(self, lane: Hashable, handle: Handle) -> Handle:
         self._number += 1
-        return self._engine.submit(lane, operation, handle, self.members.timeout, short=True)
+        self._engine.submit(lane, handle.task, short=True)
+        return handle
 
     # ---- the group itself ------------------------------------------------------------------
 

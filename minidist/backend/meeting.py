@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from minidist.backend.segment import Segment
+from minidist.backend.segment import Segment, process
 
 
 class Meeting:
@@ -33,10 +33,16 @@ class Meeting:
         return [self._store.get(key).decode() for key in keys]
 
 
+def introduce(memory: str) -> str:
+    """What a rank shows of itself: its machine, its process, and its segment's address."""
+    me = process()
+    return "\n".join([machine(), str(me), life(me), memory])
+
+
 def attach(
     rank: int, shown: str, nbytes: int, opened: contextlib.ExitStack
 ) -> tuple[Segment, tuple[int, str]]:
-    """Another rank's segment, which `opened` will close, and its life."""
+    """The segment of a rank that has `shown` this, which `opened` will close; and its life."""
     where, number, born, memory = shown.split("\n")
     try:
         if where != machine():

@@ -5,7 +5,7 @@ reads those of the others. The head of a segment holds
 
 - `TICK`, the number of barriers that the rank has come to; `LEFT`, 1 when it has left the group;
 - `EXPECTED`, which of the rank's threads its bell shall wake; `RUNG`, which it has, written by who
-  rang (see `bell`);
+  rang (see `words`);
 - `TOKEN` (in `segment`), by which others know that it is this segment;
 - `OFFSET`, where in its segment the last two tensors lie that it has shared, or 0;
 - `MARK`, a checksum of its last two calls;
@@ -29,11 +29,10 @@ import torch
 import torch.distributed as dist
 
 from minidist.backend.arena import Arena
-from minidist.backend.bell import Bell
-from minidist.backend.meeting import Meeting, attach, ended, life, machine, spell, unreachable
+from minidist.backend.meeting import Meeting, attach, ended, introduce, spell, unreachable
 from minidist.backend.queues import Operation, Until, Wait
-from minidist.backend.segment import HEAD, Segment, hide, process
-from minidist.backend.words import publish, reached
+from minidist.backend.segment import HEAD, Segment, hide
+from minidist.backend.words import Bell, publish, reached
 from minidist.link import Link
 from minidist.link.lines import LINES
 from minidist.link.link import Network
@@ -77,9 +76,8 @@ class Members:
             self.mine, memory = Segment.create(nbytes)
             opened.callback(self.mine.close)
             shown.callback(hide, memory)
-            meeting, me = Meeting(store, rank, size, timeout), process()
-            mine = "\n".join([machine(), str(me), life(me), memory])
-            found = meeting.exchange("segment", mine)
+            meeting = Meeting(store, rank, size, timeout)
+            found = meeting.exchange("segment", introduce(memory))
             others = {r: attach(r, found[r], nbytes, opened) for r in range(size) if r != rank}
             if link is not None:
                 shown.callback(LINES.join(rank, meeting.exchange))

@@ -3,19 +3,19 @@
 """The backend "shm": the calls of `torch.distributed`, for tensors on the CPU.
 
 torch calls these methods, with lists of tensors and an object of options. Each checks what this
-rank can see, and then gives `_run` its row of a table: what the call is named (all ranks must make
-the same), which tensors it fills from which, by which of the `collectives`, and what that costs on
-an emulated link.
+rank can see, and then gives `_collective` its row of a table: what the call is named (all ranks
+must make the same), which tensors it fills from which, by which of the `collectives`, and what that
+costs on an emulated link.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from minidist.backend import collectives
-from minidist.backend.group import Cost, Group
+from minidist.backend.group import Cost, Flats, Group
 from minidist.backend.handle import Handle
 from minidist.backend.queues import Operation
 from minidist.backend.tensors import (
@@ -24,11 +24,10 @@ from minidist.backend.tensors import (
     describe,
     flatten,
     one_each,
-    put_back,
     splits,
     together,
 )
-from minidist.backend.uncompiled import uncompiled
+from minidist.common.uncompiled import uncompiled
 from minidist.link import steps
 
 # The options of a call that is made without any.
@@ -36,7 +35,6 @@ ALL_REDUCE, REDUCE = dist.AllreduceOptions(), dist.ReduceOptions()
 BROADCAST, REDUCE_SCATTER = dist.BroadcastOptions(), dist.ReduceScatterOptions()
 GATHER, SCATTER = dist.GatherOptions(), dist.ScatterOptions()
 
-Flats = Sequence[torch.Tensor]  # (n,) each
 Way = Callable[[list[steps.Step]], list[steps.Step]]  # as it is, or `steps.back`
 
 
@@ -44,29 +42,6 @@ Way = Callable[[list[steps.Step]], list[steps.Step]]  # as it is, or `steps.back
 class ShmProcessGroup(Group):
     """Ranks that share memory. Made by `dist.init_process_group("shm")`, by
     `dist.new_group(backend="shm")`, and for meshes of such groups."""
-
-    def _run(
-        self,
-        what: str,
-        groups: Iterable[tuple[Tensors, Tensors]],
-        collective: Callable[[Flats, Flats], Operation],
-        result: Sequence[Any],
-        opts: Any,
-        cost: Cost,
-        receives: bool = True,
-    ) -> Handle:
-        """Begin a call. `collective` gets the tensors of each group (outs, ins), one group after
-        another, as (n,), and fills the outs, if this rank `receives` anything."""
-
-        def run() -> Operation:
-            for outs, ins in groups:
-                flats = [flatten(out) for out in outs]
-                yield from collective(flats, [flatten(x) for x in ins])
-                if receives:
-                    for out, flat in zip(outs, flats, strict=True):
-                        put_back(out, flat)
-
-        return self._collective(what, run(), list(result), opts, cost)
 
     def allreduce(self, tensors: Tensors, opts: Any = ALL_REDUCE) -> Handle:
         return self._all_reduce("all_reduce", tensors, opts)
@@ -84,7 +59,7 @@ class ShmProcessGroup(Group):
         reduction = Reduction.of(name, opts.reduceOp, tensors, self.size())
         receivers, to = (range(self.size()), "") if root is None else ([root], f"dst={root}, ")
         nbytes = _nbytes(tensors)
-        return self._run(
+        return self._collective(
             f"{name}({describe(*tensors)}, {to}op={reduction.name})",
             [([x], []) for x in tensors],
             lambda xs, _: collectives.all_reduce(self.members, xs[0], reduction, receivers),
@@ -96,7 +71,7 @@ class ShmProcessGroup(Group):
 
     def broadcast(self, tensors: Tensors, opts: Any = BROADCAST) -> Handle:
         self._take("broadcast", tensors)
-        return self._run(
+        return self._collective(
             f"broadcast({describe(*tensors)}, src={opts.rootRank})",
             [([x], []) for x in tensors],
             lambda xs, _: collectives.broadcast(self.members, xs[0], opts.rootRank),
@@ -136,7 +111,7 @@ class ShmProcessGroup(Group):
                 yield from collectives.all_gather(self.members, by_rank, x)
 
         what, cost = f"all_gather_single({describe(*inputs)})", self._ring(_nbytes(outputs))
-        return self._run(what, [(outputs, inputs)], by_dtype, outputs, opts, cost)
+        return self._collective(what, [(outputs, inputs)], by_dtype, outputs, opts, cost)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = GATHER) -> Handle:
         cost = self._flat(self.size() * _nbytes(inputs), opts.rootRank, steps.back)
@@ -157,7 +132,7 @@ class ShmProcessGroup(Group):
             self._take(name, ins, outs)
             if root in (None, self.rank()):
                 one_each(name, outs, ins[0], self.size())
-        return self._run(
+        return self._collective(
             f"{name}({describe(*inputs)}{'' if root is None else f', dst={root}'})",
             groups,
             lambda outs, xs: collectives.all_gather(self.members, [[o] for o in outs], xs[0]),
@@ -173,7 +148,7 @@ class ShmProcessGroup(Group):
         if root:
             one_each("scatter", parts, outputs[0], self.size())
 
-        return self._run(
+        return self._collective(
             f"scatter({describe(*outputs)}, src={opts.rootRank})",
             [(outputs, parts)],
             lambda outs, ins: collectives.scatter(self.members, outs[0], ins, opts.rootRank),
@@ -209,7 +184,7 @@ class ShmProcessGroup(Group):
             one_each(name, parts, x, self.size())
         reduction = Reduction.of(name, opts.reduceOp, outputs, self.size())
 
-        return self._run(
+        return self._collective(
             f"{name}({describe(*outputs)}, op={reduction.name})",
             [([x], parts) for x, parts in zip(outputs, inputs, strict=True)],
             lambda xs, parts: collectives.reduce_scatter(self.members, xs[0], parts, reduction),
@@ -263,11 +238,12 @@ class ShmProcessGroup(Group):
 
         what = f"{name}(dtype={inputs[0].dtype})"  # shapes may differ
         cost = Cost(_nbytes(inputs), lambda: steps.pairwise(sizes))
-        return self._run(what, [(outputs, inputs)], exchange, outputs, opts, cost)
+        return self._collective(what, [(outputs, inputs)], exchange, outputs, opts, cost)
 
     def barrier(self, opts: Any = None) -> Handle:
         cost = Cost(0, lambda: steps.dissemination(self.size()))
-        return self._collective("barrier()", self.members.agree(), [], opts, cost)
+        agree = self.members.agree
+        return self._collective("barrier()", [([], [])], lambda *_: agree(), [], opts, cost)
 
     # ---- what they cost on an emulated link ------------------------------------------------
 

@@ -1,20 +1,25 @@
-"""The operations that are under way on a rank, and one step of each.
+"""The calls that are under way on a rank, and one step of each.
 
 An operation is a generator. Where it has to wait for other ranks it yields a `Wait`, which says
 when that is over. So many operations are under way at a time, on any thread, and none blocks
 another. Those of one queue go one after the other; those of other queues go on beside them.
+
+A task is an operation that has been called, and how the call ends.
 """
 
+import contextlib
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Hashable
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from minidist.backend.handle import Outcome
+if TYPE_CHECKING:
+    from minidist.backend.handle import Reservation
 
 
 class Wait:
@@ -62,15 +67,30 @@ WAKE = 1e-4  # seconds that a sleep may last longer than it was asked to
 AT_ONCE = 4  # steps of a short operation that the call itself takes
 
 
-class Task:
-    """An operation that has been submitted, with `timeout` seconds for each of its waits."""
+FUTURES = threading.Lock()  # guards how a task ends, and its future, made on first request
 
-    def __init__(self, operation: Operation, outcome: Outcome, timeout: float) -> None:
-        self.operation, self.outcome, self.timeout = operation, outcome, timeout
+
+class Task:
+    """An operation that has been called, with `timeout` seconds for each of its waits; and how that
+    ends. Threads that work hold this, and not the handle: once it is complete it holds no tensor,
+    but for those in the traceback of an error.
+
+    `what()` describes the call. Neither that text nor a future is made before somebody asks.
+    """
+
+    def __init__(
+        self, operation: Operation, timeout: float, what: Callable[[], str], result: list[Any]
+    ) -> None:
+        self.operation, self.timeout, self.what = operation, timeout, what
         self.wait: Wait | None = None
-        self.since = time.monotonic()  # when this wait began; time in the queue does not count
-        self.ended = False
-        self.failure: BaseException | None = None
+        self.since = 0.0  # when this wait began; time in the queue does not count
+        self.result: list[Any] | None = result
+        self.error: BaseException | None = None
+        self.ended = False  # no step is left
+        self.settled = False  # the result, or the error, is known
+        self.is_complete = False  # and its callbacks have run
+        self.promise: torch.futures.Future[Any] | None = None  # its value may be an error
+        self.reservation: Reservation | None = None  # for what its callbacks call
 
     def step(self) -> bool:
         """Go on with the operation. False if it has to wait."""
@@ -81,15 +101,40 @@ class Task:
         except StopIteration:
             self.ended = True
         except BaseException as error:
-            self.failure, self.ended = error, True
+            self.error, self.ended = error, True
         return True
+
+    def complete(self, error: BaseException | None = None) -> None:
+        """Make it complete, with this error if any. A second call changes nothing: where a group
+        fails, several threads may finish what is under way."""
+        mine = False
+        try:
+            with FUTURES:
+                if self.settled:
+                    return
+                self.error, self.settled = error or self.error, True
+                mine = True  # whatever interrupts us from here on, it becomes complete
+            if self.promise is not None:
+                with self.reservation or contextlib.nullcontext():
+                    self.promise.set_result(self.result if self.error is None else self.error)
+        finally:
+            if mine:
+                try:
+                    if self.promise is not None and not self.promise.done():  # we were interrupted
+                        self.promise.set_result(self.result if self.error is None else self.error)
+                    if self.reservation is not None:
+                        self.reservation.release()
+                finally:
+                    self.result = self.promise = None
+                    del self.operation
+                    self.is_complete = True  # after the future: who has waited may take its value
 
 
 class Queues:
     """Queues of tasks, by name. Any thread may take a step, one thread at a time.
 
-    Who takes a task's last step gets the task back, and has to end its outcome, without a lock:
-    that runs callbacks, which may communicate.
+    Who takes a task's last step gets the task back, and has to `complete` it, without a lock: that
+    runs callbacks, which may communicate.
     """
 
     def __init__(self) -> None:
@@ -164,7 +209,7 @@ class Queues:
             if (wait := task.wait) is None:
                 continue
             overdue = task.timeout if now > task.since + task.timeout else 0.0
-            error = explain(wait, task.outcome.what(), overdue)
+            error = explain(wait, task.what(), overdue)
             with self._stepping:  # what it waits for may have come before the other left
                 if error is not None and not wait.over():
                     return error

@@ -13,4 +13,5 @@ refusals      what torch's classes take and ours do not
 no_sync       accumulation without averaging
 tensors_in    the tensors in what a module gives, however deep
 single        all_gather and reduce_scatter between a tensor and its shards
+uncompiled    what torch.compile leaves as it stands
 """

@@ -18,9 +18,9 @@ from torch.autograd import Variable
 from torch.profiler import record_function
 from torch.utils._pytree import tree_map
 
-from minidist.backend.uncompiled import uncompiled
 from minidist.common.replicas import broadcast_state
 from minidist.common.tensors_in import tensors_in
+from minidist.common.uncompiled import uncompiled
 from minidist.common.wrapper import Guard
 from minidist.fully_sharded.backward_pass import Ahead, BackwardPass, Trace, UnitPass, in_backward
 from minidist.fully_sharded.param_group import Gradients, ParamGroup
