@@ -94,8 +94,8 @@ class Group(dist.ProcessGroup):
         def run() -> Operation:
             self.members.call(what, where, now)
             for outs, ins in groups:
-                flats = [flatten(out) for out in outs]
-                yield from collective(flats, [flatten(x) for x in ins])
+                flats = list(map(flatten, outs))
+                yield from collective(flats, list(map(flatten, ins)))
                 if receives:
                     for out, flat in zip(outs, flats, strict=True):
                         put_back(out, flat)

@@ -243,7 +243,7 @@ class ShmProcessGroup(Group):
     def barrier(self, opts: Any = None) -> Handle:
         cost = Cost(0, lambda: steps.dissemination(self.size()))
         agree = self.members.agree
-        return self._collective("barrier()", [([], [])], lambda *_: agree(), [], opts, cost)
+        return self._collective("barrier()", [([], [])], lambda *_: agree(), [], opts, cost, False)
 
     # ---- what they cost on an emulated link ------------------------------------------------
 
