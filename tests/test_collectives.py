@@ -810,7 +810,7 @@ def _view(draw, by_torch):
 
 
 @pytest.mark.parametrize("by_torch", [True, False])
-def test_what_is_written_has_a_place_for_each_element(by_torch):
+def test_what_is_expanded_is_known_by_its_strides(by_torch):
     draw, found = random.Random(0), Counter()
     for _ in range(3000):
         x = _view(draw, by_torch)

@@ -576,12 +576,21 @@ def test_whoever_still_has_a_task_in_hand_keeps_no_tensor(ranks):
         assert seen == [] and kept >= len(calls)
 
 
-def test_a_second_end_of_a_handle_changes_nothing():
+def test_completing_a_task_a_second_time_changes_nothing():
     handle, found = Handle(called(iter(()), ["here"]), None), []
     handle.get_future().add_done_callback(lambda future: found.append(future.value()))
     handle.task.complete()
     handle.task.complete(RuntimeError("too late"))
     assert handle.wait() and found == [["here"]]
+
+
+def test_a_step_that_comes_too_late_keeps_the_error():
+    """A group fails between a thread's look at the queue and its step."""
+    handle = Handle(called(iter(()), ["here"]), None)
+    handle.task.complete(RuntimeError("aborted"))
+    handle.task.step()
+    with pytest.raises(RuntimeError, match="aborted"):
+        handle.wait()
 
 
 def test_a_call_that_begins_while_its_group_fails_is_left_to_who_ends_them_all():

@@ -16,14 +16,14 @@ tensors         mistakes, flat tensors, and what ReduceOp means
 collectives     all_reduce and the others, on memory that all ranks share
 point_to_point  send and recv
 arena           tensors in shared memory
-group           how calls become operations
+group           how calls become tasks
 process_group   the calls of torch
 
 The way of an all_reduce: `ShmProcessGroup.allreduce` checks the tensor, `Group._collective` makes a
-`Task`, and `Engine.submit` puts it into a queue. Who waits for it takes its steps, or else the
-engine's own thread. In `collectives.all_reduce` the rank copies the tensor to where all see it,
-says so by a word (`Members.barrier`), waits until all have, and adds up. Then `Engine._complete`
-tells who waits.
+`Task`, and `Engine.submit` puts it into a queue. The call takes its first steps; whoever waits for
+it takes the others, or else the engine's own thread. In `collectives.all_reduce` the rank copies
+the tensor to where all see it, says so by a word (`Members.barrier`), waits until all have, and
+adds up. Then `Engine._complete` tells those who wait.
 
 The room `minidist.link` says how long a message takes on an emulated network.
 """

@@ -13,7 +13,7 @@ A task, which is an operation that has been called, goes through these states:
     waiting    the first; it has yielded a `Wait`   whoever takes a step once that is over
     ended      in no queue                          whoever took its last step, in `_complete`
     settled    its callbacks run                    the same, in `Task.complete`
-    complete   nobody needs it any more             nobody
+    complete   its handle has it, for the error     nobody
 
 Steps are taken by the driver, or else by our own thread (both by `Queues.round`); the first steps
 of a short task by the call itself (`Queues.begin`). The first task that fails ends the others:
@@ -93,8 +93,8 @@ class Engine:
             self.wake()
 
     def append(self, queue: Hashable, task: Task) -> bool:
-        """Put a task into its queue, and wake nobody. False if the group has ended: so has the
-        task, then."""
+        """Put a task into its queue, and wake nobody. False if the group has failed or closed: then
+        the task is complete, with that error, and its callbacks have run here."""
         with self._lock:
             if going := self._failure is None and not self._closing:
                 self._queues.add(queue, task)
@@ -156,7 +156,7 @@ class Engine:
     # ---- a thread that waits ---------------------------------------------------------------
 
     def wait(self, task: Task, seconds: float) -> None:
-        """Go on with all tasks until this call has ended, or for so many seconds (0: without
+        """Go on with all tasks until this one is complete, or for so many seconds (0: without
         limit)."""
         end, me = time.monotonic() + seconds if seconds else math.inf, threading.get_ident()
         # Of two callbacks the second must not run within the first, which it may have to wait for.

@@ -1,6 +1,6 @@
 # torch's stubs declare overloads, of which it calls one.
 # mypy: disable-error-code="override,assignment"
-"""A process group of the backend "shm": how calls become operations. See `process_group` for the
+"""A process group of the backend "shm": how calls become tasks. See `process_group` for the
 calls."""
 
 import os
@@ -86,7 +86,7 @@ class Group(dist.ProcessGroup):
     ) -> Handle:
         """Begin a call. `collective` gets the tensors of each group (outs, ins), one group after
         another, as (n,), and fills the outs, if this rank `receives` anything. On an emulated link
-        that takes the time that it costs."""
+        the call takes the time that it costs."""
         self._number += 1
         where, now = caller(), time.monotonic()
         what += f" for {self.purpose.what}" if self.purpose.what else ""

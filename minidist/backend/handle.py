@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 
 from minidist.backend.engine import Engine
-from minidist.backend.queues import FUTURES, Operation, Task, Wait
+from minidist.backend.queues import SETTLING, Operation, Task, Wait
 from minidist.common.uncompiled import uncompiled
 
 
 @uncompiled
 class Handle(dist.Work):
-    """What a call gives back: `wait` for its end, or take its future."""
+    """What a call gives back: `wait` for its end, or take its future. It is made before its task is
+    submitted, and keeps the result."""
 
     def __init__(self, task: Task, engine: Engine) -> None:
         super().__init__()
@@ -49,7 +50,7 @@ class Handle(dist.Work):
         return self.task.is_complete and self.task.error is None
 
     def exception(self) -> BaseException | None:
-        return self.task.error
+        return self.task.error if self.task.settled else None
 
     def result(self) -> list[Any]:
         return self._result
@@ -60,7 +61,7 @@ class Handle(dist.Work):
         task, reservation, late = self.task, None, None
         if self.reserve is not None and task.reservation is None and not task.settled:
             reservation = self.reserve()
-        with FUTURES:
+        with SETTLING:
             if task.reservation is None and not task.settled:
                 task.reservation, reservation = reservation, None
             if self._future is None:
@@ -102,7 +103,8 @@ class Reservation(Wait):
         self._calls: set[object] = set()  # those of the callbacks that have not ended
         self._reached = self._released = False
         operation = self._hold()
-        if isinstance(queue, Reservation):  # a callback's is one of its calls: it waits for that
+        # A reservation that a callback makes is one of its calls: the outer one waits for it.
+        if isinstance(queue, Reservation):
             operation = queue.take(operation)
         engine.append(queue, Task(operation, math.inf, lambda: "callbacks", []))
 

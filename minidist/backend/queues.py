@@ -67,13 +67,13 @@ WAKE = 1e-4  # seconds that a sleep may last longer than it was asked to
 AT_ONCE = 4  # steps of a short operation that the call itself takes
 
 
-FUTURES = threading.Lock()  # guards how a task ends, and its future, made on first request
+SETTLING = threading.Lock()  # guards how a task ends, and its future, made on first request
 
 
 class Task:
     """An operation that has been called, with `timeout` seconds for each of its waits; and how that
-    ends. Threads that work hold this, and not the handle: once it is complete it holds no tensor,
-    but for those in the traceback of an error.
+    ends. Threads that work hold this, and not the handle: once it has ended well it holds no
+    tensor.
 
     `what()` describes the call. Neither that text nor a future is made before somebody asks.
     """
@@ -97,11 +97,13 @@ class Task:
         try:
             if self.wait is not None and not self.wait.over():
                 return False
-            self.wait, self.since = next(self.operation), time.monotonic()
+            wait = next(self.operation)
+            self.since = time.monotonic()
+            self.wait = wait  # last: another thread may ask how long it has lasted
         except StopIteration:
             self.ended = True
         except BaseException as error:
-            self.error, self.ended = error, True
+            self.error, self.ended = self.error or error, True  # the group may have failed
         return True
 
     def complete(self, error: BaseException | None = None) -> None:
@@ -109,7 +111,7 @@ class Task:
         fails, several threads may finish what is under way."""
         mine = False
         try:
-            with FUTURES:
+            with SETTLING:
                 if self.settled:
                     return
                 self.error, self.settled = error or self.error, True

@@ -216,11 +216,13 @@ class Checkpoints:
                 require_groups(ours, groups)
             own = [record["others"] for record in records]
             found = {name: rank_states.state_for(name, own, rank, ranks) for name in others}
+            random = [record["random"] for record in records]
+        del records, own  # the states of all ranks
         with self._together():
             states.put(read(folder, metadata, states.rooms(metadata)), groups)
             for name, state in found.items():
                 others[name].load_state_dict(state)
-            rank_states.restore([record["random"] for record in records], rank)
+            rank_states.restore(random, rank)
 
     # ---- the end ---------------------------------------------------------------------------
 
