@@ -856,10 +856,15 @@ OPTIMIZERS = [
     if each not in (Optimizer, torch.optim.SparseAdam)  # the latter wants sparse gradients
 ]
 NOT_FOR_DTENSORS = torch.optim.Rprop, torch.optim.Adafactor, torch.optim.LBFGS
+RPROP = pytest.mark.newer_torch("index_put_")
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(each, marks=RPROP if each is torch.optim.Rprop else ()) for each in OPTIMIZERS],
+    ids=lambda kind: kind.__name__,
+)
 def test_torchs_optimizers(pools, kind):
     """What does not work with torch's own sharding raises here, too."""
 

@@ -451,7 +451,14 @@ def clipped_by_torch(model):
         lambda rank, k: False,
     ],
 )
-@pytest.mark.parametrize("change", [lambda model: None, clipped_by_method, clipped_by_torch])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: None,
+        clipped_by_method,
+        pytest.param(clipped_by_torch, marks=pytest.mark.newer_torch("clipping")),
+    ],
+)
 def test_what_one_rank_lacks_within_no_sync(pools, use, change):
     """In a pass that is kept, and not in the one that is reduced. Gradients within no_sync are the
     same DTensors on all ranks; what no rank used keeps its value, without weight decay."""
@@ -1312,6 +1319,7 @@ METHODS = {
 KINDS = ("RuntimeError", "TypeError", "ValueError", "RefusedError")
 
 
+@pytest.mark.newer_torch("methods")
 def test_each_method_of_torchs_classes_is_there_or_refused_with_a_reason(pools):
     def reasons():
         units = {

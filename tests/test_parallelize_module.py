@@ -106,10 +106,16 @@ def train(make, plan, sequence_parallel, limit, kind, loss_of=md.vocab_parallel_
     return found + same(wholes(model.state_dict()), dense.state_dict())
 
 
+FUSED = pytest.mark.newer_torch("fused")  # one layer for queries, keys and values
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=FUSED if name in ("zoo", "gpt2") else ()) for name in MODELS],
+)
 def test_torchs_clipping_and_averages_are_those_of_one_process(
     pools, name, ranks, sequence_parallel
 ):

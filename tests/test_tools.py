@@ -100,6 +100,20 @@ def test_without_tools_nothing_of_them_is_tested(monkeypatch):
     assert [mark.name for mark in marks] == ["skip"]
 
 
+@pytest.mark.parametrize("torch, skipped", [("2.11.0+cpu", True), ("2.12.0", False)])
+def test_what_an_older_torch_lacks_is_skipped_and_says_why(monkeypatch, torch, skipped):
+    monkeypatch.setattr(needs, "version", {"torch": torch}.get)
+    marks, word = [], pytest.mark.newer_torch("fused").mark
+    item = SimpleNamespace(
+        path=ROOT / "tests/test_tools.py",
+        add_marker=marks.append,
+        get_closest_marker=lambda name: word if name == "newer_torch" else None,
+    )
+    needs.pytest_collection_modifyitems([item])
+    reasons = [mark.args[0] for mark in marks]
+    assert len(reasons) == skipped and all("needs torch 2.12: " in each for each in reasons)
+
+
 def test_without_a_compiler_the_script_says_so():
     found = run(sys.executable, BUILD, CXX="no-such-compiler")
     assert found.returncode == 1 and found.stderr.startswith("DeepSpeed needs a C++ compiler")
