@@ -316,16 +316,18 @@ def test_a_gradient_that_a_function_leaves_out_counts_as_zero(pools, wrap):
     assert max(pools(2)(run)) < 1e-12
 
 
-def test_shards_stay_where_a_function_leaves_a_gradient_out(pools):
-    """Gradients of two passes add up in shards. In the second, rank 1 has none for the weight."""
+@pytest.mark.parametrize("not_averaged", [(), (1,)])
+def test_shards_stay_where_a_function_leaves_a_gradient_out(pools, not_averaged):
+    """Gradients of several passes add up in shards. Rank 1 has none for the weight."""
 
     def run():
         torch.manual_seed(0)
         module = Product()
         before, plain = module.weight.detach().clone(), copy.deepcopy(module)
         model, optimizer = sharded(module)
-        for _ in range(2):
-            square(model, dist.get_rank()).backward()
+        for step in range(2 + len(not_averaged)):
+            with model.no_sync() if step in not_averaged else contextlib.nullcontext():
+                square(model, dist.get_rank()).backward()
             plain.last(share(0) @ plain.weight).pow(2).mean().backward()
         optimizer.step()
         return far([before - module.weight], [plain.weight.grad / 2])

@@ -24,18 +24,12 @@ CATALOGUE = json.loads(language.CATALOGUE.read_text(encoding="utf-8"))
 SOURCES: dict[str, Set[str]] = {
     **{f"checks/{each}.py": set() for each in (*KOREAN, "verdict")},
     "prediction.py": set(),
-    "pipeline/instructions.py": {
-        "validate",
-        "_error",
-        "_complete_and_in_order",
-        "_matched",
-        "_ends",
-    },
+    "pipeline/instructions.py": set(),
     "pipeline/schedules.py": {"simulate"},
     "runtime/report.py": {"where", "_ending", "_blame"},
 }
 # Strings that look like sentences: two are looked for in what others say, one ends an error's text.
-NOT_SAID = {"Your lines", "Pair is not connected"}
+NOT_SAID = {"Your lines", "Pair is not connected", "{0} is no message"}
 NOT_SAID |= {". `ulimit -n` says how many it may open; raise that before you start Python"}
 # What the code puts together, so that no string of it has the whole.
 ASSEMBLED = {

@@ -740,6 +740,48 @@ def test_a_step_that_fails_in_one_replica_fails_in_all(pools, what):
     assert all(re.match(said, each) for each in told), told
 
 
+def test_training_goes_on_after_gradients_that_cannot_be_averaged(pools):
+    def run():
+        torch.manual_seed(0)
+        dense, whole = nn.Sequential(nn.Embedding(257, 8), nn.Linear(8, 257)).double(), mesh(data=2)
+        model = MixedParallel(copy.deepcopy(dense), whole, 2)
+        step_of(model, 0)
+        model.zero_grad()
+        model.module[0].sparse = True
+        told = raised(step_of, model, 0)
+        model.zero_grad()
+        model.module[0].sparse = False
+        step_of(model, 1)
+        inputs, targets = batch(1)
+        md.parity.cross_entropy(dense(inputs), targets).backward()
+        pairs = zip(model.module.parameters(), dense.named_parameters(), strict=True)
+        return told, apart({name: (ours.grad, p.grad) for ours, (name, p) in pairs})
+
+    for told, found in pools(2)(run):
+        assert "a sparse gradient has no place in a bucket" in told and found == []
+
+
+def step_of(model, step):
+    replica = model.mesh.get_local_rank("data")
+    inputs, targets = batch(step)
+    model.train_step(inputs[replica::2], targets[replica::2], model.cross_entropy)
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_layer_that_is_replaced_is_refused(pools, evaluates):
+    def run():
+        layers = nn.Embedding(257, 8), nn.ReLU(), nn.Linear(8, 257)
+        model = MixedParallel(nn.Sequential(*layers), mesh(data=2), 2)
+        step_of(model, 0)
+        model.module[1] = nn.Tanh()  # it has no parameters that would tell
+        if evaluates:
+            return raised(model, batch(0)[0])
+        return raised(step_of, model, 0)
+
+    for told in pools(2)(run):
+        assert "layer 1 has been added, removed or replaced since it was wrapped" in told
+
+
 def test_only_the_ends_of_each_replica_need_the_batch(pools):
     def step():
         whole = mesh(**ALL)

@@ -2,6 +2,7 @@
 that does not fit says where."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -222,9 +223,9 @@ def tied():
     return model
 
 
-def with_a_buffer():
+def with_a_buffer(persistent=True):
     model = Llama()
-    model.lm_head.register_buffer("scale", torch.ones(2))
+    model.lm_head.register_buffer("scale", torch.ones(2), persistent)
     return model
 
 
@@ -286,6 +287,12 @@ WRONG = {
     ),
     "a buffer of a layer": (
         with_a_buffer,
+        LLAMA,
+        "TypeError: lm_head: 'vocabulary' splits an nn.Embedding or an nn.Linear, not a Linear "
+        "with scale",
+    ),
+    "a buffer that is not saved": (
+        partial(with_a_buffer, False),
         LLAMA,
         "TypeError: lm_head: 'vocabulary' splits an nn.Embedding or an nn.Linear, not a Linear "
         "with scale",

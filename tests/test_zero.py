@@ -408,6 +408,28 @@ def test_a_parameter_that_has_left_its_group_is_trained_no_more(pools):
     assert pools(2)(train) == [[]] * 2
 
 
+def test_a_parameter_moves_to_a_group_of_its_own(pools):
+    def train():
+        module = net()
+        plain = copy.deepcopy(module)
+        model = md.DistributedDataParallel(module)
+        optimizer = sharded(module.parameters(), torch.optim.Adam, lr=1e-2)
+        alone = torch.optim.Adam(plain.parameters(), lr=1e-2)
+        for step in range(4):
+            if step == 2:
+                for each in (optimizer, alone):
+                    moved = each.param_groups[0]["params"].pop(2)
+                    each.add_param_group({"params": [moved], "lr": 1e-3})
+            model.zero_grad()
+            plain.zero_grad()
+            shares = [share(rank, step) for rank in range(2)]
+            plainly(model, optimizer, [shares[dist.get_rank()]], None, None, step)
+            plainly(plain, alone, shares, None, None, step)
+        return apart(module.state_dict(), plain.state_dict())
+
+    assert pools(2)(train) == [[]] * 2
+
+
 @pytest.mark.parametrize("loop", LOOPS[:2] + LOOPS[-2:], ids=["plain", "accumulate", "inf", "1"])
 def test_gradients_of_several_optimizers(pools, loop):
     """One for the weights and one for the biases: of another kind."""
@@ -989,7 +1011,8 @@ def by_hand(rank):
 
 
 def sparse(rank):
-    module = nn.Embedding(4, 3, sparse=True)
+    """Rank 0 has no part of the embedding."""
+    module = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 9))
     optimizer = zero(module.parameters())
     module(torch.tensor([rank])).sum().backward()
     optimizer.step()

@@ -3,8 +3,8 @@
 Replicas can train on their own, and take the mean of their parameters now and then: each rank takes
 steps with its own optimizer, and only after a *period* of steps the replicas meet. That is fewer
 bytes by the factor of the period. Between two meetings the replicas drift apart, and that has its
-price. Or each gradient is sent in fewer bits, by a communication hook of DistributedDataParallel;
-what the bits cannot say goes into the next one.
+price. Or each gradient is sent as fewer numbers or bits, by a communication hook of
+DistributedDataParallel; what these cannot say goes into the next one.
 
 To read, in this order:
 

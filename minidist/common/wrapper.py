@@ -152,9 +152,14 @@ class Guard:
         who: str,
         ignored: Set[nn.Parameter] = frozenset(),
         frozen_too: bool = False,
+        layers: Set[nn.Module] = frozenset(),
     ) -> None:
-        """frozen_too: those that are frozen now are `who`'s as well, and may be trained later."""
+        """frozen_too: those that are frozen now are `who`'s as well, and may be trained later.
+        layers: of the module, which `who` runs itself, see `require_same_layers`."""
         self._module, self._who, self._ignored = module, who, ignored
+        self._above = (
+            {each: dict(each._modules) for each in _above(module, layers)} if layers else {}
+        )
         named = module.named_parameters()
         trained = {p: name for name, p in named if p.requires_grad or frozen_too}
         self._trained = {p: name for p, name in trained.items() if p not in ignored}
@@ -174,6 +179,18 @@ class Guard:
             for name, before, after in zip(self._trained.values(), self._kinds, now, strict=True):
                 if before != after:
                     self._refuse(name, "changed", f", from {_tell(before)} to {_tell(after)}")
+
+    def require_same_layers(self) -> None:
+        """Raises RuntimeError if one was added, removed or replaced: `who` would run the old ones.
+        Within a layer a module may be replaced."""
+        for module, before in self._above.items():
+            for name in before | module._modules:
+                if module._modules.get(name) is not before.get(name):
+                    raise RuntimeError(
+                        f"layer {name} has been added, removed or replaced since it was wrapped. "
+                        f"Change a module first, and wrap it then: {self._who} runs the layers "
+                        "that it found"
+                    )
 
     def _look(self) -> None:
         """Remember what is where in the module."""
@@ -210,6 +227,14 @@ class Guard:
             f"parameter {name} has {how} since it was wrapped{more}. Change a module first, and "
             f"wrap it then: {self._who} trains the parameters that it found"
         )
+
+
+def _above(module: nn.Module, layers: Set[nn.Module]) -> Iterator[nn.Module]:
+    """The modules that hold the layers, and are none themselves."""
+    if module not in layers:
+        yield module
+        for child in module.children():
+            yield from _above(child, layers)
 
 
 def _tell(kind: tuple[Any, ...]) -> str:

@@ -44,9 +44,10 @@ class Reducer:
         self._names = {parameter: name for name, parameter in parameters.items()}
         self._wrapper, self._group, self.buckets = weakref.ref(wrapper), group, buckets
         self._find_unused = find_unused_parameters
-        # In which gradients arrived, until the ranks make buckets by it.
+        # The order in which gradients arrived, until the ranks have made buckets by it.
         self._order: list[nn.Parameter] | None = None
-        self._ordered = find_unused_parameters  # they have; or to no use: each pass has another
+        # Whether they have; or it is of no use, since each pass may have another order.
+        self._ordered = find_unused_parameters
 
         self._lock = threading.RLock()  # autograd has a thread for each device
         self._sync = False  # whether to average the passes after the last forward pass

@@ -38,10 +38,12 @@ class MeanGradients:
         """All ranks of the group call this. `some_unused`: on one of them at least. Without
         gradient on some ranks, a parameter counts there as zero; on all, its `.grad` stays None."""
         used = self._used()
-        for parameter in self._parameters:
-            self._buckets.add(parameter)
-        self._buckets.wait()
-        self._buckets.empty()
+        try:
+            for parameter in self._parameters:
+                self._buckets.add(parameter)
+            self._buckets.wait()
+        finally:
+            self._buckets.empty()
         if some_unused:
             used = on_any_rank(used, self._group, device())
             self._buckets.give(compress(self._parameters, used))

@@ -146,7 +146,7 @@ class MixedParallel(Wrapper):
         # Not a submodule: its layers are those of `module`, by other names.
         object.__setattr__(self, "pipeline", pipeline)
         self._mean = None if self._sharded else MeanGradients(module, self._data)
-        self._guard = Guard(module, "MixedParallel")
+        self._guard = Guard(module, "MixedParallel", layers=set(own.children()))
 
     def train(self, mode: bool = True) -> "MixedParallel":
         """As nn.Module has it, for layers that the model's `sequential()` has made, too."""
@@ -166,9 +166,9 @@ class MixedParallel(Wrapper):
             `cross_entropy` is one for that.
 
         Raises on every rank what `Pipeline.train_step` does, and ValueError if ranks along `tensor`
-        pass different batches; RuntimeError if a parameter was added, replaced or unfrozen since
-        the model was wrapped. A layer must fail on all ranks along `tensor`, or the others wait for
-        it until their group's timeout.
+        pass different batches; RuntimeError if a parameter was added, replaced or unfrozen, or a
+        layer replaced, since the model was wrapped. A layer must fail on all ranks along `tensor`,
+        or the others wait for it until their group's timeout.
         """
         weight = self._weight(inputs, targets)
         loss, problem = torch.zeros(()), None
@@ -194,10 +194,11 @@ class MixedParallel(Wrapper):
 
     def _weight(self, inputs: Any, targets: Any) -> float:
         """How much this replica's loss counts: its rows, over the mean of all replicas. Raises on
-        every rank if the parameters of one have changed."""
+        every rank if the parameters or layers of one have changed."""
         problem = None
         try:
             self._guard.require_unchanged()
+            self._guard.require_same_layers()
         except RuntimeError as error:
             problem = error
         rows = next((len(x) for x in tensors_of(inputs) if x.ndim), 0)
@@ -223,6 +224,7 @@ class MixedParallel(Wrapper):
     def forward(self, inputs: Any) -> torch.Tensor:
         """The outputs for the inputs, whole, on every rank of the replica, without gradients. Every
         rank of the replica calls this with the same inputs."""
+        self._guard.require_same_layers()
         own = self.pipeline(inputs)  # (B, T, V_r)
         if not self._vocabulary:
             return own

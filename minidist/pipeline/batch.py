@@ -104,8 +104,7 @@ class Preparation:
         self._plan, self._peers, self._own = plan, peers, own
         self._keywords, self._device = keywords, device
         self._modules, self._parameters = list(module.modules()), list(module.parameters())
-        self._guard, self._module = Guard(module, "Pipeline"), module
-        self._layers = dict(module._modules)
+        self._guard = Guard(module, "Pipeline", layers=set(module.children()))
         self.specs: dict[int, ActivationSpecs] = {}  # the one used last comes last
         self._plain = pickle.dumps({})  # keyword arguments without tensors, for later stages
 
@@ -120,7 +119,7 @@ class Preparation:
         try:
             if trains:
                 self._guard.require_unchanged()
-            self._require_same_layers()
+            self._guard.require_same_layers()
             if first:
                 total = self._count(inputs, kwargs, trains)
                 batch = inputs, {n: value for n, value in kwargs.items() if n not in plain}
@@ -144,17 +143,6 @@ class Preparation:
         if len(self.specs) > CACHE_SIZE:
             del self.specs[next(iter(self.specs))]
         return Batch(rows, parts, training, specs)
-
-    def _require_same_layers(self) -> None:
-        """The stages run the layers that they were made of, whatever `module` has now."""
-        now = self._module._modules
-        for name in self._layers | now:
-            if now.get(name) is not self._layers.get(name):
-                raise RuntimeError(
-                    f"layer {name} has been added, removed or replaced since it was wrapped. "
-                    "Change a module first, and wrap it then: Pipeline runs the layers that it "
-                    "found"
-                )
 
     def _agree_along_strategy(
         self, new: bool, count: int, failed: bool, problem: Exception | None

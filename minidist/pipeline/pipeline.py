@@ -71,6 +71,9 @@ class Pipeline(Wrapper):
     norm takes its means over a micro-batch, not over the batch, and moves its running means once
     for each.
 
+    An optimizer sees this rank's layers: one that looks at all parameters at once, as LBFGS does,
+    would train otherwise than in one process. In float16 take a `md.ShardedGradScaler`.
+
     `copy.deepcopy` gives a pipeline of the same ranks, each with a copy of its own layers.
     `torch.save` raises TypeError: save `state_dict()` or `full_state_dict()`.
     torch's `nn.utils.clip_grad_norm_` sees one rank's gradients, and raises RuntimeError where

@@ -40,7 +40,8 @@ def split(
     take the places that the plan names. Lesson: mixed_parallelism.
 
     The shards are plain tensors, as `Pipeline` and `ZeroRedundancyOptimizer` take them. Torch's
-    clipping, `nn.init` and checkpoints take them for whole ones, and are wrong.
+    clipping, `nn.init` and checkpoints take them for whole ones, and are wrong; so are optimizers
+    that look at more than one element at a time.
 
     mesh: of one axis; or a group, and None is the default one: then a plan may also have grouped
         queries in one layer, for whose shards DTensor has no word.

@@ -28,8 +28,8 @@ class QKVParallelLinear(ColumnParallelLinear):
         are those of `ColumnParallelLinear`, but for `gather_output`: attention takes this rank's
         heads.
 
-    Raises ValueError unless `heads` is a multiple of the number of ranks and of `kv_heads`, and one
-    of `kv_heads` and the number of ranks a multiple of the other.
+    Raises ValueError for `gather_output=True`, and unless `heads` is a multiple of the number of
+    ranks and of `kv_heads`, and one of `kv_heads` and the number of ranks a multiple of the other.
     Lesson: feature_splitting.
     """
 

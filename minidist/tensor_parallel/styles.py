@@ -8,6 +8,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -69,7 +70,8 @@ class Layer(Style):
 
     def make(self, module: Any, where: Where) -> nn.Module:
         kind = next((k for k in self.kinds if type(module).forward is k.dense.forward), None)
-        more = sorted(module.state_dict().keys() - {"weight", "bias"})
+        names = [name for name, _ in chain(module.named_parameters(), module.named_buffers())]
+        more = sorted({*names, *module.state_dict()} - {"weight", "bias"})
         if kind is None or more:
             known = " or an ".join(f"nn.{k.dense.__name__}" for k in self.kinds)
             found = type(module).__name__ + (f" with {', '.join(more)}" if kind and more else "")

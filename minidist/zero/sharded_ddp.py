@@ -73,8 +73,13 @@ class ShardBuckets(Buckets):
         last = index == len(self._plan) - 1
         return PassingBucket(index, self._plan[index].parameters, last, self._group)
 
+    def hold(self, parameter: nn.Parameter) -> None:
+        """What is in shards waits there."""
+        if not isinstance(parameter.grad, GradientInShards):
+            super().hold(parameter)
+
     def add(self, parameter: nn.Parameter) -> None:
-        """As all buckets do."""
+        """Its gradient joins those that leave; what is in shards stays where it is."""
         _make_room(parameter, self._pieces.get(parameter))  # if the pass has left it out
         super().add(parameter)
 
@@ -90,8 +95,8 @@ class ShardBuckets(Buckets):
         self._travelling = []
 
     def give(self, used: Iterable[nn.Parameter]) -> None:
-        """The same of the shards. A gradient that no rank has stays None, and the optimizer passes
-        over it."""
+        """These have a gradient on one rank at least: each rank adds its shard of the mean. All
+        others' `.grad` stays None, and the optimizer passes over them."""
         found = set(used)
         for flat, shard in zip(self._plan, self._shards, strict=True):
             for piece in flat.pieces:
@@ -105,7 +110,7 @@ class ShardBuckets(Buckets):
             parameter.grad = GradientInShards(parameter, mine, self._group)
 
     def empty(self) -> None:
-        """As all buckets are."""
+        """Wait for all gradients of the next backward pass."""
         super().empty()
         self._shards = []
 
@@ -113,7 +118,7 @@ class ShardBuckets(Buckets):
 def _make_room(parameter: nn.Parameter, piece: Piece | None, *given: Any) -> None:
     """For a gradient that is whole: what is in shards stays there, unless the user has set the
     parameter's `.grad` to None."""
-    if given == ((None,),):
+    if given and given[0][0] is None:
         return  # a Function of the user's has none for it, so nothing comes
     if parameter.grad is None and piece is not None:
         piece.own.grad = None

@@ -115,16 +115,18 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         super().add_param_group(param_group)
         if self._inner is not None:
             self._share_out(self.param_groups[-1:])
+            self._give_groups()  # the parameter may have left another one
             self._inner.add_param_group(self._own(self.param_groups[-1]))
             self._take_states()
 
     def _share_out(self, groups: list[dict[str, Any]]) -> None:
-        """Partition the parameters of these groups."""
+        """Partition the parameters of these groups, but for those that have been so in another."""
         found = _described(groups)
         require_same(self.process_group, found | {"bucket_cap_mb": self.bucket_cap_mb})
         refuse_dtensors(f"{name}, {text}" for name, text in found.items())
         parameters = [p for group in groups for p in group["params"]]
-        trained = [p for p in parameters if p.requires_grad]
+        shared = {p for flat in self._flats for p in flat.parameters}
+        trained = [p for p in parameters if p.requires_grad and p not in shared]
         self._frozen += [p for p in parameters if not p.requires_grad]
         # In the order in which backward comes to them: last layers first.
         buckets = assign(trained[::-1], int(self.bucket_cap_mb * 2**20))
@@ -138,8 +140,8 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         own = [self.pieces[p].own for p in group["params"] if p in self.pieces]
         return {**_options(group), "params": own}
 
-    def _give_options(self) -> None:
-        for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+    def _give_groups(self) -> None:
+        for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=False):
             inner.update(self._own(ours))
 
     def _take_options(self) -> None:
@@ -176,7 +178,7 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         states = {self.pieces[p].own: s for p, s in self.state.items() if p in self.pieces}
         self._inner.state.clear()  # the user may have replaced or removed some
         self._inner.state.update(states)
-        self._give_options()
+        self._give_groups()
         self._inner.step(**options)
         self._take_options()
         self._take_states()
@@ -196,8 +198,6 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
             piece.own.grad = None
         held = piece.own.grad
         if gradient is not None and not isinstance(gradient, GradientInShards):
-            if gradient.layout is not torch.strided:
-                raise RuntimeError("a sparse gradient cannot be cut into shards: sparse=True")
             part = piece.of(gradient.detach())
             piece.own.grad = part if held is None else held + part
         return held
@@ -210,6 +210,9 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
     def _require_unchanged(self) -> None:
         if not self._known.issuperset(self._parameters()):
             raise RuntimeError("a parameter was put into a group by hand: use add_param_group")
+        gradients = [p.grad for p in self._parameters() if p.grad is not None]
+        if any(gradient.layout is not torch.strided for gradient in gradients):
+            raise RuntimeError("a sparse gradient cannot be cut into shards: sparse=True")
         if any(flat.moved() for flat in self._flats):
             raise RuntimeError(
                 "a parameter has been moved or converted since the optimizer was made. Change a "
@@ -261,7 +264,7 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         with self.register_load_state_dict_pre_hook(lambda _, state: loaded.update(state)):
             super().load_state_dict(state_dict)
         self._whole_states = None
-        self._give_options()
+        self._give_groups()
         # The optimizer takes its states itself: it knows of what dtype, and on which device. It
         # has the pieces in the order of their parameters, and numbers them alone.
         owned = [number for number, p in enumerate(self._parameters()) if p in self.pieces]
