@@ -1093,6 +1093,18 @@ if ENDING == "stop":
             assert program.temporary() == []
 
 
+def test_what_a_rank_starts_takes_no_line_of_the_programs_stdin(tmp_path):
+    source = """
+import subprocess
+import minidist as md
+print(md.launch(subprocess.check_output, ["head", "-n", "1"], world_size=2))
+print(input())
+"""
+    with Program(source, tmp_path) as program:
+        program.say("for the program")
+        assert program.finish(60) == (0, "[b'', b'']\nfor the program\n", "")
+
+
 def test_functions_and_classes_of_a_program_travel(tmp_path):
     source = """
 import minidist as md, torch.distributed as dist
