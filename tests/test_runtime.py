@@ -1047,6 +1047,26 @@ for action in (close, call, start):
         assert program.temporary() == []
 
 
+@needs_proc
+def test_a_forked_child_that_closes_all_files_keeps_those_that_it_opens_next(tmp_path):
+    """As a daemon does. They have numbers of files that were its parent's."""
+    source = """
+import os, warnings
+import minidist as md, torch.distributed as dist
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of a fork beside threads
+md.launch(len, [], world_size=1)
+if pid := os.fork():
+    os.waitpid(pid, 0)
+else:
+    os.closerange(3, 256)
+    opened = [os.open(os.devnull, os.O_WRONLY) for _ in range(40)]
+    print(md.launch(dist.get_rank, world_size=2))
+    print([os.readlink(f"/proc/self/fd/{file}") for file in opened] == [os.devnull] * 40)
+"""
+    with Program(source, tmp_path) as program:
+        assert program.finish(60) == (0, "[0, 1]\nTrue\n", "")
+
+
 def test_a_program_may_block_signals_and_use_its_ranks_in_handlers_and_as_it_exits(tmp_path):
     source = """
 import atexit, os, signal, sys, threading, time

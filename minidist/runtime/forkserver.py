@@ -141,6 +141,10 @@ def _of_nobody() -> Iterator[None]:
 
 def _forget() -> None:
     """In a forked child: the forkserver is its parent's, and so are the parent's processes."""
+    global _socket
+    if _socket is not None:
+        os.close(_socket)  # now: later another file may have its number
+        _socket = None
     processes: Any = multiprocessing.process
     processes._children.clear()
     if module := sys.modules.get("multiprocessing.forkserver"):
