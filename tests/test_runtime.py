@@ -1113,6 +1113,17 @@ if ENDING == "stop":
             assert program.temporary() == []
 
 
+def test_a_variable_names_what_ranks_have_imported_as_they_start(tmp_path):
+    source = """
+import sys
+import minidist as md
+print(md.launch(lambda: "torch._dynamo" in sys.modules, world_size=1))
+"""
+    with Program(source, tmp_path) as light, programs.Program(source, tmp_path) as usual:
+        assert light.finish(60) == (0, "[False]\n", "")
+        assert usual.finish(60) == (0, "[True]\n", "")
+
+
 def test_what_a_rank_starts_takes_no_line_of_the_programs_stdin(tmp_path):
     source = """
 import subprocess

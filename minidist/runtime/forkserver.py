@@ -25,8 +25,11 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext  # Windows has none
 
 # Everything slow that ranks need. `torch._dynamo` is imported by the first optimizer that a
-# process makes: 1.6 s. Not minidist itself: a pool must see the files as they are now.
-PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.distributed.fsdp", "cloudpickle"]
+# process makes: 1.6 s. Not minidist itself: a pool must see the files as they are now. The variable
+# MINIDIST_PRELOAD names other modules instead.
+PRELOAD = os.environ.get(
+    "MINIDIST_PRELOAD", "torch torch.distributed torch._dynamo torch.distributed.fsdp cloudpickle"
+).split()
 
 LONGEST = 63  # bytes of a temporary folder; a socket's path in it has 40 more, and 103 at most
 
