@@ -1136,6 +1136,24 @@ print(input())
         assert program.finish(60) == (0, "[b'', b'']\nfor the program\n", "")
 
 
+def test_a_program_that_waits_for_no_child_starts_another_forkserver(tmp_path):
+    """As servers do: the system does not say how the one before has ended."""
+    source = """
+import os, signal, time
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+from multiprocessing.forkserver import _forkserver
+import minidist as md, torch.distributed as dist
+md.launch(len, [], world_size=1)
+os.kill(_forkserver._forkserver_pid, signal.SIGKILL)
+while os.path.exists(f"/proc/{_forkserver._forkserver_pid}"):
+    time.sleep(0.01)
+print(md.launch(dist.get_rank, world_size=2))
+"""
+    with Program(source, tmp_path) as program:
+        assert program.finish(60) == (0, "[0, 1]\n", "")
+        assert program.temporary() == []
+
+
 def test_functions_and_classes_of_a_program_travel(tmp_path):
     source = """
 import minidist as md, torch.distributed as dist

@@ -62,7 +62,12 @@ def warm_up() -> None:
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         with _globals, _unnamed(forkserver._forkserver):
-            forkserver.ensure_running()
+            try:
+                forkserver.ensure_running()
+            except ChildProcessError:  # it has ended, and the program, or the system, waited for it
+                _drop_forkserver()
+                context()
+                forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
@@ -150,12 +155,17 @@ def _forget() -> None:
         _socket = None
     processes: Any = multiprocessing.process
     processes._children.clear()
+    _drop_forkserver()
+    _globals.release()
+
+
+def _drop_forkserver() -> None:
+    """Let the next one that is asked for be another one."""
     if module := sys.modules.get("multiprocessing.forkserver"):
         server: Any = vars(module)["_forkserver"]
         if server._forkserver_alive_fd is not None:
             os.close(server._forkserver_alive_fd)
         server.__init__()
-    _globals.release()
 
 
 if hasattr(os, "register_at_fork"):  # Windows has none
