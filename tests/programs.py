@@ -31,10 +31,7 @@ SEED = os.environ.get("MINIDIST_SEED", "0")  # of the moments and cases that are
 LISTEN_TO_SIGINT = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
 
 # Without what else a forkserver imports, for optimizers and for fully_shard: a second and a half.
-LIGHT = (
-    "from multiprocessing.context import ForkServerContext as c; c.set_forkserver_preload = "
-    "lambda self, _, old=c.set_forkserver_preload: old(self, ['torch', 'torch.distributed']); del c"
-)
+LIGHT = {"MINIDIST_PRELOAD": "torch torch.distributed"}
 
 
 def few(cases: Iterable[str], kept: set[str]) -> list[Any]:
@@ -97,7 +94,7 @@ class Program(Family):
     ) -> None:
         super().__init__()
         self.file = file or tmp_path / "program.py"
-        self.file.write_text(LIGHT * light + "; " * light + LISTEN_TO_SIGINT + source)
+        self.file.write_text(LISTEN_TO_SIGINT + source)
         self.err = self.file.with_suffix(".stderr")  # a file takes all of it, read or not
         with self.err.open("w") as err:
             self.process = subprocess.Popen(
@@ -106,7 +103,7 @@ class Program(Family):
                 stdout=subprocess.PIPE,
                 stderr=err,
                 text=True,
-                env=self.environ(),
+                env=self.environ() | (LIGHT if light else {}),
                 cwd=tmp_path,
                 start_new_session=True,
             )

@@ -234,6 +234,7 @@ EXITS = {
     "a crash": (lambda: ctypes.string_at(0), "was killed by SIGSEGV"),
     "abort": (lambda: os.abort(), "was killed by SIGABRT"),
     "SIGTERM": (lambda: os.kill(os.getpid(), signal.SIGTERM), "was killed by SIGTERM"),
+    "no name": (lambda: os.kill(os.getpid(), signal.SIGRTMAX - 1), "was killed by signal 63"),
 }
 
 

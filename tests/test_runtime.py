@@ -1047,6 +1047,26 @@ for action in (close, call, start):
         assert program.temporary() == []
 
 
+@needs_proc
+def test_a_forked_child_that_closes_all_files_keeps_those_that_it_opens_next(tmp_path):
+    """As a daemon does. They have numbers of files that were its parent's."""
+    source = """
+import os, warnings
+import minidist as md, torch.distributed as dist
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of a fork beside threads
+md.launch(len, [], world_size=1)
+if pid := os.fork():
+    os.waitpid(pid, 0)
+else:
+    os.closerange(3, 256)
+    opened = [os.open(os.devnull, os.O_WRONLY) for _ in range(40)]
+    print(md.launch(dist.get_rank, world_size=2))
+    print([os.readlink(f"/proc/self/fd/{file}") for file in opened] == [os.devnull] * 40)
+"""
+    with Program(source, tmp_path) as program:
+        assert program.finish(60) == (0, "[0, 1]\nTrue\n", "")
+
+
 def test_a_program_may_block_signals_and_use_its_ranks_in_handlers_and_as_it_exits(tmp_path):
     source = """
 import atexit, os, signal, sys, threading, time
@@ -1091,6 +1111,47 @@ if ENDING == "stop":
             assert program.finish(60) == (code, f"1\n[0, 0]\n{said}", "")
             assert program.gone_within(5)
             assert program.temporary() == []
+
+
+def test_a_variable_names_what_ranks_have_imported_as_they_start(tmp_path):
+    source = """
+import sys
+import minidist as md
+print(md.launch(lambda: "torch._dynamo" in sys.modules, world_size=1))
+"""
+    with Program(source, tmp_path) as light, programs.Program(source, tmp_path) as usual:
+        assert light.finish(60) == (0, "[False]\n", "")
+        assert usual.finish(60) == (0, "[True]\n", "")
+
+
+def test_what_a_rank_starts_takes_no_line_of_the_programs_stdin(tmp_path):
+    source = """
+import subprocess
+import minidist as md
+print(md.launch(subprocess.check_output, ["head", "-n", "1"], world_size=2))
+print(input())
+"""
+    with Program(source, tmp_path) as program:
+        program.say("for the program")
+        assert program.finish(60) == (0, "[b'', b'']\nfor the program\n", "")
+
+
+def test_a_program_that_waits_for_no_child_starts_another_forkserver(tmp_path):
+    """As servers do: the system does not say how the one before has ended."""
+    source = """
+import os, signal, time
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+from multiprocessing.forkserver import _forkserver
+import minidist as md, torch.distributed as dist
+md.launch(len, [], world_size=1)
+os.kill(_forkserver._forkserver_pid, signal.SIGKILL)
+while os.path.exists(f"/proc/{_forkserver._forkserver_pid}"):
+    time.sleep(0.01)
+print(md.launch(dist.get_rank, world_size=2))
+"""
+    with Program(source, tmp_path) as program:
+        assert program.finish(60) == (0, "[0, 1]\n", "")
+        assert program.temporary() == []
 
 
 def test_functions_and_classes_of_a_program_travel(tmp_path):

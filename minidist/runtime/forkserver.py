@@ -25,8 +25,11 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext  # Windows has none
 
 # Everything slow that ranks need. `torch._dynamo` is imported by the first optimizer that a
-# process makes: 1.6 s. Not minidist itself: a pool must see the files as they are now.
-PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.distributed.fsdp", "cloudpickle"]
+# process makes: 1.6 s. Not minidist itself: a pool must see the files as they are now. The variable
+# MINIDIST_PRELOAD names other modules instead.
+PRELOAD = os.environ.get(
+    "MINIDIST_PRELOAD", "torch torch.distributed torch._dynamo torch.distributed.fsdp cloudpickle"
+).split()
 
 LONGEST = 63  # bytes of a temporary folder; a socket's path in it has 40 more, and 103 at most
 
@@ -59,7 +62,12 @@ def warm_up() -> None:
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         with _globals, _unnamed(forkserver._forkserver):
-            forkserver.ensure_running()
+            try:
+                forkserver.ensure_running()
+            except ChildProcessError:  # it has ended, and the program, or the system, waited for it
+                _drop_forkserver()
+                context()
+                forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
@@ -141,14 +149,23 @@ def _of_nobody() -> Iterator[None]:
 
 def _forget() -> None:
     """In a forked child: the forkserver is its parent's, and so are the parent's processes."""
+    global _socket
+    if _socket is not None:
+        os.close(_socket)  # now: later another file may have its number
+        _socket = None
     processes: Any = multiprocessing.process
     processes._children.clear()
+    _drop_forkserver()
+    _globals.release()
+
+
+def _drop_forkserver() -> None:
+    """Let the next one that is asked for be another one."""
     if module := sys.modules.get("multiprocessing.forkserver"):
         server: Any = vars(module)["_forkserver"]
         if server._forkserver_alive_fd is not None:
             os.close(server._forkserver_alive_fd)
         server.__init__()
-    _globals.release()
 
 
 if hasattr(os, "register_at_fork"):  # Windows has none

@@ -136,7 +136,8 @@ def _ending(exitcode: int) -> str:
         return "was ended, since the process that supervises the ranks was killed"
     if exitcode >= 0:
         return f"exited early, with code {exitcode}"
-    name = signal.Signals(-exitcode).name
+    names = {each.value: each.name for each in signal.Signals}  # not all of the real-time ones
+    name = names.get(-exitcode, f"signal {-exitcode}")
     return f"was killed by {name}" + (
         " (kill -9, or the system had no memory left)" if name == "SIGKILL" else ""
     )

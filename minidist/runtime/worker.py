@@ -77,6 +77,8 @@ def _settle(pipes: Pipes, environ: dict[str, str]) -> None:
     if sys.platform == "linux":  # should the supervisor be killed, the system ends its ranks
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     _open_streams(pipes)
+    if sys.stdin is not None:  # /dev/null: what a rank starts takes no line of the program's either
+        os.dup2(sys.stdin.fileno(), 0)
     # The forkserver's own environment dates from when it started.
     os.environ.clear()
     os.environ.update(environ)
