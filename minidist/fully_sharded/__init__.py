@@ -6,14 +6,13 @@ unit, is gathered only while it computes. So few units have full parameters: the
 those around it, and the next one. The price is a second all_gather: 3Ψ(N-1)/N elements a step are
 sent, where data parallel training sends 2Ψ(N-1)/N.
 
-To read, in this order: `naive` (the idea, a class that trains); then the six files through which
+To read, in this order: `naive` (the idea, a class that trains); then the five files through which
 one training step goes: `fsdp_module` (what users call), `state` (the forward pass: when a unit is
-gathered and freed), `backward_pass` (the way back), `param_group` (a unit), `sharded_parameter`
-(one of its parameters), `flat_shard` (what is sent of a unit). How it begins: `fully_shard`,
-torch's form, which makes a unit in place; `fully_sharded_data_parallel`, torch's older form, a
-wrapper that makes them by a policy (`wrap_policies`, `torch_arguments`, `unit_precision`,
-`summon`).
-`checkpoint`: states of the model and of optimizers; on disk: `minidist.saving`.
+gathered and freed), `backward_pass` (the way back), `param_group` (a unit), `flat_shard` (what is
+sent of it). How it begins: `fully_shard`, torch's form, which makes a unit in place;
+`fully_sharded_data_parallel`, torch's older form, a wrapper that makes them by a policy
+(`wrap_policies`, `torch_arguments`, `unit_precision`, `summon`). `checkpoint`: states of the
+model and of optimizers; on disk: `minidist.saving`.
 
 Rajbhandari et al., "ZeRO" (arXiv 1910.02054), section 5.3; Zhao et al., "PyTorch FSDP: Experiences
 on Scaling Fully Sharded Data Parallel" (arXiv 2304.11277). Lesson: fully_sharded

@@ -29,9 +29,9 @@ from minidist.common.refusals import RefusedError, refuse
 from minidist.common.wrapper import Wrapper
 from minidist.fully_sharded import torch_arguments as given
 from minidist.fully_sharded.checkpoint import StateTypes, make_whole
+from minidist.fully_sharded.flat_shard import partial_of
 from minidist.fully_sharded.fsdp_module import FSDPModule, groups_in
 from minidist.fully_sharded.fully_shard import make_unit, mesh_of, own_modules, require_alike
-from minidist.fully_sharded.sharded_parameter import partial_of
 from minidist.fully_sharded.summon import summoned
 from minidist.fully_sharded.torch_arguments import Options
 from minidist.fully_sharded.unit_precision import cast_buffers, device_of, of_classes, own_precision

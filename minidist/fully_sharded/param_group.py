@@ -18,8 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial
 
 from minidist import backend
-from minidist.fully_sharded.flat_shard import FlatShard
-from minidist.fully_sharded.sharded_parameter import ShardedParameter, partial_of
+from minidist.fully_sharded.flat_shard import FlatShard, ShardedParameter, partial_of
 from minidist.fully_sharded.torch_arguments import Options
 
 Gradients = list[tuple[ShardedParameter, torch.Tensor | None]]
