@@ -620,8 +620,11 @@ def files():
     gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
-def interrupted(action, begins, *numbers):
-    "Run it with SIGINT at lines, counted from the first for which `begins`. Whether all came."
+class TooLong(Exception):
+    pass
+
+def interrupted(action, begins, *numbers, by=signal.SIGINT, raises=KeyboardInterrupt):
+    "Run it with a signal at lines, counted from the first for which `begins`. Whether all came."
     left, count = list(numbers), 0
 
     def trace(frame, event, _):
@@ -629,13 +632,13 @@ def interrupted(action, begins, *numbers):
         count += count > 0 or begins(frame)
         if left and count == left[0]:
             left.pop(0)
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(by)
         return trace
 
     sys.settrace(trace)
     try:
         action()
-    except KeyboardInterrupt:
+    except raises:
         pass
     finally:
         sys.settrace(None)
@@ -643,7 +646,7 @@ def interrupted(action, begins, *numbers):
 
 def lost(what):
     "In a callback of the garbage collector an interrupt can raise nothing."
-    if what.exc_type is not KeyboardInterrupt:
+    if what.exc_type not in (KeyboardInterrupt, TooLong):
         sys.__unraisablehook__(what)
 
 sys.unraisablehook = lost
@@ -665,6 +668,14 @@ while interrupted(one_round, lambda frame: True, line):
     line += 211
 assert line > 5000, line
 """
+
+# As SIGALRM ends what takes too long: with another error than KeyboardInterrupt.
+ALARM = """
+def too_long(*_):
+    raise TooLong
+
+signal.signal(signal.SIGALRM, too_long)
+""" + WHOLE.replace("True, line", "True, line, by=signal.SIGALRM, raises=TooLong")
 
 ENDING = """
 def finalizer(frame):
@@ -742,6 +753,7 @@ print("closed", flush=True)
     "how",
     [
         pytest.param(WHOLE, id="at any line"),
+        pytest.param(ALARM, id="by a time limit, at any line"),
         pytest.param(ENDING, id="as a pool ends", marks=pytest.mark.soak),
         pytest.param(TWICE, id="twice"),
         pytest.param(ANY_MOMENT, id="at any moment", marks=pytest.mark.soak),

@@ -1230,6 +1230,14 @@ def backward_within(rank):
         model(share(rank)).sum().backward()
 
 
+def step_within(rank):
+    model = wrapped(double(6, 4))
+    model(share(rank)).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with model.summon_full_params():
+        optimizer.step()
+
+
 def summoned_twice(rank):
     model = wrapped(double(6, 4))
     with model.summon_full_params(), model.summon_full_params():
@@ -1294,6 +1302,7 @@ REFUSED = {
     "grad of pieces": (grad_of_pieces, "appears to not have been used in the graph"),
     "clipping on two meshes": (units_of_two_meshes, "must have the same mesh"),
     "summoned twice": (summoned_twice, "within summon_full_params"),
+    "a step with full parameters": (step_within, "shards have changed within summon_full_params"),
     "summoned on one rank, written": (summoned_on_one_rank, "rank0_only"),
     "a method of torch's": (
         lambda rank: md.FullyShardedDataParallel.full_optim_state_dict(wrapped(double(6, 4))),

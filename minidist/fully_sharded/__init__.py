@@ -9,7 +9,7 @@ sent, where data parallel training sends 2Ψ(N-1)/N.
 To read, in this order: `naive` (the idea, a class that trains); then the five files through which
 one training step goes: `fsdp_module` (what users call), `state` (the forward pass: when a unit is
 gathered and freed), `backward_pass` (the way back), `param_group` (a unit), `flat_shard` (what is
-sent of it). How it begins: `fully_shard`, torch's form, which makes a unit in place;
+sent of a unit). How it begins: `fully_shard`, torch's form, which makes a unit in place;
 `fully_sharded_data_parallel`, torch's older form, a wrapper that makes them by a policy
 (`wrap_policies`, `torch_arguments`, `unit_precision`, `summon`). `checkpoint`: states of the
 model and of optimizers; on disk: `minidist.saving`.

@@ -253,7 +253,8 @@ class FullyShardedDataParallel(Synchronized, StateTypes):
     ) -> Iterator[None]:
         """Within the block the module has its full parameters, in their own dtype, for any use but
         training: rank 0 alone may call it. After it, each rank keeps its rows of what they have
-        become, if `writeback`: so change them alike on all ranks. All ranks must enter it.
+        become, if `writeback`: so change them alike on all ranks. All ranks must enter it. Raises
+        RuntimeError if an optimizer takes a step meanwhile: it would be overwritten.
 
         recurse: also those of units within. rank0_only: only on rank 0 of all, without `writeback`.
         offload_to_cpu: there. with_grads: and the gradients.

@@ -77,17 +77,37 @@ def enough_files(ranks: int) -> Iterator[None]:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Put off a KeyboardInterrupt until the block is done."""
-    handler = signal.getsignal(signal.SIGINT)
+    """Put off what signals do here, such as a KeyboardInterrupt or the error of a time limit, until
+    the block is done."""
+    handlers: dict[int, Any] = {}
     # Only the main thread is interrupted; a handler in C, which is None here, raises nothing.
-    if handler is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    late: list[Any] = []
-    signal.signal(signal.SIGINT, lambda *args: late.append(args))
+    if threading.current_thread() is threading.main_thread():
+        found = {number: signal.getsignal(number) for number in signal.valid_signals()}
+        handlers = {number: handler for number, handler in found.items() if callable(handler)}
+    late: list[int] = []
+    over = False
+
+    def put_off(number: int, frame: Any) -> None:
+        if over:  # an error has come before all handlers were theirs again
+            handlers[number](number, frame)
+        else:
+            late.append(number)
+
     try:
+        for number in handlers:
+            signal.signal(number, put_off)
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
-        if late:
-            signal.raise_signal(signal.SIGINT)
+        over = True
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        _raise_signals(late)
+
+
+def _raise_signals(numbers: list[int]) -> None:
+    """All, though some may raise errors."""
+    if numbers:
+        try:
+            signal.raise_signal(numbers[0])
+        finally:
+            _raise_signals(numbers[1:])

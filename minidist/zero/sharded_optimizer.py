@@ -208,9 +208,10 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
                 self.state[parameter] = self._inner.state[piece.own]
 
     def _require_unchanged(self) -> None:
-        if not self._known.issuperset(self._parameters()):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        if not self._known.issuperset(parameters):
             raise RuntimeError("a parameter was put into a group by hand: use add_param_group")
-        gradients = [p.grad for p in self._parameters() if p.grad is not None]
+        gradients = [p.grad for p in parameters if p.grad is not None]
         if any(gradient.layout is not torch.strided for gradient in gradients):
             raise RuntimeError("a sparse gradient cannot be cut into shards: sparse=True")
         if any(flat.moved() for flat in self._flats):
