@@ -743,7 +743,8 @@ def test_a_step_that_fails_in_one_replica_fails_in_all(pools, what):
 def test_training_goes_on_after_gradients_that_cannot_be_averaged(pools):
     def run():
         torch.manual_seed(0)
-        dense, whole = nn.Sequential(nn.Embedding(257, 8), nn.Linear(8, 257)).double(), mesh(data=2)
+        layers = nn.Embedding(257, 600), nn.Linear(600, 257)  # the second fills a bucket by itself
+        dense, whole = nn.Sequential(*layers).double(), mesh(data=2)
         model = MixedParallel(copy.deepcopy(dense), whole, 2)
         step_of(model, 0)
         model.zero_grad()
@@ -767,19 +768,32 @@ def step_of(model, step):
     model.train_step(inputs[replica::2], targets[replica::2], model.cross_entropy)
 
 
+@pytest.mark.parametrize("axis", ["data", "pipeline"])
 @pytest.mark.parametrize("evaluates", [False, True])
-def test_a_layer_that_is_replaced_is_refused(pools, evaluates):
+def test_a_layer_that_is_replaced_is_refused(pools, evaluates, axis):
     def run():
         layers = nn.Embedding(257, 8), nn.ReLU(), nn.Linear(8, 257)
-        model = MixedParallel(nn.Sequential(*layers), mesh(data=2), 2)
+        stages = [2, 1] if axis == "pipeline" else None
+        model = MixedParallel(nn.Sequential(*layers), mesh(**{axis: 2}), 2, balance=stages)
         step_of(model, 0)
-        model.module[1] = nn.Tanh()  # it has no parameters that would tell
+        if dist.get_rank() == 0 or axis == "data":
+            model.module[1] = nn.Tanh()  # it has no parameters that would tell
         if evaluates:
             return raised(model, batch(0)[0])
         return raised(step_of, model, 0)
 
     for told in pools(2)(run):
         assert "layer 1 has been added, removed or replaced since it was wrapped" in told
+
+
+def test_what_is_no_layer_may_come_later(pools):
+    def run():
+        model = MixedParallel(transformer(), mesh(data=2), 2)
+        model.criterion = nn.CrossEntropyLoss()
+        step_of(model, 0)
+        return raised(model, batch(0)[0])
+
+    assert pools(2)(run) == [None, None]
 
 
 def test_only_the_ends_of_each_replica_need_the_batch(pools):

@@ -36,7 +36,7 @@ import minidist as md
 from minidist.runtime import forkserver, output, report, supervisor, worker
 from minidist.runtime.cell import run_cell
 from minidist.runtime.modules import Modules
-from minidist.runtime.system import as_socket
+from minidist.runtime.system import as_socket, uninterrupted
 
 Program = partial(programs.Program, light=True)
 
@@ -1113,6 +1113,30 @@ if ENDING == "stop":
             assert program.temporary() == []
 
 
+class LateError(Exception):
+    pass
+
+
+def too_long(*_):
+    raise LateError
+
+
+def test_what_signals_do_waits_until_the_block_is_done():
+    """All of it, once for each, though the first raises an error."""
+    found, handlers = [], {signal.SIGALRM: too_long, signal.SIGUSR2: lambda *_: found.append(1)}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        with pytest.raises(LateError), uninterrupted(), uninterrupted():
+            for number in signal.SIGALRM, signal.SIGUSR2, signal.SIGUSR2:
+                signal.raise_signal(number)
+            assert found == []
+        assert found == [1]
+        assert {number: signal.getsignal(number) for number in handlers} == handlers
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def test_a_variable_names_what_ranks_have_imported_as_they_start(tmp_path):
     source = """
 import sys
@@ -1136,6 +1160,7 @@ print(input())
         assert program.finish(60) == (0, "[b'', b'']\nfor the program\n", "")
 
 
+@needs_proc
 def test_a_program_that_waits_for_no_child_starts_another_forkserver(tmp_path):
     """As servers do: the system does not say how the one before has ended."""
     source = """

@@ -430,6 +430,52 @@ def test_a_parameter_moves_to_a_group_of_its_own(pools):
     assert pools(2)(train) == [[]] * 2
 
 
+def unfrozen_later(optimizer, frozen):
+    group = optimizer.param_groups[0]
+    group["params"] = [each for each in group["params"] if each is not frozen]
+    frozen.requires_grad_(True)
+    optimizer.add_param_group({"params": [frozen]})
+
+
+def without_the_first(optimizer, frozen):
+    del optimizer.param_groups[0]["params"][0]
+
+
+def without_a_group(optimizer, frozen):
+    optimizer.param_groups.pop()
+
+
+@pytest.mark.parametrize("change", [unfrozen_later, without_the_first, without_a_group])
+def test_groups_that_change_and_are_loaded(pools, change):
+    def train():
+        module = net()
+        module[0].bias.requires_grad_(False)
+        plain = copy.deepcopy(module)
+        model = md.DistributedDataParallel(module)
+        optimizer = sharded(module[:3].parameters(), torch.optim.Adam, lr=1e-2)
+        alone = torch.optim.Adam(plain[:3].parameters(), lr=1e-2)
+        for each, layers in (optimizer, module), (alone, plain):
+            each.add_param_group({"params": list(layers[3:].parameters()), "lr": 1e-3})
+        for step in range(4):
+            if step == 1:
+                change(optimizer, module[0].bias)
+                change(alone, plain[0].bias)
+                model = md.DistributedDataParallel(module)
+            if step == 2:  # what is loaded is of the groups that are left
+                left = [{"params": each["params"], "lr": 1e-2} for each in alone.param_groups]
+                state = torch.optim.Adam(left).state_dict()
+                for each in optimizer, alone:
+                    each.load_state_dict(state)
+            model.zero_grad()
+            plain.zero_grad()
+            shares = [share(rank, step) for rank in range(2)]
+            plainly(model, optimizer, [shares[dist.get_rank()]], None, None, step)
+            plainly(plain, alone, shares, None, None, step)
+        return apart(module.state_dict(), plain.state_dict())
+
+    assert pools(2)(train) == [[]] * 2
+
+
 @pytest.mark.parametrize("loop", LOOPS[:2] + LOOPS[-2:], ids=["plain", "accumulate", "inf", "1"])
 def test_gradients_of_several_optimizers(pools, loop):
     """One for the weights and one for the biases: of another kind."""

@@ -157,9 +157,7 @@ class Guard:
         """frozen_too: those that are frozen now are `who`'s as well, and may be trained later.
         layers: of the module, which `who` runs itself, see `require_same_layers`."""
         self._module, self._who, self._ignored = module, who, ignored
-        self._above = (
-            {each: dict(each._modules) for each in _above(module, layers)} if layers else {}
-        )
+        self._above = [(*each, dict(each[1]._modules)) for each in _above("", module, layers)]
         named = module.named_parameters()
         trained = {p: name for name, p in named if p.requires_grad or frozen_too}
         self._trained = {p: name for p, name in trained.items() if p not in ignored}
@@ -183,13 +181,16 @@ class Guard:
     def require_same_layers(self) -> None:
         """Raises RuntimeError if one was added, removed or replaced: `who` would run the old ones.
         Within a layer a module may be replaced."""
-        for module, before in self._above.items():
-            for name in before | module._modules:
-                if module._modules.get(name) is not before.get(name):
+        for prefix, module, before in self._above:
+            now = module._modules
+            # What else a module gets, such as a loss function, is no layer.
+            in_a_row = isinstance(module, nn.Sequential | nn.ModuleList)
+            for name in before | now if in_a_row else before:
+                if now.get(name) is not before.get(name):
                     raise RuntimeError(
-                        f"layer {name} has been added, removed or replaced since it was wrapped. "
-                        f"Change a module first, and wrap it then: {self._who} runs the layers "
-                        "that it found"
+                        f"layer {prefix}{name} has been added, removed or replaced since it was "
+                        f"wrapped. Change a module first, and wrap it then: {self._who} runs the "
+                        "layers that it found"
                     )
 
     def _look(self) -> None:
@@ -229,12 +230,15 @@ class Guard:
         )
 
 
-def _above(module: nn.Module, layers: Set[nn.Module]) -> Iterator[nn.Module]:
-    """The modules that hold the layers, and are none themselves."""
-    if module not in layers:
-        yield module
-        for child in module.children():
-            yield from _above(child, layers)
+def _above(
+    prefix: str, module: nn.Module, layers: Set[nn.Module]
+) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that hold the layers, and are none themselves, with the prefix of their names.
+    None without layers."""
+    if layers and module not in layers:
+        yield prefix, module
+        for name, child in module.named_children():
+            yield from _above(f"{prefix}{name}.", child, layers)
 
 
 def _tell(kind: tuple[Any, ...]) -> str:

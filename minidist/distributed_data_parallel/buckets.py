@@ -143,7 +143,8 @@ class Buckets:
     def _make_bucket(self, index: int) -> Bucket:
         bucket = Bucket(index, self._plan[index], index == len(self._plan) - 1, self._group)
         for parameter in self._plan[index]:
-            bucket.hold(parameter)  # a gradient that is there already
+            if parameter.grad is None or parameter.grad.layout is torch.strided:
+                bucket.hold(parameter)  # a gradient that is there already
         return bucket
 
     def arrange(self, plan: Sequence[Sequence[nn.Parameter]]) -> None:

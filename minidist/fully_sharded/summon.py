@@ -29,23 +29,25 @@ def summoned(
         raise RuntimeError("summon_full_params within a forward or backward pass")
     if any(group.summoned for group in groups):
         raise RuntimeError("summon_full_params within summon_full_params")
-    before: dict[Any, int] = {}  # how often each shard has been written
+    before: dict[ParamGroup, int] = {}
+    stepped = False
     try:
         for group in groups:
             group.module.fsdp_state.abandon()
             group.reshard()
-            before |= {each: each.sharded._version for each in group.parameters}
+            before[group] = group.version
             _summon(group, not rank0_only or dist.get_rank() == 0, device, with_grads)
         yield
+        stepped = writeback and any(group.version != before[group] for group in groups)
     finally:
         ended = [each for group in groups for each in _dismiss(group)]
-        if writeback and any(each.sharded._version != before[each] for each, _ in ended):
-            raise RuntimeError(
-                "shards have changed within summon_full_params, as an optimizer's step changes "
-                "them, and the full parameters would overwrite them. Step outside of the block"
-            )
-        for parameter, full in ended if writeback else ():
+        for parameter, full in ended if writeback and not stepped else ():
             _write_back(parameter, full)
+    if stepped:
+        raise RuntimeError(
+            "shards have changed within summon_full_params, as an optimizer's step changes them, "
+            "and the full parameters would overwrite them. Step outside of the block"
+        )
 
 
 def _summon(group: ParamGroup, here: bool, device: torch.device | None, with_grads: bool) -> None:

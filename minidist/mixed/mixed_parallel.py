@@ -146,7 +146,7 @@ class MixedParallel(Wrapper):
         # Not a submodule: its layers are those of `module`, by other names.
         object.__setattr__(self, "pipeline", pipeline)
         self._mean = None if self._sharded else MeanGradients(module, self._data)
-        self._guard = Guard(module, "MixedParallel", layers=set(own.children()))
+        self._guard = Guard(module, "MixedParallel", layers=set(own.modules()))
 
     def train(self, mode: bool = True) -> "MixedParallel":
         """As nn.Module has it, for layers that the model's `sequential()` has made, too."""
@@ -223,8 +223,10 @@ class MixedParallel(Wrapper):
 
     def forward(self, inputs: Any) -> torch.Tensor:
         """The outputs for the inputs, whole, on every rank of the replica, without gradients. Every
-        rank of the replica calls this with the same inputs."""
-        self._guard.require_same_layers()
+        rank of the replica calls this with the same inputs. Raises RuntimeError on all of them if a
+        layer of one was replaced."""
+        with agree.together(self._pipeline, self._tensor):
+            self._guard.require_same_layers()
         own = self.pipeline(inputs)  # (B, T, V_r)
         if not self._vocabulary:
             return own

@@ -210,7 +210,8 @@ class OffloadedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a `state_dict` of this or of the bare optimizer. Raises ValueError, and changes
         nothing, if it is of other groups or another model."""
-        require_states_of(list(self._mirrors), state_dict["state"], factored=True)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        require_states_of(parameters, state_dict["state"], factored=True)
         self._give_options()
         with on_host():
             self._inner.load_state_dict(state_dict)

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess, current_process
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # Everything slow that ranks need. `torch._dynamo` is imported by the first optimizer that a
 # process makes: 1.6 s. Not minidist itself: a pool must see the files as they are now. The variable
-# MINIDIST_PRELOAD names other modules instead.
+# MINIDIST_PRELOAD names other modules instead, with spaces between them.
 PRELOAD = os.environ.get(
     "MINIDIST_PRELOAD", "torch torch.distributed torch._dynamo torch.distributed.fsdp cloudpickle"
 ).split()
@@ -151,7 +151,8 @@ def _forget() -> None:
     """In a forked child: the forkserver is its parent's, and so are the parent's processes."""
     global _socket
     if _socket is not None:
-        os.close(_socket)  # now: later another file may have its number
+        with suppress(OSError):  # the program may have closed all its files
+            os.close(_socket)  # now: later another file may have its number
         _socket = None
     processes: Any = multiprocessing.process
     processes._children.clear()
@@ -164,7 +165,8 @@ def _drop_forkserver() -> None:
     if module := sys.modules.get("multiprocessing.forkserver"):
         server: Any = vars(module)["_forkserver"]
         if server._forkserver_alive_fd is not None:
-            os.close(server._forkserver_alive_fd)
+            with suppress(OSError):
+                os.close(server._forkserver_alive_fd)
         server.__init__()
 
 

@@ -6,8 +6,9 @@ import signal
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -77,21 +78,24 @@ def enough_files(ranks: int) -> Iterator[None]:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Put off what signals do here, such as a KeyboardInterrupt or the error of a time limit, until
-    the block is done."""
+    """Put off what Python's handlers of signals do, such as a KeyboardInterrupt or the error of a
+    time limit, until the block is done. (What C code has registered over such a handler is lost.)
+    """
     handlers: dict[int, Any] = {}
     # Only the main thread is interrupted; a handler in C, which is None here, raises nothing.
     if threading.current_thread() is threading.main_thread():
         found = {number: signal.getsignal(number) for number in signal.valid_signals()}
         handlers = {number: handler for number, handler in found.items() if callable(handler)}
-    late: list[int] = []
-    over = False
+    late: dict[int, None] = {}  # each once, as the system keeps them
+    here, over = os.getpid(), False
 
     def put_off(number: int, frame: Any) -> None:
-        if over:  # an error has come before all handlers were theirs again
+        # Another thread may fork meanwhile. And one handler's error may come before the others are
+        # given back.
+        if over or os.getpid() != here:
             handlers[number](number, frame)
         else:
-            late.append(number)
+            late[number] = None
 
     try:
         for number in handlers:
@@ -99,15 +103,15 @@ def uninterrupted() -> Iterator[None]:
         yield
     finally:
         over = True
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        _raise_signals(late)
+        back = [partial(signal.signal, number, handler) for number, handler in handlers.items()]
+        # Called, not raised: the signal itself has come, and who else heard of it knows.
+        _all([*back, *(partial(handlers[number], number, None) for number in late)])
 
 
-def _raise_signals(numbers: list[int]) -> None:
-    """All, though some may raise errors."""
-    if numbers:
+def _all(calls: Sequence[Callable[[], Any]]) -> None:
+    """Each of them, though some raise errors."""
+    if calls:
         try:
-            signal.raise_signal(numbers[0])
+            calls[0]()
         finally:
-            _raise_signals(numbers[1:])
+            _all(calls[1:])

@@ -101,8 +101,8 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         self.device = next(iter(self._parameters()), torch.empty(0)).device
         self._flats: list[FlatParameters] = []
         self.pieces = {}
-        self._frozen: list[nn.Parameter] = []
-        self._known: set[nn.Parameter] = set()  # all that are shared out or frozen
+        self._shared: set[nn.Parameter] = set()  # whose states are shared out
+        self._known: set[nn.Parameter] = set()  # these, and the frozen ones
         self._whole_states: dict[int, dict[str, Any]] | None = None
         self._share_out(self.param_groups)
         self._inner = optimizer_class(list(map(self._own, self.param_groups)), **defaults)
@@ -114,10 +114,12 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         """As for any optimizer. All ranks must call it."""
         super().add_param_group(param_group)
         if self._inner is not None:
-            self._share_out(self.param_groups[-1:])
-            self._give_groups()  # the parameter may have left another one
-            self._inner.add_param_group(self._own(self.param_groups[-1]))
+            *others, group = self.param_groups
+            self._share_out([group])
+            self._give_groups(others)  # which its parameters may have left
+            self._inner.add_param_group(self._own(group))
             self._take_states()
+            self._whole_states = None
 
     def _share_out(self, groups: list[dict[str, Any]]) -> None:
         """Partition the parameters of these groups, but for those that have been so in another."""
@@ -125,9 +127,8 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         require_same(self.process_group, found | {"bucket_cap_mb": self.bucket_cap_mb})
         refuse_dtensors(f"{name}, {text}" for name, text in found.items())
         parameters = [p for group in groups for p in group["params"]]
-        shared = {p for flat in self._flats for p in flat.parameters}
-        trained = [p for p in parameters if p.requires_grad and p not in shared]
-        self._frozen += [p for p in parameters if not p.requires_grad]
+        trained = [p for p in parameters if p.requires_grad and p not in self._shared]
+        self._shared.update(trained)
         # In the order in which backward comes to them: last layers first.
         buckets = assign(trained[::-1], int(self.bucket_cap_mb * 2**20))
         flats = [FlatParameters(bucket, self.process_group) for bucket in buckets]
@@ -140,9 +141,8 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         own = [self.pieces[p].own for p in group["params"] if p in self.pieces]
         return {**_options(group), "params": own}
 
-    def _give_groups(self) -> None:
-        for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=False):
-            inner.update(self._own(ours))
+    def _give_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._inner.param_groups[:] = map(self._own, groups)
 
     def _take_options(self) -> None:
         for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
@@ -160,7 +160,7 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         those of the optimizer's own step.
 
         Raises RuntimeError if a parameter has been moved, converted or unfrozen since, or was put
-        into a group by hand.
+        into a group by hand, or has a sparse gradient.
         """
         loss = None
         if closure is not None:
@@ -178,7 +178,7 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         states = {self.pieces[p].own: s for p, s in self.state.items() if p in self.pieces}
         self._inner.state.clear()  # the user may have replaced or removed some
         self._inner.state.update(states)
-        self._give_groups()
+        self._give_groups(self.param_groups)
         self._inner.step(**options)
         self._take_options()
         self._take_states()
@@ -219,7 +219,7 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
                 "a parameter has been moved or converted since the optimizer was made. Change a "
                 "model first, and make its optimizer then"
             )
-        if any(p.grad is not None for p in self._frozen):
+        if any(p.grad is not None for p in parameters if p not in self._shared):
             raise RuntimeError(
                 "a parameter has a gradient that was frozen when the optimizer was made. Unfreeze "
                 "it first, or add it then, by add_param_group"
@@ -265,7 +265,8 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         with self.register_load_state_dict_pre_hook(lambda _, state: loaded.update(state)):
             super().load_state_dict(state_dict)
         self._whole_states = None
-        self._give_groups()
+        self._give_groups(self.param_groups)
+        self._inner.state.clear()  # a parameter may have left its group
         # The optimizer takes its states itself: it knows of what dtype, and on which device. It
         # has the pieces in the order of their parameters, and numbers them alone.
         owned = [number for number, p in enumerate(self._parameters()) if p in self.pieces]
