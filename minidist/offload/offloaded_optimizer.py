@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 
 from minidist.offload.budget import on_host, put_on_host
 from minidist.offload.mirror import CopyStream, Mirror
-from minidist.zero.optimizer_states import require_states_of
-from minidist.zero.sharded_optimizer import is_elementwise
+from minidist.zero.optimizer_states import is_elementwise, require_states_of
 
 
 class OffloadedOptimizer(Optimizer):

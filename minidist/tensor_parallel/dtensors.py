@@ -76,8 +76,7 @@ def parallelize_module(
         for shards of layers made before; None: they have the same already, and no message is sent.
     sequence_parallel: between the parallel regions, activations are sharded along the sequence; T
         must be a multiple of the number of ranks. A layer there that no plan names gets a gradient
-        of this rank's tokens alone, and the ranks drift apart: name it
-        "sequence".
+        of this rank's tokens alone, and the ranks drift apart: name it "sequence".
 
     Every rank sees the same tokens (B, T), and has the logits (B, T, V_r) of its own tokens, if the
     head is split by tokens. One weight in two layers, such as a tied head, stays one. Dropout

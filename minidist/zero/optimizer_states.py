@@ -10,13 +10,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import nn, optim
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from minidist.common.agree import gather
 from minidist.zero.shards import Piece
 
 States = dict[int, dict[str, Any]]  # by the number of the parameter: its states, by name
+
+# These look at one element at a time. Adafactor and Muon look at rows and columns, LARS and LAMB at
+# norms, LBFGS at all parameters, and a subclass at whatever its step does.
+ELEMENTWISE: set[type[Optimizer]] = {
+    *(optim.SGD, optim.ASGD, optim.RMSprop, optim.Rprop, optim.Adagrad, optim.Adadelta),
+    *(optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
+}
+
+
+def is_elementwise(optimizer_class: type[Optimizer]) -> bool:
+    """Whether its step looks at one element at a time. A subclass must say so itself."""
+    return optimizer_class in ELEMENTWISE or bool(vars(optimizer_class).get("elementwise"))
 
 
 def gathered(

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn, optim
+from torch import nn
 from torch.optim import Optimizer
 
 from minidist.common.agree import require_same, together
@@ -13,16 +13,10 @@ from minidist.common.groups import require_group
 from minidist.common.refusals import refuse
 from minidist.common.replicas import describe, refuse_dtensors
 from minidist.distributed_data_parallel.buckets import BUCKET_CAP_MB, assign
-from minidist.zero.optimizer_states import gathered, own_part
+from minidist.zero.optimizer_states import gathered, is_elementwise, own_part
 from minidist.zero.shards import FlatParameters, GradientInShards, Piece, all_gather
 from minidist.zero.uneven import UnevenSteps
 
-# These look at one element at a time. Adafactor and Muon look at rows and columns, LARS and LAMB at
-# norms, LBFGS at all parameters, and a subclass at whatever its step does.
-ELEMENTWISE: set[type[Optimizer]] = {
-    *(optim.SGD, optim.ASGD, optim.RMSprop, optim.Rprop, optim.Adagrad, optim.Adadelta),
-    *(optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
-}
 NOT_HERE = {
     "overlap_with_ddp": "here a step begins when the backward pass has ended. Gradients that leave "
     "meanwhile are those of ShardedDataParallel"
@@ -136,6 +130,9 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         self.pieces |= {piece.whole: piece for flat in flats for piece in flat.pieces}
         self._known.update(parameters)
 
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for group in self.param_groups for p in group["params"]]
+
     def _own(self, group: dict[str, Any]) -> dict[str, Any]:
         """The group of what this rank owns of a group's parameters, for its optimizer."""
         own = [self.pieces[p].own for p in group["params"] if p in self.pieces]
@@ -208,7 +205,7 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
                 self.state[parameter] = self._inner.state[piece.own]
 
     def _require_unchanged(self) -> None:
-        parameters = [p for group in self.param_groups for p in group["params"]]
+        parameters = self._parameters()
         if not self._known.issuperset(parameters):
             raise RuntimeError("a parameter was put into a group by hand: use add_param_group")
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -279,11 +276,6 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
             "a ZeroRedundancyOptimizer cannot be copied or saved: it has a shard of parameters. "
             "Save its state_dict(), or make another one for a copy of the model"
         )
-
-
-def is_elementwise(optimizer_class: type[Optimizer]) -> bool:
-    """Whether its step looks at one element at a time. A subclass must say so itself."""
-    return optimizer_class in ELEMENTWISE or bool(vars(optimizer_class).get("elementwise"))
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ clipping, it does not see: it takes gradients and options from a rank that train
 Lesson: ddp_in_practice.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,14 +23,12 @@ class UnevenSteps(Uneven):
     """What `Join` asks of an optimizer whose states are shared out."""
 
     param_groups: list[dict[str, Any]]
+    _parameters: Callable[[], list[nn.Parameter]]
     _is_out = False  # this rank has no batches, and takes the others' step
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For torch's `Join`."""
         return _Stepping(self)
-
-    def _parameters(self) -> list[nn.Parameter]:
-        return [p for group in self.param_groups for p in group["params"]]
 
     def _take_from_one_that_trains(self) -> None:
         """Within `Join`, before a step: ranks without batches take gradients and options from the
