@@ -326,6 +326,18 @@ def test_gossip_without_steps_makes_replicas_equal_and_keeps_their_mean(pools):
         assert (found[0][2] < 1e-12) == equal, (world_size, rounds)
 
 
+def test_gossip_between_parameters_that_share_memory(pools):
+    def talk():
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+        model[1].weight.data = model[0].weight.data.t()
+        optimizer = Gossip(torch.optim.SGD(model.parameters(), lr=0.0))
+        model[0].weight.data.fill_(dist.get_rank())
+        optimizer.step()
+        return model[1].weight.unique().tolist()
+
+    assert pools(2)(talk) == [[0.5], [0.5]]
+
+
 def test_gossip_sends_and_receives_in_one_batch(pools):
     """With NCCL, "send, then receive" on every rank would wait for ever. Of two dtypes, two."""
 

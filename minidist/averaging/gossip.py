@@ -53,5 +53,7 @@ class Gossip(AveragingOptimizer):
             works += dist.batch_isend_irecv([send, receive])
         for work in works:
             work.wait()
-        for own, other in zip(self.parameters, unpack(theirs, self.parameters), strict=True):
-            own.lerp_(other, 0.5)
+        for flat, other in zip(mine, theirs, strict=True):
+            flat.lerp_(other, 0.5)
+        for own, mean in zip(self.parameters, unpack(mine, self.parameters), strict=True):
+            own.copy_(mean)  # two that share memory take it twice
