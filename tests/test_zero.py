@@ -1023,6 +1023,12 @@ def sparse(rank):
     optimizer.step()
 
 
+def sharing_memory(rank):
+    module = net(6, 6)
+    module.append(nn.Linear(6, 6).double())[-1].weight.data = module[0].weight.data.t()
+    zero(module.parameters())
+
+
 def wrap(optimizer_of):
     module = net()
     md.ShardedDataParallel(module, optimizer_of(module))
@@ -1094,6 +1100,7 @@ MISTAKES = {
     "unfrozen": (unfrozen, "RuntimeError", "frozen when the optimizer was made"),
     "a parameter by hand": (by_hand, "RuntimeError", "into a group by hand: use add_param_group"),
     "sparse": (sparse, "RuntimeError", "a sparse gradient cannot be cut into shards: sparse=True"),
+    "shared memory": (sharing_memory, "ValueError", "rank 0: two parameters share memory, of"),
     "another optimizer": (
         lambda rank: wrap(lambda m: torch.optim.Adam(m.parameters())),
         "TypeError",

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from minidist.common.agree import gather
+from minidist.common.tensors_in import local_of
 
 _DTENSOR = ", a DTensor"
 CHUNK = 25 * 2**20  # bytes of one message, as torch has it: large, and freed soon
@@ -48,6 +49,20 @@ def refuse_dtensors(lines: Iterable[str]) -> None:
             raise TypeError(
                 f"{line.partition(',')[0]} is a DTensor, which torch's own strategies take. The "
                 "ones here take plain tensors, such as those of md.tensor_parallel's layers"
+            )
+
+
+def require_apart(parameters: Iterable[torch.Tensor], who: str) -> None:
+    """Raises ValueError if two of them begin in the same memory, as after `a.data = b.data`: for
+    `who`, which gives each memory of its own, they would be two."""
+    begins: dict[int, torch.Tensor] = {}
+    for parameter in parameters:
+        place = local_of(parameter).data_ptr() if parameter.numel() else 0
+        if place and begins.setdefault(place, parameter) is not parameter:
+            raise ValueError(
+                f"two parameters share memory, of shapes {tuple(begins[place].shape)} and "
+                f"{tuple(parameter.shape)}, and {who} would train them apart. Make them one "
+                "parameter, as by decoder.weight = encoder.weight"
             )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from minidist.common.replicas import require_apart
 from minidist.offload.budget import on_host, put_on_host
 from minidist.offload.mirror import CopyStream, Mirror
 from minidist.zero.optimizer_states import is_elementwise, require_states_of
@@ -68,6 +69,8 @@ class OffloadedOptimizer(Optimizer):
         """As for any optimizer."""
         super().add_param_group(param_group)
         try:
+            everything = (p for group in self.param_groups for p in group["params"])
+            require_apart(everything, type(self).__name__)
             for parameter in self.param_groups[-1]["params"]:
                 self._mirrors[parameter] = Mirror(parameter)
             if self._inner is not None:

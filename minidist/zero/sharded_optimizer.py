@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from minidist.common.agree import require_same, together
 from minidist.common.groups import require_group
 from minidist.common.refusals import refuse
-from minidist.common.replicas import describe, refuse_dtensors
+from minidist.common.replicas import describe, refuse_dtensors, require_apart
 from minidist.distributed_data_parallel.buckets import BUCKET_CAP_MB, assign
 from minidist.zero.optimizer_states import gathered, is_elementwise, own_part
 from minidist.zero.shards import FlatParameters, GradientInShards, Piece, all_gather
@@ -122,6 +122,8 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         refuse_dtensors(f"{name}, {text}" for name, text in found.items())
         parameters = [p for group in groups for p in group["params"]]
         trained = [p for p in parameters if p.requires_grad and p not in self._shared]
+        with together(self.process_group):
+            require_apart(trained, "ZeroRedundancyOptimizer")
         self._shared.update(trained)
         # In the order in which backward comes to them: last layers first.
         buckets = assign(trained[::-1], int(self.bucket_cap_mb * 2**20))
