@@ -101,6 +101,7 @@ class ShardBuckets(Buckets):
         for flat, shard in zip(self._plan, self._shards, strict=True):
             for piece in flat.pieces:
                 if piece.whole in found:
+                    piece.beside = False
                     if piece.own.grad is None:
                         piece.own.grad = shard[piece.place].detach()  # as DDP's
                     else:
@@ -116,14 +117,16 @@ class ShardBuckets(Buckets):
 
 
 def _make_room(parameter: nn.Parameter, piece: Piece | None, *given: Any) -> None:
-    """For a gradient that is whole: what is in shards stays there, unless the user has set the
-    parameter's `.grad` to None."""
+    """For a gradient that is whole: what is in shards stays there, unless the user has replaced or
+    removed the parameter's `.grad`."""
     if given and given[0][0] is None:
         return  # a Function of the user's has none for it, so nothing comes
-    if parameter.grad is None and piece is not None:
-        piece.own.grad = None
-    elif isinstance(parameter.grad, GradientInShards) and parameter.grad.piece is piece:
+    if piece is not None:
+        piece.forget_replaced()
+    if isinstance(parameter.grad, GradientInShards) and parameter.grad.piece is piece:
         parameter.grad = None  # and nothing, if this hook is an earlier wrapper's
+        if piece is not None:
+            piece.beside = True
 
 
 class ShardedDataParallel(Synchronized):

@@ -193,8 +193,7 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         """Add the piece's part of a full gradient to what it holds from `ShardedDataParallel`.
         Returns the latter."""
         gradient: Any = piece.whole.grad
-        if gradient is None:  # the user may have removed it
-            piece.own.grad = None
+        piece.forget_replaced()
         held = piece.own.grad
         if gradient is not None and not isinstance(gradient, GradientInShards):
             part = piece.of(gradient.detach())

@@ -29,7 +29,7 @@ _BY_SHARD = "gloo"
 # ---- who owns what -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class Piece:
     """What a rank owns of one parameter."""
 
@@ -37,6 +37,7 @@ class Piece:
     span: slice  # which elements of it, in the order in which they lie in memory
     own: nn.Parameter  # these elements (n,), in the same memory: the rank's optimizer trains them
     place: slice  # where they are in the rank's shard of the bucket
+    beside: bool = False  # whether the parameter's `.grad` is to be added to that of `own`
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same elements of a tensor that belongs to the parameter and has its shape: (n,). A
@@ -45,6 +46,12 @@ class Piece:
         if tensor.stride() != strides:
             tensor = tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
         return tensor.as_strided((tensor.numel(),), (1,))[self.span]
+
+    def forget_replaced(self) -> None:
+        """The gradient of `own`, if the user has set the parameter's to None or to another one."""
+        gradient: Any = self.whole.grad
+        if gradient is None or not (self.beside or isinstance(gradient, GradientInShards)):
+            self.own.grad = None
 
 
 class FlatParameters:
