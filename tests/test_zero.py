@@ -584,6 +584,79 @@ def test_a_gradient_that_is_set_to_none_is_none(pools, stage, how, when):
     assert pools(2)(train) == [[]] * 2
 
 
+@pytest.mark.parametrize("then", ["a step", "a pass", "a norm", "torch's norm"])
+@BOTH
+def test_a_gradient_that_is_replaced_is_the_new_one(pools, stage, then):
+    def replace(model, step):
+        for number, parameter in enumerate(model.parameters()):
+            if number % 2 == step % 2:
+                parameter.grad = torch.full_like(parameter, 0.3)
+
+    def clip(model):
+        method = then == "a norm" and getattr(model, "clip_grad_norm_", None)
+        if method:
+            method(0.1)
+        elif "norm" in then:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    def train():
+        module = net()
+        plain = copy.deepcopy(module)
+        model, optimizer = stage(module, SGD)
+        alone = SGD[0](plain.parameters(), **SGD[1])
+        for step in range(4):
+            optimizer.zero_grad()
+            alone.zero_grad()
+            for times in range(2 if then == "a pass" else 1):
+                if times:
+                    replace(model, step)
+                    replace(plain, step)
+                loss_of(model(share(dist.get_rank(), step + times))).backward()
+                for rank in range(2):
+                    (loss_of(plain(share(rank, step + times))) / 2).backward()
+            if then != "a pass":
+                replace(model, step)
+                replace(plain, step)
+            clip(model)
+            clip(plain)
+            optimizer.step()
+            alone.step()
+        return apart(module.state_dict(), plain.state_dict())
+
+    assert pools(2)(train) == [[]] * 2
+
+
+ELEMENTS = {
+    "a number": lambda g, p: g.mul_(2).clamp_(-0.1, 0.1),
+    "noise": lambda g, p: g.add_(torch.arange(p.numel()).view(p.shape), alpha=0.1),
+    "decay": lambda g, p: g.lerp_(p.detach(), 0.1),
+    "a mask": lambda g, p: g.masked_fill_(p.detach() > 0, 0),
+    "columns": lambda g, p: g.mul_(torch.arange(p.shape[-1])),
+    "all at once": lambda g, p: torch._foreach_add_([g, g], [p.detach(), p.detach()]),
+}
+
+
+@pytest.mark.parametrize("how", ELEMENTS)
+@BOTH
+def test_what_is_done_to_each_element_of_a_gradient(pools, stage, how):
+    def train():
+        module = net()
+        module[0].weight.data = module[0].weight.data.t().contiguous().t()
+        plain = copy.deepcopy(module)
+        model, optimizer = stage(module, SGD)
+        alone = SGD[0](plain.parameters(), **SGD[1])
+        loss_of(model(share(dist.get_rank()))).backward()
+        for rank in range(2):
+            (loss_of(plain(share(rank))) / 2).backward()
+        for parameter in [*module.parameters(), *plain.parameters()]:
+            ELEMENTS[how](parameter.grad, parameter)
+        optimizer.step()
+        alone.step()
+        return apart(module.state_dict(), plain.state_dict())
+
+    assert pools(2)(train) == [[]] * 2
+
+
 def test_what_autograd_grad_computes_leaves_gradients_in_their_shards(pools):
     def train():
         module = net()
@@ -1023,6 +1096,14 @@ def sparse(rank):
     optimizer.step()
 
 
+def of_rows(rank):
+    """As to train some rows of a table alone."""
+    module = net()
+    model, _ = stage2(module, ADAM)
+    loss_of(model(share(rank))).backward()
+    module[0].weight.grad[torch.tensor([0, 1])] = 0
+
+
 def sharing_memory(rank):
     module = net(6, 6)
     module.append(nn.Linear(6, 6).double())[-1].weight.data = module[0].weight.data.t()
@@ -1139,6 +1220,7 @@ MISTAKES = {
         "RuntimeError",
         "The optimizer that takes steps is the one of the ShardedDataParallel",
     ),
+    "rows of a gradient": (of_rows, "RuntimeError", "so there is no index_put_ of it"),
     "more parameters": (
         lambda rank: wrap(lambda m: zero([*m.parameters(), *net(6, 3).parameters()])),
         "ValueError",

@@ -223,6 +223,10 @@ class ShardedDataParallel(Synchronized):
 
         torch.nn.utils.clip_grad_norm_ does the same, by one all_reduce for each parameter.
         """
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        if not all(isinstance(gradient, GradientInShards) for gradient in gradients):
+            # The user has set some, which are whole.
+            return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
         pieces = [x for optimizer in self._optimizers for x in optimizer.pieces.values()]
         # The user may have removed one.
         shards = [piece.own for piece in pieces if piece.whole.grad is not None]

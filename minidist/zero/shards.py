@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from minidist import backend
 from minidist.common.norm import norms_over_ranks
@@ -24,6 +23,9 @@ from minidist.distributed_data_parallel.buckets import dense_strides
 # Gloo makes an all_gather of copies, and a reduce_scatter of a whole all_reduce. N broadcasts, or N
 # reductions, of a shard each do the same up to four times faster.
 _BY_SHARD = "gloo"
+
+# Of what torch does in place to each element, what it has no tag for.
+_BY_ELEMENT = {"abs_", "copy_", "copysign_", "detach_", "fill_", "masked_fill_", "zero_"}
 
 
 # ---- who owns what -----------------------------------------------------------------------------
@@ -96,8 +98,8 @@ class GradientInShards(torch.Tensor):
     """The `.grad` of a parameter whose gradient is in shards, one on each rank: without elements
     or memory. If it were None, torch.nn.utils.clip_grad_norm_ would clip nothing, without a word.
 
-    Its norms are those of the whole gradient: all ranks must take them. What is done in place, as
-    clipping does, is done to this rank's shard. All else raises RuntimeError."""
+    Its norms are those of the whole gradient: all ranks must take them. What is done in place to
+    each element, as clipping does, is done to this rank's shard. All else raises RuntimeError."""
 
     piece: Piece | None
     group: dist.ProcessGroup
@@ -124,6 +126,15 @@ class GradientInShards(torch.Tensor):
         mine = None if self.piece is None else self.piece.own.grad
         return torch.empty(0, dtype=self.dtype, device=self.device) if mine is None else mine
 
+    def cut(self, value: Any) -> Any:
+        """This rank's part of a tensor that belongs to the parameter; a number as it is."""
+        if isinstance(value, GradientInShards):
+            return value.shard
+        if not isinstance(value, torch.Tensor) or not value.ndim:
+            return value
+        value = value.expand(self.shape)
+        return value.flatten()[:0] if self.piece is None else self.piece.of(value)
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"GradientInShards(of shape {tuple(self.shape)})"
 
@@ -134,27 +145,41 @@ class GradientInShards(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func.overloadpacket.__name__
-        shards = tree_map_only(cls, lambda gradient: gradient.shard, args)
         several = isinstance(args[0], list)
-        first = args[0][0] if several else args[0]
+        gradients = args[0] if several else args[:1]
+        own = [gradient for gradient in gradients if isinstance(gradient, cls)]
         if name in ("linalg_vector_norm", "_foreach_norm"):
-            norm_type = args[1] if len(args) > 1 else 2
-            own = shards[0] if several else shards[:1]
-            norms = norms_over_ranks(own, norm_type, first.group, first.device)
+            norm_type, first = args[1] if len(args) > 1 else 2, own[0]
+            shards = [gradient.shard for gradient in own]
+            found = iter(norms_over_ranks(shards, norm_type, first.group, first.device))
+            norms = [
+                next(found) if isinstance(g, cls) else func([g], norm_type)[0] for g in gradients
+            ]
             return norms if several else norms[0]
         if "non_finite_check" in name:
             raise RuntimeError(
                 "torch.amp.GradScaler looks at one rank's gradients, and here each rank has other "
                 "ones: use minidist.ShardedGradScaler"
             )
-        if not (name.endswith("_") and isinstance(first, cls)):
+        by_element = name.startswith("_foreach_") or name in _BY_ELEMENT
+        by_element = by_element or torch.Tag.pointwise in func.tags
+        if not (by_element and name.endswith("_") and own):
             raise RuntimeError(
                 "this parameter's gradient is in shards, one on each rank: in the .grad of the "
                 f"optimizer's `shards`. Its whole is nowhere, so there is no {name} of it. The "
                 "optimizer that takes steps is the one of the ShardedDataParallel"
             )
-        func(*shards, **(kwargs or {}))
-        return None if several else first  # as torch's own
+
+        def cut(each: Any) -> Any:
+            if not several:
+                return gradients[0].cut(each)
+            if not isinstance(each, list | tuple):
+                return each
+            pairs = zip(gradients, each, strict=True)
+            return [g.cut(value) if isinstance(g, cls) else value for g, value in pairs]
+
+        func(*map(cut, args), **(kwargs or {}))
+        return None if several else args[0]  # as torch's own
 
 
 # ---- the two collectives -----------------------------------------------------------------------
