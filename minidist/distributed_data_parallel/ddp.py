@@ -39,8 +39,8 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
         optimizer.step()                                # each .grad is the mean over all ranks
 
     At construction every rank takes rank 0's parameters and buffers. When `backward()` returns,
-    each `.grad` is the mean over the ranks, and a view into a bucket. The arguments are those of
-    torch's class, in its order:
+    each `.grad` is the mean over the ranks, and a view into a bucket, whose memory the next
+    gradients take: clone one to keep it. The arguments are those of torch's class, in its order:
 
     device_ids, output_device: None, or the one device of the module. If it is named, inputs are
         moved to it. A module on the CPU is there whatever the number.
