@@ -626,6 +626,34 @@ def test_a_gradient_that_is_replaced_is_the_new_one(pools, stage, then):
     assert pools(2)(train) == [[]] * 2
 
 
+def test_gradients_that_are_kept_and_their_data(pools):
+    """In stage 2: an earlier pass's gradients are added to those of the next one."""
+
+    def train():
+        module = net()
+        plain = copy.deepcopy(module)
+        model, optimizer = stage2(module, SGD)
+        alone = SGD[0](plain.parameters(), **SGD[1])
+        kept, norms = [], []
+        for step in range(2):
+            optimizer.zero_grad()
+            alone.zero_grad()
+            loss_of(model(share(dist.get_rank(), step))).backward()
+            for rank in range(2):
+                (loss_of(plain(share(rank, step))) / 2).backward()
+            kept.append([p.grad for p in [*model.parameters(), *plain.parameters()]])
+        for early, late in zip(*kept, strict=True):
+            late.data.mul_(0.5).add_(early.detach())
+            norms.append(late.data.norm())
+        optimizer.step()
+        alone.step()
+        half = len(norms) // 2
+        torch.testing.assert_close(norms[:half], norms[half:])
+        return apart(module.state_dict(), plain.state_dict())
+
+    assert pools(2)(train) == [[]] * 2
+
+
 ELEMENTS = {
     "a number": lambda g, p: g.mul_(2).clamp_(-0.1, 0.1),
     "noise": lambda g, p: g.add_(torch.arange(p.numel()).view(p.shape), alpha=0.1),

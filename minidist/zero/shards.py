@@ -103,10 +103,11 @@ class GradientInShards(torch.Tensor):
 
     piece: Piece | None
     group: dist.ProcessGroup
+    kept: torch.Tensor  # this rank's part: (n,), of no elements on some ranks
 
     @staticmethod
     def __new__(
-        cls, parameter: nn.Parameter, piece: Piece | None, group: dist.ProcessGroup
+        cls, parameter: torch.Tensor, piece: Piece | None, group: dist.ProcessGroup
     ) -> "GradientInShards":
         """piece: what this rank has of the parameter, if it has a part of it."""
         made: GradientInShards = torch.Tensor._make_wrapper_subclass(
@@ -118,13 +119,18 @@ class GradientInShards(torch.Tensor):
             storage_size=0,
         )
         made.piece, made.group = piece, group
+        mine = None if piece is None else piece.own.grad
+        none = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        made.kept = none if mine is None else mine
         return made
 
     @property
     def shard(self) -> torch.Tensor:
-        """This rank's part: (n,), of no elements on some ranks."""
-        mine = None if self.piece is None else self.piece.own.grad
-        return torch.empty(0, dtype=self.dtype, device=self.device) if mine is None else mine
+        """This rank's part, as it is now; of one that is no longer the parameter's, as it was."""
+        if self.piece is None or self.piece.whole.grad is not self:
+            return self.kept
+        mine = self.piece.own.grad
+        return self.kept[:0] if mine is None else mine
 
     def cut(self, value: Any) -> Any:
         """This rank's part of a tensor that belongs to the parameter; a number as it is."""
@@ -161,6 +167,10 @@ class GradientInShards(torch.Tensor):
                 "torch.amp.GradScaler looks at one rank's gradients, and here each rank has other "
                 "ones: use minidist.ShardedGradScaler"
             )
+        if name == "detach":  # or `.data`: the same shard
+            same = cls(own[0], own[0].piece, own[0].group)
+            same.kept = own[0].shard
+            return same
         by_element = name.startswith("_foreach_") or name in _BY_ELEMENT
         by_element = by_element or torch.Tag.pointwise in func.tags
         if not (by_element and name.endswith("_") and own):
