@@ -139,9 +139,9 @@ class ShardedDataParallel(Synchronized):
     Train as with `DistributedDataParallel`, with this optimizer. When `backward()` returns, the
     mean of the gradients is where its optimizer is: each rank has its shard, in the `.grad` of
     `optimizer.shards`. A parameter's own `.grad` has no elements: clipping by torch.nn.utils takes
-    its norm over all shards and scales them, all else raises. A parameter without gradient on some
-    ranks counts there as zero; on all ranks, its `.grad` stays None, and the optimizer passes over
-    it. After FairScale's ShardedDDP.
+    its norm over all shards and scales them, a mask or noise is cut as it is, all else raises. A
+    parameter without gradient on some ranks counts there as zero; on all ranks, its `.grad` stays
+    None, and the optimizer passes over it. After FairScale's ShardedDDP.
 
     optimizer: a `ZeroRedundancyOptimizer` of all parameters of the module that are trained, or
         several that share them. Their gradients leave in buckets, the last parameters first: as
