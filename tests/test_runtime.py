@@ -1137,6 +1137,28 @@ def test_what_signals_do_waits_until_the_block_is_done():
             signal.signal(number, handler)
 
 
+def test_handlers_are_given_back_though_one_that_is_back_raises_its_error(monkeypatch):
+    """Python calls it as the next is set, before it sets that."""
+    handlers = {signal.SIGUSR1: too_long, signal.SIGUSR2: print, signal.SIGALRM: print}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    errors, set_handler = [LateError], signal.signal
+
+    def interrupted(number, handler):
+        if errors and signal.getsignal(signal.SIGUSR1) is too_long and handler is print:
+            raise errors.pop()
+        set_handler(number, handler)
+
+    monkeypatch.setattr(signal, "signal", interrupted)
+    try:
+        with pytest.raises(LateError), uninterrupted():
+            pass
+        assert {number: signal.getsignal(number) for number in handlers} == handlers
+    finally:
+        monkeypatch.undo()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def test_a_variable_names_what_ranks_have_imported_as_they_start(tmp_path):
     source = """
 import sys

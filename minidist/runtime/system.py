@@ -90,8 +90,8 @@ def uninterrupted() -> Iterator[None]:
     here, over = os.getpid(), False
 
     def put_off(number: int, frame: Any) -> None:
-        # Another thread may fork meanwhile. And one handler's error may come before the others are
-        # given back.
+        # Another thread may fork meanwhile. And two errors at once may come before all is given
+        # back.
         if over or os.getpid() != here:
             handlers[number](number, frame)
         else:
@@ -102,10 +102,22 @@ def uninterrupted() -> Iterator[None]:
             signal.signal(number, put_off)
         yield
     finally:
-        over = True
-        back = [partial(signal.signal, number, handler) for number, handler in handlers.items()]
-        # Called, not raised: the signal itself has come, and who else heard of it knows.
-        _all([*back, *(partial(handlers[number], number, None) for number in late)])
+        try:
+            _give_back(handlers)
+        finally:
+            over = True
+            # Called, not raised: the signal itself has come, and who else heard of it knows.
+            _all([partial(handlers[number], number, None) for number in late])
+
+
+def _give_back(handlers: dict[int, Any]) -> None:
+    """Set them all, though one that is back may raise its error before the next."""
+    try:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    except BaseException:
+        _give_back(handlers)
+        raise
 
 
 def _all(calls: Sequence[Callable[[], Any]]) -> None:
