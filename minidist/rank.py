@@ -211,6 +211,7 @@ def ranks(
         raise ValueError(f"there is no backend {backend!r}; there are {known}")
     if link is not None and backend not in ("auto", "shm"):
         raise ValueError(f'only backend "shm" emulates a link, not {backend!r}')
+    timeout = min(timeout, 1e9)  # 31 years; clocks of Python and gloo overflow at some more
     places = [Place.of(rank, world_size, nodes) for rank in range(world_size)]
     environs = [_environ(place, threads) | Link.environ(link) for place in places]
     shm = ["minidist.backend.process_group"] if backend in ("auto", "shm") else []

@@ -248,6 +248,13 @@ def test_numbers_that_make_no_sense_are_refused_at_once(options, told):
         assert str(raised.value) == told
 
 
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_timeout_may_be_longer_than_any_clock_counts(backend):
+    for seconds in (1e10, sys.float_info.max):
+        options = {"world_size": 2, "backend": backend, "timeout": seconds}
+        assert md.launch(lambda: dist.barrier() or 1, **options) == [1, 1]
+
+
 def test_an_unknown_backend_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="there is no backend 'glue'; there are auto, .*gloo.*"):
         md.ranks(2, backend="glue")
