@@ -134,6 +134,23 @@ def test_what_cannot_be_sent_is_named_before_any_rank_begins(ranks, args, kwargs
     assert ranks(dist.get_rank) == [0, 1, 2]
 
 
+def test_arguments_may_have_any_name(ranks):
+    def give(self, function, ranks):
+        return self, function, ranks
+
+    assert ranks(give, self=1, function=2, ranks=3) == [(1, 2, 3)] * 3
+    assert ranks.on([1], give, self=1, function=2, ranks=3) == [(1, 2, 3)]
+
+
+def test_ranks_within_a_call_are_named(ranks):
+    with pytest.raises(TypeError) as raised:
+        ranks(lambda: ranks(print))
+    assert str(raised.value) == (
+        "the function (a function) cannot be sent to the ranks: a pool of ranks stays in the "
+        "process that started it. Use it there only"
+    )
+
+
 def test_a_function_that_holds_what_cannot_be_sent_is_named(ranks):
     lock = threading.Lock()
     with pytest.raises(TypeError, match="the function .* cannot be sent to the ranks"):
@@ -625,6 +642,13 @@ class OddError(Exception):
         raise RuntimeError("no text")
 
 
+class OddExitError(Exception):
+    def __str__(self):
+        sys.exit("no text")
+
+    __reduce__ = __str__
+
+
 class OwnInitError(Exception):
     def __init__(self, first, second):
         super().__init__(f"{first} and {second}")
@@ -658,6 +682,7 @@ class UnequalError(Exception):
 
 ODDITIES = [
     (OddError, (), "OddError: <exception str() failed>", True),
+    (OddExitError, (), "OddExitError: <exception str() failed>", False),
     (OwnInitError, (1, 2), "OwnInitError: 1 and 2", False),
     (LockError, (), "LockError: locked", False),
     (OnlyThereError, ("far", os.getpid()), "OnlyThereError: far", False),
