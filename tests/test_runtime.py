@@ -110,6 +110,14 @@ def test_tensors_models_and_none_come_back(ranks):
         assert nothing is None
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn])
+def test_tensors_of_newer_dtypes_go_there_and_back(ranks, dtype):
+    """torch alone writes what it cannot read."""
+    for x in torch.arange(6).to(dtype), torch.empty(0, dtype=dtype):
+        for y in ranks(lambda x: x.clone()[1:], x):
+            assert y.dtype == dtype and torch.equal(y.float(), x[1:].float())
+
+
 def test_large_arguments_and_results_pass_at_once(ranks):
     """More than any pipe holds, in both directions."""
     x = torch.arange(10_000_000)
