@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import faulthandler
 import gc
 import importlib
 import itertools
@@ -1190,6 +1191,21 @@ def test_handlers_are_given_back_though_one_that_is_back_raises_its_error(monkey
         monkeypatch.undo()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_what_c_code_has_set_over_a_handler_stays(tmp_path):
+    before = signal.signal(signal.SIGUSR1, too_long)
+    try:
+        with open(tmp_path / "stacks", "w+") as stacks:
+            faulthandler.register(signal.SIGUSR1, stacks)
+            with uninterrupted():
+                pass
+            signal.raise_signal(signal.SIGUSR1)
+            faulthandler.unregister(signal.SIGUSR1)
+            stacks.seek(0)
+            assert "test_what_c_code_has_set" in stacks.read()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_variable_names_what_ranks_have_imported_as_they_start(tmp_path):
