@@ -100,7 +100,7 @@ def join(
     shm where a link is emulated. No collective waits longer than `timeout` seconds. Yields a
     function that counts this rank's operations so far, in any group. Lesson: rank.
     """
-    place = Place.here()
+    place, timeout = Place.here(), _countable(timeout)
     if backend == "auto":
         backend = _best(place, store)
     if "nccl" in backend:
@@ -202,8 +202,7 @@ def ranks(
         raise ValueError(f"world_size must be 1 or more, not {world_size}")
     if nodes < 1 or world_size % nodes:
         raise ValueError(f"{world_size} ranks cannot be spread evenly over {nodes} nodes")
-    if not 0 < timeout < math.inf:
-        raise ValueError(f"timeout must be a finite number of seconds above 0, not {timeout}")
+    timeout = _countable(timeout)
     if threads < 1:
         raise ValueError(f"threads must be 1 or more, not {threads}")
     if ":" not in backend and backend not in ("auto", *dist.Backend.backend_list):
@@ -215,6 +214,13 @@ def ranks(
     environs = [_environ(place, threads) | Link.environ(link) for place in places]
     shm = ["minidist.backend.process_group"] if backend in ("auto", "shm") else []
     return Pool(environs, partial(_stage, backend, timeout, threads), timeout, shm)
+
+
+def _countable(timeout: float) -> float:
+    """So many seconds, or 31 years: at some more, clocks of Python and torch overflow."""
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"timeout must be a finite number of seconds above 0, not {timeout}")
+    return min(timeout, 1e9)
 
 
 def launch(fn: Callable[..., Any], *args: Any, world_size: int = 4, **options: Any) -> list[Any]:

@@ -248,6 +248,13 @@ def test_numbers_that_make_no_sense_are_refused_at_once(options, told):
         assert str(raised.value) == told
 
 
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_timeout_may_be_longer_than_any_clock_counts(backend):
+    for seconds in (1e10, sys.float_info.max):
+        options = {"world_size": 2, "backend": backend, "timeout": seconds}
+        assert md.launch(lambda: dist.barrier() or 1, **options) == [1, 1]
+
+
 def test_an_unknown_backend_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="there is no backend 'glue'; there are auto, .*gloo.*"):
         md.ranks(2, backend="glue")
@@ -265,7 +272,7 @@ def test_an_unknown_option_is_refused():
 def joined(monkeypatch):
     """Join with so many GPUs as a rank of two: what init_process_group and CUDA were told."""
 
-    def join(gpus, backend="auto", nodes=1, link=None, **options):
+    def join(gpus, backend="auto", nodes=1, link=None, timeout=7, **options):
         told = {}
         for name, value in (Place.of(1, 2, nodes).environ() | Link.environ(link)).items():
             monkeypatch.setenv(name, value)
@@ -278,12 +285,19 @@ def joined(monkeypatch):
             dist, "init_process_group", lambda backend, **rest: told.update(rest, backend=backend)
         )
         monkeypatch.setattr(dist, "destroy_process_group", lambda: told.update(left=True))
-        with lesson.join(backend, timeout=7, **options) as progress:
+        with lesson.join(backend, timeout, **options) as progress:
             assert progress() == 0
             assert "left" not in told
         return told
 
     return join
+
+
+def test_under_torchrun_a_timeout_is_taken_or_refused_as_elsewhere(joined):
+    assert joined(0, timeout=sys.float_info.max)["timeout"] == timedelta(seconds=1e9)
+    for seconds in (0, -1.5, math.inf, math.nan):
+        with pytest.raises(ValueError, match="timeout must be a finite number of seconds above 0"):
+            joined(0, timeout=seconds)
 
 
 def test_auto_is_nccl_where_every_rank_has_a_gpu_of_its_own(joined):

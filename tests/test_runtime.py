@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import faulthandler
 import gc
 import importlib
 import itertools
@@ -110,6 +111,14 @@ def test_tensors_models_and_none_come_back(ranks):
         assert nothing is None
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn])
+def test_tensors_of_newer_dtypes_go_there_and_back(ranks, dtype):
+    """torch alone writes what it cannot read."""
+    for x in torch.arange(6).to(dtype), torch.empty(0, dtype=dtype):
+        for y in ranks(lambda x: x.clone()[1:], x):
+            assert y.dtype == dtype and torch.equal(y.float(), x[1:].float())
+
+
 def test_large_arguments_and_results_pass_at_once(ranks):
     """More than any pipe holds, in both directions."""
     x = torch.arange(10_000_000)
@@ -132,6 +141,23 @@ def test_what_cannot_be_sent_is_named_before_any_rank_begins(ranks, args, kwargs
         f"{what} cannot be sent to the ranks: cannot pickle '{kind}' object"
     )
     assert ranks(dist.get_rank) == [0, 1, 2]
+
+
+def test_arguments_may_have_any_name(ranks):
+    def give(self, function, ranks):
+        return self, function, ranks
+
+    assert ranks(give, self=1, function=2, ranks=3) == [(1, 2, 3)] * 3
+    assert ranks.on([1], give, self=1, function=2, ranks=3) == [(1, 2, 3)]
+
+
+def test_ranks_within_a_call_are_named(ranks):
+    with pytest.raises(TypeError) as raised:
+        ranks(lambda: ranks(print))
+    assert str(raised.value) == (
+        "the function (a function) cannot be sent to the ranks: a pool of ranks stays in the "
+        "process that started it. Use it there only"
+    )
 
 
 def test_a_function_that_holds_what_cannot_be_sent_is_named(ranks):
@@ -625,6 +651,13 @@ class OddError(Exception):
         raise RuntimeError("no text")
 
 
+class OddExitError(Exception):
+    def __str__(self):
+        sys.exit("no text")
+
+    __reduce__ = __str__
+
+
 class OwnInitError(Exception):
     def __init__(self, first, second):
         super().__init__(f"{first} and {second}")
@@ -658,6 +691,7 @@ class UnequalError(Exception):
 
 ODDITIES = [
     (OddError, (), "OddError: <exception str() failed>", True),
+    (OddExitError, (), "OddExitError: <exception str() failed>", False),
     (OwnInitError, (1, 2), "OwnInitError: 1 and 2", False),
     (LockError, (), "LockError: locked", False),
     (OnlyThereError, ("far", os.getpid()), "OnlyThereError: far", False),
@@ -1135,6 +1169,43 @@ def test_what_signals_do_waits_until_the_block_is_done():
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_handlers_are_given_back_though_one_that_is_back_raises_its_error(monkeypatch):
+    """Python calls it as the next is set, before it sets that."""
+    handlers = {signal.SIGUSR1: too_long, signal.SIGUSR2: print, signal.SIGALRM: print}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    errors, set_handler = [LateError], signal.signal
+
+    def interrupted(number, handler):
+        if errors and signal.getsignal(signal.SIGUSR1) is too_long and handler is print:
+            raise errors.pop()
+        set_handler(number, handler)
+
+    monkeypatch.setattr(signal, "signal", interrupted)
+    try:
+        with pytest.raises(LateError), uninterrupted():
+            pass
+        assert {number: signal.getsignal(number) for number in handlers} == handlers
+    finally:
+        monkeypatch.undo()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_what_c_code_has_set_over_a_handler_stays(tmp_path):
+    before = signal.signal(signal.SIGUSR1, too_long)
+    try:
+        with open(tmp_path / "stacks", "w+") as stacks:
+            faulthandler.register(signal.SIGUSR1, stacks)
+            with uninterrupted():
+                pass
+            signal.raise_signal(signal.SIGUSR1)
+            faulthandler.unregister(signal.SIGUSR1)
+            stacks.seek(0)
+            assert "test_what_c_code_has_set" in stacks.read()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_variable_names_what_ranks_have_imported_as_they_start(tmp_path):

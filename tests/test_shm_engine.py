@@ -689,6 +689,9 @@ REFUSED = {
     "all_reduce: .* not a Tensor of torch.float32 .torch.sparse_coo": lambda: dist.all_reduce(
         torch.eye(2).to_sparse()
     ),
+    "all_reduce: .* .within a transform of torch.func": lambda: torch.func.grad(
+        lambda x: (dist.all_reduce(x), x.sum())[1]
+    )(torch.ones(4)),
     "there is no SUM of uint16": lambda: dist.all_reduce(torch.ones(3, dtype=torch.uint16)),
     "all_gather: .* is expanded": lambda: dist.all_gather([expanded()] * 2, torch.ones(4)),
     "gather: .* is expanded": lambda: dist.gather(torch.ones(4), [expanded()] * 2, 0),

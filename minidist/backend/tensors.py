@@ -49,6 +49,8 @@ def _strange(x: torch.Tensor) -> str:
         return f"on {x.device}"
     if x.is_quantized or x.is_nested:
         return "quantized" if x.is_quantized else "nested"
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return "within a transform of torch.func"
     if x.numel() and x.data_ptr() == x.storage_offset() * x.itemsize:  # it begins at address 0
         return "without memory"  # it has been freed, or never was, as that of a fake tensor
     return "" if _copied(x.dtype) else "which torch does not copy"

@@ -51,7 +51,7 @@ class Pool:
         self._started()
         Pool.opened.add(self)
 
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """Run `function(*args, **kwargs)` on every rank: the results, in rank order.
 
         Raises TypeError, before any rank has begun, if the function or an argument cannot be
@@ -60,7 +60,7 @@ class Pool:
         return self.on(range(self.world_size), function, *args, **kwargs)
 
     def on(
-        self, ranks: Sequence[int], function: Callable[..., Any], *args: Any, **kwargs: Any
+        self, ranks: Sequence[int], function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> list[Any]:
         """The same on some ranks only: the results, in the order of `ranks`."""
         for rank in ranks:
@@ -128,6 +128,9 @@ class Pool:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a pool of ranks stays in the process that started it. Use it there only")
 
     def __repr__(self) -> str:
         return f"<{self.world_size} ranks{', closed' if self._closed else ''}>"

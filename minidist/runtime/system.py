@@ -1,5 +1,6 @@
 """What the operating system does to a pool: too few files, interrupts, pipes that nobody reads."""
 
+import ctypes
 import errno
 import os
 import signal
@@ -13,6 +14,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)  # some programs die of SIGPIPE
+
+# Windows has none, and no ranks.
+_sigaction: Any = ctypes.CDLL(None).sigaction if hasattr(os, "fork") else lambda *_: None
 
 FILES = 12  # that multiprocessing opens to start its forkserver and a process, and some more
 
@@ -79,19 +83,19 @@ def enough_files(ranks: int) -> Iterator[None]:
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Put off what Python's handlers of signals do, such as a KeyboardInterrupt or the error of a
-    time limit, until the block is done. (What C code has registered over such a handler is lost.)
-    """
+    time limit, until the block is done."""
     handlers: dict[int, Any] = {}
     # Only the main thread is interrupted; a handler in C, which is None here, raises nothing.
     if threading.current_thread() is threading.main_thread():
         found = {number: signal.getsignal(number) for number in signal.valid_signals()}
         handlers = {number: handler for number, handler in found.items() if callable(handler)}
+    actions = {number: _action(number) for number in handlers}
     late: dict[int, None] = {}  # each once, as the system keeps them
     here, over = os.getpid(), False
 
     def put_off(number: int, frame: Any) -> None:
-        # Another thread may fork meanwhile. And one handler's error may come before the others are
-        # given back.
+        # Another thread may fork meanwhile. And two errors at once may come before all is given
+        # back.
         if over or os.getpid() != here:
             handlers[number](number, frame)
         else:
@@ -102,10 +106,30 @@ def uninterrupted() -> Iterator[None]:
             signal.signal(number, put_off)
         yield
     finally:
-        over = True
-        back = [partial(signal.signal, number, handler) for number, handler in handlers.items()]
-        # Called, not raised: the signal itself has come, and who else heard of it knows.
-        _all([*back, *(partial(handlers[number], number, None) for number in late)])
+        try:
+            _give_back(handlers, actions)
+        finally:
+            over = True
+            # Called, not raised: the signal itself has come, and who else heard of it knows.
+            _all([partial(handlers[number], number, None) for number in late])
+
+
+def _give_back(handlers: dict[int, Any], actions: dict[int, Any]) -> None:
+    """Set them all, though one that is back may raise its error before the next."""
+    try:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+            _sigaction(number, actions[number], None)
+    except BaseException:
+        _give_back(handlers, actions)
+        raise
+
+
+def _action(number: int) -> Any:
+    """What the system does at a signal: C code may have set that after Python has."""
+    action = ctypes.create_string_buffer(1024)  # a struct sigaction has 152 bytes, or fewer
+    _sigaction(number, None, action)
+    return action
 
 
 def _all(calls: Sequence[Callable[[], Any]]) -> None:

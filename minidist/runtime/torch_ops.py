@@ -1,6 +1,8 @@
-"""torch's ops go to ranks by name: else a function that says `torch.ops` cannot be sent."""
+"""What torch cannot pickle goes to ranks and back all the same: its ops, by name, for a function
+may say `torch.ops`; and the memory of tensors of newer dtypes, such as float8 and uint16."""
 
 import copyreg
+import io
 import operator
 from typing import Any
 
@@ -13,8 +15,19 @@ def _found(name: str) -> Any:
     return operator.attrgetter(name)(torch.ops)
 
 
+def _packed(storage: torch.UntypedStorage) -> tuple[Any, tuple[bytes]]:
+    file = io.BytesIO()
+    torch.save(storage, file)  # torch itself uses its older format here, which it cannot read
+    return _unpacked, (file.getvalue(),)
+
+
+def _unpacked(content: bytes) -> Any:
+    return torch.load(io.BytesIO(content), weights_only=False)
+
+
 def register() -> None:
-    """Teach pickle about ops, for all of this process."""
+    """Teach pickle about both, for all of this process."""
+    copyreg.pickle(torch.UntypedStorage, _packed)
     for kind in (_ops.OpOverload, _ops.OpOverloadPacket):
         copyreg.pickle(kind, lambda op: (_found, (str(op),)))
     copyreg.pickle(_ops._OpNamespace, lambda namespace: (_found, (namespace.name,)))
