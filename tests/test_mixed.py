@@ -786,6 +786,18 @@ def test_a_layer_that_is_replaced_is_refused(pools, evaluates, axis):
         assert "layer 1 has been added, removed or replaced since it was wrapped" in told
 
 
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_another_module_in_the_wrapper_is_refused(pools, evaluates):
+    def run():
+        model = MixedParallel(transformer(), mesh(pipeline=2), 2)
+        if dist.get_rank() == 1:
+            model.module = nn.Sequential(model.module)  # as torch.compile does: the same layers
+        return raised(*([model, batch(0)[0]] if evaluates else [step_of, model, 0]))
+
+    for told in pools(2)(run):
+        assert "rank 1: the module has been replaced since it was wrapped" in told
+
+
 def test_what_is_no_layer_may_come_later(pools):
     def run():
         model = MixedParallel(transformer(), mesh(data=2), 2)

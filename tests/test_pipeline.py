@@ -2149,6 +2149,23 @@ def test_a_layer_that_is_replaced_is_refused_on_all_ranks(pools, evaluates):
     assert first == second and first[0] == "RuntimeError" and words in first[1]
 
 
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_another_module_in_a_pipeline_is_refused_on_all_ranks(pools, evaluates):
+    def run():
+        model = md.Pipeline(four(), 2, balance=[2, 2])
+        if dist.get_rank() == 1:
+            model.module = nn.Sequential(*model.module)  # as torch.compile does: the same layers
+        batch = torch.ones(4, 3)
+        if evaluates:
+            model(batch)
+        else:
+            model.train_step(batch, batch, F.mse_loss)
+
+    words = "rank 1: the module has been replaced since it was wrapped, and would not be run"
+    first, second = told(pools(2), run)
+    assert first == second and first[0] == "RuntimeError" and words in first[1]
+
+
 def any_order(ranks, stages, microbatches, seed):
     """A schedule in which a random one of the computations that are possible is the next."""
     generator = random.Random(seed)

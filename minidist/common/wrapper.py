@@ -178,9 +178,16 @@ class Guard:
                 if before != after:
                     self._refuse(name, "changed", f", from {_tell(before)} to {_tell(after)}")
 
-    def require_same_layers(self) -> None:
-        """Raises RuntimeError if one was added, removed or replaced: `who` would run the old ones.
-        Within a layer a module may be replaced."""
+    def require_same_layers(self, module: nn.Module) -> None:
+        """Raises RuntimeError if one was added, removed or replaced, or if a wrapper has another
+        `module` now, such as a compiled one: `who` would run the old ones. Within a layer a module
+        may be replaced."""
+        if module is not self._module:
+            raise RuntimeError(
+                "the module has been replaced since it was wrapped, and would not be run: "
+                f"{self._who} runs the layers that it found. Change or compile single layers "
+                "first, and wrap the model then"
+            )
         for prefix, module, before in self._above:
             now = module._modules
             # What else a module gets, such as a loss function, is no layer.

@@ -198,7 +198,7 @@ class MixedParallel(Wrapper):
         problem = None
         try:
             self._guard.require_unchanged()
-            self._guard.require_same_layers()
+            self._guard.require_same_layers(self.module)
         except RuntimeError as error:
             problem = error
         rows = next((len(x) for x in tensors_of(inputs) if x.ndim), 0)
@@ -226,7 +226,7 @@ class MixedParallel(Wrapper):
         rank of the replica calls this with the same inputs. Raises RuntimeError on all of them if a
         layer of one was replaced."""
         with agree.together(self._pipeline, self._tensor):
-            self._guard.require_same_layers()
+            self._guard.require_same_layers(self.module)
         own = self.pipeline(inputs)  # (B, T, V_r)
         if not self._vocabulary:
             return own

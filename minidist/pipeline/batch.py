@@ -109,17 +109,21 @@ class Preparation:
         self._plain = pickle.dumps({})  # keyword arguments without tensors, for later stages
 
     def prepare(
-        self, inputs: Any, kwargs: dict[str, Any], training: tuple[Loss, Any] | None
+        self,
+        module: nn.Module,
+        inputs: Any,
+        kwargs: dict[str, Any],
+        training: tuple[Loss, Any] | None,
     ) -> Batch:
         """Every rank calls this. Raises on all of them if the batch of the first cannot be cut, or
-        if the parameters or layers of one have changed."""
+        if the parameters or layers of one have changed. module: what the pipeline has now."""
         trains, first = training is not None, self._peers.rank == 0
         plain = {name: value for name, value in kwargs.items() if not tensors_of(value)}
         seen, total, parts, to_later, problem = [trains, self._state()], 0, [], self._plain, None
         try:
             if trains:
                 self._guard.require_unchanged()
-            self._guard.require_same_layers()
+            self._guard.require_same_layers(module)
             if first:
                 total = self._count(inputs, kwargs, trains)
                 batch = inputs, {n: value for n, value in kwargs.items() if n not in plain}

@@ -198,7 +198,8 @@ class Pipeline(Wrapper):
     ) -> tuple[torch.Tensor, Any]:
         """The loss, on every rank; and in an evaluation the outputs, which are empty on all ranks
         but the last stage's."""
-        batch, plan = self._preparation.prepare(inputs, kwargs, training), self.schedule
+        batch = self._preparation.prepare(self.module, inputs, kwargs, training)
+        plan = self.schedule
         if training is None:
             plan = forward_only(self._peers.size, plan.stages, len(batch.rows))
         executor = Executor(plan, self._stages, self._peers, self._device, batch)
