@@ -12,6 +12,7 @@ import queue
 import random
 import threading
 import time
+import warnings
 import weakref
 from collections import Counter
 from functools import partial
@@ -2092,6 +2093,18 @@ def test_a_copy_is_a_pipeline_of_its_own(pools):
         return max(found)
 
     assert max(pools(2)(run)) <= 1e-12
+
+
+def test_a_copy_after_a_step_warns_of_nothing(pools):
+    def run():
+        model = md.Pipeline(four(), 2)
+        model.train_step(torch.ones(4, 3), torch.ones(4, 3), F.mse_loss)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")  # torch's of its TreeSpec come once for each program
+            copy.deepcopy(model)
+        return [str(each.message) for each in seen]
+
+    assert pools(2)(run) == [[], []]
 
 
 def replace(model):

@@ -213,6 +213,9 @@ class ActivationSpec:
         outputs, kwargs = self.tree()
         return f"{outputs}" + (f" and {kwargs}" if kwargs else "")
 
+    def __deepcopy__(self, _: dict[int, Any]) -> "ActivationSpec":
+        return self  # nothing in it changes, and torch warns where a structure is copied
+
     def tree(self) -> Any:
         return tree_unflatten(self.leaves, self.structure)
 
