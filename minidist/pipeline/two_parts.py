@@ -44,6 +44,8 @@ def backward_inputs(
     for weight, own in zip(several, found[len(inputs) :], strict=False):
         if own is not None:
             weight.grad = own if weight.grad is None else weight.grad + own
+            for hook in (weight._post_accumulate_grad_hooks or {}).values():
+                hook(weight)
     at = dict(zip(edges, found[len(inputs) + len(several) :], strict=True))
     left: list[Callable[[], None]] = []
     for own_edges, weights in forks:
