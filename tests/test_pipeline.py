@@ -1103,6 +1103,18 @@ def test_neither_part_of_backward_does_the_others_work():
     assert (first.calls["sum"], second.calls["sum"]) == (0, whole.calls["sum"])  # of biases
 
 
+def test_a_weight_that_is_used_twice_has_its_hooks_called():
+    layer, x, calls = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True), []
+    layer.weight.register_hook(lambda gradient: 2 * gradient)
+    layer.weight.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad.clone()))
+    layer(layer(x)).sum().backward()
+    layer.zero_grad()
+    y = layer(layer(x)).sum()
+    for add in backward_inputs([get_gradient_edge(y)], [None], [x])[1]:
+        add()
+    assert len(calls) == 2 and apart(*calls) == 0 and apart(layer.weight.grad, calls[0]) == 0
+
+
 def test_the_graph_is_gone_after_both_parts():
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(2, 4)
     stage = Stage(model)
@@ -1621,6 +1633,16 @@ FAILURES = {
         lambda: steps(four(), loss_fn=lambda y, t: y - t),
         "ValueError",
         "rank 2: loss_fn must return one number, the mean over its rows",
+    ),
+    "a loss without a graph": (
+        lambda: steps(four(), loss_fn=lambda y, t: F.mse_loss(y.detach(), t)),
+        "ValueError",
+        "rank 2: the loss needs no gradient, so that nothing would be trained",
+    ),
+    "a loss without a graph, recomputed": (
+        lambda: steps(four(), loss_fn=lambda y, t: F.mse_loss(y.detach(), t), recompute=True),
+        "ValueError",
+        "rank 2: the loss needs no gradient, so that nothing would be trained",
     ),
     "few rows, interleaved": (
         lambda: steps(

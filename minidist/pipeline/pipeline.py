@@ -46,7 +46,9 @@ class Pipeline(Wrapper):
         the number of stages: the number of ranks, or for "interleaved" a multiple (None: twice).
     process_group: the ranks that take part; None is the default group.
     recompute: keep a stage's inputs only, and compute its activations again for backward; in the
-        last stage the loss too, so loss_fn is called twice for each micro-batch.
+        last stage the loss too, so loss_fn is called twice for each micro-batch. As in
+        `checkpoint_wrapper`, a buffer that forward both reads and moves, as spectral norm does, is
+        another one the second time, without an error.
     wrap: a strategy along another axis of a mesh, such as FullyShardedDataParallel. It is given
         the layers of each stage, and what it returns is run in their place. Then no parameter can
         be in two stages, and no schedule can go back in two parts, as "zero_bubble" does.
