@@ -785,6 +785,20 @@ def test_keyword_arguments_go_to_the_layers_that_name_them(pools, schedule):
     assert max(pools(2)(run)) <= 1e-12
 
 
+def test_a_compiled_layer_gets_the_keyword_arguments_of_the_layer_in_it(pools):
+    def run():
+        torch.manual_seed(0)
+        plain, (inputs, targets) = nn.Sequential(Masked(), Masked()), digits(0)
+        first, second = copy.deepcopy(plain)
+        model = md.Pipeline(nn.Sequential(first, torch.compile(second, backend="eager")), 2)
+        mask = inputs > 0.3
+        loss = model.train_step(inputs, targets, F.cross_entropy, mask=mask, scale=2.0)
+        x = plain[1](plain[0](inputs, mask, 2.0), mask, 2.0)
+        return apart(loss, F.cross_entropy(x, targets))
+
+    assert max(pools(2)(run)) <= 1e-12
+
+
 class Counting(Masked):
     """How often it has run, and with which numbers."""
 

@@ -41,10 +41,10 @@ class StageLayers(nn.Sequential):
         return input
 
 
-def keywords_of(layer: nn.Module) -> set[str]:
+def keywords_of(layer: Any) -> set[str]:
     """The keyword arguments that a layer takes: all names of its `forward` but the first."""
-    while isinstance(layer, Wrapper):
-        layer = layer.module
+    while isinstance(layer, Wrapper) or hasattr(layer, "_orig_mod"):  # or torch.compile's
+        layer = layer.module if isinstance(layer, Wrapper) else layer._orig_mod
     try:
         others = list(inspect.signature(layer.forward).parameters.values())[1:]
     except (TypeError, ValueError):  # a compiled function does not tell
