@@ -888,6 +888,30 @@ def test_a_number_of_the_users_gets_its_gradient(pools, schedule, recompute):
     assert max(pools(2)(run)) <= 1e-12
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_what_made_the_inputs_gets_its_gradient(pools, schedule, recompute):
+    """As an embedding outside of the pipeline does, and a temperature that is computed."""
+
+    def run():
+        torch.manual_seed(0)
+        plain, table = nn.Sequential(Warm(), Warm(), Warm()), nn.Embedding(11, 6).double()
+        model = md.Pipeline(copy.deepcopy(plain), 4, schedule, recompute=recompute)
+        other, (targets, _) = copy.deepcopy(table), digits(0)
+        for _ in range(2):  # it adds up
+            x, warm = table(torch.arange(11)), table.weight[:, 0].exp().mean()
+            for layer in plain:
+                x = layer(x, warm)
+            F.mse_loss(x, targets).backward()
+            warm = other.weight[:, 0].exp().mean()
+            model.train_step(other(torch.arange(11)), targets, F.mse_loss, temperature=warm)
+        both = [(p, plain.get_parameter(name)) for name, p in model.module.named_parameters()]
+        both += [(other.weight, table.weight)] if dist.get_rank() == 0 else []
+        return max(apart(a.grad, b.grad) for a, b in both)
+
+    assert max(pools(2)(run)) <= 1e-12
+
+
 class AndItsWeight(nn.Module):
     """Gives a view of its weight as well."""
 

@@ -19,7 +19,7 @@ from minidist.common.norm import clip_grad_norm_, mark_parts
 from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.tensors_in import tensors_of
 from minidist.common.wrapper import Wrapper, copy_on_ranks
-from minidist.pipeline.batch import Loss, Preparation, merge_microbatches
+from minidist.pipeline.batch import Loss, Preparation, cut_off, merge_microbatches
 from minidist.pipeline.cut import fill, find_ties, schedule_and_balance
 from minidist.pipeline.executor import Executor, added_up
 from minidist.pipeline.instructions import Schedule, Span
@@ -179,7 +179,8 @@ class Pipeline(Wrapper):
         one micro-batch to the next; RuntimeError for what a layer or loss_fn raised. Gradients then
         make no sense, and are to be set to None.
         """
-        with added_up(self._ties, self._peers):
+        batch = cut_off((inputs, kwargs))
+        with batch as (inputs, kwargs), added_up(self._ties, self._peers):
             loss, _ = self._run(inputs, kwargs, (loss_fn, targets))
         if self._peers.size > 1:
             mark_parts(self.parameters())
