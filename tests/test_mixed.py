@@ -798,6 +798,21 @@ def test_another_module_in_the_wrapper_is_refused(pools, evaluates):
         assert "rank 1: the module has been replaced since it was wrapped" in told
 
 
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("of", ["", "blocks"])
+def test_a_hook_that_no_layer_has_is_refused(pools, of, evaluates):
+    """MixedParallel calls neither the model nor what holds its layers, but these alone."""
+
+    def run():
+        dense = transformer()
+        dense.get_submodule(of).register_forward_hook(lambda module, inputs, outputs: 2 * outputs)
+        model = MixedParallel(dense, mesh(data=2), 2)
+        return raised(*([model, batch(0)[0]] if evaluates else [step_of, model, 0]))
+
+    for told in pools(2)(run):
+        assert f"{of or 'the module'} has a hook, which would not be called" in told
+
+
 def test_what_is_no_layer_may_come_later(pools):
     def run():
         model = MixedParallel(transformer(), mesh(data=2), 2)

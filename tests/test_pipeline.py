@@ -2239,6 +2239,22 @@ def test_another_module_in_a_pipeline_is_refused_on_all_ranks(pools, evaluates):
     assert first == second and first[0] == "RuntimeError" and words in first[1]
 
 
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_hook_that_no_layer_has_is_refused_on_all_ranks(pools, evaluates):
+    def run():
+        model, batch = md.Pipeline(four(), 2, balance=[2, 2]), torch.ones(4, 3)
+        if dist.get_rank() == 1:
+            model.module.register_forward_hook(lambda layers, inputs, outputs: 2 * outputs)
+        if evaluates:
+            model(batch)
+        else:
+            model.train_step(batch, batch, F.mse_loss)
+
+    words = "rank 1: the module has a hook, which would not be called: Pipeline runs its layers"
+    first, second = told(pools(2), run)
+    assert first == second and first[0] == "RuntimeError" and words in first[1]
+
+
 def any_order(ranks, stages, microbatches, seed):
     """A schedule in which a random one of the computations that are possible is the next."""
     generator = random.Random(seed)
