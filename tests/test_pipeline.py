@@ -226,6 +226,14 @@ REFUSED = {
         [[*TWO_RANKS, Forward(1, 0)], THE_OTHER],
         "mine, rank 0, position 4, Forward(1, 0): the stage is not on this rank",
     ),
+    "a rank without a stage": (
+        [TWO_RANKS, THE_OTHER, []],
+        "mine, rank 2: has no stage, for there are 2",
+    ),
+    "no instruction": (
+        [[*TWO_RANKS, "Backward"], THE_OTHER],
+        "mine, rank 0, position 4, Backward: is no Instruction",
+    ),
     "no such micro-batch": (
         [TWO_RANKS, [*THE_OTHER, Forward(1, 1)]],
         "mine, rank 1, position 4, Forward(1, 1): there is no such micro-batch",
