@@ -24,6 +24,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import minidist as md
@@ -1552,6 +1554,31 @@ def test_what_cannot_be_a_pipeline_is_refused_on_every_rank(pools, what):
     assert first == second and first is not None
     assert first[0] == ("TypeError" if "sequence" in what else "ValueError")
     assert words in first[1]
+
+
+@pytest.mark.parametrize(
+    ("wrap", "name"),
+    [
+        (lambda stage, mesh: md.fully_shard(stage, mesh=mesh), "FSDPStageLayers"),
+        (lambda stage, mesh: fully_shard(stage, mesh=mesh), "FSDPStageLayers"),
+        (lambda stage, mesh: (fully_shard(stage[0], mesh=mesh), stage)[1], "StageLayers"),
+        (lambda stage, mesh: TorchDDP(stage, device_mesh=mesh), "DistributedDataParallel"),
+    ],
+    ids=["fully_shard", "torch's fully_shard", "of one layer", "torch's DDP"],
+)
+def test_what_cannot_be_around_a_stage_is_refused(pools, wrap, name):
+    """Each replica would clip by the norm of its own shards; torch's DDP averages only at some
+    micro-batches, if there are several forward passes before a backward pass."""
+
+    def run():
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "pipeline"))
+        with pytest.raises(TypeError) as refused:
+            group = mesh.get_group("pipeline")
+            md.Pipeline(four(), 2, process_group=group, wrap=partial(wrap, mesh=mesh["data"]))
+        return str(refused.value)
+
+    words = f"wrap gave a {name}, around which a pipeline would train otherwise than one process"
+    assert all(words in each for each in pools(2)(run))
 
 
 class Grows(nn.Module):

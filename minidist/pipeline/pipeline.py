@@ -20,7 +20,7 @@ from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.tensors_in import tensors_of
 from minidist.common.wrapper import Wrapper, copy_on_ranks
 from minidist.pipeline.batch import Loss, Preparation, cut_off, merge_microbatches
-from minidist.pipeline.cut import fill, find_ties, schedule_and_balance
+from minidist.pipeline.cut import fill, find_ties, require_known, schedule_and_balance
 from minidist.pipeline.executor import Executor, added_up
 from minidist.pipeline.instructions import Schedule, Span
 from minidist.pipeline.schedules import forward_only
@@ -49,9 +49,10 @@ class Pipeline(Wrapper):
         last stage the loss too, so loss_fn is called twice for each micro-batch. As in
         `checkpoint_wrapper`, a buffer that forward both reads and moves, as spectral norm does, is
         another one the second time, without an error.
-    wrap: a strategy along another axis of a mesh, such as FullyShardedDataParallel. It is given
-        the layers of each stage, and what it returns is run in their place. Then no parameter can
-        be in two stages, and no schedule can go back in two parts, as "zero_bubble" does.
+    wrap: a strategy along another axis of a mesh, such as FullyShardedDataParallel (`fully_shard`
+        and torch's DDP raise TypeError). It is given the layers of each stage, and what it returns
+        is run in their place. Then no parameter can be in two stages, and no schedule can go back
+        in two parts, as "zero_bubble" does.
     param_init_fn: gives memory and values to a module on the device "meta"; None calls its
         `to_empty` and `reset_parameters()`.
 
@@ -150,6 +151,9 @@ class Pipeline(Wrapper):
             for stage, part in parts.items()
         }
         self.wrapped = [stage.module for stage in self._stages.values()]
+        with agree.together(group):
+            for each in self.wrapped:
+                require_known(each)
         # The stages whose parameters a strategy shards.
         self._sharded: list[Any] = [x for x in self.wrapped if hasattr(x, "summon_full_params")]
         self._names = list(module.state_dict())
