@@ -76,9 +76,15 @@ def broadcast_state(
     """Give every rank of the group the values that `source` (its rank in the group) has.
 
     Tensors of any dtypes travel together, as bytes: one message for each 25 MiB of a device. Small
-    messages cost their latency, not their size. Lesson: collectives.
+    messages cost their latency, not their size. Lesson: collectives. Raises ValueError for one on
+    the device "meta".
     """
     for chunk in _chunks(tensors):
+        if chunk[0].is_meta:
+            raise ValueError(
+                'the model is on the device "meta", and has no values to send: give it some first, '
+                "by to_empty(device=...) and the reset_parameters() of its modules"
+            )
         everything = [_as_bytes(tensor) for tensor in chunk]
         together = everything[0] if len(chunk) == 1 else torch.cat(everything)
         dist.broadcast(together, group=group, group_src=source)

@@ -168,7 +168,8 @@ class MixedParallel(Wrapper):
         Raises on every rank what `Pipeline.train_step` does, and ValueError if ranks along `tensor`
         pass different batches; RuntimeError if a parameter was added, replaced or unfrozen, or a
         layer replaced, since the model was wrapped. A layer must fail on all ranks along `tensor`,
-        or the others wait for it until their group's timeout.
+        and with `shard` a layer or loss_fn in all replicas, or the others wait for it until their
+        group's timeout.
         """
         weight = self._weight(inputs, targets)
         loss, problem = torch.zeros(()), None

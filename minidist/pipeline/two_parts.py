@@ -9,7 +9,8 @@ layer y = x Wᵀ. Its node gets dy, and computes two products:
 The first part of backward goes the way from y to x only, and notes the dy of each node at which
 weights branch off: a fork. The second part starts at each fork with its dy, and goes only where the
 weights are. Autograd skips what nobody asks for, so a fork computes dx in the first part and dW in
-the second. (A `torch.autograd.Function` written in Python computes both, twice.)
+the second. (A `torch.autograd.Function` written in Python computes both, twice; and a hook of an
+activation runs twice.)
 Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241).
 """
 
