@@ -66,8 +66,9 @@ class Pipeline(Wrapper):
     plain values in tuples, lists and dicts; tensors of whole numbers and masks get no gradient.
     The shapes of a stage's outputs may depend on the shapes of the inputs, but not on their values.
     Before the first step with inputs of a new shape, each stage makes a dry run with one
-    micro-batch, to infer the shapes (`batch`); random state and buffers are then restored. The
-    shapes of the last 64 kinds of batches are kept.
+    micro-batch, to infer the shapes (`batch`); random state and buffers are then restored, but no
+    other attribute of a layer: make a counter a buffer. The shapes of the last 64 kinds of batches
+    are kept.
 
     A parameter that layers of several ranks share, as a tied embedding and head do, is kept by
     each, and gets the sum of their gradients; a buffer that they share is each rank's own. Batch
