@@ -817,6 +817,16 @@ def test_a_hook_that_no_layer_has_is_refused(pools, of, evaluates):
         assert f"{of or 'the module'} has a hook, which would not be called" in told
 
 
+def test_shards_along_tensor_are_not_taken_for_replicas(pools):
+    def run():
+        model = MixedParallel(transformer(), mesh(tensor=2), 2)
+        return raised(md.ZeroRedundancyOptimizer, model.parameters(), torch.optim.SGD)
+
+    for told in pools(2)(run):
+        assert "of rank 0 along pipeline and 0 along tensor" in told
+        assert "of rank 0 along pipeline and 1 along tensor" in told
+
+
 def test_what_is_no_layer_may_come_later(pools):
     def run():
         model = MixedParallel(transformer(), mesh(data=2), 2)

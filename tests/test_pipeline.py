@@ -2290,6 +2290,20 @@ def test_a_hook_that_no_layer_has_is_refused_on_all_ranks(pools, evaluates):
     assert first == second and first[0] == "RuntimeError" and words in first[1]
 
 
+@pytest.mark.parametrize("what", [md.ZeroRedundancyOptimizer, md.averaging.LocalSGD])
+def test_stages_of_one_shape_are_not_taken_for_replicas(pools, what):
+    def run():
+        parameters = md.Pipeline(four(), 2, balance=[2, 2]).parameters()
+        if what is md.ZeroRedundancyOptimizer:
+            what(parameters, torch.optim.SGD, lr=0.1)
+        else:
+            what(torch.optim.SGD(parameters, lr=0.1), 2)
+
+    first, second = told(pools(2), run)
+    assert first == second and first[0] == "ValueError"
+    assert all(f"of rank {rank} along a pipeline" in first[1] for rank in (0, 1))
+
+
 def any_order(ranks, stages, microbatches, seed):
     """A schedule in which a random one of the computations that are possible is the next."""
     generator = random.Random(seed)

@@ -6,6 +6,7 @@ Lesson: distributed_data_parallel.
 
 from collections.abc import Iterable, Iterator
 from itertools import zip_longest
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,6 +63,19 @@ def describe(parameter: torch.Tensor) -> str:
     if not parameter.is_contiguous():  # its gradient lies in a bucket as it does itself
         text += f", strides {parameter.stride()}"
     return text + ("" if parameter.requires_grad else ", frozen")
+
+
+def mark_as_part(parameters: Iterable[Any], of: str) -> None:
+    """Say of parameters which part of a model they are. Another rank's, of another part, are no
+    replicas of them, though they may look so to an optimizer, which knows no names."""
+    for parameter in parameters:
+        parameter._part = f", {of}"
+
+
+def part_of(parameter: Any) -> str:
+    """What `mark_as_part` has said, to be compared between ranks beside `describe`."""
+    part: str = getattr(parameter, "_part", "")
+    return part
 
 
 def _tensor(tensor: torch.Tensor) -> str:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from minidist.common import agree
 from minidist.common.groups import require_group
 from minidist.common.norm import clip_grad_norm_, mark_parts
-from minidist.common.replicas import broadcast_state, require_same_model
+from minidist.common.replicas import broadcast_state, mark_as_part, require_same_model
 from minidist.common.single import all_gather_single
 from minidist.common.tensors_in import tensors_of
 from minidist.common.wrapper import Guard, Wrapper, copy_on_ranks
@@ -143,6 +143,9 @@ class MixedParallel(Wrapper):
         own = pipeline.module
         elsewhere = in_layers - {*own.parameters(), *own.buffers()}
         keep_only(module, set(own.modules()), elsewhere)
+        if self._tensor.size() > 1:
+            along = f"of rank {self._pipeline.rank()} along pipeline and "
+            mark_as_part(module.parameters(), f"{along}{self._tensor.rank()} along tensor")
         # Not a submodule: its layers are those of `module`, by other names.
         object.__setattr__(self, "pipeline", pipeline)
         self._mean = None if self._sharded else MeanGradients(module, self._data)

@@ -16,7 +16,7 @@ from minidist.collectives.peers import Peers
 from minidist.common import agree
 from minidist.common.groups import require_group
 from minidist.common.norm import clip_grad_norm_, mark_parts
-from minidist.common.replicas import broadcast_state, require_same_model
+from minidist.common.replicas import broadcast_state, mark_as_part, require_same_model
 from minidist.common.tensors_in import tensors_of
 from minidist.common.wrapper import Wrapper, copy_on_ranks
 from minidist.pipeline.batch import Loss, Preparation, cut_off, merge_microbatches
@@ -158,6 +158,8 @@ class Pipeline(Wrapper):
         # The stages whose parameters a strategy shards.
         self._sharded: list[Any] = [x for x in self.wrapped if hasattr(x, "summon_full_params")]
         self._names = list(module.state_dict())
+        if ranks > 1:
+            mark_as_part(own.parameters(), f"of rank {rank} along a pipeline")
         self._ties = {p: those for p, those in ties.items() if p.requires_grad and rank in those}
         self.counted_elsewhere = {p for p, (first, *_) in self._ties.items() if first != rank}
         every = set[str]().union(*keywords)
