@@ -678,6 +678,10 @@ WRONG_MODELS = {
         lambda: sharded(md.DistributedDataParallel),
         "TypeError: shard is for what shards a stage's parameters",
     ),
+    "no values": (
+        lambda: build({"data": 2, "tensor": 2}, lambda: transformer().to("meta")),
+        'ValueError: the model is on the device "meta", and has no values to send',
+    ),
     "models": (one_rank_of_another_size, "ValueError: the ranks have different models."),
     "micro-batches": (
         one_replica_of_other_micro_batches,
@@ -784,6 +788,43 @@ def test_a_layer_that_is_replaced_is_refused(pools, evaluates, axis):
 
     for told in pools(2)(run):
         assert "layer 1 has been added, removed or replaced since it was wrapped" in told
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_another_module_in_the_wrapper_is_refused(pools, evaluates):
+    def run():
+        model = MixedParallel(transformer(), mesh(pipeline=2), 2)
+        if dist.get_rank() == 1:
+            model.module = nn.Sequential(model.module)  # as torch.compile does: the same layers
+        return raised(*([model, batch(0)[0]] if evaluates else [step_of, model, 0]))
+
+    for told in pools(2)(run):
+        assert "rank 1: the module has been replaced since it was wrapped" in told
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("of", ["", "blocks"])
+def test_a_hook_that_no_layer_has_is_refused(pools, of, evaluates):
+    """MixedParallel calls neither the model nor what holds its layers, but these alone."""
+
+    def run():
+        dense = transformer()
+        dense.get_submodule(of).register_forward_hook(lambda module, inputs, outputs: 2 * outputs)
+        model = MixedParallel(dense, mesh(data=2), 2)
+        return raised(*([model, batch(0)[0]] if evaluates else [step_of, model, 0]))
+
+    for told in pools(2)(run):
+        assert f"{of or 'the module'} has a hook, which would not be called" in told
+
+
+def test_shards_along_tensor_are_not_taken_for_replicas(pools):
+    def run():
+        model = MixedParallel(transformer(), mesh(tensor=2), 2)
+        return raised(md.ZeroRedundancyOptimizer, model.parameters(), torch.optim.SGD)
+
+    for told in pools(2)(run):
+        assert "of rank 0 along pipeline and 0 along tensor" in told
+        assert "of rank 0 along pipeline and 1 along tensor" in told
 
 
 def test_what_is_no_layer_may_come_later(pools):

@@ -14,6 +14,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Torc
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minidist as md
+from minidist.common.tensors_in import local_of
 
 Adam = partial(torch.optim.Adam, lr=0.01)
 
@@ -170,6 +171,52 @@ def test_a_pipeline_whose_last_stage_overflows(pools):
         return found
 
     assert pools(2)(piped) == [[(4.0, True), (4.0, False)]] * 2
+
+
+@pytest.mark.parametrize("scaler_of", [md.ShardedGradScaler, TorchsScaler])
+@pytest.mark.parametrize(
+    ("sizes", "shard"),
+    [((2, 2, 1), None), ((1, 2, 2), None), ((2, 1, 2), md.FullyShardedDataParallel)],
+)
+def test_on_a_mesh_an_infinity_of_one_rank_leaves_out_the_step(pools, sizes, shard, scaler_of):
+    """And the other steps, which are clipped, are those of one process that scales nothing."""
+
+    def meshed():
+        dense = md.zoo.Transformer(16, 6, width=8, heads=2, layers=1).double()
+        dense.head.weight = nn.Parameter(dense.head.weight.detach().clone())
+        mesh = md.mixed.mesh(*sizes)
+        model = md.mixed.MixedParallel(copy.deepcopy(dense), mesh, 2, shard=shard)
+        optimizer, alone = Adam(model.parameters()), Adam(dense.parameters())
+        scaler = scaler_of("cpu", init_scale=2.0**10)
+        replica, found = mesh.get_local_rank("data"), []
+        tokens = torch.randint(16, (12, 7), generator=torch.Generator().manual_seed(0))
+        for step, rows in enumerate(tokens.split(4)):
+            inputs, targets = rows[:, :-1], rows[:, 1:]
+            own = slice(replica, None, mesh["data"].size())
+            optimizer.zero_grad()
+            scaler.scale(torch.zeros(()))  # torch's asks that of ranks without the loss, too
+            model.train_step(
+                inputs[own], targets[own], lambda y, t: scaler.scale(model.cross_entropy(y, t))
+            )
+            if step == 1 and dist.get_rank() == 2:
+                gradients = [local_of(p.grad) for p in model.parameters() if p.grad is not None]
+                next(g for g in gradients if g.numel()).view(-1)[-1] = float("inf")
+            scaler.unscale_(optimizer)
+            norm = model.clip_grad_norm_(0.05)
+            scaler.step(optimizer)
+            scaler.update()
+            if step != 1:
+                alone.zero_grad()
+                md.parity.cross_entropy(dense(inputs), targets).backward()
+                wanted = nn.utils.clip_grad_norm_(dense.parameters(), 0.05)
+                alone.step()
+                found.append(md.parity.relative_difference(norm, wanted))
+            full, state = model.full_state_dict(), dense.state_dict()
+            found += [md.parity.relative_difference(full[name], state[name]) for name in state]
+        return max(found), scaler.get_scale()
+
+    for apart, scale in pools(4)(meshed):
+        assert apart <= 1e-11 and scale == 2.0**9
 
 
 def scaled(model, optimizer, inputs, targets, loss_fn):

@@ -12,6 +12,7 @@ import queue
 import random
 import threading
 import time
+import warnings
 import weakref
 from collections import Counter
 from functools import partial
@@ -23,6 +24,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import minidist as md
@@ -224,6 +227,14 @@ REFUSED = {
     "another's stage": (
         [[*TWO_RANKS, Forward(1, 0)], THE_OTHER],
         "mine, rank 0, position 4, Forward(1, 0): the stage is not on this rank",
+    ),
+    "a rank without a stage": (
+        [TWO_RANKS, THE_OTHER, []],
+        "mine, rank 2: has no stage, for there are 2",
+    ),
+    "no instruction": (
+        [[*TWO_RANKS, "Backward"], THE_OTHER],
+        "mine, rank 0, position 4, Backward: is no Instruction",
     ),
     "no such micro-batch": (
         [TWO_RANKS, [*THE_OTHER, Forward(1, 1)]],
@@ -784,6 +795,20 @@ def test_keyword_arguments_go_to_the_layers_that_name_them(pools, schedule):
     assert max(pools(2)(run)) <= 1e-12
 
 
+def test_a_compiled_layer_gets_the_keyword_arguments_of_the_layer_in_it(pools):
+    def run():
+        torch.manual_seed(0)
+        plain, (inputs, targets) = nn.Sequential(Masked(), Masked()), digits(0)
+        first, second = copy.deepcopy(plain)
+        model = md.Pipeline(nn.Sequential(first, torch.compile(second, backend="eager")), 2)
+        mask = inputs > 0.3
+        loss = model.train_step(inputs, targets, F.cross_entropy, mask=mask, scale=2.0)
+        x = plain[1](plain[0](inputs, mask, 2.0), mask, 2.0)
+        return apart(loss, F.cross_entropy(x, targets))
+
+    assert max(pools(2)(run)) <= 1e-12
+
+
 class Counting(Masked):
     """How often it has run, and with which numbers."""
 
@@ -868,6 +893,30 @@ def test_a_number_of_the_users_gets_its_gradient(pools, schedule, recompute):
             model.train_step(inputs, inputs, F.mse_loss, temperature=ours)
         both = [(p, plain.get_parameter(name)) for name, p in model.module.named_parameters()]
         both += [(ours, alone)] if dist.get_rank() == 0 else []
+        return max(apart(a.grad, b.grad) for a, b in both)
+
+    assert max(pools(2)(run)) <= 1e-12
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_what_made_the_inputs_gets_its_gradient(pools, schedule, recompute):
+    """As an embedding outside of the pipeline does, and a temperature that is computed."""
+
+    def run():
+        torch.manual_seed(0)
+        plain, table = nn.Sequential(Warm(), Warm(), Warm()), nn.Embedding(11, 6).double()
+        model = md.Pipeline(copy.deepcopy(plain), 4, schedule, recompute=recompute)
+        other, (targets, _) = copy.deepcopy(table), digits(0)
+        for _ in range(2):  # it adds up
+            x, warm = table(torch.arange(11)), table.weight[:, 0].exp().mean()
+            for layer in plain:
+                x = layer(x, warm)
+            F.mse_loss(x, targets).backward()
+            warm = other.weight[:, 0].exp().mean()
+            model.train_step(other(torch.arange(11)), targets, F.mse_loss, temperature=warm)
+        both = [(p, plain.get_parameter(name)) for name, p in model.module.named_parameters()]
+        both += [(other.weight, table.weight)] if dist.get_rank() == 0 else []
         return max(apart(a.grad, b.grad) for a, b in both)
 
     assert max(pools(2)(run)) <= 1e-12
@@ -1100,6 +1149,18 @@ def test_neither_part_of_backward_does_the_others_work():
     for operation in ("gelu_backward", "_scaled_dot_product_flash_attention_for_cpu_backward"):
         assert (first.calls[operation], second.calls[operation]) == (1, 0)
     assert (first.calls["sum"], second.calls["sum"]) == (0, whole.calls["sum"])  # of biases
+
+
+def test_a_weight_that_is_used_twice_has_its_hooks_called():
+    layer, x, calls = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True), []
+    layer.weight.register_hook(lambda gradient: 2 * gradient)
+    layer.weight.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad.clone()))
+    layer(layer(x)).sum().backward()
+    layer.zero_grad()
+    y = layer(layer(x)).sum()
+    for add in backward_inputs([get_gradient_edge(y)], [None], [x])[1]:
+        add()
+    assert len(calls) == 2 and apart(*calls) == 0 and apart(layer.weight.grad, calls[0]) == 0
 
 
 def test_the_graph_is_gone_after_both_parts():
@@ -1495,6 +1556,31 @@ def test_what_cannot_be_a_pipeline_is_refused_on_every_rank(pools, what):
     assert words in first[1]
 
 
+@pytest.mark.parametrize(
+    ("wrap", "name"),
+    [
+        (lambda stage, mesh: md.fully_shard(stage, mesh=mesh), "FSDPStageLayers"),
+        (lambda stage, mesh: fully_shard(stage, mesh=mesh), "FSDPStageLayers"),
+        (lambda stage, mesh: (fully_shard(stage[0], mesh=mesh), stage)[1], "StageLayers"),
+        (lambda stage, mesh: TorchDDP(stage, device_mesh=mesh), "DistributedDataParallel"),
+    ],
+    ids=["fully_shard", "torch's fully_shard", "of one layer", "torch's DDP"],
+)
+def test_what_cannot_be_around_a_stage_is_refused(pools, wrap, name):
+    """Each replica would clip by the norm of its own shards; torch's DDP averages only at some
+    micro-batches, if there are several forward passes before a backward pass."""
+
+    def run():
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "pipeline"))
+        with pytest.raises(TypeError) as refused:
+            group = mesh.get_group("pipeline")
+            md.Pipeline(four(), 2, process_group=group, wrap=partial(wrap, mesh=mesh["data"]))
+        return str(refused.value)
+
+    words = f"wrap gave a {name}, around which a pipeline would train otherwise than one process"
+    assert all(words in each for each in pools(2)(run))
+
+
 class Grows(nn.Module):
     """From the third call of a step on its outputs are another `kind`."""
 
@@ -1620,6 +1706,16 @@ FAILURES = {
         lambda: steps(four(), loss_fn=lambda y, t: y - t),
         "ValueError",
         "rank 2: loss_fn must return one number, the mean over its rows",
+    ),
+    "a loss without a graph": (
+        lambda: steps(four(), loss_fn=lambda y, t: F.mse_loss(y.detach(), t)),
+        "ValueError",
+        "rank 2: the loss needs no gradient, so that nothing would be trained",
+    ),
+    "a loss without a graph, recomputed": (
+        lambda: steps(four(), loss_fn=lambda y, t: F.mse_loss(y.detach(), t), recompute=True),
+        "ValueError",
+        "rank 2: the loss needs no gradient, so that nothing would be trained",
     ),
     "few rows, interleaved": (
         lambda: steps(
@@ -2094,6 +2190,18 @@ def test_a_copy_is_a_pipeline_of_its_own(pools):
     assert max(pools(2)(run)) <= 1e-12
 
 
+def test_a_copy_after_a_step_warns_of_nothing(pools):
+    def run():
+        model = md.Pipeline(four(), 2)
+        model.train_step(torch.ones(4, 3), torch.ones(4, 3), F.mse_loss)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")  # torch's of its TreeSpec come once for each program
+            copy.deepcopy(model)
+        return [str(each.message) for each in seen]
+
+    assert pools(2)(run) == [[], []]
+
+
 def replace(model):
     model.module[0].weight = nn.Parameter(model.module[0].weight.detach().clone())
 
@@ -2147,6 +2255,53 @@ def test_a_layer_that_is_replaced_is_refused_on_all_ranks(pools, evaluates):
     words = "rank 1: layer 3 has been added, removed or replaced since it was wrapped"
     first, second = told(pools(2), run)
     assert first == second and first[0] == "RuntimeError" and words in first[1]
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_another_module_in_a_pipeline_is_refused_on_all_ranks(pools, evaluates):
+    def run():
+        model = md.Pipeline(four(), 2, balance=[2, 2])
+        if dist.get_rank() == 1:
+            model.module = nn.Sequential(*model.module)  # as torch.compile does: the same layers
+        batch = torch.ones(4, 3)
+        if evaluates:
+            model(batch)
+        else:
+            model.train_step(batch, batch, F.mse_loss)
+
+    words = "rank 1: the module has been replaced since it was wrapped, and would not be run"
+    first, second = told(pools(2), run)
+    assert first == second and first[0] == "RuntimeError" and words in first[1]
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_hook_that_no_layer_has_is_refused_on_all_ranks(pools, evaluates):
+    def run():
+        model, batch = md.Pipeline(four(), 2, balance=[2, 2]), torch.ones(4, 3)
+        if dist.get_rank() == 1:
+            model.module.register_forward_hook(lambda layers, inputs, outputs: 2 * outputs)
+        if evaluates:
+            model(batch)
+        else:
+            model.train_step(batch, batch, F.mse_loss)
+
+    words = "rank 1: the module has a hook, which would not be called: Pipeline runs its layers"
+    first, second = told(pools(2), run)
+    assert first == second and first[0] == "RuntimeError" and words in first[1]
+
+
+@pytest.mark.parametrize("what", [md.ZeroRedundancyOptimizer, md.averaging.LocalSGD])
+def test_stages_of_one_shape_are_not_taken_for_replicas(pools, what):
+    def run():
+        parameters = md.Pipeline(four(), 2, balance=[2, 2]).parameters()
+        if what is md.ZeroRedundancyOptimizer:
+            what(parameters, torch.optim.SGD, lr=0.1)
+        else:
+            what(torch.optim.SGD(parameters, lr=0.1), 2)
+
+    first, second = told(pools(2), run)
+    assert first == second and first[0] == "ValueError"
+    assert all(f"of rank {rank} along a pipeline" in first[1] for rank in (0, 1))
 
 
 def any_order(ranks, stages, microbatches, seed):

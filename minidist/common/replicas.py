@@ -6,6 +6,7 @@ Lesson: distributed_data_parallel.
 
 from collections.abc import Iterable, Iterator
 from itertools import zip_longest
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -79,6 +80,19 @@ def describe(parameter: torch.Tensor) -> str:
     return text + ("" if parameter.requires_grad else ", frozen")
 
 
+def mark_as_part(parameters: Iterable[Any], of: str) -> None:
+    """Say of parameters which part of a model they are. Another rank's, of another part, are no
+    replicas of them, though they may look so to an optimizer, which knows no names."""
+    for parameter in parameters:
+        parameter._part = f", {of}"
+
+
+def part_of(parameter: Any) -> str:
+    """What `mark_as_part` has said, to be compared between ranks beside `describe`."""
+    part: str = getattr(parameter, "_part", "")
+    return part
+
+
 def _tensor(tensor: torch.Tensor) -> str:
     text = f"shape {tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}"
     text += _DTENSOR if hasattr(tensor, "placements") else ""
@@ -91,9 +105,15 @@ def broadcast_state(
     """Give every rank of the group the values that `source` (its rank in the group) has.
 
     Tensors of any dtypes travel together, as bytes: one message for each 25 MiB of a device. Small
-    messages cost their latency, not their size. Lesson: collectives.
+    messages cost their latency, not their size. Lesson: collectives. Raises ValueError for one on
+    the device "meta".
     """
     for chunk in _chunks(tensors):
+        if chunk[0].is_meta:
+            raise ValueError(
+                'the model is on the device "meta", and has no values to send: give it some first, '
+                "by to_empty(device=...) and the reset_parameters() of its modules"
+            )
         everything = [_as_bytes(tensor) for tensor in chunk]
         together = everything[0] if len(chunk) == 1 else torch.cat(everything)
         dist.broadcast(together, group=group, group_src=source)

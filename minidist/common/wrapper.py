@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from minidist.common.refusals import has_hooks
+
 MODULE = "module."
 
 
@@ -178,11 +180,23 @@ class Guard:
                 if before != after:
                     self._refuse(name, "changed", f", from {_tell(before)} to {_tell(after)}")
 
-    def require_same_layers(self) -> None:
-        """Raises RuntimeError if one was added, removed or replaced: `who` would run the old ones.
-        Within a layer a module may be replaced."""
+    def require_same_layers(self, module: nn.Module) -> None:
+        """Raises RuntimeError if one was added, removed or replaced, or if a wrapper has another
+        `module` now, such as a compiled one: `who` would run the old ones. Within a layer a module
+        may be replaced. And for a hook of what holds the layers, which `who` does not call."""
+        if module is not self._module:
+            raise RuntimeError(
+                "the module has been replaced since it was wrapped, and would not be run: "
+                f"{self._who} runs the layers that it found. Change or compile single layers "
+                "first, and wrap the model then"
+            )
         for prefix, module, before in self._above:
             now = module._modules
+            if has_hooks(module):
+                raise RuntimeError(
+                    f"{prefix[:-1] or 'the module'} has a hook, which would not be called: "
+                    f"{self._who} runs its layers one by one. Register the hook on a layer"
+                )
             # What else a module gets, such as a loss function, is no layer.
             in_a_row = isinstance(module, nn.Sequential | nn.ModuleList)
             for name in before | now if in_a_row else before:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from minidist.common import agree
 from minidist.common.groups import require_group
 from minidist.common.norm import clip_grad_norm_, mark_parts
-from minidist.common.replicas import broadcast_state, require_same_model
+from minidist.common.replicas import broadcast_state, mark_as_part, require_same_model
 from minidist.common.single import all_gather_single
 from minidist.common.tensors_in import tensors_of
 from minidist.common.wrapper import Guard, Wrapper, copy_on_ranks
@@ -143,6 +143,9 @@ class MixedParallel(Wrapper):
         own = pipeline.module
         elsewhere = in_layers - {*own.parameters(), *own.buffers()}
         keep_only(module, set(own.modules()), elsewhere)
+        if self._tensor.size() > 1:
+            along = f"of rank {self._pipeline.rank()} along pipeline and "
+            mark_as_part(module.parameters(), f"{along}{self._tensor.rank()} along tensor")
         # Not a submodule: its layers are those of `module`, by other names.
         object.__setattr__(self, "pipeline", pipeline)
         self._mean = None if self._sharded else MeanGradients(module, self._data)
@@ -168,7 +171,8 @@ class MixedParallel(Wrapper):
         Raises on every rank what `Pipeline.train_step` does, and ValueError if ranks along `tensor`
         pass different batches; RuntimeError if a parameter was added, replaced or unfrozen, or a
         layer replaced, since the model was wrapped. A layer must fail on all ranks along `tensor`,
-        or the others wait for it until their group's timeout.
+        and with `shard` a layer or loss_fn in all replicas, or the others wait for it until their
+        group's timeout.
         """
         weight = self._weight(inputs, targets)
         loss, problem = torch.zeros(()), None
@@ -198,7 +202,7 @@ class MixedParallel(Wrapper):
         problem = None
         try:
             self._guard.require_unchanged()
-            self._guard.require_same_layers()
+            self._guard.require_same_layers(self.module)
         except RuntimeError as error:
             problem = error
         rows = next((len(x) for x in tensors_of(inputs) if x.ndim), 0)
@@ -226,7 +230,7 @@ class MixedParallel(Wrapper):
         rank of the replica calls this with the same inputs. Raises RuntimeError on all of them if a
         layer of one was replaced."""
         with agree.together(self._pipeline, self._tensor):
-            self._guard.require_same_layers()
+            self._guard.require_same_layers(self.module)
         own = self.pipeline(inputs)  # (B, T, V_r)
         if not self._vocabulary:
             return own

@@ -12,14 +12,15 @@ a strategy around the stages, another along its axis.
 """
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
 from minidist.collectives.peers import Peers
 from minidist.common import agree
@@ -45,7 +46,7 @@ def split_into_microbatches(what: str, batch: Any, rows: Sequence[int]) -> list[
         if not isinstance(leaf, torch.Tensor):
             columns.append([leaf] * len(rows))
         elif leaf.ndim == 0:
-            # A view, as those by rows are: backward goes on to the tensor of the user.
+            # A view, as those by rows are: backward goes on to the tensor of the batch.
             columns.append([leaf.view(()) for _ in rows])
         elif len(leaf) == total:
             columns.append(list(leaf.split(list(rows))))
@@ -54,6 +55,21 @@ def split_into_microbatches(what: str, batch: Any, rows: Sequence[int]) -> list[
             raise ValueError(f"the {what} of a batch of {total} rows have as many, not {found}")
     parts = zip(*columns, strict=True) if columns else [()] * len(rows)
     return [tree_unflatten(list(part), structure) for part in parts]
+
+
+@contextmanager
+def cut_off(batch: Any) -> Iterator[Any]:
+    """Gives the batch without the graph that has made its tensors. That graph gets their gradients
+    after the block, once: backward of the first micro-batch would free it for all others."""
+    made = [x for x in tensors_of(batch) if x.requires_grad]
+    if not made:
+        yield batch
+        return
+    leaves = [x.detach().requires_grad_() for x in made]
+    left = iter(leaves)
+    yield tree_map_only(torch.Tensor, lambda x: next(left) if x.requires_grad else x, batch)
+    found = [(x, leaf.grad) for x, leaf in zip(made, leaves, strict=True) if leaf.grad is not None]
+    torch.autograd.backward([x for x, _ in found], [gradient for _, gradient in found])
 
 
 def merge_microbatches(parts: Sequence[Any]) -> Any:
@@ -109,17 +125,21 @@ class Preparation:
         self._plain = pickle.dumps({})  # keyword arguments without tensors, for later stages
 
     def prepare(
-        self, inputs: Any, kwargs: dict[str, Any], training: tuple[Loss, Any] | None
+        self,
+        module: nn.Module,
+        inputs: Any,
+        kwargs: dict[str, Any],
+        training: tuple[Loss, Any] | None,
     ) -> Batch:
         """Every rank calls this. Raises on all of them if the batch of the first cannot be cut, or
-        if the parameters or layers of one have changed."""
+        if the parameters or layers of one have changed. module: what the pipeline has now."""
         trains, first = training is not None, self._peers.rank == 0
         plain = {name: value for name, value in kwargs.items() if not tensors_of(value)}
         seen, total, parts, to_later, problem = [trains, self._state()], 0, [], self._plain, None
         try:
             if trains:
                 self._guard.require_unchanged()
-            self._guard.require_same_layers()
+            self._guard.require_same_layers(module)
             if first:
                 total = self._count(inputs, kwargs, trains)
                 batch = inputs, {n: value for n, value in kwargs.items() if n not in plain}

@@ -18,6 +18,7 @@ from minidist.collectives.peers import Peers
 from minidist.common import agree
 from minidist.common.materialize import materialize, places_of, tie_again
 from minidist.common.refusals import has_hooks
+from minidist.common.tensors_in import local_of
 from minidist.pipeline.instructions import Schedule
 from minidist.pipeline.schedules import find
 
@@ -67,6 +68,19 @@ def besides_layers(module: nn.Sequential) -> list[str]:
         "parameters or buffers": any(tensor is not None for tensor in tensors),
     }
     return [what for what, there in found.items() if there]
+
+
+def require_known(stage: nn.Module) -> None:
+    """Raises TypeError for a strategy around a stage of which clipping would take one rank's shards
+    for all; or that waits for backward after each forward pass, as torch's DDP does."""
+    in_shards = any(local_of(parameter) is not parameter for parameter in stage.parameters())
+    of_torch = isinstance(stage, nn.parallel.DistributedDataParallel)
+    if of_torch or (in_shards and not hasattr(stage, "summon_full_params")):
+        raise TypeError(
+            f"wrap gave a {type(stage).__name__}, around which a pipeline would train otherwise "
+            "than one process: take md.FullyShardedDataParallel or md.DistributedDataParallel, "
+            "around the whole stage"
+        )
 
 
 # ---- stages of equal cost -------------------------------------------------------------------

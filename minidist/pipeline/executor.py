@@ -187,6 +187,11 @@ class Executor:
         loss, rows = self._batch.training[0](outputs, targets), self._batch.rows
         if not isinstance(loss, torch.Tensor) or loss.ndim:
             raise ValueError("loss_fn must return one number, the mean over its rows")
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise ValueError(
+                "the loss needs no gradient, so that nothing would be trained: loss_fn must make "
+                "it of the outputs, without detach() or item(), and some parameter must be trained"
+            )
         return loss * (rows[i] / sum(rows))
 
     @cached_property

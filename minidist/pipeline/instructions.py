@@ -193,6 +193,8 @@ def _complete_and_in_order(schedule: Schedule, rank: int) -> None:
     """Each rank does what its stages have to do, each once, and after what it depends on."""
     instructions, stages = schedule.ranks[rank], schedule.stages
     own = range(rank, stages, len(schedule.ranks))
+    if not own:
+        raise ScheduleError(f"{schedule.name}, rank {rank}: has no stage, for there are {stages}")
     halves = {x for x in instructions if isinstance(x, (BackwardInputs, BackwardWeights))}
     in_two_parts = {(x.stage, x.microbatch) for x in halves}
     before: dict[Instruction, list[Instruction]] = {}  # each, and what must stand before it
@@ -206,6 +208,8 @@ def _complete_and_in_order(schedule: Schedule, rank: int) -> None:
             previous = step
     places: dict[Instruction, int] = {}
     for position, instruction in enumerate(instructions):
+        if not isinstance(instruction, Instruction):
+            raise _error(schedule, rank, position, "is no Instruction")
         if instruction.stage not in own:
             raise _error(schedule, rank, position, "the stage is not on this rank")
         if instruction.microbatch not in range(schedule.microbatches):

@@ -16,11 +16,11 @@ from minidist.collectives.peers import Peers
 from minidist.common import agree
 from minidist.common.groups import require_group
 from minidist.common.norm import clip_grad_norm_, mark_parts
-from minidist.common.replicas import broadcast_state, require_same_model
+from minidist.common.replicas import broadcast_state, mark_as_part, require_same_model
 from minidist.common.tensors_in import tensors_of
 from minidist.common.wrapper import Wrapper, copy_on_ranks
-from minidist.pipeline.batch import Loss, Preparation, merge_microbatches
-from minidist.pipeline.cut import fill, find_ties, schedule_and_balance
+from minidist.pipeline.batch import Loss, Preparation, cut_off, merge_microbatches
+from minidist.pipeline.cut import fill, find_ties, require_known, schedule_and_balance
 from minidist.pipeline.executor import Executor, added_up
 from minidist.pipeline.instructions import Schedule, Span
 from minidist.pipeline.schedules import forward_only
@@ -46,10 +46,13 @@ class Pipeline(Wrapper):
         the number of stages: the number of ranks, or for "interleaved" a multiple (None: twice).
     process_group: the ranks that take part; None is the default group.
     recompute: keep a stage's inputs only, and compute its activations again for backward; in the
-        last stage the loss too, so loss_fn is called twice for each micro-batch.
-    wrap: a strategy along another axis of a mesh, such as FullyShardedDataParallel. It is given
-        the layers of each stage, and what it returns is run in their place. Then no parameter can
-        be in two stages, and no schedule can go back in two parts, as "zero_bubble" does.
+        last stage the loss too, so loss_fn is called twice for each micro-batch. As in
+        `checkpoint_wrapper`, a buffer that forward both reads and moves, as spectral norm does, is
+        another one the second time, without an error.
+    wrap: a strategy along another axis of a mesh, such as FullyShardedDataParallel (`fully_shard`
+        and torch's DDP raise TypeError). It is given the layers of each stage, and what it returns
+        is run in their place. Then no parameter can be in two stages, and no schedule can go back
+        in two parts, as "zero_bubble" does.
     param_init_fn: gives memory and values to a module on the device "meta"; None calls its
         `to_empty` and `reset_parameters()`.
 
@@ -63,8 +66,9 @@ class Pipeline(Wrapper):
     plain values in tuples, lists and dicts; tensors of whole numbers and masks get no gradient.
     The shapes of a stage's outputs may depend on the shapes of the inputs, but not on their values.
     Before the first step with inputs of a new shape, each stage makes a dry run with one
-    micro-batch, to infer the shapes (`batch`); random state and buffers are then restored. The
-    shapes of the last 64 kinds of batches are kept.
+    micro-batch, to infer the shapes (`batch`); random state and buffers are then restored, but no
+    other attribute of a layer: make a counter a buffer. The shapes of the last 64 kinds of batches
+    are kept.
 
     A parameter that layers of several ranks share, as a tied embedding and head do, is kept by
     each, and gets the sum of their gradients; a buffer that they share is each rank's own. Batch
@@ -148,9 +152,14 @@ class Pipeline(Wrapper):
             for stage, part in parts.items()
         }
         self.wrapped = [stage.module for stage in self._stages.values()]
+        with agree.together(group):
+            for each in self.wrapped:
+                require_known(each)
         # The stages whose parameters a strategy shards.
         self._sharded: list[Any] = [x for x in self.wrapped if hasattr(x, "summon_full_params")]
         self._names = list(module.state_dict())
+        if ranks > 1:
+            mark_as_part(own.parameters(), f"of rank {rank} along a pipeline")
         self._ties = {p: those for p, those in ties.items() if p.requires_grad and rank in those}
         self.counted_elsewhere = {p for p, (first, *_) in self._ties.items() if first != rank}
         every = set[str]().union(*keywords)
@@ -177,7 +186,8 @@ class Pipeline(Wrapper):
         one micro-batch to the next; RuntimeError for what a layer or loss_fn raised. Gradients then
         make no sense, and are to be set to None.
         """
-        with added_up(self._ties, self._peers):
+        batch = cut_off((inputs, kwargs))
+        with batch as (inputs, kwargs), added_up(self._ties, self._peers):
             loss, _ = self._run(inputs, kwargs, (loss_fn, targets))
         if self._peers.size > 1:
             mark_parts(self.parameters())
@@ -198,7 +208,8 @@ class Pipeline(Wrapper):
     ) -> tuple[torch.Tensor, Any]:
         """The loss, on every rank; and in an evaluation the outputs, which are empty on all ranks
         but the last stage's."""
-        batch, plan = self._preparation.prepare(inputs, kwargs, training), self.schedule
+        batch = self._preparation.prepare(self.module, inputs, kwargs, training)
+        plan = self.schedule
         if training is None:
             plan = forward_only(self._peers.size, plan.stages, len(batch.rows))
         executor = Executor(plan, self._stages, self._peers, self._device, batch)

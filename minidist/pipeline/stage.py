@@ -41,10 +41,10 @@ class StageLayers(nn.Sequential):
         return input
 
 
-def keywords_of(layer: nn.Module) -> set[str]:
+def keywords_of(layer: Any) -> set[str]:
     """The keyword arguments that a layer takes: all names of its `forward` but the first."""
-    while isinstance(layer, Wrapper):
-        layer = layer.module
+    while isinstance(layer, Wrapper) or hasattr(layer, "_orig_mod"):  # or torch.compile's
+        layer = layer.module if isinstance(layer, Wrapper) else layer._orig_mod
     try:
         others = list(inspect.signature(layer.forward).parameters.values())[1:]
     except (TypeError, ValueError):  # a compiled function does not tell
@@ -212,6 +212,9 @@ class ActivationSpec:
     def __str__(self) -> str:
         outputs, kwargs = self.tree()
         return f"{outputs}" + (f" and {kwargs}" if kwargs else "")
+
+    def __deepcopy__(self, _: dict[int, Any]) -> "ActivationSpec":
+        return self  # nothing in it changes, and torch warns where a structure is copied
 
     def tree(self) -> Any:
         return tree_unflatten(self.leaves, self.structure)

@@ -9,7 +9,8 @@ layer y = x Wᵀ. Its node gets dy, and computes two products:
 The first part of backward goes the way from y to x only, and notes the dy of each node at which
 weights branch off: a fork. The second part starts at each fork with its dy, and goes only where the
 weights are. Autograd skips what nobody asks for, so a fork computes dx in the first part and dW in
-the second. (A `torch.autograd.Function` written in Python computes both, twice.)
+the second. (A `torch.autograd.Function` written in Python computes both, twice; and a hook of an
+activation runs twice.)
 Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241).
 """
 
@@ -44,6 +45,8 @@ def backward_inputs(
     for weight, own in zip(several, found[len(inputs) :], strict=False):
         if own is not None:
             weight.grad = own if weight.grad is None else weight.grad + own
+            for hook in (weight._post_accumulate_grad_hooks or {}).values():
+                hook(weight)
     at = dict(zip(edges, found[len(inputs) + len(several) :], strict=True))
     left: list[Callable[[], None]] = []
     for own_edges, weights in forks:

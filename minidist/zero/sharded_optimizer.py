@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from minidist.common.agree import require_same, together
 from minidist.common.groups import require_group
 from minidist.common.refusals import refuse
-from minidist.common.replicas import describe, refuse_dtensors, require_apart
+from minidist.common.replicas import describe, part_of, refuse_dtensors, require_apart
 from minidist.distributed_data_parallel.buckets import BUCKET_CAP_MB, assign
 from minidist.zero.optimizer_states import gathered, is_elementwise, own_part
 from minidist.zero.shards import FlatParameters, GradientInShards, Piece, all_gather
@@ -289,7 +289,9 @@ def _described(groups: list[dict[str, Any]]) -> dict[str, Any]:
     for number, group in enumerate(groups):
         found[f"the number of parameters in group {number}"] = len(group["params"])
         for position, parameter in enumerate(group["params"]):
-            found[f"parameter {position} of group {number}"] = describe(parameter)
+            found[f"parameter {position} of group {number}"] = describe(parameter) + part_of(
+                parameter
+            )
         found[f"the options of group {number}"] = {
             k: v for k, v in _options(group).items() if isinstance(v, bool | int | float | str)
         }
