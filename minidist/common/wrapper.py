@@ -190,15 +190,15 @@ class Guard:
                 f"{self._who} runs the layers that it found. Change or compile single layers "
                 "first, and wrap the model then"
             )
-        for prefix, module, before in self._above:
-            now = module._modules
-            if has_hooks(module):
+        for prefix, holder, before in self._above:
+            now = holder._modules
+            if has_hooks(holder):
                 raise RuntimeError(
                     f"{prefix[:-1] or 'the module'} has a hook, which would not be called: "
                     f"{self._who} runs its layers one by one. Register the hook on a layer"
                 )
             # What else a module gets, such as a loss function, is no layer.
-            in_a_row = isinstance(module, nn.Sequential | nn.ModuleList)
+            in_a_row = isinstance(holder, nn.Sequential | nn.ModuleList)
             for name in before | now if in_a_row else before:
                 if now.get(name) is not before.get(name):
                     raise RuntimeError(

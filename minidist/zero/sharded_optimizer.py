@@ -289,9 +289,8 @@ def _described(groups: list[dict[str, Any]]) -> dict[str, Any]:
     for number, group in enumerate(groups):
         found[f"the number of parameters in group {number}"] = len(group["params"])
         for position, parameter in enumerate(group["params"]):
-            found[f"parameter {position} of group {number}"] = describe(parameter) + part_of(
-                parameter
-            )
+            text = describe(parameter) + part_of(parameter)
+            found[f"parameter {position} of group {number}"] = text
         found[f"the options of group {number}"] = {
             k: v for k, v in _options(group).items() if isinstance(v, bool | int | float | str)
         }
