@@ -93,6 +93,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         """Divide this rank's gradients by the scale. Returns, as 0 or more, whether any rank's were
         not finite."""
+        for piece in getattr(optimizer, "pieces", {}).values():
+            piece.follow()
         held = [
             parameter
             for group in optimizer.param_groups

@@ -743,6 +743,20 @@ def test_saved_and_loaded_in_inference_mode(pools, sharded):
     assert pools(2)(run) == [{}] * 2
 
 
+def test_a_step_within_a_summoned_block_that_fails_stays(pools):
+    def run():
+        model = wrapped(double(6, 4))
+        model(share(dist.get_rank())).sum().backward()
+        optimizer, before = torch.optim.SGD(model.parameters(), 0.1), wholes(model.state_dict())
+        with pytest.raises(KeyError), model.summon_full_params():
+            optimizer.step()
+            raise KeyError
+        after = wholes(model.state_dict())
+        return [name for name, x in after.items() if x.equal(before[name])]
+
+    assert pools(2)(run) == [[], []]
+
+
 def test_loaded_within_summon_full_params(pools):
     def run():
         model = wrapped(double(6, 5, 4))

@@ -116,6 +116,20 @@ def test_the_same_as_one_process_whose_batch_overflows(pools, strategy, overflow
             before = ours
 
 
+def test_gradients_that_replace_those_of_an_overflow(pools):
+    def run():
+        model, optimizer = stage2(net())
+        scaler = md.ShardedGradScaler(init_scale=8.0)
+        scaler.scale(model(torch.full((4, 6), torch.inf)).sum()).backward()
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.get_scale()
+
+    assert pools(2)(run) == [8.0, 8.0]
+
+
 def test_one_rank_is_the_same_as_torchs_to_the_bit(pools):
     for overflow in None, (2, 0):
         wanted = train(alone, overflow, partial(torch.amp.GradScaler, "cpu"), ranks=1)

@@ -626,7 +626,9 @@ def test_mistakes():
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(RuntimeError, match="a sparse gradient cannot be offloaded"):
         offloaded(table.parameters()).step()
-    table.other = nn.Parameter(table.weight.data.t())
+    table.other = nn.Parameter(table.weight.data.t(), requires_grad=False)
+    offloaded(table.parameters())
+    table.other.requires_grad_()
     with pytest.raises(ValueError, match="two parameters share memory, of shapes"):
         offloaded(table.parameters())
 

@@ -922,6 +922,42 @@ def test_what_made_the_inputs_gets_its_gradient(pools, schedule, recompute):
     assert max(pools(2)(run)) <= 1e-12
 
 
+def test_a_tied_weight_that_makes_the_inputs_is_the_same_on_both_ranks(pools):
+    def run():
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
+        plain[2].weight = plain[0].weight
+        model = md.Pipeline(copy.deepcopy(plain), 2, balance=[2, 1])
+        own = model.module.get_parameter(f"{2 * dist.get_rank()}.weight")
+        x, _ = digits(0)
+        F.mse_loss(plain(x @ plain[0].weight), x).backward()
+        model.train_step(x @ own, x, F.mse_loss)
+        return apart(own.grad, plain[0].weight.grad)
+
+    assert max(pools(2)(run)) <= 1e-12
+
+
+def test_a_loss_may_be_a_constant_for_one_microbatch(pools):
+    """As where all words are padding."""
+
+    def run():
+        torch.manual_seed(0)
+        plain, (x, _) = nn.Sequential(*(nn.Linear(6, 6).double() for _ in range(2))), digits(0)
+        model, x = md.Pipeline(copy.deepcopy(plain), 2), x[:6].clone()
+        x[:3] = 0
+
+        def loss_fn(y, targets):
+            return F.mse_loss(y, targets) if targets.any() else torch.zeros(())
+
+        model.train_step(x, x, loss_fn)
+        (F.mse_loss(plain(x[3:]), x[3:]) / 2).backward()
+        parameters = model.module.named_parameters()
+        return max(apart(p.grad, plain.get_parameter(name).grad) for name, p in parameters)
+
+    found = pools(2)(run)
+    assert max(found) <= 1e-12
+
+
 class AndItsWeight(nn.Module):
     """Gives a view of its weight as well."""
 
@@ -1577,7 +1613,7 @@ def test_what_cannot_be_around_a_stage_is_refused(pools, wrap, name):
             md.Pipeline(four(), 2, process_group=group, wrap=partial(wrap, mesh=mesh["data"]))
         return str(refused.value)
 
-    words = f"wrap gave a {name}, around which a pipeline would train otherwise than one process"
+    words = f"wrap gave a {name}, with which a pipeline would train otherwise than one process"
     assert all(words in each for each in pools(2)(run))
 
 
@@ -1616,6 +1652,12 @@ def third(kind):
 
 def failing(*args):
     raise KeyError("mine")
+
+
+def twice(model):
+    x = 2 * torch.ones(4, 3, requires_grad=True)
+    for _ in range(2):
+        model.train_step(x, torch.ones(4, 3), F.mse_loss)
 
 
 FAILURES = {
@@ -1706,6 +1748,11 @@ FAILURES = {
         lambda: steps(four(), loss_fn=lambda y, t: y - t),
         "ValueError",
         "rank 2: loss_fn must return one number, the mean over its rows",
+    ),
+    "a graph that is used twice": (
+        lambda: twice(md.Pipeline(four(), 2)),
+        "RuntimeError",
+        "rank 0: Trying to backward through the graph a second time",
     ),
     "a loss without a graph": (
         lambda: steps(four(), loss_fn=lambda y, t: F.mse_loss(y.detach(), t)),
@@ -2291,9 +2338,10 @@ def test_a_hook_that_no_layer_has_is_refused_on_all_ranks(pools, evaluates):
 
 
 @pytest.mark.parametrize("what", [md.ZeroRedundancyOptimizer, md.averaging.LocalSGD])
-def test_stages_of_one_shape_are_not_taken_for_replicas(pools, what):
+@pytest.mark.parametrize("of", [lambda model: model, copy.deepcopy], ids=["", "a copy"])
+def test_stages_of_one_shape_are_not_taken_for_replicas(pools, what, of):
     def run():
-        parameters = md.Pipeline(four(), 2, balance=[2, 2]).parameters()
+        parameters = of(md.Pipeline(four(), 2, balance=[2, 2])).parameters()
         if what is md.ZeroRedundancyOptimizer:
             what(parameters, torch.optim.SGD, lr=0.1)
         else:
@@ -2302,6 +2350,18 @@ def test_stages_of_one_shape_are_not_taken_for_replicas(pools, what):
     first, second = told(pools(2), run)
     assert first == second and first[0] == "ValueError"
     assert all(f"of rank {rank} along a pipeline" in first[1] for rank in (0, 1))
+
+
+def test_a_model_that_was_in_a_pipeline_may_be_trained_otherwise(pools):
+    def run():
+        model = four()
+        md.Pipeline(model, 2)
+        ddp = md.DistributedDataParallel(model)
+        optimizer = md.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+        ddp(torch.ones(4, 3)).sum().backward()
+        optimizer.step()
+
+    assert pools(2)(run) == [None, None]
 
 
 def any_order(ranks, stages, microbatches, seed):

@@ -1157,14 +1157,15 @@ def too_long(*_):
 
 def test_what_signals_do_waits_until_the_block_is_done():
     """All of it, once for each, though the first raises an error."""
-    found, handlers = [], {signal.SIGALRM: too_long, signal.SIGUSR2: lambda *_: found.append(1)}
+    found, handlers = [], {signal.SIGALRM: too_long}
+    handlers[signal.SIGUSR2] = lambda _, frame: found.append(frame.f_code.co_name)
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         with pytest.raises(LateError), uninterrupted(), uninterrupted():
             for number in signal.SIGALRM, signal.SIGUSR2, signal.SIGUSR2:
                 signal.raise_signal(number)
             assert found == []
-        assert found == [1]
+        assert found == ["test_what_signals_do_waits_until_the_block_is_done"]
         assert {number: signal.getsignal(number) for number in handlers} == handlers
     finally:
         for number, handler in before.items():

@@ -626,6 +626,52 @@ def test_a_gradient_that_is_replaced_is_the_new_one(pools, stage, then):
     assert pools(2)(train) == [[]] * 2
 
 
+@pytest.mark.parametrize("norm", [False, True])
+@BOTH
+def test_a_gradient_that_is_put_back(pools, stage, norm):
+    """Of some parameters; others get a new one, after a pass that was not averaged."""
+
+    def train():
+        module = net()
+        plain = copy.deepcopy(module)
+        model, optimizer = stage(module, SGD)
+        alone = SGD[0](plain.parameters(), **SGD[1])
+        for each, own, ranks in (model, optimizer, [dist.get_rank()]), (plain, alone, range(2)):
+            for rank in ranks:
+                (loss_of(each(share(rank))) / len(ranks)).backward()
+            # DistributedDataParallel lets the next pass take a gradient's memory.
+            keep = torch.clone if stage is stage1 or each is plain else lambda gradient: gradient
+            kept = [keep(p.grad) for p in each.parameters()]
+            own.zero_grad()
+            with model.no_sync():
+                loss_of(each(share(3))).backward()
+            for number, (p, gradient) in enumerate(zip(each.parameters(), kept, strict=True)):
+                p.grad = gradient if number % 2 else torch.full_like(p, 0.3)
+            if norm:
+                nn.utils.clip_grad_norm_(each.parameters(), 0.1)
+            own.step()
+        return apart(module.state_dict(), plain.state_dict())
+
+    assert pools(2)(train) == [[]] * 2
+
+
+@BOTH
+def test_a_new_gradient_after_passes_with_and_without_averages(pools, stage):
+    def train():
+        module = net()
+        model, optimizer = stage(module, (torch.optim.SGD, {"lr": 1.0}))
+        before = copy.deepcopy(module.state_dict())
+        loss_of(model(share(dist.get_rank()))).backward()
+        with model.no_sync():
+            loss_of(model(share(dist.get_rank(), 1))).backward()
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.5)
+        optimizer.step()
+        return apart(module.state_dict(), {name: x - 0.5 for name, x in before.items()})
+
+    assert pools(2)(train) == [[]] * 2
+
+
 def test_gradients_that_are_kept_and_their_data(pools):
     """In stage 2: an earlier pass's gradients are added to those of the next one."""
 
@@ -1132,6 +1178,13 @@ def of_rows(rank):
     module[0].weight.grad[torch.tensor([0, 1])] = 0
 
 
+def norms_of_rows(rank):
+    module = net()
+    model, _ = stage2(module, ADAM)
+    loss_of(model(share(rank))).backward()
+    module[0].weight.grad.norm(dim=1)
+
+
 def sharing_memory(rank):
     module = net(6, 6)
     module.append(nn.Linear(6, 6).double())[-1].weight.data = module[0].weight.data.t()
@@ -1248,6 +1301,7 @@ MISTAKES = {
         "RuntimeError",
         "The optimizer that takes steps is the one of the ShardedDataParallel",
     ),
+    "norms of rows": (norms_of_rows, "RuntimeError", "so there is no linalg_vector_norm of it"),
     "rows of a gradient": (of_rows, "RuntimeError", "so there is no index_put_ of it"),
     "more parameters": (
         lambda rank: wrap(lambda m: zero([*m.parameters(), *net(6, 3).parameters()])),

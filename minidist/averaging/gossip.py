@@ -56,4 +56,4 @@ class Gossip(AveragingOptimizer):
         for flat, other in zip(mine, theirs, strict=True):
             flat.lerp_(other, 0.5)
         for own, mean in zip(self.parameters, unpack(mine, self.parameters), strict=True):
-            own.copy_(mean)  # two that share memory take it twice
+            own.copy_(mean)  # two that share memory get it once

@@ -58,7 +58,8 @@ def require_apart(parameters: Iterable[torch.Tensor], who: str) -> None:
     `who`, which gives each memory of its own, they would be two."""
     begins: dict[int, torch.Tensor] = {}
     for parameter in parameters:
-        place = local_of(parameter).data_ptr() if parameter.numel() else 0
+        here = parameter.numel() and not parameter.is_meta
+        place = local_of(parameter).data_ptr() if here else 0
         if place and begins.setdefault(place, parameter) is not parameter:
             raise ValueError(
                 f"two parameters share memory, of shapes {tuple(begins[place].shape)} and "
@@ -87,10 +88,11 @@ def mark_as_part(parameters: Iterable[Any], of: str) -> None:
         parameter._part = f", {of}"
 
 
-def part_of(parameter: Any) -> str:
-    """What `mark_as_part` has said, to be compared between ranks beside `describe`."""
-    part: str = getattr(parameter, "_part", "")
-    return part
+def parts_of(parameters: Iterable[Any]) -> list[str]:
+    """What `mark_as_part` has said of each, to be compared between ranks beside `describe`. Nothing
+    if it has said so of some only: these are of a pipeline that is used no more."""
+    parts: list[str] = [getattr(parameter, "_part", "") for parameter in parameters]
+    return parts if all(parts) else [""] * len(parts)
 
 
 def _tensor(tensor: torch.Tensor) -> str:

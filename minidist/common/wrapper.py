@@ -81,6 +81,9 @@ def copy_on_ranks(wrapper: Any, memo: dict[int, Any], *same: Any) -> Any:
         memo[id(each)] = each
     memo[id(wrapper)] = copied = wrapper.__class__.__new__(wrapper.__class__)
     copied.__setstate__(copy.deepcopy(wrapper.__getstate__(), memo))
+    for own, other in zip(wrapper.parameters(), copied.parameters(), strict=True):
+        if hasattr(own, "_part"):  # see `replicas.mark_as_part`
+            other._part = own._part
     return copied
 
 

@@ -30,7 +30,6 @@ def summoned(
     if any(group.summoned for group in groups):
         raise RuntimeError("summon_full_params within summon_full_params")
     before: dict[ParamGroup, int] = {}
-    stepped = False
     try:
         for group in groups:
             group.module.fsdp_state.abandon()
@@ -38,8 +37,8 @@ def summoned(
             before[group] = group.version
             _summon(group, not rank0_only or dist.get_rank() == 0, device, with_grads)
         yield
-        stepped = writeback and any(group.version != before[group] for group in groups)
     finally:
+        stepped = writeback and any(group.version != seen for group, seen in before.items())
         ended = [each for group in groups for each in _dismiss(group)]
         for parameter, full in ended if writeback and not stepped else ():
             _write_back(parameter, full)

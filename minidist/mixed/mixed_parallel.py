@@ -228,9 +228,18 @@ class MixedParallel(Wrapper):
     def forward(self, inputs: Any) -> torch.Tensor:
         """The outputs for the inputs, whole, on every rank of the replica, without gradients. Every
         rank of the replica calls this with the same inputs. Raises RuntimeError on all of them if a
-        layer of one was replaced."""
-        with agree.together(self._pipeline, self._tensor):
+        layer of one was replaced, or a hook put on what only holds layers."""
+        problem, groups = None, (self._pipeline, self._tensor)
+        try:
             self._guard.require_same_layers(self.module)
+        except RuntimeError as error:
+            problem = error
+        failed = torch.tensor(problem is not None, dtype=torch.int32, device=device())
+        for group in groups:
+            if group.size() > 1:
+                dist.all_reduce(failed, dist.ReduceOp.MAX, group)
+        if failed:
+            agree.raise_on_every_rank(problem, *groups)
         own = self.pipeline(inputs)  # (B, T, V_r)
         if not self._vocabulary:
             return own

@@ -70,7 +70,7 @@ class OffloadedOptimizer(Optimizer):
         super().add_param_group(param_group)
         try:
             everything = (p for group in self.param_groups for p in group["params"])
-            require_apart(everything, type(self).__name__)
+            require_apart((p for p in everything if p.requires_grad), type(self).__name__)
             for parameter in self.param_groups[-1]["params"]:
                 self._mirrors[parameter] = Mirror(parameter)
             if self._inner is not None:

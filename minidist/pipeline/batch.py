@@ -12,8 +12,7 @@ a strategy around the stages, another along its axis.
 """
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,19 +56,18 @@ def split_into_microbatches(what: str, batch: Any, rows: Sequence[int]) -> list[
     return [tree_unflatten(list(part), structure) for part in parts]
 
 
-@contextmanager
-def cut_off(batch: Any) -> Iterator[Any]:
-    """Gives the batch without the graph that has made its tensors. That graph gets their gradients
-    after the block, once: backward of the first micro-batch would free it for all others."""
+def cut_off(batch: Any) -> tuple[Any, Callable[[], None]]:
+    """The batch without the graph that has made its tensors, and a function that gives that graph
+    their gradients, once: backward of the first micro-batch would free it for all others."""
     made = [x for x in tensors_of(batch) if x.requires_grad]
-    if not made:
-        yield batch
-        return
     leaves = [x.detach().requires_grad_() for x in made]
     left = iter(leaves)
-    yield tree_map_only(torch.Tensor, lambda x: next(left) if x.requires_grad else x, batch)
-    found = [(x, leaf.grad) for x, leaf in zip(made, leaves, strict=True) if leaf.grad is not None]
-    torch.autograd.backward([x for x, _ in found], [gradient for _, gradient in found])
+
+    def go_on() -> None:
+        pairs = [(x, y.grad) for x, y in zip(made, leaves, strict=True) if y.grad is not None]
+        torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])
+
+    return tree_map_only(torch.Tensor, lambda x: next(left) if x.requires_grad else x, batch), go_on
 
 
 def merge_microbatches(parts: Sequence[Any]) -> Any:

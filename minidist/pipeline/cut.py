@@ -77,8 +77,8 @@ def require_known(stage: nn.Module) -> None:
     of_torch = isinstance(stage, nn.parallel.DistributedDataParallel)
     if of_torch or (in_shards and not hasattr(stage, "summon_full_params")):
         raise TypeError(
-            f"wrap gave a {type(stage).__name__}, around which a pipeline would train otherwise "
-            "than one process: take md.FullyShardedDataParallel or md.DistributedDataParallel, "
+            f"wrap gave a {type(stage).__name__}, with which a pipeline would train otherwise than "
+            "one process does: take md.FullyShardedDataParallel or md.DistributedDataParallel, "
             "around the whole stage"
         )
 

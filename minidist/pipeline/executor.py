@@ -70,13 +70,15 @@ class Executor:
         self._made: dict[Instruction, Gradients | None] = {}  # by the send; None: failed
         self._leaving: dict[int, deque[Travelling]] = defaultdict(deque)  # by the rank they go to
         self._coming: dict[Instruction, Travelling] = {}  # by the receive
+        self._constant = 0  # losses without a graph
+        self._now: Instruction | str = ""  # what is done at the moment
         self.losses: list[torch.Tensor] = []
         self.outputs: list[Any] = []
         self.trace: list[Span] = []
         self.problem: Exception | None = None
 
-    def run(self) -> None:
-        """Do it all, in order."""
+    def run(self, go_on: Callable[[], None]) -> None:
+        """Do it all, in order, and then `go_on`."""
         for now in self._plan.ranks[self._peers.rank]:
             self._now, self._start = now, time.perf_counter()
             if isinstance(now, SENDS):
@@ -93,6 +95,8 @@ class Executor:
         for leaving in self._leaving.values():
             for _, works in leaving:
                 wait_for(works)
+        self._now = "the graph of the inputs"
+        self._compute(go_on)
 
     # ---- messages --------------------------------------------------------------------------
 
@@ -187,7 +191,8 @@ class Executor:
         loss, rows = self._batch.training[0](outputs, targets), self._batch.rows
         if not isinstance(loss, torch.Tensor) or loss.ndim:
             raise ValueError("loss_fn must return one number, the mean over its rows")
-        if torch.is_grad_enabled() and not loss.requires_grad:
+        self._constant += torch.is_grad_enabled() and not loss.requires_grad
+        if self._constant == len(rows):  # a single one may be, as where all words are padding
             raise ValueError(
                 "the loss needs no gradient, so that nothing would be trained: loss_fn must make "
                 "it of the outputs, without detach() or item(), and some parameter must be trained"

@@ -186,9 +186,9 @@ class Pipeline(Wrapper):
         one micro-batch to the next; RuntimeError for what a layer or loss_fn raised. Gradients then
         make no sense, and are to be set to None.
         """
-        batch = cut_off((inputs, kwargs))
-        with batch as (inputs, kwargs), added_up(self._ties, self._peers):
-            loss, _ = self._run(inputs, kwargs, (loss_fn, targets))
+        (inputs, kwargs), go_on = cut_off((inputs, kwargs))
+        with added_up(self._ties, self._peers):
+            loss, _ = self._run(inputs, kwargs, (loss_fn, targets), go_on)
         if self._peers.size > 1:
             mark_parts(self.parameters())
         return loss
@@ -204,10 +204,14 @@ class Pipeline(Wrapper):
         return y
 
     def _run(
-        self, inputs: Any, kwargs: dict[str, Any], training: tuple[Loss, Any] | None = None
+        self,
+        inputs: Any,
+        kwargs: dict[str, Any],
+        training: tuple[Loss, Any] | None = None,
+        go_on: Callable[[], None] = lambda: None,
     ) -> tuple[torch.Tensor, Any]:
         """The loss, on every rank; and in an evaluation the outputs, which are empty on all ranks
-        but the last stage's."""
+        but the last stage's. go_on: the backward pass of what has made the inputs."""
         batch = self._preparation.prepare(self.module, inputs, kwargs, training)
         plan = self.schedule
         if training is None:
@@ -215,7 +219,7 @@ class Pipeline(Wrapper):
         executor = Executor(plan, self._stages, self._peers, self._device, batch)
         try:
             with torch.set_grad_enabled(training is not None):
-                executor.run()
+                executor.run(go_on)
         finally:
             for stage in self._stages.values():
                 stage.end_step()

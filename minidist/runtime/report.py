@@ -78,7 +78,7 @@ def _refused(cause: BaseException | None) -> tuple[str, Frame] | None:
 def _said(error: BaseException) -> str:
     try:
         return str(error)
-    except BaseException:
+    except (Exception, SystemExit):
         return "<exception str() failed>"  # Python's own words for it
 
 

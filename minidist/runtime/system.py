@@ -90,7 +90,7 @@ def uninterrupted() -> Iterator[None]:
         found = {number: signal.getsignal(number) for number in signal.valid_signals()}
         handlers = {number: handler for number, handler in found.items() if callable(handler)}
     actions = {number: _action(number) for number in handlers}
-    late: dict[int, None] = {}  # each once, as the system keeps them
+    late: dict[int, Any] = {}  # each once, as the system keeps them, with its frame
     here, over = os.getpid(), False
 
     def put_off(number: int, frame: Any) -> None:
@@ -99,7 +99,7 @@ def uninterrupted() -> Iterator[None]:
         if over or os.getpid() != here:
             handlers[number](number, frame)
         else:
-            late[number] = None
+            late.setdefault(number, frame)
 
     try:
         for number in handlers:
@@ -111,7 +111,7 @@ def uninterrupted() -> Iterator[None]:
         finally:
             over = True
             # Called, not raised: the signal itself has come, and who else heard of it knows.
-            _all([partial(handlers[number], number, None) for number in late])
+            _all([partial(handlers[number], number, frame) for number, frame in late.items()])
 
 
 def _give_back(handlers: dict[int, Any], actions: dict[int, Any]) -> None:

@@ -167,7 +167,7 @@ def _take_apart(error: BaseException) -> Failure:
     try:
         pickled = cloudpickle.dumps(error)
         cloudpickle.loads(pickled)  # an exception with its own __init__ may not come back
-    except BaseException:
+    except (Exception, SystemExit):
         pickled = None
     return Failure.of(error, when, pickled)
 

@@ -77,6 +77,8 @@ class ShardBuckets(Buckets):
         """What is in shards waits there."""
         if not isinstance(parameter.grad, GradientInShards):
             super().hold(parameter)
+            if (piece := self._pieces.get(parameter)) and piece.known is piece:
+                piece.known = parameter.grad
 
     def add(self, parameter: nn.Parameter) -> None:
         """Its gradient joins those that leave; what is in shards stays where it is."""
@@ -101,7 +103,6 @@ class ShardBuckets(Buckets):
         for flat, shard in zip(self._plan, self._shards, strict=True):
             for piece in flat.pieces:
                 if piece.whole in found:
-                    piece.beside = False
                     if piece.own.grad is None:
                         piece.own.grad = shard[piece.place].detach()  # as DDP's
                     else:
@@ -109,6 +110,8 @@ class ShardBuckets(Buckets):
         for parameter in found:
             mine = self._pieces.get(parameter)
             parameter.grad = GradientInShards(parameter, mine, self._group)
+            if mine is not None:
+                mine.known = parameter.grad
 
     def empty(self) -> None:
         """Wait for all gradients of the next backward pass."""
@@ -122,11 +125,11 @@ def _make_room(parameter: nn.Parameter, piece: Piece | None, *given: Any) -> Non
     if given and given[0][0] is None:
         return  # a Function of the user's has none for it, so nothing comes
     if piece is not None:
-        piece.forget_replaced()
+        piece.follow()
     if isinstance(parameter.grad, GradientInShards) and parameter.grad.piece is piece:
         parameter.grad = None  # and nothing, if this hook is an earlier wrapper's
         if piece is not None:
-            piece.beside = True
+            piece.known = piece
 
 
 class ShardedDataParallel(Synchronized):

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from minidist.common.agree import require_same, together
 from minidist.common.groups import require_group
 from minidist.common.refusals import refuse
-from minidist.common.replicas import describe, part_of, refuse_dtensors, require_apart
+from minidist.common.replicas import describe, parts_of, refuse_dtensors, require_apart
 from minidist.distributed_data_parallel.buckets import BUCKET_CAP_MB, assign
 from minidist.zero.optimizer_states import gathered, is_elementwise, own_part
 from minidist.zero.shards import FlatParameters, GradientInShards, Piece, all_gather
@@ -193,7 +193,7 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         """Add the piece's part of a full gradient to what it holds from `ShardedDataParallel`.
         Returns the latter."""
         gradient: Any = piece.whole.grad
-        piece.forget_replaced()
+        piece.follow()
         held = piece.own.grad
         if gradient is not None and not isinstance(gradient, GradientInShards):
             part = piece.of(gradient.detach())
@@ -226,7 +226,8 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Of the parameters, and of what `ShardedDataParallel` has left of their gradients."""
         super().zero_grad(set_to_none)
-        self._inner.zero_grad(set_to_none)
+        for piece in self.pieces.values():
+            piece.follow()
 
     # ---- checkpoints -----------------------------------------------------------------------
 
@@ -288,9 +289,9 @@ def _described(groups: list[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {"the number of parameter groups": len(groups)}
     for number, group in enumerate(groups):
         found[f"the number of parameters in group {number}"] = len(group["params"])
-        for position, parameter in enumerate(group["params"]):
-            text = describe(parameter) + part_of(parameter)
-            found[f"parameter {position} of group {number}"] = text
+        parts = parts_of(group["params"])
+        for position, (parameter, part) in enumerate(zip(group["params"], parts, strict=True)):
+            found[f"parameter {position} of group {number}"] = describe(parameter) + part
         found[f"the options of group {number}"] = {
             k: v for k, v in _options(group).items() if isinstance(v, bool | int | float | str)
         }

@@ -25,7 +25,8 @@ from minidist.distributed_data_parallel.buckets import dense_strides
 _BY_SHARD = "gloo"
 
 # Of what torch does in place to each element, what it has no tag for.
-_BY_ELEMENT = {"abs_", "copy_", "copysign_", "detach_", "fill_", "masked_fill_", "zero_"}
+_BY_ELEMENT = {"abs_", "copy_", "copysign_", "detach_", "fill_", "floor_divide_", "heaviside_"}
+_BY_ELEMENT |= {"masked_fill_", "threshold_", "zero_"}
 
 
 # ---- who owns what -----------------------------------------------------------------------------
@@ -39,7 +40,9 @@ class Piece:
     span: slice  # which elements of it, in the order in which they lie in memory
     own: nn.Parameter  # these elements (n,), in the same memory: the rank's optimizer trains them
     place: slice  # where they are in the rank's shard of the bucket
-    beside: bool = False  # whether the parameter's `.grad` is to be added to that of `own`
+    # The parameter's `.grad` as we know it: in shards, or beside them, to be added to that of
+    # `own`; the piece itself until that one is there.
+    known: Any = None
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same elements of a tensor that belongs to the parameter and has its shape: (n,). A
@@ -49,11 +52,14 @@ class Piece:
             tensor = tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
         return tensor.as_strided((tensor.numel(),), (1,))[self.span]
 
-    def forget_replaced(self) -> None:
-        """The gradient of `own`, if the user has set the parameter's to None or to another one."""
+    def follow(self) -> None:
+        """The gradient of `own` is that of the parameter, which the user may have removed, replaced
+        or put back."""
         gradient: Any = self.whole.grad
-        if gradient is None or not (self.beside or isinstance(gradient, GradientInShards)):
-            self.own.grad = None
+        if gradient is None or (gradient is not self.known and self.known is not self):
+            in_shards = isinstance(gradient, GradientInShards)
+            self.own.grad = gradient.kept if in_shards else None
+            self.known = gradient if in_shards else None
 
 
 class FlatParameters:
@@ -129,6 +135,7 @@ class GradientInShards(torch.Tensor):
         """This rank's part, as it is now; of one that is no longer the parameter's, as it was."""
         if self.piece is None or self.piece.whole.grad is not self:
             return self.kept
+        self.piece.follow()
         mine = self.piece.own.grad
         return self.kept[:0] if mine is None else mine
 
@@ -154,7 +161,8 @@ class GradientInShards(torch.Tensor):
         several = isinstance(args[0], list)
         gradients = args[0] if several else args[:1]
         own = [gradient for gradient in gradients if isinstance(gradient, cls)]
-        if name in ("linalg_vector_norm", "_foreach_norm"):
+        of_all = not any(args[2:]) and not kwargs  # not of rows, nor in another dtype
+        if name in ("linalg_vector_norm", "_foreach_norm") and of_all:
             norm_type, first = args[1] if len(args) > 1 else 2, own[0]
             shards = [gradient.shard for gradient in own]
             found = iter(norms_over_ranks(shards, norm_type, first.group, first.device))
