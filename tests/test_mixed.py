@@ -678,10 +678,6 @@ WRONG_MODELS = {
         lambda: sharded(md.DistributedDataParallel),
         "TypeError: shard is for what shards a stage's parameters",
     ),
-    "no values": (
-        lambda: build({"data": 2, "tensor": 2}, lambda: transformer().to("meta")),
-        'ValueError: the model is on the device "meta", and has no values to send',
-    ),
     "models": (one_rank_of_another_size, "ValueError: the ranks have different models."),
     "micro-batches": (
         one_replica_of_other_micro_batches,

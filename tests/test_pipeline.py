@@ -958,6 +958,35 @@ def test_a_loss_may_be_a_constant_for_one_microbatch(pools):
     assert max(found) <= 1e-12
 
 
+def test_a_constant_loss_in_one_of_two_replicas_whose_stages_are_sharded(pools):
+    """The other replica waits for the shards that it gathers."""
+
+    def run():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
+        torch.manual_seed(0)
+        plain, (x, _) = nn.Sequential(*(nn.Linear(6, 6).double() for _ in range(2))), digits(0)
+        wrap = partial(md.FullyShardedDataParallel, device_mesh=mesh["data"])
+        group = mesh.get_group("pipeline")
+        model = md.Pipeline(copy.deepcopy(plain), 2, process_group=group, wrap=wrap)
+        first, second = x[:6].clone(), x[5:11]
+        first[:3] = 0
+        own = (first, second)[mesh.get_local_rank("data")]
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def loss_fn(y, targets):
+            return F.mse_loss(y, targets) if targets.any() else torch.zeros(())
+
+        model.train_step(own, own, loss_fn)
+        optimizer.step()
+        loss = F.mse_loss(plain(first[3:]), first[3:]) / 2 + F.mse_loss(plain(second), second)
+        (loss / 2).backward()
+        torch.optim.SGD(plain.parameters(), 0.1).step()
+        state = plain.state_dict()
+        return max(apart(x, state[name]) for name, x in model.full_state_dict().items())
+
+    assert max(pools(4)(run)) <= 1e-12
+
+
 class AndItsWeight(nn.Module):
     """Gives a view of its weight as well."""
 

@@ -626,10 +626,11 @@ def test_a_gradient_that_is_replaced_is_the_new_one(pools, stage, then):
     assert pools(2)(train) == [[]] * 2
 
 
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("norm", [None, "torch's", "the model's"])
+@pytest.mark.parametrize("others", [0, 1], ids=["", "others are new"])
 @BOTH
-def test_a_gradient_that_is_put_back(pools, stage, norm):
-    """Of some parameters; others get a new one, after a pass that was not averaged."""
+def test_a_gradient_that_is_put_back(pools, stage, norm, others):
+    """After a pass that was not averaged."""
 
     def train():
         module = net()
@@ -646,8 +647,10 @@ def test_a_gradient_that_is_put_back(pools, stage, norm):
             with model.no_sync():
                 loss_of(each(share(3))).backward()
             for number, (p, gradient) in enumerate(zip(each.parameters(), kept, strict=True)):
-                p.grad = gradient if number % 2 else torch.full_like(p, 0.3)
-            if norm:
+                p.grad = torch.full_like(p, 0.3) if others and number % 2 else gradient
+            if norm == "the model's" and isinstance(each, md.ShardedDataParallel):
+                each.clip_grad_norm_(0.1)
+            elif norm:
                 nn.utils.clip_grad_norm_(each.parameters(), 0.1)
             own.step()
         return apart(module.state_dict(), plain.state_dict())
@@ -668,6 +671,44 @@ def test_a_new_gradient_after_passes_with_and_without_averages(pools, stage):
             parameter.grad = torch.full_like(parameter, 0.5)
         optimizer.step()
         return apart(module.state_dict(), {name: x - 0.5 for name, x in before.items()})
+
+    assert pools(2)(train) == [[]] * 2
+
+
+@pytest.mark.parametrize(
+    ("beside", "then"),
+    [
+        ("without averages", "zeros"),
+        ("without averages", "a new gradient"),
+        ("without averages", "a graph"),
+        ("of the module itself", "zeros"),
+        ("of the module itself", "a graph"),
+    ],
+)
+def test_a_gradient_beside_one_in_shards(pools, beside, then):
+    """And then another pass that is averaged."""
+
+    def train():
+        module = net()
+        plain = copy.deepcopy(module)
+        model, optimizer = stage2(module, SGD)
+        alone = SGD[0](plain.parameters(), **SGD[1])
+        for each, own, ranks in (model, optimizer, [dist.get_rank()]), (plain, alone, range(2)):
+            for rank in ranks:
+                (loss_of(each(share(rank))) / len(ranks)).backward()
+            inner = model.module if beside == "of the module itself" and each is model else each
+            for graph in [False, True] if then == "a graph" else [False]:
+                with model.no_sync() if inner is model else contextlib.nullcontext():
+                    loss_of(inner(share(5))).backward(create_graph=graph)  # the same on both ranks
+            if then == "zeros":
+                own.zero_grad(set_to_none=False)
+            elif then == "a new gradient":
+                for parameter in each.parameters():
+                    parameter.grad = torch.full_like(parameter, 0.3)
+            for rank in ranks if then != "a new gradient" else []:
+                (loss_of(each(share(rank, 1))) / len(ranks)).backward()
+            own.step()
+        return apart(module.state_dict(), plain.state_dict())
 
     assert pools(2)(train) == [[]] * 2
 

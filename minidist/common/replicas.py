@@ -85,14 +85,20 @@ def mark_as_part(parameters: Iterable[Any], of: str) -> None:
     """Say of parameters which part of a model they are. Another rank's, of another part, are no
     replicas of them, though they may look so to an optimizer, which knows no names."""
     for parameter in parameters:
-        parameter._part = f", {of}"
+        parameter._part = of
 
 
-def parts_of(parameters: Iterable[Any]) -> list[str]:
-    """What `mark_as_part` has said of each, to be compared between ranks beside `describe`. Nothing
-    if it has said so of some only: these are of a pipeline that is used no more."""
-    parts: list[str] = [getattr(parameter, "_part", "") for parameter in parameters]
-    return parts if all(parts) else [""] * len(parts)
+def require_replicas(parameters: Iterable[Any], group: dist.ProcessGroup) -> None:
+    """Raises ValueError, on every rank, if `mark_as_part` has said of two ranks' parameters that
+    they are of different parts."""
+    by_rank = gather(group, [getattr(parameter, "_part", "") for parameter in parameters])
+    for number, marks in enumerate(zip(*by_rank, strict=False)):
+        # A rank without a mark has the whole model: it is trained otherwise now.
+        if len(parts := sorted({*marks} - {""})) > 1:
+            raise ValueError(
+                f"parameter {number} is another one on each rank, {' and '.join(parts)}: the "
+                "ranks of this group have parts of one model, and no replicas"
+            )
 
 
 def _tensor(tensor: torch.Tensor) -> str:
@@ -107,15 +113,9 @@ def broadcast_state(
     """Give every rank of the group the values that `source` (its rank in the group) has.
 
     Tensors of any dtypes travel together, as bytes: one message for each 25 MiB of a device. Small
-    messages cost their latency, not their size. Lesson: collectives. Raises ValueError for one on
-    the device "meta".
+    messages cost their latency, not their size. Lesson: collectives.
     """
     for chunk in _chunks(tensors):
-        if chunk[0].is_meta:
-            raise ValueError(
-                'the model is on the device "meta", and has no values to send: give it some first, '
-                "by to_empty(device=...) and the reset_parameters() of its modules"
-            )
         everything = [_as_bytes(tensor) for tensor in chunk]
         together = everything[0] if len(chunk) == 1 else torch.cat(everything)
         dist.broadcast(together, group=group, group_src=source)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from minidist.collectives.peers import Peers, wait_for
+from minidist.common.tensors_in import tensors_of
 from minidist.pipeline.batch import Batch, split_into_microbatches
 from minidist.pipeline.instructions import (
     RECEIVES,
@@ -191,12 +192,17 @@ class Executor:
         loss, rows = self._batch.training[0](outputs, targets), self._batch.rows
         if not isinstance(loss, torch.Tensor) or loss.ndim:
             raise ValueError("loss_fn must return one number, the mean over its rows")
-        self._constant += torch.is_grad_enabled() and not loss.requires_grad
-        if self._constant == len(rows):  # a single one may be, as where all words are padding
-            raise ValueError(
-                "the loss needs no gradient, so that nothing would be trained: loss_fn must make "
-                "it of the outputs, without detach() or item(), and some parameter must be trained"
-            )
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            self._constant += 1  # one alone may be, as where all words are padding
+            if self._constant == len(rows):
+                raise ValueError(
+                    "the loss needs no gradient, so that nothing would be trained: loss_fn must "
+                    "make it of the outputs, without detach() or item(), and some parameter must "
+                    "be trained"
+                )
+            # Backward goes all the way even so: a strategy around a stage waits for other replicas.
+            needed = (y for y in tensors_of(outputs) if y.requires_grad)
+            loss = loss + sum(y.flatten()[:0].abs().sum() for y in needed)
         return loss * (rows[i] / sum(rows))
 
     @cached_property

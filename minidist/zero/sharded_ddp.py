@@ -126,10 +126,10 @@ def _make_room(parameter: nn.Parameter, piece: Piece | None, *given: Any) -> Non
         return  # a Function of the user's has none for it, so nothing comes
     if piece is not None:
         piece.follow()
+        if piece.known is not None:
+            piece.known = piece
     if isinstance(parameter.grad, GradientInShards) and parameter.grad.piece is piece:
         parameter.grad = None  # and nothing, if this hook is an earlier wrapper's
-        if piece is not None:
-            piece.known = piece
 
 
 class ShardedDataParallel(Synchronized):
@@ -231,6 +231,8 @@ class ShardedDataParallel(Synchronized):
             # The user has set some, which are whole.
             return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
         pieces = [x for optimizer in self._optimizers for x in optimizer.pieces.values()]
+        for piece in pieces:
+            piece.follow()
         # The user may have removed one.
         shards = [piece.own for piece in pieces if piece.whole.grad is not None]
         device = next(self.module.parameters()).device

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from minidist.common.agree import require_same, together
 from minidist.common.groups import require_group
 from minidist.common.refusals import refuse
-from minidist.common.replicas import describe, parts_of, refuse_dtensors, require_apart
+from minidist.common.replicas import describe, refuse_dtensors, require_apart, require_replicas
 from minidist.distributed_data_parallel.buckets import BUCKET_CAP_MB, assign
 from minidist.zero.optimizer_states import gathered, is_elementwise, own_part
 from minidist.zero.shards import FlatParameters, GradientInShards, Piece, all_gather
@@ -117,10 +117,11 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
 
     def _share_out(self, groups: list[dict[str, Any]]) -> None:
         """Partition the parameters of these groups, but for those that have been so in another."""
+        parameters = [p for group in groups for p in group["params"]]
+        require_replicas(parameters, self.process_group)
         found = _described(groups)
         require_same(self.process_group, found | {"bucket_cap_mb": self.bucket_cap_mb})
         refuse_dtensors(f"{name}, {text}" for name, text in found.items())
-        parameters = [p for group in groups for p in group["params"]]
         trained = [p for p in parameters if p.requires_grad and p not in self._shared]
         with together(self.process_group):
             require_apart(trained, "ZeroRedundancyOptimizer")
@@ -227,7 +228,8 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         """Of the parameters, and of what `ShardedDataParallel` has left of their gradients."""
         super().zero_grad(set_to_none)
         for piece in self.pieces.values():
-            piece.follow()
+            piece.follow()  # what the user has kept of it stays
+        self._inner.zero_grad(set_to_none)
 
     # ---- checkpoints -----------------------------------------------------------------------
 
@@ -289,9 +291,8 @@ def _described(groups: list[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {"the number of parameter groups": len(groups)}
     for number, group in enumerate(groups):
         found[f"the number of parameters in group {number}"] = len(group["params"])
-        parts = parts_of(group["params"])
-        for position, (parameter, part) in enumerate(zip(group["params"], parts, strict=True)):
-            found[f"parameter {position} of group {number}"] = describe(parameter) + part
+        for position, parameter in enumerate(group["params"]):
+            found[f"parameter {position} of group {number}"] = describe(parameter)
         found[f"the options of group {number}"] = {
             k: v for k, v in _options(group).items() if isinstance(v, bool | int | float | str)
         }

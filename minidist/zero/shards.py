@@ -56,8 +56,9 @@ class Piece:
         """The gradient of `own` is that of the parameter, which the user may have removed, replaced
         or put back."""
         gradient: Any = self.whole.grad
-        if gradient is None or (gradient is not self.known and self.known is not self):
-            in_shards = isinstance(gradient, GradientInShards)
+        in_shards = isinstance(gradient, GradientInShards) and gradient.piece is self
+        expected = gradient is self.known or (self.known is self and not in_shards)
+        if gradient is None or not expected:
             self.own.grad = gradient.kept if in_shards else None
             self.known = gradient if in_shards else None
 
