@@ -768,49 +768,65 @@ def step_of(model, step):
     model.train_step(inputs[replica::2], targets[replica::2], model.cross_entropy)
 
 
-@pytest.mark.parametrize("axis", ["data", "pipeline"])
-@pytest.mark.parametrize("evaluates", [False, True])
-def test_a_layer_that_is_replaced_is_refused(pools, evaluates, axis):
-    def run():
-        layers = nn.Embedding(257, 8), nn.ReLU(), nn.Linear(8, 257)
-        stages = [2, 1] if axis == "pipeline" else None
-        model = MixedParallel(nn.Sequential(*layers), mesh(**{axis: 2}), 2, balance=stages)
-        step_of(model, 0)
-        if dist.get_rank() == 0 or axis == "data":
-            model.module[1] = nn.Tanh()  # it has no parameters that would tell
-        if evaluates:
-            return raised(model, batch(0)[0])
-        return raised(step_of, model, 0)
-
-    for told in pools(2)(run):
-        assert "layer 1 has been added, removed or replaced since it was wrapped" in told
+def another_layer(model):
+    model.module[1] = nn.Tanh()  # it has no parameters that would tell
 
 
-@pytest.mark.parametrize("evaluates", [False, True])
-def test_another_module_in_the_wrapper_is_refused(pools, evaluates):
-    def run():
-        model = MixedParallel(transformer(), mesh(pipeline=2), 2)
-        if dist.get_rank() == 1:
-            model.module = nn.Sequential(model.module)  # as torch.compile does: the same layers
-        return raised(*([model, batch(0)[0]] if evaluates else [step_of, model, 0]))
-
-    for told in pools(2)(run):
-        assert "rank 1: the module has been replaced since it was wrapped" in told
+def another_module(model):
+    model.module = nn.Sequential(model.module)  # as torch.compile does: the same layers
 
 
-@pytest.mark.parametrize("evaluates", [False, True])
-@pytest.mark.parametrize("of", ["", "blocks"])
-def test_a_hook_that_no_layer_has_is_refused(pools, of, evaluates):
+def a_hook(of):
     """MixedParallel calls neither the model nor what holds its layers, but these alone."""
 
+    def register(model):
+        where = model.module.get_submodule(of)
+        where.register_forward_hook(lambda module, inputs, outputs: 2 * outputs)
+
+    return register
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("axis", ["data", "pipeline", "tensor"])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (another_layer, "layer 1 has been added, removed or replaced since it was wrapped"),
+        (another_module, "the module has been replaced since it was wrapped"),
+        (a_hook(""), "the module has a hook, which would not be called"),
+        (a_hook("blocks"), "blocks has a hook, which would not be called"),
+    ],
+    ids=["layer", "module", "hook", "hook within"],
+)
+def test_layers_that_would_not_be_run_are_refused(pools, change, words, axis, evaluates):
+    """On all ranks that take part: replicas are evaluated one by one."""
+
     def run():
-        dense = transformer()
-        dense.get_submodule(of).register_forward_hook(lambda module, inputs, outputs: 2 * outputs)
-        model = MixedParallel(dense, mesh(data=2), 2)
+        model, options = transformer(), {}
+        if change is another_layer:
+            model = nn.Sequential(nn.Embedding(257, 8), nn.ReLU(), nn.Linear(8, 257))
+            options["plan"] = {"2": "vocabulary"}
+            options["balance"] = [2, 1] if axis == "pipeline" else None
+        model = MixedParallel(model, mesh(**{axis: 2}), 2, **options)
+        step_of(model, 0)
+        if dist.get_rank() == 0 or (evaluates and axis == "data"):
+            change(model)
         return raised(*([model, batch(0)[0]] if evaluates else [step_of, model, 0]))
 
-    for told in pools(2)(run):
-        assert f"{of or 'the module'} has a hook, which would not be called" in told
+    for rank, told in enumerate(pools(2)(run)):
+        of = rank if evaluates and axis == "data" else 0
+        assert f"rank {of}: {words}" in told
+
+
+def test_the_number_of_microbatches_cannot_be_set(pools):
+    def run():
+        model = MixedParallel(transformer(), mesh(pipeline=2), 2)
+        for each in model, model.pipeline:
+            with pytest.raises(AttributeError, match="property 'microbatches' of .* has no setter"):
+                each.microbatches = 4
+        return model.microbatches, model.pipeline.microbatches
+
+    assert pools(2)(run) == [(2, 2)] * 2
 
 
 def test_shards_along_tensor_are_not_taken_for_replicas(pools):

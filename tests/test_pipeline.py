@@ -2314,54 +2314,40 @@ def test_parameters_that_changed_on_one_rank_are_refused_on_all(pools, change, w
     assert first == second and first[0] == "RuntimeError" and words in first[1]
 
 
+def another_layer(model):
+    model.module[1] = nn.Tanh()  # it has no parameters that would tell
+
+
+def another_module(model):
+    model.module = nn.Sequential(*model.module)  # as torch.compile does: the same layers
+
+
+def a_hook_of_no_layer(model):
+    model.module.register_forward_hook(lambda layers, inputs, outputs: 2 * outputs)
+
+
 @pytest.mark.parametrize("evaluates", [False, True])
-def test_a_layer_that_is_replaced_is_refused_on_all_ranks(pools, evaluates):
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (another_layer, "rank 1: layer 3 has been added, removed or replaced since it was wrapped"),
+        (another_module, "rank 1: the module has been replaced since it was wrapped, and would"),
+        (a_hook_of_no_layer, "rank 1: the module has a hook, which would not be called: Pipeline"),
+    ],
+    ids=["layer", "module", "hook"],
+)
+def test_layers_that_would_not_be_run_are_refused_on_all_ranks(pools, change, words, evaluates):
     def run():
         layers = [nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3), nn.ReLU()]
-        model = md.Pipeline(nn.Sequential(*layers), 2, balance=[2, 2])
-        batch = torch.ones(4, 3)
+        model, batch = md.Pipeline(nn.Sequential(*layers), 2, balance=[2, 2]), torch.ones(4, 3)
         model.train_step(batch, batch, F.mse_loss)
         if dist.get_rank() == 1:
-            model.module[1] = nn.Tanh()  # it has no parameters that would tell
+            change(model)
         if evaluates:
             model(batch)
         else:
             model.train_step(batch, batch, F.mse_loss)
 
-    words = "rank 1: layer 3 has been added, removed or replaced since it was wrapped"
-    first, second = told(pools(2), run)
-    assert first == second and first[0] == "RuntimeError" and words in first[1]
-
-
-@pytest.mark.parametrize("evaluates", [False, True])
-def test_another_module_in_a_pipeline_is_refused_on_all_ranks(pools, evaluates):
-    def run():
-        model = md.Pipeline(four(), 2, balance=[2, 2])
-        if dist.get_rank() == 1:
-            model.module = nn.Sequential(*model.module)  # as torch.compile does: the same layers
-        batch = torch.ones(4, 3)
-        if evaluates:
-            model(batch)
-        else:
-            model.train_step(batch, batch, F.mse_loss)
-
-    words = "rank 1: the module has been replaced since it was wrapped, and would not be run"
-    first, second = told(pools(2), run)
-    assert first == second and first[0] == "RuntimeError" and words in first[1]
-
-
-@pytest.mark.parametrize("evaluates", [False, True])
-def test_a_hook_that_no_layer_has_is_refused_on_all_ranks(pools, evaluates):
-    def run():
-        model, batch = md.Pipeline(four(), 2, balance=[2, 2]), torch.ones(4, 3)
-        if dist.get_rank() == 1:
-            model.module.register_forward_hook(lambda layers, inputs, outputs: 2 * outputs)
-        if evaluates:
-            model(batch)
-        else:
-            model.train_step(batch, batch, F.mse_loss)
-
-    words = "rank 1: the module has a hook, which would not be called: Pipeline runs its layers"
     first, second = told(pools(2), run)
     assert first == second and first[0] == "RuntimeError" and words in first[1]
 

@@ -530,32 +530,49 @@ def test_torchs_clipping_is_right_in_stage_2(pools, size, clip):
     assert pools(size)(train) == [None] * size
 
 
+def in_turns(stage, train, make=net):
+    """On a rank: `train(model, optimizer, backward)` by the stage, then in one process, and what
+    differs. backward(step, of): a pass of the model, or of `of`: the mean of all ranks' losses."""
+    module = make()
+    plain = copy.deepcopy(module)
+
+    def trained(model, optimizer, ranks):
+        def backward(step=0, of=None):
+            for rank in ranks:
+                (loss_of((of or model)(share(rank, step))) / len(ranks)).backward()
+
+        return {**(train(model, optimizer, backward) or {}), **whole(model, optimizer)}
+
+    ours = trained(*stage(module, SGD), [dist.get_rank()])
+    alone = SGD[0](plain.parameters(), **SGD[1])
+    return apart(ours, trained(plain, alone, range(dist.get_world_size())))
+
+
+def module_of(model):
+    return getattr(model, "module", model)
+
+
+def without_averages(model):
+    return getattr(model, "no_sync", contextlib.nullcontext)()
+
+
 def test_gradients_of_the_bare_module_add_up_with_those_in_shards(pools):
     """Of the same examples on every rank, as a penalty may be. Two steps, without zero_grad."""
 
-    def train():
-        module = net()
-        plain = copy.deepcopy(module)
-        model, optimizer = stage2(module, SGD)
-        alone = SGD[0](plain.parameters(), **SGD[1])
-        loss_of(model(share(dist.get_rank()))).backward()
-        loss_of(model.module(share(7))).backward()
-        for rank in range(2):
-            (loss_of(plain(share(rank))) / 2).backward()
-        loss_of(plain(share(7))).backward()
+    def train(model, optimizer, backward):
+        backward()
+        loss_of(module_of(model)(share(7))).backward()
         for _ in range(2):
             optimizer.step()
-            alone.step()
-        return apart(module.state_dict(), plain.state_dict())
 
-    assert pools(2)(train) == [[]] * 2
+    assert pools(2)(in_turns, stage2, train) == [[]] * 2
 
 
 REMOVALS = {
-    "the module's": lambda model, optimizer: model.module.zero_grad(),
-    "the wrapper's": lambda model, optimizer: model.zero_grad(),
-    "one by one": lambda model, optimizer: [setattr(p, "grad", None) for p in model.parameters()],
-    "the last one's": lambda model, optimizer: setattr([*model.parameters()][-1], "grad", None),
+    "the module's": lambda model: module_of(model).zero_grad(),
+    "the wrapper's": lambda model: model.zero_grad(),
+    "one by one": lambda model: [setattr(p, "grad", None) for p in model.parameters()],
+    "the last one's": lambda model: setattr([*model.parameters()][-1], "grad", None),
 }
 
 
@@ -563,182 +580,110 @@ REMOVALS = {
 @pytest.mark.parametrize("how", REMOVALS)
 @BOTH
 def test_a_gradient_that_is_set_to_none_is_none(pools, stage, how, when):
-    def train():
-        module = net()
-        plain = copy.deepcopy(module)
-        model, optimizer = stage(module, SGD)
-        alone = SGD[0](plain.parameters(), **SGD[1])
+    def train(model, optimizer, backward):
         for step in range(3):
-            loss_of(model(share(dist.get_rank(), step))).backward()
-            for rank in range(2):
-                (loss_of(plain(share(rank, step))) / 2).backward()
+            backward(step)
             if step == 1:
-                REMOVALS[how](model, optimizer)
-                for p in list(plain.parameters())[-1 if how == "the last one's" else 0 :]:
-                    p.grad = None
+                REMOVALS[how](model)
             if when != "before a pass" or step == 2:
                 optimizer.step()
-                alone.step()
-        return apart(module.state_dict(), plain.state_dict())
 
-    assert pools(2)(train) == [[]] * 2
+    assert pools(2)(in_turns, stage, train) == [[]] * 2
 
 
-@pytest.mark.parametrize("then", ["a step", "a pass", "a norm", "torch's norm"])
+def clip_by(norm, model):
+    if norm == "the model's" and isinstance(model, md.ShardedDataParallel):
+        model.clip_grad_norm_(0.1)
+    elif norm:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+NORMS = pytest.mark.parametrize("norm", ["", "torch's", "the model's"])
+
+
+@pytest.mark.parametrize("another", [False, True], ids=["", "another pass"])
+@NORMS
 @BOTH
-def test_a_gradient_that_is_replaced_is_the_new_one(pools, stage, then):
+def test_a_gradient_that_is_replaced_is_the_new_one(pools, stage, norm, another):
     def replace(model, step):
         for number, parameter in enumerate(model.parameters()):
             if number % 2 == step % 2:
                 parameter.grad = torch.full_like(parameter, 0.3)
 
-    def clip(model):
-        method = then == "a norm" and getattr(model, "clip_grad_norm_", None)
-        if method:
-            method(0.1)
-        elif "norm" in then:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-
-    def train():
-        module = net()
-        plain = copy.deepcopy(module)
-        model, optimizer = stage(module, SGD)
-        alone = SGD[0](plain.parameters(), **SGD[1])
+    def train(model, optimizer, backward):
         for step in range(4):
             optimizer.zero_grad()
-            alone.zero_grad()
-            for times in range(2 if then == "a pass" else 1):
-                if times:
-                    replace(model, step)
-                    replace(plain, step)
-                loss_of(model(share(dist.get_rank(), step + times))).backward()
-                for rank in range(2):
-                    (loss_of(plain(share(rank, step + times))) / 2).backward()
-            if then != "a pass":
-                replace(model, step)
-                replace(plain, step)
-            clip(model)
-            clip(plain)
+            backward(step)
+            replace(model, step)
+            if another:
+                backward(step + 1)
+            clip_by(norm, model)
             optimizer.step()
-            alone.step()
-        return apart(module.state_dict(), plain.state_dict())
 
-    assert pools(2)(train) == [[]] * 2
+    assert pools(2)(in_turns, stage, train) == [[]] * 2
 
 
-@pytest.mark.parametrize("norm", [None, "torch's", "the model's"])
+@NORMS
 @pytest.mark.parametrize("others", [0, 1], ids=["", "others are new"])
 @BOTH
 def test_a_gradient_that_is_put_back(pools, stage, norm, others):
     """After a pass that was not averaged."""
 
-    def train():
-        module = net()
-        plain = copy.deepcopy(module)
-        model, optimizer = stage(module, SGD)
-        alone = SGD[0](plain.parameters(), **SGD[1])
-        for each, own, ranks in (model, optimizer, [dist.get_rank()]), (plain, alone, range(2)):
-            for rank in ranks:
-                (loss_of(each(share(rank))) / len(ranks)).backward()
-            # DistributedDataParallel lets the next pass take a gradient's memory.
-            keep = torch.clone if stage is stage1 or each is plain else lambda gradient: gradient
-            kept = [keep(p.grad) for p in each.parameters()]
-            own.zero_grad()
-            with model.no_sync():
-                loss_of(each(share(3))).backward()
-            for number, (p, gradient) in enumerate(zip(each.parameters(), kept, strict=True)):
-                p.grad = torch.full_like(p, 0.3) if others and number % 2 else gradient
-            if norm == "the model's" and isinstance(each, md.ShardedDataParallel):
-                each.clip_grad_norm_(0.1)
-            elif norm:
-                nn.utils.clip_grad_norm_(each.parameters(), 0.1)
-            own.step()
-        return apart(module.state_dict(), plain.state_dict())
-
-    assert pools(2)(train) == [[]] * 2
-
-
-@BOTH
-def test_a_new_gradient_after_passes_with_and_without_averages(pools, stage):
-    def train():
-        module = net()
-        model, optimizer = stage(module, (torch.optim.SGD, {"lr": 1.0}))
-        before = copy.deepcopy(module.state_dict())
-        loss_of(model(share(dist.get_rank()))).backward()
-        with model.no_sync():
-            loss_of(model(share(dist.get_rank(), 1))).backward()
-        for parameter in model.parameters():
-            parameter.grad = torch.full_like(parameter, 0.5)
+    def train(model, optimizer, backward):
+        backward()
+        # DistributedDataParallel lets the next pass take a gradient's memory.
+        stays = isinstance(model, md.ShardedDataParallel)
+        kept = [p.grad if stays else p.grad.clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        with without_averages(model):
+            backward(3)
+        for number, (p, gradient) in enumerate(zip(model.parameters(), kept, strict=True)):
+            p.grad = torch.full_like(p, 0.3) if others and number % 2 else gradient
+        clip_by(norm, model)
         optimizer.step()
-        return apart(module.state_dict(), {name: x - 0.5 for name, x in before.items()})
 
-    assert pools(2)(train) == [[]] * 2
+    assert pools(2)(in_turns, stage, train) == [[]] * 2
 
 
-@pytest.mark.parametrize(
-    ("beside", "then"),
-    [
-        ("without averages", "zeros"),
-        ("without averages", "a new gradient"),
-        ("without averages", "a graph"),
-        ("of the module itself", "zeros"),
-        ("of the module itself", "a graph"),
-    ],
-)
-def test_a_gradient_beside_one_in_shards(pools, beside, then):
-    """And then another pass that is averaged."""
+@pytest.mark.parametrize("another", [False, True], ids=["", "another pass"])
+@pytest.mark.parametrize("then", ["zeros", "a new gradient", "a graph"])
+@pytest.mark.parametrize("beside", ["without averages", "of the module itself"])
+@BOTH
+def test_a_gradient_beside_one_in_shards(pools, stage, beside, then, another):
+    def train(model, optimizer, backward):
+        backward()
+        of = model if beside == "without averages" else module_of(model)
+        for graph in [False, True] if then == "a graph" else [False]:
+            with without_averages(model) if of is model else contextlib.nullcontext():
+                loss_of(of(share(5))).backward(create_graph=graph)  # the same on both ranks
+        if then == "zeros":
+            optimizer.zero_grad(set_to_none=False)
+        elif then == "a new gradient":
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.3)
+        if another:
+            backward(1)
+        optimizer.step()
 
-    def train():
-        module = net()
-        plain = copy.deepcopy(module)
-        model, optimizer = stage2(module, SGD)
-        alone = SGD[0](plain.parameters(), **SGD[1])
-        for each, own, ranks in (model, optimizer, [dist.get_rank()]), (plain, alone, range(2)):
-            for rank in ranks:
-                (loss_of(each(share(rank))) / len(ranks)).backward()
-            inner = model.module if beside == "of the module itself" and each is model else each
-            for graph in [False, True] if then == "a graph" else [False]:
-                with model.no_sync() if inner is model else contextlib.nullcontext():
-                    loss_of(inner(share(5))).backward(create_graph=graph)  # the same on both ranks
-            if then == "zeros":
-                own.zero_grad(set_to_none=False)
-            elif then == "a new gradient":
-                for parameter in each.parameters():
-                    parameter.grad = torch.full_like(parameter, 0.3)
-            for rank in ranks if then != "a new gradient" else []:
-                (loss_of(each(share(rank, 1))) / len(ranks)).backward()
-            own.step()
-        return apart(module.state_dict(), plain.state_dict())
-
-    assert pools(2)(train) == [[]] * 2
+    assert pools(2)(in_turns, stage, train) == [[]] * 2
 
 
 def test_gradients_that_are_kept_and_their_data(pools):
     """In stage 2: an earlier pass's gradients are added to those of the next one."""
 
-    def train():
-        module = net()
-        plain = copy.deepcopy(module)
-        model, optimizer = stage2(module, SGD)
-        alone = SGD[0](plain.parameters(), **SGD[1])
+    def train(model, optimizer, backward):
         kept, norms = [], []
         for step in range(2):
             optimizer.zero_grad()
-            alone.zero_grad()
-            loss_of(model(share(dist.get_rank(), step))).backward()
-            for rank in range(2):
-                (loss_of(plain(share(rank, step))) / 2).backward()
-            kept.append([p.grad for p in [*model.parameters(), *plain.parameters()]])
+            backward(step)
+            kept.append([p.grad for p in model.parameters()])
         for early, late in zip(*kept, strict=True):
             late.data.mul_(0.5).add_(early.detach())
             norms.append(late.data.norm())
         optimizer.step()
-        alone.step()
-        half = len(norms) // 2
-        torch.testing.assert_close(norms[:half], norms[half:])
-        return apart(module.state_dict(), plain.state_dict())
+        return {"norms": torch.stack(norms)}
 
-    assert pools(2)(train) == [[]] * 2
+    assert pools(2)(in_turns, stage2, train) == [[]] * 2
 
 
 ELEMENTS = {
@@ -754,22 +699,18 @@ ELEMENTS = {
 @pytest.mark.parametrize("how", ELEMENTS)
 @BOTH
 def test_what_is_done_to_each_element_of_a_gradient(pools, stage, how):
-    def train():
+    def transposed():
         module = net()
         module[0].weight.data = module[0].weight.data.t().contiguous().t()
-        plain = copy.deepcopy(module)
-        model, optimizer = stage(module, SGD)
-        alone = SGD[0](plain.parameters(), **SGD[1])
-        loss_of(model(share(dist.get_rank()))).backward()
-        for rank in range(2):
-            (loss_of(plain(share(rank))) / 2).backward()
-        for parameter in [*module.parameters(), *plain.parameters()]:
+        return module
+
+    def train(model, optimizer, backward):
+        backward()
+        for parameter in model.parameters():
             ELEMENTS[how](parameter.grad, parameter)
         optimizer.step()
-        alone.step()
-        return apart(module.state_dict(), plain.state_dict())
 
-    assert pools(2)(train) == [[]] * 2
+    assert pools(2)(in_turns, stage, train, transposed) == [[]] * 2
 
 
 def test_what_autograd_grad_computes_leaves_gradients_in_their_shards(pools):
@@ -793,29 +734,19 @@ def test_what_autograd_grad_computes_leaves_gradients_in_their_shards(pools):
 def test_states_that_are_removed_begin_anew(pools, stage):
     """As for a warm restart. Of one parameter, or of all."""
 
-    def train():
-        module = net()
-        plain = copy.deepcopy(module)
-        model, optimizer = stage(module, SGD)
-        alone = SGD[0](plain.parameters(), **SGD[1])
+    def train(model, optimizer, backward):
         for step in range(4):
             optimizer.zero_grad()
-            alone.zero_grad()
-            loss_of(model(share(dist.get_rank(), step))).backward()
-            for rank in range(2):
-                (loss_of(plain(share(rank, step))) / 2).backward()
+            backward(step)
             if step == 1:
                 optimizer.state.clear()
-                alone.state.clear()
             if step == 3:
-                for each, of in ((optimizer, module), (alone, plain)):
-                    each.state.pop(of[0].weight, None)
-                    each.state[of[0].bias] = {}
+                first = module_of(model)[0]
+                optimizer.state.pop(first.weight, None)
+                optimizer.state[first.bias] = {}
             optimizer.step()
-            alone.step()
-        return apart(whole(module, optimizer), whole(plain, alone))
 
-    assert pools(2)(train) == [[]] * 2
+    assert pools(2)(in_turns, stage, train) == [[]] * 2
 
 
 def test_what_the_optimizers_own_step_takes(pools):
@@ -951,12 +882,13 @@ def test_the_same_as_torchs_own(pools, stage):
 # ---- bytes ------------------------------------------------------------------------------------
 
 
-def measured(stage, cap, sizes=(64, 32, 10)):
+def measured(stage, cap, sizes=(64, 32, 10), passes=1):
     model, optimizer = stage(net(*sizes, dtype=torch.float32), ADAM, cap=cap)
     x = torch.randn(4, 64)
 
     def step():
-        model(x).sum().backward()
+        for _ in range(passes):
+            model(x).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -980,13 +912,15 @@ def test_bytes_that_a_rank_holds(pools, stage, world_size):
         assert live["optimizer states"] == 8 * own + 4 * pieces  # and a count of steps each
 
 
-def test_the_whole_gradient_is_never_there(pools):
+@pytest.mark.parametrize("passes", [1, 2])
+def test_the_whole_gradient_is_never_there(pools, passes):
     layers = [64] * 17
-    for live, peak, _, flats, _ in pools(2)(measured, stage2, 4 * 64 * 65, layers):
+    for live, peak, _, flats, _ in pools(4)(measured, stage2, 4 * 64 * 65, layers, passes):
         assert len(flats) >= 16
-        assert live["gradients"] == 4 * sum(flats) // 2
+        assert live["gradients"] == 4 * sum(flats) // 4
         # One bucket fills, one travels, and a gradient is copied into its bucket.
-        assert peak["gradients"] <= 4 * (sum(flats) // 2 + 3 * max(flats))
+        most = 4 * (passes * sum(flats) // 4 + 3 * max(flats))
+        assert peak["gradients"] + peak["other"] <= most < 4 * sum(flats)
 
 
 @BOTH

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from minidist.common.groups import message_device
+
 # Every message of minidist carries this tag, so that a `dist.send` of your own between the same
 # two ranks is never taken for one of ours. (NCCL knows no tags and ignores it.)
 TAG = 0x6D64  # "md"
@@ -69,10 +71,8 @@ class Peers:
 
     @property
     def device(self) -> torch.device:
-        """Where small messages live: on the CPU if the backend can send from it, else on a GPU."""
-        if "cpu:" in self.backends or not torch.cuda.is_available():
-            return torch.device("cpu")
-        return torch.device("cuda", torch.cuda.current_device())
+        """Where small messages live."""
+        return message_device(self.group)
 
     def isend(self, tensor: torch.Tensor, to: int) -> dist.Work | None:
         """Start to send `tensor`; the handle tells when it may be overwritten. None if empty."""

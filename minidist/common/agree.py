@@ -1,12 +1,14 @@
 """What all ranks of a group must have alike, and problems that all of them must hear of."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
+
+from minidist.common.groups import message_device
 
 
 def raise_on_every_rank(problem: Exception | None, *groups: dist.ProcessGroup) -> None:
@@ -31,6 +33,8 @@ def together(*groups: dist.ProcessGroup) -> Iterator[None]:
 def pass_on(problem: Exception | None, *groups: dist.ProcessGroup) -> None:
     """The same for a problem that another group has raised already, by these functions: its message
     names the rank."""
+    if not _on_any_rank(problem is not None, groups):
+        return
     for group in groups:  # those of the next one must hear it too
         mine = None if problem is None else (_kind(problem), str(problem))
         if failed := next(filter(None, gather(group, mine)), None):
@@ -40,6 +44,16 @@ def pass_on(problem: Exception | None, *groups: dist.ProcessGroup) -> None:
             problem.__cause__ = cause
     if problem is not None:
         raise problem
+
+
+def _on_any_rank(here: bool, groups: Sequence[dist.ProcessGroup]) -> bool:
+    """One small message along each axis: most times no rank has a problem."""
+    for group in groups:
+        if dist.get_world_size(group) > 1:
+            flag = torch.tensor(here, dtype=torch.int32, device=message_device(group))
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group)
+            here = bool(flag)
+    return here
 
 
 def require_same(group: dist.ProcessGroup, arguments: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,6 +19,14 @@ def require_group(group: dist.ProcessGroup | None, who: str) -> dist.ProcessGrou
     if found is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"{who}: rank {dist.get_rank()} is not in the process group it was given")
     return found
+
+
+def message_device(group: dist.ProcessGroup | None) -> torch.device:
+    """Where small messages live: on the CPU if the backend can send from it, else on a GPU."""
+    # The backends are such as "cpu:gloo,cuda:nccl".
+    if "cpu:" in dist.get_backend_config(group) or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def groups_of(

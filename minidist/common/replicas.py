@@ -88,6 +88,13 @@ def mark_as_part(parameters: Iterable[Any], of: str) -> None:
         parameter._part = of
 
 
+def copy_marks(parameters: Iterable[Any], to: Iterable[Any]) -> None:
+    """A copy of a part of a model is one too."""
+    for parameter, copied in zip(parameters, to, strict=True):
+        if hasattr(parameter, "_part"):
+            copied._part = parameter._part
+
+
 def require_replicas(parameters: Iterable[Any], group: dist.ProcessGroup) -> None:
     """Raises ValueError, on every rank, if `mark_as_part` has said of two ranks' parameters that
     they are of different parts."""

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from minidist.common.refusals import has_hooks
+from minidist.common.replicas import copy_marks
 
 MODULE = "module."
 
@@ -81,9 +82,7 @@ def copy_on_ranks(wrapper: Any, memo: dict[int, Any], *same: Any) -> Any:
         memo[id(each)] = each
     memo[id(wrapper)] = copied = wrapper.__class__.__new__(wrapper.__class__)
     copied.__setstate__(copy.deepcopy(wrapper.__getstate__(), memo))
-    for own, other in zip(wrapper.parameters(), copied.parameters(), strict=True):
-        if hasattr(own, "_part"):  # see `replicas.mark_as_part`
-            other._part = own._part
+    copy_marks(wrapper.parameters(), copied.parameters())
     return copied
 
 

@@ -154,6 +154,9 @@ class Buckets:
 
     # In a backward pass.
 
+    def arrive(self, parameter: nn.Parameter) -> None:
+        """A pass has given it a gradient, whether or not that is averaged."""
+
     def hold(self, parameter: nn.Parameter) -> None:
         """Its gradient waits in its bucket for a later pass."""
         self._bucket_of[parameter].hold(parameter)

@@ -120,6 +120,7 @@ class Reducer:
             hooks: Any = parameter._post_accumulate_grad_hooks
             if parameter.grad is None and all(map(_only_reads, hooks.values())):
                 return  # nobody took it away: a Function of the user's gave None
+            self.buckets.arrive(parameter)
             others = reducers_of(parameter) if len(hooks) > 1 else []
             others = [each for each in others if each is not self and each.begun]
             if others and self._pass and any(each._sync for each in [self, *others]):

@@ -151,6 +151,11 @@ class MixedParallel(Wrapper):
         self._mean = None if self._sharded else MeanGradients(module, self._data)
         self._guard = Guard(module, "MixedParallel", layers=set(own.modules()))
 
+    @property
+    def microbatches(self) -> int:
+        """Those of the pipeline."""
+        return self.pipeline.microbatches
+
     def train(self, mode: bool = True) -> "MixedParallel":
         """As nn.Module has it, for layers that the model's `sequential()` has made, too."""
         for stage in self.pipeline.wrapped:
@@ -229,17 +234,8 @@ class MixedParallel(Wrapper):
         """The outputs for the inputs, whole, on every rank of the replica, without gradients. Every
         rank of the replica calls this with the same inputs. Raises RuntimeError on all of them if a
         layer of one was replaced, or a hook put on what only holds layers."""
-        problem, groups = None, (self._pipeline, self._tensor)
-        try:
+        with agree.together(self._pipeline, self._tensor):
             self._guard.require_same_layers(self.module)
-        except RuntimeError as error:
-            problem = error
-        failed = torch.tensor(problem is not None, dtype=torch.int32, device=device())
-        for group in groups:
-            if group.size() > 1:
-                dist.all_reduce(failed, dist.ReduceOp.MAX, group)
-        if failed:
-            agree.raise_on_every_rank(problem, *groups)
         own = self.pipeline(inputs)  # (B, T, V_r)
         if not self._vocabulary:
             return own

@@ -96,7 +96,7 @@ class Executor:
         for leaving in self._leaving.values():
             for _, works in leaving:
                 wait_for(works)
-        self._now = "the graph of the inputs"
+        self._now = "the backward pass of what made the inputs"
         self._compute(go_on)
 
     # ---- messages --------------------------------------------------------------------------

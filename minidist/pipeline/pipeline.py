@@ -165,6 +165,11 @@ class Pipeline(Wrapper):
         every = set[str]().union(*keywords)
         self._preparation = Preparation(plan, self._peers, own, self._stages, every, self._device)
 
+    @property
+    def microbatches(self) -> int:
+        """Into how many parts a batch is cut. It cannot be set: the schedule is made for them."""
+        return self.schedule.microbatches
+
     def train_step(self, inputs: Any, targets: Any, loss_fn: Loss, **kwargs: Any) -> torch.Tensor:
         """Forward and backward for one batch: adds to each parameter's `.grad`, as `backward()`
         does, and returns the batch's loss, on every rank. Every rank calls this.

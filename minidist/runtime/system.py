@@ -115,7 +115,8 @@ def uninterrupted() -> Iterator[None]:
 
 
 def _give_back(handlers: dict[int, Any], actions: dict[int, Any]) -> None:
-    """Set them all, though one that is back may raise its error before the next."""
+    """Each signal gets back its handler, and what the system does at it. One that is back may come
+    at once, and raise: the others are given back all the same."""
     try:
         for number, handler in handlers.items():
             signal.signal(number, handler)

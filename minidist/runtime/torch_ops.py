@@ -16,9 +16,10 @@ def _found(name: str) -> Any:
 
 
 def _packed(storage: torch.UntypedStorage) -> tuple[Any, tuple[bytes]]:
+    """Its bytes, in torch's newer format: torch pickles a storage in the older one, and cannot read
+    that for a dtype that is newer. What reads it is torch's: a pickle needs no minidist."""
     file = io.BytesIO()
-    torch.save(storage, file)  # torch itself uses its older format here, which it cannot read
-    # torch's own function: a user's pickle can be read without minidist.
+    torch.save(storage, file)
     return torch.storage._load_from_bytes, (file.getvalue(),)
 
 

@@ -73,16 +73,23 @@ class ShardBuckets(Buckets):
         last = index == len(self._plan) - 1
         return PassingBucket(index, self._plan[index].parameters, last, self._group)
 
+    def arrive(self, parameter: nn.Parameter) -> None:
+        """It is no new gradient of the user's, which would replace what is in shards."""
+        if (piece := self._pieces.get(parameter)) and piece.known is not None:
+            piece.known = parameter.grad
+
     def hold(self, parameter: nn.Parameter) -> None:
         """What is in shards waits there."""
         if not isinstance(parameter.grad, GradientInShards):
             super().hold(parameter)
-            if (piece := self._pieces.get(parameter)) and piece.known is piece:
-                piece.known = parameter.grad
+            self.arrive(parameter)
 
     def add(self, parameter: nn.Parameter) -> None:
         """Its gradient joins those that leave; what is in shards stays where it is."""
-        _make_room(parameter, self._pieces.get(parameter))  # if the pass has left it out
+        piece = self._pieces.get(parameter)
+        _make_room(parameter, piece)  # if the pass has left it out
+        if piece is not None:
+            piece.known = None  # or its memory would stay until all have arrived
         super().add(parameter)
 
     def _send(self, bucket: Any) -> None:
@@ -126,8 +133,6 @@ def _make_room(parameter: nn.Parameter, piece: Piece | None, *given: Any) -> Non
         return  # a Function of the user's has none for it, so nothing comes
     if piece is not None:
         piece.follow()
-        if piece.known is not None:
-            piece.known = piece
     if isinstance(parameter.grad, GradientInShards) and parameter.grad.piece is piece:
         parameter.grad = None  # and nothing, if this hook is an earlier wrapper's
 

@@ -40,9 +40,9 @@ class Piece:
     span: slice  # which elements of it, in the order in which they lie in memory
     own: nn.Parameter  # these elements (n,), in the same memory: the rank's optimizer trains them
     place: slice  # where they are in the rank's shard of the bucket
-    # The parameter's `.grad` as we know it: in shards, or beside them, to be added to that of
-    # `own`; the piece itself until that one is there.
-    known: Any = None
+    # The parameter's `.grad` if `own` has one too: in shards, or what a later pass has given, to be
+    # added to that.
+    known: torch.Tensor | None = None
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same elements of a tensor that belongs to the parameter and has its shape: (n,). A
@@ -56,9 +56,8 @@ class Piece:
         """The gradient of `own` is that of the parameter, which the user may have removed, replaced
         or put back."""
         gradient: Any = self.whole.grad
-        in_shards = isinstance(gradient, GradientInShards) and gradient.piece is self
-        expected = gradient is self.known or (self.known is self and not in_shards)
-        if gradient is None or not expected:
+        if gradient is None or gradient is not self.known:
+            in_shards = isinstance(gradient, GradientInShards) and gradient.piece is self
             self.own.grad = gradient.kept if in_shards else None
             self.known = gradient if in_shards else None
 
