@@ -191,8 +191,8 @@ PLANTED = {
     ),
     "a gradient is removed": (
         lambda t: t.habit == "a gradient is removed" and t.strategy == "zero2",
-        "minidist.ZeroRedundancyOptimizer._take_gradient",
-        lambda _: lambda _, piece: piece.own.grad,
+        "minidist.zero.shards.Piece.take",
+        lambda _: lambda piece: piece.own.grad,
     ),
     "frozen for a step": (
         lambda t: t.habit == "frozen for a step" and t.strategy == "ddp",

@@ -808,14 +808,28 @@ def test_layers_that_would_not_be_run_are_refused(pools, change, words, axis, ev
             options["plan"] = {"2": "vocabulary"}
             options["balance"] = [2, 1] if axis == "pipeline" else None
         model = MixedParallel(model, mesh(**{axis: 2}), 2, **options)
-        step_of(model, 0)
-        if dist.get_rank() == 0 or (evaluates and axis == "data"):
+        if change is another_layer:
+            step_of(model, 0)
+        if dist.get_rank() == 0 or axis == "data":
             change(model)
         return raised(*([model, batch(0)[0]] if evaluates else [step_of, model, 0]))
 
     for rank, told in enumerate(pools(2)(run)):
         of = rank if evaluates and axis == "data" else 0
         assert f"rank {of}: {words}" in told
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("of", ["", "blocks"])
+def test_a_hook_that_was_there_before_is_refused(pools, of, evaluates):
+    def run():
+        dense = transformer()
+        dense.get_submodule(of).register_forward_hook(lambda module, inputs, outputs: 2 * outputs)
+        model = MixedParallel(dense, mesh(data=2), 2)
+        return raised(*([model, batch(0)[0]] if evaluates else [step_of, model, 0]))
+
+    for told in pools(2)(run):
+        assert f"{of or 'the module'} has a hook, which would not be called" in told
 
 
 def test_the_number_of_microbatches_cannot_be_set(pools):

@@ -33,7 +33,7 @@ def together(*groups: dist.ProcessGroup) -> Iterator[None]:
 def pass_on(problem: Exception | None, *groups: dist.ProcessGroup) -> None:
     """The same for a problem that another group has raised already, by these functions: its message
     names the rank."""
-    if not _on_any_rank(problem is not None, groups):
+    if not _failed_on_any(problem is not None, groups):
         return
     for group in groups:  # those of the next one must hear it too
         mine = None if problem is None else (_kind(problem), str(problem))
@@ -46,14 +46,14 @@ def pass_on(problem: Exception | None, *groups: dist.ProcessGroup) -> None:
         raise problem
 
 
-def _on_any_rank(here: bool, groups: Sequence[dist.ProcessGroup]) -> bool:
-    """One small message along each axis: most times no rank has a problem."""
+def _failed_on_any(failed: bool, groups: Sequence[dist.ProcessGroup]) -> bool:
+    """Whether a rank has a problem, by a number for each group: most times none has."""
     for group in groups:
         if dist.get_world_size(group) > 1:
-            flag = torch.tensor(here, dtype=torch.int32, device=message_device(group))
+            flag = torch.tensor(failed, dtype=torch.int32, device=message_device(group))
             dist.all_reduce(flag, dist.ReduceOp.MAX, group)
-            here = bool(flag)
-    return here
+            failed = bool(flag)
+    return failed
 
 
 def require_same(group: dist.ProcessGroup, arguments: dict[str, Any]) -> None:

@@ -155,7 +155,7 @@ class Buckets:
     # In a backward pass.
 
     def arrive(self, parameter: nn.Parameter) -> None:
-        """A pass has given it a gradient, whether or not that is averaged."""
+        """A pass has given it a gradient, averaged or not: nothing to do here."""
 
     def hold(self, parameter: nn.Parameter) -> None:
         """Its gradient waits in its bucket for a later pass."""

@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from minidist import backend
 from minidist.common.agree import together
 from minidist.common.no_sync import Synchronized
-from minidist.common.norm import clip_grad_norm_
+from minidist.common.norm import clip_grad_norm_, mark_parts
 from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.wrapper import Guard
 from minidist.distributed_data_parallel.buckets import Bucket, Buckets
@@ -63,7 +63,7 @@ class ShardBuckets(Buckets):
             remove(flat.hooks)  # an earlier wrapper's of this optimizer: two would undo each other
             flat.hooks = hooks
         for parameter, node in zip(parameters, self._nodes, strict=True):
-            if isinstance(parameter.grad, GradientInShards):  # of an earlier wrapper's optimizer
+            if isinstance(parameter.grad, GradientInShards):  # of an earlier wrapper: none of ours
                 parameter.grad = None
             make_room = partial(_make_room, parameter, self._pieces.get(parameter))
             hooks.append(node.register_prehook(make_room))
@@ -74,22 +74,27 @@ class ShardBuckets(Buckets):
         return PassingBucket(index, self._plan[index].parameters, last, self._group)
 
     def arrive(self, parameter: nn.Parameter) -> None:
-        """It is no new gradient of the user's, which would replace what is in shards."""
-        if (piece := self._pieces.get(parameter)) and piece.known is not None:
-            piece.known = parameter.grad
+        """What a pass gives is added to what is in shards; what the user gives replaces it."""
+        if piece := self._pieces.get(parameter):
+            piece.follow()
+            self._mark(piece)
 
     def hold(self, parameter: nn.Parameter) -> None:
         """What is in shards waits there."""
         if not isinstance(parameter.grad, GradientInShards):
-            super().hold(parameter)
-            self.arrive(parameter)
+            super().hold(parameter)  # now it is another tensor
+            if (piece := self._pieces.get(parameter)) and piece.known is not None:
+                piece.known = parameter.grad
+                self._mark(piece)
+
+    def _mark(self, piece: Piece) -> None:
+        """What lies beside shards is not the whole gradient, and torch shall not clip by it."""
+        if piece.known is not None:
+            mark_parts([piece.whole])
 
     def add(self, parameter: nn.Parameter) -> None:
         """Its gradient joins those that leave; what is in shards stays where it is."""
-        piece = self._pieces.get(parameter)
-        _make_room(parameter, piece)  # if the pass has left it out
-        if piece is not None:
-            piece.known = None  # or its memory would stay until all have arrived
+        _make_room(parameter, self._pieces.get(parameter))  # if the pass has left it out
         super().add(parameter)
 
     def _send(self, bucket: Any) -> None:
@@ -114,11 +119,21 @@ class ShardBuckets(Buckets):
                         piece.own.grad = shard[piece.place].detach()  # as DDP's
                     else:
                         piece.own.grad += shard[piece.place]
-        for parameter in found:
-            mine = self._pieces.get(parameter)
-            parameter.grad = GradientInShards(parameter, mine, self._group)
-            if mine is not None:
-                mine.known = parameter.grad
+        self._stand_in(found)
+
+    def cut(self, parameters: Iterable[nn.Parameter]) -> None:
+        """This rank's part of their whole gradients joins what is in shards."""
+        for parameter in parameters:
+            if piece := self._pieces.get(parameter):
+                piece.take()
+        self._stand_in(parameters)
+
+    def _stand_in(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            piece = self._pieces.get(parameter)
+            parameter.grad = GradientInShards(parameter, piece, self._group)
+            if piece is not None:
+                piece.known, piece.coming = parameter.grad, False
 
     def empty(self) -> None:
         """Wait for all gradients of the next backward pass."""
@@ -133,6 +148,8 @@ def _make_room(parameter: nn.Parameter, piece: Piece | None, *given: Any) -> Non
         return  # a Function of the user's has none for it, so nothing comes
     if piece is not None:
         piece.follow()
+        # Not to hold the memory of a gradient until all have travelled.
+        piece.coming, piece.known = piece.known is not None, None
     if isinstance(parameter.grad, GradientInShards) and parameter.grad.piece is piece:
         parameter.grad = None  # and nothing, if this hook is an earlier wrapper's
 
@@ -194,8 +211,8 @@ class ShardedDataParallel(Synchronized):
         self._optimizers = optimizers
         self._stale_buffers = True  # rank 0 may change some until the first pass
         self._guard = Guard(module, "ShardedDataParallel")
-        buckets = ShardBuckets(flats, group)
-        self._reducer = Reducer(self, trained, group, buckets, find_unused_parameters=True)
+        self._buckets = ShardBuckets(flats, group)
+        self._reducer = Reducer(self, trained, group, self._buckets, find_unused_parameters=True)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's own. A pass that trains leaves other buffers on each rank: the next pass
@@ -229,12 +246,12 @@ class ShardedDataParallel(Synchronized):
         """Scale the gradients so that their norm, that of all shards together, is at most
         `max_norm`. Returns what it was, a number. All ranks must call it.
 
-        torch.nn.utils.clip_grad_norm_ does the same, by one all_reduce for each parameter.
+        torch.nn.utils.clip_grad_norm_ does the same, by one all_reduce for each parameter. After a
+        pass that was not averaged it raises RuntimeError: more of the gradient is in shards.
         """
-        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-        if not all(isinstance(gradient, GradientInShards) for gradient in gradients):
-            # The user has set some, which are whole.
-            return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
+        # Whole are those that the user has set, and those of passes that were not averaged.
+        given = [p for p in self._reducer.parameters if p.grad is not None]
+        self._buckets.cut([p for p in given if not isinstance(p.grad, GradientInShards)])
         pieces = [x for optimizer in self._optimizers for x in optimizer.pieces.values()]
         for piece in pieces:
             piece.follow()

@@ -14,7 +14,7 @@ from minidist.common.refusals import refuse
 from minidist.common.replicas import describe, refuse_dtensors, require_apart, require_replicas
 from minidist.distributed_data_parallel.buckets import BUCKET_CAP_MB, assign
 from minidist.zero.optimizer_states import gathered, is_elementwise, own_part
-from minidist.zero.shards import FlatParameters, GradientInShards, Piece, all_gather
+from minidist.zero.shards import FlatParameters, Piece, all_gather
 from minidist.zero.uneven import UnevenSteps
 
 NOT_HERE = {
@@ -172,7 +172,7 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         self._whole_states = None
 
         # 1. Each piece takes its part of the gradients, beside what it holds already.
-        held = {each.own: self._take_gradient(each) for each in self.pieces.values()}
+        held = {each.own: each.take() for each in self.pieces.values()}
 
         # 2. The optimizer updates this rank's shard.
         states = {self.pieces[p].own: s for p, s in self.state.items() if p in self.pieces}
@@ -189,17 +189,6 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         for wait in [all_gather(flat.flat, self.process_group) for flat in self._flats]:
             wait()
         return loss
-
-    def _take_gradient(self, piece: Piece) -> torch.Tensor | None:
-        """Add the piece's part of a full gradient to what it holds from `ShardedDataParallel`.
-        Returns the latter."""
-        gradient: Any = piece.whole.grad
-        piece.follow()
-        held = piece.own.grad
-        if gradient is not None and not isinstance(gradient, GradientInShards):
-            part = piece.of(gradient.detach())
-            piece.own.grad = part if held is None else held + part
-        return held
 
     def _take_states(self) -> None:
         for parameter, piece in self.pieces.items():

@@ -40,9 +40,10 @@ class Piece:
     span: slice  # which elements of it, in the order in which they lie in memory
     own: nn.Parameter  # these elements (n,), in the same memory: the rank's optimizer trains them
     place: slice  # where they are in the rank's shard of the bucket
-    # The parameter's `.grad` if `own` has one too: in shards, or what a later pass has given, to be
-    # added to that.
+    # The parameter's `.grad`, if that of `own` belongs to it: in shards, or what has come since by
+    # a pass that was not averaged, to be added.
     known: torch.Tensor | None = None
+    coming: bool = False  # a pass gives it a gradient, which will be known
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same elements of a tensor that belongs to the parameter and has its shape: (n,). A
@@ -56,10 +57,23 @@ class Piece:
         """The gradient of `own` is that of the parameter, which the user may have removed, replaced
         or put back."""
         gradient: Any = self.whole.grad
+        in_shards = isinstance(gradient, GradientInShards) and gradient.piece is self
+        if self.coming and not in_shards:
+            self.known = gradient
+        self.coming = False
         if gradient is None or gradient is not self.known:
-            in_shards = isinstance(gradient, GradientInShards) and gradient.piece is self
             self.own.grad = gradient.kept if in_shards else None
             self.known = gradient if in_shards else None
+
+    def take(self) -> torch.Tensor | None:
+        """Add this rank's part of a whole gradient to that of `own`. Returns what that was."""
+        gradient: Any = self.whole.grad
+        self.follow()
+        held = self.own.grad
+        if gradient is not None and not isinstance(gradient, GradientInShards):
+            part = self.of(gradient.detach())
+            self.own.grad = part if held is None else held + part
+        return held
 
 
 class FlatParameters:
