@@ -1250,6 +1250,24 @@ def test_a_rank_without_a_backward_pass_is_named():
     assert str(error).startswith("rank 1 did not join backward within 3 s. It had finished.")
 
 
+def test_after_a_pass_that_failed_no_sync_is_not_averaged(pools):
+    def train():
+        rank, _ = here()
+        module = smooth()
+        ddp, plain = OURS(module), copy.deepcopy(module)
+        hook = module[0].bias.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss_of(ddp(share(rank, 0)), 0).backward()
+        hook.remove()
+        module.zero_grad()
+        with ddp.no_sync():
+            loss_of(ddp(share(rank, 1)), 1).backward()
+        loss_of(plain(share(rank, 1)), 1).backward()
+        return apart(module, plain)
+
+    assert pools(2)(train) == [[], []]
+
+
 @pytest.mark.parametrize("late", [0, 1])
 def test_after_a_pass_that_failed_everywhere_the_next_one_is_right(pools, late):
     """Even if messages of the first still come, from a rank that is late; and if it is only tried

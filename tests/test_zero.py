@@ -12,10 +12,14 @@ import torch
 import torch.distributed as dist
 from least import least_memory_of
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minidist as md
 from minidist.parity.snapshot import state_of
+from minidist.zero import sharded_ddp
+from minidist.zero.shards import reduce_scatter
 
 ADAM = torch.optim.Adam, {"lr": 1e-3}
 ADAMW = torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.1}
@@ -108,49 +112,65 @@ def test_parity_of_a_transformer_and_of_batch_norm(pools, stage):
     check(model=md.zoo.convnet)
 
 
-def plainly(model, optimizer, batches, no_sync, clip, step):
-    optimizer.zero_grad()
-    for loss in (loss_of(model(batch), step) / len(batches) for batch in batches):
-        loss.backward()
-    optimizer.step()
-
-
-def accumulate(model, optimizer, batches, no_sync, clip, step):
-    optimizer.zero_grad()
-    with no_sync():
-        for scale in (1, 2):
-            for batch in batches:
-                (loss_of(model(batch * scale)) / len(batches)).backward()
+def backward(model, batches, scale=1):
+    """Of the mean of their losses."""
     for batch in batches:
-        (loss_of(model(batch)) / len(batches)).backward()
+        (loss_of(model(batch * scale)) / len(batches)).backward()
+
+
+def module_of(model):
+    return getattr(model, "module", model)
+
+
+def without_averages(model, really=True):
+    return model.no_sync() if really and hasattr(model, "no_sync") else contextlib.nullcontext()
+
+
+def clip_by(norm, model, max_norm=0.1, norm_type=2.0):
+    if norm == "the model's" and isinstance(model, md.ShardedDataParallel):
+        return model.clip_grad_norm_(max_norm, norm_type)
+    return nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type) if norm else None
+
+
+def plainly(model, optimizer, batches, step=0):
+    optimizer.zero_grad()
+    backward(model, batches)
     optimizer.step()
 
 
-def several_backward_passes(model, optimizer, batches, no_sync, clip, step):
+def accumulate(model, optimizer, batches, step):
+    optimizer.zero_grad()
+    with without_averages(model):
+        for scale in (1, 2):
+            backward(model, batches, scale)
+    backward(model, batches)
+    optimizer.step()
+
+
+def several_backward_passes(model, optimizer, batches, step):
     model.zero_grad()
     for scale in (1, 2):
-        for batch in batches:
-            (loss_of(model(batch * scale)) / len(batches)).backward()
+        backward(model, batches, scale)
     optimizer.step()
 
 
-def zeros_are_kept(model, optimizer, batches, no_sync, clip, step):
+def zeros_are_kept(model, optimizer, batches, step):
     if step == 2:  # a step with a gradient of zero: momentum goes on
         optimizer.zero_grad(set_to_none=False)
         optimizer.step()
     else:
-        plainly(model, optimizer, batches, no_sync, clip, step)
+        plainly(model, optimizer, batches)
 
 
-def clipped(model, optimizer, batches, no_sync, clip, step, norm_type=2.0):
+def clipped(model, optimizer, batches, step, norm_type=2.0):
     optimizer.zero_grad()
-    for batch in batches:
-        (loss_of(model(batch)) / len(batches)).backward()
-    model.last_norm = torch.as_tensor(clip(1e-2, norm_type)).double()
+    backward(model, batches)
+    norm = clip_by("the model's", model, 1e-2, norm_type)
     optimizer.step()
+    return {"norm": norm.double()}
 
 
-def closed(model, optimizer, batches, no_sync, clip, step):
+def closed(model, optimizer, batches, step):
     def closure():
         optimizer.zero_grad()
         losses = [loss_of(model(batch)) / len(batches) for batch in batches]
@@ -223,41 +243,46 @@ def groups(module):
     ]
 
 
-def together(stage, make, loop, kind=ADAM, grouped=False, allowed=1e-12, **options):
-    """On a rank: train by `stage` and alone, and return the first difference."""
+def in_turns(stage, train, make=net, kind=SGD, grouped=False, allowed=1e-12, **options):
+    """On a rank: `train(model, optimizer, batches)` by the stage, then in one process, and what
+    differs of what it returns and of the weights and states. batches(step): this rank's examples,
+    and in one process those of all ranks."""
     torch.manual_seed(0)
-    rank, size = dist.get_rank(), dist.get_world_size()
     module = make()
     plain = copy.deepcopy(module)
+
+    def trained(model, optimizer, ranks):
+        def batches(step=0):
+            return [share(rank, step) for rank in ranks]
+
+        return {**(train(model, optimizer, batches) or {}), **whole(model, optimizer)}
+
     params = groups(module) if grouped else None
-    model, optimizer = stage(module, kind, params, **options)
+    ours = trained(*stage(module, kind, params, **options), [dist.get_rank()])
     alone = kind[0](groups(plain) if grouped else plain.parameters(), **kind[1])
-    no_sync = getattr(model, "no_sync", contextlib.nullcontext)
+    return apart(ours, trained(plain, alone, range(dist.get_world_size())), allowed)
 
-    def of(model):
-        return partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()))
 
-    clip = getattr(model, "clip_grad_norm_", of(model))
-    for step in range(4):
-        loop(model, optimizer, [share(rank, step)], no_sync, clip, step)
-        shares = [share(rank, step) for rank in range(size)]
-        loop(plain, alone, shares, contextlib.nullcontext, of(plain), step)
-        ours, wanted = whole(model, optimizer), whole(plain, alone)
-        if hasattr(model, "last_norm"):
-            ours["norm"], wanted["norm"] = model.last_norm, plain.last_norm
-        if found := apart(ours, wanted, allowed):
-            return f"step {step}: {found}"
-        if stage is stage2 and any(p.grad is not None for p in plain.parameters()):
-            left = [p.grad for p in module.parameters() if p.grad is not None]
-            if any(gradient.untyped_storage().nbytes() for gradient in left):
-                return f"step {step}: gradients have stayed"
-    return None
+def each_step(loop):
+    """To train by the loop: what is there after each step."""
+
+    def train(model, optimizer, batches):
+        found = {}
+        for step in range(4):
+            now = {**(loop(model, optimizer, batches(step), step) or {}), **whole(model, optimizer)}
+            found |= {f"{name}, step {step}": value.clone() for name, value in now.items()}
+            if isinstance(model, md.ShardedDataParallel):
+                left = [p.grad for p in model.parameters() if p.grad is not None]
+                assert not any(gradient.untyped_storage().nbytes() for gradient in left)
+        return found
+
+    return train
 
 
 @BOTH
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: getattr(loop, "__name__", "clipped"))
 def test_any_loop(pools, stage, loop):
-    assert pools(3)(together, stage, net, loop) == [None] * 3
+    assert pools(3)(in_turns, stage, each_step(loop), kind=ADAM) == [[]] * 3
 
 
 MODELS = {
@@ -276,8 +301,8 @@ def test_any_model(pools, stage, name, cap):
         stage = partial(
             stage1, wrap=partial(md.DistributedDataParallel, find_unused_parameters=True)
         )
-    run = partial(together, stage, make, plainly, cap=cap, allowed=allowed)
-    assert pools(2)(run) == [None] * 2
+    run = partial(in_turns, stage, each_step(plainly), make, ADAM, cap=cap, allowed=allowed)
+    assert pools(2)(run) == [[]] * 2
 
 
 def test_gradients_of_another_layout(pools):
@@ -300,7 +325,7 @@ def test_gradients_of_another_layout(pools):
 @BOTH
 @pytest.mark.parametrize("kind", [ADAM, SGD, (torch.optim.NAdam, {}), (torch.optim.Rprop, {})])
 def test_groups_with_options_of_their_own(pools, stage, kind):
-    assert pools(2)(together, stage, net, plainly, kind, grouped=True) == [None] * 2
+    assert pools(2)(in_turns, stage, each_step(plainly), net, kind, grouped=True) == [[]] * 2
 
 
 class Momentum(torch.optim.Optimizer):
@@ -324,21 +349,7 @@ class Momentum(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("stage", [stage1, stage2], ids=["1", "2"])
 def test_states_that_an_optimizer_makes_at_once(pools, stage):
-    def run():
-        torch.manual_seed(0)
-        module = net(6, 5, 4)
-        plain = copy.deepcopy(module)
-        model, optimizer = stage(module, (Momentum, {}))
-        alone = Momentum(plain.parameters())
-        for step in range(2):
-            loss_of(model(share(dist.get_rank(), step))).backward()
-            for rank in range(2):
-                (loss_of(plain(share(rank, step))) / 2).backward()
-            for each in (optimizer, alone):
-                each.step()
-                each.zero_grad()
-        return apart(model.state_dict(), plain.state_dict())
-
+    run = partial(in_turns, stage, each_step(plainly), kind=(Momentum, {}))
     assert pools(2)(run) == [[]] * 2
 
 
@@ -355,8 +366,8 @@ def test_learning_rate_schedulers(pools, stage):
         ]
         for step in range(4):
             shares = [share(rank, step) for rank in range(2)]
-            plainly(model, optimizer, [shares[dist.get_rank()]], None, None, step)
-            plainly(plain, alone, shares, None, None, step)
+            plainly(model, optimizer, [shares[dist.get_rank()]])
+            plainly(plain, alone, shares)
             for scheduler in schedulers:
                 scheduler.step()
         rates = [[g["lr"] for g in o.param_groups] for o in (optimizer, alone)]
@@ -426,8 +437,8 @@ def test_groups_that_change(pools, change, loaded):
             model.zero_grad()
             plain.zero_grad()
             shares = [share(rank, step) for rank in range(2)]
-            plainly(model, optimizer, [shares[dist.get_rank()]], None, None, step)
-            plainly(plain, alone, shares, None, None, step)
+            plainly(model, optimizer, [shares[dist.get_rank()]])
+            plainly(plain, alone, shares)
         if change in (remove_a_group, remove_a_parameter):  # then torch cannot save the states
             return apart(module.state_dict(), plain.state_dict())
         return apart(whole(model, optimizer), whole(plain, alone))
@@ -464,11 +475,9 @@ def test_gradients_of_several_optimizers(pools, loop):
         both = Both(module, lambda p, kind, options: zero(p, kind, **options))
         alone = Both(plain, lambda p, kind, options: kind(p, **options))
         model = md.ShardedDataParallel(module, both.each)
-        clip = partial(torch.nn.utils.clip_grad_norm_, list(plain.parameters()))
         for step in range(3):
-            loop(model, both, [share(rank, step)], model.no_sync, model.clip_grad_norm_, step)
-            shares = [share(r, step) for r in range(size)]
-            loop(plain, alone, shares, contextlib.nullcontext, clip, step)
+            loop(model, both, [share(rank, step)], step)
+            loop(plain, alone, [share(r, step) for r in range(size)], step)
         return apart(model.state_dict(), plain.state_dict())
 
     assert pools(2)(train) == [[], []]
@@ -502,65 +511,33 @@ CLIPS = {
 def test_torchs_clipping_is_right_in_stage_2(pools, size, clip):
     """Also with passes that add up, in the shards and before they are cut."""
 
-    def train():
-        ranks, rank = dist.get_world_size(), dist.get_rank()
-        module = net()
-        plain = copy.deepcopy(module)
-        model, optimizer = stage2(module, SGD)
-        alone = SGD[0](plain.parameters(), **SGD[1])
-        for step in range(4):
-            model.zero_grad(step % 2 == 0)
-            alone.zero_grad()
-            for waits in (False, True, False):
-                with model.no_sync() if waits else contextlib.nullcontext():
-                    loss_of(model(share(rank, step))).backward()
-                for other in range(ranks):
-                    (loss_of(plain(share(other, step))) / ranks).backward()
-            norm, wanted = (CLIPS[clip](each.parameters()) for each in (model, plain))
-            assert norm is None or (abs(norm - wanted) <= 1e-12 * wanted and wanted > 0.1)
-            optimizer.step()
-            alone.step()
-            if found := apart(module.state_dict(), plain.state_dict()):
-                return found
-            model(share(rank)).sum().backward()
+    def loop(model, optimizer, batches, step):
+        model.zero_grad(step % 2 == 0)
+        for waits in (False, True, False):
+            with without_averages(model, waits):
+                backward(model, batches)
+        norm = CLIPS[clip](model.parameters())
+        assert norm is None or norm > 0.1
+        if isinstance(model, md.ShardedDataParallel):
             with pytest.raises(RuntimeError, match="gradient is in shards, one on each rank"):
-                print(next(module.parameters()).grad + 1)
-        return None
+                print(next(model.parameters()).grad + 1)
+        optimizer.step()
+        return {} if norm is None else {"norm": norm}
 
-    assert pools(size)(train) == [None] * size
-
-
-def in_turns(stage, train, make=net):
-    """On a rank: `train(model, optimizer, backward)` by the stage, then in one process, and what
-    differs. backward(step, of): a pass of the model, or of `of`: the mean of all ranks' losses."""
-    module = make()
-    plain = copy.deepcopy(module)
-
-    def trained(model, optimizer, ranks):
-        def backward(step=0, of=None):
-            for rank in ranks:
-                (loss_of((of or model)(share(rank, step))) / len(ranks)).backward()
-
-        return {**(train(model, optimizer, backward) or {}), **whole(model, optimizer)}
-
-    ours = trained(*stage(module, SGD), [dist.get_rank()])
-    alone = SGD[0](plain.parameters(), **SGD[1])
-    return apart(ours, trained(plain, alone, range(dist.get_world_size())))
+    assert pools(size)(in_turns, stage2, each_step(loop)) == [[]] * size
 
 
-def module_of(model):
-    return getattr(model, "module", model)
-
-
-def without_averages(model):
-    return getattr(model, "no_sync", contextlib.nullcontext)()
+def test_a_later_pass_may_leave_out_what_is_in_shards(pools):
+    """`Sometimes` uses one half at the first of two passes alone."""
+    run = partial(in_turns, stage2, each_step(several_backward_passes), Sometimes)
+    assert pools(2)(run) == [[]] * 2
 
 
 def test_gradients_of_the_bare_module_add_up_with_those_in_shards(pools):
     """Of the same examples on every rank, as a penalty may be. Two steps, without zero_grad."""
 
-    def train(model, optimizer, backward):
-        backward()
+    def train(model, optimizer, batches):
+        backward(model, batches())
         loss_of(module_of(model)(share(7))).backward()
         for _ in range(2):
             optimizer.step()
@@ -580,21 +557,15 @@ REMOVALS = {
 @pytest.mark.parametrize("how", REMOVALS)
 @BOTH
 def test_a_gradient_that_is_set_to_none_is_none(pools, stage, how, when):
-    def train(model, optimizer, backward):
+    def train(model, optimizer, batches):
         for step in range(3):
-            backward(step)
+            backward(model, batches(step))
             if step == 1:
                 REMOVALS[how](model)
             if when != "before a pass" or step == 2:
                 optimizer.step()
 
     assert pools(2)(in_turns, stage, train) == [[]] * 2
-
-
-def clip_by(norm, model):
-    if norm == "the model's" and isinstance(model, md.ShardedDataParallel):
-        return model.clip_grad_norm_(0.1)
-    return nn.utils.clip_grad_norm_(model.parameters(), 0.1) if norm else None
 
 
 NORMS = pytest.mark.parametrize("norm", ["", "torch's", "the model's"])
@@ -609,13 +580,13 @@ def test_a_gradient_that_is_replaced_is_the_new_one(pools, stage, norm, another)
             if number % 2 == step % 2:
                 parameter.grad = torch.full_like(parameter, 0.3)
 
-    def train(model, optimizer, backward):
+    def train(model, optimizer, batches):
         for step in range(4):
             optimizer.zero_grad()
-            backward(step)
+            backward(model, batches(step))
             replace(model, step)
             if another:
-                backward(step + 1)
+                backward(model, batches(step + 1))
             clip_by(norm, model)
             optimizer.step()
 
@@ -628,14 +599,14 @@ def test_a_gradient_that_is_replaced_is_the_new_one(pools, stage, norm, another)
 def test_a_gradient_that_is_put_back(pools, stage, norm, others):
     """After a pass that was not averaged."""
 
-    def train(model, optimizer, backward):
-        backward()
+    def train(model, optimizer, batches):
+        backward(model, batches())
         # DistributedDataParallel lets the next pass take a gradient's memory.
         stays = isinstance(model, md.ShardedDataParallel)
         kept = [p.grad if stays else p.grad.clone() for p in model.parameters()]
         optimizer.zero_grad()
         with without_averages(model):
-            backward(3)
+            backward(model, batches(3))
         for number, (p, gradient) in enumerate(zip(model.parameters(), kept, strict=True)):
             p.grad = torch.full_like(p, 0.3) if others and number % 2 else gradient
         clip_by(norm, model)
@@ -647,7 +618,7 @@ def test_a_gradient_that_is_put_back(pools, stage, norm, others):
 def beside(model, own, **options):
     """A pass that is not averaged: of the module itself, or one of the wrapper's own. It is of the
     same examples on all ranks."""
-    with without_averages(model) if own else contextlib.nullcontext():
+    with without_averages(model, own):
         loss_of((model if own else module_of(model))(share(5))).backward(**options)
 
 
@@ -659,8 +630,8 @@ BESIDE = pytest.mark.parametrize("own", [True, False], ids=["no_sync", "of the m
 @BESIDE
 @BOTH
 def test_a_gradient_beside_one_in_shards(pools, stage, own, then, another):
-    def train(model, optimizer, backward):
-        backward()
+    def train(model, optimizer, batches):
+        backward(model, batches())
         for graph in [False, True] if then == "a graph" else [False]:
             beside(model, own, create_graph=graph)
         if then == "zeros":
@@ -669,16 +640,28 @@ def test_a_gradient_beside_one_in_shards(pools, stage, own, then, another):
             for parameter in model.parameters():
                 parameter.grad = torch.full_like(parameter, 0.3)
         if another:
-            backward(1)
+            backward(model, batches(1))
         optimizer.step()
 
     assert pools(2)(in_turns, stage, train) == [[]] * 2
 
 
 @BESIDE
+def test_torchs_clipping_of_gradients_with_none_in_shards(pools, own):
+    """Those of the same examples on all ranks are whole."""
+
+    def train(model, optimizer, batches):
+        beside(model, own)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+    assert pools(2)(in_turns, stage2, train) == [[]] * 2
+
+
+@BESIDE
 def test_clipping_with_gradients_beside_shards(pools, own):
-    def train(model, optimizer, backward):
-        backward()
+    def train(model, optimizer, batches):
+        backward(model, batches())
         beside(model, own)
         if isinstance(model, md.ShardedDataParallel):
             with pytest.raises(RuntimeError, match="call the model's clip_grad_norm_ in place of"):
@@ -696,7 +679,7 @@ def test_clipping_with_gradients_beside_shards(pools, own):
 def test_a_pass_that_fails_leaves_what_it_and_others_have_given(pools, own):
     """As in one process: a hook raises, the last one of a pass that is not averaged."""
 
-    def train(model, optimizer, backward):
+    def train(model, optimizer, batches):
         failing = []
 
         def fails(_):
@@ -705,42 +688,90 @@ def test_a_pass_that_fails_leaves_what_it_and_others_have_given(pools, own):
 
         module_of(model)[0].weight.register_post_accumulate_grad_hook(fails)
         module_of(model)[0].bias.register_post_accumulate_grad_hook(fails)
-        backward()
+        for step in range(2):
+            backward(model, batches(step))
         failing.append(True)
         with pytest.raises(ZeroDivisionError):
             beside(model, own)
         failing.clear()
-        backward(1)
+        backward(model, batches(1))
         optimizer.step()
 
     assert pools(2)(in_turns, stage2, train) == [[]] * 2
 
 
-def test_an_averaged_pass_that_fails_leaves_what_is_in_shards(pools):
+@contextlib.contextmanager
+def failing(register):
+    """By a hook that raises, which this function registers."""
+    hook = register(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        yield
+    hook.remove()
+
+
+EACH_ALONE = 1  # byte of a bucket
+
+
+@pytest.mark.parametrize("cap", [EACH_ALONE, TINY])
+@pytest.mark.parametrize("last", [0, 1, 2], ids=lambda layer: f"in layer {layer}")
+@pytest.mark.parametrize("node", [False, True], ids=["", "of the node"])
+def test_an_averaged_pass_that_fails_leaves_what_is_in_shards(pools, node, last, cap):
+    """Also of the buckets that have travelled. The hook of a node comes after ours."""
+
+    def train(model, optimizer, batches):
+        backward(model, batches())
+        alone = not isinstance(model, md.ShardedDataParallel)
+        before = [p.grad.clone() if alone else p.grad for p in model.parameters()]
+        bias = module_of(model)[2 * last].bias
+        gradient = get_gradient_edge(bias).node
+        with failing(gradient.register_prehook if node else bias.register_hook):
+            backward(model, batches(1))
+        if alone:
+            for p, gradient in zip(model.parameters(), before, strict=True):
+                p.grad = gradient
+        optimizer.step()
+
+    assert pools(2)(in_turns, stage2, train, cap=cap) == [[]] * 2
+
+
+@pytest.mark.parametrize("cap", [EACH_ALONE, TINY])
+@pytest.mark.parametrize("averaged", [True, False], ids=["", "no_sync"])
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_gradient_that_is_set_after_a_pass_that_failed(pools, kind, averaged, cap):
+    def train(model, optimizer, batches):
+        backward(model, batches())
+        bias = module_of(model)[2].bias
+        with failing(getattr(bias, kind)), without_averages(model, not averaged):
+            backward(model, batches(1))
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.3)
+        optimizer.step()
+
+    assert pools(2)(in_turns, stage2, train, cap=cap) == [[]] * 2
+
+
+def test_clipping_leaves_a_gradient_that_the_user_keeps(pools):
     def train():
         model, optimizer = stage2(net(), SGD)
-        loss_of(model(share(dist.get_rank()))).backward()
-        before = [shard.grad.clone() for shard in optimizer.shards]
-        hook = model.module[0].bias.register_hook(lambda gradient: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            loss_of(model(share(dist.get_rank()))).backward()
-        hook.remove()
-        for piece in optimizer.pieces.values():
-            piece.follow()
-        after = [shard.grad for shard in optimizer.shards]
-        return [x is not None and torch.equal(x, y) for x, y in zip(after, before, strict=True)]
+        kept = [torch.full_like(p, 0.3) for p in model.parameters()]
+        for parameter, gradient in zip(model.parameters(), kept, strict=True):
+            parameter.grad = gradient
+        assert model.clip_grad_norm_(0.1) > 0.1
+        held = {shard.grad.untyped_storage().data_ptr() for shard in optimizer.shards}
+        kept_there = [g for g in kept if g.untyped_storage().data_ptr() in held]
+        return kept_there, [g for g in kept if (g != 0.3).any()]
 
-    assert all(map(all, pools(2)(train)))
+    assert pools(2)(train) == [([], [])] * 2
 
 
 def test_gradients_that_are_kept_and_their_data(pools):
     """In stage 2: an earlier pass's gradients are added to those of the next one."""
 
-    def train(model, optimizer, backward):
+    def train(model, optimizer, batches):
         kept, norms = [], []
         for step in range(2):
             optimizer.zero_grad()
-            backward(step)
+            backward(model, batches(step))
             kept.append([p.grad for p in model.parameters()])
         for early, late in zip(*kept, strict=True):
             late.data.mul_(0.5).add_(early.detach())
@@ -769,8 +800,8 @@ def test_what_is_done_to_each_element_of_a_gradient(pools, stage, how):
         module[0].weight.data = module[0].weight.data.t().contiguous().t()
         return module
 
-    def train(model, optimizer, backward):
-        backward()
+    def train(model, optimizer, batches):
+        backward(model, batches())
         for parameter in model.parameters():
             ELEMENTS[how](parameter.grad, parameter)
         optimizer.step()
@@ -799,10 +830,10 @@ def test_what_autograd_grad_computes_leaves_gradients_in_their_shards(pools):
 def test_states_that_are_removed_begin_anew(pools, stage):
     """As for a warm restart. Of one parameter, or of all."""
 
-    def train(model, optimizer, backward):
+    def train(model, optimizer, batches):
         for step in range(4):
             optimizer.zero_grad()
-            backward(step)
+            backward(model, batches(step))
             if step == 1:
                 optimizer.state.clear()
             if step == 3:
@@ -839,7 +870,7 @@ def test_states_on_all_ranks_at_once(pools):
     def train():
         module = net()
         model, optimizer = stage1(module, ADAM)
-        plainly(model, optimizer, [share(dist.get_rank())], None, None, 0)
+        plainly(model, optimizer, [share(dist.get_rank())])
         optimizer.consolidate_state_dict(to=None)
         at_once = optimizer.state_dict()["state"]
         found = []
@@ -868,8 +899,8 @@ def test_low_precision_and_a_group_of_some_ranks(pools, stage, dtype):
         alone = SGD[0](plain.parameters(), **SGD[1])
         for step in range(2):
             shares = [share(rank, step, dtype=dtype) for rank in range(2)]
-            plainly(model, optimizer, [shares[dist.get_rank(group)]], None, None, step)
-            plainly(plain, alone, shares, None, None, step)
+            plainly(model, optimizer, [shares[dist.get_rank(group)]])
+            plainly(plain, alone, shares)
         allowed = 0.1 if dtype is torch.bfloat16 else 1e-4
         return apart(model.state_dict(), plain.state_dict(), allowed)
 
@@ -907,7 +938,7 @@ def test_it_trains_with_torchs_arguments(pools, views):
         (model, ours), (other, usual) = make(net()), stage1(net(), ADAM, cap=LARGE)
         for step in range(2):
             for each, optimizer in (model, ours), (other, usual):
-                plainly(each, optimizer, [share(dist.get_rank(), step)], None, None, step)
+                plainly(each, optimizer, [share(dist.get_rank(), step)])
         pairs = zip(model.parameters(), other.parameters(), strict=True)
         return [torch.equal(a, b) for a, b in pairs], list(ours.defaults) == list(usual.defaults)
 
@@ -926,8 +957,8 @@ def test_the_same_as_torchs_own(pools, stage):
         model, optimizer = stage(module, ADAM)
         for step in range(3):
             x = share(dist.get_rank(), step, dtype=torch.float32)
-            plainly(model, optimizer, [x], None, None, step)
-            plainly(theirs, their, [x], None, None, step)
+            plainly(model, optimizer, [x])
+            plainly(theirs, their, [x])
         their.consolidate_state_dict()
         box = [their.state_dict() if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(box)
@@ -989,6 +1020,39 @@ def test_the_whole_gradient_is_never_there(pools, passes):
         assert peak["gradients"] + peak["other"] <= most < 4 * sum(flats)
 
 
+@pytest.mark.parametrize("how", ["zero_grad", "step", "kept"])
+def test_no_memory_is_held_for_gradients_that_are_gone(pools, how):
+    """By none of their pieces, of which some have no elements."""
+
+    def are_gone():
+        shards = []
+
+        def noted(x, group):
+            arrive = reduce_scatter(x, group)
+
+            def wait():
+                shard = arrive()
+                shards.append(StorageWeakRef(shard.untyped_storage()))
+                return shard
+
+            return wait
+
+        sharded_ddp.reduce_scatter = noted
+        try:
+            model, optimizer = stage2(net(*[64] * 5), SGD, cap=LARGE)
+            model(torch.ones(4, 64).double()).sum().backward()
+        finally:
+            sharded_ddp.reduce_scatter = reduce_scatter
+        first = next(model.parameters())  # the last rank's
+        kept = first.grad if how == "kept" else None
+        REMOVALS["the module's"](model)
+        optimizer.zero_grad() if how == "zero_grad" else optimizer.step()
+        return [shard.expired() for shard in shards], isinstance(kept, torch.Tensor)
+
+    kept = how == "kept"
+    assert pools(3)(are_gone) == [([True], kept), ([True], kept), ([not kept], kept)]
+
+
 @BOTH
 @pytest.mark.parametrize("cap", [1000, LARGE])
 def test_traffic(pools, stage, cap):
@@ -1022,7 +1086,7 @@ def test_no_list_of_shards_travels(pools, stage):
         functions = dist.all_gather, dist.reduce_scatter
         dist.all_gather = dist.reduce_scatter = refuse
         try:
-            plainly(model, optimizer, [share(dist.get_rank())], None, None, 0)
+            plainly(model, optimizer, [share(dist.get_rank())])
         finally:
             dist.all_gather, dist.reduce_scatter = functions
 
@@ -1040,7 +1104,7 @@ def some_steps(stage, steps, make=net, state=None, kind=ADAM):
         optimizer.load_state_dict(state[1])
         assert all(states["step"].ndim == 0 for states in optimizer.state.values())
     for step in steps:
-        plainly(model, optimizer, [share(0, step)], None, None, step)
+        plainly(model, optimizer, [share(0, step)])
     optimizer.consolidate_state_dict()
     if dist.get_rank() == 0:
         return copy.deepcopy((dict(model.state_dict()), optimizer.state_dict()))
@@ -1053,7 +1117,7 @@ def alone_for(steps, make=net, state=None, kind=ADAM):
         model.load_state_dict(state[0])
         optimizer.load_state_dict(state[1])
     for step in steps:
-        plainly(model, optimizer, [share(0, step)], None, None, step)
+        plainly(model, optimizer, [share(0, step)])
     return model.state_dict(), optimizer.state_dict()
 
 
@@ -1203,12 +1267,13 @@ def by_hand(rank):
     optimizer.step()
 
 
-def sparse(rank):
+def sparse(rank, clip=False):
     """Rank 0 has no part of the embedding."""
     module = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 9))
     optimizer = zero(module.parameters())
+    model = md.ShardedDataParallel(module, optimizer) if clip else module
     module(torch.tensor([rank])).sum().backward()
-    optimizer.step()
+    model.clip_grad_norm_(0.1) if clip else optimizer.step()
 
 
 def of_rows(rank):
@@ -1303,6 +1368,7 @@ MISTAKES = {
     "unfrozen": (unfrozen, "RuntimeError", "frozen when the optimizer was made"),
     "a parameter by hand": (by_hand, "RuntimeError", "into a group by hand: use add_param_group"),
     "sparse": (sparse, "RuntimeError", "a sparse gradient cannot be cut into shards: sparse=True"),
+    "sparse, clipped": (partial(sparse, clip=True), "RuntimeError", "a sparse gradient cannot be"),
     "shared memory": (sharing_memory, "ValueError", "rank 0: two parameters share memory, of"),
     "another optimizer": (
         lambda rank: wrap(lambda m: torch.optim.Adam(m.parameters())),

@@ -33,7 +33,7 @@ def together(*groups: dist.ProcessGroup) -> Iterator[None]:
 def pass_on(problem: Exception | None, *groups: dist.ProcessGroup) -> None:
     """The same for a problem that another group has raised already, by these functions: its message
     names the rank."""
-    if not _failed_on_any(problem is not None, groups):
+    if not any(on_any_rank([problem is not None], *groups)):  # most times none has one
         return
     for group in groups:  # those of the next one must hear it too
         mine = None if problem is None else (_kind(problem), str(problem))
@@ -46,14 +46,16 @@ def pass_on(problem: Exception | None, *groups: dist.ProcessGroup) -> None:
         raise problem
 
 
-def _failed_on_any(failed: bool, groups: Sequence[dist.ProcessGroup]) -> bool:
-    """Whether a rank has a problem, by a number for each group: most times none has."""
+def on_any_rank(true_here: Sequence[bool], *groups: dist.ProcessGroup) -> list[bool]:
+    """What is true on one rank at least, of the group, or of a mesh, with its group along each
+    axis: by one all_reduce for each group."""
+    found = list(true_here)
     for group in groups:
         if dist.get_world_size(group) > 1:
-            flag = torch.tensor(failed, dtype=torch.int32, device=message_device(group))
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group)
-            failed = bool(flag)
-    return failed
+            flags = torch.tensor(found, dtype=torch.uint8, device=message_device(group))
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group)
+            found = flags.bool().tolist()
+    return found
 
 
 def require_same(group: dist.ProcessGroup, arguments: dict[str, Any]) -> None:

@@ -86,11 +86,11 @@ def norm_over_ranks(
 
 
 def mark_parts(parameters: Iterable[torch.Tensor]) -> None:
-    """Mark their gradients as those of one rank's part of a model. torch's `clip_grad_norm_` then
-    raises RuntimeError, where it would take the norm of this part for that of the whole, and each
-    rank would scale by another number. So does torch.stack of norms by
-    torch.linalg.vector_norm. All else computes as before. Where a rank has no gradient, torch's
-    function returns 0 there."""
+    """Mark their gradients as a part of all that there are: of one rank's layers, or what lies
+    beside shards. torch's `clip_grad_norm_` then raises RuntimeError, where it would take the norm
+    of this part for that of the whole, and each rank would scale by another number. So does
+    torch.stack of norms by torch.linalg.vector_norm. All else computes as before. Where a rank has
+    no gradient, torch's function returns 0 there."""
     for grad in (p.grad for p in parameters if p.grad is not None):
         if type(grad) is torch.Tensor or hasattr(grad, "_local_tensor"):  # a DTensor
             grad.__class__ = _part_of(type(grad))
@@ -108,8 +108,8 @@ class _Part:
         kwargs = kwargs or {}
         if function is torch.stack and not (args[0] if args else kwargs["tensors"])[0].ndim:
             raise RuntimeError(
-                "these gradients are of one rank's part of the model, so each rank would clip by a "
-                "norm of its own: call the model's clip_grad_norm_ in place of torch's"
+                "this rank has a part of the gradients here, and would clip by the norm of that "
+                "part: call the model's clip_grad_norm_ in place of torch's"
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **kwargs)

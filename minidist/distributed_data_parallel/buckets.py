@@ -154,11 +154,11 @@ class Buckets:
 
     # In a backward pass.
 
-    def arrive(self, parameter: nn.Parameter) -> None:
-        """A pass has given it a gradient, averaged or not: nothing to do here."""
+    def stay(self, parameter: nn.Parameter) -> None:
+        """Its gradient stays where it is, and is not averaged: nothing to do here."""
 
     def hold(self, parameter: nn.Parameter) -> None:
-        """Its gradient waits in its bucket for a later pass."""
+        """Its gradient waits for a later pass, in its bucket."""
         self._bucket_of[parameter].hold(parameter)
 
     def add(self, parameter: nn.Parameter) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 
+from minidist.common.agree import on_any_rank
 from minidist.common.no_sync import Synchronized
 from minidist.common.tensors_in import tensors_in
 from minidist.distributed_data_parallel.buckets import Buckets
@@ -111,7 +112,7 @@ class Reducer:
             if self._pass is None:
                 self._makes_graph, end = torch.is_grad_enabled(), self._end
                 # If the pass fails, autograd drops `end` instead of calling it.
-                self._pass = weakref.ref(end, lambda _: self._reset())
+                self._pass = weakref.ref(end, lambda _: self._fail())
                 Variable._execution_engine.queue_callback(end)
 
     def _arrive(self, parameter: nn.Parameter) -> None:
@@ -120,7 +121,6 @@ class Reducer:
             hooks: Any = parameter._post_accumulate_grad_hooks
             if parameter.grad is None and all(map(_only_reads, hooks.values())):
                 return  # nobody took it away: a Function of the user's gave None
-            self.buckets.arrive(parameter)
             others = reducers_of(parameter) if len(hooks) > 1 else []
             others = [each for each in others if each is not self and each.begun]
             if others and self._pass and any(each._sync for each in [self, *others]):
@@ -137,8 +137,10 @@ class Reducer:
                 self.buckets.add(parameter)
             elif self._pass and not torch.is_grad_enabled():  # it waits for a later pass: no_sync
                 self.buckets.hold(parameter)
-            elif not others:
-                self._stray(parameter)
+            else:
+                self.buckets.stay(parameter)
+                if not others:
+                    self._stray(parameter)
 
     def _require_complete(self, parameter: nn.Parameter) -> None:
         if torch.is_grad_enabled():
@@ -203,9 +205,13 @@ class Reducer:
         for parameter in unused:
             self.buckets.add(parameter)
         if self._find_unused:
-            used = on_any_rank(used, self._group, self.parameters[0].device)
+            used = on_any_rank(used, self._group)
         self.buckets.wait()
         self.buckets.give(compress(self.parameters, used))
+
+    def _fail(self) -> None:
+        self._awaited = False  # or the next pass would be averaged, within no_sync too
+        self._reset()
 
     def _reset(self) -> None:
         """A backward pass has ended, or has failed on its way."""
@@ -256,16 +262,6 @@ def reducers_of(parameter: nn.Parameter) -> list[Reducer]:
 def remove(hooks: list[Any]) -> None:
     for hook in hooks:
         hook.remove()
-
-
-def on_any_rank(
-    true_here: list[bool], group: dist.ProcessGroup, device: torch.device
-) -> list[bool]:
-    """What is true on one rank of the group at least."""
-    flags = torch.tensor(true_here, dtype=torch.uint8).to(device)
-    dist.all_reduce(flags, dist.ReduceOp.MAX, group)
-    found: list[bool] = flags.bool().tolist()
-    return found
 
 
 def _only_reads(hook: Any) -> bool:

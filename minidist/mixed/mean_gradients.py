@@ -6,9 +6,8 @@ from itertools import compress
 import torch.distributed as dist
 from torch import nn
 
+from minidist.common.agree import on_any_rank
 from minidist.distributed_data_parallel.buckets import BUCKET_CAP_MB, Buckets, assign
-from minidist.distributed_data_parallel.reducer import on_any_rank
-from minidist.rank import device
 
 
 class MeanGradients:
@@ -45,5 +44,5 @@ class MeanGradients:
         finally:
             self._buckets.empty()
         if some_unused:
-            used = on_any_rank(used, self._group, device())
+            used = on_any_rank(used, self._group)
             self._buckets.give(compress(self._parameters, used))

@@ -24,7 +24,13 @@ from minidist.common.wrapper import Guard
 from minidist.distributed_data_parallel.buckets import Bucket, Buckets
 from minidist.distributed_data_parallel.reducer import Reducer, remove
 from minidist.zero.sharded_optimizer import ZeroRedundancyOptimizer
-from minidist.zero.shards import FlatParameters, GradientInShards, Piece, reduce_scatter
+from minidist.zero.shards import (
+    FlatParameters,
+    GradientInShards,
+    Piece,
+    reduce_scatter,
+    require_strided,
+)
 
 
 class PassingBucket(Bucket):
@@ -54,6 +60,7 @@ class ShardBuckets(Buckets):
     def __init__(self, flats: Sequence[FlatParameters], group: dist.ProcessGroup) -> None:
         parameters = [parameter for flat in flats for parameter in flat.parameters]
         self._pieces = {piece.whole: piece for flat in flats for piece in flat.pieces}
+        self._in_both: set[nn.Parameter] = set()  # of this pass: a bucket has theirs, and shards
         self._shards: list[torch.Tensor] = []  # of the mean: (S,) of each bucket that has arrived
         super().__init__(flats, group)
         # A parameter does not hold its node, and the node holds this hook.
@@ -65,36 +72,34 @@ class ShardBuckets(Buckets):
         for parameter, node in zip(parameters, self._nodes, strict=True):
             if isinstance(parameter.grad, GradientInShards):  # of an earlier wrapper: none of ours
                 parameter.grad = None
-            make_room = partial(_make_room, parameter, self._pieces.get(parameter))
-            hooks.append(node.register_prehook(make_room))
+            hooks.append(node.register_prehook(partial(_make_room, self._pieces[parameter])))
         weakref.finalize(self, remove, hooks)
 
     def _make_bucket(self, index: int) -> PassingBucket:
         last = index == len(self._plan) - 1
         return PassingBucket(index, self._plan[index].parameters, last, self._group)
 
-    def arrive(self, parameter: nn.Parameter) -> None:
-        """What a pass gives is added to what is in shards; what the user gives replaces it."""
-        if piece := self._pieces.get(parameter):
-            piece.follow()
-            self._mark(piece)
+    def stay(self, parameter: nn.Parameter) -> None:
+        """Its gradient stays where it is, beside what is in shards. It is not all of it, so torch
+        shall not clip by it."""
+        piece = self._pieces[parameter]
+        piece.follow()
+        if piece.known is not None:
+            mark_parts([parameter])
 
     def hold(self, parameter: nn.Parameter) -> None:
-        """What is in shards waits there."""
+        """It waits in its bucket, beside what is in shards."""
         if not isinstance(parameter.grad, GradientInShards):
-            super().hold(parameter)  # now it is another tensor
-            if (piece := self._pieces.get(parameter)) and piece.known is not None:
-                piece.known = parameter.grad
-                self._mark(piece)
-
-    def _mark(self, piece: Piece) -> None:
-        """What lies beside shards is not the whole gradient, and torch shall not clip by it."""
-        if piece.known is not None:
-            mark_parts([piece.whole])
+            _make_room(self._pieces[parameter])  # it becomes another tensor
+            super().hold(parameter)
+        self.stay(parameter)
 
     def add(self, parameter: nn.Parameter) -> None:
         """Its gradient joins those that leave; what is in shards stays where it is."""
-        _make_room(parameter, self._pieces.get(parameter))  # if the pass has left it out
+        piece = self._pieces[parameter]
+        _make_room(piece)  # if the pass has left it out
+        if piece.coming:
+            self._in_both.add(parameter)
         super().add(parameter)
 
     def _send(self, bucket: Any) -> None:
@@ -115,43 +120,50 @@ class ShardBuckets(Buckets):
         for flat, shard in zip(self._plan, self._shards, strict=True):
             for piece in flat.pieces:
                 if piece.whole in found:
-                    if piece.own.grad is None:
-                        piece.own.grad = shard[piece.place].detach()  # as DDP's
-                    else:
-                        piece.own.grad += shard[piece.place]
+                    part = shard[piece.place].detach()  # as DDP's
+                    if piece.own.grad is not None:
+                        piece.own.grad += part
+                    else:  # one of no elements would hold the memory of all
+                        piece.own.grad = part if part.numel() else part.clone()
         self._stand_in(found)
 
-    def cut(self, parameters: Iterable[nn.Parameter]) -> None:
+    def take(self, parameters: Sequence[nn.Parameter]) -> None:
         """This rank's part of their whole gradients joins what is in shards."""
+        require_strided(parameters)
         for parameter in parameters:
-            if piece := self._pieces.get(parameter):
-                piece.take()
+            own: Any = self._pieces[parameter].own
+            if self._pieces[parameter].take() is None:
+                own.grad = own.grad.clone()  # no view of what may be the user's
         self._stand_in(parameters)
 
     def _stand_in(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
-            piece = self._pieces.get(parameter)
-            parameter.grad = GradientInShards(parameter, piece, self._group)
-            if piece is not None:
-                piece.known, piece.coming = parameter.grad, False
+            piece = self._pieces[parameter]
+            parameter.grad = piece.known = GradientInShards(piece, self._group)
+            piece.coming = False
 
     def empty(self) -> None:
-        """Wait for all gradients of the next backward pass."""
+        """Wait for all gradients of the next backward pass. If this one has failed, what was in
+        shards before it is there as it was; what lay beside that may be lost."""
+        for parameter, piece in self._pieces.items():
+            if piece.coming and (parameter in self._in_both or parameter.grad is None):
+                self._stand_in([parameter])
+            elif piece.coming:
+                self.stay(parameter)
         super().empty()
-        self._shards = []
+        self._in_both, self._shards = set(), []
 
 
-def _make_room(parameter: nn.Parameter, piece: Piece | None, *given: Any) -> None:
+def _make_room(piece: Piece, *given: Any) -> None:
     """For a gradient that is whole: what is in shards stays there, unless the user has replaced or
     removed the parameter's `.grad`."""
     if given and given[0][0] is None:
         return  # a Function of the user's has none for it, so nothing comes
-    if piece is not None:
-        piece.follow()
-        # Not to hold the memory of a gradient until all have travelled.
-        piece.coming, piece.known = piece.known is not None, None
-    if isinstance(parameter.grad, GradientInShards) and parameter.grad.piece is piece:
-        parameter.grad = None  # and nothing, if this hook is an earlier wrapper's
+    piece.follow()
+    # Not to hold the memory of a gradient until all have travelled.
+    piece.coming, piece.known = piece.known is not None, None
+    if isinstance(piece.whole.grad, GradientInShards) and piece.whole.grad.piece is piece:
+        piece.whole.grad = None  # and nothing, if this hook is an earlier wrapper's
 
 
 class ShardedDataParallel(Synchronized):
@@ -166,7 +178,9 @@ class ShardedDataParallel(Synchronized):
     `optimizer.shards`. A parameter's own `.grad` has no elements: clipping by torch.nn.utils takes
     its norm over all shards and scales them, a mask or noise is cut as it is, all else raises. A
     parameter without gradient on some ranks counts there as zero; on all ranks, its `.grad` stays
-    None, and the optimizer passes over it. After FairScale's ShardedDDP.
+    None, and the optimizer passes over it. What a pass gives that is not averaged, within `no_sync`
+    or by the bare module, lies in `.grad` beside the shards: a step takes both, and the next
+    averaged pass or `clip_grad_norm_` adds it to them. After FairScale's ShardedDDP.
 
     optimizer: a `ZeroRedundancyOptimizer` of all parameters of the module that are trained, or
         several that share them. Their gradients leave in buckets, the last parameters first: as
@@ -251,7 +265,7 @@ class ShardedDataParallel(Synchronized):
         """
         # Whole are those that the user has set, and those of passes that were not averaged.
         given = [p for p in self._reducer.parameters if p.grad is not None]
-        self._buckets.cut([p for p in given if not isinstance(p.grad, GradientInShards)])
+        self._buckets.take([p for p in given if not isinstance(p.grad, GradientInShards)])
         pieces = [x for optimizer in self._optimizers for x in optimizer.pieces.values()]
         for piece in pieces:
             piece.follow()

@@ -14,7 +14,7 @@ from minidist.common.refusals import refuse
 from minidist.common.replicas import describe, refuse_dtensors, require_apart, require_replicas
 from minidist.distributed_data_parallel.buckets import BUCKET_CAP_MB, assign
 from minidist.zero.optimizer_states import gathered, is_elementwise, own_part
-from minidist.zero.shards import FlatParameters, Piece, all_gather
+from minidist.zero.shards import FlatParameters, Piece, all_gather, require_strided
 from minidist.zero.uneven import UnevenSteps
 
 NOT_HERE = {
@@ -130,7 +130,10 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         buckets = assign(trained[::-1], int(self.bucket_cap_mb * 2**20))
         flats = [FlatParameters(bucket, self.process_group) for bucket in buckets]
         self._flats += flats
-        self.pieces |= {piece.whole: piece for flat in flats for piece in flat.pieces}
+        pieces = [piece for flat in flats for piece in flat.pieces]
+        # A parameter may have no elements.
+        own = [piece for piece in pieces if piece.own.numel() or not piece.whole.numel()]
+        self.pieces |= {piece.whole: piece for piece in own}
         self._known.update(parameters)
 
     def _parameters(self) -> list[nn.Parameter]:
@@ -199,9 +202,7 @@ class ZeroRedundancyOptimizer(Optimizer, UnevenSteps):
         parameters = self._parameters()
         if not self._known.issuperset(parameters):
             raise RuntimeError("a parameter was put into a group by hand: use add_param_group")
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if any(gradient.layout is not torch.strided for gradient in gradients):
-            raise RuntimeError("a sparse gradient cannot be cut into shards: sparse=True")
+        require_strided(parameters)
         if any(flat.moved() for flat in self._flats):
             raise RuntimeError(
                 "a parameter has been moved or converted since the optimizer was made. Change a "

@@ -6,7 +6,7 @@ owns the N-th part of every bucket whatever the parameters' sizes, even if one e
 the model: Ψ/N elements, but for the padding that makes each bucket a multiple of N.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -32,9 +32,16 @@ _BY_ELEMENT |= {"masked_fill_", "threshold_", "zero_"}
 # ---- who owns what -----------------------------------------------------------------------------
 
 
+def require_strided(parameters: Iterable[torch.Tensor]) -> None:
+    """Raises RuntimeError for a sparse gradient."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if any(gradient.layout is not torch.strided for gradient in gradients):
+        raise RuntimeError("a sparse gradient cannot be cut into shards: sparse=True")
+
+
 @dataclass
 class Piece:
-    """What a rank owns of one parameter."""
+    """What a rank owns of one parameter. Of some these are no elements."""
 
     whole: nn.Parameter
     span: slice  # which elements of it, in the order in which they lie in memory
@@ -43,7 +50,7 @@ class Piece:
     # The parameter's `.grad`, if that of `own` belongs to it: in shards, or what has come since by
     # a pass that was not averaged, to be added.
     known: torch.Tensor | None = None
-    coming: bool = False  # a pass gives it a gradient, which will be known
+    coming: bool = False  # a pass is giving it a gradient, which will be known
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same elements of a tensor that belongs to the parameter and has its shape: (n,). A
@@ -94,19 +101,18 @@ class FlatParameters:
             self.shard * size, dtype=first.dtype, device=first.device, group=group
         )
         self.flat[used:] = 0
-        self.pieces: list[Piece] = []
+        self.pieces: list[Piece] = []  # one of each parameter
         self.hooks: list[Any] = []  # of the wrapper that was made last
         mine = range(rank * self.shard, (rank + 1) * self.shard)
         for parameter, offset in zip(parameters, offsets, strict=True):
             view = self.flat.as_strided(parameter.shape, dense_strides(parameter), offset)
             parameter.data = view.copy_(parameter.data)
             start = max(mine.start, offset)
-            stop = min(mine.stop, offset + parameter.numel())
-            if stop - start >= min(1, parameter.numel()):
-                own = nn.Parameter(self.flat[start:stop])
-                span = slice(start - offset, stop - offset)
-                place = slice(start - mine.start, stop - mine.start)
-                self.pieces.append(Piece(parameter, span, own, place))
+            stop = max(start, min(mine.stop, offset + parameter.numel()))
+            own = nn.Parameter(self.flat[start:stop])
+            span = slice(start - offset, stop - offset)
+            place = slice(start - mine.start, stop - mine.start)
+            self.pieces.append(Piece(parameter, span, own, place))
 
     def moved(self) -> bool:
         """Whether a parameter is no longer in the flat tensor's memory."""
@@ -121,33 +127,29 @@ class GradientInShards(torch.Tensor):
     Its norms are those of the whole gradient: all ranks must take them. What is done in place to
     each element, as clipping does, is done to this rank's shard. All else raises RuntimeError."""
 
-    piece: Piece | None
+    piece: Piece
     group: dist.ProcessGroup
     kept: torch.Tensor  # this rank's part: (n,), of no elements on some ranks
 
     @staticmethod
-    def __new__(
-        cls, parameter: torch.Tensor, piece: Piece | None, group: dist.ProcessGroup
-    ) -> "GradientInShards":
-        """piece: what this rank has of the parameter, if it has a part of it."""
+    def __new__(cls, piece: Piece, group: dist.ProcessGroup) -> "GradientInShards":
+        whole, mine = piece.whole, piece.own.grad
         made: GradientInShards = torch.Tensor._make_wrapper_subclass(
             cls,
-            parameter.shape,
-            strides=parameter.stride(),
-            dtype=parameter.dtype,
-            device=parameter.device,
+            whole.shape,
+            strides=whole.stride(),
+            dtype=whole.dtype,
+            device=whole.device,
             storage_size=0,
         )
         made.piece, made.group = piece, group
-        mine = None if piece is None else piece.own.grad
-        none = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-        made.kept = none if mine is None else mine
+        made.kept = whole.new_empty(0) if mine is None else mine
         return made
 
     @property
     def shard(self) -> torch.Tensor:
         """This rank's part, as it is now; of one that is no longer the parameter's, as it was."""
-        if self.piece is None or self.piece.whole.grad is not self:
+        if self.piece.whole.grad is not self:
             return self.kept
         self.piece.follow()
         mine = self.piece.own.grad
@@ -159,8 +161,7 @@ class GradientInShards(torch.Tensor):
             return value.shard
         if not isinstance(value, torch.Tensor) or not value.ndim:
             return value
-        value = value.expand(self.shape)
-        return value.flatten()[:0] if self.piece is None else self.piece.of(value)
+        return self.piece.of(value.expand(self.shape))
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"GradientInShards(of shape {tuple(self.shape)})"
@@ -190,7 +191,7 @@ class GradientInShards(torch.Tensor):
                 "ones: use minidist.ShardedGradScaler"
             )
         if name == "detach":  # or `.data`: the same shard
-            same = cls(own[0], own[0].piece, own[0].group)
+            same = cls(own[0].piece, own[0].group)
             same.kept = own[0].shard
             return same
         by_element = name.startswith("_foreach_") or name in _BY_ELEMENT
