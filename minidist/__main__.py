@@ -1,19 +1,17 @@
-"""The measurements that the course speaks of, all ways to train side by side, a planner of memory
-and time, and random trials.
+"""The measurements that the course speaks of, all ways to train side by side, and a planner of
+memory and time.
 
 python -m minidist bench launch collectives
 python -m minidist compare --world-size 4
 python -m minidist plan --model llama-3-8b --gpu h100 --world-size 8 --tensor 2
-python -m minidist fuzz --minutes 10
 """
 
 import argparse
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import minidist as md
-from minidist import bench, fuzz, planner
+from minidist import bench, planner
 from minidist.compare import command as compare
 from minidist.planner.page import page, states_page
 from minidist.planner.transformer import named
@@ -30,7 +28,6 @@ def main() -> None:
     _bench(commands.add_parser("bench", help="our figures beside torch's, taken in turns"))
     compare.add(commands.add_parser("compare", help="one training in many ways, side by side"))
     _plan(commands.add_parser("plan", help="bytes a rank and seconds a step, before you run"))
-    _fuzz(commands.add_parser("fuzz", help="random trainings, each held against one process"))
     arguments = parser.parse_args()
     arguments.run(arguments)
 
@@ -111,22 +108,6 @@ def _plan(sub: argparse.ArgumentParser) -> None:
             print(_answer(arguments))
         except ValueError as error:
             sub.error(str(error))
-
-    sub.set_defaults(run=run)
-
-
-def _fuzz(sub: argparse.ArgumentParser) -> None:
-    sub.description = (
-        "Draws models, strategies, options and loops, and trains each on ranks and alone."
-    )
-    sub.add_argument("--minutes", type=float, default=10, help="for so long (10)")
-    sub.add_argument("--first", type=int, default=0, help="the number of the first trial (0)")
-    sub.add_argument("--trials", type=int, help="so many at most")
-
-    def run(arguments: argparse.Namespace) -> None:
-        if arguments.minutes <= 0 or (arguments.trials is not None and arguments.trials < 1):
-            sub.error("--minutes must be more than 0, and --trials 1 or more")
-        sys.exit(bool(fuzz.run(arguments.minutes, arguments.first, arguments.trials)))
 
     sub.set_defaults(run=run)
 

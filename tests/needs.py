@@ -18,10 +18,7 @@ GET_TOOLS = "pip install -c constraints.txt -e '.[tools]'"
 # torch was before. Torch alone fails so, without a line of ours.
 NEWER_TORCH = {
     "fused": ("2.12", "full_tensor() of a fused weight that is split (_StridedShard) raises"),
-    "index_put_": ("2.12", "DTensor has no index_put_ at all, so Rprop raises another error"),
-    "clipping": ("2.12", "clip_grad_norm_ scales no gradients that are Partial DTensors"),
     "edges": ("2.13", "the node of a Python Function keeps no graph: zero_bubble needs that"),
-    "methods": ("2.13", "FSDPModule lacks reset_iter_state or set_symm_mem_for_comm"),
 }
 
 

@@ -10,10 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
@@ -64,10 +61,6 @@ def nested(model):
     return wrap(nn.Sequential(model[0], wrap(model[1:4]), wrap(wrap(model[4:]))))
 
 
-def nested_in_two(model):
-    return wrap(nn.Sequential(*map(wrap, model)))
-
-
 # By name: a model, and how it is wrapped. Both begin with the same weights.
 WAYS = {
     "whole": (layers, wrap),
@@ -89,13 +82,12 @@ def pair(way):
     return plain, around(copy.deepcopy(make().double()))
 
 
-def outcome(model, backward, requires_grad=True, context=torch.enable_grad):
+def outcome(model, backward, requires_grad=True):
     """Outputs, gradients, buffers, and the next random number."""
     x = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     x.requires_grad_(requires_grad)
     torch.manual_seed(2)
-    with context():
-        y = model(x)
+    y = model(x)
     trained = [p for p in model.parameters() if p.requires_grad] or [x]
     given = backward(y, x, trained)
     found = [y.detach(), x.grad, *[p.grad for p in model.parameters()], *model.buffers()]
@@ -125,20 +117,12 @@ def three_times(y, x, weights):
     loss_of(y).backward()
 
 
-def for_some(y, x, weights):
-    """Parts of the graph, one after the other: what one leaves, another may need."""
-    first = torch.autograd.grad(loss_of(y), weights[-1], retain_graph=True, allow_unused=True)
-    second = torch.autograd.grad(loss_of(y), weights[:1], retain_graph=True, allow_unused=True)
-    once(y, x, weights)
-    return [*first, *second]
-
-
 def gradients_of_gradients(y, x, weights):
     found = torch.autograd.grad(loss_of(y), weights, create_graph=True)
     sum(gradient.pow(2).sum() for gradient in found).backward()
 
 
-BACKWARD = [once, three_times, for_some, gradients_of_gradients]
+BACKWARD = [once, three_times, gradients_of_gradients]
 
 
 @pytest.mark.parametrize("backward", BACKWARD)
@@ -148,35 +132,6 @@ def test_the_same_as_the_bare_module(way, backward):
     apart(outcome(wrapped, backward), outcome(plain, backward))
     if way != "frozen":
         apart(outcome(wrapped, backward, False), outcome(plain, backward, False))
-
-
-class Counts(nn.Module):
-    """Forward puts other tensors into its buffers, one of which is not there at first."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.register_buffer("passes", torch.zeros((), dtype=torch.long))
-        self.register_buffer("last", None)
-
-    def forward(self, x):
-        self.passes = self.passes + 1
-        self.last = x.detach().mean() + (0 if self.last is None else self.last)
-        return self.linear(x).exp()
-
-
-@pytest.mark.parametrize("around", [wrap, nested_in_two])
-def test_buffers_that_forward_replaces_move_once(around):
-    torch.manual_seed(0)
-    plain = nn.Sequential(Counts(), Counts())
-    wrapped, x = around(copy.deepcopy(plain)), torch.randn(3, 5, 6)
-    for part in x:
-        for model in (plain, wrapped):
-            model(part).sum().backward()
-    assert [int(part.passes) for part in plain] == [3, 3]
-    found, wanted = wrapped.state_dict(), plain.state_dict()
-    assert found.keys() == wanted.keys()
-    apart([*found.values()], [*wanted.values()], 0)
 
 
 def test_autocast_is_that_of_the_first_pass():
@@ -207,21 +162,22 @@ class Nested(nn.Module):
         super().__init__()
         self.table, self.linear = nn.Embedding(4, 3), nn.Linear(3, 3)
 
-    def forward(self, pair, box, *, scale, names, mask=None):
+    def forward(self, pair, box, *, scale, names, mask):
         tokens, (x, _) = pair
         y = self.linear(self.table(tokens) * x + box.inside) * scale["by"]
-        if mask is not None:
-            y = y.masked_fill(mask, 0)
+        y = y.masked_fill(mask, 0)
         return {"y": [y, y.detach() + 1], "names": names, "n": 3, "box": Box(y.exp())}
 
 
-@pytest.mark.parametrize("mask", [None, torch.tensor([True, False, False])])
-def test_nested_inputs_and_outputs(mask):
+def test_nested_inputs_and_outputs():
     torch.manual_seed(0)
     plain = Nested()
     wrapped = wrap(copy.deepcopy(plain))
     x, scale, inside = (torch.rand(2, 3, requires_grad=True) for _ in range(3))
-    given = (torch.tensor([1, 3]), (x, None)), Box(inside)
+    given, mask = (
+        ((torch.tensor([1, 3]), (x, None)), Box(inside)),
+        torch.tensor([True, False, False]),
+    )
     found = []
     for model in plain, wrapped:
         out = model(*given, scale={"by": scale}, names="ab", mask=mask)
@@ -234,19 +190,13 @@ def test_nested_inputs_and_outputs(mask):
 
 
 class Counted(nn.Module):
-    """Its gradient penalty asks for a gradient within forward."""
-
-    def __init__(self, penalty=False):
+    def __init__(self):
         super().__init__()
-        self.linear, self.penalty, self.calls = nn.Linear(6, 6), penalty, 0
+        self.linear, self.calls = nn.Linear(6, 6), 0
 
     def forward(self, x):
         self.calls += 1
-        y = self.linear(x).tanh()
-        if self.penalty:
-            (slope,) = torch.autograd.grad(y.sum(), self.linear.weight, create_graph=True)
-            return y + slope.pow(2).sum()
-        return y
+        return self.linear(x).tanh()
 
 
 def test_forward_runs_twice_and_without_gradients_once():
@@ -262,20 +212,8 @@ def test_forward_runs_twice_and_without_gradients_once():
     assert not y.requires_grad
 
 
-def test_a_gradient_within_forward():
-    torch.manual_seed(0)
-    plain = Counted(penalty=True)
-    x, found = torch.randn(5, 6), []
-    for model in plain, wrap(copy.deepcopy(plain)):
-        model(x).sum().backward()
-        found.append([p.grad for p in model.parameters()])
-    apart(found[1], found[0], 1e-6)
-
-
 def test_names_are_those_of_the_bare_module():
     plain, wrapped = pair("nested")
-    inside = nn.Sequential(nn.Linear(2, 2), wrap(nn.Linear(2, 2)))
-    assert list(inside.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
     whole = wrap(plain)
     assert list(whole.state_dict()) == list(plain.state_dict())
     wrap(layers()).load_state_dict(layers().state_dict())
@@ -316,7 +254,7 @@ def test_only_the_inputs_of_wrapped_modules_remain():
         measured(0, wrap)[0] - 4 * B * T * C
     )  # of the model: the last block's output is saved too
     per_block = measured(1, lambda block: block)[0] - measured(0, wrap)[0]
-    for n, every in [(2, 1), (4, 1), (4, 2), (6, 3)]:
+    for n, every in [(2, 1), (4, 2), (6, 3)]:
         kept, peak, live = measured(n, wrap, every)
         # The input of each segment, and the output of the last one, which the norm saves.
         assert kept == ends + (n // every + 1) * 4 * B * T * C
@@ -328,25 +266,7 @@ def test_only_the_inputs_of_wrapped_modules_remain():
         assert every * per_block < peak["activations"] <= kept + every * per_block
 
 
-def test_a_whole_of_segments_keeps_less_still():
-    kept = measured(8, wrap)[0]
-    model, x = language_model(8, wrap)
-    model.blocks = nn.Sequential(wrap(model.blocks[:4]), wrap(model.blocks[4:]))
-    with md.measure.MemoryTracker(model) as memory:
-        model(x).sum().backward()
-    assert kept - memory.after("forward")["activations"] == 6 * 4 * B * T * C
-
-
-def test_a_graph_that_is_retained_keeps_no_more_than_before():
-    model, x = language_model(2, wrap)
-    with md.measure.MemoryTracker(model) as memory:
-        loss = model(x).sum()
-        loss.backward(retain_graph=True)
-    assert memory.live["activations"] == memory.after("forward")["activations"] > 0
-    assert memory.live["other"] == loss.nbytes
-
-
-@pytest.mark.parametrize("backward", [once, for_some, None])
+@pytest.mark.parametrize("backward", [once, three_times, None])
 def test_nothing_stays_behind(backward):
     _, model = pair("nested")
     x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
@@ -388,16 +308,13 @@ def units_of_checkpoints(**options):
 
 STRATEGIES = {
     "DDP": lambda model: md.DistributedDataParallel(blocks(model), bucket_cap_mb=0.01),
-    "DDP of the whole": lambda model: md.DistributedDataParallel(wrap(model)),
     "checkpoint of DDP": lambda model: wrap(md.DistributedDataParallel(model)),
     "torch DDP": lambda model: TorchDDP(blocks(model)),
     "ZeRO 2": lambda model: stage2(blocks(model), torch.optim.SGD),
     "fully sharded, checkpoints of units": lambda model: units_of(md.zoo.Block, blocks(model)),
     "fully sharded, units of checkpoints": units_of_checkpoints(),
     "and not freed after forward": units_of_checkpoints(reshard_after_forward=False),
-    "and without prefetch": units_of_checkpoints(prefetch=False),
     "fully sharded, one checkpoint": lambda model: units_of(md.zoo.Block, wrap(model)),
-    "checkpoint of fully sharded": lambda model: wrap(units_of(md.zoo.Block, model)),
 }
 
 
@@ -405,7 +322,7 @@ STRATEGIES = {
 def test_parity_of_replicas(pools, name):
     md.parity.check(
         STRATEGIES[name],
-        model=partial(md.zoo.Transformer, length=8, width=16, layers=3),
+        model=partial(md.zoo.Transformer, length=8, width=16, layers=2),
         data=md.zoo.text(8),
         optimizer=partial(torch.optim.SGD, lr=0.1),
         ranks=pools(2),
@@ -413,8 +330,7 @@ def test_parity_of_replicas(pools, name):
     )
 
 
-@pytest.mark.parametrize("name", ["checkpoints of units", "units of checkpoints"])
-def test_shards_and_checkpoints_each_save_their_own(pools, name):
+def test_shards_and_checkpoints_each_save_their_own(pools):
     """What is kept is that of checkpoints alone. Parameters travel and are there as without."""
 
     def kept_sent_and_whole(around):
@@ -425,63 +341,15 @@ def test_shards_and_checkpoints_each_save_their_own(pools, name):
         return memory.after("forward")["activations"], traffic.calls, memory.peak_of["parameters"]
 
     alone = measured(4, wrap)[0]
-    for rank in (0, 1):
-        bare = pools(2)(kept_sent_and_whole, partial(units_of, md.zoo.Block))[rank]
-        kept, *others = pools(2)(kept_sent_and_whole, STRATEGIES[f"fully sharded, {name}"])[rank]
-        assert (kept, others) == (alone, list(bare[1:])) and kept < bare[0] / 3
+    bare = pools(2)(kept_sent_and_whole, partial(units_of, md.zoo.Block))[0]
+    for name in ("checkpoints of units", "units of checkpoints"):
+        found = pools(2)(kept_sent_and_whole, STRATEGIES[f"fully sharded, {name}"])
+        assert found == [(alone, *bare[1:])] * 2 and alone < bare[0] / 3, name
 
 
-def shard(model):
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
-
-
-SHARDED = {
-    "fully_shard of checkpoints": lambda model: shard(blocks(model)),
-    "checkpoints of fully_shard": lambda model: fully_shard(
-        blocks(model, lambda b: wrap(fully_shard(b)))
-    ),
-    "FSDP of checkpoints": lambda model: TorchFSDP(
-        blocks(model, lambda b: TorchFSDP(wrap(b), device_id=torch.device("cpu"))),
-        device_id=torch.device("cpu"),
-    ),
-}
-
-
-def like_sharded(name):
-    """On a rank: the losses of three steps, wrapped and not, as one process has them."""
-    losses = []
-    for around in (SHARDED[name], lambda model: model):
-        torch.manual_seed(0)
-        model = around(md.zoo.Transformer(length=8, width=16, layers=2).double())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        inputs, targets = md.zoo.text(8)
-        own = []
-        for step in range(3):
-            shares = [slice(4 * step + r, 4 * step + 4, 2) for r in range(2)]
-            if around is SHARDED[name]:
-                shares = [shares[dist.get_rank()]]
-            optimizer.zero_grad()
-            for share in shares:
-                loss = md.parity.cross_entropy(model(inputs[share]), targets[share]) / len(shares)
-                loss.backward()
-            optimizer.step()
-            with torch.no_grad():
-                own.append(md.parity.cross_entropy(model(inputs[:8]), targets[:8]))
-        losses.append(torch.stack(own))
-    return md.parity.relative_difference(*losses)
-
-
-@pytest.mark.parametrize("name", SHARDED)
-def test_within_torchs_sharded_training(pools, name):
-    assert max(pools(2)(like_sharded, name)) <= 1e-12
-
-
-@pytest.mark.parametrize("kind", [md.zoo.Block, CheckpointWrapper])
-def test_states_of_sharded_checkpoints_are_those_of_the_bare_module(pools, kind):
+def test_states_of_sharded_checkpoints_are_those_of_the_bare_module(pools):
     def saved():
-        model = units_of(kind, blocks(md.zoo.Transformer(seed=1)))
+        model = units_of(CheckpointWrapper, blocks(md.zoo.Transformer(seed=1)))
         other = md.zoo.Transformer(seed=2).state_dict()
         names = [name for name, _ in model.named_parameters()]
         first = model.state_dict()
@@ -497,14 +365,11 @@ def test_states_of_sharded_checkpoints_are_those_of_the_bare_module(pools, kind)
             assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("recompute", [False, True])
-def test_within_a_pipeline(pools, schedule, recompute):
-    def train():
+def test_within_a_pipeline(pools):
+    def train(schedule, recompute):
         torch.manual_seed(0)
-        plain = nn.Sequential(
-            *[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)]
-        ).double()
+        layers = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)]
+        plain = nn.Sequential(*layers).double()
         model = md.Pipeline(
             nn.Sequential(*map(wrap, copy.deepcopy(plain))), 4, schedule, recompute=recompute
         )
@@ -516,27 +381,9 @@ def test_within_a_pipeline(pools, schedule, recompute):
         assert own
         return max(md.parity.relative_difference(own[name], wanted[name]) for name in own)
 
-    assert max(pools(2)(train)) <= 1e-12
-
-
-def test_within_features_split_over_ranks(pools):
-    def split():
-        torch.manual_seed(0)
-        plain = nn.Sequential(
-            md.ColumnParallelLinear(6, 8, dtype=torch.float64),
-            nn.GELU(),
-            md.RowParallelLinear(8, 6, dtype=torch.float64),
-        )
-        found = []
-        for model in plain, wrap(copy.deepcopy(plain)):
-            x = torch.ones(3, 6, dtype=torch.float64, requires_grad=True)
-            loss_of(model(x)).backward()
-            found.append(
-                torch.cat([x.grad.flatten(), *[p.grad.flatten() for p in model.parameters()]])
-            )
-        return md.parity.relative_difference(*found)
-
-    assert pools(2)(split) == [0.0] * 2
+    for schedule in SCHEDULES:
+        for recompute in (False, True):
+            assert max(pools(2)(train, schedule, recompute)) <= 1e-12, (schedule, recompute)
 
 
 # ---- mistakes ---------------------------------------------------------------------------------
@@ -568,19 +415,17 @@ class Changes(nn.Module):
         return y.exp() if not (self.how == "less" and self.calls % 2 == 0) else y * 1
 
 
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ("shape", r"Changes must do the same each time, .* a tensor \(5, 6\) float32 on cpu was"),
-        ("dtype", r"a tensor \(5, 6\) float32 on cpu was a tensor \(5, 6\) float64 on cpu the sec"),
-        ("more", "[0-9] tensors were [0-9] the second time"),
-        ("less", "[0-9] tensors were [0-9] the second time"),
-    ],
-)
-def test_a_second_pass_that_differs(how, words):
-    y = wrap(Changes(how))(torch.randn(5, 6))
-    with pytest.raises(RuntimeError, match=words):
-        y.sum().backward()
+def test_a_second_pass_that_differs():
+    was = r"a tensor \(5, 6\) float32 on cpu was"
+    for how, words in {
+        "shape": rf"Changes must do the same each time, .* {was}",
+        "dtype": rf"{was} a tensor \(5, 6\) float64 on cpu the sec",
+        "more": "[0-9] tensors were [0-9] the second time",
+        "less": "[0-9] tensors were [0-9] the second time",
+    }.items():
+        y = wrap(Changes(how))(torch.randn(5, 6))
+        with pytest.raises(RuntimeError, match=words):
+            y.sum().backward()
 
 
 def test_inputs_and_weights_that_have_changed():
@@ -598,60 +443,10 @@ def test_inputs_and_weights_that_have_changed():
         model.module.bias += 1
     with pytest.raises(RuntimeError, match="the weights of a checkpointed Linear were changed"):
         y.backward()
-
-
-@pytest.mark.parametrize("way", ["functional_call", "replaced"])
-@pytest.mark.parametrize("around", [wrap, nested_in_two])
-def test_other_weights_in_the_second_pass_are_refused(around, way):
-    plain = nn.Sequential(nn.Linear(6, 6), nn.Tanh()).double()
-    model, x = around(copy.deepcopy(plain)), torch.randn(5, 6, dtype=torch.float64)
-    others = {name: (p * 3).detach().requires_grad_() for name, p in model.named_parameters()}
-    if way == "functional_call":
-        y = torch.func.functional_call(model, others, (x,))
-    else:
-        y = model(x)
-        model.get_submodule("module.0").weight = nn.Parameter(plain[0].weight * 3)
-    with pytest.raises(RuntimeError, match="weight of a checkpointed .* is another tensor in back"):
-        y.sum().backward()
-
-
-def test_a_tied_weight_that_is_replaced_under_its_second_name_is_refused():
-    tied = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    tied[1].weight = tied[0].weight
-    y = wrap(tied)(torch.randn(5, 6)).sum()
-    tied[1].weight = nn.Parameter(tied[0].weight * 3)
-    with pytest.raises(RuntimeError, match="1.weight of a checkpointed Sequential is another"):
+    y = model(x).exp().sum()
+    model.module.weight = nn.Parameter(model.module.weight * 3)
+    with pytest.raises(RuntimeError, match="weight of a checkpointed Linear is another tensor in"):
         y.backward()
-
-
-def test_the_same_weights_by_another_object_are_the_same():
-    plain = nn.Linear(6, 6)
-    model, x = wrap(copy.deepcopy(plain)), torch.randn(5, 6)
-    aliases = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
-    torch.func.functional_call(model, aliases, (x,)).exp().sum().backward()
-    plain(x).exp().sum().backward()
-    found = [alias.grad for alias in aliases.values()]
-    assert all(map(torch.equal, found, [p.grad for p in plain.parameters()]))
-
-
-def test_a_failure_in_the_second_pass_leaves_random_numbers_and_buffers():
-    class Fails(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.calls = nn.BatchNorm1d(6), 0
-
-        def forward(self, x):
-            self.calls += 1
-            x = nn.functional.dropout(self.norm(x))
-            assert self.calls < 2, "on purpose"
-            return x
-
-    model = Fails()
-    y = wrap(model)(torch.randn(5, 6)).sum()
-    before = [torch.get_rng_state(), *[b.clone() for b in model.buffers()]]
-    with pytest.raises(AssertionError, match="on purpose"):
-        y.backward()
-    apart([torch.get_rng_state(), *model.buffers()], before, 0)
 
 
 def test_no_module():

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from programs import HERE, Program, few
+from programs import HERE, Program
 
 SCRIPT = Path(HERE) / "notebooks/scripts/heal.py"
 SOON = 5  # seconds
@@ -33,6 +33,7 @@ def run(source, tmp_path):
     return code, out, err
 
 
+@pytest.mark.soak  # by day the lesson runs the script
 def test_training_goes_on_without_a_replica_and_it_heals_when_it_joins(tmp_path):
     code, out, err = run(SCRIPT.read_text(), tmp_path)
     assert (code, out) == (0, PRINTED), err
@@ -44,7 +45,8 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize("broken", few(BREAKS, {"no optimizer states"}))
+@pytest.mark.soak
+@pytest.mark.parametrize("broken", BREAKS)
 def test_the_script_finds_what_does_not_heal(tmp_path, broken):
     right, wrong = BREAKS[broken]
     source = SCRIPT.read_text()

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
-import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
@@ -54,37 +53,23 @@ def missing_files(text: str) -> Iterator[str]:
             yield name
 
 
-@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_links_lead_somewhere(path: Path) -> None:
-    assert list(wrong_links(text_of(path), path.parent)) == []
+def test_links_and_files_and_lessons_that_are_named_exist() -> None:
+    found = []
+    for path in [*TEXTS, *SOURCES]:
+        if path.name in ("test_links.py", "test_names.py"):  # examples
+            continue
+        text = text_of(path)
+        faults = [*unknown_lessons(text), *missing_files(text)]
+        faults += wrong_links(text, path.parent) if path in TEXTS else []
+        found += [f"{path.relative_to(ROOT)}: {each}" for each in faults]
+    assert found == []
 
 
-@pytest.mark.parametrize("path", [*TEXTS, *SOURCES], ids=lambda path: str(path.relative_to(ROOT)))
-def test_lessons_and_files_that_are_named_exist(path: Path) -> None:
-    examples = path.name in ("test_links.py", "test_names.py")
-    text = "" if examples else text_of(path)
-    assert [*unknown_lessons(text), *missing_files(text)] == []
-
-
-FAULTS = [
-    "[a](nowhere.ipynb)",
-    "![a](img/nowhere.png)",
-    "[7 · Rank](notebooks/01_rank.ipynb)",
-    "[lesson 2](notebooks/01_rank.ipynb)",
-    "Lesson: nowhere.",
-    "as `minidist/nowhere.py` says",
-]
-
-
-@pytest.mark.parametrize("text", FAULTS)
-def test_a_fault_is_found(text: str) -> None:
-    assert [*wrong_links(text, ROOT), *unknown_lessons(text), *missing_files(text)]
-
-
-def test_what_is_right_is_no_fault() -> None:
-    text = "[1 · Rank](notebooks/01_rank.ipynb#a), ![](img/rank.png), `minidist/rank.py`"
-    text += " Lesson: rank. `img/NAME.png`"
-    assert not [*wrong_links(text, ROOT), *unknown_lessons(text), *missing_files(text)]
+def test_a_fault_is_found() -> None:
+    for text in "[a](nowhere.ipynb)", "[7 · Rank](notebooks/01_rank.ipynb)", "Lesson: nowhere.":
+        assert [*wrong_links(text, ROOT), *unknown_lessons(text)], text
+    assert [*missing_files("as `minidist/nowhere.py` says, and `minidist/rank.py`, `img/NAME.png`")]
+    assert [*wrong_links("[1 · Rank](notebooks/01_rank.ipynb#a), ![](img/rank.png)", ROOT)] == []
 
 
 # ---- one order ------------------------------------------------------------------------------
@@ -95,15 +80,11 @@ def test_numbers_follow_each_other_from_the_start_page() -> None:
     assert [path.stem for path in SOLUTIONS] == [path.stem for path in NOTEBOOKS[1:]]
 
 
-@pytest.mark.parametrize("path", [*NOTEBOOKS[1:], *SOLUTIONS], ids=lambda path: path.stem)
-def test_a_title_has_the_number_of_its_file(path: Path) -> None:
-    assert re.match(rf"# {int(path.stem[:2])} · ", text_of(path))
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS[1:-1], ids=lambda path: path.stem)
-def test_a_lesson_leads_to_the_next(path: Path) -> None:
-    following = NOTEBOOKS[NOTEBOOKS.index(path) + 1].name
-    assert re.search(rf"^Next: .*\({following}\)|Next: .*\({following}\)", text_of(path))
+def test_a_title_has_the_number_of_its_file_and_a_lesson_leads_to_the_next() -> None:
+    for path in [*NOTEBOOKS[1:], *SOLUTIONS]:
+        assert re.match(rf"# {int(path.stem[:2])} · ", text_of(path)), path
+    for path, following in zip(NOTEBOOKS[1:], NOTEBOOKS[2:], strict=False):
+        assert re.search(rf"\bNext: .*\({following.name}\)", text_of(path)), path
 
 
 def test_every_table_has_all_lessons_in_order() -> None:
@@ -124,11 +105,11 @@ def test_the_map_and_the_start_page_say_the_same_of_each_lesson(monkeypatch) -> 
     assert [name for name, _ in drawn] == list(LESSONS)[1:]
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS[1:], ids=lambda path: path.stem)
-def test_the_start_page_tells_about_as_many_minutes_as_a_lesson_takes(path: Path) -> None:
-    estimated = runpy.run_path(str(ROOT / "notebooks/minutes.py"))["minutes"](path)
-    said = re.search(rf"\({path.name}\) \| (\d+) \|", text_of(NOTEBOOKS[0]))
-    assert said and abs(int(said[1]) - estimated) < 10
+def test_the_start_page_tells_about_as_many_minutes_as_a_lesson_takes() -> None:
+    minutes = runpy.run_path(str(ROOT / "notebooks/minutes.py"))["minutes"]
+    for path in NOTEBOOKS[1:]:
+        said = re.search(rf"\({path.name}\) \| (\d+) \|", text_of(NOTEBOOKS[0]))
+        assert said and abs(int(said[1]) - minutes(path)) < 10, path.name
 
 
 def test_the_readme_tells_as_many_hours_as_the_start_page() -> None:

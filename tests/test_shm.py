@@ -4,21 +4,15 @@ Every call is made twice, on a group of "shm" and on one of gloo, with other dat
 must leave the same bits. Data are whole numbers so small that no reduction rounds.
 """
 
-import contextlib
 import gc
-import itertools
 import os
 import re
-import resource
-import shutil
-import signal
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 import warnings
 from array import array
+from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -26,9 +20,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from programs import SEED, SOAK, Family, Program, few
+from programs import SOAK, Family
 from torch import nn
-from torch.distributed import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -37,16 +30,13 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import minidist as md
 from minidist.backend.engine import Engine
 from minidist.backend.handle import Handle
 from minidist.backend.members import SLOT, STAGE
 from minidist.backend.queues import Task, Wait
-from minidist.backend.segment import Segment
-from minidist.backend.words import THREAD, WAITER, Bell
-from minidist.common.single import all_gather_single, reduce_scatter_single
+from minidist.backend.words import Bell
 
 SOON = 5  # seconds
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -158,7 +148,7 @@ COLLECTIVES = {
     ),
     "barrier": lambda c, **o: dist.barrier(**o),
 }
-REDUCE = [name for name in COLLECTIVES if "reduce" in name]
+EVERY_OP = ["all_reduce", "reduce_scatter_tensor"]  # the others reduce by the same code
 NO_COMPLEX = ["gather", "scatter", "all_reduce_coalesced", "all_gather_coalesced"]  # with gloo
 NO_0DIM = ["all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"]
 
@@ -189,13 +179,12 @@ def differences(cases):
     return wrong
 
 
-DEFAULT = ((7, 3), torch.float32, "plain", "SUM")
-SHAPES = [(), (1,), (0,), (5,), (0, 3), (2, 3, 4, 5), (4, 1, 3, 1)]
+SHAPES = [(), (0, 3), (5,), (2, 3, 4, 5)]
 CASES = {
     "dtypes": [
         (name, (7, 3), dtype, "plain", op)
         for name in COLLECTIVES
-        for op, dtypes in (OPS.items() if name in REDUCE else [("SUM", OPS["SUM"])])
+        for op, dtypes in (OPS.items() if name in EVERY_OP else [("SUM", OPS["SUM"])])
         for dtype in dtypes
         if not (dtype.is_complex and name in NO_COMPLEX)
     ],
@@ -207,77 +196,30 @@ CASES = {
         if shape or name not in [*NO_0DIM, "uneven"]
     ],
     "large": [
-        (name, (n,), torch.float32, layout, "SUM")
-        for name in COLLECTIVES
-        for n, layout in [(STAGE // 4 * 2, "plain"), (STAGE // 4 + 13, "strided")]
-        if name != "uneven"
+        (name, (STAGE // 4 + 13,), torch.float32, "strided", "SUM")
+        for name in ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
     ]
     + [("uneven", (1, 300_001), torch.float32, "plain", "SUM")],
 }
 
 
-SIZES = {"dtypes": [1, 3], "shapes": [1, 2, 5], "large": [3]}
-
-
-@pytest.mark.parametrize(
-    ("which", "world_size"), [(which, size) for which in CASES for size in SIZES[which]]
-)
-def test_collectives_leave_what_gloo_leaves(shm, which, world_size):
-    for rank, wrong in enumerate(shm(world_size)(differences, CASES[which])):
+@pytest.mark.parametrize("which", CASES)
+def test_collectives_leave_what_gloo_leaves(shm, which):
+    for rank, wrong in enumerate(shm(3)(differences, CASES[which])):
         assert wrong == [], f"rank {rank}"
 
 
-DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+def reduced_in_inference_mode():
+    """As a loss is, while one evaluates."""
+    with torch.inference_mode():
+        x, parts = torch.full((3,), dist.get_rank() + 1.0), [torch.empty(2) for _ in range(3)]
+        dist.all_reduce(x)
+        dist.all_gather(parts, torch.full((2,), float(dist.get_rank())))
+    return x.tolist(), [part.tolist() for part in parts]
 
 
-def reduced(group, dtype, op):
-    """The bytes that an all_reduce leaves, or the error that refuses it."""
-    try:
-        x = data((5,), dtype, 7)
-    except (RuntimeError, TypeError):  # numbers that torch stores, and cannot make
-        x = data((5 * dtype.itemsize,), torch.uint8, 7).view(dtype)
-    try:
-        group.allreduce([x], all_reduce_options(op)).wait()
-        found = x.view(torch.uint8)
-        return (found > 0 if dtype == torch.bool else found).tolist()  # True is 2 for gloo
-    except (RuntimeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def all_reduce_options(op):
-    options = dist.AllreduceOptions()
-    options.reduceOp = getattr(dist.ReduceOp, op)
-    return options
-
-
-def every_dtype(dtypes):
-    """Of each operation and dtype: what all_reduce leaves on gloo and on one group of "shm"."""
-    gloo, shm = dist.new_group(backend="gloo"), dist.new_group()
-    warnings.simplefilter("ignore")  # some dtypes are experimental
-    found = {}
-    for dtype, op in itertools.product(dtypes, OPS):
-        found[dtype, op] = reduced(gloo, dtype, op), reduced(shm, dtype, op)
-    x = torch.ones(1)
-    dist.all_reduce(x, group=shm)
-    for group in (gloo, shm):
-        dist.destroy_process_group(group)
-    return found, x.item()
-
-
-def test_every_operation_of_every_dtype_is_as_with_gloo_or_is_refused_at_once(shm):
-    (found, after), (other, _) = shm(2)(every_dtype, DTYPES)
-    assert after == 2
-    for (dtype, op), (theirs, ours) in found.items():
-        if isinstance(ours, str):
-            name = str(dtype).removeprefix("torch.")
-            odd = re.fullmatch("u?int[1-7]|qu?int.*", name)
-            told = "which torch does not copy)" if odd else f"there is no {op} of {name}(5,)"
-            assert ours.startswith("ValueError: all_reduce: ") and ours.endswith(told), ours
-            assert other[dtype, op][1] == ours and isinstance(theirs, str), (dtype, op, theirs)
-            assert dtype not in OPS[op]
-        elif not isinstance(theirs, str):
-            assert ours == theirs == other[dtype, op][1], (dtype, op)
-    assert found[torch.float8_e4m3fn, "SUM"][1].startswith("ValueError")
+def test_tensors_of_inference_mode_are_filled(shm):
+    assert shm(3)(reduced_in_inference_mode) == [([6.0] * 3, [[0.0] * 2, [1.0] * 2, [2.0] * 2])] * 3
 
 
 # ---- any sequence of calls, on any groups -------------------------------------------------
@@ -354,7 +296,7 @@ sequences = partial(
 )
 
 
-@sequences(max_examples=4)  # 200 in tests/test_soak.py
+@sequences(max_examples=1)  # 200 in tests/test_soak.py
 @given(steps=st.lists(STEPS, min_size=60, max_size=70))
 def test_any_sequence_of_collectives_on_any_groups_leaves_what_gloo_leaves(shm, steps):
     assert shm(4)(sequence, steps) == [[]] * 4
@@ -438,13 +380,12 @@ def ring(n, dtype, how):
     )
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_messages_arrive(shm, world_size):
-    for n in (0, 1, 1000, SLOT // 4, SLOT // 4 + 1, 5 * SLOT // 4 + 7):
+def test_messages_arrive(shm):
+    for n in (0, 1, SLOT // 4, SLOT // 4 + 1, 5 * SLOT // 4 + 7):
         for how in ("isend", "recv", "batch"):
-            assert shm(world_size)(ring, n, torch.float32, how) == [True] * world_size
+            assert shm(3)(ring, n, torch.float32, how) == [True] * 3, (n, how)
     for dtype in FLOATS + INTS + COMPLEX:
-        assert shm(world_size)(ring, 9, dtype, "isend") == [True] * world_size
+        assert shm(3)(ring, 9, dtype, "isend") == [True] * 3, dtype
 
 
 def out_of_order():
@@ -485,169 +426,6 @@ def test_messages_of_any_tag_source_and_number(shm):
     assert shm(2)(many_small) == [True] * 2
 
 
-class Seen(TorchDispatchMode):
-    """What torch is asked for in this thread."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.add(str(function))
-        return function(*args, **(kwargs or {}))
-
-
-def short_calls():
-    """What a caller's thread can do at once is done when the call returns; not where torch's calls
-    are other than in the engine's thread."""
-    rank, at_once, n = dist.get_rank(), [], 3 * SLOT // 4
-    if rank:
-        at_once.append(dist.isend(torch.ones(10), 0, tag=1).is_completed())
-    dist.barrier()
-    if not rank:
-        x = torch.zeros(10)
-        at_once.append(dist.irecv(x, 1, tag=1).is_completed())
-        assert (x == 1).all()
-    for mode in (torch.inference_mode(), torch.device("meta"), seen := Seen()):
-        if rank:  # the longer one is set aside, in a tensor that is made for it, piece by piece
-            dist.send(torch.arange(3.0 * n), 0, tag=2)
-            dist.send(torch.ones(10), 0, tag=3)
-        else:
-            x, y = torch.zeros(10), torch.zeros(3 * n)
-            with mode:
-                works = [dist.irecv(x, 1, tag=3)]
-                works[0].wait()
-                works.append(dist.irecv(y, 1, tag=2))
-            works[1].wait()
-            assert (x == 1).all() and torch.equal(y, torch.arange(3.0 * n))
-        dist.barrier()
-    assert "aten.copy_.default" not in seen.names
-    return at_once
-
-
-def test_a_short_call_wakes_no_thread_and_is_not_seen(shm):
-    assert shm(2)(short_calls) == [[True]] * 2
-
-
-def in_inference_mode(late):
-    """What is made in that mode is filled, where it is contiguous and where not, in the mode and
-    after it. The threads that communicate are not in the mode."""
-    rank, found = dist.get_rank(), []
-
-    def made(columns=False):
-        x = torch.full((3, 2), rank + 1.0)
-        return x.t() if columns else x
-
-    for columns in (False, True):
-        with torch.inference_mode():
-            x, y, z, gathered = (made(columns) for _ in range(4))
-            parts, rows = [made(columns) for _ in range(2)], torch.empty(2, 1)
-            whole, aside, objects = torch.empty(4), torch.empty(3), [None, None]
-        assert x.is_inference()
-        with contextlib.nullcontext() if late else torch.inference_mode():
-            dist.all_reduce(x)
-            dist.broadcast(y, 1)
-            dist.all_gather(parts, gathered)
-            all_gather_single(whole, torch.full((2,), rank + 1.0), None).wait()
-            reduce_scatter_single(rows, torch.ones(4, 1), None).wait()
-            dist.all_to_all_single(z.view(-1) if not columns else z.t().view(-1), torch.ones(6))
-            dist.all_gather_object(objects, torch.ones(2))
-            if rank:
-                for tag in (1, 2):
-                    dist.send(torch.full((3,), float(tag)), 0, tag=tag)
-            else:
-                taken = dist.irecv(torch.empty(3), 1, tag=2)  # the other message is set aside
-                taken.wait()
-                dist.recv(aside, 1, tag=1)
-        dist.barrier()
-        found.append(
-            [
-                *(each.unique().tolist() for each in (x, y, z, *parts, whole, rows)),
-                [each.tolist() for each in objects],
-                aside.tolist() if not rank else [1.0] * 3,
-            ]
-        )
-    return found
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_tensors_made_in_inference_mode_are_filled(shm, late):
-    one = [[3], [2], [1], [1], [2], [1, 2], [2], [[1, 1]] * 2, [1] * 3]
-    assert shm(2)(in_inference_mode, late) == [[one] * 2] * 2
-
-
-def failing_at_once():
-    """A receive that fails within its call ends the group, and the other rank learns of it."""
-    rank, group = dist.get_rank(), dist.new_group()
-    if rank:
-        dist.send(torch.ones(3), 0, group=group)
-    dist.barrier()
-    try:
-        dist.recv(torch.ones(5), 1, group=group) if not rank else dist.recv(torch.ones(1), 0, group)
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        dist.barrier()
-        dist.destroy_process_group(group)
-
-
-def test_a_call_that_fails_at_once_is_told_to_the_others(shm):
-    mine, other = shm(2)(failing_at_once)
-    assert "rank 1 sends 3 elements" in mine and "rank 0 has left, and" in other, other
-
-
-def by_threads():
-    """Four threads, two for each other rank, beside collectives of the main one."""
-    rank, size, wrong = dist.get_rank(), dist.get_world_size(), []
-
-    def talk(tag):
-        for turn in range(200):
-            n = [1, 700, 200_000][(turn + tag) % 3]
-            away = 1 + tag % (size - 1)
-            to, source = (rank + away) % size, (rank - away) % size
-            sent = dist.isend(torch.full((n,), 1000.0 * rank + turn), to, tag=tag)
-            x = torch.zeros(n)
-            dist.recv(x, source, tag=tag)
-            sent.wait()
-            if not (x == 1000 * source + turn).all():
-                wrong.append((tag, turn))
-
-    threads = [threading.Thread(target=talk, args=[tag]) for tag in range(2 * size - 2)]
-    for thread in threads:
-        thread.start()
-    for turn in range(200):
-        x = torch.full((1 + 1000 * (turn % 2),), float(rank + turn))
-        dist.all_reduce(x)
-        if not (x == sum(range(size)) + size * turn).all():
-            wrong.append(turn)
-    for thread in threads:
-        thread.join()
-    return wrong
-
-
-def test_several_threads_of_a_rank_communicate(shm):
-    assert shm(3)(by_threads) == [[]] * 3
-
-
-def test_a_message_outlives_its_sender_and_any_source_is_one_that_is_there(shm):
-    """A rank that has left with all said is no fault: neither its message nor the others'."""
-
-    def leave():
-        group, rank = dist.new_group(), dist.get_rank()
-        total = 0.0
-        if rank:
-            time.sleep(0.3 * (rank - 1))
-            dist.send(torch.tensor([10.0**rank]), 0, group=group)
-            dist.destroy_process_group(group)
-        for _ in range(2 if rank == 0 else 0):
-            x = torch.zeros(1)
-            dist.recv(x, group=group)
-            total += x.item()
-        return total
-
-    assert shm(3)(leave)[0] == 110
-
-
 # ---- torch's own systems, and minidist's --------------------------------------------------
 
 
@@ -673,20 +451,6 @@ def full(net):
         getattr(x, "full_tensor", lambda x=x: x)().detach().clone()
         for x in net.state_dict().values()
     ]
-
-
-def with_ddp(group):
-    net = nn.parallel.DistributedDataParallel(model(), process_group=group, bucket_cap_mb=0.001)
-    net.register_comm_hook(
-        group,
-        lambda g, bucket: (
-            dist.all_reduce(bucket.buffer(), group=g, async_op=True)
-            .get_future()
-            .then(lambda f: f.value()[0] / dist.get_world_size(g))
-        ),
-    )
-    train(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
-    return full(net)
 
 
 def with_plain_ddp(group):
@@ -751,72 +515,27 @@ def with_pipelining(group):
     return found
 
 
-def with_checkpoint(group):
-    net, mesh = model(), DeviceMesh.from_group(group, "cpu")
-    fully_shard(net, mesh=mesh)
-    train(net, torch.optim.SGD(net.parameters(), lr=0.1), 1)
-    saved = full(net)
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder, 0, group=group)
-    checkpoint.save(net.state_dict(), checkpoint_id=folder[0], process_group=group)
-    train(net, torch.optim.SGD(net.parameters(), lr=0.1), 1)
-    assert not torch.equal(saved[0], full(net)[0])
-    state = net.state_dict()
-    checkpoint.load(state, checkpoint_id=folder[0], process_group=group)
-    net.load_state_dict(state)
-    assert all(map(torch.equal, saved, full(net)))
-    dist.barrier(group)
-    shutil.rmtree(folder[0], ignore_errors=True)
-    return saved
-
-
-def with_minidist(group):
-    """Lesson 2's collectives, each algorithm."""
-    found, rank, size = [], dist.get_rank(group), dist.get_world_size(group)
-    for salt, algorithm in enumerate(md.collectives.ALGORITHMS["all_reduce"]):
-        found.append(data((1000,), torch.float64, salt))
-        md.collectives.all_reduce(found[-1], group=group, algorithm=algorithm)
-    for salt, algorithm in enumerate(md.collectives.ALGORITHMS["broadcast"]):
-        found.append(data((1000,), torch.float64, salt))
-        md.collectives.broadcast(found[-1], 1, group=group, algorithm=algorithm)
-    outs = [torch.zeros(7) for _ in range(size)]
-    md.collectives.all_gather(outs, data((7,), torch.float32, rank), group=group)
-    found += outs
-    outs = [torch.zeros(7) for _ in range(size)]
-    md.collectives.all_to_all(
-        outs, [data((7,), torch.float32, i) for i in range(size)], group=group
-    )
-    md.collectives.barrier(group=group)
-    return [*found, *outs]
-
-
 SYSTEMS = [
-    with_ddp,
-    with_plain_ddp,
-    with_zero,
-    with_fully_shard,
-    with_tensor_parallel,
-    with_pipelining,
-    with_checkpoint,
-    with_minidist,
+    (with_plain_ddp, 3),
+    (with_zero, 3),
+    (with_fully_shard, 3),
+    (with_tensor_parallel, 2),
+    (with_pipelining, 2),
 ]
 
 
-@pytest.mark.parametrize("system", SYSTEMS, ids=lambda system: system.__name__)
-def test_a_system_does_what_it_does_on_gloo(shm, pools, system):
-    def run():
+def test_a_system_of_torchs_does_what_it_does_on_gloo(shm):
+    def run(system, backend):
         warnings.simplefilter("ignore", FutureWarning)
-        return system(dist.group.WORLD)
+        return system(dist.new_group(backend=backend))
 
-    size = 2 if system in (with_tensor_parallel, with_pipelining) else 3
-    for ours, theirs in zip(shm(size)(run), pools(size)(run), strict=True):
-        assert len(ours) == len(theirs) > 0
-        for x, y in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-14)
-
-
-def test_minidists_data_parallel_training_is_that_of_one_process(shm):
-    md.parity.check(md.DistributedDataParallel, ranks=shm(3), steps=2)
+    for system, size in SYSTEMS:
+        ours, theirs = shm(size)(run, system, "shm"), shm(size)(run, system, "gloo")
+        for rank, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+            assert len(mine) == len(other) > 0
+            for x, y in zip(mine, other, strict=True):
+                same = torch.allclose(x, y, rtol=1e-12, atol=1e-14)
+                assert same and x.dtype == y.dtype, (system.__name__, rank)
 
 
 # ---- while the main thread does something else --------------------------------------------
@@ -841,9 +560,9 @@ def overlap(how):
     return torch.equal(x, expected) and work.wait() and work.wait() and work.is_success()
 
 
-@pytest.mark.parametrize("how", ["sleeps", "computes"])
-def test_a_collective_goes_on_while_the_main_thread(shm, how):
-    assert shm(3)(overlap, how) == [True] * 3
+def test_a_collective_goes_on_while_the_main_thread_sleeps_or_computes(shm):
+    for how in "sleeps", "computes":
+        assert shm(3)(overlap, how) == [True] * 3, how
 
 
 def futures():
@@ -889,22 +608,16 @@ def test_futures_and_errors_of_work_in_flight(shm):
 
 
 def waiting():
-    """CPU seconds of a rank that waits two seconds for another."""
+    """CPU seconds of a rank that waits a second for another."""
     if dist.get_rank() == 0:
-        time.sleep(2)
+        time.sleep(1)
     before = time.process_time()
     dist.barrier()
     return time.process_time() - before
 
 
-@pytest.mark.alone
-def test_eight_ranks_on_few_cores_are_idle_while_they_wait(shm):
-    with md.ranks(8, backend="shm") as ranks:
-        assert max(ranks(waiting)) < 0.5
-        assert (
-            ranks(differences, [("all_reduce", (300_000,), torch.float32, "plain", "SUM")])
-            == [[]] * 8
-        )
+def test_ranks_are_idle_while_they_wait(shm):
+    assert max(shm(3)(waiting)) < 0.25
 
 
 def test_what_came_just_before_the_other_left_is_taken():
@@ -929,73 +642,6 @@ def test_what_came_just_before_the_other_left_is_taken():
     engine.close()
 
 
-def test_a_short_call_does_not_overtake_one_made_before():
-    """Of two receives the first gets the first message, whichever thread begins them."""
-    begun = []
-    stepping, ending, stop, go = (threading.Event() for _ in range(4))
-
-    def long():
-        stepping.set()
-        stop.wait(5)
-        yield from ()
-
-    def short(name):
-        begun.append(name)
-        yield from ()
-
-    def linger(future):  # the turn is free, and the engine's thread has not come to "a"
-        ending.set()
-        go.wait(5)
-
-    bell = Bell(memoryview(array("q", [0] * 16)))
-    engine = Engine(bell, lambda *wait: None, on_close=lambda: None)
-    tasks = [Task(operation, 5, lambda: "a call", []) for operation in (long(), short("a"))]
-    Handle(tasks[0], engine).get_future().add_done_callback(linger)
-    engine.submit("long", tasks[0])
-    assert stepping.wait(5)
-    engine.submit("a", tasks[1], short=True)
-    stop.set()
-    assert ending.wait(5) and begun == []
-    tasks.append(Task(short("b"), 5, lambda: "a call", []))
-    engine.submit("b", tasks[2], short=True)
-    go.set()
-    assert all(Handle(task, engine).wait() for task in tasks[1:]) and begun == ["a", "b"]
-    engine.close()
-
-
-def waits(bell, who, seconds):
-    start = time.monotonic()
-    bell.wait(who, seconds)
-    return time.monotonic() - start
-
-
-@pytest.mark.parametrize("kernel", [True, False], ids=["linux", "macos"])
-def test_a_bell_is_heard_by_who_expects_it(monkeypatch, kernel):
-    if not kernel:
-        monkeypatch.setattr("minidist.backend.words.FUTEX", None)
-    segment, address = Segment.create(1 << 20)
-    other = Segment.attach(address, 1 << 20)  # at another address
-    mine, theirs = Bell(segment.words), Bell(other.words)
-    theirs.ring()  # nobody expects it
-    for who, another in [(THREAD, WAITER), (WAITER, THREAD)]:
-        mine.expect(who)
-        assert waits(mine, who, 0.1) >= 0.1
-        for _ in range(3):  # it rings before we sleep
-            theirs.ring()
-        assert waits(mine, who, 5) < 1
-        assert waits(mine, who, 0.1) >= 0.1
-        theirs.ring()
-        assert waits(mine, another, 0.1) >= 0.1  # it rang for the other
-        threading.Timer(0.2, theirs.ring).start()  # and while we sleep
-        assert waits(mine, who, 0.01) < 0.01  # the last one
-        assert 0.1 < waits(mine, who, 5) < 1
-        mine.expect(0)
-    mine.wake()
-    assert waits(mine, THREAD, 5) < 1
-    segment.close()
-    other.close()
-
-
 # ---- tensors in shared memory -------------------------------------------------------------
 
 
@@ -1005,14 +651,12 @@ def shared_kib():
 
 
 def arena(backend):
-    rank, size, n = dist.get_rank(), dist.get_world_size(), 3 * STAGE // 4 + 5
+    rank, size, n = dist.get_rank(), dist.get_world_size(), STAGE // 2 + 1
     group = dist.new_group(backend=backend)
-    for dtype, op in itertools.product(
-        [torch.float32, torch.bfloat16, torch.int64], ["SUM", "MAX"]
-    ):
+    for dtype, op in [(torch.float32, "SUM"), (torch.bfloat16, "SUM"), (torch.int64, "MAX")]:
         xs = [data((3, n // 3), dtype, 1, r) for r in range(size)]
         expected = sum(xs) if op == "SUM" else torch.stack(xs).amax(0)
-        for inside in (range(size), [1], [0, size - 1], []):  # the ranks whose tensor is in it
+        for inside in (range(size), [1], []):  # the ranks whose tensor is in it
             for cut in (slice(None), slice(1, 2)):
                 x = md.backend.empty(3, n // 3, dtype=dtype, group=group)
                 assert x.shape == (3, n // 3) and x.dtype == dtype and x.is_contiguous()
@@ -1033,10 +677,9 @@ def arena(backend):
     return x.sum().item() > 0 and mean.tolist() == [(size - 1) / 2] * 4  # the memory is still there
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_all_reduce_of_tensors_in_shared_memory(shm, backend):
-    for world_size in (1, 3):
-        assert shm(world_size)(arena, backend)[1:] == [True] * (world_size - 1)
+def test_all_reduce_of_tensors_in_shared_memory(shm):
+    for backend in "shm", "gloo":
+        assert shm(3)(arena, backend)[1:] == [True] * 2, backend
 
 
 def given_back():
@@ -1096,68 +739,94 @@ def zeros(*shape, dtype=torch.float32):
     return torch.zeros(shape, dtype=dtype)
 
 
-def swapped(rank):
-    calls = [lambda: dist.all_reduce(zeros(3)), lambda: dist.all_reduce(zeros(4))]
-    for call in calls if rank == 1 else reversed(calls):
-        call()
+def in_a_group(call):
+    """What each rank hears of a call that fails, on a group made for it: the ranks go on."""
+    group = dist.new_group(timeout=timedelta(seconds=10))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        try:
+            call(dist.get_rank(), group)
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            dist.barrier()
+            dist.destroy_process_group(group)
 
 
-def to_zero(rank, x, y):
-    dist.send(x, 0) if rank == 1 else dist.recv(y, 1) if rank == 0 else None
+def swapped(rank, group):
+    for n in (3, 4) if rank == 1 else (4, 3):
+        dist.all_reduce(zeros(n), group=group)
+
+
+def either(rank, group, others, of_rank_1):
+    call, *arguments = of_rank_1 if rank == 1 else others
+    getattr(dist, call)(*arguments, group=group)
 
 
 MAX, INT = dist.ReduceOp.MAX, torch.int32
 DIFFER = {  # what each rank calls; what rank 0 and rank 1 are told to call
-    "numbers": (lambda r: dist.all_reduce(zeros(3 + r)), "all_reduce(float32(3,), op=SUM)", "(4,)"),
-    "shapes": (lambda r: dist.all_reduce(zeros(6 + r).view(1 + r // 2, -1)) if r != 1 else
-               dist.all_reduce(zeros(6).view(2, 3)), "(1, 6)", "(2, 3)"),
-    "int and float": (lambda r: dist.all_reduce(zeros(3, dtype=INT) if r == 1 else zeros(3)),
-                      "(float32(3,)", "(int32(3,)"),
-    "float and double": (lambda r: dist.broadcast(zeros(3).double() if r == 1 else zeros(3), 0),
+    "numbers": (lambda r, g: dist.all_reduce(zeros(3 + r), group=g),
+                "all_reduce(float32(3,), op=SUM)", "(4,)"),
+    "shapes": (lambda r, g: dist.all_reduce(zeros(2, 3) if r == 1 else zeros(1, 6), group=g),
+               "(1, 6)", "(2, 3)"),
+    "int and float": (lambda r, g: dist.all_reduce(zeros(3, dtype=INT) if r == 1 else zeros(3),
+                                                   group=g), "(float32(3,)", "(int32(3,)"),
+    "float and double": (lambda r, g: dist.broadcast(zeros(3).double() if r == 1 else zeros(3), 0,
+                                                     group=g),
                          "(float32(3,), src=0", "(float64(3,), src=0"),
-    "operations": (lambda r: dist.all_reduce(zeros(3), *[MAX] * (r == 1)), "op=SUM", "op=MAX"),
-    "roots": (lambda r: dist.broadcast(zeros(3), r), "src=0", "src=1"),
-    "goals": (lambda r: dist.reduce(zeros(3), r), "dst=0, op=SUM", "dst=1, op=SUM"),
+    "operations": (lambda r, g: dist.all_reduce(zeros(3), *[MAX] * (r == 1), group=g),
+                   "op=SUM", "op=MAX"),
+    "roots": (lambda r, g: dist.broadcast(zeros(3), r, group=g), "src=0", "src=1"),
     "order": (swapped, "float32(4,)", "float32(3,)"),
-    "calls": (lambda r: dist.broadcast(zeros(3), 0) if r == 1 else dist.all_reduce(zeros(3)),
-              "all_reduce(", "broadcast("),
-    "a barrier": (lambda r: dist.barrier() if r == 1 else dist.all_gather([zeros(3)] * 3, zeros(3)),
-                  "all_gather(", "barrier("),
-    "scattered": (lambda r: dist.reduce_scatter_tensor(zeros(2 + r), zeros(6 + 3 * r)),
+    "calls": (partial(either, others=("all_reduce", zeros(3)),
+                      of_rank_1=("broadcast", zeros(3), 0)), "all_reduce(", "broadcast("),
+    "a barrier": (partial(either, others=("all_reduce", zeros(3)), of_rank_1=("barrier",)),
+                  "all_reduce(", "barrier("),
+    "scattered": (lambda r, g: dist.reduce_scatter_tensor(zeros(2 + r), zeros(6 + 3 * r), group=g),
                   "float32(2,)", "float32(3,)"),
-    "the last of many": (lambda r: dist.all_reduce_coalesced([zeros(3)] * 500 + [zeros(1 + r)]),
-                         "all_reduce_coalesced(", "all_reduce_coalesced("),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", DIFFER)
-def test_ranks_that_make_different_calls_are_all_shown(shm, what):
-    def differ(call):
-        warnings.simplefilter("ignore", FutureWarning)
-        call(dist.get_rank())
+def test_ranks_that_make_different_calls_are_all_shown(shm):
+    for what, (call, *told) in DIFFER.items():
+        heard = shm(3)(in_a_group, call)
+        shown = [each for each in heard if "every rank of a group must make the same" in str(each)]
+        assert shown and None not in heard, (what, heard)  # the others may only hear who has left
+        for rank, text in enumerate(told):
+            line = re.search(rf"^  rank {rank}: (.*), .*, line \d+$", shown[0], re.MULTILINE)
+            assert text in line[1], what
 
-    call, *told = DIFFER[what]
-    error = str(failing(shm(3), differ, call))
+
+def test_a_pool_shows_the_line_of_each_rank_that_makes_another_call(shm):
+    def differ():
+        if dist.get_rank() == 1:
+            dist.broadcast(zeros(3), 0)
+        else:
+            dist.all_reduce(zeros(3))
+
+    error = str(failing(shm(3), differ))
     assert "raised RuntimeError: every rank of a group must make the same call\n" in error
-    for rank, text in enumerate(told):
-        line = re.search(rf"^  rank {rank}: (.*), .*test_shm.py, line \d+$", error, re.MULTILINE)
-        assert text in line[1]
+    for rank, call in enumerate(("all_reduce", "broadcast", "all_reduce")):
+        assert re.search(rf"^  rank {rank}: {call}\(.*, .*test_shm.py, line \d+$", error, re.M)
 
 
 def test_messages_that_do_not_fit_and_rows_that_do_not_match_are_told(shm):
-    for x, y, text in [
-        (zeros(3), zeros(4), "rank 1 sends 3 elements of torch.float32, rank 0 waits for 4 of"),
-        (zeros(300_000), zeros(3), "rank 1 sends 300000 elements of"),
-        (zeros(3), zeros(3, dtype=INT), "rank 0 waits for 3 of torch.int32"),
-    ]:
-        assert text in str(failing(shm(3), lambda x, y: to_zero(dist.get_rank(), x, y), x, y))
+    def message(rank, group, x, y):
+        if rank < 2:
+            dist.send(x, 0, group=group) if rank == 1 else dist.recv(y, 1, group=group)
 
-    def rows():
-        splits = [2, 2, 2] if dist.get_rank() else [1, 2, 3]
-        dist.all_to_all_single(zeros(6), zeros(6), [2, 2, 2], splits)
+    def rows(rank, group):
+        splits = [2, 2, 2] if rank else [1, 2, 3]
+        dist.all_to_all_single(zeros(6), zeros(6), [2, 2, 2], splits, group=group)
 
-    text = "all_to_all: rank 0 gives 1 elements to rank 0, which expects 2"
-    assert text in str(failing(shm(3), rows))
+    for call, text in [
+        (partial(message, x=zeros(3), y=zeros(4)),
+         "rank 1 sends 3 elements of torch.float32, rank 0 waits for 4 of"),
+        (partial(message, x=zeros(300_000), y=zeros(3)), "rank 1 sends 300000 elements of"),
+        (partial(message, x=zeros(3), y=zeros(3, dtype=INT)), "rank 0 waits for 3 of torch.int32"),
+        (rows, "all_to_all: rank 0 gives 1 elements to rank 0, which expects 2"),
+    ]:  # fmt: skip
+        assert any(text in str(heard) for heard in shm(3)(in_a_group, call)), text
 
 
 def told_at_once():
@@ -1200,95 +869,21 @@ def test_what_a_rank_can_see_to_be_wrong_is_told_at_the_call(shm):
     assert shm(3)(told_at_once) == [True] * 3
 
 
-ENDS = {
-    "an exception": (lambda: 1 / 0, "rank 1 raised ZeroDivisionError"),
-    "sys.exit": (lambda: sys.exit(0), "rank 1 exited early: sys.exit(0)"),
-    "os._exit": (lambda: os._exit(0), "rank 1 exited early, with code 0"),
-}
+def test_a_message_that_nobody_sends_is_named(shm):
+    def wait_in_vain():
+        group = dist.new_group(timeout=timedelta(seconds=1))
+        try:
+            if dist.get_rank() == 0:
+                dist.recv(zeros(3), 1, group=group, tag=7)
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            dist.barrier()
+            dist.destroy_process_group(group)
 
-
-@pytest.mark.parametrize("end", ENDS)
-def test_a_rank_that_ends_early_is_named(shm, end):
-    def leave(how):
-        if dist.get_rank() == 1:
-            how()
-        dist.all_reduce(zeros(3))
-
-    how, text = ENDS[end]
-    assert str(failing(shm(3), leave, how)).startswith(text)
-
-
-@pytest.mark.parametrize("how", ["skips", "stops", "skips a message"])
-def test_a_rank_that_does_not_come_is_named_and_so_is_the_call(shm, how):
-    def absent():
-        rank = dist.get_rank()
-        if how == "stops" and rank == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if how == "skips a message":
-            return dist.recv(zeros(3), 1, tag=7) if rank == 0 else None
-        if rank != 1:
-            dist.all_reduce(zeros(3))
-
-    error = failing(shm(3, 3), absent, within=3 + SOON)
-    name = "recv" if how == "skips a message" else "all_reduce"
-    where = "gave no answer" if how == "stops" else "had finished"
-    assert f"rank 1 did not join {name} within 3 s. It {where}" in str(error)
-    call = (
-        "recv(float32(3,), src=1, tag=7)" if name == "recv" else "all_reduce(float32(3,), op=SUM)"
-    )
-    assert f"Timed out waiting 3 s for rank 1 in {call}, " in error.tracebacks[0]
-
-
-@pytest.mark.parametrize("wait", ["work", "future"])
-def test_a_callback_may_communicate_and_wait(shm, wait):
-    """As torch's PowerSGD hook does."""
-
-    def chain():
-        ends = []
-
-        def more(done):
-            y = done.value()[0].clone()
-            work = dist.all_reduce(y, async_op=True)
-            (work if wait == "work" else work.get_future()).wait()
-            ends.append(threading.current_thread().name)
-            return y
-
-        works = [dist.all_reduce(torch.ones(2) * n, async_op=True) for n in (1, 2, 3)]
-        futures = [
-            work.get_future().then(more).then(lambda done: done.value() + 1) for work in works
-        ]
-        beside = dist.irecv(torch.ones(1), 1) if dist.get_rank() == 0 else dist.isend(zeros(1), 0)
-        found = [future.wait().tolist() for future in futures]
-        beside.wait()
-        dist.barrier()
-
-        def threads():
-            return [thread.name for thread in threading.enumerate()].count("minidist shm")
-
-        end = time.monotonic() + 10  # those that others took over from are on their way out
-        while threads() > 1 and time.monotonic() < end:
-            time.sleep(0.01)
-        return found, len(ends), threads()
-
-    assert shm(2)(chain) == [([[5.0] * 2, [9.0] * 2, [13.0] * 2], 3, 1)] * 2
-
-
-def test_a_rank_may_have_many_files_open(shm):
-    """More than `select` can count."""
-
-    def many():
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
-        group, x = dist.new_group(), torch.ones(3)
-        time.sleep(0.3 * dist.get_rank())  # the others sleep, and look for the dead
-        dist.all_reduce(x, group=group)
-        dist.destroy_process_group(group)
-        for file in files:
-            os.close(file)
-        return x.tolist()
-
-    assert shm(2)(many) == [[2.0] * 3] * 2
+    said, *others = shm(3)(wait_in_vain)
+    assert "Timed out waiting 1 s for rank 1 in recv(float32(3,), src=1, tag=7), " in said
+    assert others == [None, None]
 
 
 def test_a_rank_that_does_not_come_to_a_new_group_is_named(shm):
@@ -1296,9 +891,9 @@ def test_a_rank_that_does_not_come_to_a_new_group_is_named(shm):
         if dist.get_rank() != 1:
             dist.new_group([0, 1, 2], use_local_synchronization=True)
 
-    error = failing(shm(3, 3), absent, within=3 + SOON)
-    assert "rank 1 did not join new_group within 3 s. It had finished" in str(error)
-    assert "Timed out waiting 3 s for rank 1 to make the group" in error.tracebacks[2]
+    error = failing(shm(3, 2), absent, within=2 + SOON)
+    assert "rank 1 did not join new_group within 2 s. It had finished" in str(error)
+    assert "Timed out waiting 2 s for rank 1 to make the group" in error.tracebacks[2]
 
 
 def test_a_rank_learns_of_anothers_failure_from_the_group_alone(shm):
@@ -1326,69 +921,6 @@ def test_a_rank_learns_of_anothers_failure_from_the_group_alone(shm):
 
 # ---- programs of their own ----------------------------------------------------------------
 
-KILLED_AT_ANY_MOMENT = """
-import datetime, os, random, re, signal, sys, time, traceback
-import minidist as md, torch, torch.distributed as dist
-
-def serve(rank, store, survives):
-    soon = datetime.timedelta(seconds=1)
-    dist.init_process_group("shm", store=store, rank=rank, world_size=2, timeout=soon)
-    while True:
-        x = md.backend.empty(1_000_000).fill_(rank)
-        work = dist.isend(x[:600_000], 1 - rank)
-        dist.recv(torch.empty(600_000), 1 - rank)
-        work.wait()
-        dist.all_reduce(x)
-        if survives:
-            continue
-        group = dist.new_group(timeout=soon)
-        dist.broadcast(x, 0, group=group)
-        dist.destroy_process_group(group)
-
-generator, pids = random.Random(SEED), set()
-# Not a file: who reads a FileStore that another has died writing to may read nonsense.
-server = dist.TCPStore("localhost", 0, is_master=True)
-for turn in range(TURNS):
-    ranks = []
-    for rank in range(2):
-        if not (pid := os.fork()):
-            try:
-                store = dist.TCPStore("localhost", server.port, is_master=False)
-                serve(rank, dist.PrefixStore(str(turn), store), turn % 3 == 0)
-            except RuntimeError as error:  # the other one is gone, or has not come
-                told = ("Connection closed by peer", "to make the group", "store based barrier")
-                if any(text in str(error) for text in told):
-                    os._exit(7)
-                traceback.print_exc()
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(1)
-        ranks.append(pid)
-    pids |= set(ranks)
-    time.sleep(generator.uniform(0, 0.15 if turn % 3 else 0.4))
-    for pid in ranks if turn % 3 else ranks[:1]:
-        os.kill(pid, signal.SIGKILL)
-    ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
-    # Where both are killed, the second may have seen the first one die.
-    assert ends in ([-9, 7], [-9, -9] if turn % 3 else None), (turn, ends)
-left = [name for name in os.listdir("/dev/shm") if pids & set(map(int, re.findall(r"\\d+", name)))]
-assert left == []
-print("done", flush=True)
-"""
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("turns", [15, pytest.param(200, marks=pytest.mark.soak)])
-def test_kill_9_at_any_moment_leaves_nothing(turns, tmp_path):
-    source = KILLED_AT_ANY_MOMENT.replace("TURNS", str(turns)).replace("SEED", repr(SEED))
-    with Program(source, tmp_path) as program:
-        code, out, err = program.finish(20 + turns)
-        assert (code, out.splitlines()[-1:]) == (0, ["done"]), out + err
-        assert program.gone_within(SOON)
-        assert program.temporary() == []
-
 
 SCRIPT = """
 import atexit, os, sys, threading
@@ -1414,7 +946,8 @@ if "in flight" in sys.argv and dist.get_rank() == 0:
 """
 
 
-@pytest.mark.parametrize("end", few(["atexit", "in flight"], {"in flight"}))
+@pytest.mark.soak
+@pytest.mark.parametrize("end", ["atexit", "in flight"])
 def test_a_script_under_torchrun_ends_well_with_or_without_farewell(tmp_path, end):
     family = Family()
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -6,8 +6,6 @@ a wrong value; that replicas stay equal proves nothing here.
 """
 
 import copy
-import io
-import math
 
 import pytest
 import torch
@@ -15,14 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from test_plan import raised
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    loss_parallel,
-    parallelize_module,
-)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import minidist as md
@@ -32,14 +24,18 @@ from minidist.common.single import ALL_GATHER, REDUCE_SCATTER
 from minidist.tensor_parallel.model import counted_elsewhere
 
 ALLOWED = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.03}
-BACKENDS = ["gloo", "shm"]
 
 
 @pytest.fixture(scope="module")
-def pair():
-    """Two ranks of a backend, the same ones at every call."""
-    with md.ranks(2, backend="gloo") as gloo, md.ranks(2, backend="shm") as shm:
-        yield {"gloo": gloo, "shm": shm}
+def gloo():
+    """Two ranks over gloo; all others are over shm."""
+    with md.ranks(2, backend="gloo") as pool:
+        yield pool
+
+
+@pytest.fixture(params=["gloo", "shm"])
+def pair(request, pools, gloo):
+    return gloo if request.param == "gloo" else pools(2)
 
 
 def here():
@@ -117,47 +113,10 @@ def operator_and_world(name, dim):
     ) + ([] if torch.equal(x, xs[mine]) else ["the input has changed"])
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("name", WORLDS)
-def test_the_backward_of_an_operator_is_its_transpose(pools, name, size):
-    for dim in (-1, 0, 1):
-        assert pools(size)(operator_and_world, name, dim) == [[]] * size
-
-
-def any_layout():
-    """Values and gradients that are transposed, or one number in many places."""
-    x = random(4, 6).requires_grad_()
-    weights = random(6, 4, seed=1)
-    tp.copy_to_group(x).sum().backward()
-    tp.gather_from_sequence(x, 0).sum().backward()
-    tp.scatter_to_group(x.T, 0).sum().backward()
-    (tp.copy_to_group(x).T * weights).sum().backward()
-    return apart(
-        {
-            "gradient": (x.grad, 2 + 2 + 1 + 2 * weights.T),
-            "gathered": (tp.gather_from_group(x.T, 0), torch.cat([x.T, x.T])),
-            "reduced": (tp.reduce_from_group(x.T), 2 * x.T),
-            "scattered": (tp.reduce_scatter_to_sequence(x.T, 1), 2 * part(x.T)),
-        }
-    )
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_tensors_of_any_layout(pair, backend):
-    assert pair[backend](any_layout) == [[]] * 2
-
-
-def test_what_cannot_be_cut_is_refused(pools):
-    def refuse():
-        x = torch.ones(4, 7)
-        return [
-            raised(tp.scatter_to_group, x),
-            raised(tp.reduce_scatter_to_sequence, x, 1),
-            raised(md.RowParallelLinear(6, 5, sequence_parallel=True), torch.ones(7, 2)),
-        ]
-
-    for told in pools(3)(refuse):
-        assert all(each.startswith("ValueError") and "3" in each and "7" in each for each in told)
+def test_the_backward_of_an_operator_is_its_transpose(pools, name):
+    for size, dim in (2, -1), (3, 0), (3, 1):
+        assert pools(size)(operator_and_world, name, dim) == [[]] * size, (size, dim)
 
 
 # ---- linear layers ----------------------------------------------------------------------------
@@ -193,14 +152,14 @@ def pair_of_layers(dtype, sequence_parallel):
     )
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", ALLOWED, ids=str)
-def test_a_column_and_a_row_layer_are_two_dense_ones(pair, backend, dtype, sequence_parallel):
-    assert pair[backend](pair_of_layers, dtype, sequence_parallel) == [[]] * 2
+def test_a_column_and_a_row_layer_are_two_dense_ones(pair):
+    for dtype in ALLOWED:
+        for sequence_parallel in (False, True):
+            case = dtype, sequence_parallel
+            assert pair(pair_of_layers, *case) == [[]] * 2, case
 
 
-def test_on_four_ranks(pools):
+def test_both_layers_on_four_ranks(pools):
     for sequence_parallel in (False, True):
         assert pools(4)(pair_of_layers, torch.float64, sequence_parallel) == [[]] * 4
 
@@ -255,54 +214,9 @@ def test_a_seed_makes_the_shards_of_the_dense_layer(pools):
             found += [f"{ours.keys()}"] * (ours.keys() != wanted.state_dict().keys())
             for name, tensor in wanted.state_dict().items():
                 found += [name] * (not torch.equal(tensor, ours[name]))
-        rank, _ = here()
-        torch.manual_seed(5)
-        row = md.RowParallelLinear(6, 9)
-        torch.manual_seed(5)
-        found += ["the part"] * (not torch.equal(row.weight, part(nn.Linear(6, 9).weight, 1)))
         return found
 
     assert pools(3)(make) == [[]] * 3
-
-
-def test_a_layer_keeps_what_the_dense_one_was(pools):
-    def keep():
-        dense = nn.Linear(4, 4, dtype=torch.float64)
-        dense.weight.requires_grad_(False)
-        dense.bias.decay = 0.1
-        layer = md.ColumnParallelLinear.from_dense(dense)
-        assert layer.bias.decay == 0.1
-        layer(random(2, 4).requires_grad_()).sum().backward()
-        again = copy.deepcopy(layer).to_dense()
-        row = md.RowParallelLinear.from_dense(dense)
-        return (
-            dense.weight.data_ptr() != layer.weight.data_ptr()
-            and dense.bias.data_ptr() != row.bias.data_ptr(),
-            [(p.requires_grad, p.dtype) for p in again.parameters()],
-            layer.weight.grad,
-            sorted(layer.state_dict()),
-            torch.equal(again.weight, dense.weight),
-        )
-
-    def equal():
-        torch.manual_seed(0)
-        return keep()
-
-    kept = (True, [(False, torch.float64), (True, torch.float64)], None, ["bias", "weight"], True)
-    assert pools(2)(equal) == [kept] * 2
-
-
-def test_a_parameter_with_a_hook_is_not_split(pools):
-    def run():
-        dense = nn.Linear(4, 4)
-        dense.bias.register_post_accumulate_grad_hook(print)
-        try:
-            md.ColumnParallelLinear.from_dense(dense)
-        except ValueError as error:
-            return str(error)
-
-    said = "its bias has a hook, which its shard would not have: register it after the split"
-    assert pools(2)(run) == [said] * 2
 
 
 def test_an_input_that_needs_no_gradient_costs_no_message(pools):
@@ -315,43 +229,6 @@ def test_an_input_that_needs_no_gradient_costs_no_message(pools):
         return traffic.calls, layer.weight.grad is not None
 
     assert pools(2)(count) == [({}, True)] * 2
-
-
-def test_autocast(pools):
-    def cast():
-        torch.manual_seed(0)
-        column, row = md.ColumnParallelLinear(4, 4), md.RowParallelLinear(4, 4)
-        x = torch.ones(2, 4, requires_grad=True)
-        with torch.autocast("cpu", torch.bfloat16):
-            hidden = column(x)
-            y = row(hidden)
-        y.sum().backward()
-        parameters = [*column.parameters(), *row.parameters()]
-        return hidden.dtype, y.dtype, {t.grad.dtype for t in (x, *parameters)}
-
-    assert pools(2)(cast) == [(torch.bfloat16, torch.bfloat16, {torch.float32})] * 2
-
-
-def test_a_batch_that_does_not_lie_in_order(pools):
-    def turn(sequence_parallel):
-        dense = nn.Linear(4, 6, dtype=torch.float64)
-        dense.load_state_dict({k: random(*v.shape) for k, v in dense.state_dict().items()})
-        layer = md.ColumnParallelLinear.from_dense(dense, sequence_parallel=sequence_parallel)
-        x = random(4, 3, 4, seed=1).requires_grad_()
-        shared = (lambda t: part(t, 1)) if sequence_parallel else lambda t: t
-        y = shared(x.detach().transpose(0, 1)).requires_grad_()  # (B, T, C) of (T, B, C)
-        weights = random(4, 3, 6, seed=2).transpose(0, 1)
-        (dense(x.transpose(0, 1)) * weights).sum().backward()
-        (layer(y) * part(weights)).sum().backward()
-        return apart(
-            {
-                "x": (y.grad, shared(x.grad.transpose(0, 1))),
-                "weight": (layer.weight.grad, part(dense.weight.grad, 0)),
-            }
-        )
-
-    for sequence_parallel in (False, True):
-        assert pools(2)(turn, sequence_parallel) == [[]] * 2
 
 
 def subgroup(pairs, sequence_parallel):
@@ -378,27 +255,13 @@ def subgroup(pairs, sequence_parallel):
     full = tp.full_state_dict(model)
     found += apart({name: (full[name], tensor) for name, tensor in dense.state_dict().items()})
 
-    linear, x = copy.deepcopy(dense.blocks[0].out), random(3, 8, seed=which)
-    column = md.ColumnParallelLinear.from_dense(linear, group, gather_output=True)
-    row = md.RowParallelLinear.from_dense(linear, group)
-    y = row(tp.scatter_to_group(x, -1, group))
-    found += apart({"column": (column(x), linear(x)), "row": (y, linear(x))})
-    torch.manual_seed(which)
-    block = tp.ParallelBlock(8, 2, 1, process_group=group, dtype=torch.float64)
-    bend(block(random(1, 4, 8)), 0).backward()
-    block.qkv.kv_weight.data = block.qkv.kv_weight.grad  # is summed over the group
-    found += [raised(tp.check_replicas, block, group)]
-    # Not their sum: what comes out of a norm adds up to zero, and so do these.
-    return [each for each in found if each], other, block.qkv.kv_weight.norm().item()
+    return found, other
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_group_that_is_not_the_world(pools, sequence_parallel):
+def test_a_group_that_is_not_the_world(pools):
     wanted = "ValueError: ColumnParallelLinear: rank {} is not in the process group it was given"
-    told = pools(4)(subgroup, [[0, 2], [1, 3]], sequence_parallel)
-    assert [each[:2] for each in told] == [([], wanted.format(rank)) for rank in range(4)]
-    a, b, c, d = (each[2] for each in told)
-    assert a == c and b == d and a != b
+    told = pools(4)(subgroup, [[0, 2], [1, 3]], True)
+    assert told == [([], wanted.format(rank)) for rank in range(4)]
 
 
 # ---- vocabulary -------------------------------------------------------------------------------
@@ -425,11 +288,11 @@ def embedding(vocabulary, sequence_parallel):
     )
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_an_embedding_is_split_by_vocabulary(pools, size):
-    for vocabulary in (12, 13, 14, size):
+def test_an_embedding_is_split_by_vocabulary(pools):
+    for size, vocabulary in (2, 13), (3, 13), (3, 14), (4, 4), (4, 12):
         for sequence_parallel in (False, True):
-            assert pools(size)(embedding, vocabulary, sequence_parallel) == [[]] * size
+            case = vocabulary, sequence_parallel
+            assert pools(size)(embedding, *case) == [[]] * size, (size, case)
 
 
 def loss(classes, dtype, scale, target, **options):
@@ -452,82 +315,50 @@ def loss(classes, dtype, scale, target, **options):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 def test_the_loss_is_that_of_all_logits(pools, reduction, label_smoothing):
-    for size, classes in ((2, 8), (3, 8), (4, 7), (4, 4)):
+    for size, classes in ((2, 8), (4, 7)):
         for target, scale in ((2, 1), (-100, 1), (3, 1000)):
             options = dict(reduction=reduction, label_smoothing=label_smoothing)
             told = pools(size)(loss, classes, torch.float64, scale, target, **options)
-            assert told == [[]] * size
+            assert told == [[]] * size, (size, target)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_loss_of_large_logits_in_every_dtype(pair, backend, dtype):
-    for scale in (1, 1e4):
-        assert pair[backend](loss, 8, dtype, scale, -1, ignore_index=-1) == [[]] * 2
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_the_loss_under_autocast(pools, reduction):
-    def run():
-        with torch.autocast("cpu", torch.bfloat16):
-            return loss(8, torch.bfloat16, 1, -100, reduction=reduction)
-
-    assert pools(2)(run) == [[]] * 2
+def test_the_loss_of_large_logits_in_every_dtype(pair):
+    for dtype in (torch.float32, torch.bfloat16):
+        for scale in (1, 1e4):
+            assert pair(loss, 8, dtype, scale, -1, ignore_index=-1) == [[]] * 2, (dtype, scale)
 
 
 def test_the_loss_at_its_edges(pools):
     def edges():
-        rank, size = here()
-        x = random(3, 2, seed=rank).requires_grad_()
+        x = random(3, 2, seed=here()[0]).requires_grad_()
         targets = torch.tensor([0, 3, 1])
-        for smoothing in (0.0, 0.1):
-            none = md.vocab_parallel_cross_entropy(
-                x, torch.full((3,), -100), label_smoothing=smoothing
-            )
-            none.backward()
-            assert x.grad.eq(0).all()  # as torch has it, and the loss is nan
+        none = md.vocab_parallel_cross_entropy(x, torch.full((3,), -100))
+        none.backward()
+        assert none.isnan() and x.grad.eq(0).all()  # as torch has it
         once = md.vocab_parallel_cross_entropy(x, targets)
         once.backward(retain_graph=True)
-        nothing = md.vocab_parallel_cross_entropy(x[:0], targets[:0], reduction="sum")
-        assert nothing == 0
-        single = md.vocab_parallel_cross_entropy(x[0], targets[0])  # no batch
-        assert torch.equal(single, md.vocab_parallel_cross_entropy(x[:1], targets[:1]))
         return [
-            math.isnan(none),  # as torch has it
             raised(once.backward),
             raised(md.vocab_parallel_cross_entropy, x, torch.tensor([0, 4, 1])),
             raised(md.vocab_parallel_cross_entropy, x, torch.tensor([0, -1, 1])),
             raised(md.vocab_parallel_cross_entropy, x, targets[:2]),
-            raised(md.vocab_parallel_cross_entropy, x, targets, reduction="max"),
         ]
 
-    for nan, twice, high, low, shape, reduction in pools(2)(edges):
-        assert nan
+    for twice, high, low, shape in pools(2)(edges):
         assert twice.startswith("RuntimeError") and "inplace" in twice
         assert high == low == "IndexError: a target is not among the 4 classes"
         assert shape == "ValueError: logits of shape (3, 2) need targets of shape (3,), not (2,)"
-        assert reduction.startswith("ValueError") and "'max'" in reduction
 
 
 def test_the_loss_of_ranks_with_other_targets_is_refused(pools):
     """As with the group of another axis of a mesh: there each rank has rows of its own."""
 
     def run():
-        axes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-        group, own = axes.get_group("data"), axes.get_local_rank("data")
-        pairs = ([0, 3, 1], [3, 0, 1]), ([3, 0, 0], [0, 1, 0]), ([0, 1, 1, 0], [1, 0, 0, 1])
-        return [
-            raised(
-                md.vocab_parallel_cross_entropy,
-                torch.randn(len(pair[own]), 2),
-                torch.tensor(pair[own]),
-                group,
-            )
-            for pair in pairs
-        ]
+        targets = torch.tensor(([0, 3, 1], [3, 0, 1])[here()[0]])
+        return raised(md.vocab_parallel_cross_entropy, torch.randn(3, 2), targets)
 
     said = "ValueError: the ranks of this group have different targets"
-    assert all(str(each).startswith(said) for told in pools(4)(run) for each in told)
+    assert all(str(told).startswith(said) for told in pools(2)(run))
 
 
 def test_the_loss_never_gathers_the_logits(pools):
@@ -616,17 +447,16 @@ def grouped_query(kv_heads, sequence_parallel, bias=False):
     return found
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
-def test_attention_with_fewer_key_value_heads(pools, kv_heads, sequence_parallel):
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_attention_with_fewer_key_value_heads(pools, kv_heads):
     """On 4 ranks, those of 1 and 2 key-value heads are replicated."""
     for size in (2, 4):
-        for bias in (False, True):
+        for sequence_parallel, bias in ((False, True), (True, False)):
             told = pools(size)(grouped_query, kv_heads, sequence_parallel, bias)
-            assert told == [[]] * size
+            assert told == [[]] * size, (size, sequence_parallel)
 
 
-def train(sequence_parallel, dtype, tied=True, vocabulary=250, heads=4, steps=4):
+def train(sequence_parallel, dtype, tied=True, vocabulary=250, heads=4, steps=3):
     """Adam with clipping, beside one process: the loss, the norm, and all weights at each step."""
     dense = md.zoo.Transformer(vocabulary, length=12, width=24, heads=heads).to(dtype)
     if not tied:
@@ -663,172 +493,32 @@ def train(sequence_parallel, dtype, tied=True, vocabulary=250, heads=4, steps=4)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize(("size", "heads"), [(2, 4), (3, 3), (4, 4)])
-def test_a_transformer_trains_as_in_one_process(pools, size, heads, sequence_parallel):
-    told = pools(size)(train, sequence_parallel, torch.float64, heads=heads)
-    assert told == [None] * size
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_transformer_on_shared_memory_with_a_head_of_its_own(pair, sequence_parallel):
-    told = pair["shm"](train, sequence_parallel, torch.float64, tied=False, vocabulary=251)
+def test_a_transformer_trains_as_in_one_process(pools, gloo, sequence_parallel):
+    for size in (3, 4):
+        told = pools(size)(train, sequence_parallel, torch.float64, heads=size)
+        assert told == [None] * size, size
+    told = gloo(train, sequence_parallel, torch.float64, tied=False, vocabulary=251)
     assert told == [None] * 2
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_the_dense_models_weights_are_loaded_in_place(pools, sequence_parallel):
+def test_the_dense_models_weights_are_loaded_in_place(pools):
     def load():
         dense = md.zoo.Transformer(250, length=12, width=24, heads=4, seed=1)
         model = md.zoo.Transformer(250, length=12, width=24, heads=4)
-        tp.parallelize_module(model, sequence_parallel=sequence_parallel)
+        tp.parallelize_module(model)
         before = list(model.parameters())
-        tp.load_full_state_dict(model, dense.state_dict())
-        found = [] if model.head.weight is model.tokens.weight else ["tie"]
-        found += ["other"] * any(
-            a is not b for a, b in zip(before, model.parameters(), strict=True)
-        )
-        full = tp.full_state_dict(model)
-        found += [name for name, t in dense.state_dict().items() if not torch.equal(t, full[name])]
-        block = tp.ParallelBlock(16, 8, 1)  # on 2 ranks, its key-value head is replicated
-        wanted = tp.full_state_dict(tp.ParallelBlock(16, 8, 1))
-        tp.load_full_state_dict(block, wanted)
-        full = tp.full_state_dict(block)
-        found += [name for name, t in wanted.items() if not torch.equal(t, full[name])]
         state = dense.state_dict()
+        tp.load_full_state_dict(model, state)
+        assert model.head.weight is model.tokens.weight
+        assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+        full = tp.full_state_dict(model)
         less = {name: t for name, t in state.items() if name != "blocks.0.qkv.weight"}
         for wrong in (state | {"more": torch.ones(1)}, less):
-            try:
-                tp.load_full_state_dict(model, wrong)
-            except RuntimeError as error:
-                found += ["words"] * ("key(s) in state_dict" not in str(error))
-            else:
-                found += ["loaded"]
-        return found
+            told = raised(tp.load_full_state_dict, model, wrong)
+            assert told.startswith("RuntimeError") and "key(s) in state_dict" in told
+        return [name for name, t in state.items() if not torch.equal(t, full[name])]
 
     assert pools(2)(load) == [[]] * 2
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_model_of_a_mesh_is_copied_and_averaged(pools, sequence_parallel):
-    """Two models, each shared by two of four ranks: a copy is shared by the same two."""
-
-    def run():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-        torch.manual_seed(mesh.get_local_rank("data"))
-        dense = md.zoo.Transformer(8, length=6, width=8, heads=2, layers=1).double()
-        model, options = copy.deepcopy(dense), dict(sequence_parallel=sequence_parallel)
-        tp.parallelize_module(model, mesh["tensor"], **options)
-        mean, averaged = (torch.optim.swa_utils.AveragedModel(each) for each in (model, dense))
-        tokens, found = torch.arange(12).view(2, 6) % 8, {}
-        for _ in range(3):
-            for each, loss in ((model, md.vocab_parallel_cross_entropy), (dense, F.cross_entropy)):
-                group = [mesh.get_group("tensor")] if each is model else []
-                logits = each(tokens).flatten(0, 1)
-                loss(logits, tokens.flatten(), *group).backward()
-                torch.optim.SGD(each.parameters(), 0.1).step()
-                each.zero_grad()
-            mean.update_parameters(model)
-            averaged.update_parameters(dense)
-        wanted = averaged.module.state_dict()
-        full = tp.full_state_dict(mean.module)
-        found = apart({name: (full[name], value) for name, value in wanted.items()})
-        found += ["moved"] * torch.equal(full["head.weight"], dense.head.weight)
-        return found, raised(torch.save, model, io.BytesIO())
-
-    for found, refused in pools(4)(run):
-        assert found == []
-        assert refused.startswith("TypeError: a VocabParallelEmbedding of a mesh or a group cannot")
-        assert refused.endswith("Save the full_state_dict of the model")
-
-
-def test_a_transformer_in_float32(pools):
-    """Adam divides by the root of its second moment: in float32 a small gradient, and with it its
-    rounding, becomes a step of the size lr. After one step only lr itself bounds that."""
-
-    def forward_and_backward():
-        dense = md.zoo.Transformer(250, length=12, width=24, heads=4)
-        model = tp.parallelize_module(copy.deepcopy(dense))
-        inputs, targets = torch.randint(250, (2, 3, 12), generator=torch.Generator())
-        ours = md.vocab_parallel_cross_entropy(model(inputs), targets)
-        wanted = md.parity.cross_entropy(dense(inputs), targets)
-        ours.backward()
-        wanted.backward()
-        return apart({"loss": (ours, wanted), "norm": (norm_of(model), norm_of(dense))})
-
-    assert pools(2)(forward_and_backward) == [[]] * 2
-
-
-def test_the_norm_of_every_kind_and_of_layers_made_before(pools):
-    def norms():
-        torch.manual_seed(0)
-        dense = md.zoo.Block(8, 4).double()
-        block = tp.ParallelBlock.from_dense(dense.eval())
-        both = {p.data_ptr() for p in dense.parameters()} & {
-            p.data_ptr() for p in block.parameters()
-        }
-        assert not both and not block.training
-        tp.parallelize_module(block, None, {})
-        x = random(2, 3, 8)
-        bend(dense(x), 0).backward()
-        bend(block(x), 0).backward()
-        found = {}
-        for kind in (1.0, 2.0, 3.0, math.inf):
-            for place in ("", "mlp.0"):  # where the largest is replicated, and where it is not
-                both = block.get_submodule(place), dense.get_submodule(place)
-                found[kind, place] = norm_of(both[0], kind), norm_of(both[1], kind)
-        return apart(found)
-
-    assert pools(4)(norms) == [[]] * 4
-
-
-def test_torch_splits_a_block_in_the_same_way(pools):
-    """Against parallelize_module: the MLP, the output projection, embedding, head and loss."""
-
-    def against_torch():
-        rank, size = here()
-        torch.manual_seed(0)
-        dense = nn.Sequential(
-            nn.Embedding(8, 6),
-            nn.Linear(6, 12),
-            nn.GELU(),
-            nn.Linear(12, 6),
-            nn.LayerNorm(6),
-            nn.Linear(6, 8, bias=False),
-        ).double()
-        theirs = parallelize_module(
-            copy.deepcopy(dense),
-            init_device_mesh("cpu", (size,)),
-            {
-                "0": RowwiseParallel(input_layouts=Replicate()),
-                "1": ColwiseParallel(),
-                "3": RowwiseParallel(),
-                "5": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-            },
-        )
-        ours = nn.Sequential(
-            md.VocabParallelEmbedding.from_dense(dense[0]),
-            md.ColumnParallelLinear.from_dense(dense[1]),
-            nn.GELU(),
-            md.RowParallelLinear.from_dense(dense[3]),
-            copy.deepcopy(dense[4]),
-            tp.VocabParallelLinear.from_dense(dense[5]),
-        )
-        tokens, targets = torch.arange(10) % 8, torch.arange(10) * 3 % 8
-        with loss_parallel():
-            wanted = F.cross_entropy(theirs(tokens), targets)
-            wanted.backward()
-        loss = md.vocab_parallel_cross_entropy(ours(tokens), targets)
-        loss.backward()
-        found = apart({"loss": (loss, wanted.detach().full_tensor())})
-        for parameter in ours.parameters():
-            parameter.data = parameter.grad
-        for name, tensor in tp.full_state_dict(ours).items():
-            grad = theirs.get_parameter(name).grad
-            whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
-            found += apart({name: (tensor, whole)})
-        return found
-
-    assert pools(2)(against_torch) == [[]] * 2
 
 
 # ---- what it costs ----------------------------------------------------------------------------
@@ -844,20 +534,19 @@ def traffic_of_a_block(sequence_parallel, B=2, T=8, C=16):
     return forward.calls, backward.calls
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_layer_has_four_all_reduces(pools, size):
+def test_a_layer_has_four_all_reduces(pools):
     nbytes = 2 * 8 * 16 * 4
-    for told in pools(size)(traffic_of_a_block, False):
-        assert told == ({"all_reduce": (2, 2 * nbytes)},) * 2
+    for size in (2, 4):
+        for told in pools(size)(traffic_of_a_block, False):
+            assert told == ({"all_reduce": (2, 2 * nbytes)},) * 2, size
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_sequence_parallel_moves_the_same_bytes(pair, backend):
+def test_sequence_parallel_moves_the_same_bytes(pair):
     """An all_reduce is a reduce_scatter and an all_gather. In backward the inputs of the two column
     layers are gathered once more, and the weights that saw a part of the tokens are all-reduced:
     those of two norms, of C each and with a bias, and two biases."""
     nbytes = 2 * 8 * 16 * 4
-    for forward, backward in pair[backend](traffic_of_a_block, True):
+    for forward, backward in pair(traffic_of_a_block, True):
         assert forward == {"all_gather": (2, 2 * nbytes), "reduce_scatter": (2, 2 * nbytes)}
         assert backward == {
             "all_gather": (2 + 2, 4 * nbytes),
@@ -983,29 +672,13 @@ def test_dropout_of_a_block(pools):
     assert a[2] == b[2] and c[2] == d[2]  # the generators stay in step
 
 
-def test_dropout_of_attention_differs_between_heads_of_ranks(pools):
-    def attention():
-        torch.manual_seed(1)
-        block = tp.ParallelBlock(8, 2, dropout=0.5)
-        block.out = nn.Identity()
-        for parameter in block.qkv.parameters():
-            parameter.data.fill_(0.1)  # all heads alike
-        x = torch.ones(2, 6, 8)
-        dropped = block.attention(x).tolist()
-        assert torch.equal(block.eval().attention(x), block.attention(x))
-        return dropped
-
-    a, b = pools(2)(attention)
-    assert a != b
-
-
 # ---- mistakes ---------------------------------------------------------------------------------
 
 
 def test_replicas_out_of_step_are_named_on_every_rank(pools):
     def part_ways(change):
         torch.manual_seed(0)
-        model = nn.Sequential(tp.ParallelBlock(8, 4), nn.BatchNorm1d(3))
+        model = nn.Sequential(tp.ParallelBlock(8, 4))
         tp.check_replicas(model)
         with torch.no_grad():
             change(model, here()[0])
@@ -1015,20 +688,11 @@ def test_replicas_out_of_step_are_named_on_every_rank(pools):
         if rank in (1, 3):
             model[0].norm2.weight[2] += 1e-7
 
-    def bias(model, rank):
-        if rank == 0:
-            model[0].mlp[2].bias.zero_()
-
-    def buffer(model, rank):
-        model[1].running_mean += rank == 2
-
     def shard(model, rank):
         model[0].mlp[2].weight += rank  # is each rank's own
 
     names = "RuntimeError: {} should be the same on every rank: rank 0 and rank{} differ"
     assert pools(4)(part_ways, norm) == [names.format("0.norm2.weight", "s 1, 3")] * 4
-    assert pools(4)(part_ways, bias) == [names.format("0.mlp.2.bias", "s 1, 2, 3")] * 4
-    assert pools(4)(part_ways, buffer) == [names.format("1.running_mean", " 2")] * 4
     assert pools(4)(part_ways, shard) == [None] * 4
 
 
@@ -1047,7 +711,8 @@ def test_sizes_that_cannot_be_split_are_refused(pools):
             raised(tp.parallelize_module, md.zoo.Transformer(width=32, heads=2)),
             raised(md.VocabParallelEmbedding.from_dense, embedding),
             raised(md.VocabParallelEmbedding(9, 4), torch.tensor([3, 9])),
-            raised(md.VocabParallelEmbedding(9, 4), torch.tensor([-1])),
+            raised(tp.scatter_to_group, torch.ones(4, 7)),
+            raised(md.RowParallelLinear(6, 5, sequence_parallel=True), torch.ones(7, 2)),
         ]
 
     wanted = [
@@ -1064,10 +729,13 @@ def test_sizes_that_cannot_be_split_are_refused(pools):
         "ValueError: blocks.0: heads over 3 ranks: 2 is not a multiple of 3",
         "ValueError: a VocabParallelEmbedding has no padding_idx",
         "IndexError: tokens from 3 to 9 are not all in a vocabulary of 9",
-        "IndexError: tokens from -1 to -1 are not all in a vocabulary of 9",
+        "ValueError: ",
+        "ValueError: ",
     ]
     for told in pools(3)(refuse):
-        assert told == wanted
+        for each, words in zip(told, wanted, strict=True):
+            assert each.startswith(words), each
+        assert all("7" in each and "3" in each for each in told[-2:]), told
 
 
 def test_without_a_process_group():

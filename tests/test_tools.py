@@ -4,15 +4,14 @@ import os
 import re
 import runpy
 import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import nbformat
 import needs
 import pytest
 
-from minidist.compare.build_locks import stale
+from minidist.compare.build_locks import remove_stale
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "notebooks/scripts/build_deepspeed.py"
@@ -20,44 +19,34 @@ BUILD = ROOT / "notebooks/scripts/build_deepspeed.py"
 
 
 def run(*command: object, **environ: str) -> subprocess.CompletedProcess[str]:
-    from_make = (
-        "MAKEFLAGS",
-        "MAKELEVEL",
-        "MFLAGS",
-        "MAKEOVERRIDES",
-        "WITHOUT_TOOLS",
-    )  # a make within `make test` says where it is
+    # A make within `make test` says where it is.
+    from_make = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES", "WITHOUT_TOOLS")
     kept = {name: value for name, value in os.environ.items() if name not in from_make}
-    return subprocess.run(
-        [str(part) for part in command],
-        cwd=ROOT,
-        env=kept | environ,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    words = [str(part) for part in command]
+    options = dict(capture_output=True, text=True, timeout=200)
+    return subprocess.run(words, cwd=ROOT, env=kept | environ, **options)
 
 
 # ---- make ---------------------------------------------------------------------------------
 
 
-def test_make_test_compiles_before_it_tests_and_asks_for_a_compiler_first():
+def test_make_test_asks_for_a_compiler_first_and_compiles_before_it_tests():
     lines = run("make", "--dry-run", "test", "VENV=no-such-folder").stdout
-    steps = ["command -v g++", "ruff check", "[tools]", "build_deepspeed.py", "tests/gate.py"]
+    steps = ["command -v g++", "ruff check", "[tools]", "build_deepspeed.py", "-m pytest"]
     places = [lines.find(step) for step in steps]
     assert places == sorted(places) and places[0] >= 0, lines
+    lab = run("make", "--dry-run", "lab").stdout
+    assert "jupyter" in lab and not re.search("tools|deepspeed|g\\+\\+", lab)
 
 
-def test_make_lab_needs_no_tools():
-    lines = run("make", "--dry-run", "lab").stdout
-    assert "jupyter" in lines and not re.search("tools|deepspeed|g\\+\\+", lines)
-
-
-def test_without_a_compiler_make_test_says_so_and_does_nothing_else():
+def test_without_a_compiler_one_sentence_says_so(monkeypatch):
     found = run("make", "test", "CXX=no-such-compiler", "VENV=no-such-folder")
     assert found.returncode == 2
     assert found.stdout.startswith("make test needs a C++ compiler") and "g++" in found.stdout
     assert len(found.stdout.splitlines()) == 1 and not (ROOT / "no-such-folder").exists()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(SystemExit, match="^DeepSpeed needs a C\\+\\+ compiler: install .*$"):
+        runpy.run_path(str(BUILD), run_name="__main__")
 
 
 @pytest.fixture
@@ -82,63 +71,70 @@ def test_if_the_tools_cannot_be_installed_make_says_what_works_without(half_made
 
 def test_without_tools_make_test_asks_for_none_of_them(half_made):
     lines = run("make", "--dry-run", "test", half_made, "WITHOUT_TOOLS=1").stdout
-    assert "tests/gate.py" in lines and "ruff check" in lines
+    assert "-m pytest" in lines and "ruff check" in lines
     assert not re.search(r"\[tools\]|build_deepspeed|command -v", lines)
     lab = run("make", "--dry-run", "lab", half_made).stdout
     assert "jupyter lab" in lab and "pip install" not in lab
 
 
-def test_without_tools_nothing_of_them_is_tested(monkeypatch):
-    monkeypatch.setenv("WITHOUT_TOOLS", "1")
-    marks = []
-    item = SimpleNamespace(
-        path=ROOT / "tests/test_tools.py",
-        add_marker=marks.append,
-        get_closest_marker=lambda name: pytest.mark.tools if name == "tools" else None,
-    )
+# ---- what is skipped ----------------------------------------------------------------------
+
+
+def reasons(path, **marks):
+    """Why a test at this path, with these marks, is skipped."""
+    added = []
+    item = SimpleNamespace(path=ROOT / path, add_marker=added.append, get_closest_marker=marks.get)
     needs.pytest_collection_modifyitems([item])
-    assert [mark.name for mark in marks] == ["skip"]
+    assert all(mark.name == "skip" for mark in added)
+    return [mark.args[0] for mark in added]
 
 
-@pytest.mark.parametrize("torch, skipped", [("2.11.0+cpu", True), ("2.12.0", False)])
-def test_what_an_older_torch_lacks_is_skipped_and_says_why(monkeypatch, torch, skipped):
-    monkeypatch.setattr(needs, "version", {"torch": torch}.get)
-    marks, word = [], pytest.mark.newer_torch("fused").mark
-    item = SimpleNamespace(
-        path=ROOT / "tests/test_tools.py",
-        add_marker=marks.append,
-        get_closest_marker=lambda name: word if name == "newer_torch" else None,
-    )
-    needs.pytest_collection_modifyitems([item])
-    reasons = [mark.args[0] for mark in marks]
-    assert len(reasons) == skipped and all("needs torch 2.12: " in each for each in reasons)
+def test_without_tools_the_lesson_and_what_needs_them_is_skipped_and_says_why(monkeypatch):
+    here, lesson = "tests/test_tools.py", f"notebooks/{LESSON.name}"
+    for how in "WITHOUT_TOOLS", "not installed":
+        with monkeypatch.context() as patch:
+            if how == "WITHOUT_TOOLS":
+                patch.setenv(how, "1")
+            else:
+                patch.setattr(needs, "find_spec", lambda name: None)
+            for found in reasons(here, tools=pytest.mark.tools), reasons(lesson):
+                assert len(found) == 1 and needs.GET_TOOLS in found[0], (how, found)
+            assert reasons(f"notebooks/solutions/{LESSON.name}") == [] == reasons(here)
 
 
-def test_without_a_compiler_the_script_says_so():
-    found = run(sys.executable, BUILD, CXX="no-such-compiler")
-    assert found.returncode == 1 and found.stderr.startswith("DeepSpeed needs a C++ compiler")
-    assert len(found.stderr.splitlines()) == 1
+def test_what_an_older_torch_lacks_is_skipped_and_says_why(monkeypatch):
+    for torch, skipped in ("2.11.0+cpu", True), ("2.12.0", False):
+        monkeypatch.setattr(needs, "version", {"torch": torch}.get)
+        word = pytest.mark.newer_torch("fused").mark
+        found = reasons("tests/test_tools.py", newer_torch=word)
+        assert len(found) == skipped and all("needs torch 2.12: " in each for each in found)
 
 
-def test_a_lock_that_nobody_holds_is_removed_before_the_build(tmp_path, monkeypatch):
-    locked = tmp_path / "private/some_extension/lock"
-    locked.parent.mkdir(parents=True)
-    locked.touch()
-    seen = []
+def test_without_the_extra_the_lesson_says_in_one_line_how_to_get_it(monkeypatch):
+    cells = [c.source for c in nbformat.read(LESSON, 4).cells if c.cell_type == "code"]
+    first = cells[0].replace("%load_ext minidist", "")
+    needed = re.search(r"^TOOLS = (.*)$", first, re.MULTILINE)[1]
+    assert set(eval(needed)) == set(needs.TOOLS)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError) as told:
+        exec(first, {})
+    assert needs.GET_TOOLS in str(told.value) and "\n" not in str(told.value)
 
-    class Builder:
-        def load(self, verbose):
-            seen.append((locked.exists(), os.environ["TORCH_EXTENSIONS_DIR"]))
 
-    fake = ModuleType("deepspeed.accelerator")
-    fake.get_accelerator = lambda: SimpleNamespace(create_op_builder=lambda name: Builder())
-    monkeypatch.setitem(sys.modules, "deepspeed", ModuleType("deepspeed"))
-    monkeypatch.setitem(sys.modules, "deepspeed.accelerator", fake)
-    for name in ("PATH", "DS_ACCELERATOR"):
-        monkeypatch.setenv(name, os.environ.get(name, ""))
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "private"))
-    runpy.run_path(str(BUILD))["build"]()
-    assert seen == [(False, str(tmp_path / "private"))]
+# ---- locks --------------------------------------------------------------------------------
+
+
+def test_a_lock_that_nobody_holds_is_removed(tmp_path):
+    """And no other: who builds has it open."""
+    left, held = tmp_path / "one/lock", tmp_path / "other/lock"
+    for lock in left, held:
+        lock.parent.mkdir()
+    left.touch()
+    with held.open("x"):
+        remove_stale(tmp_path)
+        assert not left.exists() and held.exists()
+    remove_stale(tmp_path)
+    assert not held.exists()
 
 
 # ---- versions -----------------------------------------------------------------------------
@@ -172,82 +168,6 @@ def test_lessons_name_the_versions_that_are_pinned():
     assert sum(len(versions(text)) for text in texts.values()) > 20
     names = {name.lower() for text in texts.values() for name, _ in versions(text)}
     assert names > {"torch", "fairscale", "deepspeed", "transformers", "lightning", "megatron core"}
-    assert [*differing("| DeepSpeed 0.18 | since torch 2.0, torch 2.13; torch 2.1")] == [
-        "DeepSpeed 0.18",
-        "torch 2.1",
-    ]
-
-
-# ---- without the extra --------------------------------------------------------------------
-
-
-def test_without_the_extra_the_lesson_says_in_one_line_how_to_get_it(monkeypatch):
-    cells = [c.source for c in nbformat.read(LESSON, 4).cells if c.cell_type == "code"]
-    first = cells[0].replace("%load_ext minidist", "")
-    needed = re.search(r"^TOOLS = (.*)$", first, re.MULTILINE)[1]
-    assert set(eval(needed)) == set(needs.TOOLS)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError) as told:
-        exec(first, {})
-    assert needs.GET_TOOLS in str(told.value) and "\n" not in str(told.value)
-
-
-@pytest.mark.parametrize("folder, skipped", [("notebooks", True), ("notebooks/solutions", False)])
-def test_without_the_extra_the_lesson_is_skipped_and_says_why(monkeypatch, folder, skipped):
-    monkeypatch.setattr(needs, "find_spec", lambda name: None)
-    marks = []
-    item = SimpleNamespace(
-        path=ROOT / folder / LESSON.name,
-        cell=SimpleNamespace(metadata={}),
-        add_marker=marks.append,
-        get_closest_marker=lambda name: None,
-    )
-    needs.pytest_collection_modifyitems([item])
-    reasons = [mark.args[0] for mark in marks]
-    assert len(reasons) == skipped and all(needs.GET_TOOLS in reason for reason in reasons)
-
-
-def test_without_tools_the_lesson_is_skipped_where_it_is_tested_alone():
-    found = run(sys.executable, ROOT / "tests/gate.py", LESSON, WITHOUT_TOOLS="1")
-    assert found.returncode == 0 and f"needs {needs.TOOLS[0]}" in found.stdout, found.stdout
 
 
 # ---- with it ------------------------------------------------------------------------------
-
-TRAIN = """
-import os, sys
-os.environ |= {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": f"{sys.prefix}/torch_extensions"}
-os.environ["PATH"] = f"{sys.prefix}/bin:{os.environ['PATH']}"
-import torch
-import minidist as md
-
-def step():
-    import deepspeed
-    model = torch.nn.Linear(4, 4)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    zero = {"stage": 2, "reduce_bucket_size": 1000}
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True}
-    engine = deepspeed.initialize(
-        model=model, optimizer=sgd, config=config | {"zero_optimization": zero}
-    )[0]
-    engine.backward(engine(torch.ones(1, 4)).sum())
-    engine.step()
-
-if __name__ == "__main__":
-    with md.ranks(2, timeout=100) as r:
-        r(step)
-    print("trained")
-"""
-
-
-@pytest.mark.tools
-def test_deepspeed_leaves_nothing_behind(tmp_path):
-    def there():
-        private = Path(sys.prefix, "torch_extensions")
-        return {*Path("/dev/shm").glob("*deepspeed*"), *stale(private)}
-
-    before = there()
-    (tmp_path / "train.py").write_text(TRAIN)
-    found = run(sys.executable, tmp_path / "train.py", PYTHONPATH=str(ROOT))
-    assert "trained" in found.stdout, found.stderr
-    assert there() <= before

@@ -7,7 +7,6 @@ What torchrun does by itself, and with no line of ours, is in `make soak`.
 import os
 import re
 import runpy
-import signal
 import socket
 import subprocess
 import sys
@@ -130,28 +129,53 @@ def require_next_after_a_checkpoint(folder):
 # ---- the script, unchanged -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", few(["python", "standalone", "nodes"], {"python", "nodes"}))
+@pytest.mark.parametrize("how", few(["python", "standalone", "nodes"], {"standalone"}))
 def test_the_script_is_the_same_everywhere(start, tmp_path, how):
     script = train(STEPS)
     if how == "python":
         agents = [start(*script, python=True)]
     elif how == "standalone":
-        agents = [start("--standalone", "--nproc-per-node=3", *script)]
+        agents = [start("--standalone", "--nproc-per-node=2", *script)]
     else:
         meet = ["--master-addr=127.0.0.1", f"--master-port={free_port()}", "--nproc-per-node=2"]
         agents = [start("--nnodes=2", f"--node-rank={i}", *meet, *script) for i in range(2)]
     assert [agent.finish() for agent in agents] == [0] * len(agents), agents[0].printed()
-    assert world_sizes(tmp_path) == [{"python": 2, "standalone": 3, "nodes": 4}[how]]
+    assert world_sizes(tmp_path) == [{"python": 2, "standalone": 2, "nodes": 4}[how]]
     require_as_alone(tmp_path, STEPS)
     assert all(agent.gone_within(20) for agent in agents)
+
+
+FAILS = """
+import torch, torch.distributed as dist
+import minidist as md
+
+def train():
+    dist.all_reduce(torch.ones(1))
+    if dist.get_rank() == 1:
+        raise ValueError("a mistake")
+    dist.all_reduce(torch.ones(1))
+
+md.launch(train)
+"""
+
+
+def test_a_rank_that_fails_ends_all_and_is_named(start, tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text(FAILS)
+    agent = start("--standalone", "--nproc-per-node=2", script)
+    assert agent.finish() != 0 and agent.gone_within(20)
+    assert re.search(r"^\[rank1\]: ValueError: a mistake$", agent.printed(), re.MULTILINE)
+    assert re.search(r"rank 1 has left|rank 1 has died", agent.printed()), agent.printed()
 
 
 # ---- nodes that die, and nodes that come ----------------------------------------------------
 
 
+@pytest.mark.soak
 def test_a_node_dies_and_another_comes(start, tmp_path):
     """Four ranks, then two, then four: the loss goes on, and no example is lost or repeated."""
-    # Without it, torch 2.13 cannot take in a node: the test below.
+    # Without it, torch 2.13 cannot take in a node: an agent that stays does not say again where
+    # its store is.
     environ = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     words = node("1:2", free_port(), *train(5 * STEPS, "--pause", 0.1))
     first = start(*words, **environ)
@@ -165,18 +189,6 @@ def test_a_node_dies_and_another_comes(start, tmp_path):
     assert world_sizes(tmp_path)[-3:] == [4, 2, 4]  # before, the first may be alone for a moment
     require_next_after_a_checkpoint(tmp_path)
     require_as_alone(tmp_path, 5 * STEPS)
-
-
-@pytest.mark.soak
-def test_torch_takes_in_no_node_while_agents_share_their_store(start, tmp_path):
-    """torch 2.13: an agent that stays does not say again where its store is. The new agent waits
-    for that until `read_timeout`, and both end."""
-    words = node("1:2", free_port(), *train(10 * STEPS, "--pause", 0.1))
-    first = start(*words)
-    assert eventually(lambda: steps_with(tmp_path, 2) > 3, FAR), first.printed()
-    second = start(*words)
-    assert first.finish() != 0 and second.finish() != 0
-    assert re.search(r"DistStoreError: wait timeout .*/MASTER_ADDR", second.printed())
 
 
 @pytest.mark.soak
@@ -213,25 +225,6 @@ def hosts_the_store(agent):
     return any(f"socket:[{inode}]" in held for inode in inodes)
 
 
-@pytest.mark.soak
-def test_a_dead_agent_leaves_its_ranks(start, tmp_path):
-    """kill -9 of an agent alone ends none of its ranks: they train to the end, with nobody to
-    restart them. So end a node's ranks too before its place is taken by another one."""
-    words = node("2", free_port(), *train(2 * STEPS, "--pause", 0.1))
-    store = start(*words)
-    assert eventually(lambda: hosts_the_store(store), FAR)
-    died = start(*words)
-    assert eventually(lambda: steps_with(tmp_path, 4) > 5, FAR), died.printed()
-    os.kill(died.process.pid, signal.SIGKILL)
-    died.process.wait(20)
-    assert len(died.alive()) == 2
-    assert eventually(lambda: newest(tmp_path) == 2 * STEPS, FAR)
-    assert died.gone_within(FAR)
-    assert eventually(lambda: len(store.alive()) <= 1, FAR)  # one of its ranks had the folder
-    assert world_sizes(tmp_path) == [4]
-    require_as_alone(tmp_path, 2 * STEPS)
-
-
 # ---- mistakes, and what torchrun prints ------------------------------------------------------
 
 SUM = """
@@ -259,11 +252,6 @@ MISTAKES = {  # words to torchrun, what it prints
             "--master-port={free}",
         ],
         WAITED.format("no.invalid", "{free}"),
-    ),
-    "no such name, c10d": (
-        [*C10D, "--nnodes=2", "--rdzv-endpoint=no.invalid:{free}"],
-        WAITED.format("no.invalid", "{free}")
-        + r"(?s:.*)RendezvousConnectionError: The connection to the C10d store has failed",
     ),
     "no node has rank 0": (
         [*STATIC, "--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", "--master-port={free}"],
@@ -321,16 +309,11 @@ def test_two_nodes_with_rank_0(start, tmp_path):
 SHELL = sorted(SCRIPTS.glob("*.s[hl]*"))
 
 
-@pytest.mark.parametrize("path", SHELL, ids=lambda path: path.name)
-def test_shell_scripts_are_well_formed(path):
-    subprocess.run(["bash", "-n", str(path)], check=True, timeout=20)
+def test_shellcheck_finds_nothing():
+    subprocess.run([f"{sys.prefix}/bin/shellcheck", *SHELL], check=True, timeout=60)
 
 
-@pytest.mark.parametrize("path", SHELL, ids=lambda path: path.name)
-def test_shellcheck_finds_nothing(path):
-    subprocess.run([f"{sys.prefix}/bin/shellcheck", str(path)], check=True, timeout=60)
-
-
+@pytest.mark.soak
 def test_over_ssh_starts_every_node(tmp_path, start):
     """With a command in the place of ssh that runs its words on this machine."""
     ssh = tmp_path / "ssh"

@@ -16,7 +16,6 @@ before the first release stays before the second acquire, and so before what com
 One pair would not do: what comes before and what comes after may both move into it, and meet there.
 
 A word has 8 bytes, is aligned, and Python moves it at once, so nobody sees half of it.
-`python -m minidist bench litmus` sends a million messages and counts those that came too early.
 
 A rank that waits for others asks again and again, for a short while. Then it says in shared memory
 that it expects its bell, asks once more, and sleeps. Whoever changes what it may wait for rings. So

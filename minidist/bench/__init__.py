@@ -32,8 +32,8 @@ from minidist.bench.turns import Times, alone, in_turns
 
 __all__ = ["NAMES", "Noise", "Row", "Target", "Times", "alone", "draw", "in_turns", "run", "show"]
 
-NAMES = ["launch", "collectives", "litmus", "link", "ddp", "pipeline", "tensor", "zero", "fsdp"]
-NAMES += ["averaging", "saving"]
+NAMES = ["launch", "collectives", "link", "ddp", "pipeline", "tensor", "zero", "fsdp", "averaging"]
+NAMES += ["saving"]
 
 
 def about(name: str) -> str:

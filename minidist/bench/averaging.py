@@ -1,12 +1,10 @@
-"""Training by DDP, by averaging now and then, in few bits, and by servers: bytes, seconds, loss.
+"""Training by DDP, by averaging now and then, and in few bits: bytes, seconds, loss.
 
 Each way trains the same models, of digits and of text, from the same batches by plain SGD, on a
 fast and on a slow link. Bytes are those of a step, of the rank that sends most, by the cost of each
 collective. The loss is that of examples which nobody has trained on, under the mean of the
-replicas, or the server's weights, after STEPS steps. "Times faster" is DDP / this way. DiLoCo has
-momentum in its outer steps: so its loss says how far it went, and not what it saved. A synchronous
-server trains as DDP does. An asynchronous one takes each gradient for a step of its own, at the
-learning rate / RANKS; its loss differs from run to run.
+replicas, after STEPS steps. "Times faster" is DDP / this way. DiLoCo has momentum in its outer
+steps: so its loss says how far it went, and not what it saved.
 Lesson: beyond_gradients
 """
 
@@ -34,7 +32,6 @@ from minidist.averaging import (
     one_bit_hook,
     power_sgd_hook,
 )
-from minidist.bench import served
 from minidist.bench.rows import Row, draw, show
 from minidist.bench.tasks import PERIOD, TASKS, Outcome, Task, sgd, train
 from minidist.bench.training import Wrapped
@@ -43,7 +40,7 @@ from minidist.collectives import cost
 from minidist.collectives.cost import ALGORITHMS
 from minidist.runtime import Pool
 
-RANKS = 4  # that train; a server comes in addition
+RANKS = 4
 LINKS = {
     "fast": md.Link(gbps=10, latency_us=20),
     "slow": md.Link(gbps=0.02, latency_us=1000),
@@ -102,12 +99,6 @@ def run(rounds: int, picture: Path) -> list[Row]:
                 if not taken:
                     outcomes |= pool(outcomes_here, task, WAYS, STEPS)[0]
                 taken[where] = measure(pool, task, WAYS, rounds)
-            with md.ranks(RANKS + 1, "shm", link=link) as pool:
-                if len(taken) == 1:
-                    outcomes |= served.outcomes(pool, task, STEPS)
-                more = served.measure(pool, task, rounds)
-            taken[where].update(more)
-            taken[where].noise.add(more.noise)
         found = [
             times.row(f"{name}, {where} link: {way}", way, "DDP")
             for where, times in taken.items()

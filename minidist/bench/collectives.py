@@ -1,6 +1,6 @@
-"""All_reduce by size, algorithm by algorithm; collectives of "shm" against gloo and MPICH.
+"""All_reduce by size, algorithm by algorithm; collectives of "shm" against gloo.
 
-The algorithms are those of the lesson, over gloo. MPICH is timed where it is installed.
+The algorithms are those of the lesson, over gloo.
 Lesson: collectives
 """
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import minidist as md
-from minidist.bench import Row, Times, in_turns, mpich, shared, show
+from minidist.bench import Row, Times, in_turns, shared, show
 from minidist.bench.shared import TARGETS as TARGETS
 from minidist.runtime import Pool
 
@@ -26,9 +26,6 @@ Samples = dict[str, list[tuple[int, float]]]  # algorithm -> (bytes, seconds)
 
 def run(rounds: int, picture: Path) -> list[Row]:
     """Time each algorithm in turns at each size, on 4 ranks over gloo; then the backend "shm"."""
-    lacking = mpich.missing()
-    if lacking:
-        print(f"MPICH is left out: {lacking}")
     with md.ranks(WORLD_SIZE, backend="gloo") as pool:
         # Messages are short and the scheduler's slices long: one round says less than in others.
         taken = by_size(pool, SIZES, ["gloo", *ALGORITHMS], 3 * rounds)
@@ -37,9 +34,7 @@ def run(rounds: int, picture: Path) -> list[Row]:
         rows += [times.row(f"{name}, {_human(size)}", name, "gloo") for name in ALGORITHMS]
         rows.append(times.row(f"ring, {_human(size)}", "ring", "naive"))
     show("collectives: all_reduce of float32, 4 ranks", rows)
-    by_shared_memory = [
-        row for p in (2, 4) for row in shared.rows(p, 2 * rounds, with_mpich=not lacking)
-    ]
+    by_shared_memory = [row for p in (2, 4) for row in shared.rows(p, 2 * rounds)]
     by_shared_memory += [by_checking(world_size, rounds) for world_size in (2, 4)]
     show("collectives of float32 by shared memory", by_shared_memory)
     from matplotlib import pyplot as plt

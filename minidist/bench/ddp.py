@@ -24,8 +24,6 @@ WORLD_SIZES = [2, 4]
 BATCHES = [8, 64, 256]  # examples a rank
 WARM = 3  # steps before the first that counts: buckets are made anew, memory is touched
 
-Wrappers = dict[str, Callable[[nn.Module], nn.Module]]
-
 
 def plain(module: nn.Module) -> nn.Module:
     """No communication."""
@@ -47,7 +45,7 @@ def torch_shared(module: nn.Module) -> nn.Module:
     return TorchDDP(module, process_group=dist.new_group(backend="shm"))
 
 
-WRAPPERS: Wrappers = {
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "minidist": md.DistributedDataParallel,
     "torch": TorchDDP,
     "torch, views": torch_views,
@@ -83,7 +81,7 @@ def run(rounds: int, picture: Path) -> list[Row]:
         with md.ranks(world_size, backend="gloo") as pool:
             for batch in BATCHES:
                 # A step is short beside the scheduler's slices: one says less than many.
-                taken = measure(pool, WRAPPERS, batch, 5 * rounds)
+                taken = measure(pool, batch, 5 * rounds)
                 what = f"{world_size} ranks, batch {batch}"
                 steps[what] = taken
                 rows += [taken.row(f"{what}: {ours}", ours, theirs) for ours, theirs in PAIRS]
@@ -122,19 +120,13 @@ def _draw(title: str, steps: dict[str, Times], picture: Path) -> None:
         plt.close(figure)
 
 
-def measure(
-    pool: Pool,
-    wrappers: Wrappers,
-    batch: int,
-    rounds: int,
-    sizes: tuple[int, ...] = SIZES,
-) -> Times:
+def measure(pool: Pool, batch: int, rounds: int) -> Times:
     """Seconds of each step, by wrapper, taken in turns; it lasts as long as its slowest rank."""
-    return pool(_here, wrappers, batch, rounds, sizes, os.getpid())[0]
+    return pool(_here, SIZES, batch, rounds, os.getpid())[0]
 
 
-def _here(wrappers: Wrappers, batch: int, rounds: int, sizes: tuple[int, ...], root: int) -> Times:
-    models = {name: wrap(md.zoo.mlp(*sizes)) for name, wrap in wrappers.items()}
+def _here(sizes: tuple[int, ...], batch: int, rounds: int, root: int) -> Times:
+    models = {name: wrap(md.zoo.mlp(*sizes)) for name, wrap in WRAPPERS.items()}
     generator = torch.Generator().manual_seed(dist.get_rank())
     x = torch.randn(batch, sizes[0], generator=generator)  # (B, D)
 

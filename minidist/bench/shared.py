@@ -1,4 +1,4 @@
-"""Collectives and messages by the backend "shm" against gloo, MPICH and two bare processes.
+"""Collectives and messages by the backend "shm" against gloo.
 
 Each case is timed twice: gloo and shm *in turns* on the same ranks, where shm pays for what gloo's
 traffic has left in the caches; and each *alone*, in blocks, as in a program that has one backend.
@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 import minidist as md
-from minidist.bench import Row, Target, Times, alone, bare, in_turns, mpich
-from minidist.bench.turns import by_program
+from minidist.bench import Row, Target, Times, alone, in_turns
 from minidist.plot import human_bytes
 from minidist.runtime import Pool
 
@@ -29,9 +28,7 @@ CASES = {  # collective: bytes of the whole vector, multiples of 16
     "reduce_scatter": [16 * MB],
     "broadcast": [16 * MB],
 }
-GLOO, SHM, ARENA, BARE, MPICH = "gloo", "shm", "shm in its arena", "bare copies", "MPICH"
-AGAINST = {SHM: [GLOO, BARE, MPICH], ARENA: [GLOO, MPICH]}
-BARE_FROM = MB  # bytes: short vectors go another way
+GLOO, SHM, ARENA = "gloo", "shm", "shm in its arena"
 SMALL = "send/recv", "barrier"  # no tensor of theirs need lie in an arena
 
 # torch 2.13 has deprecated the names of 2.11. Lists are what gloo is faster with.
@@ -44,10 +41,10 @@ def case(name: str, world_size: int, size: int) -> str:
     return f"{name}, {world_size} ranks" + (f", {human_bytes(size)}" if size else "")
 
 
-def _reach(how: str, against: str, reach: dict[Any, float]) -> dict[tuple[str, str], float]:
+def _reach(how: str, reach: dict[Any, float]) -> dict[tuple[str, str], float]:
     """`reach`, of a collective and a size, as a target of 2 ranks has it."""
     return {
-        (f"{case(name, 2, size)}: {how}, alone", against): times
+        (f"{case(name, 2, size)}: {how}, alone", GLOO): times
         for (name, size), times in reach.items()
     }
 
@@ -56,33 +53,25 @@ _SIZES = [("all_reduce", size) for size in (MB, 16 * MB, 100 * MB)]
 _OTHERS = [(name, 16 * MB) for name in ("all_gather", "reduce_scatter", "broadcast")]
 TARGETS = [
     Target(
-        "all_reduce of 1, 16, 100 MB, against bare copies",
-        _reach(SHM, BARE, dict.fromkeys(_SIZES, 1 / 1.1)),
-    ),
-    Target(
         "all_reduce of 1, 16, 100 MB in the arena, against gloo",
-        _reach(ARENA, GLOO, dict(zip(_SIZES, (7, 11, 7), strict=True))),
-    ),
-    Target(
-        "the same against MPICH",
-        _reach(ARENA, MPICH, dict.fromkeys(_SIZES, 1)),
+        _reach(ARENA, dict(zip(_SIZES, (7, 11, 7), strict=True))),
     ),
     Target(
         "all_reduce, all_gather, reduce_scatter, broadcast of 16 MB, against gloo",
-        _reach(SHM, GLOO, dict.fromkeys([("all_reduce", 16 * MB), *_OTHERS], 4)),
+        _reach(SHM, dict.fromkeys([("all_reduce", 16 * MB), *_OTHERS], 4)),
     ),
     Target(
         "all_gather, reduce_scatter, broadcast of 16 MB in the arena, against gloo",
-        _reach(ARENA, GLOO, dict.fromkeys(_OTHERS, 8)),
+        _reach(ARENA, dict.fromkeys(_OTHERS, 8)),
     ),
     Target(
         "1 kB by send/recv, all_reduce; barrier; against gloo",
-        _reach(SHM, GLOO, {("send/recv", 1000): 1.5, ("all_reduce", 1000): 10, ("barrier", 0): 10}),
+        _reach(SHM, {("send/recv", 1000): 1.5, ("all_reduce", 1000): 10, ("barrier", 0): 10}),
     ),
 ]
 
 
-def rows(world_size: int, rounds: int, with_mpich: bool = False) -> list[Row]:
+def rows(world_size: int, rounds: int) -> list[Row]:
     """Every case on so many ranks: what was timed in turns, and what was timed alone."""
     found = []
     with md.ranks(world_size, backend="gloo") as pool:
@@ -93,37 +82,14 @@ def rows(world_size: int, rounds: int, with_mpich: bool = False) -> list[Row]:
             taken = on(pool, name, size, [GLOO, *hows], rounds)
             found += [taken.row(f"{what}: {how}, in turns", how, GLOO) for how in hows]
             programs = {how: partial(on, pool, name, size, [how]) for how in [GLOO, *hows]}
-            if world_size == 2 and name == "all_reduce" and size >= BARE_FROM:
-                programs[BARE] = partial(_bare, size)
-            if with_mpich and name not in SMALL:
-                programs[MPICH] = partial(_mpich, name, world_size, size)
-            try:
-                taken = alone(programs, rounds)
-            except mpich.MpichError as error:
-                print(f"MPICH is left out from {what} on: {error}")
-                with_mpich = False
-                del programs[MPICH]
-                taken = alone(programs, rounds)
-            found += [
-                taken.row(f"{what}: {how}, alone", how, other)
-                for how in hows
-                for other in AGAINST[how]
-                if other in programs
-            ]
+            taken = alone(programs, rounds)
+            found += [taken.row(f"{what}: {how}, alone", how, GLOO) for how in hows]
     return found
 
 
 def on(pool: Pool, name: str, size: int, hows: list[str], rounds: int) -> Times:
     """Seconds of a collective on a pool's ranks, in turns."""
     return pool(_here, name, size, rounds, hows, os.getpid())[0]
-
-
-def _bare(size: int, rounds: int) -> Times:
-    return by_program(lambda: bare.seconds(size, rounds), BARE)
-
-
-def _mpich(name: str, world_size: int, size: int, rounds: int) -> Times:
-    return by_program(lambda: mpich.seconds(name, world_size, size, rounds), MPICH)
 
 
 def _here(name: str, size: int, rounds: int, hows: list[str], root: int) -> Times:
@@ -166,7 +132,8 @@ def _subject(
         "all_gather": all_gather,
         "reduce_scatter": reduce_scatter,
     }[name]
-    times = mpich.in_a_row(size)
+    # A short call alone would say more of when the ranks leave the barrier before it.
+    times = max(1, min(20, 4 * MB // max(size, 1)))
     messages = times * (2 if name == "send/recv" else 1)
 
     def subject() -> float:

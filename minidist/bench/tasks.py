@@ -72,9 +72,9 @@ class Outcome(NamedTuple):
     loss: float
 
 
-def sgd(parameters: Iterable[nn.Parameter], steps: int = 1) -> torch.optim.Optimizer:
-    """The optimizer of every way. steps: that it takes where DDP takes one, each shorter."""
-    return torch.optim.SGD(parameters, lr=RATE / steps)
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of every way."""
+    return torch.optim.SGD(parameters, lr=RATE)
 
 
 def train(model: nn.Module, optimizer: Any, batches: Iterator[Pair], steps: int) -> float:

@@ -13,7 +13,6 @@ from minidist.bench.quiet import LIMIT, MOMENT, UNKNOWN, Moment
 from minidist.bench.rows import Noise, Row
 
 PATIENCE = 1.0  # seconds that may be thrown away of any measurement, however short
-TRIES = 3  # of a program that runs on processes of its own
 BLOCKS = 2  # of each that is timed alone
 
 Subjects = Mapping[str, Callable[[], float]]
@@ -66,23 +65,6 @@ def in_turns(subjects: Subjects, rounds: int, warm: int = 0, root: int | None = 
             times[name] += seconds[i :: len(subjects)]
         done += several
     return times
-
-
-def by_program(program: Callable[[], list[float]], name: str) -> Times:
-    """Judge all rounds that a program of several processes takes: it reports their seconds."""
-    noise = Noise()
-    for tries in range(1, TRIES + 1):
-        moment = Moment(os.getpid())
-        seconds = program()
-        share = moment.share()
-        noise.watched = share != UNKNOWN
-        if share <= LIMIT:
-            break
-        if tries < TRIES:
-            noise.thrown += len(seconds)
-        else:
-            noise.kept += len(seconds)
-    return Times({name: seconds}, noise)
 
 
 def alone(programs: Mapping[str, Callable[[int], Times]], rounds: int) -> Times:

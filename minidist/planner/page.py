@@ -211,9 +211,7 @@ def sources(layout: Layout, device: Device, *, optimizer: str, precision: str) -
     if layout.stage == 3 and layout.tensor > 1:
         said += [
             "torch's tensor parallel needs more where the loss decides: torchtitan's 70B took 1.35 "
-            "times the memory that is planned (benchmarks/llama3_h100_202412, Table 4). Its "
-            "loss_parallel has 16 bytes a token and word, and its allocator keeps the gathered "
-            "inputs of layers beside the logits (tests/reserved_by_torch.py)"
+            "times the memory that is planned (benchmarks/llama3_h100_202412, Table 4)"
         ]
     if layout.stage == 3 and layout.pipeline > 1:
         said += [

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from minidist.fuzz.habits import fitting
+from fuzz.habits import fitting
 
 Options = dict[str, Any]
 
@@ -14,7 +14,7 @@ Options = dict[str, Any]
 class Trial:
     """What is trained, and how.
 
-    optimizers: names of `strategies.OPTIMIZERS`. If there are two, the first has the matrices.
+    optimizers: names of `alone.OPTIMIZERS`. If there are two, the first has the matrices.
     batch: rows of a rank, for each backward pass.
     passes: backward passes a step.
     waiting: what those before the last do: "no_sync"; "attribute", as scripts of torch have it; or
@@ -22,6 +22,9 @@ class Trial:
     averaged: a copy by `copy.deepcopy` becomes the moving average of the weights.
     habit: what the script does besides, of `habits.HABITS`.
     options: those of the strategy.
+    evaluation: after each step: "no_grad"; or "inference_mode", which then comes before the first
+        step as well; or nothing: all is compared after the last step.
+    checkpoint: a folder for one. After the first step all is saved there, made anew and loaded.
     """
 
     number: int
@@ -37,6 +40,8 @@ class Trial:
     averaged: bool
     habit: str = "none"
     options: Options = field(default_factory=dict)
+    evaluation: str = "no_grad"
+    checkpoint: str = ""
 
 
 def of_data(chance: random.Random) -> Options:

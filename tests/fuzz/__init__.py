@@ -1,10 +1,11 @@
-"""Random trainings, each held against one process: `python -m minidist fuzz --minutes 10`.
+"""Random trainings, each held against one process: in this folder's parent,
+`python -m fuzz --minutes 10`.
 
 A trial is drawn from its number alone: a model, a strategy and its options, optimizers, a loop, and
 what a script does besides (`habits`).
 Every rank trains by the strategy and, beside it, alone on the whole batch; after each step the
 weights, the buffers and the losses must be equal. A number that failed fails again:
-`--first 123 --trials 1`.
+`--first 123 --trials 1`. `test_every_strategy` has trials that are not drawn.
 
 To read: `trials` (what is drawn), `random_models`, `alone` (how one process trains), then
 `strategies` (what each of them does otherwise), `habits` and `beside_one_process` (what is
@@ -16,8 +17,8 @@ import itertools
 import time
 
 import minidist as md
-from minidist.fuzz.beside_one_process import on_a_rank
-from minidist.fuzz.trials import STRATEGIES, Trial, draw
+from fuzz.beside_one_process import on_a_rank
+from fuzz.trials import STRATEGIES, Trial, draw
 from minidist.runtime import Pool
 
 __all__ = ["STRATEGIES", "Trial", "draw", "on_a_rank", "run"]

@@ -12,8 +12,8 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 import minidist as md
-from minidist.fuzz.habits import HABITS
-from minidist.fuzz.trials import Options, Trial
+from fuzz.habits import HABITS
+from fuzz.trials import Options, Trial
 from minidist.parity import cross_entropy
 
 OPTIMIZERS: dict[str, tuple[type[Optimizer], Options]] = {
@@ -126,7 +126,7 @@ class Alone:
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
         """The loss of the whole batch, on every rank."""
         self.model.eval()
-        with torch.no_grad():
+        with getattr(torch, self.trial.evaluation or "no_grad")():
             loss = self.loss(self.model(inputs), targets).item()
         self.model.train()
         return loss

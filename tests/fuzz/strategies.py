@@ -10,11 +10,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import minidist as md
+from fuzz.alone import Alone, optimizers_of
+from fuzz.random_models import LlamaBlock
+from fuzz.trials import Trial
 from minidist.fully_sharded import by_class, by_size, register_fsdp_forward_method
 from minidist.fully_sharded.wrap_policies import chosen
-from minidist.fuzz.alone import Alone, optimizers_of
-from minidist.fuzz.random_models import LlamaBlock
-from minidist.fuzz.trials import Trial
 from minidist.parity import cross_entropy
 
 
@@ -183,9 +183,10 @@ class Mesh(Stages):
 
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
         self.model.eval()
-        outputs = self.model(inputs)
+        with getattr(torch, self.trial.evaluation or "no_grad")():
+            loss = cross_entropy(self.model(inputs), targets).item()
         self.model.train()
-        return cross_entropy(outputs, targets).item()
+        return loss
 
 
 def _plan(trial: Trial, module: nn.Module) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import minidist as md
-from minidist.fuzz.trials import Trial
+from fuzz.trials import Trial
 
 WORDS, LENGTH = 64, 8
 
