@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import cloudpickle
 import hypothesis
@@ -31,25 +30,26 @@ torch.set_num_threads(1)
 hypothesis.settings.register_profile("here", deadline=None, derandomize=not SOAK)
 hypothesis.settings.load_profile("here")
 
-# What communicates in its own way is tested on both backends for the CPU.
+# What communicates in its own way is tested on both backends for the CPU: by day on this one, at
+# night on the other.
 ON_BOTH = {
-    "test_averaged_once",
-    "test_changed_after_wrapping",
-    "test_collectives",
-    "test_ddp_as_torch",
-    "test_distributed_data_parallel",
-    "test_every_strategy",
-    "test_faults",
-    "test_fully_shard",
-    "test_fully_shard_tools",
-    "test_fully_sharded",
-    "test_fully_sharded_edges",
-    "test_hooks",
-    "test_measure",
-    "test_memory",
-    "test_mixed_precision",
-    "test_offload",
-    "test_zero",
+    "test_averaged_once": "gloo",
+    "test_changed_after_wrapping": "shm",
+    "test_collectives": "gloo",
+    "test_ddp_as_torch": "shm",
+    "test_distributed_data_parallel": "gloo",
+    "test_every_strategy": "shm",
+    "test_faults": "shm",
+    "test_fully_shard": "gloo",
+    "test_fully_shard_tools": "shm",
+    "test_fully_sharded": "shm",
+    "test_fully_sharded_edges": "gloo",
+    "test_hooks": "shm",
+    "test_measure": "gloo",
+    "test_memory": "shm",
+    "test_mixed_precision": "gloo",
+    "test_offload": "shm",
+    "test_zero": "gloo",
 }
 
 
@@ -60,14 +60,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A case for both backends runs on one of them by day, and on the other at night. A checksum of
-    the case decides, not its number: that depends on what else was asked for."""
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-            if backend := item.callspec.params.get("pools"):
-                case = item.name.replace(f"[{backend}", "[", 1)
-                if crc32(case.encode()) % 2 != (backend == "shm"):
-                    item.add_marker("soak")
+            backend = item.callspec.params.get("pools")
+            if backend and backend != ON_BOTH.get(item.module.__name__, backend):
+                item.add_marker("soak")
         if item.path.suffix == ".ipynb" and os.environ.get("MINIDIST_TIMING") == "soft":
             item.compare_outputs = partial(without_misses, item.compare_outputs)
 

@@ -7,7 +7,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from minidist.measure.soft import NOT_TIMED, assertions, timed
+from minidist.measure.soft import NOT_TIMED, assertions, rounds, timed
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb")) + sorted(
@@ -93,3 +93,11 @@ def test_of_the_lessons_no_assertion_is_softened_by_the_words_of_another() -> No
                         hard[ast.unparse(found.test)] = path.stem
     assert len(soft) > 50 and len(hard) > 50
     assert {text: hard[text] for text in soft & hard.keys()} == {}
+
+
+def test_with_soft_times_a_loop_takes_as_few_rounds_as_it_may(monkeypatch) -> None:
+    monkeypatch.delenv("MINIDIST_TIMING", raising=False)
+    assert [*rounds(1, 5)] == [0, 1, 2, 3, 4] and [*rounds(2, seconds=0)] == [0, 1]
+    assert next(n for n in rounds(2) if n == 7) == 7
+    monkeypatch.setenv("MINIDIST_TIMING", "soft")
+    assert [*rounds(1, 5)] == [0] and [*rounds(2, seconds=100)] == [0, 1]

@@ -5,9 +5,10 @@ from minidist.measure.copies import CopyCounter, cores_at_work
 from minidist.measure.flops import count_flops
 from minidist.measure.memory import MemoryTracker, Phase
 from minidist.measure.ping_pong import fastest, fit, medians, ping_pong, tie_to_cores
+from minidist.measure.soft import rounds
 from minidist.measure.timeline import Span, Timeline, save_chrome_trace
 from minidist.measure.torch_calls import TorchCalls
-from minidist.measure.traffic import TrafficCounter, traffic_matrix
+from minidist.measure.traffic import TrafficCounter
 
 __all__ = [
     "CopyCounter",
@@ -22,9 +23,9 @@ __all__ = [
     "fit",
     "medians",
     "ping_pong",
+    "rounds",
     "tie_to_cores",
     "save_chrome_trace",
-    "traffic_matrix",
 ]
 
 record.SOURCES.append(TorchCalls())

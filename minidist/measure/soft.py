@@ -1,19 +1,37 @@
-"""Measured times that print instead of failing: MINIDIST_TIMING=soft, for a machine that is shared.
+"""Measured times that may miss: MINIDIST_TIMING=soft, for a machine that others use.
 
 A lesson asserts what it measured, and on a machine that others use a time may miss. With the
 variable, `%load_ext minidist` softens such assertions: one that misses prints a sentence, and the
-cell goes on. An assertion is about a time if it stands in a cell that is tagged `alone`, in a
-notebook of this folder, and compares by more and less, or only asks a name or a function. One of
-them that is not ends in `# not timed`. Every other assertion fails as ever.
+cell goes on. And a loop over `rounds` takes as few as it may. An assertion is about a time if it
+stands in a cell that is tagged `alone`, in a notebook of this folder, and compares by more and
+less, or only asks a name or a function. One of them that is not ends in `# not timed`. Every other
+assertion fails as ever.
 """
 
 import ast
 import json
+import math
+import os
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 NOT_TIMED = "# not timed"
+
+
+def rounds(least: int = 1, most: float = math.inf, seconds: float = math.inf) -> Iterator[int]:
+    """Numbers of rounds, 0, 1, ..., for a loop that breaks as soon as its times are good.
+
+    On a busy machine it takes more rounds: `most`, or until the seconds have passed. With
+    MINIDIST_TIMING=soft times may miss, and it takes the `least`.
+    Lesson: distributed_data_parallel.
+    """
+    soft, end = os.environ.get("MINIDIST_TIMING") == "soft", time.monotonic() + seconds
+    number = 0
+    while number < least or (not soft and number < most and time.monotonic() < end):
+        yield number
+        number += 1
 
 
 class Soften(ast.NodeTransformer):

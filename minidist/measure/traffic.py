@@ -80,19 +80,3 @@ def _by_operation(events: Sequence[Event]) -> dict[str, tuple[int, int]]:
         calls, nbytes = counts.get(event.operation, (0, 0))
         counts[event.operation] = (calls + 1, nbytes + event.nbytes)
     return counts
-
-
-def traffic_matrix(counters: Sequence[TrafficCounter]) -> list[list[int]]:
-    """Bytes from every rank to every rank: row = sender, column = receiver. Lesson: collectives.
-
-    Takes the counters of all ranks, in any order. Raises ValueError if one is missing, or there
-    twice.
-    """
-    by_rank = {counter.rank: counter for counter in counters}
-    world_size = counters[0].world_size if counters else 0
-    if sorted(counter.rank for counter in counters) != list(range(world_size)) or not counters:
-        raise ValueError(
-            f"traffic_matrix needs one counter of each rank, not of ranks "
-            f"{[counter.rank for counter in counters]} of {world_size}"
-        )
-    return [list(by_rank[rank].sent_to) for rank in range(world_size)]
