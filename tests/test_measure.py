@@ -69,6 +69,18 @@ def test_messages_are_counted(pools):
             assert counter.calls == {}, way
 
 
+def test_messages_to_one_peer_add_up(pools):
+    def run() -> TrafficCounter:
+        with TrafficCounter() as counter:
+            for count in (1, 2, 3):
+                tensor = torch.ones(count)
+                dist.send(tensor, 1) if dist.get_rank() == 0 else dist.recv(tensor, 0)
+        return counter
+
+    sender, receiver = pools(2)(run)
+    assert sender.sent_to == [0, 24] and receiver.received_from == [24, 0]
+
+
 def test_peers_are_counted_by_global_rank(pools):
     def within_a_group() -> list[int]:
         group, r = dist.new_group([1, 2]), dist.get_rank()

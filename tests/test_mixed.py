@@ -222,6 +222,46 @@ def test_four_replicas(pools):
     assert pools(4)(train, {"data": 4}) == [[]] * 4
 
 
+class Skipped(nn.Module):
+    """A layer that a step may leave out."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.used = nn.Linear(8, 8), True
+
+    def forward(self, x):
+        return x + self.linear(x).tanh() if self.used else x
+
+
+def test_a_layer_that_some_replicas_leave_out(pools):
+    def run():
+        torch.manual_seed(0)
+        layers = nn.Embedding(257, 8), Skipped(), nn.Linear(8, 257)
+        dense, whole = nn.Sequential(*layers).double(), mesh(data=2)
+        model = MixedParallel(copy.deepcopy(dense), whole, 2)
+        optimizer, alone = adam(model), adam(dense)
+        replica, found = whole.get_local_rank("data"), []
+        for step, used_by in enumerate([{0}, {1}, {0, 1}, {}, {1}]):
+            optimizer.zero_grad()
+            alone.zero_grad()
+            inputs, targets = batch(step)
+            for each in range(2):
+                dense[1].used = each in used_by
+                outputs = dense(inputs[each::2])
+                (md.parity.cross_entropy(outputs, targets[each::2]) / 2).backward()
+            model.module[1].used = replica in used_by
+            model.train_step(inputs[replica::2], targets[replica::2], model.cross_entropy)
+            found += ["gradient"] * ((model.module[1].linear.weight.grad is None) != (not used_by))
+            optimizer.step()
+            alone.step()
+            full = model.full_state_dict()
+            state = dense.state_dict().items()
+            found += apart({f"{name} {step}": (full[name], t) for name, t in state})
+        return found
+
+    assert pools(2)(run) == [[]] * 2
+
+
 def test_replicas_take_the_buffers_of_the_first(pools):
     def run():
         torch.manual_seed(0)
