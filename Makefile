@@ -123,7 +123,7 @@ browser: $(READY)
 # Another seed each time. To see a failure again: make soak SEED=...
 SEED := $(or $(SEED),$(shell date +%s))
 
-soak: $(READY)
+soak: $(TOOLS)  # the systems of real_tools are tested at night
 	@echo "seed: $(SEED)"
 	MINIDIST_SEED=$(SEED) $(PYTEST) tests -m soak -n $(WORKERS) --dist=worksteal \
 	    --hypothesis-seed=$(SEED) --durations=10 $(TEST_ARGS)
