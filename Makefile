@@ -13,6 +13,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TEST := $(VENV)/.test
 TOOLS := $(VENV)/.tools
 
 # The folder that `make lab` opens. Authors: make lab LAB_NOTEBOOKS=notebooks
@@ -33,15 +34,26 @@ help:
 
 # ---- the environment ----------------------------------------------------------------------
 
-setup: $(READY)
+setup: $(TEST)
 
-# Torch goes first: it is the one large download, and a build of it that is there already
-# (CPU or CUDA) is kept.
+# What a learner needs. Torch goes first: it is the one large download. uv chooses the build that
+# fits this machine (for the CPU where there is no GPU), and keeps one that is there already.
+define BY_PIP
+uv could not fetch torch; why, it says above. So pip fetches it, in the build that its index has.
+endef
+export BY_PIP
+
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "minidist needs Python 3.11 or later; try: make $(or $(MAKECMDGOALS),setup) PYTHON=python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt torch
+	$(BIN)/python -m pip install -c constraints.txt uv
+	$(BIN)/uv pip install --python $(BIN)/python --torch-backend=auto -c constraints.txt torch \
+	    || { echo "$$BY_PIP"; $(BIN)/python -m pip install -c constraints.txt torch; }
+	$(BIN)/python -m pip install -c constraints.txt -e '.[course]'
+	@touch $@
+
+$(TEST): $(READY)
 	$(BIN)/python -m pip install -c constraints.txt -e '.[course,test]'
 	@touch $@
 
@@ -54,7 +66,7 @@ The systems of the lesson real_tools are not there; why, it says above. No other
 endef
 export NO_TOOLS
 
-$(TOOLS): $(READY) notebooks/scripts/build_deepspeed.py
+$(TOOLS): $(TEST) notebooks/scripts/build_deepspeed.py
 	$(BIN)/python -m pip install -c constraints.txt -e '.[tools]' \
 	    && $(BIN)/python notebooks/scripts/build_deepspeed.py || { echo "$$NO_TOOLS"; exit 1; }
 	@touch $@
@@ -77,7 +89,7 @@ img: $(READY)
 
 # ---- the checks ---------------------------------------------------------------------------
 
-lint: $(READY)
+lint: $(TEST)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -116,7 +128,7 @@ timing: $(TOOLS)
 
 # Chromium and its driver come from the system: apt install chromium chromium-driver. Without them
 # the test is skipped.
-browser: $(READY)
+browser: $(TEST)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[browser]'
 	$(PYTEST) tests/test_browser.py -m browser $(TEST_ARGS)
 

@@ -113,6 +113,12 @@ def test_the_start_page_tells_about_as_many_minutes_as_a_lesson_takes() -> None:
 
 
 def test_the_readme_tells_as_many_hours_as_the_start_page() -> None:
-    minutes = map(int, re.findall(r"\.ipynb\) \| (\d+) \|", text_of(NOTEBOOKS[0])))
-    hours = re.search(r"About (\d+) hours", text_of(TEXTS[0]))
-    assert hours and abs(int(hours[1]) - sum(minutes) / 60) < 1
+    said = re.findall(r"\(\d\d_\w+\.ipynb\) \| (\d+) \|", text_of(NOTEBOOKS[0]))
+    minutes, readme = [0, *map(int, said)], text_of(TEXTS[0])
+    ways = re.findall(r"^\| .* \| ([\d, ]+) \| (\d+) \|$", readme, re.MULTILINE)
+    assert len(ways) > 2
+    for lessons, hours in ways:
+        taken = sum(minutes[int(number)] for number in lessons.split(","))
+        assert abs(int(hours) - taken / 60) <= 0.6, lessons
+    for hours in re.findall(r"1 to 20 \| (\d+)|about (\d+) hours", readme):
+        assert abs(int("".join(hours)) - sum(minutes) / 60) < 1

@@ -10,8 +10,10 @@ import sysconfig
 import tomllib
 from pathlib import Path
 
+import nbformat
 import pytest
 import yaml
+from nbclient import NotebookClient
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -199,11 +201,15 @@ def test_a_plain_install_gives_a_working_import(tmp_path: Path) -> None:
 # ---- the README ---------------------------------------------------------------------------
 
 
-def test_the_readme_example_prints_what_it_says(tmp_path: Path) -> None:
+def test_the_readme_examples_print_what_they_say(tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text()
-    found = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", readme, re.DOTALL)
-    assert found
-    code, printed = found.groups()
-    (tmp_path / "example.py").write_text(code)
+    (cell, shown), (script, printed) = re.findall(
+        r"```python\n(.*?)```\n\n```\n(\S+ .*?)```", readme, re.DOTALL
+    )[:2]
+    cells = map(nbformat.v4.new_code_cell, ("%load_ext minidist", cell))
+    notebook = nbformat.v4.new_notebook(cells=[*cells])
+    NotebookClient(notebook, timeout=60, kernel_name="python3", coalesce_streams=True).execute()
+    assert [output.text for output in notebook.cells[1].outputs] == [shown]
+    (tmp_path / "example.py").write_text(script)
     result = run(sys.executable, "example.py", cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert (result.stdout, result.stderr) == (printed, "")

@@ -56,7 +56,8 @@ def half_made(tmp_path):
     python = tmp_path / "bin/python"
     python.write_text("#!/bin/sh\necho 'ERROR: No matching distribution found' >&2\nexit 1\n")
     python.chmod(0o755)
-    (tmp_path / ".ready").touch()
+    for made in (".ready", ".test"):
+        (tmp_path / made).touch()
     return f"VENV={tmp_path}"
 
 
@@ -171,3 +172,17 @@ def test_lessons_name_the_versions_that_are_pinned():
 
 
 # ---- with it ------------------------------------------------------------------------------
+
+
+def test_without_the_index_of_torch_pip_takes_it_and_make_says_so(tmp_path):
+    """The first commands of a newcomer, with programs that only say how they were called."""
+    (tmp_path / "bin").mkdir()
+    for name, status in ("python", 0), ("uv", 1):
+        program = tmp_path / "bin" / name
+        program.write_text(f'#!/bin/sh\necho "{name} $@" >> "$0.log"\nexit {status}\n')
+        program.chmod(0o755)
+    found = run("make", f"{tmp_path}/.ready", f"VENV={tmp_path}", "PYTHON=true")
+    assert found.returncode == 0 and found.stdout.count("uv could not fetch torch") == 1
+    assert "--torch-backend=auto" in (tmp_path / "bin/uv.log").read_text()
+    by_pip = (tmp_path / "bin/python.log").read_text().splitlines()
+    assert [line.split()[-1] for line in by_pip] == ["uv", "torch", ".[course]"]
