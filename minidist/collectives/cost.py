@@ -101,8 +101,8 @@ def cost(operation: str, algorithm: str, world_size: int, nbytes: float) -> Cost
 def total(operation: str, algorithm: str, world_size: int, numel: int, itemsize: int = 4) -> Cost:
     """What all ranks together send in a collective: the sum of `sent` over the ranks.
 
-    On one machine the ranks share its cores and its memory, which carry every message: there it is
-    the total that takes time, and not the critical path. Lesson: communication.
+    Where ranks share their cores, which carry every message, it tells better than the critical path
+    which algorithm is faster. Lesson: communication.
     """
     _check(operation, algorithm, world_size, numel)
     ranks = range(world_size)
