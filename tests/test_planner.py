@@ -764,7 +764,7 @@ def test_the_command_with_a_model(monkeypatch, capsys):
 
 
 def test_one_advice_a_page(monkeypatch, capsys):
-    """As fast as any that fits, of the same batch, as flags; and the one step that is taken apart."""
+    """As fast as any that fits, of the same batch, as flags; and the one step, taken apart."""
     for asked in "--tensor 8", "--pipeline 2", "--tensor 2 --stage 2":
         said = plan(monkeypatch, capsys, *f"{EIGHT} {asked}".split()).out
         assert said.count("fastest that fits") == said.count("A step takes") == 1, asked
