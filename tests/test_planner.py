@@ -696,6 +696,7 @@ def advised(name, layout, gpu="h100", **recipe):
 
 ASKED = {
     "8B, accumulated": ("llama-3-8b", planner.Layout(8, micro_batches=16)),
+    "8B, 5% slower": ("llama-3-8b", planner.Layout(8, 2, stage=2)),
     "8B, long": ("llama-3-8b", planner.Layout(64, 8, micro_batches=2)),
     "stored attention": ("gpt-3-175b", planner.Layout(64, 8, 8, stored_attention=True)),
 }
