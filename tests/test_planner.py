@@ -696,6 +696,7 @@ def advised(name, layout, gpu="h100", **recipe):
 
 ASKED = {
     "8B, accumulated": ("llama-3-8b", planner.Layout(8, micro_batches=16)),
+    "8B, 5% slower": ("llama-3-8b", planner.Layout(8, 2, stage=2)),
     "8B, long": ("llama-3-8b", planner.Layout(64, 8, micro_batches=2)),
     "stored attention": ("gpt-3-175b", planner.Layout(64, 8, 8, stored_attention=True)),
 }
@@ -713,7 +714,7 @@ def test_the_fastest_layout_fits_and_has_the_same_batch():
         again = [replace(each, recompute="layers") for each in stages_of_zero]
         for other in stages_of_zero + again:
             if fits(shape, other, device, **RECIPE):
-                assert least <= planner.step_time(shape, other, device).total / ALIKE, name
+                assert least <= planner.step_time(shape, other, device).total * (1 + ALIKE), name
 
 
 # ---- python -m minidist plan ------------------------------------------------------------------
@@ -764,13 +765,13 @@ def test_the_command_with_a_model(monkeypatch, capsys):
 
 
 def test_one_advice_a_page(monkeypatch, capsys):
-    """The fastest that fits, of the same batch, as flags; and the one step that is taken apart."""
-    for asked in "--tensor 8", "--pipeline 2":
+    """As fast as any that fits, of the same batch, as flags; and the one step, taken apart."""
+    for asked in "--tensor 8", "--pipeline 2", "--tensor 2 --stage 2":
         said = plan(monkeypatch, capsys, *f"{EIGHT} {asked}".split()).out
         assert said.count("fastest that fits") == said.count("A step takes") == 1, asked
         (flags,) = [each for each in said.splitlines() if each.startswith("    --")]
         again = plan(monkeypatch, capsys, *f"--model llama-3-8b {flags}".split()).out
-        assert "is the fastest that fits, with the same" in again, asked
+        assert f"is within {ALIKE:.0%} of the fastest that fits, with the same" in again, asked
         (told,) = [each for each in again.splitlines() if each.startswith("A step takes")]
         assert f"± {ERROR:.0%}" in told and told in said  # what the flags give is what was said
 
@@ -778,7 +779,7 @@ def test_one_advice_a_page(monkeypatch, capsys):
 def test_the_command_where_nothing_fits(monkeypatch, capsys):
     said = plan(monkeypatch, capsys, *"--model llama-3-405b --world-size 8".split()).out
     assert "Nothing fits on 8 ranks with the same 8 sequences a step.\n" in said
-    assert "The fastest that fits on 128 ranks, with 16 sequences a step:\n" in said
+    assert "of the fastest that fits on 128 ranks, with 16 sequences a step:\n" in said
     never = plan(monkeypatch, capsys, *"--model gpt-2 --memory 0.001".split()).out
     assert "No layout fits, on any number of ranks" in never
 

@@ -8,13 +8,14 @@
     md.planner.peak(model, layout).total                      # bytes of the fullest rank
     md.planner.step_time(model, layout, gpu).total            # seconds
 
-`python -m minidist plan` prints it all, the fastest layout that fits, and each number's source.
+`python -m minidist plan` prints it all, a layout that fits and is as fast as any, and each
+number's source.
 
     md.planner.daly(save=60, between_failures=10_000)         # seconds between two checkpoints
 
 To read: `model_states` (the formulas of ZeRO), `transformer` and `layout` (a model's shape, and how
 it is laid out), `peak` (what a step adds), `device` and `step_time` (how long it takes), `advice`
-(the fastest that fits), `zero_table` (the paper's table), `planned_messages` (each message of a
+(which layout to take), `zero_table` (the paper's table), `planned_messages` (each message of a
 step), `calibrate` (a device's speed from one measured step), `failures` (how often to save).
 """
 

@@ -1,7 +1,7 @@
 """What a GPU can do, and how long a collective takes on many of them. Lesson: communication."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from minidist.collectives.cost import cost
 from minidist.link import Link
@@ -108,3 +108,7 @@ GPUS = {
     "h200": _hgx(989, 139.80, 4.8, 450, 400, utilisation=0.65, attention=0.34, float8=1.5),
     "b200": _hgx(2250, 178.35, 8.0, 900, 400, utilisation=0.55, attention=0.34, float8=1.5),
 }
+# torchtitan's: 96 GB of HBM2e with 2.4 TB/s, limited to 500 W of 700, its page says.
+GPUS["h100-500w"] = replace(
+    GPUS["h100"], memory=96e9, bandwidth=2.4e12, utilisation=0.47, attention=0.34 * 5 / 7
+)
