@@ -1,6 +1,5 @@
 """A device of so many bytes, emulated where there is none (lesson: offload)."""
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -85,12 +84,12 @@ class _LimitedLedger(Ledger):
         super().measure(storage)
 
     def _require_room(self, more: int) -> None:
-        held: Counter[str] = Counter()
-        for record in list(self._live.values()):  # other threads may free some meanwhile
-            held[CATEGORIES[record.rank]] += record.nbytes
-        if more > 0 and held.total() + more > self._budget:
-            rows = [f"  {name:<22}{held[name]:>15,}" for name in CATEGORIES if held[name]]
+        live = list(self._live.values())  # other threads may free some meanwhile
+        used = sum(record.nbytes for record in live)
+        if more > 0 and used + more > self._budget:
+            held = {k: sum(x.nbytes for x in live if CATEGORIES[x.rank] == k) for k in CATEGORIES}
+            rows = [f"  {name:<22}{nbytes:>15,}" for name, nbytes in held.items() if nbytes]
             raise OutOfMemory(
                 f"no room on the device ({self.device.type}) for {more:,} bytes more: of "
-                f"{self._budget:,} bytes {held.total():,} are in use\n" + "\n".join(rows)
+                f"{self._budget:,} bytes {used:,} are in use\n" + "\n".join(rows)
             )

@@ -55,7 +55,7 @@ class Mirror:
         own = _empty(self.buffer, torch.float32 if narrow else parameter.dtype)
         self.master = nn.Parameter(self._whole(own), requires_grad=parameter.requires_grad)
         self._kind = parameter.dtype, parameter.shape
-        self.gradients = 0  # that have been added up in the buffer
+        self.gradients = 0  # that have come since the last step
         self._sent = False  # whether the parameter was last written from the master
 
     def _whole(self, own: torch.Tensor) -> torch.Tensor:
@@ -77,12 +77,12 @@ class Mirror:
         self.stream.copy(target, gradient)
         if target is not self.buffer:
             self.stream.host_waits()
-            self.buffer += target
+            self.show_gradient()  # in float32: a sum in 16 bits loses what is small
+            local_of(self.master.grad).add_(target)  # type: ignore[arg-type]
         self.gradients += 1
-        self.master.grad = None  # it lacks this gradient
 
     def show_gradient(self) -> None:
-        """Give the master the gradients that have been fetched. The copies must have arrived."""
+        """Give the master the gradient that has been fetched. The copies must have arrived."""
         if self.gradients and self.master.grad is None:
             own = self.buffer
             if self.master.dtype != own.dtype:

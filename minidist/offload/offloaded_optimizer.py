@@ -92,8 +92,9 @@ class OffloadedOptimizer(Optimizer):
     def receive_in_backward(self) -> None:
         """From now on each gradient leaves the device as soon as backward has made it, and `.grad`
         stays None: the device never holds all of them. Gradients of several backward passes add up
-        on the host until the next step. `model.zero_grad()` does not reach them there: call
-        `zero_grad()` of this optimizer, and to clip them, clip the `.grad` of `shards`.
+        on the host until the next step, in float32 if they have 16 bits. `model.zero_grad()` does
+        not reach them there: call `zero_grad()` of this optimizer, and to clip them, clip the
+        `.grad` of `shards`.
 
         This is for one process, or a stage of a pipeline. An average over ranks is complete only
         after backward; `step` fetches that. Raises RuntimeError if a hook waits for a parameter's
