@@ -4,12 +4,12 @@ and messages went over such a link.
 
 With p ranks, m micro-batches and v stages a rank, where backward takes twice as long as forward:
 
-                  idle, of the ideal time   activations kept on rank r
+                  idle, of the ideal time   micro-batches kept on rank r
     naive         p - 1                     1
     gpipe         (p-1) / m                 m
     1f1b          (p-1) / m                 min(m, p-r)
     interleaved   (p-1) / (v m)             of v times smaller stages: up to 2(p-r-1) + (v-1)p + 1
-    zero_bubble   (p-1) / (3 m), if m ≥ p   min(m, p)
+    zero_bubble   (p-1) / (3 m), if m ≥ p   min(m, p), up to r of them with their gradients
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -113,8 +113,8 @@ def interleaved(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sche
 
 def zero_bubble(ranks: int, microbatches: int) -> Schedule:
     """1F1B with the gradients for weights put off into what was idle time: ZB-H1 (Qi et al., arXiv
-    2401.10241). Rank r puts off those of r micro-batches, and so every rank keeps the activations
-    of min(m, p), no more than the first rank of 1F1B.
+    2401.10241). Rank r puts off those of r micro-batches, and so every rank keeps min(m, p), as
+    the first rank of 1F1B does. Those put off keep the gradients of their layers' outputs, too.
 
     Lesson: pipeline_schedules
     """
