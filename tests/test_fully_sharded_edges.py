@@ -1,7 +1,6 @@
 """Fully sharded training at its edges: outputs that autograd does not show, modules of others, what
 scripts for torch's class do. Held against one process. Lesson: fully_sharded"""
 
-import io
 from functools import partial
 
 import pytest
@@ -250,10 +249,6 @@ class BackwardInForward(nn.Module):
         return self.last(x)
 
 
-def saved():
-    torch.save(wrapped(double(6, 4)), io.BytesIO())
-
-
 def local_states():
     wrapped(double(6, 4)).set_state_dict_type(StateDictType.LOCAL_STATE_DICT)
 
@@ -276,7 +271,6 @@ ARGUMENTS = {  # words: what is given
     "has no argument sharding": {"sharding": 1},
 }
 REFUSED = {
-    "save its state_dict()": saved,
     "SHARDED_STATE_DICT": local_states,
     "full_optim_state_dict: call optim_state_dict(optimizer)": torchs_method,
     "within summon_full_params": backward_within,

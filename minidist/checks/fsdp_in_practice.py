@@ -161,7 +161,8 @@ def _costs(memory: MemoryTracker, sent: TrafficCounter, alone: Transformer) -> s
             f"a step has {gathers} all_gathers, and each has its latency: {2 * (3 * BLOCKS + 1)} "
             "are enough"
         )
-    if gathers < 4 * BLOCKS:  # torch's own units, of which the tracker sees only the shards
+    # Of torch's own units the tracker sees only the shards.
+    if gathers < 4 * BLOCKS and at_once < whole / 2 + block:
         return (
             f"a step has {gathers} all_gathers. With so few units, two neighbours are more than "
             "a block"

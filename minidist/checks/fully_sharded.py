@@ -45,27 +45,27 @@ def peak(answer: object) -> str:
 @check
 @hints(
     'See "How many tokens hide a gather": the time of a gather and the time to compute must be'
-    " equal.",
-    "A rank receives (N - 1)/N of a unit, 2 bytes a parameter, over its link. Forward takes 2 "
-    "operations for each parameter and token.",
+    " equal. Which line is the slowest of the ring?",
+    "A rank receives (N - 1)/N of a unit, 2 bytes a parameter. The ring leaves a node by the cards "
+    "of all its GPUs. Forward takes 2 operations for each parameter and token.",
     "Tokens = operations a second, over 2, times the bytes that come for a parameter, over the "
-    "bytes a second of the link.",
+    "bytes a second that leave a node.",
 )
 def tokens(answer: object) -> str:
-    """Tokens of a GPU that hide its gathers: 600 TFLOP/s, 25 GB/s, bfloat16, 8 ranks."""
+    """Tokens of a GPU that hide its gathers: two nodes of 8, 640 TFLOP/s, 25 GB/s, bfloat16."""
     number(
         answer,
-        21_000,
+        3_000,
         "tokens",
         {
-            24_000: "a rank has its own eighth: 7/8 of a unit travel to it",
-            42_000: "a number has 2 bytes here, and costs a token two operations",
-            10_500: "a number has 2 bytes in bfloat16",
-            168_000: "that is on all 8 GPUs together",
-            3_000: "a rank receives 7/8 of a unit, not an eighth",
+            24_000: "a ring leaves a node once, by all of its 8 cards",
+            3_200: "a rank has its own sixteenth: 15/16 of a unit travel to it",
+            6_000: "a number has 2 bytes here, and costs a token two operations",
+            1_500: "a number has 2 bytes in bfloat16",
+            48_000: "that is on all 16 GPUs together",
         },
     )
-    return "2 × 600e12 / (2 × 25e9) × 7/8. Units of any size need as many."
+    return "2 × 640e12 / (2 × 8 × 25e9) × 15/16. Units of any size need as many."
 
 
 @check

@@ -150,7 +150,7 @@ class BackwardPass:
             self._ahead.prefetch([this.previous.group])
 
     def _close(self, this: UnitPass) -> None:
-        """Free the parameters, and begin to reduce their gradient."""
+        """Free the parameters, and begin to reduce their gradient, or leave it in `.grad`."""
         group = this.group
         group.readers.discard(this)
         if not group.readers:
@@ -160,9 +160,7 @@ class BackwardPass:
                 else:
                     group.to_sharded()
                 if self.trains and group.trains:
-                    group.pending = True
-                    if group.syncs:
-                        self._reduce(group)
+                    self._reduce(group) if group.syncs else group.leave()
 
     def close_all(self) -> None:
         """Nothing is read any more."""
@@ -188,10 +186,8 @@ class BackwardPass:
         for trace in self._latest_first():
             self._go_to(trace, 0)
         for group in self._groups:
-            if group.syncs and (group.pending or group.has_partial):
+            if group.syncs and group.has_partial:
                 self._reduce(group)
-            elif group.pending:
-                group.leave()
         if not self._touched:
             return
         with record_function("fsdp.root_post_backward"):

@@ -72,8 +72,9 @@ class FSDPModule(nn.Module):
     ) -> None:
         """False: the backward passes that follow reduce nothing. The `.grad` of a parameter is then
         whole on each rank, a DTensor with the placement Partial, and the next pass with True
-        reduces the sum. Set it alike on all ranks. (A penalty on the parameters, in the loss, goes
-        into a pass that reduces: DTensor cannot add its gradient to a Partial one.)"""
+        reduces the sum. A pass that fails may leave a part of its own there. Set it alike on all
+        ranks. (A penalty on the parameters, in the loss, goes into a pass that reduces: DTensor
+        cannot add its gradient to a Partial one.)"""
         for group in self._groups(recurse):
             group.syncs = requires_gradient_sync
 
@@ -169,7 +170,8 @@ class FSDPModule(nn.Module):
         """Raises TypeError."""
         raise TypeError(
             "a fully sharded module has process groups and only a rank's shards, so torch.save "
-            "cannot write it: save its state_dict()"
+            "cannot write it. Save by md.saving; or call torch's get_model_state_dict with "
+            "full_state_dict=True on every rank, and save that"
         )
 
 

@@ -42,7 +42,6 @@ class ParamGroup:
         self.pinned = False  # by `unshard()`, until its forward pass or `reshard()`
         self.summoned = False  # its modules have copies of the full parameters
         self.gathered_version = -1
-        self.pending = False  # its gradients are still to be reduced
         self.has_partial = False  # a pass has left gradients that are not reduced
         self.next_forward: list[ParamGroup] | None = None  # to gather meanwhile, as the user says
         self.next_backward: list[ParamGroup] | None = None
@@ -167,7 +166,7 @@ class ParamGroup:
 
     def reduce(self) -> None:
         """Begin to make the mean of the ranks' gradients."""
-        self.pending = self.has_partial = False
+        self.has_partial = False
         with backend.purpose(self.options.groups[0], f"unit {self.name}"):
             for flat in self.flats:
                 flat.reduce(1 / self.divisor)
@@ -189,28 +188,27 @@ class ParamGroup:
         """Without reducing: the `.grad` of each parameter is the sum of what the ranks have, which
         DTensor calls Partial, and each rank has its own part of it, whole. Zeros, if it has none:
         the others may have one, and what is done with a DTensor is done by all ranks."""
-        self.pending, self.has_partial, mesh = False, True, self.options.mesh
+        self.has_partial, mesh = True, self.options.mesh
         for each in self.parameters:
             gradient, each.grad = each.grad, None
             if not each.sharded.requires_grad:
                 continue
             before: Any = each.sharded.grad
-            partial = partial_of(each.sharded)
+            own = partial_of(each.sharded)
             # A mean counts on all ranks; of a sum this rank may have nothing but zeros.
-            there = before is not None and (partial is None or each.contributes)
+            there = before is not None and (own is None or each.contributes)
             each.contributes = there or gradient is not None
-            own = each.local.new_zeros(each.sharded.shape)
+            if own is None:
+                own = each.local.new_zeros(each.sharded.shape)
+                if before is not None:  # each rank adds its rows of the mean
+                    local = before._local_tensor
+                    begin = self.flats[0].rank * -(-len(before) // self.flats[0].ranks)
+                    own[begin : begin + len(local)] += local * self.flats[0].ranks / mesh.size()
+                each.sharded.grad = DTensor.from_local(
+                    own, mesh, [Partial()] * mesh.ndim, run_check=False
+                )
             if gradient is not None:
-                own.copy_(gradient / self.divisor)  # the shards may be on another device
-            if partial is not None:
-                own += partial
-            elif before is not None:  # each rank adds its rows of the mean
-                local = before._local_tensor
-                begin = self.flats[0].rank * -(-len(before) // self.flats[0].ranks)
-                own[begin : begin + len(local)] += local * self.flats[0].ranks / mesh.size()
-            each.sharded.grad = DTensor.from_local(
-                own, mesh, [Partial()] * mesh.ndim, run_check=False
-            )
+                own += (gradient / self.divisor).to(own)  # shards may be on another device
 
     def adopt(self) -> None:
         """Go on with the parameters that the modules have now: moved or converted ones."""
@@ -224,7 +222,6 @@ class ParamGroup:
 
     def forget(self) -> None:
         """A backward pass has failed."""
-        self.pending = False
         for each in self.parameters:
             each.grad = each.mean = None
         for flat in self.flats:

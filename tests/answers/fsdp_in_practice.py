@@ -87,8 +87,9 @@ def in_halves(model):
     return model, adam(model)
 
 
-def by_policy(model):
-    model = md.FullyShardedDataParallel(model, auto_wrap_policy=by_class(md.zoo.Block))
+def by_policy(model, **options):
+    policy = by_class(md.zoo.Block)
+    model = md.FullyShardedDataParallel(model, auto_wrap_policy=policy, **options)
     return model, adam(model)
 
 
@@ -188,7 +189,7 @@ ANSWERS = {
         [32, 8, 12, 6, 36, 18, 48, 16, 24, "20 bytes"],
     ),
     check.prepare: (
-        [by_parts, of_torch, wrapper, in_halves],
+        [by_parts, of_torch, wrapper, in_halves, partial(by_policy, prefetch=False)],
         [
             *(blocks_then_root, blocks_of_torch, by_policy, sized, mlps_only, mlp_then_block),
             *(one_unit, each_linear, in_pairs, kept, no_root, root_first, made_before, by_ddp),

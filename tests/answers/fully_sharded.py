@@ -488,8 +488,8 @@ def of_numbers(modules):
 
 ANSWERS = {
     check.tokens: (
-        [21_000, 2 * 600e12 / (2 * 25e9) * 7 / 8],
-        [24_000, 42_000, 10_500, 168_000, 3_000, 21, "21,000 tokens"],
+        [3_000, 2 * 640e12 / (2 * 8 * 25e9) * 15 / 16],
+        [24_000, 3_200, 6_000, 1_500, 48_000, 3, "3,000 tokens"],
     ),
     check.prefetch: (
         [chain, one_tensor, in_a_module_list, hooked],
