@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 
+import cloudpickle
 import programs
 import pytest
 import torch
@@ -27,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 import minidist as md
-from minidist.runtime import forkserver, worker
+from minidist.runtime import forkserver, pickling, worker
 from minidist.runtime.cell import run_cell
 from minidist.runtime.system import uninterrupted
 
@@ -211,18 +212,17 @@ class Squares(Dataset):
     def __len__(self): return 4
     def __getitem__(self, i): return i * i, os.getpid()
 
-squares, pids = zip(*DataLoader(Squares(), batch_size=None, num_workers=2))
+squares, pids = zip(*DataLoader(Squares(), None, num_workers=2, multiprocessing_context=START))
 print(squares, len({os.getpid(), *pids}))
 """
 
 
-@pytest.mark.skipif(
-    multiprocessing.get_all_start_methods()[0] != "fork" or sys.version_info >= (3, 14),
-    reason="here no program's data set of its own main module has workers",
+@pytest.mark.parametrize(
+    "start", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.soak)]
 )
-def test_a_data_set_of_a_cell_has_workers_within_a_rank(ranks, capsys):
-    ranks(run_cell, CELL, "a cell")
-    assert capsys.readouterr().out == "".join(f"[rank {r}] (0, 1, 4, 9) 3\n" for r in range(3))
+def test_a_data_set_of_a_cell_has_workers_within_a_rank(ranks, capsys, start):
+    ranks.on([1], run_cell, CELL.replace("START", repr(start)), "a cell")
+    assert capsys.readouterr().out == "[rank 1] (0, 1, 4, 9) 3\n"
 
 
 def test_ranks_inherit_modules_and_no_threads_or_plots(ranks):
@@ -348,6 +348,14 @@ def test_a_rank_that_asks_names_the_way_outside_of_cells_too(ranks):
 
 
 # ---- errors -------------------------------------------------------------------------------
+
+
+def test_a_function_that_is_sent_keeps_the_name_of_its_file(monkeypatch):
+    reducers, kind = cloudpickle.Pickler._dispatch_table, type(told.__code__)
+    reduce = reducers[kind]  # cloudpickle 3.1.3 leaves it out
+    monkeypatch.setitem(reducers, kind, lambda code: reduce(code.replace(co_filename="<dynamic>")))
+    outer = pickle.loads(pickling.dumps(lambda: lambda: None))
+    assert outer.__code__.co_filename == outer().__code__.co_filename == __file__
 
 
 def test_one_ranks_error_is_told_with_its_line_and_where_the_others_were(ranks):
