@@ -52,7 +52,7 @@ class Pickler(cloudpickle.Pickler):
 class _ForChildren(Pickler):
     """For processes that this one starts: they share its tensors and pipes."""
 
-    dispatch_table = ChainMap(ForkingPickler._extra_reducers, Pickler.dispatch_table)
+    dispatch_table = ChainMap(vars(ForkingPickler)["_extra_reducers"], Pickler.dispatch_table)
 
 
 def dumps(value: Any) -> bytes:
@@ -61,7 +61,7 @@ def dumps(value: Any) -> bytes:
     return file.getvalue()
 
 
-def dump_to_child(value: Any, file: Any, protocol: int | None = None) -> None:
+def dump_to_child(obj: Any, file: Any, protocol: int | None = None) -> None:
     """In a rank, in place of multiprocessing's `dump`: that sends a class of a cell, or of the
     script, by its name in `__main__`, and no rank, nor its child, has run that."""
-    _ForChildren(file, protocol).dump(value)
+    _ForChildren(file, protocol).dump(obj)
