@@ -136,10 +136,8 @@ def _forget_groups() -> None:
         return
     gc.collect()  # a wrapper in a reference cycle keeps the group too
     for each in list(vars(functional).values()):
-        if isinstance(each, FunctionType) and (values := each.__defaults__):
-            each.__defaults__ = tuple(
-                None if isinstance(value, dist.ProcessGroup) else value for value in values
-            )
+        if isinstance(each, FunctionType) and (kept := each.__defaults__):
+            each.__defaults__ = tuple(None if isinstance(v, dist.ProcessGroup) else v for v in kept)
 
 
 def _forget_meshes() -> None:
@@ -147,10 +145,9 @@ def _forget_meshes() -> None:
     of functions, of which each version of torch has others, in a dict, and in C++."""
     from torch.distributed.tensor import _redistribute
 
-    caches = [each for each in gc.get_objects() if type(each) is _lru_cache_wrapper]
-    for cache in caches:
-        if str(cache.__module__).startswith("torch.distributed."):
-            cache.cache_clear()
+    for one in gc.get_objects():
+        if type(one) is _lru_cache_wrapper and str(one.__module__).startswith("torch.distributed."):
+            one.cache_clear()
     for room, clear in (
         (_redistribute, "clear_redistribute_planner_cache"),
         (torch._C, "_clear_DTensor_sharding_propagator_cache"),
@@ -195,7 +192,8 @@ def ranks(
     results in rank order. What a rank holds stays between calls. `nodes` spreads the ranks over so
     many nodes, in name only: it sets (node_rank, local_rank). `timeout` (seconds) bounds every wait
     for another rank; `threads` is each rank's number of CPU threads for torch. `link` is a network
-    that backend "shm" emulates; "auto" is then shm. Raises ValueError on numbers that make no
+    that backend "shm" emulates; "auto" is then shm. As under torchrun, each rank has random numbers
+    of its own, others at each start, until you seed it. Raises ValueError on numbers that make no
     sense, RankError if a rank fails. Lesson: rank.
     """
     if world_size < 1:
@@ -228,7 +226,8 @@ def launch(fn: Callable[..., Any], *args: Any, world_size: int = 4, **options: A
 
     `options` are those of `ranks`. Under torchrun the ranks are there already: `fn` runs in this
     one, and every rank returns the list; how many there are, on how many nodes, is torchrun's to
-    say. So a script that ends in `md.launch(main)` runs by `python` and by `torchrun`.
+    say. So a script that ends in `md.launch(main)` runs by `python` and by `torchrun`. Each rank
+    has random numbers of its own by both, until you seed it.
     Lesson: rank.
     """
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
@@ -245,6 +244,10 @@ def launch(fn: Callable[..., Any], *args: Any, world_size: int = 4, **options: A
 def _stage(backend: str, timeout: float, threads: int, folder: str) -> Iterator[Callable[[], int]]:
     """What a rank of a pool lives in. The rendezvous is a file: no port can be taken."""
     torch.set_num_threads(threads)
+    # A fork goes on with the random numbers of its parent. But Python's `random` has seen to it.
+    torch.default_generator.seed()
+    if random := sys.modules.get("numpy.random"):
+        random.seed()
     store = dist.FileStore(os.path.join(folder, "rendezvous"), Place.here().world_size)
     with join(backend, timeout, store) as progress:
         yield progress

@@ -28,9 +28,8 @@ SOURCES: dict[str, Set[str]] = {
     "pipeline/schedules.py": {"simulate"},
     "runtime/report.py": {"where", "_ending", "_blame"},
 }
-# Strings that look like sentences: two are looked for in what others say, one ends an error's text.
+# Strings that look like sentences: two are looked for in what others say.
 NOT_SAID = {"Your lines", "Pair is not connected", "{0} is no message"}
-NOT_SAID |= {". `ulimit -n` says how many it may open; raise that before you start Python"}
 # What the code puts together, so that no string of it has the whole.
 ASSEMBLED = {
     "{0} over gloo",

@@ -2,10 +2,12 @@
 
 import math
 import os
+import random
 import subprocess
 import sys
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -173,6 +175,16 @@ def test_launches_do_not_see_each_other():
 
     assert md.launch(remember, 1, world_size=2) == [None, None]
     assert md.launch(remember, 2, world_size=2) == [None, None]
+
+
+def draw():
+    return float(torch.rand(())), np.random.rand(), random.random()
+
+
+def test_each_rank_of_each_launch_draws_numbers_of_its_own():
+    """As processes that are no forks do."""
+    drawn = [own for _ in range(2) for own in md.launch(draw, world_size=2)]
+    assert len({number for own in drawn for number in own}) == 12
 
 
 # ---- the timeout ----------------------------------------------------------------------------

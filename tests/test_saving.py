@@ -231,6 +231,41 @@ def with_random_numbers(folder, until, save=True):
     return whole(model), scheduler.get_last_lr(), torch.rand(3), random.random()
 
 
+class Counts(nn.Linear):
+    seen = 0
+
+    def get_extra_state(self):
+        return self.seen
+
+    def set_extra_state(self, state):
+        self.seen = state
+
+
+compiled, ours = partial(torch.compile, backend="eager"), md.DistributedDataParallel
+COMPILED = {
+    "inside": lambda model: ours(compiled(model)),
+    "outside": lambda model: compiled(md.FullyShardedDataParallel(model)),
+    "around torch's": lambda model: compiled(nn.parallel.DistributedDataParallel(model)),
+    "a layer": lambda model: ours(nn.Sequential(compiled(model[0]))),
+}
+
+
+def test_a_compiled_model_has_the_names_of_the_bare_one(pools, tmp_path):
+    def go_on(way):
+        for step, make in enumerate((ours, COMPILED[way], ours)):
+            layer = Counts(4, 4)
+            nn.init.constant_(layer.weight, step)
+            layer.seen = step
+            model = make(nn.Sequential(layer))
+            with Checkpoints(tmp_path / way) as checkpoints:
+                checkpoints.load(model=model)
+                checkpoints.save(step, model=model)
+            yield layer.seen, float(next(model.parameters()).sum())
+
+    for way in COMPILED:
+        assert pools(2)(lambda way: list(go_on(way)), way) == [[(0, 0.0)] * 3] * 2, way
+
+
 def test_random_numbers_schedulers_and_buffers_go_on_on_every_rank(pools, tmp_path):
     wanted = pools(2)(with_random_numbers, tmp_path / "a", 7, False)
     pools(2)(with_random_numbers, tmp_path / "b", 3)

@@ -27,7 +27,7 @@ class Synchronized(Wrapper):
             who = type(self).__name__
             raise AttributeError(
                 f"{who} has no {name}(): what that computes would not be averaged. Call the {who} "
-                f"itself, or module.{name}()"
+                f"itself, and {name}() in a forward of your own"
             )
         if isinstance(found, nn.Module | nn.Parameter):
             self._reducer.reached[name] = found

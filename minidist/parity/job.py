@@ -76,9 +76,10 @@ class Job:
 
     def on_a_rank(self, batches: list[Data], alone: list[Step]) -> Report:
         """Train by the strategy on this rank's shares, and compare after each step."""
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        here = device()
+        rank, world_size, here = dist.get_rank(), dist.get_world_size(), device()
         made = self.strategy(self.make().to(here))
+        if made is None:
+            raise TypeError("strategy must return the module to train, and it returns None")
         model, optimizer = made if isinstance(made, tuple) else (made, None)
         optimizer = optimizer or self.optimizer(model.parameters())
         report = Report()

@@ -14,6 +14,7 @@ A call goes from `pool` by `processes` to a rank's `worker`, and back.
     worker.py      what runs inside a rank
     cell.py        a notebook cell, as a rank runs it
     figures.py     what a rank draws
+    pickling.py    what calls and results are as bytes
     output.py      the ranks' lines, pictures and questions, in the same order at every run
     modules.py     the reader's modules that were edited since a rank imported them
     stack.py       the reader's own lines in a rank's call stack

@@ -8,13 +8,9 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, ClassVar
 
-import cloudpickle
-
-from minidist.runtime import torch_ops
+from minidist.runtime import pickling
 from minidist.runtime.processes import Processes
 from minidist.runtime.report import Outcome, edits, interruption, rank_error
-
-torch_ops.register()
 
 
 class Pool:
@@ -40,7 +36,7 @@ class Pool:
     ) -> None:
         self.world_size = len(environs)
         self._environs, self._timeout, self._imports = list(environs), timeout, list(imports)
-        self._stage = cloudpickle.dumps(stage)
+        self._stage = pickling.dumps(stage)
         self._lock = threading.RLock()  # a signal handler may call or close us amid a call
         self._owner = os.getpid()
         self._closed = False
@@ -205,14 +201,14 @@ def _owes_nothing(outcome: Outcome) -> bool:
 
 def _pickle(function: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
     try:
-        return cloudpickle.dumps((function, args, kwargs))
+        return pickling.dumps((function, args, kwargs))
     except Exception as error:
         parts = {"the function": function}
         parts |= {f"argument {i}": arg for i, arg in enumerate(args)}
         parts |= {f"argument {name!r}": arg for name, arg in kwargs.items()}
         for what, part in parts.items():
             try:
-                cloudpickle.dumps(part)
+                pickling.dumps(part)
             except Exception as why:
                 kind = type(part).__name__
                 raise TypeError(f"{what} (a {kind}) cannot be sent to the ranks: {why}") from error

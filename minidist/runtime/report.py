@@ -5,8 +5,6 @@ the cause. Each rank's end of a call is an `Outcome`; `first_failure` picks the 
 `RankError` says it, in words that are the same at every run (no pids, ports or times).
 """
 
-import errno
-import os
 import re
 import signal
 import traceback
@@ -16,7 +14,7 @@ from typing import Any
 
 import cloudpickle
 
-from minidist.runtime.stack import Frame, Stack, label, relabel
+from minidist.runtime.stack import Stack, label, relabel
 
 # What a rank's backend says when the fault is another rank's.
 _DISCONNECTED = re.compile(r"Connection (closed|reset)|Broken pipe|caused pair closure")
@@ -42,7 +40,6 @@ class Failure:
     is_communication: bool
     is_exit: bool
     pickled: bytes | None
-    refused: tuple[str, Frame] | None  # the system's error that it came from, and the line
 
     @property
     def is_timeout(self) -> bool:
@@ -66,13 +63,7 @@ class Failure:
             ),
             is_exit=isinstance(error, SystemExit),
             pickled=pickled,
-            refused=_refused(error.__cause__),
         )
-
-
-def _refused(cause: BaseException | None) -> tuple[str, Frame] | None:
-    frames = Stack.of(cause.__traceback__).frames if isinstance(cause, OSError) else ()
-    return (f"{type(cause).__name__}: {cause}", frames[-1]) if frames else None
 
 
 def _said(error: BaseException) -> str:
@@ -243,16 +234,11 @@ def _blame(first: Outcome, others: list[Outcome], timeout: float) -> str:
         return f"exited early: {code}" + _lines(first.failure.stack)
     message = relabel(first.failure.message)
     said = f"raised {first.failure.type}" + (f": {message}" if message else "")
-    if os.strerror(errno.EMFILE) in message and "ulimit" not in message:  # else it is said already
-        said += ". `ulimit -n` says how many it may open; raise that before you start Python"
     operation = first.failure.stack.operation  # None: it did not come as far
     if operation and first.failure.is_timeout:
         said = f"waited {timeout:g} s in {operation}, in vain"
     elif operation and first.failure.is_communication and _DISCONNECTED.search(message):
         said = f"lost the connection to another rank in {operation}"
-    elif first.failure.refused:
-        what, line = first.failure.refused
-        said += f"\n\nThe system had refused a call: {what}\n  " + str(line).replace("\n", "\n  ")
     return said + _lines(first.failure.stack)
 
 

@@ -1,6 +1,5 @@
 """What the operating system does to a pool: too few files, interrupts, pipes that nobody reads."""
 
-import ctypes
 import errno
 import os
 import signal
@@ -14,9 +13,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)  # some programs die of SIGPIPE
-
-# Windows has none, and no ranks.
-_sigaction: Any = ctypes.CDLL(None).sigaction if hasattr(os, "fork") else lambda *_: None
 
 FILES = 12  # that multiprocessing opens to start its forkserver and a process, and some more
 
@@ -89,7 +85,6 @@ def uninterrupted() -> Iterator[None]:
     if threading.current_thread() is threading.main_thread():
         found = {number: signal.getsignal(number) for number in signal.valid_signals()}
         handlers = {number: handler for number, handler in found.items() if callable(handler)}
-    actions = {number: _action(number) for number in handlers}
     late: dict[int, Any] = {}  # each once, as the system keeps them, with its frame
     here, over = os.getpid(), False
 
@@ -107,30 +102,22 @@ def uninterrupted() -> Iterator[None]:
         yield
     finally:
         try:
-            _give_back(handlers, actions)
+            _give_back(handlers)
         finally:
             over = True
             # Called, not raised: the signal itself has come, and who else heard of it knows.
             _all([partial(handlers[number], number, frame) for number, frame in late.items()])
 
 
-def _give_back(handlers: dict[int, Any], actions: dict[int, Any]) -> None:
-    """Each signal gets back its handler, and what the system does at it. One that is back may come
-    at once, and raise: the others are given back all the same."""
+def _give_back(handlers: dict[int, Any]) -> None:
+    """Each signal gets back its handler. One that is back may come at once, and raise: the others
+    are given back all the same."""
     try:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-            _sigaction(number, actions[number], None)
     except BaseException:
-        _give_back(handlers, actions)
+        _give_back(handlers)
         raise
-
-
-def _action(number: int) -> Any:
-    """What the system does at a signal: C code may have set that after Python has."""
-    action = ctypes.create_string_buffer(1024)  # a struct sigaction has 152 bytes, or fewer
-    _sigaction(number, None, action)
-    return action
 
 
 def _all(calls: Sequence[Callable[[], Any]]) -> None:

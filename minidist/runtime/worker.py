@@ -14,11 +14,13 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
 
+from minidist.runtime import pickling
 from minidist.runtime.cell import let
 from minidist.runtime.modules import Modules
 from minidist.runtime.report import Failure
@@ -88,6 +90,7 @@ def _settle(pipes: Pipes, environ: dict[str, str]) -> None:
     let()  # nobody answers what a rank asks
     # Children that a rank starts, such as a DataLoader's workers, start as in any program.
     multiprocessing.set_start_method(None, force=True)
+    reduction.dump = pickling.dump_to_child
 
 
 def _open_streams(pipes: Pipes) -> None:
@@ -105,7 +108,7 @@ def _watch(control: Connection, main_thread: int) -> None:
         while True:
             control.recv_bytes()
             stack = _where(sys._current_frames()[main_thread])
-            control.send_bytes(cloudpickle.dumps(stack))
+            control.send_bytes(pickling.dumps(stack))
     except (EOFError, OSError):
         os.killpg(0, signal.SIGKILL)
 
@@ -132,7 +135,7 @@ def _answer(
     except BaseException as error:  # SystemExit too: the pool says what it means
         edited = modules.edited() if edited is None else edited  # the second answer would be empty
         parts = number, None, _take_apart(error), progress() - before, edited
-        outcome = cloudpickle.dumps(parts)
+        outcome = pickling.dumps(parts)
         if os.getpid() != rank:
             traceback.print_exception(error)
             code = 1
@@ -156,7 +159,7 @@ def _flush(pipes: Pipes) -> None:
 
 def _pickle_result(number: int, value: Any, *rest: Any) -> bytes:
     try:
-        return cloudpickle.dumps((number, value, None, *rest))
+        return pickling.dumps((number, value, None, *rest))
     except Exception as error:
         kind = type(value).__name__
         raise TypeError(f"the result, a {kind}, cannot be sent back: {error}") from error
@@ -165,7 +168,7 @@ def _pickle_result(number: int, value: Any, *rest: Any) -> bytes:
 def _take_apart(error: BaseException) -> Failure:
     when = time.monotonic()
     try:
-        pickled = cloudpickle.dumps(error)
+        pickled = pickling.dumps(error)
         cloudpickle.loads(pickled)  # an exception with its own __init__ may not come back
     except (Exception, SystemExit):
         pickled = None

@@ -33,9 +33,9 @@ class Checkpoints:
 
     A checkpoint has the model, the optimizer, each rank's random numbers, and of what else is
     passed, by name, its `state_dict()`. The model may be bare or in any strategy, on any number of
-    ranks. The run that loads may have another strategy and other ranks than the run that saved.
-    (Where a tensor-parallel layer holds keys and values whole, for it has fewer than ranks, it must
-    do so there too; `full_state_dict` loads anywhere.)
+    ranks. The run that loads may have another strategy and other ranks than the run that saved, and
+    compile its model or not. (Where a tensor-parallel layer holds keys and values whole, for it has
+    fewer than ranks, it must do so there too; `full_state_dict` loads anywhere.)
 
     folder: is made if it is missing. A second run in it is refused, by `flock`: on NFS and Lustre
         from another machine, too, unless they are mounted with nolock, local_lock or localflock.

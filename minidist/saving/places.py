@@ -59,18 +59,22 @@ class Place:
         return Boxed(self.local, self.shape, self.boxes(), same=is_parameter)
 
 
-def places_of(model: nn.Module) -> tuple[list[Place], dict[str, Any]]:
-    """Of each parameter and buffer in the model's state its place; and what else is in it, by name,
-    such as a tensor that a hook has made for the state.
+def places_of(model: nn.Module) -> tuple[list[Place], dict[str, tuple[str, Any]]]:
+    """Of each parameter and buffer in the model's state its place, by its names in the bare model,
+    which is not compiled; and what else is in it, such as a tensor that a hook has made for the
+    state, with its name here.
 
     No rank waits for another. Raises TypeError for what a hook has made of shards.
     """
-    named = _named(model)  # first: a hook before it may reshard
+    bare = _bare(model)
+    with FullyShardedDataParallel.state_dict_type(bare, StateDictType.SHARDED_STATE_DICT):
+        named = dict(bare.state_dict(keep_vars=True))  # first: a hook before it may reshard
     cuts, own = dict(_cuts(model)), {*model.parameters(), *model.buffers()}
-    shards = {name for name, p in _bare(model).named_parameters() if p in cuts}
+    shards = {name for name, p in bare.named_parameters() if p in cuts}
     found: dict[torch.Tensor, Place] = {}
-    others: dict[str, Any] = {}
+    others: dict[str, tuple[str, Any]] = {}
     for name, value in named.items():
+        known = name.replace("_orig_mod.", "")  # of a compiled module
         # To read into a tensor that is not the model's own would change nothing.
         is_own = isinstance(value, torch.Tensor) and value in own
         if not is_own or name.rpartition(".")[2] == EXTRA_STATE:
@@ -79,29 +83,24 @@ def places_of(model: nn.Module) -> tuple[list[Place], dict[str, Any]]:
                     f"{name} is no parameter of the model but made of a rank's shard, by a hook "
                     "for its state: no other rank could read it. Save and load without the hook"
                 )
-            others[name] = value
+            others[known] = name, value
             continue
         if value not in found:
             found[value] = _place(value, cuts.get(value))
-        found[value].names.append(name)
+        found[value].names.append(known)
     return list(found.values()), others
 
 
-def without_ddp(model: nn.Module) -> nn.Module:
-    """Torch's DistributedDataParallel names a state by `module.`; all other strategies do not."""
+def without_ddp(model: Any) -> Any:
+    """Torch's DistributedDataParallel names a state by `module.`; all other strategies do not. It
+    may be in a compiled module."""
+    model = model._modules.get("_orig_mod", model)
     return model.module if isinstance(model, TorchDDP) else model
 
 
 def _bare(model: nn.Module) -> Any:
     bare = without_ddp(model)
     return bare.module if isinstance(bare, MixedParallel) else bare
-
-
-def _named(model: nn.Module) -> dict[str, Any]:
-    """The model's own tensors, by the names of the bare module."""
-    bare = _bare(model)
-    with FullyShardedDataParallel.state_dict_type(bare, StateDictType.SHARDED_STATE_DICT):
-        return dict(bare.state_dict(keep_vars=True))
 
 
 def _place(own: torch.Tensor, cut: tuple[int, ParallelLayer] | None) -> Place:

@@ -42,7 +42,7 @@ class WholeStates:
     def entries(self) -> Entries:
         """All of it. The tensors are the model's and the optimizer's own."""
         # In a list, as a tensor is to torch's plan one of the model's.
-        found: Entries = {MODEL + name: [value] for name, value in self._others.items()}
+        found: Entries = {MODEL + n: [value] for n, (_, value) in self._others.items()}
         for place in self._places:
             found |= {MODEL + name: place.boxed() for name in place.names}
         for each in (each for own in self._groups for each in own):
@@ -107,7 +107,7 @@ class WholeStates:
 
     def put(self, read: Entries, groups: Groups) -> None:
         """Give the optimizer what was read into its rooms. (The model has its own.)"""
-        others = {name: read[MODEL + name][0] for name in self._others}
+        others = {own: read[MODEL + name][0] for name, (own, _) in self._others.items()}
         if others:
             loaded = without_ddp(self.model).load_state_dict(others, strict=False)
             if loaded is not None and loaded.unexpected_keys:

@@ -51,7 +51,21 @@ def gpt2_plan(model: nn.Module) -> dict[str, Any]:
 def llama_plan(model: nn.Module) -> dict[str, Any]:
     """For a model with the names of Llama, as Hugging Face has them: grouped queries, and an MLP
     with a gate. If its attention counts heads, it does so in `num_heads` and `num_key_value_heads`,
-    or `n_heads` and `n_kv_heads`. Lesson: feature_splitting."""
+    or `n_heads` and `n_kv_heads`. Lesson: feature_splitting.
+
+        model = LlamaForCausalLM(config)                    # the same on every rank
+        plan = llama_plan(model)
+        del plan["model.embed_tokens"], plan["lm_head"]     # both stay whole
+        parallelize_module(model, None, plan)
+        model(tokens, labels=tokens).loss.backward()
+
+    So `labels=` and `generate` are those of one process, and an embedding may have `padding_idx`.
+    (To sample, seed the ranks alike.) With `lm_head` split, a rank's logits are of its own tokens
+    alone: `vocab_parallel_cross_entropy` takes them, `generate` and `labels=` do not.
+
+    Hugging Face's attention counts nothing that could be checked: the number of ranks must divide
+    `num_key_value_heads`. It takes the number of tokens from its input: no `sequence_parallel`.
+    """
     block = "model.layers.*"
     names = "num_heads", "num_key_value_heads", "n_heads", "n_kv_heads"
     counted = _there(model.get_submodule("model.layers.0.self_attn"), *names)
