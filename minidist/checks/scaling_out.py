@@ -7,6 +7,7 @@ import sys
 import tempfile
 import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -75,6 +76,7 @@ def save_every(answer: object) -> str:
 
 # ---- a save that survives -----------------------------------------------------------------------
 
+_die = partial(signal.raise_signal, signal.SIGKILL)
 SYNCS = (os.fsync, getattr(os, "fdatasync", os.fsync), os.sync)
 NAMINGS = {"os.rename": "a rename", "os.link": "a link", "os.symlink": "a link"}
 CHANGES = NAMINGS | {
@@ -109,42 +111,57 @@ def _trial(given: Save) -> str:
         path = os.path.join(watch.folder, "checkpoint.pt")
         for step, which in (1, "first"), (2, "second"):
             watch.done.clear()
+            _Pickled.left = -1
             with watch.syncs():
                 given(_state(step), path)
             if _step_in(path) != step:
                 return f"after the {which} save, {_found(path)}"
         if said := watch.unsynced(path):
             return said
-        half, changes = os.path.getsize(path) // 2, [e for e in watch.done if isinstance(e, str)]
-        for n in (0, 1, half, 2 * half - 1):
-            if not _survives(given, path, partial(_die_after, n)):
-                return f"killed after {n:,} bytes, {_found(path)}"
-        for n, change in enumerate(changes):
-            if not _survives(given, path, partial(watch.at, n, _die)):
-                return f"killed before {CHANGES[change]}, {_found(path)}"
-            if change not in ("open", "shutil.copyfile"):
-                continue
-            if not _survives(given, path, partial(watch.at, n, partial(_die_after, half))):
-                return f"killed within {CHANGES[change]}, {_found(path)}"
+        half, pickled = os.path.getsize(path) // 2, -1 - _Pickled.left
+        kills = [(f"after {n:,} bytes", partial(_die_after, n)) for n in (0, 1, half, 2 * half - 1)]
+        for n, change in enumerate(each for each in watch.done if isinstance(each, str)):
+            kills.append((f"before {CHANGES[change]}", partial(watch.at, n, _die)))
+            if change in ("open", "shutil.copyfile"):
+                halved = partial(_die_after, half)
+                kills.append((f"within {CHANGES[change]}", partial(watch.at, n, halved)))
+        for n in range(pickled):  # torch.save(state, path) empties the file, and then pickles
+            kills.append((f"in pickling {n + 1}", partial(setattr, _Pickled, "left", n)))
+        for when, arm in kills:
+            if not _survives(given, path, arm):
+                return f"killed {when}, {_found(path)}"
     return ""
+
+
+class _Pickled:
+    """A part of a state. It is pickled so many times, and then kills its process; below 0, always
+    again."""
+
+    left = -1
+
+    def __reduce__(self) -> Any:
+        if self.left == 0:
+            _die()
+        _Pickled.left -= 1
+        return OrderedDict, ()
 
 
 class _Watch:
     """What is done to the files of a folder. It stays until the process ends."""
 
     def __init__(self, folder: str) -> None:
-        self.folder, self.done = folder, list[Any]()  # names of changes; {inode: bytes} at a sync
+        self.folder = folder + os.sep
+        self.done = list[Any]()  # names of changes; {inode: bytes} at a sync
         self.outside = False  # whether something came from another folder
         self._at, self._do = -1, _die
         sys.addaudithook(self._hook)
 
     def _hook(self, event: str, args: tuple[Any, ...]) -> None:
-        if event not in CHANGES:
+        reads = event == "open" and not args[2] & (os.O_WRONLY | os.O_RDWR)
+        if event not in CHANGES or reads:
             return
-        paths = [os.path.realpath(os.fspath(each)) for each in args[:2] if _is_path(each)]
-        inside = [path.startswith(self.folder + os.sep) for path in paths]
-        if event == "open" and not args[2] & (os.O_WRONLY | os.O_RDWR):
-            return
+        paths = [each for each in args[:2] if isinstance(each, str | bytes | os.PathLike)]
+        inside = [os.path.realpath(os.fsdecode(path)).startswith(self.folder) for path in paths]
         if any(inside):
             if len(self.done) == self._at:
                 self._do()
@@ -162,7 +179,7 @@ class _Watch:
 
         def note(frame: Any, event: str, called: Any) -> None:
             if event == "c_call" and called in SYNCS:
-                files = [each.stat() for each in Path(self.folder).rglob("*")]
+                files = map(os.stat, Path(self.folder).rglob("*"))
                 self.done.append({each.st_ino: each.st_size for each in files})
 
         sys.setprofile(note)
@@ -176,21 +193,16 @@ class _Watch:
     def unsynced(self, path: str) -> str:
         """What is wrong with a save that got its name by a rename or a link."""
         namings = [n for n, each in enumerate(self.done) if str(each) in NAMINGS]
-        if not namings:
-            return ""
-        if self.outside:
+        if namings and self.outside:
             return "a rename works within one file system: write beside the path"
         found = os.stat(path)
-        syncs = [each for each in self.done[: namings[-1]] if isinstance(each, dict)]
-        sizes = [sizes.get(found.st_ino) for sizes in syncs]
-        if found.st_size in sizes:
+        before = self.done[: max(namings, default=0)]
+        sizes = [each.get(found.st_ino) for each in before if isinstance(each, dict)]
+        if not namings or found.st_size in sizes:
             return ""
         if any(size is not None for size in sizes):
             return "it is synced while the last bytes are in Python's buffer: flush that first"
-        return (
-            "after a power cut the disk may have the new name, but not the bytes: sync the file "
-            "before it gets the name"
-        )
+        return "a power cut may leave the new name without its bytes: sync before you rename"
 
 
 def _survives(given: Save, path: str, arm: Callable[[], None]) -> bool:
@@ -214,30 +226,21 @@ def _survives(given: Save, path: str, arm: Callable[[], None]) -> bool:
     return _step_in(path) in (2, 3)
 
 
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def _die_after(nbytes: int) -> None:
     """Let the system kill this process when it makes a file longer."""
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, nbytes))
 
 
-def _is_path(thing: object) -> bool:
-    return isinstance(thing, str | bytes | os.PathLike)
-
-
 def _state(step: int) -> dict[str, Any]:
-    return {"step": step, "weights": torch.full((20_000,), float(step))}
+    return {"step": step, "weights": torch.full((20_000,), float(step)), "last": _Pickled()}
 
 
 def _step_in(path: str) -> int | None:
     """Of a whole checkpoint."""
     try:
         state = torch.load(path)
-        whole = torch.equal(state["weights"], _state(state["step"])["weights"])
-        return state["step"] if whole else None
+        return state["step"] if (state["weights"] == state["step"]).all() else None
     except Exception:
         return None
 
@@ -246,5 +249,4 @@ def _found(path: str) -> str:
     if not os.path.exists(path):
         return "there is no file at the path"
     step = _step_in(path)
-    what = "no whole checkpoint" if step is None else f"the checkpoint of save {step}"
-    return f"the path has {what}"
+    return f"the path has {f'the checkpoint of save {step}' if step else 'no whole checkpoint'}"

@@ -12,26 +12,23 @@
 
 To read: `one_rank` (a rank without the others), `llama_shape` (a model without numbers),
 `rehearsal` (a step of it), `play_step` (the time it would take), `beside` (planner and rank, side
-by side), `published` (steps that others have measured, and what we would have said).
+by side).
 Lesson: scaling_out
 """
 
 from minidist.scaling.llama_shape import Llama
 from minidist.scaling.one_rank import Message, Trace, Waited, one_rank_of
 from minidist.scaling.play_step import Played, play
-from minidist.scaling.published import Prediction, predictions
 from minidist.scaling.rehearsal import Rehearsed, rehearse
 
 __all__ = [
     "Llama",
     "Message",
     "Played",
-    "Prediction",
     "Rehearsed",
     "Trace",
     "Waited",
     "one_rank_of",
     "play",
-    "predictions",
     "rehearse",
 ]

@@ -107,6 +107,18 @@ def copied(state, path):
     shutil.copy(f"{path}.whole", path)
 
 
+def copied_before(state, path):
+    """In place: there is a copy, but under another name."""
+    if os.path.exists(path):
+        shutil.copyfile(path, f"{path}.bak")
+    torch.save(state, path)
+
+
+def saved_twice(state, path):
+    torch.save(state, f"{path}.bak")
+    torch.save(state, path)
+
+
 def not_synced(state, path):
     torch.save(state, f"{path}.new")
     os.replace(f"{path}.new", path)
@@ -189,6 +201,8 @@ ANSWERS = {
             old_one_removed,
             old_one_moved_away,
             copied,
+            copied_before,
+            saved_twice,
             not_synced,
             not_flushed,
             synced_too_late,
