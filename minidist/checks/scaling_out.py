@@ -76,7 +76,7 @@ def save_every(answer: object) -> str:
 
 # ---- a save that survives -----------------------------------------------------------------------
 
-_die = partial(signal.raise_signal, signal.SIGKILL)
+_die: Callable[[], None] = partial(signal.raise_signal, signal.SIGKILL)
 SYNCS = (os.fsync, getattr(os, "fdatasync", os.fsync), os.sync)
 NAMINGS = {"os.rename": "a rename", "os.link": "a link", "os.symlink": "a link"}
 CHANGES = NAMINGS | {
