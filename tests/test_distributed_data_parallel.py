@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import minidist as md
-from minidist.distributed_data_parallel import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from minidist.distributed_data_parallel.buckets import assign
 
 OURS = md.DistributedDataParallel

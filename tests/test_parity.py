@@ -194,7 +194,7 @@ FAULTS = {
 
 
 def hooked(ddp):
-    ddp.register_comm_hook(None, md.distributed_data_parallel.bf16_compress_hook)
+    ddp.register_comm_hook(None, bf16_compress_hook)
     return ddp
 
 

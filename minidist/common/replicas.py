@@ -4,7 +4,7 @@ Averaged gradients keep equal replicas equal. They cannot make them so.
 Lesson: distributed_data_parallel.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from itertools import zip_longest
 from typing import Any
 
@@ -19,12 +19,14 @@ _DTENSOR = ", a DTensor"
 CHUNK = 25 * 2**20  # bytes of one message, as torch has it: large, and freed soon
 
 
-def require_same_model(module: nn.Module, group: dist.ProcessGroup) -> None:
+def require_same_model(
+    module: nn.Module, group: dist.ProcessGroup, left_out: Set[str] = frozenset()
+) -> None:
     """Raises ValueError, on every rank of the group, that names the first parameter or buffer
     that is not the same as rank 0's: its name, shape, dtype, layout, kind of device, or whether it
-    is trained. Raises TypeError, on every rank, for a DTensor."""
-    lines = [words("parameter", *each) for each in module.named_parameters()]
-    lines += [words("buffer", *each) for each in module.named_buffers()]
+    is trained. Raises TypeError, on every rank, for a DTensor. left_out: names not to compare."""
+    lines = [words("parameter", n, p) for n, p in module.named_parameters() if n not in left_out]
+    lines += [words("buffer", n, b) for n, b in module.named_buffers() if n not in left_out]
     require_same_lines(lines, group)
 
 

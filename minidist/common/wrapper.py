@@ -6,12 +6,13 @@ shards the parameters that it found: `Guard` names one that was changed since.
 """
 
 import copy
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from inspect import get_annotations
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from minidist.common.refusals import has_hooks
@@ -133,6 +134,32 @@ def _rename(entries: dict[str, Any], old: str, new: str) -> None:
     key is its prefix without the dot."""
     for key in [key for key in entries if f"{key}.".startswith(old)]:
         entries[(new + f"{key}.".removeprefix(old)).rstrip(".")] = entries.pop(key)
+
+
+# ---- a model as it was found -----------------------------------------------------------------
+
+Kinds = dict[str, tuple[Any, ...]]
+
+
+def kinds_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> Kinds:
+    """By name, what must stay as it is: which parameter it is, its shape, dtype and device."""
+    return {name: (id(p), p.shape, p.dtype, p.device) for name, p in parameters}
+
+
+def require_as_found(module: nn.Module, found: Kinds, left_out: Set[str] = frozenset()) -> None:
+    """Raises RuntimeError if the module trains a parameter that was not `found` in it."""
+    now = kinds_of((name, p) for name, p in module.named_parameters() if p.requires_grad)
+    changed = [n for n, kind in now.items() if found.get(n) != kind and n not in left_out]
+    if changed:
+        raise RuntimeError(
+            f"parameter {changed[0]} was added, replaced, unfrozen or converted since its model was "
+            "wrapped. Change a model first, and wrap it then"
+        )
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward pass now, in which a checkpoint computes forward again."""
+    return torch._C._current_graph_task_id() != -1
 
 
 # ---- parameters that changed -------------------------------------------------------------------

@@ -76,11 +76,13 @@ class _Answering(JoinHook):
         self._ddp = ddp
 
     def main_hook(self) -> None:
-        """Answer the collectives of one forward and one backward pass."""
-        answers = self._ddp._begin_step(sync=False, trains=False)
-        if answers:
-            self._ddp._reducer.answer()
-        self._ddp._reducer.answered = answers
+        """Answer the collectives of one forward and one backward pass, with zeros."""
+        if self._ddp._begin_step(sync=False, trains=False):
+            reducer = self._ddp._reducer
+            for parameter in reducer.parameters:
+                parameter.grad = None
+            reducer.average(reducer.parameters)
+            reducer.expect(sync=False)  # no backward pass comes here
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take the model of a rank that has trained until the end."""

@@ -171,8 +171,7 @@ class MemoryTracker(Measurement):
         # Of the parameter first, and of the node that adds up its gradient when all others of the
         # parameter, and the wrapper, have seen that. A parameter does not hold its node.
         self._nodes = {parameter: get_gradient_edge(parameter).node for parameter in trained}
-        came: Any = functools.partial(self._gradient_came)
-        came.only_reads = True  # a wrapper that averages need not fear it
+        came = functools.partial(self._gradient_came)
         for parameter, node in self._nodes.items():
             yield parameter.register_post_accumulate_grad_hook(came)
             yield node.register_hook(functools.partial(self._gradient_stays, parameter))

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+from torch.utils._pytree import tree_map_only
 
 import minidist as md
 
@@ -44,8 +46,7 @@ def _states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     if isinstance(model, md.FullyShardedDataParallel):
         whole = model.optim_state_dict(optimizer)
     elif isinstance(optimizer, md.ZeroRedundancyOptimizer):
-        optimizer.consolidate_state_dict(to=None)
-        whole = optimizer.state_dict()
+        whole = tree_map_only(DTensor, DTensor.full_tensor, optimizer.state_dict())
     else:
         return optimizer.state
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
