@@ -36,9 +36,9 @@ def ddp(module, **options):
     return md.DistributedDataParallel(module, **options), SGD(module.parameters(), lr=0.1)
 
 
-def stage2(module):
+def stage2(module, **options):
     optimizer = md.ZeroRedundancyOptimizer(module.parameters(), SGD, lr=0.1)
-    return md.ShardedDataParallel(module, optimizer), optimizer
+    return md.ShardedDataParallel(module, optimizer, **options), optimizer
 
 
 def unfreeze(module):
@@ -59,11 +59,10 @@ def convert(module):
 
 
 CHANGES = {
-    unfreeze: "parameter 0.weight has been unfrozen since it was wrapped",
-    replace_a_layer: "parameter 2.weight has been replaced since",
-    add_an_adapter: "parameter 1.adapter.weight has been added since",
-    convert: "parameter 2.weight has changed since it was wrapped, from shape (2, 3), float64, on "
-    "cpu to shape (1, 3), float64, on cpu",
+    unfreeze: "0.weight",
+    replace_a_layer: "2.weight",
+    add_an_adapter: "1.adapter.weight",
+    convert: "2.weight",
 }
 
 
@@ -88,11 +87,10 @@ def test_a_parameter_that_nobody_averages_is_named(pools, strategy):
                 model(share(1))  # an evaluation averages nothing
         return raised(model, share(1))
 
-    for change, words in CHANGES.items():
+    for change, name in CHANGES.items():
         for told in pools(2)(train, change):
             assert told is not None and told[0] == "RuntimeError", change
-            assert told[1].startswith(words), told[1]
-            assert "Change a module first, and wrap it then" in told[1]
+            assert told[1].startswith(f"parameter {name} was added, replaced, unfro"), told[1]
 
 
 @pytest.mark.parametrize("strategy", [ddp, stage2])
@@ -103,8 +101,7 @@ def test_what_is_frozen_for_a_while_stays_as_it_is(pools, strategy):
         module = net()
         plain = copy.deepcopy(module)
         alone = SGD(plain.parameters(), lr=0.1)
-        options = {"find_unused_parameters": True} if strategy is ddp else {}
-        model, optimizer = strategy(module, **options)
+        model, optimizer = strategy(module, find_unused_parameters=True)
         for step in range(4):
             for each in module, plain:
                 each[1].requires_grad_(step != 1)
@@ -188,7 +185,7 @@ def test_an_optimizer_that_looks_at_whole_parameters_is_refused(pools):
     for kind in WHOLE:
         for told in pools(2)(make, kind):
             assert told is not None and told[0] == "TypeError", kind
-            assert f"{kind.__name__} cannot train shards" in told[1]
+            assert f"{kind.__name__} cannot train rows" in told[1]
 
 
 def test_an_elementwise_optimizer_is_taken(pools):

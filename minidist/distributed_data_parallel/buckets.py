@@ -106,11 +106,12 @@ class Buckets:
         self.comm_hook: tuple[CommHook, Any] | None = None  # and its state
         self._sent = 0  # of the buckets, in this backward pass
         self._travelling: list[tuple[Bucket, Any]] = []  # and what waits for it
+        self._bucket_of: dict[torch.Tensor, Bucket] = {}
         self.arrange(plan)
 
     def arrange(self, plan: Sequence[Sequence[nn.Parameter]]) -> None:
         """Make the buckets of this plan."""
-        self._plan, self._buckets = plan, list[Bucket]()  # so the memory of older ones is free
+        self._plan, self._buckets, self._bucket_of = plan, list[Bucket](), {}  # frees the old ones
         for index, parameters in enumerate(plan):
             last = index == len(plan) - 1
             self._buckets.append(Bucket(index, parameters, last, self._group))

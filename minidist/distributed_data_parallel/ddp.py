@@ -1,5 +1,6 @@
 """The wrapper: what the ranks do before and after a forward pass."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,10 +27,10 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
         loss_fn(model(my_share), my_targets).backward()
         optimizer.step()                                # each .grad is the mean over all ranks
 
-    At construction every rank takes rank 0's parameters and buffers. Each backward pass that
-    follows a forward pass of the wrapper, outside of `no_sync`, leaves the mean over the ranks in
-    `.grad`: a view into a bucket, whose memory the next gradients take. Clone one to keep it. The
-    arguments are those of torch's class that ordinary scripts pass:
+    At construction every rank takes rank 0's parameters and buffers. Each backward pass from what
+    the wrapper has returned, outside of `no_sync`, leaves the mean over the ranks in `.grad`: a
+    view into a bucket, whose memory the next gradients take. Clone one to keep it. The arguments
+    are those of torch's class that ordinary scripts pass:
 
     device_ids: None, or one device: inputs are then moved to that of the module.
     broadcast_buffers: the first forward pass, and each that follows one for training, first gives
@@ -50,12 +51,12 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
     RuntimeError if a parameter has changed since; `backward`, if one is left without gradient
     unasked.
 
-    Limits: what `model.module` or a layer of it computes is averaged after a forward pass of the
-    wrapper only. Hooks that change a gradient come before the wrapper. A wrapper cannot be copied
-    or pickled: copy its module.
+    Limits: what `model.module` or a layer of it computes on its own is not averaged. Hooks that
+    change a gradient come before the wrapper. Of several wrappers of a model the last one averages.
+    A copy of a wrapper is one of its module alone; it cannot be pickled.
     """
 
-    _buckets: Any = Buckets
+    _make_buckets: Any = Buckets
 
     def __init__(
         self,
@@ -82,6 +83,8 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
         parameters = {n: p for n, p in module.named_parameters() if n not in self._left_out}
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         require_same_model(module, group, self._left_out)
+        if any(isinstance(each, DistributedDataParallel) for each in module.modules()):
+            raise ValueError("a part of this module is wrapped already: wrap the model once")
         if not trained:
             raise ValueError("DistributedDataParallel: the module has no parameter to train")
         broadcast_state([*parameters.values(), *self._buffers_of_all()], group)
@@ -89,7 +92,7 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
         self._broadcasts = self._stale = broadcast_buffers  # rank 0 may change some until a pass
         self._found = kinds_of(trained.items())
         # Backward comes to the last layer first.
-        buckets = self._buckets(self._plan(list(trained.values())[::-1]), group)
+        buckets = self._make_buckets(self._plan(list(trained.values())[::-1]), group)
         self._reducer = Reducer(trained, group, buckets, find_unused_parameters or static_graph)
 
     def _plan(self, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -105,12 +108,13 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
         if torch.is_grad_enabled():
             require_as_found(self.module, self._found, self._left_out)
         Join.notify_join_context(self)
-        self._begin_step(torch.is_grad_enabled() and self.require_backward_grad_sync)
+        sync = self._begin_step(torch.is_grad_enabled() and self.require_backward_grad_sync)
         if self._moves_inputs:
             inputs, kwargs = tree_map_only(torch.Tensor, self._move, (inputs, kwargs))
         output = self.module(*inputs, **kwargs)
-        for tensor in tensors_in(output):
-            self._reducer.watch(tensor)
+        if sync:
+            for tensor in tensors_in(output):
+                self._reducer.watch(tensor)
         return output
 
     def _move(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -141,5 +145,9 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
         returns a Future of the average, of shape (n,), and divides by the world size itself."""
         self._reducer.buckets.comm_hook = hook, state
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A copy of the module, such as an average of weights: to train it, wrap it too."""
+        return copy.deepcopy(self.module, memo)
+
     def __getstate__(self) -> Any:
-        raise TypeError("a DistributedDataParallel cannot be copied or pickled: copy its module")
+        raise TypeError("a DistributedDataParallel cannot be pickled: save its state_dict()")

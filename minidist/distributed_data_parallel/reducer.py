@@ -8,7 +8,6 @@ Lesson: distributed_data_parallel.
 """
 
 import weakref
-from collections.abc import Callable
 from itertools import compress
 from typing import Any
 
@@ -24,8 +23,8 @@ class Reducer:
     """Averages the gradients of `parameters` (by name, in the order of registration) over the ranks
     of `group`, in `buckets`: whole, or in shards.
 
-    In the order of time: `expect` at each forward pass; `_begin` when backward comes to what that
-    has given; `_arrive` for each gradient, as it is complete; `_end` when backward has ended.
+    In the order of time: `expect` and `watch` at each forward pass; `_begin` when backward comes to
+    what that has given; `_arrive` for each gradient, as it is complete; `_end` when backward has ended.
     find_unused_parameters: whether some gradients may be missing then.
     """
 
@@ -38,29 +37,32 @@ class Reducer:
     ) -> None:
         self.parameters, self._names = list(parameters.values()), list(parameters)
         self._group, self.buckets, self._find_unused = group, buckets, find_unused_parameters
-        self._sync = False  # whether to average the backward passes after the last forward pass
-        self._begun = False  # such a pass is on its way
+        self._awaited = False  # whether to average the next pass that gives a gradient
+        self._begun = False  # a pass that is averaged is on its way
         self._arrived: dict[nn.Parameter, None] = {}  # in this pass, in this order
         self.order: list[nn.Parameter] | None = None  # that of the first pass, until it is used
         self._ordered = find_unused_parameters  # it has been; or each pass may have another
-        # A model may outlive its wrapper, and get another one.
-        own = weakref.ref(self)
-        hooks = [p.register_post_accumulate_grad_hook(_hook(own)) for p in self.parameters]
-        weakref.finalize(self, remove, hooks)
+        for parameter in self.parameters:  # an older wrapper's, or both would divide
+            hooks: Any = parameter._post_accumulate_grad_hooks or {}
+            for key in [key for key, hook in hooks.items() if isinstance(hook, GradientHook)]:
+                del hooks[key]
+        hook = GradientHook(self)
+        handles = [p.register_post_accumulate_grad_hook(hook) for p in self.parameters]
+        weakref.finalize(self, remove, handles)
 
     def expect(self, sync: bool) -> None:
         """A forward pass begins. `sync`: whether to average what backward finds after it."""
-        self._sync = sync
+        self._awaited = sync
         self._reset()
 
     def watch(self, output: torch.Tensor) -> None:
-        """Learn when backward comes to what a forward pass has given. It holds us, too: gradients
-        are averaged if the wrapper is dropped before."""
+        """Average all backward passes that come to what the forward pass has given. The tensor
+        holds us: the wrapper may be gone by then."""
         if output.grad_fn is not None:
             output.register_hook(lambda _: self._begin())
 
     def _begin(self) -> None:
-        if self._sync and not self._begun:
+        if not self._begun:
             self._begun = True
             Variable._execution_engine.queue_callback(self._end)
 
@@ -68,7 +70,9 @@ class Reducer:
         """Its gradient is complete."""
         if parameter.grad is None:
             return  # another hook has taken it, or there was none: `_end` names it
-        if not self._sync:
+        if self._awaited:
+            self._begin()
+        if not self._begun:
             if not torch.is_grad_enabled():
                 self.buckets.hold(parameter)
             return
@@ -79,7 +83,6 @@ class Reducer:
                 f"the gradient of {self._name(parameter)} arrived twice in one backward pass. "
                 "Parts of a model that are recomputed one by one must not share parameters"
             )
-        self._begin()
         self._arrived[parameter] = None
         self.buckets.add(parameter)
 
@@ -94,6 +97,7 @@ class Reducer:
                     self.order, self._ordered = list(self._arrived), True
                 self.average(unused)
         finally:
+            self._awaited = self._awaited and not self._arrived
             self._reset()
 
     def average(self, unused: list[nn.Parameter]) -> None:
@@ -139,14 +143,17 @@ class Reducer:
         )
 
 
-def _hook(own: weakref.ref[Reducer]) -> Callable[[nn.Parameter], None]:
-    def arrive(parameter: nn.Parameter) -> None:
-        if (reducer := own()) is not None:
+class GradientHook:
+    """Of a parameter, which may outlive its wrapper: so it holds the reducer weakly."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self.reducer = weakref.ref(reducer)
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        if (reducer := self.reducer()) is not None:
             reducer._arrive(parameter)
 
-    return arrive
 
-
-def remove(hooks: list[Any]) -> None:
-    for hook in hooks:
-        hook.remove()
+def remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()

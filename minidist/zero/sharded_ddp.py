@@ -70,15 +70,13 @@ class ShardBuckets:
 
     comm_hook = None
 
-    def __init__(self, plan: Sequence[Sequence[nn.Parameter]], group: dist.ProcessGroup) -> None:
-        self._cut, self.scale = Cut(group), 1 / dist.get_world_size(group)
-        # Of passes before: autograd cannot add a whole gradient to rows.
-        self._kept: dict[nn.Parameter, torch.Tensor] = {}
+    def __init__(self, plan: Sequence[Sequence[nn.Parameter]], cut: Cut) -> None:
+        self._cut, self.scale = cut, 1 / cut.ranks
         parameters = [p for bucket in plan for p in bucket]
         # A parameter does not hold its node, and the node holds this hook.
         self._nodes = [get_gradient_edge(p).node for p in parameters]
         hooks = [
-            node.register_prehook(partial(_set_aside, self._kept, p))
+            node.register_prehook(partial(_set_aside, cut.kept, p))
             for p, node in zip(parameters, self._nodes, strict=True)
         ]
         weakref.finalize(self, remove, hooks)
@@ -96,20 +94,14 @@ class ShardBuckets:
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._sent, self._travelling = 0, None
         self._rows: dict[nn.Parameter, torch.Tensor] = {}
-        self._kept.clear()
 
     def hold(self, parameter: nn.Parameter) -> None:
         """Its gradient waits for a later pass, in `.grad`, whole."""
-        if parameter in self._kept:
-            raise RuntimeError(
-                "a pass that is not averaged comes after one that was: first those within "
-                "no_sync(), then the one outside"
-            )
 
     def add(self, parameter: nn.Parameter) -> None:
         """Its gradient is complete, or it has none, which counts as zero. The full buckets leave,
         each when the one before it has arrived."""
-        _set_aside(self._kept, parameter)  # if this pass has left it out
+        _set_aside(self._cut.kept, parameter)  # if this pass has left it out
         bucket = self._bucket_of[parameter]
         bucket.take(parameter, self.scale)
         bucket.missing.discard(parameter)
@@ -128,7 +120,7 @@ class ShardBuckets:
     def give(self, used: Iterable[nn.Parameter]) -> None:
         """These have a gradient on one rank at least: its mean is added to their `.grad`."""
         for parameter in used:
-            rows, kept = self._rows[parameter], self._kept.get(parameter)
+            rows, kept = self._rows[parameter], self._cut.kept.pop(parameter, None)
             if kept is not None:
                 rows = local_of(kept).add_(rows)
             parameter.grad = self._cut.whole(rows, like=parameter)
@@ -137,6 +129,8 @@ class ShardBuckets:
 def _set_aside(kept: dict[nn.Parameter, torch.Tensor], parameter: nn.Parameter, *_: Any) -> None:
     if hasattr(parameter.grad, "placements"):
         kept[parameter], parameter.grad = parameter.grad, None  # type: ignore[assignment]
+    elif parameter.grad is None:
+        kept.pop(parameter, None)  # the user has done with it
 
 
 class ShardedDataParallel(DistributedDataParallel):
@@ -160,8 +154,6 @@ class ShardedDataParallel(DistributedDataParallel):
     than the module; all else as `DistributedDataParallel` does. There are no communication hooks.
     """
 
-    _buckets = ShardBuckets
-
     def __init__(
         self, module: nn.Module, optimizer: ZeroRedundancyOptimizer, **arguments: bool
     ) -> None:
@@ -170,6 +162,7 @@ class ShardedDataParallel(DistributedDataParallel):
                 "ShardedDataParallel needs a ZeroRedundancyOptimizer, which has the rows, not "
                 f"{type(optimizer).__name__}"
             )
+        self._make_buckets = lambda plan, _: ShardBuckets(plan, optimizer.cut)
         group, cap = optimizer.process_group, optimizer.bucket_cap_mb
         with together(group):
             if {p for p in module.parameters() if p.requires_grad} != {*optimizer.own}:

@@ -114,6 +114,11 @@ class ZeroRedundancyOptimizer(Optimizer):
                 "a parameter has been moved or converted since the optimizer was made. Change a "
                 "model first, and make its optimizer then"
             )
+        if any(p.grad is not None and p not in self.own for p in self._parameters()):
+            raise RuntimeError(
+                "a parameter has a gradient that was frozen when the optimizer was made: make "
+                "another one"
+            )
         # 1. This rank's rows take their gradients.
         for parameter, own in self.own.items():
             if parameter.grad is not None:

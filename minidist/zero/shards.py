@@ -27,6 +27,8 @@ class Cut:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        # Rows of gradients while a pass adds another one, which is whole until it is cut.
+        self.kept: dict[nn.Parameter, torch.Tensor] = {}
         self._mesh: DeviceMesh | None = None
 
     def rows(self, tensor: torch.Tensor) -> int:
