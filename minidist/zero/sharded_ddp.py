@@ -146,8 +146,8 @@ class ShardedDataParallel(DistributedDataParallel):
     `no_sync` leave whole gradients, for the next pass outside to average. After FairScale's
     ShardedDDP.
 
-    optimizer: a `ZeroRedundancyOptimizer` of all parameters of the module that are trained. Its
-        buckets and its group are those of the gradients.
+    optimizer: a `ZeroRedundancyOptimizer` of all parameters of the module that are trained, or
+        several that share them. The buckets and the group are those of the first.
     arguments: `find_unused_parameters` and `broadcast_buffers` of `DistributedDataParallel`.
 
     Raises TypeError for another optimizer; ValueError, on every rank, if it has other parameters
@@ -155,19 +155,25 @@ class ShardedDataParallel(DistributedDataParallel):
     """
 
     def __init__(
-        self, module: nn.Module, optimizer: ZeroRedundancyOptimizer, **arguments: bool
+        self,
+        module: nn.Module,
+        optimizer: ZeroRedundancyOptimizer | Sequence[ZeroRedundancyOptimizer],
+        **arguments: bool,
     ) -> None:
-        if not isinstance(optimizer, ZeroRedundancyOptimizer):
+        several = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
+        if wrong := [type(x) for x in several if not isinstance(x, ZeroRedundancyOptimizer)]:
             raise TypeError(
                 "ShardedDataParallel needs a ZeroRedundancyOptimizer, which has the rows, not "
-                f"{type(optimizer).__name__}"
+                f"{wrong[0].__name__}"
             )
-        self._make_buckets = lambda plan, _: ShardBuckets(plan, optimizer.cut)
-        group, cap = optimizer.process_group, optimizer.bucket_cap_mb
-        with together(group):
-            if {p for p in module.parameters() if p.requires_grad} != {*optimizer.own}:
+        first: Any = several[0]
+        with together(first.process_group):
+            owned = [p for each in several for p in each.own]  # type: ignore[union-attr]
+            if {p for p in module.parameters() if p.requires_grad} != {*owned}:
                 raise ValueError(
                     "the optimizer has other parameters than the module trains: make it of "
                     "module.parameters(), after the module is moved, unfrozen or changed"
                 )
-        super().__init__(module, process_group=group, bucket_cap_mb=cap, **arguments)  # type: ignore[arg-type]
+        self._make_buckets = lambda plan, _: ShardBuckets(plan, first.cut)
+        size, options = first.bucket_cap_mb, arguments
+        super().__init__(module, process_group=first.process_group, bucket_cap_mb=size, **options)
