@@ -50,21 +50,6 @@ def _own(gradient: torch.Tensor) -> torch.Tensor:
     return local_of(gradient.detach() if isinstance(gradient, _Part) else gradient)
 
 
-def norms_over_ranks(
-    shards: Sequence[torch.Tensor],
-    norm_type: float,
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-) -> list[torch.Tensor]:
-    """The norm of each of several tensors, of which each rank of the group has a shard, in one
-    all_reduce, by tensors on `device`."""
-    own = [  # an empty shard has no largest element
-        torch.linalg.vector_norm(s, norm_type) if s.numel() else s.new_zeros(()) for s in shards
-    ]
-    norms = norm_over_ranks(torch.stack(own).to(device, torch.float64), norm_type, group)
-    return list(norms.to(own[0]))
-
-
 def norm_over_ranks(
     own: torch.Tensor, norm_type: float, group: dist.ProcessGroup | None
 ) -> torch.Tensor:

@@ -8,12 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from minidist.common.groups import require_group
 from minidist.common.no_sync import Synchronized
 from minidist.common.replicas import broadcast_state, require_same_model
-from minidist.common.tensors_in import tensors_in
 from minidist.common.wrapper import in_backward, kinds_of, require_as_found
 from minidist.distributed_data_parallel.buckets import BUCKET_CAP_MB, Buckets, CommHook, assign
 from minidist.distributed_data_parallel.join import UnevenBatches
@@ -113,7 +112,7 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
             inputs, kwargs = tree_map_only(torch.Tensor, self._move, (inputs, kwargs))
         output = self.module(*inputs, **kwargs)
         if sync:
-            for tensor in tensors_in(output):
+            for tensor in filter(torch.is_tensor, tree_leaves(output)):
                 self._reducer.watch(tensor)
         return output
 

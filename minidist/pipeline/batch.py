@@ -12,7 +12,7 @@ a strategy around the stages, another along its axis.
 """
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,9 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unfl
 
 from minidist.collectives.peers import Peers
 from minidist.common import agree
+from minidist.common.refusals import has_hooks
 from minidist.common.tensors_in import tensors_of
-from minidist.common.wrapper import Guard
+from minidist.common.wrapper import kinds_of, require_as_found
 from minidist.pipeline.instructions import Schedule
 from minidist.pipeline.stage import FLAGS, PLAIN, ActivationSpec, Stage
 
@@ -118,7 +119,8 @@ class Preparation:
         self._plan, self._peers, self._own = plan, peers, own
         self._keywords, self._device = keywords, device
         self._modules, self._parameters = list(module.modules()), list(module.parameters())
-        self._guard = Guard(module, "Pipeline", layers=set(module.children()))
+        self._module, self._found = module, kinds_of(trained_in(module))
+        self._holders = [*holders("", module, set(module.children()))]
         self.specs: dict[int, ActivationSpecs] = {}  # the one used last comes last
         self._plain = pickle.dumps({})  # keyword arguments without tensors, for later stages
 
@@ -136,8 +138,8 @@ class Preparation:
         seen, total, parts, to_later, problem = [trains, self._state()], 0, [], self._plain, None
         try:
             if trains:
-                self._guard.require_unchanged()
-            self._guard.require_same_layers(module)
+                require_as_found(module, self._found)
+            require_same_layers(module, self._module, self._holders, "Pipeline")
             if first:
                 total = self._count(inputs, kwargs, trains)
                 batch = inputs, {n: value for n, value in kwargs.items() if n not in plain}
@@ -265,3 +267,47 @@ def _signature(tree: Any, by_value: tuple[type, ...]) -> Any:
 
     leaves, structure = tree_flatten(tree)
     return structure, [of(x) for x in leaves]
+
+
+# ---- a module that changed -----------------------------------------------------------------------
+
+Holders = Sequence[tuple[str, nn.Module, dict[str, nn.Module | None]]]
+
+
+def trained_in(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Its parameters that are trained, by name."""
+    return [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+
+
+def holders(prefix: str, module: nn.Module, layers: Set[nn.Module]) -> Iterator[Any]:
+    """The modules that hold the layers, and are none themselves: the prefix of their names, and
+    what they hold."""
+    if module not in layers:
+        yield prefix, module, dict(module._modules)
+        for name, child in module.named_children():
+            yield from holders(f"{prefix}{name}.", child, layers)
+
+
+def require_same_layers(now: nn.Module, before: nn.Module, held: Holders, who: str) -> None:
+    """Raises RuntimeError if a layer was added, removed or replaced, or the module as a whole, such
+    as by a compiled one: `who` would run the old ones. And for a hook of what holds the layers."""
+    if now is not before:
+        raise RuntimeError(
+            "the module has been replaced since it was wrapped, and would not be run: "
+            f"{who} runs the layers that it found. Change or compile layers first, and wrap then"
+        )
+    for prefix, holder, found in held:
+        if has_hooks(holder):
+            raise RuntimeError(
+                f"{prefix[:-1] or 'the module'} has a hook, which would not be called: {who} runs "
+                "its layers one by one. Register the hook on a layer"
+            )
+        # What else a module gets, such as a loss function, is no layer.
+        in_a_row = isinstance(holder, nn.Sequential | nn.ModuleList)
+        for name in found | holder._modules if in_a_row else found:
+            if holder._modules.get(name) is not found.get(name):
+                raise RuntimeError(
+                    f"layer {prefix}{name} has been added, removed or replaced since it was "
+                    f"wrapped. Change a module first, and wrap it then: {who} runs the layers that "
+                    "it found"
+                )

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from minidist.common.agree import require_same, together
 from minidist.common.groups import require_group
-from minidist.common.replicas import describe, require_replicas
+from minidist.common.replicas import describe, refuse_dtensors, require_replicas
 from minidist.common.tensors_in import local_of
 from minidist.distributed_data_parallel.buckets import BUCKET_CAP_MB, assign
 from minidist.zero.shards import Cut, FlatParameters
@@ -50,10 +50,12 @@ class ZeroRedundancyOptimizer(Optimizer):
     is that of torch's ZeroRedundancyOptimizer.
 
     Raises RuntimeError without a process group, and in `step` if a parameter was moved or converted
-    since; TypeError for an optimizer_class that is none, or not elementwise; ValueError, on every
-    rank, if the ranks pass different parameters or options, or one without dimensions.
+    since; TypeError for an optimizer_class that is none, or not elementwise, and for DTensors;
+    ValueError, on every rank, if the ranks pass different parameters or options, or one without
+    dimensions.
 
-    Limits: groups cannot be added later. torch's `Join` takes it not.
+    Limits: no group can be added later. torch's `Join` does not take it. Clipping by the largest
+    element fails on a rank that has no rows of a parameter, as with all DTensors.
     """
 
     def __init__(
@@ -76,7 +78,9 @@ class ZeroRedundancyOptimizer(Optimizer):
             if scalar := next((p for p in self._parameters() if not p.ndim), None):
                 raise ValueError(f"a parameter has no rows: give it a dimension, {scalar}")
         require_replicas(self._parameters(), group)
-        require_same(group, _described(self.param_groups, self.bucket_cap_mb))
+        described = _described(self.param_groups, self.bucket_cap_mb)
+        require_same(group, described)
+        refuse_dtensors(f"{name}, {text}" for name, text in described.items())
         self.cut = Cut(group)
         # In the order in which backward comes to them: last layers first.
         trained = [p for p in self._parameters() if p.requires_grad][::-1]
