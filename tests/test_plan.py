@@ -194,17 +194,6 @@ WRONG = {
         lambda m: {"model.layers.*.self_attn": tp.heads("heads")},
         "ValueError: model.layers.0.self_attn: a Attention has no number 'heads' to divide",
     ),
-    "features": (
-        lambda: md.zoo.mlp(4, 3, 2),
-        lambda m: {"0": "columns"},
-        "ValueError: 0: ColumnParallelLinear: 2 ranks cannot share out_features=3, which is not a "
-        "multiple of 2",
-    ),
-    "a norm by columns": (
-        llama,
-        lambda m: llama_plan(m) | {"model.norm": "columns"},
-        "TypeError: model.norm: 'columns' splits an nn.Linear, not a RMSNorm",
-    ),
     "a layer of their own": (
         with_a_gate,
         llama_plan,
