@@ -36,19 +36,19 @@ help:
 
 setup: $(TEST)
 
-# What a learner needs. Torch goes first: it is the one large download. uv chooses the build that
-# fits this machine (for the CPU where there is no GPU), and keeps one that is there already.
 define BY_PIP
 uv could not fetch torch; why, it says above. So pip fetches it, in the build that its index has.
 endef
 export BY_PIP
 
+# What a learner needs. Torch goes first: it is the one large download. uv chooses the build that
+# fits this machine (for the CPU where there is no GPU), and keeps one that is there already.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "minidist needs Python 3.11 or later; try: make $(or $(MAKECMDGOALS),setup) PYTHON=python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt uv
-	$(BIN)/uv pip install --python $(BIN)/python --torch-backend=auto -c constraints.txt torch \
+	$(BIN)/python -m pip install -c constraints.txt uv && $(BIN)/uv pip install \
+	    --python $(BIN)/python --torch-backend=auto -c constraints.txt torch \
 	    || { echo "$$BY_PIP"; $(BIN)/python -m pip install -c constraints.txt torch; }
 	$(BIN)/python -m pip install -c constraints.txt -e '.[course]'
 	@touch $@

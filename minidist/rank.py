@@ -244,7 +244,7 @@ def launch(fn: Callable[..., Any], *args: Any, world_size: int = 4, **options: A
 def _stage(backend: str, timeout: float, threads: int, folder: str) -> Iterator[Callable[[], int]]:
     """What a rank of a pool lives in. The rendezvous is a file: no port can be taken."""
     torch.set_num_threads(threads)
-    # A fork goes on with the random numbers of its parent. But Python's `random` has seen to it.
+    # After a fork Python seeds its `random` again. torch and numpy do not, so we do.
     torch.default_generator.seed()
     if random := sys.modules.get("numpy.random"):
         random.seed()

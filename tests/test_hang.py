@@ -16,7 +16,7 @@ from programs import HERE, eventually, few
 SCRIPT = HERE / "notebooks" / "scripts" / "hang.py"
 SOURCE = SCRIPT.read_text().splitlines()
 RANKS = ["--standalone", "--nproc-per-node=3"]
-SHORT = ["--wait", "8"]  # seconds, as in the lesson
+SHORT = ["--wait", "8"]  # seconds
 
 pytestmark = [
     pytest.mark.timeout(280),

@@ -12,8 +12,9 @@ from test_plan import (
     LENGTH,
     MODELS,
     VOCABULARY,
-    Llama,
     apart,
+    llama,
+    llama_plan,
     raised,
 )
 from torch import nn
@@ -125,20 +126,20 @@ def of_torchs_styles(model):
     plan = {f"model.layers.*.{name}": torchs.ColwiseParallel() for name in columns}
     for name in "self_attn.o_proj", "mlp.down_proj":
         plan[f"model.layers.*.{name}"] = torchs.RowwiseParallel()
-    return plan | {"model.layers.*.self_attn": tp.heads("n_heads", "n_kv_heads")}
+    return plan | {"model.layers.*.self_attn": tp.heads("num_heads", "num_key_value_heads")}
 
 
 def beside_torch():
     """Torch's function and ours, of the same plan: loss and gradients."""
     results = []
     for function in tp, torchs:
-        model = Llama().double()
+        model = llama().double()
         plan = of_torchs_styles(model)
         if function is torchs:
             del plan["model.layers.*.self_attn"]
             for layer in model.model.layers:  # as torch's tutorial has it
-                layer.self_attn.n_heads //= dist.get_world_size()
-                layer.self_attn.n_kv_heads //= dist.get_world_size()
+                layer.self_attn.num_heads //= dist.get_world_size()
+                layer.self_attn.num_key_value_heads //= dist.get_world_size()
         function.parallelize_module(model, mesh(), plan)
         inputs, targets = batch(0)
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
@@ -156,8 +157,8 @@ def test_a_plan_of_torchs_styles_does_what_torch_does(pools):
 
 
 def saved(folder, **options):
-    dense = Llama().double()
-    plan = tp.llama_plan(dense)
+    dense = llama().double()
+    plan = llama_plan(dense)
     model = tp.parallelize_module(copy.deepcopy(dense), mesh(), plan, **options)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     for step in range(2):
@@ -171,8 +172,8 @@ def saved(folder, **options):
 
 
 def loaded(folder, **options):
-    model = Llama(seed=1).double()
-    tp.parallelize_module(model, mesh(), tp.llama_plan(model), **options)
+    model = llama(seed=1).double()
+    tp.parallelize_module(model, mesh(), llama_plan(model), **options)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     states = dict(
         zip(("model", "optimizer"), dcp_state.get_state_dict(model, optimizer), strict=True)

@@ -20,7 +20,20 @@ MODELS = {
     "convnet": (md.zoo.convnet, None),
     "transformer": (md.zoo.Transformer, md.zoo.text()),
 }
+
+
+def clip(optimizer, *_):
+    nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1)
+
+
+def clipping(parameters):
+    optimizer = SGD(parameters)
+    optimizer.register_step_pre_hook(clip)
+    return optimizer
+
+
 OPTIMIZERS = {
+    "clipping": clipping,
     "momentum": parity.momentum,
     "adam": torch.optim.Adam,
     "adamw": partial(torch.optim.AdamW, weight_decay=0.1),
@@ -57,6 +70,8 @@ class Loop:
         grads = [p.grad for p in model.parameters()]
         if here != "weights":
             average(grads, 1 if here == "sum" else None)
+        if here == "clip":  # which the one process does not do
+            clip(optimizer)
         if here == "grad":
             grads[-1][0] += 1e-9
         optimizer.step()
@@ -88,7 +103,7 @@ def test_distributed_data_parallel_trains_as_one_process_does(pools):
         model, data = MODELS.get(name, (Partial, None))
         check = partial(parity.check, model=model, data=data, ranks=pools(3))
         ours = partial(OURS, bucket_cap_mb=0.002, find_unused_parameters=name == "partial")
-        for optimizer in ("momentum", "adam") if name == "mlp" else ("adamw",):
+        for optimizer in ("momentum", "adam", "clipping") if name == "mlp" else ("adamw",):
             assert check(ours, optimizer=OPTIMIZERS[optimizer]).tolerance == 1e-12, name
     theirs = partial(TorchDDP, find_unused_parameters=True)
     check(theirs, optimizer=OPTIMIZERS["adam"])
@@ -163,6 +178,7 @@ WEIGHT, MEAN = "0.weight differs", "the mean loss differs"
 FAULTS = {
     "no averaging": (dict(step=parity.train_step), f"step 1, rank 0: {WEIGHT}"),
     "sum": (dict(step=Loop("sum")), f"step 1, rank 0: {WEIGHT}"),
+    "a step that clips": (dict(step=Loop("clip")), f"step 1, rank 0: {WEIGHT}"),
     "share of another": (dict(step=Loop("share")), f"step 1, rank 0: {WEIGHT}"),
     "rank 2, from step 3": (dict(step=Loop("grad", (2, 3))), "step 3, rank 2: 2.bias differs"),
     "rank 1's loss, at step 2": (dict(step=Loop("loss", (1, 2))), f"step 2, {MEAN}"),

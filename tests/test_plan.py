@@ -1,14 +1,17 @@
 """Models of several makes and their plans, with which test_parallelize_module trains; and a plan
 that does not fit says where."""
 
+import pytest
 import torch
 import torch.nn.functional as F
+from fuzz.random_models import LENGTH, Llama, llama_plan
+from fuzz.random_models import WORDS as VOCABULARY
 from torch import nn
 
 import minidist as md
 from minidist import tensor_parallel as tp
 
-VOCABULARY, LENGTH, WIDTH = 251, 8, 32
+WIDTH = 32
 
 
 def attention(q, k, v):
@@ -66,67 +69,9 @@ class GPT2Attention(nn.Module):
         return self.c_proj(attention(q, k, v))
 
 
-class Llama(nn.Module):
-    def __init__(self, layers=2, heads=8, kv_heads=4, seed=0):
-        super().__init__()
-        torch.manual_seed(seed)
-        blocks = [LlamaBlock(heads, kv_heads) for _ in range(layers)]
-        self.model = nn.Module()
-        self.model.embed_tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.model.layers, self.model.norm = nn.ModuleList(blocks), nn.RMSNorm(WIDTH)
-        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, tokens):
-        x = self.model.embed_tokens(tokens)
-        for block in self.model.layers:
-            x = block(x)
-        return self.lm_head(self.model.norm(x))
-
-
-class LlamaBlock(nn.Module):
-    def __init__(self, heads, kv_heads):
-        super().__init__()
-        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
-        self.self_attn, self.mlp = LlamaAttention(heads, kv_heads), LlamaMLP()
-
-    def forward(self, x):
-        x = x + self.self_attn(self.input_layernorm(x))
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class LlamaMLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate_proj = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.up_proj = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.down_proj = nn.Linear(3 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class LlamaAttention(nn.Module):
-    def __init__(self, heads, kv_heads):
-        super().__init__()
-        D = WIDTH // heads
-        self.n_heads, self.n_kv_heads = heads, kv_heads
-        self.q_proj = nn.Linear(WIDTH, heads * D, bias=False)
-        self.k_proj = nn.Linear(WIDTH, kv_heads * D, bias=False)
-        self.v_proj = nn.Linear(WIDTH, kv_heads * D, bias=False)
-        self.o_proj = nn.Linear(heads * D, WIDTH, bias=False)
-        angles = torch.arange(LENGTH)[:, None] / 100 ** (torch.arange(0, D, 2) / D)
-        self.register_buffer("cos", angles.cos().repeat(1, 2)[:, None])  # (T, 1, D)
-        self.register_buffer("sin", angles.sin().repeat(1, 2)[:, None], persistent=False)
-
-    def forward(self, x):
-        q = self.q_proj(x).unflatten(-1, (self.n_heads, -1))  # (B, T, H, D)
-        k, v = (f(x).unflatten(-1, (self.n_kv_heads, -1)) for f in (self.k_proj, self.v_proj))
-        return self.o_proj(attention(self.turn(q), self.turn(k), v))
-
-    def turn(self, x):
-        a, b = x.chunk(2, -1)
-        T = x.shape[1]
-        return x * self.cos[:T] + torch.cat([-b, a], -1) * self.sin[:T]
+def llama(heads=8, kv_heads=4, seed=0):
+    torch.manual_seed(seed)
+    return Llama(heads, kv_heads, layers=2)
 
 
 def zoo():
@@ -136,7 +81,7 @@ def zoo():
 MODELS = {
     "zoo": (zoo, tp.transformer_plan),
     "gpt2": (GPT2, tp.gpt2_plan),
-    "llama": (Llama, tp.llama_plan),
+    "llama": (llama, llama_plan),
 }
 
 
@@ -153,6 +98,54 @@ def raised(function, *args, **kwargs):
     return None
 
 
+# ---- Hugging Face's Llama ----------------------------------------------------------------------
+
+
+def hugging_faces(**config):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=64, pad_token_id=0)
+    heads = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    return LlamaForCausalLM(LlamaConfig(**sizes | heads | config)).double().eval()
+
+
+def beside_one_process(more, **config):
+    model, alone = hugging_faces(**config), hugging_faces(**config)
+    tp.parallelize_module(model, None, tp.llama_plan(model) | more)
+    tokens = torch.randint(1, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    tokens[0, :3] = 0  # padding
+    inputs = dict(input_ids=tokens, attention_mask=tokens.ne(0).long())
+    if more:
+        ours, theirs = (each(**inputs).logits[:, :-1] for each in (model, alone))
+        ours = md.vocab_parallel_cross_entropy(ours, tokens[:, 1:])
+        return apart({"loss": (ours, md.parity.cross_entropy(theirs, tokens[:, 1:]))})
+    ours, theirs = (each(**inputs, labels=tokens) for each in (model, alone))
+    found = apart({name: (ours[name], theirs[name]) for name in ("loss", "logits")})
+    ours, theirs = (each.generate(**inputs, max_new_tokens=8) for each in (model, alone))
+    return found + ["generate"] * (not torch.equal(ours, theirs))
+
+
+@pytest.mark.tools
+def test_a_llama_of_hugging_face_is_used_as_on_one_process(pools):
+    two = pools(2)
+    assert two(beside_one_process, {}) == [[]] * 2
+    assert two(beside_one_process, {}, tie_word_embeddings=True) == [[]] * 2
+    assert two(beside_one_process, {"lm_head": "vocabulary"}) == [[]] * 2
+
+
+@pytest.mark.tools
+def test_what_a_llama_of_hugging_face_cannot_do_is_told_before_it_runs(pools):
+    def run(kv_heads, **options):
+        model = hugging_faces(num_key_value_heads=kv_heads)
+        return raised(tp.parallelize_module, model, None, tp.llama_plan(model), **options)
+
+    where, heads = "ValueError: model.layers.0.self_attn", "num_key_value_heads over 2 ranks: 1 is"
+    assert pools(2)(run, 1) == [f"{where}: {heads} not a multiple of 2"] * 2
+    words = "it takes the number of tokens from its input: no sequence_parallel"
+    assert pools(2)(run, 2, sequence_parallel=True) == [f"{where}: {words}"] * 2
+
+
 # ---- what does not fit ------------------------------------------------------------------------
 
 
@@ -162,70 +155,58 @@ class Gate(nn.Linear):
 
 
 def with_a_gate():
-    model = Llama()
+    model = llama()
     model.model.layers[1].mlp.up_proj = Gate(WIDTH, 3 * WIDTH)
     return model
 
 
 def tied():
-    model = Llama()
+    model = llama()
     model.lm_head.weight = model.model.embed_tokens.weight
     return model
 
 
-LLAMA = tp.llama_plan
 WRONG = {
     "a name": (
-        Llama,
+        llama,
         lambda m: {"model.layers.*.attention.q_proj": "columns"},
         "ValueError: the plan's 'model.layers.*.attention.q_proj' matches no module: "
         "model.layers.0 has input_layernorm, post_attention_layernorm, self_attn, mlp",
     ),
     "the first part of a name": (
-        Llama,
+        llama,
         lambda m: {"transformer.h.*": "columns"},
         "ValueError: the plan's 'transformer.h.*' matches no module: the model has model, lm_head",
     ),
     "twice": (
-        Llama,
-        lambda m: LLAMA(m) | {"model.layers.*.self_attn.*": "columns"},
+        llama,
+        lambda m: llama_plan(m) | {"model.layers.*.self_attn.*": "columns"},
         "ValueError: model.layers.0.self_attn.q_proj: the plan names it twice, by "
         "'model.layers.*.self_attn.q_proj' and 'model.layers.*.self_attn.*'",
     ),
     "heads": (
-        lambda: Llama(heads=8, kv_heads=1),
-        LLAMA,
-        "ValueError: model.layers.0.self_attn: n_kv_heads over 2 ranks: 1 is not a multiple of 2",
+        lambda: llama(kv_heads=1),
+        llama_plan,
+        "ValueError: model.layers.0.self_attn: num_key_value_heads over 2 ranks: 1 is not a",
     ),
     "no such number": (
-        Llama,
+        llama,
         lambda m: {"model.layers.*.self_attn": tp.heads("heads")},
-        "ValueError: model.layers.0.self_attn: a LlamaAttention has no number 'heads' to divide",
-    ),
-    "features": (
-        lambda: md.zoo.mlp(4, 3, 2),
-        lambda m: {"0": "columns"},
-        "ValueError: 0: ColumnParallelLinear: 2 ranks cannot share out_features=3, which is not a "
-        "multiple of 2",
-    ),
-    "a norm by columns": (
-        Llama,
-        lambda m: LLAMA(m) | {"model.norm": "columns"},
-        "TypeError: model.norm: 'columns' splits an nn.Linear, not a RMSNorm",
+        "ValueError: model.layers.0.self_attn: a Attention has no number 'heads' to divide",
     ),
     "a layer of their own": (
         with_a_gate,
-        LLAMA,
+        llama_plan,
         "TypeError: model.layers.1.mlp.up_proj: 'columns' splits an nn.Linear, not a Gate",
     ),
     "a tie of which one end is split": (
         tied,
-        lambda m: {k: v for k, v in LLAMA(m).items() if k != "lm_head"},
+        lambda m: {k: v for k, v in llama_plan(m).items() if k != "lm_head"},
         "ValueError: model.embed_tokens.weight and lm_head.weight are one parameter, and the plan "
         "does not split both in the same way",
     ),
     "a style": (
-        Llama,
+        llama,
         lambda m: {"lm_head": "column"},
         "ValueError: the plan's 'lm_head': no style 'column'; there are columns, rows, vocabulary",
     ),
@@ -248,13 +229,13 @@ def test_a_plan_that_does_not_fit_says_where_and_changes_nothing(pools):
 
 def test_without_a_plan_it_must_be_the_zoos_transformer(pools):
     words = "TypeError: a Llama is not a zoo.Transformer: a plan must say how it is split"
-    assert pools(2)(lambda: raised(tp.parallelize_module, Llama())) == [words] * 2
+    assert pools(2)(lambda: raised(tp.parallelize_module, llama())) == [words] * 2
 
 
 def test_a_tied_head_stays_tied(pools):
     def run():
         model = tied()
-        tp.parallelize_module(model, None, tp.llama_plan(model))
+        tp.parallelize_module(model, None, llama_plan(model))
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         return model.lm_head.weight is model.model.embed_tokens.weight, len(names)
 

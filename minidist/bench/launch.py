@@ -83,16 +83,6 @@ def spawned() -> tuple[float, float]:
     return ends.max().item() - start, whole
 
 
-def by_ranks() -> float:
-    """Seconds from `md.launch` to the end of the last rank's first all_reduce."""
-    return launched()[0]
-
-
-def by_spawn() -> float:
-    """The same with `torch.multiprocessing.spawn`."""
-    return spawned()[0]
-
-
 def _spawned(rank: int, rendezvous: str, ends: torch.Tensor) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(rendezvous, WORLD_SIZE)

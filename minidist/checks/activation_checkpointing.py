@@ -41,12 +41,12 @@ def segment(answer: object) -> str:
 
 @check
 @hints(
-    "The formula is in the puzzle itself. a, s and h are given.",
-    "First the second term: five times a times s, divided by h.",
+    "The formula is in the puzzle itself, and the three numbers are, too.",
+    "First the second term: five times the heads times the length, divided by the width.",
     "Add the constant 34 to it.",
 )
 def of_gpt3(answer: object) -> str:
-    """34 + 5as/h, the bytes for each element of a block's input, of GPT-3."""
+    """34 + 5 heads × length / width, the bytes for each element of a block's input, of GPT-3."""
     number(
         answer,
         114,

@@ -19,29 +19,29 @@ SHARES = [[4, 4], [7, 1], [5, 1, 2], [3, 0, 6]]  # images of each rank
 @hints(
     'The formula is under "What fills a rank\'s memory?". Leave out the activations and what'
     " lasts briefly.",
-    "For each parameter there are the parameter, its gradient, and the two moments of Adam,"
-    " all in float32. Which of them does DDP divide among the GPUs?",
-    "Add up the bytes of these four numbers. A billion bytes are a GB, so multiply by the "
-    "billions of parameters.",
+    "Adam keeps two numbers for each parameter. What does momentum keep, and which of all that "
+    "does DDP divide among the GPUs?",
+    "Add up the bytes of all numbers that belong to one parameter. A billion bytes are a GB, so "
+    "multiply by the billions of parameters.",
 )
 def memory_of_a_replica(answer: object) -> str:
-    """GB on each of 8 GPUs: 7 billion parameters, Adam, float32, without activations."""
+    """GB on each of 8 GPUs: 7 billion parameters, momentum, float32, without activations."""
     number(
         answer,
-        112,
+        84,
         "GB",
         {
-            14: "DDP does not divide anything among the GPUs: each holds a replica",
-            140: "that is with a second copy of the gradients, in the buckets",
-            896: "that is all 8 GPUs together",
+            10.5: "DDP does not divide anything among the GPUs: each holds a replica",
+            112: "Adam keeps two numbers for each parameter, momentum one; and one copy of the "
+            "gradients is enough",
+            672: "that is all 8 GPUs together",
             28: "those are the parameters alone",
-            56: "Adam keeps two numbers for each parameter, besides the parameter and its gradient",
-            84: "Adam keeps two numbers for each parameter",
-            16: "that is the memory of one billion parameters",
-            112e9: "give GB",
+            56: "momentum is a number for each parameter, besides the parameter and its gradient",
+            12: "that is the memory of one billion parameters",
+            84e9: "give GB",
         },
     )
-    return "16 bytes for each parameter, on every GPU. It does not fit into 80 GB."
+    return "12 bytes for each parameter, on every GPU. It does not fit into 80 GB."
 
 
 @check
@@ -74,8 +74,8 @@ def steps_of_an_epoch(answer: object) -> str:
     "by the number of ranks, not of images.",
     "Begin with the sum of the losses of this rank's images, not with their mean. To know "
     "how many images all ranks have, they must tell each other.",
-    "Divide the sum by the number of all images, and multiply it by the number of ranks, "
-    "which DDP will divide by. A rank without images goes backward, too: its sum is zero.",
+    "Two numbers scale the sum: one that the ranks find together, and one that undoes what DDP "
+    "does to it. A rank without images goes backward, too: its sum is zero.",
 )
 def backward_of_all(answer: object) -> str:
     """Leaves the gradient of the mean over the images of all ranks, however they are shared."""

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from minidist.checks.verdict import check, function, hints, number, require_right, shown
 from minidist.measure import MemoryTracker, TrafficCounter
@@ -122,7 +123,7 @@ def _trial(prepare: Callable[..., Any]) -> str:
             "after three steps its output is not that of one process with Adam, lr=1e-3, that "
             "trained on all rows"
         )
-    return _costs(memory, sent, alone)
+    return _costs(memory, sent, alone, model)
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor) -> None:
@@ -146,7 +147,7 @@ def _holds_more(model: nn.Module, alone: nn.Module) -> str:
     return ""
 
 
-def _costs(memory: MemoryTracker, sent: TrafficCounter, alone: Transformer) -> str:
+def _costs(memory: MemoryTracker, sent: TrafficCounter, alone: Transformer, model: Any) -> str:
     whole, block = _numel(alone), _numel(alone.blocks[0])
     most = whole / 2 + (whole - BLOCKS * block) + block
     at_once = memory.peak_of["parameters"] / 8
@@ -162,9 +163,7 @@ def _costs(memory: MemoryTracker, sent: TrafficCounter, alone: Transformer) -> s
             "are enough"
         )
     # Of torch's own units the tracker sees only the shards.
-    if gathers < 4 * BLOCKS and at_once < whole / 2 + block:
-        return (
-            f"a step has {gathers} all_gathers. With so few units, two neighbours are more than "
-            "a block"
-        )
+    torchs = any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in model.modules())
+    if torchs and gathers < 4 * BLOCKS:
+        return f"with {gathers} all_gathers of torch's units, two neighbours are more than a block"
     return ""

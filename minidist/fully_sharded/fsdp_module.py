@@ -23,7 +23,7 @@ _OF_BUFFERS = "messages take memory from the backend's arena, or from torch"
 REFUSED = {  # methods of torch's FSDPModule
     "set_requires_all_reduce": "the replicas' all_reduce follows each reduce_scatter: "
     "set_requires_gradient_sync(False) leaves out both",
-    "reset_iter_state": "a pass that failed leaves nothing behind: call the model again",
+    "reset_iter_state": "a pass that failed may leave gradients: zero_grad, then go on",
     "set_custom_all_gather": "units are gathered by the process group",
     "set_custom_reduce_scatter": "gradients are reduced by the process group",
     "set_all_reduce_hook": "gradients are reduced by the process group",

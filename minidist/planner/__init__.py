@@ -16,10 +16,9 @@ number's source.
 To read: `model_states` (the formulas of ZeRO), `transformer` and `layout` (a model's shape, and how
 it is laid out), `peak` (what a step adds), `device` and `step_time` (how long it takes), `advice`
 (which layout to take), `zero_table` (the paper's table), `planned_messages` (each message of a
-step), `calibrate` (a device's speed from one measured step), `failures` (how often to save).
+step), `failures` (how often to save).
 """
 
-from minidist.planner.calibrate import calibrated
 from minidist.planner.device import GPUS, LATENCY_US, Device
 from minidist.planner.failures import daly, expected_time, run_with_failures, young
 from minidist.planner.layout import RECOMPUTE, Layout
@@ -54,7 +53,6 @@ __all__ = [
     "Precision",
     "StepTime",
     "Transformer",
-    "calibrated",
     "daly",
     "expected_time",
     "largest_model",

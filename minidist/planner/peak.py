@@ -108,12 +108,11 @@ def peaks(
     model: Transformer, layout: Layout, *, optimizer: str = "adam", precision: str = "mixed"
 ) -> list[Memory]:
     """The same of a rank of each pipeline stage."""
-    held = []
+    kept, held = kept_activations(model, layout, precision), []
+    again = layer_activations(model, layout, precision) - kept
     for stage in stages(model, layout):
         own = stage.parameters(model, layout.tensor, layout.rows_in)
         states = memory(own, layout.shards, layout.stage, optimizer=optimizer, precision=precision)
-        kept = kept_activations(model, layout, precision)
-        again = layer_activations(model, layout, precision) - kept
         loss = logits(model, layout, precision) if stage.last else 0.0
         live = layout.in_flight(stage.number) * stage.layers * kept
         each = replace(

@@ -111,6 +111,20 @@ class Heads(Style):
             setattr(module, name, getattr(module, name) // where.ranks)
 
 
+class HeadsOfConfig(Heads):
+    """Numbers in the module's config, which stay as they are: its forward takes all heads that its
+    layers give, and the number of tokens from its input."""
+
+    def make(self, module: Any, where: Where) -> nn.Module:
+        super().make(getattr(module, "config", module), where)
+        if where.sequence_parallel:
+            raise ValueError("it takes the number of tokens from its input: no sequence_parallel")
+        return module
+
+    def change(self, module: Any, where: Where) -> None:
+        pass
+
+
 @dataclass(frozen=True)
 class Copied(Style):
     """always: also if there is no part of the sequence for each rank."""

@@ -134,12 +134,7 @@ def in_pairs(model):
     return model, adam(model)
 
 
-def kept(model):
-    for block in model.blocks:
-        for part in block.mlp, block.qkv, block.out:
-            md.fully_shard(part, reshard_after_forward=False)
-    md.fully_shard(model)
-    return model, adam(model)
+kept = partial(by_parts, fully_shard=partial(md.fully_shard, reshard_after_forward=False))
 
 
 def no_root(model):

@@ -10,8 +10,9 @@ from torch import nn
 
 import minidist as md
 from fuzz.trials import Trial
+from minidist import tensor_parallel
 
-WORDS, LENGTH = 64, 8
+WORDS, LENGTH = 63, 8
 
 
 def make(trial: Trial) -> nn.Module:
@@ -84,6 +85,15 @@ def llama(chance: random.Random, heads: int | None) -> "Llama":
     heads = heads or 4
     shared = 2 if heads == 8 else chance.choice([1, 2, 4])  # so that 4 ranks have a whole one
     return Llama(heads, heads // shared, layers=chance.randint(2, 3))
+
+
+def llama_plan(model: nn.Module) -> dict[str, Any]:
+    """Unlike Hugging Face's, the attention counts its heads."""
+    return tensor_parallel.llama_plan(model) | {
+        "model.layers.*.self_attn": tensor_parallel.heads("num_heads", "num_key_value_heads"),
+        **{name: "sequence" for name in ("model.layers.*.*norm", "model.norm")},
+        **{name: "vocabulary" for name in ("model.embed_tokens", "lm_head")},
+    }
 
 
 MODELS: dict[str, Callable[[random.Random, int | None], nn.Module]] = {

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import minidist as md
 from fuzz.alone import Alone, optimizers_of
-from fuzz.random_models import LlamaBlock
+from fuzz.random_models import LlamaBlock, llama_plan
 from fuzz.trials import Trial
 from minidist.fully_sharded import by_class, by_size, register_fsdp_forward_method
 from minidist.fully_sharded.wrap_policies import chosen
@@ -190,7 +190,7 @@ class Mesh(Stages):
 
 
 def _plan(trial: Trial, module: nn.Module) -> dict[str, Any] | None:
-    return md.tensor_parallel.llama_plan(module) if trial.model == "llama" else None
+    return llama_plan(module) if trial.model == "llama" else None
 
 
 STRATEGIES: dict[str, type[Alone]] = {
