@@ -19,8 +19,6 @@ Ranks that share out gradients each look at their own. If one finds an infinity,
 out the step, replicas part and collectives no longer match. So all must know: `ShardedGradScaler`.
 """
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 

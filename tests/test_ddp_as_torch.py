@@ -84,7 +84,10 @@ def test_inputs_are_moved_to_the_device_that_is_named():
 
 def test_a_rank_has_one_device(pools):
     for told in pools(2)(raised, OURS, smooth(), [0, 1]):
-        assert told == ("ValueError", "device_ids=[0, 1]: a rank has one device. Start a rank for each")
+        assert told == (
+            "ValueError",
+            "device_ids=[0, 1]: a rank has one device. Start a rank for each",
+        )
 
 
 def test_what_travels_at_construction_and_before_the_first_pass(pools):

@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
-from torch.utils.checkpoint import checkpoint
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.utils.checkpoint import checkpoint
 
 import minidist as md
 from minidist.measure import MemoryTracker

@@ -74,7 +74,9 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
         UnevenBatches.__init__(self)
         self.process_group = group = require_group(process_group, "DistributedDataParallel")
         if device_ids and len(device_ids) > 1:
-            raise ValueError(f"device_ids={device_ids}: a rank has one device. Start a rank for each")
+            raise ValueError(
+                f"device_ids={device_ids}: a rank has one device. Start a rank for each"
+            )
         self._cap = BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
         if self._cap <= 0:
             raise ValueError(f"bucket_cap_mb must be more than 0, not {bucket_cap_mb}")

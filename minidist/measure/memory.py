@@ -156,7 +156,9 @@ class MemoryTracker(Measurement):
             groups = [group["params"] for group in self._optimizer.param_groups]
             mark((dict(self._optimizer.state), groups), "optimizer states")
             parameters += [parameter for group in groups for parameter in group]
-            parameters += getattr(self._optimizer, "shards", [])  # of the parameters (lesson: offload)
+            parameters += getattr(
+                self._optimizer, "shards", []
+            )  # of the parameters (lesson: offload)
         mark([parameter.grad for parameter in parameters], "gradients")
 
     def _hooks(self) -> Iterator[Any]:

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from minidist.common.optimizer_states import require_states_of
 from minidist.common.replicas import require_apart
 from minidist.offload.budget import on_host, put_on_host
 from minidist.offload.mirror import CopyStream, Mirror
-from minidist.common.optimizer_states import require_states_of
 from minidist.zero.sharded_optimizer import is_elementwise
 
 

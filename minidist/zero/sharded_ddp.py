@@ -12,7 +12,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -21,8 +20,8 @@ from minidist.common.agree import together
 from minidist.common.tensors_in import local_of
 from minidist.distributed_data_parallel.ddp import DistributedDataParallel
 from minidist.distributed_data_parallel.reducer import remove
-from minidist.zero.shards import Cut, reduce_scatter
 from minidist.zero.sharded_optimizer import ZeroRedundancyOptimizer
+from minidist.zero.shards import Cut, reduce_scatter
 
 
 class PassingBucket:

@@ -169,7 +169,9 @@ class ZeroRedundancyOptimizer(Optimizer):
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         by_number = dict(zip(numbers, parameters, strict=False))
         states = {
-            number: {name: self._rows(by_number[number], name, value) for name, value in each.items()}
+            number: {
+                name: self._rows(by_number[number], name, value) for name, value in each.items()
+            }
             for number, each in state_dict["state"].items()
         }
         super().load_state_dict({**state_dict, "state": states})

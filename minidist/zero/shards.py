@@ -61,9 +61,7 @@ class FlatParameters:
     def __init__(self, parameters: Sequence[nn.Parameter], cut: Cut) -> None:
         self.cut, self.parameters, first = cut, list(parameters), parameters[0]
         sizes = [cut.ranks * cut.rows(p) * p[:1].numel() for p in parameters]
-        flat = backend.empty(
-            sum(sizes), dtype=first.dtype, device=first.device, group=cut.group
-        )
+        flat = backend.empty(sum(sizes), dtype=first.dtype, device=first.device, group=cut.group)
         self.blocks = flat.split(sizes)  # (N n …,) each
         self.own: list[nn.Parameter] = []  # this rank's rows of each
         for parameter, block in zip(parameters, self.blocks, strict=True):
