@@ -1,6 +1,6 @@
 """The pictures of the lesson zero: zero, zero1, zero2, zero3."""
 
-from style import EMPTY, INK, PALE, RANKS, Axes, arrow, bar, box, ink, paper, save, words
+from style import EMPTY, PALE, RANKS, Axes, arrow, bar, box, ink, paper, save, words
 
 from minidist.plot import color
 

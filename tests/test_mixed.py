@@ -467,7 +467,11 @@ WRONG_MODELS = {
         "schedule zero_bubble goes back in two parts, and a strategy around a stage waits for",
     ),
     "replicas": (
-        lambda: sharded(md.DistributedDataParallel),
+        lambda: sharded(
+            lambda stage, device_mesh: md.DistributedDataParallel(
+                stage, process_group=device_mesh.get_group()
+            )
+        ),
         "TypeError: shard is for what shards a stage's parameters",
     ),
     "models": (one_rank_of_another_size, "ValueError: the ranks have different models."),

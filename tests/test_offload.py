@@ -425,11 +425,10 @@ def test_gradients_that_leave_before_a_wrapper_sees_them_train_nothing(pools):
         (TorchDDP, True, "had taken it"),
         (TorchDDP, False, "had taken it"),
         (md.DistributedDataParallel, True, "are awaited already"),  # it has a hook itself
-        (md.DistributedDataParallel, False, "was taken away"),
+        (md.DistributedDataParallel, False, "another hook took the gradient of "),
     ):
         for found, moved in pools(2)(early, wrap, first):
             assert words in found and not moved, (wrap, first, found)
-            assert first or "receive_in_backward" in found, (wrap, first, found)
 
 
 @pytest.mark.gpu

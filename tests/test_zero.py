@@ -355,10 +355,8 @@ ROWS = [(64 * 32, 32), (32, 32), (32 * 10, 10), (10, 10)]  # elements and rows o
 def test_bytes_that_a_rank_holds(pools, stage, world_size):
     padded = sum(n // rows * -(-rows // world_size) * world_size for n, rows in ROWS)
     for rank, (live, _, _, _) in enumerate(pools(world_size)(measured, stage, LARGE)):
-        own = sum(
-            n // rows * len(range(rows)[rank * -(-rows // world_size) :][: -(-rows // world_size)])
-            for n, rows in ROWS
-        )
+        each = [(n // rows, rows, -(-rows // world_size)) for n, rows in ROWS]
+        own = sum(n * max(0, min(most, rows - rank * most)) for n, rows, most in each)
         assert live["parameters"] == 4 * padded
         assert live["gradients"] == 4 * (2410 if stage is stage1 else padded // world_size)
         assert live["optimizer states"] == 8 * own + 4 * len(ROWS)  # and a count of steps each

@@ -151,8 +151,8 @@ def require_as_found(module: nn.Module, found: Kinds, left_out: Set[Any] = froze
     changed = [name for name, kind in now.items() if found.get(name) != kind]
     if changed:
         raise RuntimeError(
-            f"parameter {changed[0]} was added, replaced, unfrozen or converted since its model was "
-            "wrapped. Change a model first, and wrap it then"
+            f"parameter {changed[0]} was added, replaced, unfrozen or converted since its model "
+            "was wrapped. Change a model first, and wrap it then"
         )
 
 

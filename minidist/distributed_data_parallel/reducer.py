@@ -24,7 +24,7 @@ class Reducer:
     of `group`, in `buckets`: whole, or in shards.
 
     In the order of time: `expect` and `watch` at each forward pass; `_begin` when backward comes to
-    what that has given; `_arrive` for each gradient, as it is complete; `_end` when backward has ended.
+    what that has given; `_arrive` for each gradient, as it is complete; `_end` after backward.
     find_unused_parameters: whether some gradients may be missing then.
     """
 
@@ -68,10 +68,14 @@ class Reducer:
 
     def _arrive(self, parameter: nn.Parameter) -> None:
         """Its gradient is complete."""
-        if parameter.grad is None:
-            return  # another hook has taken it, or there was none: `_end` names it
         if self._awaited:
             self._begin()
+        if parameter.grad is None:
+            if self._begun and len(parameter._post_accumulate_grad_hooks) > 1:
+                raise RuntimeError(
+                    f"another hook took the gradient of {self._name(parameter)} away"
+                )
+            return  # a Function of the user's gave none
         if not self._begun:
             if not torch.is_grad_enabled():
                 self.buckets.hold(parameter)
@@ -138,8 +142,7 @@ class Reducer:
         return (
             f"this backward pass gave no gradient to {', '.join(map(self._name, unused[:5]))}{more}"
             ", for which the other ranks wait. Was a part of the model not used, or frozen since "
-            "it was wrapped, or has a hook taken its gradient away? With "
-            "find_unused_parameters=True a parameter may be left out."
+            "it was wrapped? With find_unused_parameters=True a parameter may be left out."
         )
 
 

@@ -208,8 +208,8 @@ class MixedParallel(Wrapper):
         every rank if the parameters or layers of one have changed."""
         problem = None
         try:
-            require_as_found(self.module, self._found)
             self._require_same_layers()
+            require_as_found(self.module, self._found)
         except RuntimeError as error:
             problem = error
         rows = next((len(x) for x in tensors_of(inputs) if x.ndim), 0)

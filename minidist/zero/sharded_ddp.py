@@ -157,7 +157,7 @@ class ShardedDataParallel(DistributedDataParallel):
         self,
         module: nn.Module,
         optimizer: ZeroRedundancyOptimizer | Sequence[ZeroRedundancyOptimizer],
-        **arguments: bool,
+        **arguments: Any,
     ) -> None:
         several = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
         if wrong := [type(x) for x in several if not isinstance(x, ZeroRedundancyOptimizer)]:

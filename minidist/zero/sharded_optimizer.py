@@ -86,8 +86,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         trained = [p for p in self._parameters() if p.requires_grad][::-1]
         buckets = assign(trained, int(self.bucket_cap_mb * 2**20))
         self._flats = [FlatParameters(bucket, self.cut) for bucket in buckets]
-        pairs = [pair for flat in self._flats for pair in zip(flat.parameters, flat.own)]
-        self.own: dict[torch.Tensor, nn.Parameter] = dict(pairs)  # this rank's rows of each
+        own = {p: rows for flat in self._flats for p, rows in flat.own.items()}
+        self.own = {p: own[p] for p in self._parameters() if p in own}  # this rank's rows of each
         self._inner = optimizer_class(
             [
                 {**_options(each), "params": [self.own[p] for p in each["params"] if p in self.own]}

@@ -63,12 +63,12 @@ class FlatParameters:
         sizes = [cut.ranks * cut.rows(p) * p[:1].numel() for p in parameters]
         flat = backend.empty(sum(sizes), dtype=first.dtype, device=first.device, group=cut.group)
         self.blocks = flat.split(sizes)  # (N n …,) each
-        self.own: list[nn.Parameter] = []  # this rank's rows of each
+        self.own: dict[torch.Tensor, nn.Parameter] = {}  # this rank's rows of each
         for parameter, block in zip(parameters, self.blocks, strict=True):
             block[parameter.numel() :] = 0
             view = block[: parameter.numel()].view(parameter.shape)
             parameter.data = view.copy_(parameter.data)
-            self.own.append(nn.Parameter(cut.own(parameter.data)))
+            self.own[parameter] = nn.Parameter(cut.own(parameter.data))
 
     def gather(self) -> Callable[[], None]:
         """Begin to give every rank all rows. Returns the function that waits."""
