@@ -72,9 +72,7 @@ class FlatParameters:
 
     def gather(self) -> Callable[[], None]:
         """Begin to give every rank all rows. Returns the function that waits."""
-        mine = [block.chunk(self.cut.ranks)[self.cut.rank] for block in self.blocks]
-        own = mine[0] if len(mine) == 1 else torch.cat(mine)
-        return all_gather_each(self.blocks, self.cut.group, own)
+        return all_gather_each(self.blocks, self.cut.group)
 
     def moved(self) -> bool:
         """Whether a parameter is no longer in this memory."""
@@ -105,24 +103,31 @@ def all_gather(
 
 
 def all_gather_each(
-    places: Sequence[torch.Tensor], group: dist.ProcessGroup, own: torch.Tensor
+    places: Sequence[torch.Tensor], group: dist.ProcessGroup, own: torch.Tensor | None = None
 ) -> Callable[[], None]:
     """Begin to put all shards of several tensors into their places, (N n,) each, in one message.
-    `own` (S,) has this rank's, end to end. Returns the function that waits."""
+    `own` (S,) has this rank's, end to end; if it is None, they are in their places. Returns the
+    function that waits."""
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     if len(places) == 1:
         return all_gather(places[0], group, own)
-    ranks = dist.get_world_size(group)
     sizes = [len(place) // ranks for place in places]
+    if own is None:
+        mine = [place.chunk(ranks)[rank] for place in places]
+    else:
+        mine = [*own.split(sizes)]
     if dist.get_backend(group) == "shm":  # it writes each where it belongs
         shm: Any = group
-        work = shm.all_gather_single_coalesced(list(places), list(own.split(sizes)))
+        work = shm.all_gather_single_coalesced(list(places), mine)
         return lambda: _wait([work])
-    gathered = own.new_empty(ranks * len(own))
-    arrive = all_gather(gathered, group, own)
+    together = torch.cat(mine) if own is None else own
+    gathered = together.new_empty(ranks * len(together))
+    arrive = all_gather(gathered, group, together)
 
     def wait() -> None:
         arrive()
-        for place, shards in zip(places, gathered.view(ranks, -1).split(sizes, 1), strict=True):
+        rows = gathered.view(ranks, -1).split(sizes, 1)
+        for place, shards in zip(places, rows, strict=True):
             place.view(ranks, -1).copy_(shards)
 
     return wait
