@@ -19,6 +19,7 @@ from minidist.common.single import all_gather_single, reduce_scatter_single
 # Gloo makes an all_gather of copies, and a reduce_scatter of a whole all_reduce. N broadcasts, or N
 # reductions, of a shard each do the same up to four times faster.
 _BY_SHARD = "gloo"
+ALONE = 2**20  # bytes of a parameter that travels alone, straight into its place
 
 
 class Cut:
@@ -71,8 +72,15 @@ class FlatParameters:
             self.own[parameter] = nn.Parameter(cut.own(parameter.data))
 
     def gather(self) -> Callable[[], None]:
-        """Begin to give every rank all rows. Returns the function that waits."""
-        return all_gather_each(self.blocks, self.cut.group)
+        """Begin to give every rank all rows: in one message, but for large parameters. Returns the
+        function that waits."""
+        group, rank = self.cut.group, self.cut.rank
+        small = [block for block in self.blocks if block.nbytes < ALONE]
+        waits = [all_gather(block, group) for block in self.blocks if block.nbytes >= ALONE]
+        if small:
+            own = torch.cat([block.chunk(self.cut.ranks)[rank] for block in small])
+            waits.append(all_gather_each(small, group, own))
+        return lambda: [wait() for wait in waits] and None
 
     def moved(self) -> bool:
         """Whether a parameter is no longer in this memory."""
@@ -103,26 +111,20 @@ def all_gather(
 
 
 def all_gather_each(
-    places: Sequence[torch.Tensor], group: dist.ProcessGroup, own: torch.Tensor | None = None
+    places: Sequence[torch.Tensor], group: dist.ProcessGroup, own: torch.Tensor
 ) -> Callable[[], None]:
     """Begin to put all shards of several tensors into their places, (N n,) each, in one message.
-    `own` (S,) has this rank's, end to end; if it is None, they are in their places. Returns the
-    function that waits."""
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    `own` (S,) has this rank's, end to end. Returns the function that waits."""
     if len(places) == 1:
         return all_gather(places[0], group, own)
+    ranks = dist.get_world_size(group)
     sizes = [len(place) // ranks for place in places]
-    if own is None:
-        mine = [place.chunk(ranks)[rank] for place in places]
-    else:
-        mine = [*own.split(sizes)]
     if dist.get_backend(group) == "shm":  # it writes each where it belongs
         shm: Any = group
-        work = shm.all_gather_single_coalesced(list(places), mine)
+        work = shm.all_gather_single_coalesced(list(places), [*own.split(sizes)])
         return lambda: _wait([work])
-    together = torch.cat(mine) if own is None else own
-    gathered = together.new_empty(ranks * len(together))
-    arrive = all_gather(gathered, group, together)
+    gathered = own.new_empty(ranks * len(own))
+    arrive = all_gather(gathered, group, own)
 
     def wait() -> None:
         arrive()
