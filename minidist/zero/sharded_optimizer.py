@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from minidist.common.agree import require_same, together
 from minidist.common.groups import require_group
-from minidist.common.replicas import describe, refuse_dtensors, require_replicas
+from minidist.common.replicas import describe, refuse_dtensors
 from minidist.common.tensors_in import local_of
 from minidist.distributed_data_parallel.buckets import BUCKET_CAP_MB, assign
 from minidist.zero.shards import Cut, FlatParameters
@@ -77,7 +77,6 @@ class ZeroRedundancyOptimizer(Optimizer):
             super().__init__(params, defaults)
             if scalar := next((p for p in self._parameters() if not p.ndim), None):
                 raise ValueError(f"a parameter has no rows: give it a dimension, {scalar}")
-        require_replicas(self._parameters(), group)
         described = _described(self.param_groups, self.bucket_cap_mb)
         require_same(group, described)
         refuse_dtensors(f"{name}, {text}" for name, text in described.items())
@@ -137,7 +136,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._take_states()
 
         # 3. All ranks get the parameters.
-        for wait in [flat.gather() for flat in self._flats]:
+        for wait in [wait for flat in self._flats for wait in flat.gather()]:
             wait()
         return loss
 
@@ -193,12 +192,6 @@ class ZeroRedundancyOptimizer(Optimizer):
                 return own
             value = value.full_tensor()
         return self.cut.own(value).clone()
-
-    def __getstate__(self) -> Any:
-        raise TypeError(
-            "a ZeroRedundancyOptimizer cannot be copied or saved: it has rows of parameters. Save "
-            "its state_dict(), or make another one for a copy of the model"
-        )
 
 
 def is_elementwise(kind: type[Optimizer]) -> bool:

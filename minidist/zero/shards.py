@@ -71,16 +71,15 @@ class FlatParameters:
             parameter.data = view.copy_(parameter.data)
             self.own[parameter] = nn.Parameter(cut.own(parameter.data))
 
-    def gather(self) -> Callable[[], None]:
+    def gather(self) -> list[Callable[[], None]]:
         """Begin to give every rank all rows: in one message, but for large parameters. Returns the
-        function that waits."""
-        group, rank = self.cut.group, self.cut.rank
-        small = [block for block in self.blocks if block.nbytes < ALONE]
-        waits = [all_gather(block, group) for block in self.blocks if block.nbytes >= ALONE]
+        functions that wait."""
+        cut, small = self.cut, [block for block in self.blocks if block.nbytes < ALONE]
+        waits = [all_gather(block, cut.group) for block in self.blocks if block.nbytes >= ALONE]
         if small:
-            own = torch.cat([block.chunk(self.cut.ranks)[rank] for block in small])
-            waits.append(all_gather_each(small, group, own))
-        return lambda: [wait() for wait in waits] and None
+            own = torch.cat([block.chunk(cut.ranks)[cut.rank] for block in small])
+            waits.append(all_gather_each(small, cut.group, own))
+        return waits
 
     def moved(self) -> bool:
         """Whether a parameter is no longer in this memory."""
