@@ -6,7 +6,6 @@ Lesson: distributed_data_parallel.
 
 from collections.abc import Iterable, Iterator, Set
 from itertools import zip_longest
-from typing import Any
 
 import torch
 import torch.distributed as dist

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from minidist.common.agree import require_same, together
 from minidist.common.groups import require_group
 from minidist.common.replicas import describe, refuse_dtensors
-from minidist.common.tensors_in import local_of
 from minidist.distributed_data_parallel.buckets import BUCKET_CAP_MB, assign
 from minidist.zero.shards import Cut, FlatParameters
 
@@ -124,9 +123,10 @@ class ZeroRedundancyOptimizer(Optimizer):
             )
         # 1. This rank's rows take their gradients.
         for parameter, own in self.own.items():
-            if parameter.grad is not None:
-                rows = local_of(parameter.grad)  # of a DTensor
-                own.grad = self.cut.own(rows) if rows is parameter.grad else rows
+            gradient: Any = parameter.grad
+            if gradient is not None:
+                is_rows = hasattr(gradient, "placements")  # a DTensor
+                own.grad = gradient.to_local() if is_rows else self.cut.own(gradient)
 
         # 2. The optimizer updates this rank's rows.
         for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
@@ -179,7 +179,7 @@ class ZeroRedundancyOptimizer(Optimizer):
                 self._inner.state[own] = self.state[parameter]
 
     def _rows(self, parameter: nn.Parameter, name: str, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.ndim:
+        if not getattr(value, "ndim", 0):
             return value
         if value.shape != parameter.shape:
             raise ValueError(
@@ -187,7 +187,7 @@ class ZeroRedundancyOptimizer(Optimizer):
                 f"its parameter {tuple(parameter.shape)}"
             )
         if hasattr(value, "placements"):
-            own = local_of(value)
+            own = value.to_local()
             if own.shape == self.own[parameter].shape:
                 return own
             value = value.full_tensor()

@@ -29,7 +29,7 @@ class Cut:
         self.group = group
         self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
         # Rows of gradients while a pass adds another one, which is whole until it is cut.
-        self.kept: dict[nn.Parameter, torch.Tensor] = {}
+        self.kept: dict[nn.Parameter, Any] = {}
         self._mesh: DeviceMesh | None = None
 
     def rows(self, tensor: torch.Tensor) -> int:
