@@ -989,21 +989,6 @@ def test_what_changed_on_one_rank_is_refused_on_all(pools):
     still_trains(pools(2))
 
 
-def test_stages_of_one_shape_are_not_taken_for_replicas(pools):
-    def zero():
-        parameters = md.Pipeline(four(), 2, balance=[2, 2]).parameters()
-        md.ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1)
-
-    def local_sgd():
-        parameters = md.Pipeline(four(), 2, balance=[2, 2]).parameters()
-        md.averaging.LocalSGD(torch.optim.SGD(parameters, lr=0.1), 2)
-
-    for run in zero, local_sgd:
-        first, second = told(pools(2), run)
-        assert first == second and first[0] == "ValueError"
-        assert all(f"of rank {rank} along a pipeline" in first[1] for rank in (0, 1)), run
-
-
 def test_a_schedule_of_ones_own_trains(pools):
     """Micro-batches in another order each way."""
     forward = [[Forward(stage, i) for i in (1, 0, 2)] for stage in range(4)]

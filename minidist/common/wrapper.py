@@ -60,14 +60,16 @@ def _without_prefix(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -
 
 
 def _with_prefix(wrapper: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    names = [name for name in state if name.startswith(prefix)]
+    names = [name.removeprefix(prefix) for name in state if name.startswith(prefix)]
     inner = wrapper.module
     while isinstance(inner, Wrapper):
         inner = inner.module
-    # torch's DistributedDataParallel has one "module." more than its module.
-    torchs = all(name.startswith(prefix + MODULE) for name in names)
-    if not torchs or hasattr(inner, "module"):
-        _rename(state, prefix, prefix + MODULE)
+    if not hasattr(inner, "module"):
+        if all(name.startswith(MODULE) for name in names):  # of torch's DistributedDataParallel
+            return
+        for name in names:  # torch's set_model_state_dict adds ours to what it was given
+            state.pop(prefix + MODULE + name, None)
+    _rename(state, prefix, prefix + MODULE)
 
 
 def _rename(entries: dict[str, Any], old: str, new: str) -> None:

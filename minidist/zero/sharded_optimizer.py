@@ -53,7 +53,8 @@ class ZeroRedundancyOptimizer(Optimizer):
     ValueError, on every rank, if the ranks pass different parameters or options, or one without
     dimensions.
 
-    Limits: no group can be added later. torch's `Join` does not take it. Clipping by the largest
+    Limits: the ranks must be replicas; of pipeline stages give the group along data. No group can be
+    added later. torch's `Join` does not take it. Clipping by the largest
     element fails on a rank that has no rows of a parameter, as with all DTensors.
     """
 
