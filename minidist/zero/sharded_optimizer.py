@@ -53,9 +53,9 @@ class ZeroRedundancyOptimizer(Optimizer):
     ValueError, on every rank, if the ranks pass different parameters or options, or one without
     dimensions.
 
-    Limits: the ranks must be replicas; of pipeline stages give the group along data. No group can be
-    added later. torch's `Join` does not take it. Clipping by the largest
-    element fails on a rank that has no rows of a parameter, as with all DTensors.
+    Limits: the ranks must be replicas: of a pipeline give it the group along data. No parameter
+    group can be added later. torch's `Join` does not take it. Clipping by the largest element fails
+    on a rank that has no rows of a parameter, as with all DTensors.
     """
 
     def __init__(
