@@ -28,8 +28,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         model = md.DistributedDataParallel(model)
         optimizer = md.ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-3)
 
-    A step updates the rank's rows of each parameter, Ψ/N elements, and gathers the others' rows, in
-    a message for each bucket. It reads the gradients in `.grad`, which are the means over the
+    A step updates the rank's rows of each parameter, Ψ/N elements, and gathers the others' rows: in
+    a message for each bucket, without its parameters of 1 MiB or more, which travel alone. It reads the gradients in `.grad`, which are the means over the
     ranks: whole, as `DistributedDataParallel` leaves them, torch's or ours; or this rank's rows, a
     DTensor, as `ShardedDataParallel` does.
 

@@ -1,8 +1,8 @@
 """Who owns which rows of a parameter (lesson: zero), and the two collectives of shards.
 
 Each parameter is cut along its first dimension into N parts of n rows, n = R/N rounded up: as
-torch's `DTensor` with the placement `Shard(0)` does, so that a rank's rows are one. Parameters of a
-bucket travel in one message, in which each rank's rows of all of them are together: (N, S).
+torch's `DTensor` with the placement `Shard(0)` does, so that a rank's rows are one. In a message of
+several parameters each rank's rows of all of them are together: (N, S).
 """
 
 from collections.abc import Callable, Sequence
