@@ -40,12 +40,17 @@ class PassingBucket:
             self.flat = backend.scratch(
                 *size, dtype=kind.dtype, device=kind.device, group=self.cut.group
             )
-        at, n = self.offsets[parameter], self.cut.rows(parameter)
+        n, at = self.cut.rows(parameter), self.offsets[parameter]
+        whole = len(parameter) // max(n, 1)  # ranks that have n rows
+        size = n * parameter[:1].numel()
+        place = self.flat[:, at : at + size]
         if parameter.grad is None:
-            self.flat[:, at : at + n * parameter[:1].numel()] = 0
+            place.zero_()
         else:
-            for row, part in zip(self.flat, parameter.grad.split(n), strict=False):
-                torch.mul(part, scale, out=row[at : at + part.numel()].view(part.shape))
+            first, rest = parameter.grad[: whole * n], parameter.grad[whole * n :]
+            torch.mul(first.reshape(whole, size), scale, out=place[:whole])
+            if len(rest):
+                torch.mul(rest.reshape(-1), scale, out=place[whole, : rest.numel()])
         parameter.grad = None
 
     def leave(self) -> None:
@@ -83,13 +88,14 @@ class ShardBuckets:
 
     def arrange(self, plan: Sequence[Sequence[nn.Parameter]]) -> None:
         """Make the buckets of this plan."""
-        self._plan = plan
+        self._buckets = [PassingBucket(bucket, self._cut) for bucket in plan]
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self.empty()
 
     def empty(self) -> None:
         """Wait for all gradients of the next backward pass."""
-        self._buckets = [PassingBucket(bucket, self._cut) for bucket in self._plan]
-        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        for bucket in self._buckets:
+            bucket.flat, bucket.missing = None, set(bucket.parameters)
         self._sent, self._travelling = 0, None
         self._rows: dict[nn.Parameter, torch.Tensor] = {}
 

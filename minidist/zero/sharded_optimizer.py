@@ -108,6 +108,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             raise RuntimeError("make another ZeroRedundancyOptimizer, of all groups")
         super().add_param_group(param_group)
 
+    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update this rank's rows, and gather the others'. All ranks must call it."""
         with torch.enable_grad():
