@@ -66,29 +66,25 @@ def test_a_group_or_a_mesh(ranks):
     assert ranks(meshes) == last_first
 
 
-def zero(parameters):
-    return md.ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1)
+def zero(module):
+    return md.ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
 
 
-STRATEGIES = {
-    "DistributedDataParallel": md.DistributedDataParallel,
-    "ZeroRedundancyOptimizer": lambda module: zero(module.parameters()),
-    "FullyShardedDataParallel": md.FullyShardedDataParallel,
-    "fully_shard": md.fully_shard,
-    "Pipeline": lambda module: md.Pipeline(module, 2),
-    "MixedParallel": lambda module: md.mixed.MixedParallel(module, md.mixed.mesh(data=4), 2),
-}
+def mixed(module):
+    return md.mixed.MixedParallel(module, md.mixed.mesh(data=4), 2)
 
 
-def test_dtensors_are_refused(ranks):
+@pytest.mark.parametrize(
+    "strategy", [md.DistributedDataParallel, zero, md.FullyShardedDataParallel, mixed]
+)
+def test_dtensors_are_refused(ranks, strategy):
     """Torch's own strategies take them. Here one would be averaged or cut as if it were whole."""
 
-    def wrap(name):
+    def wrap():
         module = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
-        whole = distribute_tensor(module[2].bias.data, init_device_mesh("cpu", (4,)), [Replicate()])
-        module[2].bias = nn.Parameter(whole)
+        mesh = init_device_mesh("cpu", (4,))
+        module[2].bias = nn.Parameter(distribute_tensor(module[2].bias, mesh, [Replicate()]))
         with pytest.raises(TypeError, match=r"(2\.bias|parameter 5).* is a DTensor"):
-            STRATEGIES[name](module)
+            strategy(module)
 
-    for name in STRATEGIES:
-        ranks(wrap, name)
+    ranks(wrap)

@@ -3,6 +3,7 @@ against one process, and against the formulas, in bytes."""
 
 import contextlib
 import copy
+import re
 from functools import partial
 
 import pytest
@@ -36,18 +37,17 @@ KINDS = [
 ]
 
 
-def zero(params, kind=ADAM, cap=LARGE, group=None):
+def zero(params, kind=ADAM, cap=LARGE):
     optimizer_class, options = kind
-    return md.ZeroRedundancyOptimizer(params, optimizer_class, group, bucket_cap_mb=cap, **options)
+    return md.ZeroRedundancyOptimizer(params, optimizer_class, bucket_cap_mb=cap, **options)
 
 
-def stage1(module, kind=ADAM, params=None, cap=TINY, group=None, wrap=md.DistributedDataParallel):
-    model = wrap(module, process_group=group)
-    return model, zero(params or module.parameters(), kind, cap, group)
+def stage1(module, kind=ADAM, params=None, cap=TINY, wrap=md.DistributedDataParallel, **arguments):
+    return wrap(module, **arguments), zero(params or module.parameters(), kind, cap)
 
 
-def stage2(module, kind=ADAM, params=None, cap=TINY, group=None, **arguments):
-    optimizer = zero(params or module.parameters(), kind, cap, group)
+def stage2(module, kind=ADAM, params=None, cap=TINY, **arguments):
+    optimizer = zero(params or module.parameters(), kind, cap)
     return md.ShardedDataParallel(module, optimizer, **arguments), optimizer
 
 
@@ -58,10 +58,10 @@ def net(*sizes, dtype=torch.float64):
     return md.zoo.mlp(*(sizes or (6, 5, 4, 3)), dtype=dtype)
 
 
-def share(rank, step=0, dtype=torch.float64):
+def share(rank, step=0):
     """Examples of a rank, other ones on each rank and at each step."""
     generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(5, 6, dtype=torch.float64, generator=generator).to(dtype)
+    return torch.randn(5, 6, dtype=torch.float64, generator=generator)
 
 
 def loss_of(output):
@@ -259,8 +259,7 @@ def test_any_loop(pools, stage):
 
 @BOTH
 def test_any_model(pools, stage):
-    wrap = partial(md.DistributedDataParallel, find_unused_parameters=True)
-    stage = partial(stage1, wrap=wrap) if stage is stage1 else partial(stage2, **wrap.keywords)
+    stage = partial(stage, find_unused_parameters=True)
     for make, loop, allowed in MODELS:
         for cap in TINY, LARGE:
             run = partial(in_turns, stage, loop, make, cap=cap, allowed=allowed)
@@ -272,25 +271,6 @@ def test_groups_with_options_of_their_own(pools, stage):
     for kind in KINDS:
         assert pools(2)(in_turns, stage, plainly, net, kind, grouped=True) == [[]] * 2, kind
     assert pools(2)(in_turns, stage, scheduled, net, SGD, grouped=True) == [[]] * 2
-
-
-@BOTH
-def test_16_bits_and_a_group_of_some_ranks(pools, stage):
-    def some():
-        group = dist.new_group([0, 2])
-        if dist.get_rank() == 1:
-            return []
-        module = net(dtype=torch.bfloat16)
-        plain = copy.deepcopy(module)
-        model, optimizer = stage(module, SGD, group=group)
-        alone = SGD[0](plain.parameters(), **SGD[1])
-        for step in range(2):
-            shares = [share(rank, step, torch.bfloat16) for rank in range(2)]
-            plainly(model, optimizer, [shares[dist.get_rank(group)]])
-            plainly(plain, alone, shares)
-        return apart(model.state_dict(), plain.state_dict(), 0.1)
-
-    assert pools(3)(some) == [[]] * 3
 
 
 # ---- bytes ------------------------------------------------------------------------------------
@@ -439,38 +419,29 @@ def of_another_model(rank):
 MISTAKES = {
     "shapes": (
         lambda rank: zero(net(6, 5 + rank, 3).parameters()),
-        "ValueError: ",
-        "about parameter 0 of group 0: rank 0 says shape (5, 6), float64, rank 1 ",
-    ),
-    "rates": (
-        lambda rank: zero(net().parameters(), (torch.optim.Adam, {"lr": 0.1 + rank})),
-        "ValueError: ",
-        "disagree about the options of group 0",
+        r"ValueError: .* about parameter 0 of group 0: rank 0 says shape \(5, 6\), .* rank 1 ",
     ),
     "Adafactor": (
         lambda rank: zero(net().parameters(), (torch.optim.Adafactor, {})),
-        "TypeError: ",
-        "Adafactor cannot train rows of parameters",
+        "TypeError: .*Adafactor cannot train rows of parameters",
     ),
-    "unfrozen": (unfrozen, "RuntimeError: ", "frozen when the optimizer was made"),
-    "moved": (moved, "RuntimeError: ", "moved or converted since the optimizer was made"),
+    "unfrozen": (unfrozen, "RuntimeError: .* frozen when the optimizer was made"),
+    "moved": (moved, "RuntimeError: .* moved or converted"),
     "another optimizer": (
         lambda rank: wrap(lambda m: torch.optim.Adam(m.parameters())),
-        "TypeError: ",
-        "needs a ZeroRedundancyOptimizer, which has the rows, not Adam",
+        "TypeError: ShardedDataParallel needs a ZeroRedundancyOptimizer, .* not Adam",
     ),
     "other parameters": (
         lambda rank: wrap(lambda m: zero((m if rank else net()).parameters())),
-        "ValueError: ",
-        "rank 0: the optimizer has other parameters than the module trains",
+        "ValueError: rank 0: the optimizer has other parameters than the module",
     ),
-    "another model's states": (of_another_model, "ValueError: ", "is of another model"),
+    "another model's states": (of_another_model, "ValueError: .* is of another model"),
 }
 
 
 def test_mistakes_are_told_on_every_rank(pools):
-    for name, (fault, kind, words) in MISTAKES.items():
+    for name, (fault, words) in MISTAKES.items():
         for told in pools(2)(fails_with, fault):
-            assert told.startswith(kind) and words in told, (name, told)
+            assert re.match(words, told), (name, told)
     with pytest.raises(RuntimeError, match="there is none"):
         zero(net().parameters())
