@@ -52,7 +52,7 @@ def zero() -> None:
 
 def zero1() -> None:
     """Each parameter is cut into four parts of rows; what becomes of them in a step."""
-    figure, axes = paper(10.6, 3.1)
+    figure, axes = paper(10.8, 3.1)
     tensors = [("embedding", 1.3), ("weight", 0.9), ("bias", 0.12), ("weight", 0.6), ("bias", 0.12)]
     top, height = 2.2, 0.5  # of the first rank's rows
 
@@ -68,7 +68,7 @@ def zero1() -> None:
         return x
 
     end = rows(1.0, RANKS[:4])
-    right = rows(7.1, [PARAMETERS] * 4)
+    right = rows(7.1, RANKS[:4])
     for rank, shade in enumerate(RANKS[:4]):
         middle = top + height / 2 - height * rank - 0.02
         words(axes, 0.9, middle, f"rank {rank}", 10, ha="right")
@@ -78,7 +78,7 @@ def zero1() -> None:
         arrow(axes, (end + 1.95, middle), (7.0, middle), color=TRAVEL, linewidth=2)
     words(axes, (1.0 + end) / 2, 0.4, "a rank's rows of every parameter", 9.5)
     words(axes, 6.65, 0.4, "all_gather", 9.5)
-    words(axes, (7.1 + right) / 2, 0.4, "the new ones, on all ranks", 9.5)
+    words(axes, (7.1 + right) / 2, 0.4, "all new rows, on every rank", 9.5)
     save(figure, "zero1")
 
 

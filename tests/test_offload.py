@@ -400,11 +400,6 @@ def test_mistakes():
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(RuntimeError, match="a sparse gradient cannot be offloaded"):
         offloaded(table.parameters()).step()
-    table.other = nn.Parameter(table.weight.data.t(), requires_grad=False)
-    offloaded(table.parameters())
-    table.other.requires_grad_()
-    with pytest.raises(ValueError, match="two parameters share memory, of shapes"):
-        offloaded(table.parameters())
 
 
 def test_gradients_that_leave_before_a_wrapper_sees_them_train_nothing(pools):
@@ -425,7 +420,7 @@ def test_gradients_that_leave_before_a_wrapper_sees_them_train_nothing(pools):
         (TorchDDP, True, "had taken it"),
         (TorchDDP, False, "had taken it"),
         (md.DistributedDataParallel, True, "are awaited already"),  # it has a hook itself
-        (md.DistributedDataParallel, False, "another hook took the gradient of "),
+        (md.DistributedDataParallel, False, "another hook took the gradient"),
     ):
         for found, moved in pools(2)(early, wrap, first):
             assert words in found and not moved, (wrap, first, found)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from minidist.common.agree import require_same
 from minidist.common.groups import require_group
-from minidist.common.replicas import broadcast_state, require_replicas, require_same_lines, words
+from minidist.common.replicas import broadcast_state, require_same_lines, words
 
 
 def is_count(value: Any) -> bool:
@@ -65,7 +65,6 @@ class AveragingOptimizer(Optimizer):
         everything = [p for group in optimizer.param_groups for p in group["params"]]
         self.parameters: list[nn.Parameter] = [p for p in everything if p.requires_grad]
         self._frozen = [p for p in everything if not p.requires_grad]
-        require_replicas(everything, self.process_group)
         lines = [words("parameter", str(i), p) for i, p in enumerate(everything)]
         require_same_lines(lines, self.process_group)
         if not self.parameters:

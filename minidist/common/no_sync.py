@@ -2,10 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from inspect import ismethod
 from typing import Any
-
-from torch import nn
 
 from minidist.common.wrapper import Wrapper
 
@@ -16,16 +13,6 @@ class Synchronized(Wrapper):
 
     require_backward_grad_sync = True
     _reducer: Any = None  # averages what comes by a forward pass of the wrapper, and that alone
-
-    def _forwarded(self, name: str, found: Any) -> Any:
-        """There are no methods, as in torch: what they compute goes past what averages."""
-        if self._reducer is not None and ismethod(found) and isinstance(found.__self__, nn.Module):
-            who = type(self).__name__
-            raise AttributeError(
-                f"{who} has no {name}(): what that computes would not be averaged. Call the {who} "
-                f"itself, and {name}() in a forward of your own"
-            )
-        return found
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from inspect import ismethod
 from typing import Any
 
 import torch
@@ -96,6 +97,16 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
         buckets = self._make_buckets(self._plan(list(trained.values())[::-1]), group)
         self._reducer = Reducer(trained, group, buckets, find_unused_parameters or static_graph)
 
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        if ismethod(found) and found.__self__ is self.module:
+            who = type(self).__name__
+            raise AttributeError(
+                f"{who} has no {name}(): the gradients of what it computes alone "
+                f"would not be averaged. Call it in forward; model.module.{name}() is this rank's"
+            )
+        return found
+
     def _plan(self, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
         return assign(parameters, int(self._cap * 2**20))
 
@@ -149,6 +160,3 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A copy of the module, such as an average of weights: to train it, wrap it too."""
         return copy.deepcopy(self.module, memo)
-
-    def __getstate__(self) -> Any:
-        raise TypeError("a DistributedDataParallel cannot be pickled: save its state_dict()")

@@ -13,11 +13,24 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from minidist.common.replicas import broadcast_state
 
 
-class Uneven(Joinable):
-    """What `Join` asks of a module, and of an optimizer."""
+class UnevenBatches(Joinable):
+    """What `Join` asks of a DistributedDataParallel."""
 
     process_group: dist.ProcessGroup
     device: torch.device
+    _divide_by_initial_world_size = True
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Train within this block when ranks have different numbers of batches, as in torch. The
+        sum of the gradients is divided by the number of all ranks, or by that of the ranks that
+        still train. Several modules: torch's `Join([...])`."""
+        divide = {"divide_by_initial_world_size": divide_by_initial_world_size}
+        return Join([self], enable, throw_on_early_termination, **divide)
 
     @property
     def join_device(self) -> torch.device:
@@ -28,6 +41,11 @@ class Uneven(Joinable):
     def join_process_group(self) -> dist.ProcessGroup:
         """For torch's `Join`."""
         return self.process_group
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For torch's `Join`."""
+        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return _Answering(self)
 
     def _vote(self, trains: bool, *wishes: bool) -> tuple[list[int], list[bool]]:
         """The ranks that still have batches, and which of the wishes one of them has. `trains`:
@@ -40,33 +58,6 @@ class Uneven(Joinable):
         votes = votes.to(self.device)
         dist.all_reduce(votes, group=self.process_group)
         return votes[:ranks].nonzero().flatten().tolist(), (votes[ranks:] > 0).tolist()
-
-
-class UnevenBatches(Uneven):
-    """What `Join` asks of a module."""
-
-    _divide_by_initial_world_size = True
-
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Join:
-        """Train within this block when ranks have different numbers of batches, as in torch. The
-        sum of the gradients is divided by the number of all ranks, or by that of the ranks that
-        still train. Several modules or optimizers: torch's `Join([...])`."""
-        return Join(
-            [self],
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-        )
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """For torch's `Join`."""
-        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        return _Answering(self)
 
 
 class _Answering(JoinHook):

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minidist.common import agree
 from minidist.common.groups import require_group
-from minidist.common.norm import clip_grad_norm_, mark_parts
-from minidist.common.replicas import broadcast_state, mark_as_part, require_same_model
+from minidist.common.norm import clip_grad_norm_
+from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.single import all_gather_single
 from minidist.common.tensors_in import tensors_of
 from minidist.common.wrapper import Wrapper, copy_on_ranks, kinds_of, require_as_found
@@ -143,9 +143,6 @@ class MixedParallel(Wrapper):
         own = pipeline.module
         elsewhere = in_layers - {*own.parameters(), *own.buffers()}
         keep_only(module, set(own.modules()), elsewhere)
-        if self._tensor.size() > 1:
-            along = f"of rank {self._pipeline.rank()} along pipeline and "
-            mark_as_part(module.parameters(), f"{along}{self._tensor.rank()} along tensor")
         # Not a submodule: its layers are those of `module`, by other names.
         object.__setattr__(self, "pipeline", pipeline)
         self._mean = None if self._sharded else MeanGradients(module, self._data)
@@ -199,8 +196,6 @@ class MixedParallel(Wrapper):
             self._mean.take(some_unused=bool(sums[1] > 0))
         # Now, not before the next pass as elsewhere: a replica may evaluate without the others.
         broadcast_state(self.module.buffers(), self._data)
-        if self._pipeline.size() * self._tensor.size() > 1:
-            mark_parts(self.parameters())
         return sums[0] / replicas
 
     def _weight(self, inputs: Any, targets: Any) -> float:
@@ -250,8 +245,8 @@ class MixedParallel(Wrapper):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients so that their norm, that of the whole model, is at most `max_norm`;
-        what it was is returned. Every rank calls this. (torch's function raises RuntimeError
-        where the model is cut: it sees one rank's gradients.)
+        what it was is returned. Every rank calls this. torch's function would take the norm
+        of one rank's gradients.
 
         Shards are summed over `tensor`, and stages over `pipeline`. What is replicated counts once,
         and so does what two stages share. Along `data` all gradients are the same, or shards.

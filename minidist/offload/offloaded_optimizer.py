@@ -9,7 +9,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from minidist.common.optimizer_states import require_states_of
-from minidist.common.replicas import require_apart
 from minidist.offload.budget import on_host, put_on_host
 from minidist.offload.mirror import CopyStream, Mirror
 from minidist.zero.sharded_optimizer import is_elementwise
@@ -70,8 +69,6 @@ class OffloadedOptimizer(Optimizer):
         """As for any optimizer."""
         super().add_param_group(param_group)
         try:
-            everything = (p for group in self.param_groups for p in group["params"])
-            require_apart((p for p in everything if p.requires_grad), type(self).__name__)
             for parameter in self.param_groups[-1]["params"]:
                 self._mirrors[parameter] = Mirror(parameter)
             if self._inner is not None:

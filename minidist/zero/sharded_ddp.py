@@ -17,7 +17,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from minidist import backend
 from minidist.common.agree import together
-from minidist.common.tensors_in import local_of
 from minidist.distributed_data_parallel.ddp import DistributedDataParallel
 from minidist.distributed_data_parallel.reducer import remove
 from minidist.zero.sharded_optimizer import ZeroRedundancyOptimizer
@@ -121,13 +120,13 @@ class ShardBuckets:
         for parameter in used:
             rows, kept = self._rows[parameter], self._cut.kept.pop(parameter, None)
             if kept is not None:
-                rows = local_of(kept).add_(rows)
+                rows = kept.to_local().add_(rows)
             parameter.grad = self._cut.whole(rows, like=parameter)
 
 
-def _set_aside(kept: dict[nn.Parameter, torch.Tensor], parameter: nn.Parameter, *_: Any) -> None:
+def _set_aside(kept: dict[nn.Parameter, Any], parameter: nn.Parameter, *_: Any) -> None:
     if hasattr(parameter.grad, "placements"):
-        kept[parameter], parameter.grad = parameter.grad, None  # type: ignore[assignment]
+        kept[parameter], parameter.grad = parameter.grad, None
     elif parameter.grad is None:
         kept.pop(parameter, None)  # the user has done with it
 

@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 
 from minidist.common.agree import require_same, together
 from minidist.common.groups import require_group
-from minidist.common.replicas import describe, refuse_dtensors, require_replicas
-from minidist.common.tensors_in import local_of
+from minidist.common.replicas import describe, refuse_dtensors
 from minidist.distributed_data_parallel.buckets import BUCKET_CAP_MB, assign
 from minidist.zero.shards import Cut, FlatParameters
 
@@ -29,8 +28,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         model = md.DistributedDataParallel(model)
         optimizer = md.ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-3)
 
-    A step updates the rank's rows of each parameter, Ψ/N elements, and gathers the others' rows, in
-    a message for each bucket. It reads the gradients in `.grad`, which are the means over the
+    A step updates the rank's rows of each parameter, Ψ/N elements, and gathers the others' rows: in
+    a message for each bucket, without its parameters of 1 MiB or more, which travel alone. It reads the gradients in `.grad`, which are the means over the
     ranks: whole, as `DistributedDataParallel` leaves them, torch's or ours; or this rank's rows, a
     DTensor, as `ShardedDataParallel` does.
 
@@ -54,8 +53,9 @@ class ZeroRedundancyOptimizer(Optimizer):
     ValueError, on every rank, if the ranks pass different parameters or options, or one without
     dimensions.
 
-    Limits: no group can be added later. torch's `Join` does not take it. Clipping by the largest
-    element fails on a rank that has no rows of a parameter, as with all DTensors.
+    Limits: the ranks must be replicas: of a pipeline give it the group along data. No parameter
+    group can be added later. torch's `Join` does not take it. Clipping by the largest element fails
+    on a rank that has no rows of a parameter, as with all DTensors.
     """
 
     def __init__(
@@ -77,7 +77,6 @@ class ZeroRedundancyOptimizer(Optimizer):
             super().__init__(params, defaults)
             if scalar := next((p for p in self._parameters() if not p.ndim), None):
                 raise ValueError(f"a parameter has no rows: give it a dimension, {scalar}")
-        require_replicas(self._parameters(), group)
         described = _described(self.param_groups, self.bucket_cap_mb)
         require_same(group, described)
         refuse_dtensors(f"{name}, {text}" for name, text in described.items())
@@ -125,9 +124,10 @@ class ZeroRedundancyOptimizer(Optimizer):
             )
         # 1. This rank's rows take their gradients.
         for parameter, own in self.own.items():
-            if parameter.grad is not None:
-                rows = local_of(parameter.grad)  # of a DTensor
-                own.grad = self.cut.own(rows) if rows is parameter.grad else rows
+            gradient: Any = parameter.grad
+            if gradient is not None:
+                is_rows = hasattr(gradient, "placements")  # a DTensor
+                own.grad = gradient.to_local() if is_rows else self.cut.own(gradient)
 
         # 2. The optimizer updates this rank's rows.
         for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
@@ -137,7 +137,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._take_states()
 
         # 3. All ranks get the parameters.
-        for wait in [flat.gather() for flat in self._flats]:
+        for wait in [wait for flat in self._flats for wait in flat.gather()]:
             wait()
         return loss
 
@@ -180,7 +180,7 @@ class ZeroRedundancyOptimizer(Optimizer):
                 self._inner.state[own] = self.state[parameter]
 
     def _rows(self, parameter: nn.Parameter, name: str, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.ndim:
+        if not getattr(value, "ndim", 0):
             return value
         if value.shape != parameter.shape:
             raise ValueError(
@@ -188,17 +188,11 @@ class ZeroRedundancyOptimizer(Optimizer):
                 f"its parameter {tuple(parameter.shape)}"
             )
         if hasattr(value, "placements"):
-            own = local_of(value)
+            own = value.to_local()
             if own.shape == self.own[parameter].shape:
                 return own
             value = value.full_tensor()
         return self.cut.own(value).clone()
-
-    def __getstate__(self) -> Any:
-        raise TypeError(
-            "a ZeroRedundancyOptimizer cannot be copied or saved: it has rows of parameters. Save "
-            "its state_dict(), or make another one for a copy of the model"
-        )
 
 
 def is_elementwise(kind: type[Optimizer]) -> bool:

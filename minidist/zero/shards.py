@@ -1,8 +1,8 @@
 """Who owns which rows of a parameter (lesson: zero), and the two collectives of shards.
 
 Each parameter is cut along its first dimension into N parts of n rows, n = R/N rounded up: as
-torch's `DTensor` with the placement `Shard(0)` does, so that a rank's rows are one. Parameters of a
-bucket travel in one message, in which each rank's rows of all of them are together: (N, S).
+torch's `DTensor` with the placement `Shard(0)` does, so that a rank's rows are one. In a message of
+several parameters each rank's rows of all of them are together: (N, S).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,6 +19,7 @@ from minidist.common.single import all_gather_single, reduce_scatter_single
 # Gloo makes an all_gather of copies, and a reduce_scatter of a whole all_reduce. N broadcasts, or N
 # reductions, of a shard each do the same up to four times faster.
 _BY_SHARD = "gloo"
+ALONE = 2**20  # bytes of a parameter that travels alone, straight into its place
 
 
 class Cut:
@@ -28,7 +29,7 @@ class Cut:
         self.group = group
         self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
         # Rows of gradients while a pass adds another one, which is whole until it is cut.
-        self.kept: dict[nn.Parameter, torch.Tensor] = {}
+        self.kept: dict[nn.Parameter, Any] = {}
         self._mesh: DeviceMesh | None = None
 
     def rows(self, tensor: torch.Tensor) -> int:
@@ -70,9 +71,15 @@ class FlatParameters:
             parameter.data = view.copy_(parameter.data)
             self.own[parameter] = nn.Parameter(cut.own(parameter.data))
 
-    def gather(self) -> Callable[[], None]:
-        """Begin to give every rank all rows. Returns the function that waits."""
-        return all_gather_each(self.blocks, self.cut.group)
+    def gather(self) -> list[Callable[[], None]]:
+        """Begin to give every rank all rows: in one message, but for large parameters. Returns the
+        functions that wait."""
+        cut, small = self.cut, [block for block in self.blocks if block.nbytes < ALONE]
+        waits = [all_gather(block, cut.group) for block in self.blocks if block.nbytes >= ALONE]
+        if small:
+            own = torch.cat([block.chunk(cut.ranks)[cut.rank] for block in small])
+            waits.append(all_gather_each(small, cut.group, own))
+        return waits
 
     def moved(self) -> bool:
         """Whether a parameter is no longer in this memory."""
@@ -103,26 +110,20 @@ def all_gather(
 
 
 def all_gather_each(
-    places: Sequence[torch.Tensor], group: dist.ProcessGroup, own: torch.Tensor | None = None
+    places: Sequence[torch.Tensor], group: dist.ProcessGroup, own: torch.Tensor
 ) -> Callable[[], None]:
     """Begin to put all shards of several tensors into their places, (N n,) each, in one message.
-    `own` (S,) has this rank's, end to end; if it is None, they are in their places. Returns the
-    function that waits."""
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    `own` (S,) has this rank's, end to end. Returns the function that waits."""
     if len(places) == 1:
         return all_gather(places[0], group, own)
+    ranks = dist.get_world_size(group)
     sizes = [len(place) // ranks for place in places]
-    if own is None:
-        mine = [place.chunk(ranks)[rank] for place in places]
-    else:
-        mine = [*own.split(sizes)]
     if dist.get_backend(group) == "shm":  # it writes each where it belongs
         shm: Any = group
-        work = shm.all_gather_single_coalesced(list(places), mine)
+        work = shm.all_gather_single_coalesced(list(places), [*own.split(sizes)])
         return lambda: _wait([work])
-    together = torch.cat(mine) if own is None else own
-    gathered = together.new_empty(ranks * len(together))
-    arrive = all_gather(gathered, group, together)
+    gathered = own.new_empty(ranks * len(own))
+    arrive = all_gather(gathered, group, own)
 
     def wait() -> None:
         arrive()
