@@ -82,7 +82,7 @@ def apart(ours, plain, allowed=1e-12):
 )
 def test_parity_with_one_process(pools, stage):
     make = partial(torch.optim.Adam, lr=1e-3)
-    for world_size, cap in (2, LARGE), (3, 0.005), (4, LARGE):
+    for world_size, cap in (2, LARGE), (3, 0.005):
         strategy = partial(stage, cap=cap)
         parity = md.parity.check(strategy, optimizer=make, ranks=pools(world_size), steps=3)
         assert parity.largest <= 1e-12, world_size
@@ -304,7 +304,7 @@ def padded(world_size):
 
 
 @BOTH
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_bytes_that_a_rank_holds(pools, stage, world_size):
     for rank, (live, *_) in enumerate(pools(world_size)(measured, stage, LARGE)):
         each = [(n // rows, rows, -(-rows // world_size)) for n, rows in ROWS]
@@ -316,12 +316,12 @@ def test_bytes_that_a_rank_holds(pools, stage, world_size):
 
 
 def test_the_whole_gradient_is_never_there(pools):
-    layer, layers = 64 * 65, 16
-    for live, peak, *_ in pools(4)(measured, stage2, 4 * layer / 2**20, [64] * (layers + 1)):
-        assert live["gradients"] == 4 * layers * layer // 4
+    own, layers = 22 * 65, 16  # of 64 rows, and as many biases, three ranks have 22 each, padded
+    for live, peak, *_ in pools(3)(measured, stage2, 4 * 64 * 65 / 2**20, [64] * (layers + 1)):
+        assert live["gradients"] == 4 * layers * own
         # One bucket fills, one travels, and a gradient is copied into its bucket; gloo's thread
         # keeps what it has sent a moment longer.
-        assert peak <= 4 * (layers // 4 + 4) * layer
+        assert peak <= 4 * (layers + 4 * 3) * own
 
 
 @BOTH
@@ -365,14 +365,14 @@ def flat(model, optimizer):
 
 
 @pytest.mark.parametrize(("stage", "make"), [(stage1, net), (stage2, Layouts)])
-def test_saved_at_4_ranks_loaded_at_any_number_and_without_minidist(pools, stage, make):
+def test_saved_and_loaded_at_any_number_of_ranks_and_without_minidist(pools, stage, make):
     first, later, wanted = range(3), range(3, 6), alone(make, range(6))
-    saved, plain = pools(4)(on_ranks, stage, make, first)[0], alone(make, first)
+    at_2, at_3 = (pools(n)(on_ranks, stage, make, first)[0] for n in (2, 3))
     trained = {
-        "at 2": pools(2)(on_ranks, stage, make, later, saved)[0],
-        "at 3": pools(3)(on_ranks, stage, make, later, saved)[0],
-        "without minidist": alone(make, later, saved),
-        "from without minidist": pools(2)(on_ranks, stage, make, later, plain)[0],
+        "from 3 to 2": pools(2)(on_ranks, stage, make, later, at_3)[0],
+        "from 2 to 3": pools(3)(on_ranks, stage, make, later, at_2)[0],
+        "without minidist": alone(make, later, at_3),
+        "from without it": pools(2)(on_ranks, stage, make, later, alone(make, first))[0],
     }
     for how, found in trained.items():
         assert apart(flat(*found), flat(*wanted), 1e-9) == [], how
