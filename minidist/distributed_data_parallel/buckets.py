@@ -106,15 +106,19 @@ class Buckets:
         self.comm_hook: tuple[CommHook, Any] | None = None  # and its state
         self._sent = 0  # of the buckets, in this backward pass
         self._travelling: list[tuple[Bucket, Any]] = []  # and what waits for it
-        self._bucket_of: dict[torch.Tensor, Bucket] = {}
+        self._buckets: list[Bucket] = []
         self.arrange(plan)
 
     def arrange(self, plan: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Make the buckets of this plan."""
-        self._plan, self._buckets, self._bucket_of = plan, list[Bucket](), {}  # frees the old ones
+        """Make the buckets of this plan, unless they are there."""
+        if [[*map(id, b._parameters)] for b in self._buckets] == [[*map(id, b)] for b in plan]:
+            return
+        self._plan, self._buckets, self._bucket_of = plan, [], {}  # frees the old ones
         for index, parameters in enumerate(plan):
             last = index == len(plan) - 1
             self._buckets.append(Bucket(index, parameters, last, self._group))
+            for parameter in parameters:  # a gradient that is there moves, and frees its old bucket
+                self._buckets[-1].hold(parameter)
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters()}
 
     # In a backward pass.
@@ -122,7 +126,7 @@ class Buckets:
     def empty(self) -> None:
         """Wait for all gradients of the next backward pass."""
         if self._travelling:  # this one has failed. What still travels will write into its buckets
-            self._travelling = []
+            self._travelling, self._buckets = [], []
             self.arrange(self._plan)
         self._sent = 0
         for bucket in self._buckets:
