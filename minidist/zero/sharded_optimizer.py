@@ -28,10 +28,10 @@ class ZeroRedundancyOptimizer(Optimizer):
         model = md.DistributedDataParallel(model)
         optimizer = md.ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-3)
 
-    A step updates the rank's rows of each parameter, Ψ/N elements, and gathers the others' rows: in
-    a message for each bucket, without its parameters of 1 MiB or more, which travel alone. It reads the gradients in `.grad`, which are the means over the
-    ranks: whole, as `DistributedDataParallel` leaves them, torch's or ours; or this rank's rows, a
-    DTensor, as `ShardedDataParallel` does.
+    A step updates the rank's rows of each parameter, Ψ/N elements, and gathers the others' rows, in
+    a message for each bucket; parameters of 1 MiB or more travel alone. It reads the gradients in
+    `.grad`, which are the means over the ranks: whole, as `DistributedDataParallel` leaves them,
+    torch's or ours; or this rank's rows, a DTensor, as `ShardedDataParallel` does.
 
     params: as for any optimizer: parameters, pairs of name and parameter, or groups with options
         of their own. Those that are frozen now must stay so.
