@@ -72,7 +72,7 @@ class MemoryTracker(Measurement):
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(f"MemoryTracker needs an nn.Module, not {type(module).__name__}")
-        for needed in ("state", "param_groups", "register_step_pre_hook", "register_step_post_hook"):
+        for needed in "state", "param_groups", "register_step_pre_hook", "register_step_post_hook":
             if optimizer is not None and not hasattr(optimizer, needed):
                 raise TypeError(
                     f"MemoryTracker needs an optimizer with `{needed}`, "
