@@ -16,12 +16,12 @@ from minidist.common.norm import clip_grad_norm_
 from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.single import all_gather_single
 from minidist.common.tensors_in import tensors_of
-from minidist.common.wrapper import Wrapper, copy_on_ranks, kinds_of, require_as_found
+from minidist.common.wrapper import Wrapper, copy_on_ranks
 from minidist.mixed.kept_layers import keep_only, require_in_layers, require_layers
 from minidist.mixed.mean_gradients import MeanGradients
 from minidist.mixed.mesh_axes import AXES, require_all_ranks
 from minidist.pipeline import Pipeline, Schedule
-from minidist.pipeline.batch import Loss, holders, require_same_layers, trained_in
+from minidist.pipeline.batch import Found, Loss
 from minidist.rank import device
 from minidist.tensor_parallel import (
     ColumnParallelLinear,
@@ -146,9 +146,7 @@ class MixedParallel(Wrapper):
         # Not a submodule: its layers are those of `module`, by other names.
         object.__setattr__(self, "pipeline", pipeline)
         self._mean = None if self._sharded else MeanGradients(module, self._data)
-        object.__setattr__(self, "_before", module)
-        self._found = kinds_of(trained_in(module))
-        self._holders = [*holders("", module, set(own.modules()))]
+        self._found = Found(module, {*own.modules()}, "MixedParallel")
 
     @property
     def microbatches(self) -> int:
@@ -203,8 +201,7 @@ class MixedParallel(Wrapper):
         every rank if the parameters or layers of one have changed."""
         problem = None
         try:
-            self._require_same_layers()
-            require_as_found(self.module, self._found)
+            self._found.require_same(self.module, trains=True)
         except RuntimeError as error:
             problem = error
         rows = next((len(x) for x in tensors_of(inputs) if x.ndim), 0)
@@ -221,9 +218,6 @@ class MixedParallel(Wrapper):
         by_replica = first[:, 0, 0]
         return (by_replica[self.mesh.get_local_rank("data")] / by_replica.mean()).item()
 
-    def _require_same_layers(self) -> None:
-        require_same_layers(self.module, self._before, self._holders, "MixedParallel")
-
     def cross_entropy(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The mean over all tokens, of logits that may be split by vocabulary. For `train_step`."""
         if not self._vocabulary:
@@ -235,7 +229,7 @@ class MixedParallel(Wrapper):
         rank of the replica calls this with the same inputs. Raises RuntimeError on all of them if a
         layer of one was replaced, or a hook put on what only holds layers."""
         with agree.together(self._pipeline, self._tensor):
-            self._require_same_layers()
+            self._found.require_same(self.module)
         own = self.pipeline(inputs)  # (B, T, V_r)
         if not self._vocabulary:
             return own

@@ -137,10 +137,7 @@ class OffloadedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Fetch gradients, update on the host, and begin to send the parameters back: what the
         device computes next waits for them."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for mirror in self._mirrors.values():
             mirror.require_unchanged()
         with torch.no_grad():

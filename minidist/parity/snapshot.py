@@ -32,8 +32,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     state = dict(model.state_dict())
     consume_prefix_in_state_dict_if_present(state, "module.")
     states = _states_of(model, optimizer)
-    sharded = isinstance(model, md.FullyShardedDataParallel)
-    bare = model if sharded else getattr(model, "module", model)
+    bare = getattr(model, "module", model)
     for name, parameter in bare.named_parameters():
         for key, value in states.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):

@@ -12,7 +12,7 @@ a strategy around the stages, another along its axis.
 """
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,8 +119,7 @@ class Preparation:
         self._plan, self._peers, self._own = plan, peers, own
         self._keywords, self._device = keywords, device
         self._modules, self._parameters = list(module.modules()), list(module.parameters())
-        self._module, self._found = module, kinds_of(trained_in(module))
-        self._holders = [*holders("", module, set(module.children()))]
+        self._found = Found(module, {*module.modules()} - {module}, "Pipeline")
         self.specs: dict[int, ActivationSpecs] = {}  # the one used last comes last
         self._plain = pickle.dumps({})  # keyword arguments without tensors, for later stages
 
@@ -137,9 +136,7 @@ class Preparation:
         plain = {name: value for name, value in kwargs.items() if not tensors_of(value)}
         seen, total, parts, to_later, problem = [trains, self._state()], 0, [], self._plain, None
         try:
-            if trains:
-                require_as_found(module, self._found)
-            require_same_layers(module, self._module, self._holders, "Pipeline")
+            self._found.require_same(module, trains)
             if first:
                 total = self._count(inputs, kwargs, trains)
                 batch = inputs, {n: value for n, value in kwargs.items() if n not in plain}
@@ -271,43 +268,36 @@ def _signature(tree: Any, by_value: tuple[type, ...]) -> Any:
 
 # ---- a module that changed -----------------------------------------------------------------------
 
-Holders = Sequence[tuple[str, nn.Module, dict[str, nn.Module | None]]]
 
+class Found:
+    """The layers that `who` has found in a module, and runs one by one; and its parameters that are
+    trained. layers: with all that is in them; the other modules hold them."""
 
-def trained_in(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Its parameters that are trained, by name."""
-    return [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    def __init__(self, module: nn.Module, layers: Set[nn.Module], who: str) -> None:
+        self._module, self._who = module, who
+        trained = ((name, p) for name, p in module.named_parameters() if p.requires_grad)
+        self._parameters = kinds_of(trained)
+        inside = [(name, m) for name, m in module.named_modules() if m not in layers]
+        self._holders = [(name, holder, dict(holder._modules)) for name, holder in inside]
 
-
-def holders(prefix: str, module: nn.Module, layers: Set[nn.Module]) -> Iterator[Any]:
-    """The modules that hold the layers, and are none themselves: the prefix of their names, and
-    what they hold."""
-    if module not in layers:
-        yield prefix, module, dict(module._modules)
-        for name, child in module.named_children():
-            yield from holders(f"{prefix}{name}.", child, layers)
-
-
-def require_same_layers(now: nn.Module, before: nn.Module, held: Holders, who: str) -> None:
-    """Raises RuntimeError if a layer was added, removed or replaced, or the module as a whole, such
-    as by a compiled one: `who` would run the old ones. And for a hook of what holds the layers."""
-    if now is not before:
-        raise RuntimeError(
-            "the module has been replaced since it was wrapped, and would not be run: "
-            f"{who} runs the layers that it found. Change or compile layers first, and wrap then"
-        )
-    for prefix, holder, found in held:
-        if has_hooks(holder):
+    def require_same(self, now: nn.Module, trains: bool = False) -> None:
+        """Raises RuntimeError if a layer was added, removed or replaced, or the module as a whole,
+        such as by a compiled one; for a hook of what holds the layers; and where it `trains`, as
+        `require_as_found`."""
+        wrong = "the module has been replaced since it was wrapped" * (now is not self._module)
+        for name, holder, found in self._holders:
+            # What else a module gets, such as a loss function, is no layer.
+            in_a_row = isinstance(holder, nn.Sequential | nn.ModuleList)
+            each = found | holder._modules if in_a_row else found
+            if changed := [n for n in each if holder._modules.get(n) is not found.get(n)]:
+                layer = f"{name}.{changed[0]}".lstrip(".")
+                wrong = f"layer {layer} has been added, removed or replaced since it was wrapped"
+            if has_hooks(holder):
+                wrong = f"{name or 'the module'} has a hook, which would not be called"
+        if wrong:
             raise RuntimeError(
-                f"{prefix[:-1] or 'the module'} has a hook, which would not be called: {who} runs "
-                "its layers one by one. Register the hook on a layer"
+                f"{wrong}: {self._who} runs the layers that it found. Change or compile "
+                "layers first, hook them and not what holds them, and wrap then"
             )
-        # What else a module gets, such as a loss function, is no layer.
-        in_a_row = isinstance(holder, nn.Sequential | nn.ModuleList)
-        for name in found | holder._modules if in_a_row else found:
-            if holder._modules.get(name) is not found.get(name):
-                raise RuntimeError(
-                    f"layer {prefix}{name} has been added, removed or replaced since it was "
-                    f"wrapped. Change a module first, and wrap it then: {who} runs the layers that "
-                    "it found"
-                )
+        if trains:
+            require_as_found(now, self._parameters)

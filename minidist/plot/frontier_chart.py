@@ -50,14 +50,15 @@ def frontier(
         ax.set_xlabel(xlabel)
         ax.set_ylabel(ylabel)
         legend(ax, handles)
-        ax.figure.draw_without_rendering()  # now the axes have their size
+        figure: Any = ax.figure
+        figure.draw_without_rendering()  # now the axes have their size
         dots = [dot for points in measured.values() for dot in points.values()]
         taken = [Bbox([dot - 4, dot + 4]) for dot in ax.transData.transform(dots)]
         for way in sorted(highest, key=lambda way: -highest[way][1]):
             place: dict[str, Any] = {"xytext": (8, 0), "textcoords": "offset points"}
-            name = ax.annotate(way, highest[way], va="center", size=9, **place)
+            label = ax.annotate(way, highest[way], va="center", size=9, **place)
             for there in sorted(taken, key=lambda box: -box.y1):  # where one is, it goes below it
-                if (box := name.get_window_extent()).overlaps(there):
-                    name.xyann = (8, name.xyann[1] - (box.y1 - there.y0) * 72 / ax.figure.dpi - 1)
-            taken.append(name.get_window_extent())
+                if (box := label.get_window_extent()).overlaps(there):
+                    label.xyann = (8, label.xyann[1] - (box.y1 - there.y0) * 72 / figure.dpi - 1)
+            taken.append(label.get_window_extent())
         return ax
