@@ -36,9 +36,9 @@ class PassingBucket:
     def take(self, parameter: nn.Parameter, scale: float) -> None:
         """Its gradient, times scale, or zeros: the parameter has it no longer."""
         if self.flat is None:
-            kind, size = parameter, (self.cut.ranks, sum(self.sizes))
+            ranks, like = self.cut.ranks, parameter
             self.flat = backend.scratch(
-                *size, dtype=kind.dtype, device=kind.device, group=self.cut.group
+                ranks, sum(self.sizes), dtype=like.dtype, device=like.device, group=self.cut.group
             )
         n, at = self.cut.rows(parameter), self.offsets[parameter]
         whole = len(parameter) // max(n, 1)  # ranks that have n rows
