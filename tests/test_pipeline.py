@@ -981,7 +981,7 @@ def test_what_changed_on_one_rank_is_refused_on_all(pools):
     for change, words in (
         (replace, "parameter 2.weight was added, replaced"),
         (unfreeze, "parameter 2.bias was added, replaced"),
-        (another_layer, "layer 3 has been added, removed or replaced since it was wrapped"),
+        (another_layer, "module.3 was changed since it was wrapped"),
     ):
         first, second = told(pools(2), partial(run, change))
         assert first == second and first[0] == "RuntimeError", words

@@ -12,7 +12,7 @@ a strategy around the stages, another along its axis.
 """
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -271,33 +271,31 @@ def _signature(tree: Any, by_value: tuple[type, ...]) -> Any:
 
 class Found:
     """The layers that `who` has found in a module, and runs one by one; and its parameters that are
-    trained. layers: with all that is in them; the other modules hold them."""
+    trained. inside: the layers, with all that is in them; the other modules hold them."""
 
-    def __init__(self, module: nn.Module, layers: Set[nn.Module], who: str) -> None:
-        self._module, self._who = module, who
+    def __init__(self, module: nn.Module, inside: Set[nn.Module], who: str) -> None:
+        self._inside, self._who = inside, who
         trained = ((name, p) for name, p in module.named_parameters() if p.requires_grad)
-        self._parameters = kinds_of(trained)
-        inside = [(name, m) for name, m in module.named_modules() if m not in layers]
-        self._holders = [(name, holder, dict(holder._modules)) for name, holder in inside]
+        self._parameters, self._layers = kinds_of(trained), dict(self._held(module))
 
-    def require_same(self, now: nn.Module, trains: bool = False) -> None:
+    def _held(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        for name, holder in module.named_modules(prefix="module"):
+            if holder not in self._inside:
+                yield name, holder
+                yield from ((f"{name}.{child}", m) for child, m in holder.named_children())
+
+    def require_same(self, module: nn.Module, trains: bool = False) -> None:
         """Raises RuntimeError if a layer was added, removed or replaced, or the module as a whole,
         such as by a compiled one; for a hook of what holds the layers; and where it `trains`, as
         `require_as_found`."""
-        wrong = "the module has been replaced since it was wrapped" * (now is not self._module)
-        for name, holder, found in self._holders:
-            # What else a module gets, such as a loss function, is no layer.
-            in_a_row = isinstance(holder, nn.Sequential | nn.ModuleList)
-            each = found | holder._modules if in_a_row else found
-            if changed := [n for n in each if holder._modules.get(n) is not found.get(n)]:
-                layer = f"{name}.{changed[0]}".lstrip(".")
-                wrong = f"layer {layer} has been added, removed or replaced since it was wrapped"
-            if has_hooks(holder):
-                wrong = f"{name or 'the module'} has a hook, which would not be called"
-        if wrong:
+        now, then = dict(self._held(module)), self._layers
+        changed = [name for name in then | now if now.get(name) is not then.get(name)]
+        holders = [name for name, m in then.items() if m not in self._inside and has_hooks(m)]
+        if changed or holders:
+            wrong = f"{changed[0]} was changed" if changed else f"{holders[0]} has a hook"
             raise RuntimeError(
-                f"{wrong}: {self._who} runs the layers that it found. Change or compile "
-                "layers first, hook them and not what holds them, and wrap then"
+                f"{wrong} since it was wrapped: {self._who} runs the layers that it found. Change "
+                "or compile layers first, hook them and not what holds them, and wrap then"
             )
         if trains:
-            require_as_found(now, self._parameters)
+            require_as_found(module, self._parameters)
