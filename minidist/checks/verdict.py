@@ -212,8 +212,8 @@ def require_right(
     results = on_ranks(trial, *args, world_size=world_size, **options)
     for rank, wrong in enumerate(results):
         if wrong:
-            on = f"on {ranks(world_size)}, rank {rank}{of_rank}" if of_rank else ""
-            raise NotYet(f"{on}{wrong}.")
+            on_rank = f"on {ranks(world_size)}, rank {rank}{of_rank}{wrong}."
+            raise NotYet(on_rank if of_rank else f"{wrong}.")
 
 
 def _in_time(seconds: float, trial: Callable[..., Any], args: tuple[Any, ...]) -> Any:
