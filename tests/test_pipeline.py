@@ -989,6 +989,17 @@ def test_what_changed_on_one_rank_is_refused_on_all(pools):
     still_trains(pools(2))
 
 
+def test_a_copy_of_a_pipeline_trains_as_it_does(pools):
+    def run():
+        model = md.Pipeline(mlp(), 4)
+        copied, (inputs, targets) = copy.deepcopy(model), digits(0)
+        losses = [each.train_step(inputs, targets, F.cross_entropy) for each in (model, copied)]
+        pairs = zip(model.parameters(), copied.parameters(), strict=True)
+        return apart(*losses), max(apart(p.grad, q.grad) for p, q in pairs)
+
+    assert pools(2)(run) == [(0, 0)] * 2
+
+
 def test_a_schedule_of_ones_own_trains(pools):
     """Micro-batches in another order each way."""
     forward = [[Forward(stage, i) for i in (1, 0, 2)] for stage in range(4)]

@@ -384,6 +384,19 @@ def test_saved_and_loaded_at_any_number_of_ranks_and_without_minidist(pools, sta
         assert found[1]["param_groups"] == wanted[1]["param_groups"], how
 
 
+def begun_again():
+    model, optimizer = stage1(net())
+    fresh = copy.deepcopy(optimizer.state_dict())
+    plainly(model, optimizer, [share(0)])
+    optimizer.load_state_dict(fresh)
+    plainly(model, optimizer, [share(0)])
+    return {state["step"].item() for state in optimizer.state.values()}
+
+
+def test_a_state_without_moments_takes_away_what_is_there(pools):
+    assert pools(2)(begun_again) == [{1}, {1}]
+
+
 # ---- mistakes ---------------------------------------------------------------------------------
 
 
@@ -426,6 +439,18 @@ MISTAKES = {
         lambda rank: zero(net(6, 5 + rank, 3).parameters()),
         r"ValueError: .* about parameter 0 of group 0: rank 0 says shape \(5, 6\), .* rank 1 ",
     ),
+    "options": (
+        lambda rank: zero(net().parameters(), (torch.optim.Adam, {"betas": (0.9 - rank / 10, 1)})),
+        "ValueError: .* about the options of group 0",
+    ),
+    "a scalar": (
+        lambda rank: zero([nn.Parameter(torch.tensor(0.0))]),
+        "ValueError: rank 0: a parameter has no rows",
+    ),
+    "a larger model's states": (
+        lambda rank: zero(net(6, 3).parameters()).load_state_dict(alone(net, [0])[1]),
+        "ValueError: ",
+    ),
     "Adafactor": (
         lambda rank: zero(net().parameters(), (torch.optim.Adafactor, {})),
         "TypeError: .*Adafactor cannot train rows of parameters",
@@ -439,6 +464,10 @@ MISTAKES = {
     "other parameters": (
         lambda rank: wrap(lambda m: zero((m if rank else net()).parameters())),
         "ValueError: rank 0: the optimizer has other parameters than the module",
+    ),
+    "a hook": (
+        lambda rank: stage2(net())[0].register_comm_hook(None, None),
+        "RefusedError: ShardedDataParallel has no communication hooks",
     ),
     "another model's states": (of_another_model, "ValueError: .* is of another model"),
 }

@@ -24,7 +24,7 @@ class AveragingOptimizer(Optimizer):
 
     At construction every rank takes rank 0's parameters. All ranks must take the same number of
     steps. `param_groups` and `state` are those of `optimizer`, so learning-rate schedulers take
-    either. `steps` counts.
+    either. `steps` is how many were taken.
 
     `state_dict()` is that of `optimizer`, and an entry "averaging". It loads in the bare optimizer
     as well, and that of the bare one loads here; the count then begins anew. Replicas differ

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from minidist.common.wrapper import Wrapper
 
@@ -12,7 +11,6 @@ class Synchronized(Wrapper):
     the forward pass. Scripts for torch's DistributedDataParallel set it, or use `no_sync`."""
 
     require_backward_grad_sync = True
-    _reducer: Any = None  # averages what comes by a forward pass of the wrapper, and that alone
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ def clip_grad_norm_(
     groups: the ranks that have the others, along each axis of a mesh. One all_reduce of one number
         for each group, which all of its ranks must call.
     device: where that number is.
-    elsewhere: those of `parameters` that another rank has too, and counts. They are scaled too.
+    elsewhere: those of `parameters` that another rank counts. Here they are only scaled.
 
     Raises ValueError for a `norm_type` of 0 or less.
     """

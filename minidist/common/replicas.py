@@ -29,7 +29,7 @@ def require_same_model(
 
 
 def require_same_lines(mine: list[str], group: dist.ProcessGroup) -> None:
-    """The same for a description of a model, in `words`. Names the first line that differs."""
+    """As `require_same_model`, for lines that `words` has made."""
     models = gather(group, mine)
     for rank, model in enumerate(models):
         pairs = zip_longest(models[0], model, fillvalue="has no more parameters or buffers")
@@ -44,7 +44,7 @@ def require_same_lines(mine: list[str], group: dist.ProcessGroup) -> None:
 
 
 def refuse_dtensors(lines: Iterable[str]) -> None:
-    """Raises TypeError for the first of them, in lines that begin with a name, as `words` do."""
+    """Raises TypeError if one of the lines, as `words` gives them, is of a DTensor."""
     for line in lines:
         if _DTENSOR in line:
             raise TypeError(

@@ -42,9 +42,10 @@ class Wrapper(nn.Module):
             return getattr(inner, name)
 
 
-def copy_on_ranks(wrapper: Any, memo: dict[int, Any], *same: Any) -> Any:
-    """For `__deepcopy__`: a copy that shares with the wrapper what is the `same`, as groups are."""
-    for each in same:
+def copy_sharing(wrapper: Any, memo: dict[int, Any], *shared: Any) -> Any:
+    """For `__deepcopy__`: a copy that has the very `shared` objects, such as groups, and copies of
+    all else."""
+    for each in shared:
         memo[id(each)] = each
     memo[id(wrapper)] = copied = wrapper.__class__.__new__(wrapper.__class__)
     copied.__setstate__(copy.deepcopy(wrapper.__getstate__(), memo))
@@ -86,7 +87,8 @@ Kinds = dict[str, tuple[Any, ...]]
 
 def kinds_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> Kinds:
     """By name, what must stay as it is: which parameter it is, its shape, dtype and device."""
-    return {name: (id(p), p.shape, p.dtype, p.device) for name, p in parameters}
+    # In a set, which compares by identity. It holds p, and a deepcopy of it holds the copy's.
+    return {name: ({p}, p.shape, p.dtype, p.device) for name, p in parameters}
 
 
 def require_as_found(module: nn.Module, found: Kinds, left_out: Set[Any] = frozenset()) -> None:

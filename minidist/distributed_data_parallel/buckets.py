@@ -123,8 +123,8 @@ class Buckets:
 
     # In a backward pass.
 
-    def empty(self) -> None:
-        """Wait for all gradients of the next backward pass."""
+    def reset(self) -> None:
+        """A new pass: every gradient is missing."""
         if self._travelling:  # this one has failed. What still travels will write into its buckets
             self._travelling, self._buckets = [], []
             self.arrange(self._plan)

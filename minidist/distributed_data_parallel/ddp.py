@@ -33,8 +33,8 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
     are those of torch's class that ordinary scripts pass:
 
     device_ids: None, or one device: inputs are then moved to that of the module.
-    broadcast_buffers: the first forward pass, and each that follows one for training, first gives
-        every rank rank 0's buffers, such as the running means of batch norm.
+    broadcast_buffers: the first forward pass, and each that follows one whose gradients are
+        averaged, first gives every rank rank 0's buffers, such as the running means of batch norm.
     process_group: the ranks that take part; None is the default group.
     bucket_cap_mb: a bucket is full at so many MiB (the first one at 1 MiB); None is 25.
     find_unused_parameters: a parameter may be left without gradient by a backward pass. Left out
@@ -53,7 +53,8 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
 
     Limits: what `model.module` or a layer of it computes on its own is not averaged. Hooks that
     change a gradient come before the wrapper. Of several wrappers of a model the last one averages.
-    A copy of a wrapper is one of its module alone; it cannot be pickled.
+    Of outputs in a class that torch's pytree does not know, only the first backward pass after a
+    forward pass is averaged. `copy.deepcopy` copies the module alone. A wrapper cannot be pickled.
     """
 
     _make_buckets: Any = Buckets
@@ -82,14 +83,14 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
         if self._cap <= 0:
             raise ValueError(f"bucket_cap_mb must be more than 0, not {bucket_cap_mb}")
         self._left_out = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        parameters = {n: p for n, p in module.named_parameters() if n not in self._left_out}
-        trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        named = module.named_parameters()
+        trained = {n: p for n, p in named if p.requires_grad and n not in self._left_out}
         require_same_model(module, group, self._left_out)
         if any(isinstance(each, DistributedDataParallel) for each in module.modules()):
             raise ValueError("a part of this module is wrapped already: wrap the model once")
         if not trained:
             raise ValueError("DistributedDataParallel: the module has no parameter to train")
-        broadcast_state([*parameters.values(), *self._buffers_of_all()], group)
+        broadcast_state(self._common_state(), group)
         self.device, self._moves_inputs = next(iter(trained.values())).device, bool(device_ids)
         self._broadcasts = self._stale = broadcast_buffers  # rank 0 may change some until a pass
         self._found = kinds_of(trained.items())
@@ -110,8 +111,12 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
     def _plan(self, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
         return assign(parameters, int(self._cap * 2**20))
 
-    def _buffers_of_all(self) -> list[torch.Tensor]:
+    def _common_buffers(self) -> list[torch.Tensor]:
         return [b for name, b in self.module.named_buffers() if name not in self._left_out]
+
+    def _common_state(self) -> list[torch.Tensor]:
+        named = self.module.named_parameters()
+        return [*(p for n, p in named if n not in self._left_out), *self._common_buffers()]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's own, between what the ranks do together before and after."""
@@ -144,7 +149,7 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
                 contributors = len(there)
         if rebuild:
             self._reducer.buckets.arrange(self._plan(self._reducer.order_on(source)))
-        if broadcast and (buffers := self._buffers_of_all()):
+        if broadcast and (buffers := self._common_buffers()):
             broadcast_state(buffers, self.process_group, source)
         self._stale = sync and self._broadcasts
         self._reducer.buckets.scale = 1 / contributors

@@ -81,4 +81,4 @@ class _Answering(JoinHook):
         rank = dist.get_rank(group) if is_last_joiner else -1
         last = torch.tensor([rank], device=ddp.device)
         dist.all_reduce(last, dist.ReduceOp.MAX, group)
-        broadcast_state([*ddp.module.parameters(), *ddp.module.buffers()], group, int(last))
+        broadcast_state(ddp._common_state(), group, int(last))

@@ -35,7 +35,8 @@ class Reducer:
         buckets: Any,
         find_unused_parameters: bool,
     ) -> None:
-        self.parameters, self._names = list(parameters.values()), list(parameters)
+        self.parameters = list(parameters.values())
+        self._names = {p: name for name, p in parameters.items()}
         self._group, self.buckets, self._find_unused = group, buckets, find_unused_parameters
         self._awaited = False  # whether to average the next pass that gives a gradient
         self._begun = False  # a pass that is averaged is on its way
@@ -72,7 +73,7 @@ class Reducer:
             self._begin()
         if parameter.grad is None:
             if self._begun and len(parameter._post_accumulate_grad_hooks) > 1:
-                raise RuntimeError(f"another hook took the gradient of {self._name(parameter)}")
+                raise RuntimeError(f"another hook took the gradient of {self._names[parameter]}")
             return  # a Function of the user's gave none
         if not self._begun:
             if not torch.is_grad_enabled():  # it would have a graph
@@ -82,7 +83,7 @@ class Reducer:
             raise RuntimeError("gradients of gradients are not averaged: create_graph=True")
         if parameter in self._arrived:
             raise RuntimeError(
-                f"the gradient of {self._name(parameter)} arrived twice in one backward pass. "
+                f"the gradient of {self._names[parameter]} arrived twice in one backward pass. "
                 "Parts of a model that are recomputed one by one must not share parameters"
             )
         self._arrived[parameter] = None
@@ -115,7 +116,7 @@ class Reducer:
 
     def _reset(self) -> None:
         self._begun, self._arrived = False, {}
-        self.buckets.empty()
+        self.buckets.reset()
 
     @property
     def may_rebuild(self) -> bool:
@@ -132,13 +133,11 @@ class Reducer:
         self.order, self._ordered = None, True
         return [self.parameters[i] for i in order.tolist()]
 
-    def _name(self, parameter: nn.Parameter) -> str:
-        return next(n for n, p in zip(self._names, self.parameters, strict=True) if p is parameter)
-
     def _complaint(self, unused: list[nn.Parameter]) -> str:
+        names = ", ".join(self._names[p] for p in unused[:5])
         more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
         return (
-            f"this backward pass gave no gradient to {', '.join(map(self._name, unused[:5]))}{more}"
+            f"this backward pass gave no gradient to {names}{more}"
             ", for which the other ranks wait. Was a part of the model not used, or frozen since "
             "it was wrapped? With find_unused_parameters=True a parameter may be left out."
         )

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_map
 from minidist.common.replicas import broadcast_state
 from minidist.common.tensors_in import tensors_in
 from minidist.common.uncompiled import uncompiled
-from minidist.common.wrapper import kinds_of, require_as_found
-from minidist.fully_sharded.backward_pass import Ahead, BackwardPass, Trace, UnitPass, in_backward
+from minidist.common.wrapper import in_backward, kinds_of, require_as_found
+from minidist.fully_sharded.backward_pass import Ahead, BackwardPass, Trace, UnitPass
 from minidist.fully_sharded.param_group import Gradients, ParamGroup
 
 _OF_TORCH = frozenset(nn.Module().__dict__)  # attributes that every module has

@@ -16,7 +16,7 @@ from minidist.common.norm import clip_grad_norm_
 from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.single import all_gather_single
 from minidist.common.tensors_in import tensors_of
-from minidist.common.wrapper import Wrapper, copy_on_ranks
+from minidist.common.wrapper import Wrapper, copy_sharing
 from minidist.mixed.kept_layers import keep_only, require_in_layers, require_layers
 from minidist.mixed.mean_gradients import MeanGradients
 from minidist.mixed.mesh_axes import AXES, require_all_ranks
@@ -201,7 +201,7 @@ class MixedParallel(Wrapper):
         every rank if the parameters or layers of one have changed."""
         problem = None
         try:
-            self._found.require_same(self.module, trains=True)
+            self._found.require_unchanged(self.module, trains=True)
         except RuntimeError as error:
             problem = error
         rows = next((len(x) for x in tensors_of(inputs) if x.ndim), 0)
@@ -229,7 +229,7 @@ class MixedParallel(Wrapper):
         rank of the replica calls this with the same inputs. Raises RuntimeError on all of them if a
         layer of one was replaced, or a hook put on what only holds layers."""
         with agree.together(self._pipeline, self._tensor):
-            self._found.require_same(self.module)
+            self._found.require_unchanged(self.module)
         own = self.pipeline(inputs)  # (B, T, V_r)
         if not self._vocabulary:
             return own
@@ -271,7 +271,7 @@ class MixedParallel(Wrapper):
             load_full_state_dict(self.module, own)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MixedParallel":
-        return copy_on_ranks(self, memo, self.mesh, self._data, self._pipeline, self._tensor)
+        return copy_sharing(self, memo, self.mesh, self._data, self._pipeline, self._tensor)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

@@ -136,7 +136,7 @@ class Preparation:
         plain = {name: value for name, value in kwargs.items() if not tensors_of(value)}
         seen, total, parts, to_later, problem = [trains, self._state()], 0, [], self._plain, None
         try:
-            self._found.require_same(module, trains)
+            self._found.require_unchanged(module, trains)
             if first:
                 total = self._count(inputs, kwargs, trains)
                 batch = inputs, {n: value for n, value in kwargs.items() if n not in plain}
@@ -284,10 +284,10 @@ class Found:
                 yield name, holder
                 yield from ((f"{name}.{child}", m) for child, m in holder.named_children())
 
-    def require_same(self, module: nn.Module, trains: bool = False) -> None:
-        """Raises RuntimeError if a layer was added, removed or replaced, or the module as a whole,
-        such as by a compiled one; for a hook of what holds the layers; and where it `trains`, as
-        `require_as_found`."""
+    def require_unchanged(self, module: nn.Module, trains: bool = False) -> None:
+        """Raises RuntimeError if a layer, or the whole module, was added, removed or replaced, such
+        as by a compiled one; or if a module that holds layers has a hook; and, where it `trains`,
+        if `require_as_found` does."""
         now, then = dict(self._held(module)), self._layers
         changed = [name for name in then | now if now.get(name) is not then.get(name)]
         holders = [name for name, m in then.items() if m not in self._inside and has_hooks(m)]

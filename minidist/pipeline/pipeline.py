@@ -18,7 +18,7 @@ from minidist.common.groups import require_group
 from minidist.common.norm import clip_grad_norm_
 from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.tensors_in import tensors_of
-from minidist.common.wrapper import Wrapper, copy_on_ranks
+from minidist.common.wrapper import Wrapper, copy_sharing
 from minidist.pipeline.batch import Loss, Preparation, cut_off, merge_microbatches
 from minidist.pipeline.cut import fill, find_ties, require_known, schedule_and_balance
 from minidist.pipeline.executor import Executor, added_up
@@ -276,7 +276,7 @@ class Pipeline(Wrapper):
         return super().load_state_dict(own, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy_on_ranks(self, memo, self.process_group, self.schedule)
+        return copy_sharing(self, memo, self.process_group, self.schedule)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

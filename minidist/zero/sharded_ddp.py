@@ -17,6 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from minidist import backend
 from minidist.common.agree import together
+from minidist.common.refusals import RefusedError
 from minidist.distributed_data_parallel.ddp import DistributedDataParallel
 from minidist.distributed_data_parallel.reducer import remove
 from minidist.zero.sharded_optimizer import ZeroRedundancyOptimizer
@@ -62,26 +63,20 @@ class PassingBucket:
         """This rank's rows of each parameter's gradient."""
         rows = self._arrive().split(self.sizes)
         del self._arrive  # and with it the memory
-        like = [self.cut.own(p) for p in self.parameters]
-        own = [x[: mine.numel()].view(mine.shape) for x, mine in zip(rows, like, strict=True)]
-        return dict(zip(self.parameters, own, strict=True))
+        each = zip(self.parameters, map(self.cut.own, self.parameters), rows, strict=True)
+        return {p: x[: own.numel()].view(own.shape) for p, own, x in each}
 
 
 class ShardBuckets:
     """Give each rank of `group` its rows of the mean gradients, in `.grad`, as DTensors. The
     methods are those of DistributedDataParallel's `Buckets`."""
 
-    comm_hook = None
-
     def __init__(self, plan: Sequence[Sequence[nn.Parameter]], cut: Cut) -> None:
         self._cut, self.scale = cut, 1 / cut.ranks
-        parameters = [p for bucket in plan for p in bucket]
         # A parameter does not hold its node, and the node holds this hook.
-        self._nodes = [get_gradient_edge(p).node for p in parameters]
-        hooks = [
-            node.register_prehook(partial(_set_aside, cut.kept, p))
-            for p, node in zip(parameters, self._nodes, strict=True)
-        ]
+        self._nodes = {p: get_gradient_edge(p).node for bucket in plan for p in bucket}
+        nodes, kept = self._nodes.items(), cut.kept
+        hooks = [node.register_prehook(partial(_set_aside, kept, p)) for p, node in nodes]
         weakref.finalize(self, remove, hooks)
         self._travelling: PassingBucket | None = None
         self.arrange(plan)
@@ -90,10 +85,10 @@ class ShardBuckets:
         """Make the buckets of this plan."""
         self._buckets = [PassingBucket(bucket, self._cut) for bucket in plan]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
-        self.empty()
+        self.reset()
 
-    def empty(self) -> None:
-        """Wait for all gradients of the next backward pass."""
+    def reset(self) -> None:
+        """A new pass: every gradient is missing."""
         for bucket in self._buckets:
             bucket.flat, bucket.missing = None, set(bucket.parameters)
         self._sent, self._travelling = 0, None
@@ -155,7 +150,7 @@ class ShardedDataParallel(DistributedDataParallel):
     arguments: `find_unused_parameters` and `broadcast_buffers` of `DistributedDataParallel`.
 
     Raises TypeError for another optimizer; ValueError, on every rank, if it has other parameters
-    than the module; all else as `DistributedDataParallel` does. There are no communication hooks.
+    than the module; all else as `DistributedDataParallel` does.
     """
 
     def __init__(
@@ -179,5 +174,9 @@ class ShardedDataParallel(DistributedDataParallel):
                     "module.parameters(), after the module is moved, unfrozen or changed"
                 )
         self._make_buckets = lambda plan, _: ShardBuckets(plan, first.cut)
-        size, options = first.bucket_cap_mb, arguments
-        super().__init__(module, process_group=first.process_group, bucket_cap_mb=size, **options)
+        cap, group = first.bucket_cap_mb, first.process_group
+        super().__init__(module, process_group=group, bucket_cap_mb=cap, **arguments)
+
+    def register_comm_hook(self, state: Any, hook: Any) -> None:
+        """Raises RefusedError: a hook averages whole gradients, and here a rank gets its rows."""
+        raise RefusedError("ShardedDataParallel has no communication hooks")

@@ -75,9 +75,9 @@ class ZeroRedundancyOptimizer(Optimizer):
             if not self.bucket_cap_mb > 0:
                 raise ValueError(f"bucket_cap_mb must be more than 0, not {bucket_cap_mb}")
             super().__init__(params, defaults)
-            if scalar := next((p for p in self._parameters() if not p.ndim), None):
-                raise ValueError(f"a parameter has no rows: give it a dimension, {scalar}")
-        described = _described(self.param_groups, self.bucket_cap_mb)
+            if not all(p.ndim for p in self._parameters()):
+                raise ValueError("a parameter has no rows: give it a dimension")
+        described = _described(self.param_groups, self.bucket_cap_mb, optimizer_class.__name__)
         require_same(group, described)
         refuse_dtensors(f"{name}, {text}" for name, text in described.items())
         self.cut = Cut(group)
@@ -168,7 +168,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         every rank. Raises ValueError, and changes nothing, if it is of another model."""
         parameters = self._parameters()
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        by_number = dict(zip(numbers, parameters, strict=False))
+        by_number = dict(zip(numbers, parameters, strict=True))
         states = {
             number: {
                 name: self._rows(by_number[number], name, value) for name, value in each.items()
@@ -176,6 +176,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             for number, each in state_dict["state"].items()
         }
         super().load_state_dict({**state_dict, "state": states})
+        self._inner.state.clear()
         for parameter, own in self.own.items():
             if parameter in self.state:
                 self._inner.state[own] = self.state[parameter]
@@ -190,7 +191,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             )
         if hasattr(value, "placements"):
             own = value.to_local()
-            if own.shape == self.own[parameter].shape:
+            if own.shape == self.cut.own(parameter).shape:
                 return own
             value = value.full_tensor()
         return self.cut.own(value).clone()
@@ -216,14 +217,15 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def _described(groups: list[dict[str, Any]], cap: float) -> dict[str, Any]:
+def _described(groups: list[dict[str, Any]], cap: float, kind: str) -> dict[str, Any]:
     """What all ranks must have alike."""
-    found: dict[str, Any] = {"bucket_cap_mb": cap, "the number of parameter groups": len(groups)}
+    found: dict[str, Any] = {"optimizer_class": kind, "bucket_cap_mb": cap}
+    found["the number of parameter groups"] = len(groups)
     for number, group in enumerate(groups):
         found[f"the number of parameters in group {number}"] = len(group["params"])
         for position, parameter in enumerate(group["params"]):
             found[f"parameter {position} of group {number}"] = describe(parameter)
         found[f"the options of group {number}"] = {
-            k: v for k, v in _options(group).items() if isinstance(v, bool | int | float | str)
+            k: v for k, v in _options(group).items() if isinstance(v, int | float | str | tuple)
         }
     return found
