@@ -77,7 +77,7 @@ class FlatParameters:
         cut, small = self.cut, [block for block in self.blocks if block.nbytes < ALONE]
         waits = [all_gather(block, cut.group) for block in self.blocks if block.nbytes >= ALONE]
         if small:
-            own = torch.cat([block.chunk(cut.ranks)[cut.rank] for block in small])
+            own = [block.chunk(cut.ranks)[cut.rank] for block in small]
             waits.append(all_gather_each(small, cut.group, own))
         return waits
 
@@ -110,25 +110,24 @@ def all_gather(
 
 
 def all_gather_each(
-    places: Sequence[torch.Tensor], group: dist.ProcessGroup, own: torch.Tensor
+    places: Sequence[torch.Tensor], group: dist.ProcessGroup, own: Sequence[torch.Tensor]
 ) -> Callable[[], None]:
     """Begin to put all shards of several tensors into their places, (N n,) each, in one message.
-    `own` (S,) has this rank's, end to end. Returns the function that waits."""
+    `own` are this rank's, (n,) each. Returns the function that waits."""
     if len(places) == 1:
-        return all_gather(places[0], group, own)
-    ranks = dist.get_world_size(group)
-    sizes = [len(place) // ranks for place in places]
+        return all_gather(places[0], group, own[0])
     if dist.get_backend(group) == "shm":  # it writes each where it belongs
         shm: Any = group
-        work = shm.all_gather_single_coalesced(list(places), [*own.split(sizes)])
+        work = shm.all_gather_single_coalesced(list(places), list(own))
         return lambda: _wait([work])
-    gathered = own.new_empty(ranks * len(own))
-    arrive = all_gather(gathered, group, own)
+    ranks, sizes = dist.get_world_size(group), [len(each) for each in own]
+    gathered = own[0].new_empty(ranks, sum(sizes))
+    torch.cat(list(own), out=gathered[dist.get_rank(group)])
+    arrive = all_gather(gathered.view(-1), group)
 
     def wait() -> None:
         arrive()
-        rows = gathered.view(ranks, -1).split(sizes, 1)
-        for place, shards in zip(places, rows, strict=True):
+        for place, shards in zip(places, gathered.split(sizes, 1), strict=True):
             place.view(ranks, -1).copy_(shards)
 
     return wait
