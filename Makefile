@@ -37,7 +37,7 @@ help:
 setup: $(TEST)
 
 define BY_PIP
-uv could not fetch torch; why, it says above. So pip fetches it, in the build that its index has.
+There is no torch by uv; why, it says above. So pip fetches it, in the build that its index has.
 endef
 export BY_PIP
 

@@ -1,6 +1,6 @@
 """The pictures of the lesson zero: zero, zero1, zero2, zero3."""
 
-from style import EMPTY, INK, PALE, RANKS, Axes, arrow, bar, box, ink, paper, save, words
+from style import EMPTY, PALE, RANKS, Axes, arrow, bar, box, ink, paper, save, words
 
 from minidist.plot import color
 
@@ -51,42 +51,34 @@ def zero() -> None:
 
 
 def zero1() -> None:
-    """Parameters end to end, cut into four shards; what becomes of them in a step."""
-    figure, axes = paper(10.2, 4.3)
-    tensors = [("embedding", 3.3), ("weight", 1.5), ("bias", 0.35), ("weight", 2.4), ("bias", 0.35)]
-    left, whole = 1.4, 8.4
-    x = left
-    for title, width in tensors:
-        bar(axes, x, 3.45, width, 0.45, PARAMETERS, linewidth=1.5)
-        if width > 0.5:
-            words(axes, x + 0.12, 3.67, title, color=ink(PARAMETERS), ha="left")
-        else:
-            words(axes, x + width / 2, 4.05, title, 8.5)
-        x += width
-    bar(axes, x, 3.45, left + whole - x, 0.45, EMPTY)
-    words(axes, (x + left + whole) / 2, 4.05, "zeros", 8.5, color=PALE)
-    for y, title in (
-        (3.67, "parameters"),
-        (2.61, "their owners"),
-        (1.65, "a step"),
-        (0.41, "all ranks"),
-    ):
-        words(axes, 0.15, y, title, 10, ha="left")
-    width = whole / 4
+    """Each parameter is cut into four parts of rows; what becomes of them in a step."""
+    figure, axes = paper(10.8, 3.1)
+    tensors = [("embedding", 1.3), ("weight", 0.9), ("bias", 0.12), ("weight", 0.6), ("bias", 0.12)]
+    top, height = 2.2, 0.5  # of the first rank's rows
+
+    def rows(left: float, shades: list[str]) -> float:
+        """The parameters side by side, with each rank's rows in its shade. Returns the end."""
+        x = left
+        for title, width in tensors:
+            for rank, shade in enumerate(shades):
+                bar(axes, x, top - height * rank, width, height - 0.04, shade)
+            if width > 0.5:
+                words(axes, x + width / 2, top + 0.62, title, 8.5)
+            x += width + 0.1
+        return x
+
+    end = rows(1.0, RANKS[:4])
+    right = rows(7.1, RANKS[:4])
     for rank, shade in enumerate(RANKS[:4]):
-        x = left + rank * width
-        middle = x + width / 2
-        if rank:
-            axes.plot([x, x], [2.35, 4.0], color=INK, lw=1.3, ls=(0, (4, 3)), zorder=4)
-        bar(axes, x + 0.04, 2.4, width - 0.08, 0.42, shade)
-        words(axes, middle, 2.61, f"rank {rank}", 10, color=ink(shade), fontweight="bold")
-        arrow(axes, (middle, 2.37), (middle, 2.03), color=STEP, linewidth=2)
-        box(axes, x + 0.2, 1.3, width - 0.4, 0.7, edgecolor=shade, linewidth=1.8)
-        words(axes, middle, 1.65, "optimizer states\nof this shard", 9)
-        arrow(axes, (middle, 1.27), (middle, 0.67), color=TRAVEL, linewidth=2)
-        bar(axes, x, 0.2, width, 0.42, PARAMETERS)
-        words(axes, middle, 0.41, f"from rank {rank}", 9, color=ink(PARAMETERS))
-    words(axes, left + whole / 2, 0.95, "all_gather", 10)
+        middle = top + height / 2 - height * rank - 0.02
+        words(axes, 0.9, middle, f"rank {rank}", 10, ha="right")
+        arrow(axes, (end, middle), (end + 0.35, middle), color=STEP, linewidth=2)
+        box(axes, end + 0.4, middle - 0.2, 1.5, 0.4, edgecolor=shade, linewidth=1.8)
+        words(axes, end + 1.15, middle, "states, a step", 9)
+        arrow(axes, (end + 1.95, middle), (7.0, middle), color=TRAVEL, linewidth=2)
+    words(axes, (1.0 + end) / 2, 0.4, "a rank's rows of every parameter", 9.5)
+    words(axes, 6.65, 0.4, "all_gather", 9.5)
+    words(axes, (7.1 + right) / 2, 0.4, "all new rows, on every rank", 9.5)
     save(figure, "zero1")
 
 

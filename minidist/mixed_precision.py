@@ -19,15 +19,11 @@ Ranks that share out gradients each look at their own. If one finds an infinity,
 out the step, replicas part and collectives no longer match. So all must know: `ShardedGradScaler`.
 """
 
-from types import SimpleNamespace
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
 from minidist import rank
 from minidist.common.groups import require_group
-from minidist.zero.shards import GradientInShards
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -42,10 +38,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
         scaler.step(optimizer)
         scaler.update()
 
-    The gradients of an optimizer are those of its parameters and, where it has such, of its
-    `shards`: so it works with `DistributedDataParallel`, `ShardedDataParallel` and
-    `ZeroRedundancyOptimizer`, `Pipeline`, and with parameters that are sharded themselves. A rank
-    may have none.
+    It works with `DistributedDataParallel`, `ShardedDataParallel`, `Pipeline`, and with parameters
+    that are sharded themselves. A rank may have no gradients.
 
     device: the kind of device that has the gradients, "cpu" or "cuda"; None is that of the rank's.
     process_group: the ranks that step together; None is the default group.
@@ -93,17 +87,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         """Divide this rank's gradients by the scale. Returns, as 0 or more, whether any rank's were
         not finite."""
-        for piece in getattr(optimizer, "pieces", {}).values():
-            piece.follow()
-        held = [
-            parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if not isinstance(parameter.grad, GradientInShards)
-        ]
-        held += getattr(optimizer, "shards", [])  # which have those gradients
-        view: Any = SimpleNamespace(param_groups=[{"params": held}])
-        mine = super()._unscale_grads_(view, inv_scale, found_inf, allow_fp16)
+        mine = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         return {found_inf.device: self._anywhere(list(mine.values()))}
 
     def _anywhere(self, mine: list[torch.Tensor]) -> torch.Tensor:

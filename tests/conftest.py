@@ -33,7 +33,6 @@ hypothesis.settings.load_profile("here")
 # What communicates in its own way is tested on both backends for the CPU: by day on this one, at
 # night on the other.
 ON_BOTH = {
-    "test_averaged_once": "gloo",
     "test_changed_after_wrapping": "shm",
     "test_collectives": "gloo",
     "test_ddp_as_torch": "shm",

@@ -152,6 +152,18 @@ def test_a_unit_that_waits_for_the_next_gather_is_told_so(kept) -> None:
     assert "in forward it waits for the gather of the next unit before it computes" in said
 
 
+@by_day_if_changed("data_parallel")
+def test_an_answer_that_autograd_cannot_go_back_through_is_told_so(kept) -> None:
+    answers = MODULES["data_parallel"]
+    check = answers.check
+    for asked, answer in (
+        (check.gather, answers.Detached),
+        (check.broadcast, answers.CopiesDetached),
+    ):
+        said = kept.verdict(asked, answer).says
+        assert said.endswith("autograd cannot go back through what comes out."), said
+
+
 @by_day_if_changed("collectives")
 def test_a_scan_with_one_message_for_each_rank_is_told_so(kept) -> None:
     answers = MODULES["collectives"]

@@ -598,11 +598,11 @@ MISTAKES = {
     "tied": (tied_between_units, "must be in the same unit"),
     "around DDP": (lambda: as_one(md.DistributedDataParallel(net())), "DistributedDataParallel"),
     "stepped between": (stepped_between, "changed since the forward pass"),
-    "added": (changed(lambda m: m.append(net(3, 3))), "parameter 5.0.weight has been added since"),
-    "replaced": (changed(replaced), "parameter 0.bias has been replaced since it was wrapped"),
+    "added": (changed(lambda m: m.append(net(3, 3))), "parameter 5.0.weight was added, replaced"),
+    "replaced": (changed(replaced), "parameter 0.bias was added, replaced"),
     "double backward": (double_backward, "create_graph=True"),
-    "another shape": (load(6, 4, 4, 3), "size mismatch for 0.weight"),
-    "missing": (load(6, 5, 4), 'Missing key(s) in state_dict: "4.weight"'),
+    "another shape": (load(6, 4, 4, 3), "size mismatch for "),
+    "missing": (load(6, 5, 4), "4.weight"),
     "twice": (lambda: wrapped(wrapped(net()).module), "is sharded already"),
 }
 

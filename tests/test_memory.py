@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.utils.checkpoint import checkpoint
 
 import minidist as md
@@ -325,7 +326,7 @@ def test_torchs_data_parallel_holds_the_gradients_twice(pools):
 
 
 def test_compressed_gradients_are_half_as_many_bytes_to_send(pools):
-    hook = md.distributed_data_parallel.bf16_compress_hook
+    hook = bf16_compress_hook
     for memory in pools(2)(tracked, md.DistributedDataParallel, 1, hook=hook):
         assert memory.peak_of["communication buffers"] == P // 2
         assert memory.peak_of["gradients"] == P

@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils._pytree import tree_map_only
 
 import minidist as md
 from minidist.offload import Budget, OutOfMemory
@@ -240,9 +242,8 @@ def test_saved_and_loaded_with_zero(pools):
             optimizer.zero_grad()
             backward(model, step)
             optimizer.step()
-        for rank in range(2):
-            optimizer.consolidate_state_dict(rank)
-        return copy.deepcopy((dict(model.state_dict()), optimizer.state_dict()))
+        states = tree_map_only(DTensor, DTensor.full_tensor, optimizer.state_dict())
+        return copy.deepcopy((dict(model.state_dict()), states))
 
     saved = pools(2)(steps, [0, 1])
     assert pickle.dumps(saved[0]) and saved[0][1]["state"].keys() == saved[1][1]["state"].keys()
@@ -399,11 +400,6 @@ def test_mistakes():
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(RuntimeError, match="a sparse gradient cannot be offloaded"):
         offloaded(table.parameters()).step()
-    table.other = nn.Parameter(table.weight.data.t(), requires_grad=False)
-    offloaded(table.parameters())
-    table.other.requires_grad_()
-    with pytest.raises(ValueError, match="two parameters share memory, of shapes"):
-        offloaded(table.parameters())
 
 
 def test_gradients_that_leave_before_a_wrapper_sees_them_train_nothing(pools):
@@ -424,11 +420,10 @@ def test_gradients_that_leave_before_a_wrapper_sees_them_train_nothing(pools):
         (TorchDDP, True, "had taken it"),
         (TorchDDP, False, "had taken it"),
         (md.DistributedDataParallel, True, "are awaited already"),  # it has a hook itself
-        (md.DistributedDataParallel, False, "was taken away"),
+        (md.DistributedDataParallel, False, "another hook took the gradient"),
     ):
         for found, moved in pools(2)(early, wrap, first):
             assert words in found and not moved, (wrap, first, found)
-            assert first or "receive_in_backward" in found, (wrap, first, found)
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minidist as md
@@ -210,7 +211,7 @@ FAULTS = {
 
 
 def hooked(ddp):
-    ddp.register_comm_hook(None, md.distributed_data_parallel.bf16_compress_hook)
+    ddp.register_comm_hook(None, bf16_compress_hook)
     return ddp
 
 

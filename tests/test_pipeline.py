@@ -926,8 +926,6 @@ def test_stages_that_are_fully_sharded_are_clipped_and_saved_whole(pools):
             md.parity.cross_entropy(plain(inputs), targets).backward()
             model.train_step(inputs[own], targets[own], md.parity.cross_entropy)
             norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.02)
-            with pytest.raises(RuntimeError, match=NOT_BY_TORCH):
-                nn.utils.clip_grad_norm_(model.parameters(), 0.02)
             found.append(apart(model.clip_grad_norm_(0.02), norm))
             adam.step()
             ours.step()
@@ -941,35 +939,6 @@ def test_stages_that_are_fully_sharded_are_clipped_and_saved_whole(pools):
 
     found = pools(4)(run)
     assert all(difference <= 1e-12 and loaded for difference, loaded in found)
-
-
-NOT_BY_TORCH = "the norm of that part: call the model's clip_grad_norm_"
-
-
-def test_torchs_clipping_is_refused_where_it_would_be_wrong(pools):
-    def run():
-        plain, (inputs, targets) = mlp(), digits(0)
-        model = md.Pipeline(copy.deepcopy(plain), 4)
-        F.cross_entropy(plain(inputs), targets).backward()
-        model.train_step(inputs, targets, F.cross_entropy)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for parameters in (model.parameters(), optimizer.param_groups[0]["params"]):
-            with pytest.raises(RuntimeError, match=NOT_BY_TORCH):
-                nn.utils.clip_grad_norm_(parameters, 0.1)
-        nn.utils.clip_grad_value_(model.parameters(), 0.01)  # may be of a part
-        nn.utils.clip_grad_value_(plain.parameters(), 0.01)
-        ours = model.module.named_parameters()
-        return max(apart(p.grad, plain.get_parameter(name).grad) for name, p in ours)
-
-    assert max(pools(2)(run)) <= 1e-12
-
-    def alone():  # one rank has the whole model, and torch's function is right
-        plain, model, (inputs, targets) = mlp(), md.Pipeline(mlp(), 4), digits(0)
-        F.cross_entropy(plain(inputs), targets).backward()
-        model.train_step(inputs, targets, F.cross_entropy)
-        return apart(*[nn.utils.clip_grad_norm_(p.parameters(), 0.1) for p in (plain, model)])
-
-    assert max(pools(1)(alone)) <= 1e-12
 
 
 def test_other_ranks_layers_are_freed(pools):
@@ -1010,9 +979,9 @@ def test_what_changed_on_one_rank_is_refused_on_all(pools):
         model.train_step(batch, batch, F.mse_loss)
 
     for change, words in (
-        (replace, "parameter 2.weight has been replaced since it was wrapped"),
-        (unfreeze, "parameter 2.bias has been unfrozen since it was wrapped"),
-        (another_layer, "layer 3 has been added, removed or replaced since it was wrapped"),
+        (replace, "parameter 2.weight was added, replaced"),
+        (unfreeze, "parameter 2.bias was added, replaced"),
+        (another_layer, "module.3 was changed since it was wrapped"),
     ):
         first, second = told(pools(2), partial(run, change))
         assert first == second and first[0] == "RuntimeError", words
@@ -1020,19 +989,15 @@ def test_what_changed_on_one_rank_is_refused_on_all(pools):
     still_trains(pools(2))
 
 
-def test_stages_of_one_shape_are_not_taken_for_replicas(pools):
-    def zero():
-        parameters = md.Pipeline(four(), 2, balance=[2, 2]).parameters()
-        md.ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1)
+def test_a_copy_of_a_pipeline_trains_as_it_does(pools):
+    def run():
+        model = md.Pipeline(mlp(), 4)
+        copied, (inputs, targets) = copy.deepcopy(model), digits(0)
+        losses = [each.train_step(inputs, targets, F.cross_entropy) for each in (model, copied)]
+        pairs = zip(model.parameters(), copied.parameters(), strict=True)
+        return apart(*losses), max(apart(p.grad, q.grad) for p, q in pairs)
 
-    def local_sgd():
-        parameters = md.Pipeline(four(), 2, balance=[2, 2]).parameters()
-        md.averaging.LocalSGD(torch.optim.SGD(parameters, lr=0.1), 2)
-
-    for run in zero, local_sgd:
-        first, second = told(pools(2), run)
-        assert first == second and first[0] == "ValueError"
-        assert all(f"of rank {rank} along a pipeline" in first[1] for rank in (0, 1)), run
+    assert pools(2)(run) == [(0, 0)] * 2
 
 
 def test_a_schedule_of_ones_own_trains(pools):

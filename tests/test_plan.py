@@ -187,12 +187,18 @@ WRONG = {
     "heads": (
         lambda: llama(kv_heads=1),
         llama_plan,
-        "ValueError: model.layers.0.self_attn: num_key_value_heads over 2 ranks: 1 is not a",
+        "ValueError: model.layers.0.self_attn: num_key_value_heads over 2 ranks: 1 is not a "
+        "multiple of 2",
     ),
     "no such number": (
         llama,
         lambda m: {"model.layers.*.self_attn": tp.heads("heads")},
         "ValueError: model.layers.0.self_attn: a Attention has no number 'heads' to divide",
+    ),
+    "a norm by columns": (
+        llama,
+        lambda m: llama_plan(m) | {"model.norm": "columns"},
+        "TypeError: model.norm: 'columns' splits an nn.Linear, not a RMSNorm",
     ),
     "a layer of their own": (
         with_a_gate,

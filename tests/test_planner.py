@@ -393,8 +393,7 @@ def sent(calls, world_size):
 def test_traffic_is_what_a_step_sends(pools):
     for stage in range(4):
         planned = md.planner.traffic(2608, 4, stage, precision="float64")
-        # and who has gradients: of four tensors, or of the unit
-        flags = 2 * 3 / 4 * {2: 4, 3: 4}.get(stage, 0)
+        flags = 2 * 3 / 4 * 4 if stage == 3 else 0  # and who has gradients of the unit
         calls = pools(4)(calls_of_a_step, stage)[0]
         assert sent(calls, 4) == pytest.approx(planned + flags, rel=1e-12), stage
 

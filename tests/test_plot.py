@@ -403,6 +403,15 @@ def test_frontier_shows_each_way_by_what_it_saves_and_costs() -> None:
     assert legend(ax) == ["arithmetic", "time"]
 
 
+def test_frontier_writes_no_name_upon_another() -> None:
+    ax = plot.frontier({"time": {"a": (2, 1.39), "b": (2, 1.4), "c": (2, 1.39), "d": (9, 1.0)}})
+    ax.figure.canvas.draw()
+    boxes = [text.get_window_extent() for text in ax.texts]
+    assert [text.get_text() for text in ax.texts] == ["b", "a", "c", "d"]
+    assert all(not box.overlaps(other) for i, box in enumerate(boxes) for other in boxes[:i])
+    assert ax.texts[3].xyann == (8, 0)
+
+
 def test_schedule_shows_predicted_and_measured_spans() -> None:
     first = [Step(SendActivation(0, 0), 0, 9), Step(Forward(0, 3), 5.0, 5.1)]
     first += [Step(Backward(0, 3), 5.3, 5.5)]

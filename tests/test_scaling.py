@@ -76,7 +76,8 @@ BY_DAY = {"ZeRO-2, two micro-batches", "data × pipeline × tensor", "FSDP × te
 def test_one_rank_of_1024_holds_and_sends_what_is_planned(name):
     layout, precision = LAYOUTS[name]
     whole = name in ("FSDP", "data × pipeline × tensor")
-    shape = LLAMA if whole else replace(LLAMA, layers=6)  # it takes as many seconds
+    # Six layers take as many seconds; of the vocabulary each of 1,024 ranks has as many rows.
+    shape = LLAMA if whole else replace(LLAMA, layers=6, vocabulary=128 * 1024)
     step = scaling.rehearse(shape, layout, precision)
     planned = peaks(shape, layout, precision=precision)[0]
     for kind in "parameters", "gradients", "optimizer states":

@@ -213,3 +213,5 @@ def test_the_readme_examples_print_what_they_say(tmp_path: Path) -> None:
     NotebookClient(notebook, timeout=60, kernel_name="python3", coalesce_streams=True).execute()
     said = [output.text for cell in notebook.cells[1:] for output in cell.outputs]
     assert said == [shown, printed]
+    alone = run(sys.executable, example, cwd=tmp_path)  # by plain python
+    assert alone.stdout == printed, alone.stderr

@@ -174,15 +174,18 @@ def test_lessons_name_the_versions_that_are_pinned():
 # ---- with it ------------------------------------------------------------------------------
 
 
-def test_without_the_index_of_torch_pip_takes_it_and_make_says_so(tmp_path):
+@pytest.mark.parametrize("lacking", ["python uv", "uv torch"])  # uv itself, or its index of torch
+def test_without_uv_or_its_torch_pip_takes_torch_and_make_says_so(tmp_path, lacking):
     """The first commands of a newcomer, with programs that only say how they were called."""
     (tmp_path / "bin").mkdir()
-    for name, status in ("python", 0), ("uv", 1):
-        program = tmp_path / "bin" / name
-        program.write_text(f'#!/bin/sh\necho "{name} $@" >> "$0.log"\nexit {status}\n')
+    for name in "python", "uv":
+        program, (caller, word) = tmp_path / "bin" / name, lacking.split()
+        ends = f'case "{name} $*" in "{caller} "*" {word}") exit 1; esac'
+        program.write_text(f'#!/bin/sh\necho "{name} $@" >> "$0.log"\n{ends}\n')
         program.chmod(0o755)
     found = run("make", f"{tmp_path}/.ready", f"VENV={tmp_path}", "PYTHON=true")
-    assert found.returncode == 0 and found.stdout.count("uv could not fetch torch") == 1
-    assert "--torch-backend=auto" in (tmp_path / "bin/uv.log").read_text()
+    assert found.returncode == 0 and found.stdout.count("There is no torch by uv") == 1
+    called = tmp_path / "bin/uv.log"
+    assert lacking == "python uv" or "--torch-backend=auto" in called.read_text()
     by_pip = (tmp_path / "bin/python.log").read_text().splitlines()
     assert [line.split()[-1] for line in by_pip] == ["uv", "torch", ".[course]"]

@@ -111,10 +111,6 @@ def test_states_are_whole_and_load(pools, form):
             fresh, _ = FORMS[form](net())
             theirs.set_model_state_dict(fresh, state, options=options)
             found += apart(fresh.state_dict(), plain.state_dict())
-        if isinstance(optimizer, md.ZeroRedundancyOptimizer):
-            with pytest.raises(RuntimeError, match="consolidate_state_dict"):
-                theirs.get_optimizer_state_dict(model, optimizer)
-            optimizer.consolidate_state_dict(to=None)
         state = theirs.get_optimizer_state_dict(model, optimizer)
         wanted = theirs.get_optimizer_state_dict(plain, alone)
         prefix = "module." if form in WHOLE else ""

@@ -3,8 +3,8 @@
 Replicas can train on their own, and take the mean of their parameters now and then: each rank takes
 steps with its own optimizer, and only after a *period* of steps the replicas meet. That is fewer
 bytes by the factor of the period. Between two meetings the replicas drift apart, and that has its
-price. Or each gradient is sent as fewer numbers or bits, by a communication hook of
-DistributedDataParallel; what these cannot say goes into the next one.
+price. Or each gradient is sent in fewer bits, by a communication hook of DistributedDataParallel;
+what these cannot say goes into the next one.
 
 To read, in this order:
 
@@ -13,40 +13,26 @@ To read, in this order:
     averaging_optimizer   the wrapper around any optimizer
     local_sgd             local SGD, and post-local SGD
     diloco                the mean is a gradient, for a second optimizer
-    fragment              a part of the model, and its meeting
-    streaming             one fragment after the other, while training goes on
-    gossip                no meeting of all: a mean with one neighbour
-
-and, by hooks:
-
-    hook_state            what hooks remember
     low_bit_hooks         gradients of 8 bits, and of 1
-    power_sgd             gradients of low rank
 
-Lesson: beyond_gradients.
+The lesson has gossip and streaming DiLoCo in cells of its own. Gradients of low rank are torch's
+`powerSGD_hook`, which works with our DistributedDataParallel. Lesson: beyond_gradients.
 """
 
 from minidist.averaging.averaging_optimizer import AveragingOptimizer
 from minidist.averaging.diloco import DiLoCo, nesterov
 from minidist.averaging.flat_mean import average, drift
-from minidist.averaging.gossip import Gossip
 from minidist.averaging.local_sgd import LocalSGD
 from minidist.averaging.low_bit_hooks import LowBitState, int8_hook, one_bit_hook
-from minidist.averaging.power_sgd import PowerSGDState, power_sgd_hook
-from minidist.averaging.streaming import StreamingDiLoCo
 
 __all__ = [
     "AveragingOptimizer",
     "DiLoCo",
-    "Gossip",
     "LocalSGD",
     "LowBitState",
-    "PowerSGDState",
-    "StreamingDiLoCo",
     "average",
     "drift",
     "int8_hook",
     "nesterov",
     "one_bit_hook",
-    "power_sgd_hook",
 ]

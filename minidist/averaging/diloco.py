@@ -1,6 +1,7 @@
 """DiLoCo: what the ranks have come to is a gradient, for a second optimizer
 (lesson: beyond_gradients)."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from minidist.averaging.averaging_optimizer import AveragingOptimizer
-from minidist.averaging.fragment import Fragment, Outer
+from minidist.averaging.flat_mean import average
 from minidist.common.replicas import broadcast_state
 
 
@@ -40,51 +41,45 @@ class DiLoCo(AveragingOptimizer):
         self,
         optimizer: Optimizer,
         period: int,
-        outer: Outer = nesterov,
+        outer: Callable[[list[nn.Parameter]], Optimizer] = nesterov,
         process_group: dist.ProcessGroup | None = None,
-        **arguments: Any,
     ) -> None:
-        super().__init__(optimizer, period, process_group, **arguments)
-        parts = self.parts()
-        self.fragments = [Fragment(part, outer, self.process_group) for part in parts]
-        self._has_set_out = False  # weights may be loaded until the first step
-
-    def parts(self) -> list[list[nn.Parameter]]:
-        """The parameters of each fragment: all of them in one."""
-        return [self.parameters]
+        super().__init__(optimizer, period, process_group)
+        self.anchors = [nn.Parameter(p.detach().clone()) for p in self.parameters]
+        self.outer = outer(self.anchors)
 
     def before_step(self) -> None:
-        """Before the first step the ranks set out."""
-        if not self._has_set_out:
-            self._take_parameters()
-            anchors = [anchor for fragment in self.fragments for anchor in fragment.anchors]
-            broadcast_state(anchors, self.process_group)
-        self._has_set_out = True
-
-    def _take_parameters(self) -> None:
-        for fragment in self.fragments:
-            fragment.take_parameters()
+        """Before the first step the ranks set out: weights may be loaded until then."""
+        if self.steps == 0:
+            for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
+                anchor.copy_(parameter)
+            broadcast_state(self.anchors, self.process_group)  # apart, they would stay so
 
     def after_step(self) -> None:
         """At the end of a period: the meeting."""
-        if self.steps % self.period == 0:
-            for fragment in self.fragments:
-                fragment.send()
-                fragment.receive()
+        if self.steps % self.period:
+            return
+        differences = [a - p for a, p in zip(self.anchors, self.parameters, strict=True)]
+        average(differences, self.process_group)
+        for anchor, difference in zip(self.anchors, differences, strict=True):
+            anchor.grad = difference
+        self.outer.step()
+        self.outer.zero_grad()
+        for parameter, anchor in zip(self.parameters, self.anchors, strict=True):
+            parameter.copy_(anchor)
 
     def own_state(self) -> dict[str, Any]:
-        """Of each fragment: anchors, states of its optimizer, and what is in flight."""
-        if not self._has_set_out:
-            self._take_parameters()
-        return {"fragments": [fragment.state() for fragment in self.fragments]}
+        """The anchors, and the state of their optimizer."""
+        anchors = [anchor.detach() for anchor in self.anchors]
+        return {"anchors": anchors, "outer": self.outer.state_dict()}
 
+    @torch.no_grad()
     def load_own_state(self, state: dict[str, Any]) -> None:
-        """Raises ValueError for another number of fragments."""
-        states = state.get("fragments", [None] * len(self.fragments))
-        if len(states) != len(self.fragments):
-            raise ValueError(
-                f"the state_dict is of {len(states)} fragments, and there are {len(self.fragments)}"
-            )
-        for fragment, each in zip(self.fragments, states, strict=True):
-            fragment.load(each)
-        self._has_set_out = True
+        """Take them. Where there are none, the ranks set out anew at the next step."""
+        if not state:
+            self.steps = 0
+            self.outer.state.clear()
+            return
+        for anchor, value in zip(self.anchors, state["anchors"], strict=True):
+            anchor.copy_(value)
+        self.outer.load_state_dict(state["outer"])

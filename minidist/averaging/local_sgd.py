@@ -3,7 +3,7 @@
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from minidist.averaging.averaging_optimizer import AveragingOptimizer, is_count
+from minidist.averaging.averaging_optimizer import AveragingOptimizer
 from minidist.averaging.flat_mean import average
 
 
@@ -34,22 +34,17 @@ class LocalSGD(AveragingOptimizer):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(optimizer, period, process_group, warmup=warmup)
-        if not is_count(warmup) or warmup < 0:
-            raise ValueError(f"LocalSGD: warmup must be 0 steps or more, not {warmup!r}")
         self.warmup = warmup
 
     def before_step(self) -> None:
         """In the warm-up: the mean of the gradients. Raises RuntimeError where there is none."""
         if self.steps >= self.warmup:
             return
-        gradients = []
-        for parameter in self.parameters:
-            if parameter.grad is None:
-                raise RuntimeError(
-                    "LocalSGD averages all gradients in its warm-up, and a parameter of shape "
-                    f"{tuple(parameter.shape)} has none"
-                )
-            gradients.append(parameter.grad)
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if len(gradients) < len(self.parameters):
+            raise RuntimeError(
+                "LocalSGD averages all gradients in its warm-up, and a parameter has none"
+            )
         average(gradients, self.process_group)
 
     def after_step(self) -> None:

@@ -18,20 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 import minidist as md
-from minidist.averaging import (
-    DiLoCo,
-    Gossip,
-    LocalSGD,
-    LowBitState,
-    PowerSGDState,
-    StreamingDiLoCo,
-    average,
-    int8_hook,
-    one_bit_hook,
-    power_sgd_hook,
-)
+from minidist.averaging import DiLoCo, LocalSGD, LowBitState, average, int8_hook, one_bit_hook
 from minidist.bench.rows import Row, draw, show
 from minidist.bench.tasks import PERIOD, TASKS, Outcome, Task, sgd, train
 from minidist.bench.training import Wrapped
@@ -76,14 +66,10 @@ WAYS: Ways = {
         for period in (2, 4, 8, 16)
     },
     "DiLoCo, every 16": partial(by_averaging, wrap=partial(DiLoCo, period=PERIOD)),
-    "streaming DiLoCo, every 16": partial(
-        by_averaging, wrap=partial(StreamingDiLoCo, period=PERIOD, fragments=2, delay=4)
-    ),
-    "gossip, every step": partial(by_averaging, wrap=Gossip),
     "int8": partial(by_ddp, hook=int8_hook, state=LowBitState),
     "1 bit": partial(by_ddp, hook=one_bit_hook, state=LowBitState),
-    "PowerSGD, rank 2": partial(
-        by_ddp, hook=power_sgd_hook, state=partial(PowerSGDState, matrix_approximation_rank=2)
+    "torch's PowerSGD, rank 2": partial(
+        by_ddp, hook=powerSGD_hook, state=partial(PowerSGDState, None, 2, start_powerSGD_iter=2)
     ),
 }
 

@@ -130,7 +130,7 @@ def _here(
 
 
 def show_peaks(pool: Pool, ways: dict[str, Make], rows: int, batch: Callable[[], Batch]) -> None:
-    """Print the memory of each way; over gloo, as the backend makes no difference."""
+    """Print the memory of each way; over gloo, where some messages are copies."""
     gloo = {name: make for name, make in ways.items() if name.endswith("gloo")}
     print(f"\nthe most bytes that live on one of {pool.world_size} ranks, batch {rows}")
     for name, nbytes in peaks(pool, gloo, batch).items():

@@ -51,7 +51,9 @@ def torch_1(model: nn.Module, group: dist.ProcessGroup) -> Wrapped:
         warnings.simplefilter("ignore")
         from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZeRO
     wrapped = TorchDDP(model, process_group=group, gradient_as_bucket_view=True)
-    return wrapped, TorchZeRO(model.parameters(), torch.optim.Adam, group)
+    optimizer = TorchZeRO(model.parameters(), torch.optim.Adam, group)
+    optimizer.state = optimizer.optim.state  # where it keeps them: for `show_peaks`
+    return wrapped, optimizer
 
 
 def no_zero(model: nn.Module, group: dist.ProcessGroup) -> Wrapped:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from minidist.checks.verdict import NotYet, check, hints, number, on_ranks, shown
+from minidist.checks.verdict import NotYet, check, hints, number, require_right, shown
 
 # The numbers of rows of the outputs to gather.
 SIZES = [[4], [2, 2], [3, 3, 3, 1], [3, 1, 2], [2, 0, 1]]
@@ -85,9 +85,7 @@ def gather(answer: Any) -> str:
 def _require_right(trial: Any, answer: Any, name: str) -> None:
     if not isinstance(answer, type) or not issubclass(answer, torch.autograd.Function):
         raise NotYet(f"give the class {name} itself, not {shown(answer)}.")
-    (wrong,) = on_ranks(trial, answer, world_size=1)
-    if wrong:
-        raise NotYet(f"{wrong}.")
+    require_right(trial, answer, world_size=1, of_rank="")
 
 
 def _gather(gather: Any) -> str:
@@ -104,6 +102,8 @@ def _gather(gather: Any) -> str:
             on = f"with outputs of {', '.join(map(str, sizes))} rows,"
             if not isinstance(joined, torch.Tensor) or not torch.equal(joined, wanted):
                 return f"{on} forward gives other values than torch.cat"
+            if not joined.requires_grad:
+                return f"{on} autograd cannot go back through what comes out"
             try:
                 (joined * weight).sum().backward()
             except RuntimeError as error:
@@ -150,6 +150,8 @@ def _broadcast(broadcast: Any) -> str:
                 return f"{on} forward gives other values than the parameter's"
             if len({x.data_ptr() for x in copies}) < n:
                 return f"{on} two of them share their memory"
+            if not all(x.requires_grad for x in copies):
+                return f"{on} autograd cannot go back through what comes out"
             weights = [torch.randn(shape, generator=generator) for _ in range(used)]
             sum((x * w).sum() for x, w in zip(copies, weights, strict=False)).backward()
             total, found = torch.stack(weights).sum(0), parameter.grad

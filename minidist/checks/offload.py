@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from minidist.checks.verdict import NotYet, check, function, hints, number, on_ranks, shown
+from minidist.checks.verdict import check, function, hints, number, require_right, shown
 from minidist.offload import Budget, Crossings
 from minidist.zoo import Block
 
@@ -69,9 +69,7 @@ def tokens(answer: object) -> str:
 )
 def activations(answer: object) -> str:
     """Hooks that leave activations, and nothing else, with the host until backward."""
-    (wrong,) = on_ranks(_trial, function(answer), world_size=1)
-    if wrong:
-        raise NotYet(f"{wrong}.")
+    require_right(_trial, function(answer), world_size=1, of_rank="")
     return "the gradients are the same, the activations are on the host, and no parameter travels."
 
 

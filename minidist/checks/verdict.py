@@ -207,11 +207,13 @@ def require_right(
     trial: Callable[..., Any], *args: Any, world_size: int, of_rank: str = " ", **options: Any
 ) -> None:
     """Refuse the answer if `trial`, on so many ranks, returns on one of them what is wrong. The
-    sentence has the rank as its subject; if it has one of its own, `of_rank` is ": "."""
+    sentence has the rank as its subject; if it has one of its own, `of_rank` is ": ". If it is the
+    whole sentence, `of_rank` is ""."""
     results = on_ranks(trial, *args, world_size=world_size, **options)
     for rank, wrong in enumerate(results):
         if wrong:
-            raise NotYet(f"on {ranks(world_size)}, rank {rank}{of_rank}{wrong}.")
+            on_rank = f"on {ranks(world_size)}, rank {rank}{of_rank}{wrong}."
+            raise NotYet(on_rank if of_rank else f"{wrong}.")
 
 
 def _in_time(seconds: float, trial: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -31,8 +31,8 @@ def together(*groups: dist.ProcessGroup) -> Iterator[None]:
 
 
 def pass_on(problem: Exception | None, *groups: dist.ProcessGroup) -> None:
-    """The same for a problem that another group has raised already, by these functions: its message
-    names the rank."""
+    """As `raise_on_every_rank`, for a problem that it has raised before, in another group: the
+    message names a rank already."""
     if not any(on_any_rank([problem is not None], *groups)):  # most times none has one
         return
     for group in groups:  # those of the next one must hear it too

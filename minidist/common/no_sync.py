@@ -2,10 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from inspect import ismethod
-from typing import Any
-
-from torch import nn
 
 from minidist.common.wrapper import Wrapper
 
@@ -15,23 +11,6 @@ class Synchronized(Wrapper):
     the forward pass. Scripts for torch's DistributedDataParallel set it, or use `no_sync`."""
 
     require_backward_grad_sync = True
-    _reducer: Any = None  # averages what comes by a forward pass of the wrapper, and that alone
-
-    def _forwarded(self, name: str, found: Any) -> Any:
-        """If a reducer averages, what a part of the module computes goes past it. So there are no
-        methods, as in torch: AttributeError. A layer or a parameter, to which torch's tools go by
-        its name, raises RuntimeError in a backward pass that it alone leads to."""
-        if self._reducer is None:
-            return found
-        if ismethod(found) and isinstance(found.__self__, nn.Module):
-            who = type(self).__name__
-            raise AttributeError(
-                f"{who} has no {name}(): what that computes would not be averaged. Call the {who} "
-                f"itself, and {name}() in a forward of your own"
-            )
-        if isinstance(found, nn.Module | nn.Parameter):
-            self._reducer.reached[name] = found
-        return found
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -4,32 +4,32 @@ Averaged gradients keep equal replicas equal. They cannot make them so.
 Lesson: distributed_data_parallel.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from itertools import zip_longest
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from minidist.common.agree import gather
-from minidist.common.tensors_in import local_of
 
 _DTENSOR = ", a DTensor"
 CHUNK = 25 * 2**20  # bytes of one message, as torch has it: large, and freed soon
 
 
-def require_same_model(module: nn.Module, group: dist.ProcessGroup) -> None:
+def require_same_model(
+    module: nn.Module, group: dist.ProcessGroup, left_out: Set[str] = frozenset()
+) -> None:
     """Raises ValueError, on every rank of the group, that names the first parameter or buffer
     that is not the same as rank 0's: its name, shape, dtype, layout, kind of device, or whether it
-    is trained. Raises TypeError, on every rank, for a DTensor."""
-    lines = [words("parameter", *each) for each in module.named_parameters()]
-    lines += [words("buffer", *each) for each in module.named_buffers()]
+    is trained. Raises TypeError, on every rank, for a DTensor. left_out: names not to compare."""
+    lines = [words("parameter", n, p) for n, p in module.named_parameters() if n not in left_out]
+    lines += [words("buffer", n, b) for n, b in module.named_buffers() if n not in left_out]
     require_same_lines(lines, group)
 
 
 def require_same_lines(mine: list[str], group: dist.ProcessGroup) -> None:
-    """The same for a description of a model, in `words`. Names the first line that differs."""
+    """As `require_same_model`, for lines that `words` has made."""
     models = gather(group, mine)
     for rank, model in enumerate(models):
         pairs = zip_longest(models[0], model, fillvalue="has no more parameters or buffers")
@@ -44,27 +44,12 @@ def require_same_lines(mine: list[str], group: dist.ProcessGroup) -> None:
 
 
 def refuse_dtensors(lines: Iterable[str]) -> None:
-    """Raises TypeError for the first of them, in lines that begin with a name, as `words` do."""
+    """Raises TypeError if one of the lines, as `words` gives them, is of a DTensor."""
     for line in lines:
         if _DTENSOR in line:
             raise TypeError(
                 f"{line.partition(',')[0]} is a DTensor, which torch's own strategies take. The "
                 "ones here take plain tensors, such as those of md.tensor_parallel's layers"
-            )
-
-
-def require_apart(parameters: Iterable[torch.Tensor], who: str) -> None:
-    """Raises ValueError if two of them begin in the same memory, as after `a.data = b.data`: for
-    `who`, which gives each memory of its own, they would be two."""
-    begins: dict[int, torch.Tensor] = {}
-    for parameter in parameters:
-        here = parameter.numel() and not parameter.is_meta
-        place = local_of(parameter).data_ptr() if here else 0
-        if place and begins.setdefault(place, parameter) is not parameter:
-            raise ValueError(
-                f"two parameters share memory, of shapes {tuple(begins[place].shape)} and "
-                f"{tuple(parameter.shape)}, and {who} would train them apart. Make them one "
-                "parameter, as by decoder.weight = encoder.weight"
             )
 
 
@@ -79,33 +64,6 @@ def describe(parameter: torch.Tensor) -> str:
     if not parameter.is_contiguous():  # its gradient lies in a bucket as it does itself
         text += f", strides {parameter.stride()}"
     return text + ("" if parameter.requires_grad else ", frozen")
-
-
-def mark_as_part(parameters: Iterable[Any], of: str) -> None:
-    """Say of parameters which part of a model they are. Another rank's, of another part, are no
-    replicas of them, though they may look so to an optimizer, which knows no names."""
-    for parameter in parameters:
-        parameter._part = of
-
-
-def copy_marks(parameters: Iterable[Any], to: Iterable[Any]) -> None:
-    """A copy of a part of a model is one too."""
-    for parameter, copied in zip(parameters, to, strict=True):
-        if hasattr(parameter, "_part"):
-            copied._part = parameter._part
-
-
-def require_replicas(parameters: Iterable[Any], group: dist.ProcessGroup) -> None:
-    """Raises ValueError, on every rank, if `mark_as_part` has said of two ranks' parameters that
-    they are of different parts."""
-    by_rank = gather(group, [getattr(parameter, "_part", "") for parameter in parameters])
-    for number, marks in enumerate(zip(*by_rank, strict=False)):
-        # A rank without a mark has the whole model: it is trained otherwise now.
-        if len(parts := sorted({*marks} - {""})) > 1:
-            raise ValueError(
-                f"parameter {number} is another one on each rank, {' and '.join(parts)}: the "
-                "ranks of this group have parts of one model, and no replicas"
-            )
 
 
 def _tensor(tensor: torch.Tensor) -> str:
@@ -123,47 +81,25 @@ def broadcast_state(
     messages cost their latency, not their size. Lesson: collectives.
     """
     for chunk in _chunks(tensors):
-        everything = [_as_bytes(tensor) for tensor in chunk]
-        together = everything[0] if len(chunk) == 1 else torch.cat(everything)
+        together = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in chunk])
         dist.broadcast(together, group=group, group_src=source)
         pieces = together.split([tensor.nbytes for tensor in chunk])
         for tensor, piece in zip(chunk, pieces, strict=True):
-            if piece.data_ptr() != tensor.data_ptr():
-                once = each_once(tensor)
-                first = tuple(map(slice, once.shape))
-                once.copy_(piece.view(tensor.dtype).view(tensor.shape)[first])
-
-
-def each_once(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a tensor that is expanded each element of its memory once, for torch does not write to
-    one; any other as it is."""
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
+            tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))
 
 
 def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Tensors of one device, of up to 25 MiB together. Wide elements come first: so that each
     tensor's bytes begin where its dtype may begin."""
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            # Not detach(): autograd would take it for an error of the user's that a forward pass
-            # overwrites buffers which the one before it has saved for backward.
-            by_device.setdefault(tensor.device, []).append(tensor.data)
-    for together in by_device.values():
-        chunk: list[torch.Tensor] = []
-        for tensor in sorted(together, key=torch.Tensor.element_size, reverse=True):
-            if chunk and sum(t.nbytes for t in chunk) + tensor.nbytes > CHUNK:
-                yield chunk
-                chunk = []
-            chunk.append(tensor)
+    # Not detach(): autograd would take it for an error of the user's that a forward pass overwrites
+    # buffers which the one before it has saved for backward.
+    filled = [tensor.data for tensor in tensors if tensor.numel()]
+    chunk: list[torch.Tensor] = []
+    for tensor in sorted(filled, key=lambda t: (str(t.device), -t.element_size())):
+        full = sum(t.nbytes for t in chunk) + tensor.nbytes > CHUNK
+        if chunk and (full or tensor.device != chunk[0].device):
+            yield chunk
+            chunk = []
+        chunk.append(tensor)
+    if chunk:
         yield chunk
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor, or a copy."""
-    plain = tensor.resolve_conj().resolve_neg().contiguous()
-    # A tensor of one element may have any stride, and is contiguous.
-    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)

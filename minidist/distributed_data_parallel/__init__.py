@@ -10,14 +10,13 @@ To read, in this order:
     reducer    they leave while backward still computes
     ddp        the wrapper: what happens before and after a forward pass
 
-A step is in the last three of these, and in `common.wrapper`. The edges: `join` (ranks with
-different numbers of batches), `hooks` (gradients of 16 bits; of fewer bits: `minidist.averaging`).
+A step is in the last three of these, and in `common.wrapper`. The edge: `join` (ranks with
+different numbers of batches). Hooks that send fewer bits are torch's, and in `minidist.averaging`.
 Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (arXiv
 2006.15704). Lesson: distributed_data_parallel.
 """
 
 from minidist.distributed_data_parallel.buckets import Bucket
 from minidist.distributed_data_parallel.ddp import DistributedDataParallel
-from minidist.distributed_data_parallel.hooks import bf16_compress_hook
 
-__all__ = ["Bucket", "DistributedDataParallel", "bf16_compress_hook"]
+__all__ = ["Bucket", "DistributedDataParallel"]

@@ -5,8 +5,7 @@ Buckets leave in the same order on every rank, or rank 0's third would be added 
 Li et al., "PyTorch Distributed" (arXiv 2006.15704), section 3.2. Lesson: distributed_data_parallel
 """
 
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -15,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from minidist import backend
-from minidist.distributed_data_parallel.hooks import CommHook
+
+CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]  # (state, bucket), as torch's
 
 FIRST_BUCKET = 2**20  # bytes: small, so that the first message leaves early
 BUCKET_CAP_MB = 25  # MiB of all others, unless the user names another size: as in torch
@@ -34,32 +34,18 @@ class Bucket:
         last: bool,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._index, self._last, self._group = index, last, group
-        self._parameters = list(parameters)
-        *offsets, self._size = accumulate((p.numel() for p in parameters), initial=0)
-        self._offsets = dict(zip(parameters, offsets, strict=True))
-        # Those of the parameters, or each step would pay for the difference.
-        self._strides = {parameter: dense_strides(parameter) for parameter in parameters}
-        self.empty()
-
-    @cached_property
-    def _flat(self) -> torch.Tensor:
-        return self.allocate()
-
-    def allocate(self) -> torch.Tensor:
-        """The memory of all gradients, (n,)."""
-        first = self._parameters[0]
+        self._index, self._last, self._parameters = index, last, list(parameters)
+        *offsets, size = accumulate((p.numel() for p in parameters), initial=0)
+        first = parameters[0]
         # Where ranks share memory, in that memory: all_reduce then has nothing to copy.
-        return backend.empty(self._size, dtype=first.dtype, device=first.device, group=self._group)
-
-    @cached_property
-    def _views(self) -> dict[nn.Parameter, torch.Tensor]:
-        return {parameter: self._view(parameter) for parameter in self._parameters}
-
-    def _view(self, parameter: nn.Parameter) -> torch.Tensor:
-        place = parameter.shape, self._strides[parameter], self._offsets[parameter]
-        # Detached: no view to autograd, so that users may call `detach_()` on a gradient.
-        return self._flat.as_strided(*place).detach()
+        flat = backend.empty(size, dtype=first.dtype, device=first.device, group=group)
+        self._flat, self.missing = flat, set(parameters)
+        # Laid out as the parameters, or each step would pay for the difference. Detached: no views
+        # to autograd, so that users may call `detach_()` on a gradient.
+        self._views = {
+            p: flat.as_strided(p.shape, dense_strides(p), offset).detach()
+            for p, offset in zip(parameters, offsets, strict=True)
+        }
 
     # What torch's hooks call.
 
@@ -90,24 +76,15 @@ class Bucket:
 
     # What a strategy calls.
 
-    def empty(self) -> None:
-        """Wait for all gradients of a backward pass."""
-        self.missing = len(self._parameters)
-
     def hold(self, parameter: nn.Parameter, scale: float = 1) -> None:
         """Make the gradient of a parameter, times `scale`, a view of ours. Without a gradient, our
         part of the bucket is zero."""
         view = self._views[parameter]
-        place = self._flat.data_ptr() + self._offsets[parameter] * self._flat.element_size()
-        if view.data_ptr() != place:  # Module.to has given it other memory, as it does with .grad
-            view = self._views[parameter] = self._view(parameter)
         if parameter.grad is view:
             if scale != 1:
                 view.mul_(scale)
         elif parameter.grad is None:
             view.zero_()
-        elif parameter.grad.layout is not torch.strided:
-            raise RuntimeError("a sparse gradient has no place in a bucket: sparse=True")
         else:
             torch.mul(parameter.grad.detach(), scale, out=view)  # copied and scaled in one go
             parameter.grad = view
@@ -124,38 +101,36 @@ class Buckets:
         one is, and all before it have left, it leaves by an asynchronous all_reduce.
     """
 
-    def __init__(self, plan: Sequence[Any], group: dist.ProcessGroup) -> None:
+    def __init__(self, plan: Sequence[Sequence[nn.Parameter]], group: dist.ProcessGroup) -> None:
         self._group, self.scale = group, 1 / dist.get_world_size(group)
         self.comm_hook: tuple[CommHook, Any] | None = None  # and its state
         self._sent = 0  # of the buckets, in this backward pass
-        self._travelling: list[tuple[Any, Any]] = []  # each bucket, and what waits for it
-        self._make(plan)
-
-    def _make(self, plan: Sequence[Any]) -> None:
-        self._plan = plan
-        self._buckets: list[Any] = []  # first, so that no memory is needed for both
-        self._bucket_of: dict[torch.Tensor, Any] = {}
-        for index in range(len(plan)):
-            bucket = self._make_bucket(index)
-            self._buckets.append(bucket)
-            self._bucket_of |= dict.fromkeys(bucket.parameters(), bucket)
-
-    def _make_bucket(self, index: int) -> Bucket:
-        bucket = Bucket(index, self._plan[index], index == len(self._plan) - 1, self._group)
-        for parameter in self._plan[index]:
-            if parameter.grad is None or parameter.grad.layout is torch.strided:
-                bucket.hold(parameter)  # a gradient that is there already
-        return bucket
+        self._travelling: list[tuple[Bucket, Any]] = []  # and what waits for it
+        self._buckets: list[Bucket] = []
+        self.arrange(plan)
 
     def arrange(self, plan: Sequence[Sequence[nn.Parameter]]) -> None:
-        """The same parameters, by another plan from now on."""
-        if [list(map(id, each)) for each in plan] != [list(map(id, each)) for each in self._plan]:
-            self._make(plan)
+        """Make the buckets of this plan, unless they are there."""
+        if [[*map(id, b._parameters)] for b in self._buckets] == [[*map(id, b)] for b in plan]:
+            return
+        self._plan, self._buckets, self._bucket_of = plan, [], {}  # frees the old ones
+        for index, parameters in enumerate(plan):
+            last = index == len(plan) - 1
+            self._buckets.append(Bucket(index, parameters, last, self._group))
+            for parameter in parameters:  # a gradient that is there moves, and frees its old bucket
+                self._buckets[-1].hold(parameter)
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters()}
 
     # In a backward pass.
 
-    def stay(self, parameter: nn.Parameter) -> None:
-        """Its gradient stays where it is, and is not averaged: nothing to do here."""
+    def reset(self) -> None:
+        """A new pass: every gradient is missing."""
+        if self._travelling:  # this one has failed. What still travels will write into its buckets
+            self._travelling, self._buckets = [], []
+            self.arrange(self._plan)
+        self._sent = 0
+        for bucket in self._buckets:
+            bucket.missing = set(bucket._parameters)
 
     def hold(self, parameter: nn.Parameter) -> None:
         """Its gradient waits for a later pass, in its bucket."""
@@ -166,12 +141,12 @@ class Buckets:
         each after all before it."""
         bucket = self._bucket_of[parameter]
         bucket.hold(parameter, 1 if self.comm_hook else self.scale)  # a hook divides itself
-        bucket.missing -= 1
+        bucket.missing.discard(parameter)
         while self._sent < len(self._buckets) and not self._buckets[self._sent].missing:
             self._send(self._buckets[self._sent])
             self._sent += 1
 
-    def _send(self, bucket: Any) -> None:
+    def _send(self, bucket: Bucket) -> None:
         if self.comm_hook is None:
             handle: Any = dist.all_reduce(bucket.buffer(), group=self._group, async_op=True)
         else:
@@ -192,15 +167,6 @@ class Buckets:
         for parameter in used:
             if parameter.grad is None:  # then this rank takes the step too
                 self._bucket_of[parameter].give(parameter)
-
-    def empty(self) -> None:
-        """Wait for all gradients of the next backward pass."""
-        if self._travelling:  # this one has failed. What still travels will write into its buckets
-            self._travelling = []
-            self._make(self._plan)
-        self._sent = 0
-        for bucket in self._buckets:
-            bucket.empty()
 
 
 def assign(parameters: Sequence[nn.Parameter], cap: int) -> list[list[nn.Parameter]]:

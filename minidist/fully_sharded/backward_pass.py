@@ -202,8 +202,3 @@ class BackwardPass:
             anywhere = iter(together.bool().tolist())
             for group in self._touched:
                 group.deliver(anywhere)
-
-
-def in_backward() -> bool:
-    """Whether autograd computes a backward pass, on this thread."""
-    return torch._C._current_graph_task_id() != -1

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from minidist.common import agree
+from minidist.common.optimizer_states import elementwise, renamed, require_states_of
 from minidist.fully_sharded.flat_shard import rows_of
 from minidist.fully_sharded.fsdp_module import groups_in
-from minidist.zero.optimizer_states import elementwise, renamed, require_states_of
 
 State = dict[str, Any]
 Optimizer = torch.optim.Optimizer

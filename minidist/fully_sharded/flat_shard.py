@@ -168,7 +168,7 @@ class FlatShard:
             self.full[self.ranks * each.in_shard.start : self.ranks * each.in_shard.stop]
             for each in self.parameters
         ]
-        arrive = all_gather_each(places, self.group, own)
+        arrive = all_gather_each(places, self.group, [own[p.in_shard] for p in self.parameters])
 
         def finish() -> None:
             arrive()

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from minidist.common.dtensor import parameter_like
 from minidist.common.refusals import RefusedError
-from minidist.fully_sharded.backward_pass import in_backward
+from minidist.common.wrapper import in_backward
 from minidist.fully_sharded.param_group import ParamGroup
 from minidist.fully_sharded.state import State
 

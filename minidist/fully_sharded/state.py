@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_map
 from minidist.common.replicas import broadcast_state
 from minidist.common.tensors_in import tensors_in
 from minidist.common.uncompiled import uncompiled
-from minidist.common.wrapper import Guard
-from minidist.fully_sharded.backward_pass import Ahead, BackwardPass, Trace, UnitPass, in_backward
+from minidist.common.wrapper import in_backward, kinds_of, require_as_found
+from minidist.fully_sharded.backward_pass import Ahead, BackwardPass, Trace, UnitPass
 from minidist.fully_sharded.param_group import Gradients, ParamGroup
 
 _OF_TORCH = frozenset(nn.Module().__dict__)  # attributes that every module has
@@ -51,7 +51,7 @@ class State:
     def watch(self) -> None:
         """From now on the parameters must stay those that there are."""
         ignored = frozenset[nn.Parameter]().union(*(g.options.ignored for g in self.groups))
-        self._guard = Guard(self.root.module, "fully sharded training", ignored, frozen_too=True)
+        self._left_out, self._found = ignored, kinds_of(self.root.module.named_parameters())
 
     # ---- forward ---------------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ class State:
                 "not go through its messages. torch.autograd.grad, and functional.jacobian, do"
             )
         self.abandon()
-        self._guard.require_unchanged()
+        require_as_found(self.root.module, self._found, self._left_out)
         if self._stale_buffers:  # a pass that trained has left other ones on each rank
             modules = (module for group in self.groups for module in group.modules)
             buffers = {id(b): b for m in modules for b in m._buffers.values() if b is not None}

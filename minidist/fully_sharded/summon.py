@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minidist.fully_sharded.backward_pass import in_backward
+from minidist.common.wrapper import in_backward
 from minidist.fully_sharded.flat_shard import ShardedParameter, rows_of
 from minidist.fully_sharded.param_group import ParamGroup
 

@@ -72,12 +72,7 @@ class MemoryTracker(Measurement):
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(f"MemoryTracker needs an nn.Module, not {type(module).__name__}")
-        for needed in (
-            "state",
-            "param_groups",
-            "register_step_pre_hook",
-            "register_step_post_hook",
-        ):
+        for needed in "state", "param_groups", "register_step_pre_hook", "register_step_post_hook":
             if optimizer is not None and not hasattr(optimizer, needed):
                 raise TypeError(
                     f"MemoryTracker needs an optimizer with `{needed}`, "
@@ -156,7 +151,7 @@ class MemoryTracker(Measurement):
             groups = [group["params"] for group in self._optimizer.param_groups]
             mark((dict(self._optimizer.state), groups), "optimizer states")
             parameters += [parameter for group in groups for parameter in group]
-            parameters += getattr(self._optimizer, "shards", [])  # of the parameters (lesson: zero)
+            parameters += getattr(self._optimizer, "shards", [])  # of parameters (lesson: offload)
         mark([parameter.grad for parameter in parameters], "gradients")
 
     def _hooks(self) -> Iterator[Any]:
@@ -171,10 +166,8 @@ class MemoryTracker(Measurement):
         # Of the parameter first, and of the node that adds up its gradient when all others of the
         # parameter, and the wrapper, have seen that. A parameter does not hold its node.
         self._nodes = {parameter: get_gradient_edge(parameter).node for parameter in trained}
-        came: Any = functools.partial(self._gradient_came)
-        came.only_reads = True  # a wrapper that averages need not fear it
         for parameter, node in self._nodes.items():
-            yield parameter.register_post_accumulate_grad_hook(came)
+            yield parameter.register_post_accumulate_grad_hook(self._gradient_came)
             yield node.register_hook(functools.partial(self._gradient_stays, parameter))
 
     def _gradient_came(self, parameter: torch.Tensor) -> None:

@@ -42,7 +42,7 @@ class MeanGradients:
                 self._buckets.add(parameter)
             self._buckets.wait()
         finally:
-            self._buckets.empty()
+            self._buckets.reset()
         if some_unused:
             used = on_any_rank(used, self._group)
             self._buckets.give(compress(self._parameters, used))

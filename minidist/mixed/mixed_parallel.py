@@ -12,16 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minidist.common import agree
 from minidist.common.groups import require_group
-from minidist.common.norm import clip_grad_norm_, mark_parts
-from minidist.common.replicas import broadcast_state, mark_as_part, require_same_model
+from minidist.common.norm import clip_grad_norm_
+from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.single import all_gather_single
 from minidist.common.tensors_in import tensors_of
-from minidist.common.wrapper import Guard, Wrapper, copy_on_ranks
+from minidist.common.wrapper import Wrapper, copy_sharing
 from minidist.mixed.kept_layers import keep_only, require_in_layers, require_layers
 from minidist.mixed.mean_gradients import MeanGradients
 from minidist.mixed.mesh_axes import AXES, require_all_ranks
 from minidist.pipeline import Pipeline, Schedule
-from minidist.pipeline.batch import Loss
+from minidist.pipeline.batch import Found, Loss
 from minidist.rank import device
 from minidist.tensor_parallel import (
     ColumnParallelLinear,
@@ -143,13 +143,10 @@ class MixedParallel(Wrapper):
         own = pipeline.module
         elsewhere = in_layers - {*own.parameters(), *own.buffers()}
         keep_only(module, set(own.modules()), elsewhere)
-        if self._tensor.size() > 1:
-            along = f"of rank {self._pipeline.rank()} along pipeline and "
-            mark_as_part(module.parameters(), f"{along}{self._tensor.rank()} along tensor")
         # Not a submodule: its layers are those of `module`, by other names.
         object.__setattr__(self, "pipeline", pipeline)
         self._mean = None if self._sharded else MeanGradients(module, self._data)
-        self._guard = Guard(module, "MixedParallel", layers=set(own.modules()))
+        self._found = Found(module, {*own.modules()}, "MixedParallel")
 
     @property
     def microbatches(self) -> int:
@@ -197,8 +194,6 @@ class MixedParallel(Wrapper):
             self._mean.take(some_unused=bool(sums[1] > 0))
         # Now, not before the next pass as elsewhere: a replica may evaluate without the others.
         broadcast_state(self.module.buffers(), self._data)
-        if self._pipeline.size() * self._tensor.size() > 1:
-            mark_parts(self.parameters())
         return sums[0] / replicas
 
     def _weight(self, inputs: Any, targets: Any) -> float:
@@ -206,8 +201,7 @@ class MixedParallel(Wrapper):
         every rank if the parameters or layers of one have changed."""
         problem = None
         try:
-            self._guard.require_unchanged()
-            self._guard.require_same_layers(self.module)
+            self._found.require_unchanged(self.module, trains=True)
         except RuntimeError as error:
             problem = error
         rows = next((len(x) for x in tensors_of(inputs) if x.ndim), 0)
@@ -235,7 +229,7 @@ class MixedParallel(Wrapper):
         rank of the replica calls this with the same inputs. Raises RuntimeError on all of them if a
         layer of one was replaced, or a hook put on what only holds layers."""
         with agree.together(self._pipeline, self._tensor):
-            self._guard.require_same_layers(self.module)
+            self._found.require_unchanged(self.module)
         own = self.pipeline(inputs)  # (B, T, V_r)
         if not self._vocabulary:
             return own
@@ -245,8 +239,8 @@ class MixedParallel(Wrapper):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients so that their norm, that of the whole model, is at most `max_norm`;
-        what it was is returned. Every rank calls this. (torch's function raises RuntimeError
-        where the model is cut: it sees one rank's gradients.)
+        what it was is returned. Every rank calls this. torch's function would take the norm
+        of one rank's gradients.
 
         Shards are summed over `tensor`, and stages over `pipeline`. What is replicated counts once,
         and so does what two stages share. Along `data` all gradients are the same, or shards.
@@ -277,7 +271,7 @@ class MixedParallel(Wrapper):
             load_full_state_dict(self.module, own)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MixedParallel":
-        return copy_on_ranks(self, memo, self.mesh, self._data, self._pipeline, self._tensor)
+        return copy_sharing(self, memo, self.mesh, self._data, self._pipeline, self._tensor)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from minidist.common.replicas import require_apart
+from minidist.common.optimizer_states import require_states_of
 from minidist.offload.budget import on_host, put_on_host
 from minidist.offload.mirror import CopyStream, Mirror
-from minidist.zero.optimizer_states import is_elementwise, require_states_of
+from minidist.zero.sharded_optimizer import is_elementwise
 
 
 class OffloadedOptimizer(Optimizer):
@@ -69,8 +69,6 @@ class OffloadedOptimizer(Optimizer):
         """As for any optimizer."""
         super().add_param_group(param_group)
         try:
-            everything = (p for group in self.param_groups for p in group["params"])
-            require_apart((p for p in everything if p.requires_grad), type(self).__name__)
             for parameter in self.param_groups[-1]["params"]:
                 self._mirrors[parameter] = Mirror(parameter)
             if self._inner is not None:
@@ -139,10 +137,7 @@ class OffloadedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Fetch gradients, update on the host, and begin to send the parameters back: what the
         device computes next waits for them."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for mirror in self._mirrors.values():
             mirror.require_unchanged()
         with torch.no_grad():

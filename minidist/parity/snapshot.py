@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+from torch.utils._pytree import tree_map_only
 
 import minidist as md
 
@@ -30,8 +32,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     state = dict(model.state_dict())
     consume_prefix_in_state_dict_if_present(state, "module.")
     states = _states_of(model, optimizer)
-    sharded = isinstance(model, md.FullyShardedDataParallel)
-    bare = model if sharded else getattr(model, "module", model)
+    bare = getattr(model, "module", model)
     for name, parameter in bare.named_parameters():
         for key, value in states.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
@@ -44,8 +45,7 @@ def _states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     if isinstance(model, md.FullyShardedDataParallel):
         whole = model.optim_state_dict(optimizer)
     elif isinstance(optimizer, md.ZeroRedundancyOptimizer):
-        optimizer.consolidate_state_dict(to=None)
-        whole = optimizer.state_dict()
+        whole = tree_map_only(DTensor, DTensor.full_tensor, optimizer.state_dict())
     else:
         return optimizer.state
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

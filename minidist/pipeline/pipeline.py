@@ -15,10 +15,10 @@ from torch import nn
 from minidist.collectives.peers import Peers
 from minidist.common import agree
 from minidist.common.groups import require_group
-from minidist.common.norm import clip_grad_norm_, mark_parts
-from minidist.common.replicas import broadcast_state, mark_as_part, require_same_model
+from minidist.common.norm import clip_grad_norm_
+from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.tensors_in import tensors_of
-from minidist.common.wrapper import Wrapper, copy_on_ranks
+from minidist.common.wrapper import Wrapper, copy_sharing
 from minidist.pipeline.batch import Loss, Preparation, cut_off, merge_microbatches
 from minidist.pipeline.cut import fill, find_ties, require_known, schedule_and_balance
 from minidist.pipeline.executor import Executor, added_up
@@ -80,8 +80,8 @@ class Pipeline(Wrapper):
 
     `copy.deepcopy` gives a pipeline of the same ranks, each with a copy of its own layers.
     `torch.save` raises TypeError: save `state_dict()` or `full_state_dict()`.
-    torch's `nn.utils.clip_grad_norm_` sees one rank's gradients, and raises RuntimeError where
-    there are some: call `clip_grad_norm_` of this class.
+    Limits: torch's `nn.utils.clip_grad_norm_` takes the norm of one rank's gradients, another one
+    on each rank: call `clip_grad_norm_` of this class.
 
     Lesson: layer_splitting. Raises RuntimeError without a process group; on every rank, TypeError
     if the module is no nn.Sequential, or has a forward, hooks, parameters or buffers of its own,
@@ -158,8 +158,6 @@ class Pipeline(Wrapper):
         # The stages whose parameters a strategy shards.
         self._sharded: list[Any] = [x for x in self.wrapped if hasattr(x, "summon_full_params")]
         self._names = list(module.state_dict())
-        if ranks > 1:
-            mark_as_part(own.parameters(), f"of rank {rank} along a pipeline")
         self._ties = {p: those for p, those in ties.items() if p.requires_grad and rank in those}
         self.counted_elsewhere = {p for p, (first, *_) in self._ties.items() if first != rank}
         every = set[str]().union(*keywords)
@@ -194,8 +192,6 @@ class Pipeline(Wrapper):
         (inputs, kwargs), go_on = cut_off((inputs, kwargs))
         with added_up(self._ties, self._peers):
             loss, _ = self._run(inputs, kwargs, (loss_fn, targets), go_on)
-        if self._peers.size > 1:
-            mark_parts(self.parameters())
         return loss
 
     def forward(self, inputs: Any, **kwargs: Any) -> Any:
@@ -280,7 +276,7 @@ class Pipeline(Wrapper):
         return super().load_state_dict(own, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy_on_ranks(self, memo, self.process_group, self.schedule)
+        return copy_sharing(self, memo, self.process_group, self.schedule)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

@@ -112,7 +112,6 @@ class Stage(NamedTuple):
     first: bool
     last: bool
 
-    @cache  # noqa: B019 - few, which a search asks for again and again
     def parameters(self, model: Transformer, tensor: int = 1, shards: int = 1) -> int:
         """On one of `tensor` ranks; of ZeRO-3 with padding. Tied weights are on both ends."""
         return sum(size * times for size, times in self.units(model, tensor, shards))

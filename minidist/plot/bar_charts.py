@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from minidist.plot.frame import chart, legend, ticks
-from minidist.plot.palette import PALE, colors, human_bytes, ink
+from minidist.plot.palette import MEMORY, PALE, colors, human_bytes, ink
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -130,6 +130,13 @@ def stacked(
         ticks(ax.yaxis, show)
         legend(ax, named)
         return ax
+
+
+def kinds_of(measured: Iterable[Mapping[str, float]]) -> dict[str, str]:
+    """The colour of each category that has bytes anywhere: from the bottom, in the palette's order
+    and then others in their own."""
+    there = [name for parts in measured for name, nbytes in parts.items() if nbytes]
+    return colors([name for name in MEMORY if name in there] + there)
 
 
 def handles(kinds: Mapping[str, str]) -> list[Any]:

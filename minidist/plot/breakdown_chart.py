@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
+from minidist.plot.bar_charts import handles, kinds_of
 from minidist.plot.frame import chart, legend, ticks
-from minidist.plot.palette import MEMORY, PALE, colors, human_bytes
+from minidist.plot.palette import PALE, human_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,13 +29,11 @@ def breakdown(
     several. Lesson: zero.
     """
     predicted = predicted or {}
-    there = [kind for parts in measured.values() for kind, size in parts.items() if size]
-    if not there:
+    kinds = kinds_of(measured.values())
+    if not kinds:
         raise ValueError("breakdown: nothing measured to draw")
-    kinds = colors([kind for kind in MEMORY if kind in there] + there)
     longest = max([sum(parts.values()) for parts in measured.values()] + list(predicted.values()))
     with chart(ax, title, 8, 0.9 + 0.32 * len(measured)) as ax:
-        from matplotlib.patches import Patch
         from matplotlib.ticker import MaxNLocator
 
         for y, (name, parts) in enumerate(measured.items()):
@@ -48,9 +47,8 @@ def breakdown(
             end = max(left, predicted.get(name, 0)) + 0.015 * longest
             ax.text(end, y, show(counted) if parts else "–", va="center", size=8.5, color=PALE)
         if len(kinds) > 1:
-            handles = [Patch(color=shade, label=kind) for kind, shade in kinds.items()]
             line = ax.plot([], [], color="black", lw=1.8, label="formula") if predicted else []
-            legend(ax, [*handles, *line])
+            legend(ax, [*handles(kinds)[::-1], *line])
         ax.set_xlim(0, 1.22 * longest)
         ax.set_yticks(range(len(measured)), list(measured))
         ax.set_ylim(len(measured) - 0.5, -0.5)

@@ -31,23 +31,34 @@ def frontier(
     if not measured or not all(measured.values()):
         raise ValueError("frontier: nothing measured to draw")
     shades = colors(measured)
-    ways = dict.fromkeys(way for points in measured.values() for way in points)
     with chart(ax, title, 8, 3.8) as ax:
+        from matplotlib.transforms import Bbox
+
         handles: list[Any] = []
         for i, (name, points) in enumerate(measured.items()):
             look: dict[str, Any] = {"marker": "oDs^vPX*"[i % 8], "lw": 0, "ms": 7, "alpha": 0.85}
             handles += ax.plot(*zip(*points.values(), strict=True), color=shades[name], **look)
             handles[-1].set_label(name)
-        for way in ways:
-            dots = [points[way] for points in measured.values() if way in points]
-            ax.plot(*zip(*dots, strict=True), color=PALE, lw=0.8, zorder=1)
-            where = max(dots, key=lambda dot: dot[1])
-            place: dict[str, Any] = {"xytext": (8, 0), "textcoords": "offset points"}
-            ax.annotate(way, where, va="center", size=9, **place)
+        highest: dict[str, tuple[float, float]] = {}
+        for way in dict.fromkeys(way for points in measured.values() for way in points):
+            own = [points[way] for points in measured.values() if way in points]
+            ax.plot(*zip(*own, strict=True), color=PALE, lw=0.8, zorder=1)
+            highest[way] = max(own, key=lambda dot: dot[1])
         ax.margins(0.14, 0.12)
         ticks(ax.xaxis, show)
         ticks(ax.yaxis, lambda value: f"{value:g}")
         ax.set_xlabel(xlabel)
         ax.set_ylabel(ylabel)
         legend(ax, handles)
+        figure: Any = ax.figure
+        figure.draw_without_rendering()  # now the axes have their size
+        dots = [dot for points in measured.values() for dot in points.values()]
+        taken = [Bbox([dot - 4, dot + 4]) for dot in ax.transData.transform(dots)]
+        for way in sorted(highest, key=lambda way: -highest[way][1]):
+            place: dict[str, Any] = {"xytext": (8, 0), "textcoords": "offset points"}
+            label = ax.annotate(way, highest[way], va="center", size=9, **place)
+            for there in sorted(taken, key=lambda box: -box.y1):  # where one is, it goes below it
+                if (box := label.get_window_extent()).overlaps(there):
+                    label.xyann = (8, label.xyann[1] - (box.y1 - there.y0) * 72 / figure.dpi - 1)
+            taken.append(label.get_window_extent())
         return ax

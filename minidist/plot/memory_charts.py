@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from minidist.plot.bar_charts import handles, stacked
+from minidist.plot.bar_charts import handles, kinds_of, stacked
 from minidist.plot.frame import chart, legend, ticks
-from minidist.plot.palette import MEMORY, PALE, colors, human_bytes, ink
+from minidist.plot.palette import PALE, colors, human_bytes, ink
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,7 +41,7 @@ def memory(tracker: Tracker, ax: Axes | None = None) -> Axes:
     Lesson: distributed_data_parallel.
     """
     history = tracker.history
-    kinds = _kinds([{name: max(live, default=0) for name, live in history.items()}])
+    kinds = kinds_of([{name: max(live, default=0) for name, live in history.items()}])
     if not kinds:
         raise ValueError("memory: nothing measured to draw")
     total = [sum(live) for live in zip(*history.values(), strict=True)]
@@ -78,19 +78,12 @@ def memory_by_rank(
     Lesson: distributed_data_parallel.
     """
     predicted = predicted or {}
-    kinds = _kinds([*measured.values(), *predicted.values()])
+    kinds = kinds_of([*measured.values(), *predicted.values()])
     if not measured or not kinds:
         raise ValueError("memory_by_rank: nothing measured to draw")
     if strange := [name for name in predicted if name not in measured]:
         raise ValueError(f"memory_by_rank: {', '.join(strange)} is predicted and not measured")
     return stacked(measured, predicted, ax, "Memory by rank", "live bytes", human_bytes, kinds)
-
-
-def _kinds(measured: Iterable[Mapping[str, float]]) -> dict[str, str]:
-    """The colour of each category that has bytes anywhere: from the bottom, in the palette's order
-    and then others in their own."""
-    there = [name for parts in measured for name, nbytes in parts.items() if nbytes]
-    return colors([name for name in MEMORY if name in there] + there)
 
 
 def _strip(ax: Axes, phase: Phase, length: int) -> None:

@@ -11,16 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 # After Okabe and Ito: any two stay apart for readers with any of the common colour blindnesses.
-RANKS = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#CC79A7",
-    "#56B4E9",
-    "#D55E00",
-    "#F0E442",
-    "#4B3F72",
-)
+RANKS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#4B3F72")
 ACTIVITIES = {  # what a rank does with its time
     "compute": "#C9DCE8",
     "forward": "#56B4E9",

@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from minidist.common.replicas import each_once
 from minidist.saving.boxes import Boxed
 from minidist.saving.whole_states import Entries
 
@@ -156,19 +155,3 @@ class _Rooms(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         view: torch.Tensor = self._into[index.fqn].view(index.offset)
         return view
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        view = super().resolve_tensor(read_item)
-        # Torch refuses to write to an expanded tensor: it is read beside it.
-        return view if each_once(view) is view else view.new_empty(view.shape)
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        view = super().resolve_tensor(read_item)
-        if (once := each_once(view)) is not view:
-            first = tuple(map(slice, once.shape))
-            once.copy_(tensor[first])
-            if not torch.isclose(view, tensor, rtol=0, atol=0, equal_nan=True).all():
-                raise ValueError(
-                    f"{read_item.dest_index.fqn} is expanded in the model, so some of its elements "
-                    "are one in memory, and here they are other numbers"
-                )

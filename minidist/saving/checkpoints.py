@@ -177,8 +177,7 @@ class Checkpoints:
         hash, shared out over the ranks, before anything changes. Raises ValueError on every rank,
         and changes nothing, if a file is missing, cut short or changed, or of a later format, or if
         the checkpoint is of another model or optimizer. (Where a hook takes something else than it
-        has saved, or an expanded buffer would need more numbers than it has, parameters are loaded
-        before that is seen.)
+        has saved, parameters are loaded before that is seen.)
         """
         self.wait()
         with self._together():

@@ -137,10 +137,9 @@ class Trained:
 
 
 def trained_by(optimizer: torch.optim.Optimizer, places: Sequence[Place]) -> list[list[Trained]]:
-    """Of each group its parameters. Raises ValueError if one is not among the places. Of a
-    parameter of which a ZeRO optimizer has no piece here, there are no boxes."""
+    """Of each group its parameters. Raises ValueError if one is not among the places."""
     by_tensor = {place.own: place for place in places}
-    pieces = optimizer.pieces if isinstance(optimizer, ZeroRedundancyOptimizer) else None
+    rows = optimizer.own if isinstance(optimizer, ZeroRedundancyOptimizer) else {}
     groups: list[list[Trained]] = []
     number = 0
     for group in optimizer.param_groups:
@@ -152,9 +151,11 @@ def trained_by(optimizer: torch.optim.Optimizer, places: Sequence[Place]) -> lis
                     "the optimizer has a parameter that is not the model's, or of which a hook "
                     "makes something else for the model's state"
                 )
-            own, boxes = place.local, place.boxes() if pieces is None else []
-            if pieces is not None and parameter in pieces:
-                own, boxes = pieces[parameter].own, place.boxes(pieces[parameter].span)
+            own, boxes = place.local, place.boxes()
+            if parameter in rows:
+                own = rows[parameter]
+                start = own.storage_offset() - parameter.storage_offset()
+                boxes = place.boxes(slice(start, start + own.numel()))
             groups[-1].append(Trained(number, place, own, boxes))
             number += 1
     return groups

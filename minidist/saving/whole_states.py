@@ -98,8 +98,6 @@ class WholeStates:
         states = _states(saved)
         self._rooms = []
         for each in (each for own in self._groups for each in own):
-            if isinstance(self.optimizer, ZeroRedundancyOptimizer) and not each.boxes:
-                continue  # another rank has its states
             for state, name in states.get(each.place.names[0], {}).items():
                 rooms[name] = _room(state, saved.state_dict_metadata[name], each)
                 self._rooms.append((each.number, state, name))
@@ -121,18 +119,17 @@ class WholeStates:
         owners = {each.number: each for own in self._groups for each in own}
         for number, state, name in self._rooms:
             value = read[name]
-            states.setdefault(number, {})[state] = _taken(value, owners[number])
+            taken = _taken(value, owners[number])
+            if isinstance(self.optimizer, ZeroRedundancyOptimizer):
+                taken = self.optimizer.whole(owners[number].place.own, taken)
+            states.setdefault(number, {})[state] = taken
         packed = [
             _options(ours) | theirs["options"] | {"params": [each.number for each in own]}
             for ours, theirs, own in zip(
                 self.optimizer.param_groups, groups, self._groups, strict=True
             )
         ]
-        found = {"state": states, "param_groups": packed}
-        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
-            self.optimizer.load_shard_state_dict(found)
-        else:
-            self.optimizer.load_state_dict(found)
+        self.optimizer.load_state_dict({"state": states, "param_groups": packed})
 
 
 def merged(ranks: Sequence[Groups]) -> Groups:

@@ -14,7 +14,7 @@ from minidist.common.dtensor import parameter_like
 from minidist.common.groups import require_group
 from minidist.common.refusals import has_hooks
 from minidist.common.tensors_in import local_of
-from minidist.common.wrapper import copy_on_ranks
+from minidist.common.wrapper import copy_sharing
 from minidist.tensor_parallel.operators import Group, all_gather
 
 
@@ -24,7 +24,7 @@ class OfGroup(nn.Module):
     process_group: Group
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy_on_ranks(self, memo, self.process_group)
+        return copy_sharing(self, memo, self.process_group)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.process_group is not None:

@@ -2,7 +2,7 @@
 
 With Adam in float32 a rank of DistributedDataParallel holds 16 bytes for each of Ψ parameters: 4 of
 the parameter, 4 of its gradient, 8 of two optimizer states. Of N ranks each updates only its shard,
-Ψ/N of the parameters, and sends the result to the others:
+an N-th of the rows of every parameter, and sends the result to the others:
 
     stage 1, `ZeroRedundancyOptimizer`: the optimizer states of the shard, 4 + 4 + 8/N bytes;
     stage 2, `ShardedDataParallel`: and the gradients of the shard, 4 + (4 + 8)/N bytes.
@@ -15,13 +15,11 @@ paper has it, also 2Ψ.
 To read, in this order:
 
     naive               the idea: one vector of parameters, cut into N shards
-    shards              which rank owns what, and the two collectives
+    shards              which rows of a parameter a rank has, and the two collectives
     sharded_optimizer   stage 1: a step
     sharded_ddp         stage 2: gradients go to their owner while backward still computes
 
-A step of stage 2 is in the last three of these, and in `buckets` and `reducer` of
-DistributedDataParallel. The edges: `optimizer_states` (checkpoints), `uneven` (ranks with different
-numbers of batches).
+Stage 2 is DistributedDataParallel with other buckets.
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (arXiv
 1910.02054), section 5. The pair of classes is FairScale's: OSS and ShardedDDP. Lesson: zero.
 """

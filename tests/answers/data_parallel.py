@@ -97,6 +97,14 @@ class Stacked(Split):
         return torch.stack(outputs)
 
 
+class Detached(Split):
+    @staticmethod
+    def forward(ctx, *outputs):
+        joined = Joining.forward(ctx, *outputs)
+        ctx.mark_non_differentiable(joined)
+        return joined
+
+
 class NoBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *outputs):
@@ -171,6 +179,14 @@ class OneMemory(Summed):
         return tuple(copy.view_as(copy) for _ in range(n))
 
 
+class CopiesDetached(Summed):
+    @staticmethod
+    def forward(ctx, x, n):
+        copies = Copying.forward(ctx, x, n)
+        ctx.mark_non_differentiable(*copies)
+        return copies
+
+
 class OneTooFew(Summed):
     @staticmethod
     def forward(ctx, x, n):
@@ -193,14 +209,14 @@ ANSWERS = {
         [Split, Narrowed, Saved],
         [
             *(Chunked, Whole, Mean, Reversed, Nothing, Stacked, NoBackward, OfTheClass),
-            *(torch.cat, Split.apply),
+            *(Detached, torch.cat, Split.apply),
         ],
     ),
     check.broadcast: (
         [Summed, OneByOne],
         [
             *(Averaged, FirstCopy, ForOneArgument, ForEachCopy, NoGradient, OneMemory, OneTooFew),
-            *(InOneTensor, Copying, Split, Summed.apply),
+            *(CopiesDetached, InOneTensor, Copying, Split, Summed.apply),
         ],
     ),
 }

@@ -91,7 +91,7 @@ class Habit:
 HABITS = {
     "none": Habit("", nothing, ALL),
     "a hook of a gradient": Habit("wrapped", double, ALL),
-    "a hook after a gradient": Habit("wrapped", leave_nothing, ALL),
+    "a hook after a gradient": Habit("wrapped", leave_nothing, ALL[3:]),
     "a gradient is removed": Habit("gradients", remove, ALL),
     "frozen for a step": Habit("step", freeze, ALL),
     "a layer is added": Habit("step", add, DATA, ("mlp",)),

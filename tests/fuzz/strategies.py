@@ -56,12 +56,6 @@ class Data(Alone):
                 blocks.enter_context(each.no_sync())
         return blocks
 
-    def clip(self, norm: float) -> None:
-        if hasattr(self.model, "clip_grad_norm_") and self.trial.number % 2:
-            self.model.clip_grad_norm_(norm)
-        else:
-            super().clip(norm)
-
 
 class ShardedStates(Data):
     def wrap_one(self, module: nn.Module) -> tuple[Any, list[Any]]:
@@ -72,7 +66,7 @@ class ShardedStates(Data):
 class ShardedGradients(Data):
     def wrap_one(self, module: nn.Module) -> tuple[Any, list[Any]]:
         optimizers = optimizers_of(self.trial, module, process_group=None)
-        return md.ShardedDataParallel(module, optimizers), optimizers
+        return md.ShardedDataParallel(module, optimizers, **self.options), optimizers
 
     def average(self) -> Alone:
         other = copy.copy(self)  # gradients have one optimizer
@@ -82,6 +76,12 @@ class ShardedGradients(Data):
 
 
 class ShardedParameters(Data):
+    def clip(self, norm: float) -> None:
+        if hasattr(self.model, "clip_grad_norm_") and self.trial.number % 2:
+            self.model.clip_grad_norm_(norm)
+        else:
+            super().clip(norm)
+
     def wrap_one(self, module: nn.Module) -> tuple[Any, list[Any]]:
         options = dict(self.options)
         units, mesh = self.policy(module, options.pop("units")), self.mesh(options.pop("hybrid"))
@@ -136,12 +136,6 @@ class Stages(Alone):
         return loss.item() * passes
 
     def clip(self, norm: float) -> None:
-        if any(p.grad is not None for p in self.model.parameters()):
-            try:
-                nn.utils.clip_grad_norm_(self.model.parameters(), norm)
-                raise AssertionError("torch's function took one rank's norm")
-            except RuntimeError as error:
-                assert "call the model's clip_grad_norm_" in str(error)
         self.model.clip_grad_norm_(norm)
 
     def state(self) -> dict[str, torch.Tensor]:

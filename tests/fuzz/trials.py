@@ -93,7 +93,7 @@ def of_a_mesh(chance: random.Random) -> Options:
 STRATEGIES: dict[str, Callable[[random.Random], Options]] = {
     "ddp": of_data,
     "zero1": of_data,
-    "zero2": lambda chance: {},
+    "zero2": lambda chance: {"find_unused_parameters": True},
     "fsdp": of_units,
     "fully_shard": of_units_in_place,
     "pipeline": of_stages,
