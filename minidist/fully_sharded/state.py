@@ -22,7 +22,7 @@ from minidist.common.replicas import broadcast_state
 from minidist.common.tensors_in import tensors_in
 from minidist.common.uncompiled import uncompiled
 from minidist.common.wrapper import in_backward, kinds_of, require_as_found
-from minidist.fully_sharded.backward_pass import Ahead, BackwardPass, Trace, UnitPass
+from minidist.fully_sharded.backward_pass import Ahead, BackwardPass, UnitPass
 from minidist.fully_sharded.param_group import Gradients, ParamGroup
 
 _OF_TORCH = frozenset(nn.Module().__dict__)  # attributes that every module has
@@ -35,8 +35,6 @@ class State:
         self.groups, self.root = groups, groups[0]
         self.running = False  # within a forward pass of the root
         self._ahead = Ahead()
-        self.trace = Trace()  # of this forward pass
-        self.traces = weakref.WeakSet[Trace]()  # of all that a backward pass may go back along
         self._known: list[ParamGroup] = []  # the order of units in the last forward pass
         self._now: list[ParamGroup] = []  # in this one
         self._last: UnitPass | None = None
@@ -102,8 +100,7 @@ class State:
             for replicas in self.root.options.groups[::-1] if buffers else ():
                 broadcast_state(buffers.values(), replicas)
         self._stale_buffers = torch.is_grad_enabled() and self.root.syncs
-        self.running, self.trace = True, Trace()
-        self.traces.add(self.trace)
+        self.running = True
 
     @uncompiled
     def pre_forward(self, group: ParamGroup, again: bool) -> UnitPass:
@@ -111,13 +108,9 @@ class State:
         this = UnitPass(group)
         self._ahead.use(group)
         if not again:
-            this.entered = len(self.trace.events)
-            if torch.is_grad_enabled():
-                self.trace.events.append((this, True))
             group.readers.add(this)
-        trace = None if again else self.trace
         with record_function(f"fsdp.pre_forward {group.name}"):
-            this.node = group.wait_for_unshard(self._on_gradients(trace, this))
+            group.wait_for_unshard(self._on_gradients(this))
         if not again:
             self._now.append(group)
             done = len(self._now)
@@ -141,18 +134,14 @@ class State:
             this.previous = group.before = self._last
             if ends or unseen or not trained:
                 self._last = this
-            if ends or unseen:
-                this.left = len(self.trace.events)
-                self.trace.events.append((this, False))
             with record_function(f"fsdp.post_forward {group.name}"):
                 reshards = group is not self.root if group.reshards is None else group.reshards
                 if reshards or not trained:
                     group.reshard(keep=unseen or group.holds(found))
                 elif not group.readers:
                     group.to_sharded()
-        trace = None if again else self.trace
         for tensor in ends:
-            tensor.register_hook(lambda _: self.backward().pre_backward(trace, this))
+            tensor.register_hook(lambda _: self.backward().pre_backward(this))
 
     @uncompiled
     def _end(self) -> None:
@@ -179,9 +168,7 @@ class State:
     def backward(self) -> "BackwardPass":
         """The one that autograd computes."""
         if self._backward is None:
-            backward = BackwardPass(self.groups, self.traces, self._ahead, self._on_gradients)
-            if backward.trains:
-                self._require_forward_is_over()
+            backward = BackwardPass(self.groups, self._ahead, self._on_gradients)
 
             def finish() -> None:
                 backward.root_post_backward()
@@ -193,12 +180,12 @@ class State:
             self._backward = backward
         return self._backward
 
-    def _on_gradients(self, trace: Trace | None, this: UnitPass) -> Callable[[Gradients], None]:
+    def _on_gradients(self, this: UnitPass) -> Callable[[Gradients], None]:
         """What autograd calls when it has gone back through this pass of a unit."""
 
         def called(gradients: Gradients) -> None:
             self._require_forward_is_over()
-            self.backward().post_backward(trace, this, gradients)
+            self.backward().post_backward(this, gradients)
 
         return called
 
