@@ -85,7 +85,7 @@ class BackwardPass:
             group.wait_for_unshard(self._on_gradients(this))
         if group.next_backward is not None:
             self._ahead.prefetch(group.next_backward)
-        elif this.previous is not None:
+        elif this.previous is not None and this.previous not in self._opened:
             self._ahead.prefetch([this.previous.group])
 
     def post_backward(self, this: UnitPass, gradients: Gradients) -> None:
@@ -103,8 +103,8 @@ class BackwardPass:
             return
         with record_function(f"fsdp.post_backward {group.name}"):
             group.reshard() if group.reshards_after_backward else group.to_sharded()
-            if group in self._unreduced and group.syncs:
-                self._reduce(group)
+            if group in self._unreduced:
+                self._reduce(group) if group.syncs else self._leave(group)
 
     def _reduce(self, group: ParamGroup) -> None:
         if self._in_flight is not None:
@@ -114,6 +114,10 @@ class BackwardPass:
         before, now = self._reduced.get(group), group.has_gradients()
         self._reduced[group] = [a or b for a, b in zip(before or now, now, strict=True)]
         group.reduce()
+
+    def _leave(self, group: ParamGroup) -> None:
+        del self._unreduced[group]
+        group.leave()
 
     def close_all(self) -> None:
         """Nothing is read any more."""
@@ -130,8 +134,6 @@ class BackwardPass:
         for group in self._groups:
             if group.syncs and group.trains and (group in self._unreduced or group.has_partial):
                 self._reduce(group)
-            elif group in self._unreduced:
-                group.leave()
         with record_function("fsdp.root_post_backward"):
             self._ahead.prefetch([])  # a hook of a parameter may be an optimizer's step
             for group in self._reduced:
