@@ -25,8 +25,6 @@ from minidist.common.wrapper import in_backward, kinds_of, require_as_found
 from minidist.fully_sharded.backward_pass import Ahead, BackwardPass, UnitPass
 from minidist.fully_sharded.param_group import Gradients, ParamGroup
 
-_OF_TORCH = frozenset(nn.Module().__dict__)  # attributes that every module has
-
 
 class State:
     """What the units of one root share, and the forward pass. The outermost unit comes first."""
@@ -73,7 +71,7 @@ class State:
             if precision.param_dtype and group.casts_inputs:
                 inputs, kwargs = cast((inputs, kwargs), precision.param_dtype)
             output = compute(*inputs, **kwargs)
-            self.post_forward(this, again, (inputs, kwargs), output)
+            self.post_forward(this, again, output)
         except BaseException:
             if begins:
                 self.abandon()
@@ -87,11 +85,6 @@ class State:
 
     @uncompiled
     def _begin(self) -> None:
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise RuntimeError(
-                "a fully sharded model cannot be called within torch.func's transforms, which do "
-                "not go through its messages. torch.autograd.grad, and functional.jacobian, do"
-            )
         self.abandon()
         require_as_found(self.root.module, self._found, self._left_out)
         if self._stale_buffers:  # a pass that trained has left other ones on each rank
@@ -121,23 +114,22 @@ class State:
         return this
 
     @uncompiled
-    def post_forward(self, this: UnitPass, again: bool, inputs: Any, output: Any) -> None:
+    def post_forward(self, this: UnitPass, again: bool, output: Any) -> None:
         """Free the unit, and have a backward pass call us when it comes to it."""
         group, trained = this.group, torch.is_grad_enabled()
         found = list(tensors_in(output))
-        ends = _made(this, found) if trained else []
-        # It has a graph of which we see no end: an output that we did not find may use parameters.
-        unseen = trained and not ends and _has_graph(group, inputs)
+        # What this forward pass has put into its graph: there autograd will come into it.
+        ends = [t for t in found if t.grad_fn and t.grad_fn._sequence_nr() >= this.since]
         if not again:  # else its backward pass follows, and needs the parameters
             group.readers.discard(this)
             # A backward pass comes to a unit before it comes to those within it.
             this.previous = group.before = self._last
-            if ends or unseen or not trained:
+            if ends or not trained:
                 self._last = this
             with record_function(f"fsdp.post_forward {group.name}"):
                 reshards = group is not self.root if group.reshards is None else group.reshards
                 if reshards or not trained:
-                    group.reshard(keep=unseen or group.holds(found))
+                    group.reshard(keep=group.holds(found))
                 elif not group.readers:
                     group.to_sharded()
         for tensor in ends:
@@ -183,18 +175,7 @@ class State:
     def _on_gradients(self, this: UnitPass) -> Callable[[Gradients], None]:
         """What autograd calls when it has gone back through this pass of a unit."""
 
-        def called(gradients: Gradients) -> None:
-            self._require_forward_is_over()
-            self.backward().post_backward(this, gradients)
-
-        return called
-
-    def _require_forward_is_over(self) -> None:
-        if self.running:
-            raise RuntimeError(
-                "backward() within the forward pass of a fully sharded model: its parameters "
-                "are still needed. torch.autograd.grad of other tensors works"
-            )
+        return lambda gradients: self.backward().post_backward(this, gradients)
 
     def _forget(self, backward: "BackwardPass", failed: bool = False) -> None:
         """It is over. Nothing stays gathered."""
@@ -218,22 +199,3 @@ def cast(values: Any, dtype: torch.dtype | None) -> Any:
         return value.to(dtype) if floating else value
 
     return tree_map(to, values)
-
-
-def _made(this: UnitPass, output: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Of the output, and of the attributes of the unit's modules, in which one may leave a loss:
-    what this forward pass has put into its graph. There autograd will come into it."""
-    attributes = [
-        value
-        for module in this.group.modules
-        for name, value in module.__dict__.items()
-        if name not in _OF_TORCH and name not in module._parameters
-        if name not in ("_flat_weights", "fsdp_group", "fsdp_state")
-    ]
-    found = [*output, *tensors_in(attributes, depth=0)]
-    return [t for t in found if t.grad_fn is not None and t.grad_fn._sequence_nr() >= this.since]
-
-
-def _has_graph(group: ParamGroup, inputs: Any) -> bool:
-    """Whether autograd may have seen the unit compute."""
-    return group.trains or any(tensor.requires_grad for tensor in tensors_in(inputs))
