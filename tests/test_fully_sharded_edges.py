@@ -209,7 +209,7 @@ def local_states():
 
 
 ARGUMENTS = {  # words: what is given
-    "That is DistributedDataParallel": {"sharding_strategy": ShardingStrategy.NO_SHARD},
+    "that is DistributedDataParallel": {"sharding_strategy": ShardingStrategy.NO_SHARD},
     "a device_mesh of two": {"sharding_strategy": ShardingStrategy.HYBRID_SHARD},
     "has no argument sharding": {"sharding": 1},
 }
