@@ -78,9 +78,10 @@ class FullyShardedDataParallel(Synchronized, StateTypes):
     every rank takes what rank 0 has; for buffers, before each forward pass too. Raises ValueError,
     on every rank, if the ranks have different models or units, if a parameter would be in two
     units, or has no dimension; RuntimeError without a process group; ValueError or TypeError for an
-    argument that makes no sense. `backward` raises autograd's RuntimeError about a
-    view that was "modified inplace" where it comes to a unit by a tensor that was neither in its
-    output nor an attribute of its modules, but in a closure.
+    argument that makes no sense.
+
+    Limits: those of `fully_shard`. Batch norms compute in `param_dtype` as all others do, and keep
+    their running means in `buffer_dtype`: leave that None for them.
 
     Zhao et al. (arXiv 2304.11277). Lesson: fully_sharded
     """
