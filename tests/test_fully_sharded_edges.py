@@ -10,8 +10,6 @@ from fsdp_model import apart, held, loss_of, pair, saved_by, share, told
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    MixedPrecision,
     ShardingStrategy,
     StateDictType,
 )
@@ -38,38 +36,6 @@ def train(model, ranks, loss_of=loss_of):
 # ---- parameters are there as long as they are read ---------------------------------------------
 
 
-class Expert(nn.Module):
-    """It leaves a loss in an attribute, as for the balance of experts. Elementwise parameters: what
-    reads them when they are freed does not raise."""
-
-    def __init__(self):
-        super().__init__()
-        values = ((6,), 3.0), ((6,), 0.5)
-        self.a, self.b = (nn.Parameter(torch.full(*v, dtype=torch.float64)) for v in values)
-
-    def forward(self, x):
-        output = x * self.a
-        self.loss = (x * self.a * self.b).pow(2).mean()  # autograd comes to it before the output
-        return output
-
-
-class Experts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.expert, self.last = double(6, 6), Expert(), double(6, 3)
-
-    def forward(self, x):
-        return self.last(self.expert(self.first(x)))
-
-
-def loss_with_balance(model, ranks, step):
-    losses = []
-    for rank in ranks:
-        losses += [loss_of(model, [rank], step)]
-        losses += [module.loss for module in model.modules() if hasattr(module, "loss")]
-    return sum(losses) / len(ranks)
-
-
 class Encoders(nn.Module):
     """Torch's layers read the parameters of their children, and in eval mode those of all."""
 
@@ -83,7 +49,6 @@ class Encoders(nn.Module):
 
 
 READ = {
-    "a loss in an attribute": (Experts, by_class(Expert, nn.Linear), loss_with_balance),
     "encoders": (Encoders, by_class(nn.TransformerEncoderLayer), loss_of),
 }
 
@@ -239,42 +204,18 @@ def backward_within():
         model(share(0)).sum().backward()
 
 
-class BackwardInForward(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.energy, self.last = double(6, 6), double(6, 6)
-
-    def forward(self, x):
-        self.energy(x).sum().backward()
-        return self.last(x)
-
-
 def local_states():
     wrapped(double(6, 4)).set_state_dict_type(StateDictType.LOCAL_STATE_DICT)
 
 
-def torchs_method():
-    md.FullyShardedDataParallel.full_optim_state_dict(wrapped(double(6, 4)))
-
-
-def backward_in_forward():
-    md.FullyShardedDataParallel(BackwardInForward())(share(0))
-
-
-LOW = MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)
 ARGUMENTS = {  # words: what is given
-    "That is DistributedDataParallel": {"sharding_strategy": ShardingStrategy.NO_SHARD},
+    "that is DistributedDataParallel": {"sharding_strategy": ShardingStrategy.NO_SHARD},
     "a device_mesh of two": {"sharding_strategy": ShardingStrategy.HYBRID_SHARD},
-    "BACKWARD_POST: 2>: here": {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
-    "is a MixedPrecision": {"mixed_precision": torch.half},
-    "keep_low_precision_grads": {"mixed_precision": LOW},
     "has no argument sharding": {"sharding": 1},
 }
 REFUSED = {
     "SHARDED_STATE_DICT": local_states,
-    "full_optim_state_dict: call optim_state_dict(optimizer)": torchs_method,
     "within summon_full_params": backward_within,
-    "within the forward pass": backward_in_forward,
     **{words: partial(wrapped, double(6, 4), **given) for words, given in ARGUMENTS.items()},
 }
 

@@ -11,8 +11,8 @@ one training step goes: `fsdp_module` (what users call), `state` (the forward pa
 gathered and freed), `backward_pass` (the way back), `param_group` (a unit), `flat_shard` (what is
 sent of a unit). How it begins: `fully_shard`, torch's form, which makes a unit in place;
 `fully_sharded_data_parallel`, torch's older form, a wrapper that makes them by a policy
-(`wrap_policies`, `torch_arguments`, `unit_precision`, `summon`). `checkpoint`: states of the
-model and of optimizers; on disk: `minidist.saving`.
+(`wrap_policies`). Beside training: `checkpoint`, states of the model and of optimizers, and
+`summon`, full parameters; on disk: `minidist.saving`.
 
 Rajbhandari et al., "ZeRO" (arXiv 1910.02054), section 5.3; Zhao et al., "PyTorch FSDP: Experiences
 on Scaling Fully Sharded Data Parallel" (arXiv 2304.11277). Lesson: fully_sharded

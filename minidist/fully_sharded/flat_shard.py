@@ -16,18 +16,37 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from minidist import backend
 from minidist.common.dtensor import distributed, relist
 from minidist.common.materialize import Named, Place
-from minidist.fully_sharded.torch_arguments import Options
 from minidist.zero.shards import all_gather_each, reduce_scatter
 
 EMPTY = 2**30  # the version of full parameters without memory
 ON_META = (
     "is on the device meta: call to_empty(device=...) of the sharded model, and fill its parameters"
 )
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """What a unit is told. The ranks of `groups[0]` have a shard each; with hybrid sharding,
+    those of `groups[1]` have the same one."""
+
+    mesh: DeviceMesh
+    groups: tuple[dist.ProcessGroup, ...]
+    precision: MixedPrecisionPolicy
+    reshards: bool | None  # after forward. None: if it is not the root
+    offloads: bool
+    ignored: frozenset[nn.Parameter] = frozenset()
+
+    @property
+    def placements(self) -> list[Placement]:
+        """Of every parameter."""
+        return [Replicate()] * (self.mesh.ndim - 1) + [Shard(0)]
 
 
 @dataclass(eq=False)

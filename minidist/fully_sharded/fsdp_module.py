@@ -14,33 +14,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from minidist.common.dtensor import parameter_like
-from minidist.common.refusals import RefusedError
 from minidist.common.wrapper import in_backward
 from minidist.fully_sharded.param_group import ParamGroup
 from minidist.fully_sharded.state import State
 
-_OF_BUFFERS = "messages take memory from the backend's arena, or from torch"
-REFUSED = {  # methods of torch's FSDPModule
-    "set_requires_all_reduce": "the replicas' all_reduce follows each reduce_scatter: "
-    "set_requires_gradient_sync(False) leaves out both",
-    "reset_iter_state": "a pass that failed may leave gradients: zero_grad, then go on",
-    "set_custom_all_gather": "units are gathered by the process group",
-    "set_custom_reduce_scatter": "gradients are reduced by the process group",
-    "set_all_reduce_hook": "gradients are reduced by the process group",
-    "set_post_optim_event": "there is no stream of its own that must wait",
-    "set_force_sum_reduction_for_comms": "gradients are added up always, and scaled before",
-    "set_reduce_scatter_unused_params": "a parameter that no rank used keeps .grad None",
-    "set_reduce_scatter_max_input_buffers": "one reduce_scatter is in flight at a time",
-    "set_separate_reduce_scatter_group": "one process group does both",
-    "set_unshard_in_backward": "a unit that backward comes to is gathered",
-    "set_allocate_memory_from_process_group_for_comm": _OF_BUFFERS,
-    "set_symm_mem_for_comm": _OF_BUFFERS,
-}
-
 
 class FSDPModule(nn.Module):
-    """What a module is, besides its own class, when a unit begins with it. Torch's methods that
-    have no meaning here raise NotImplementedError, with the reason. Lesson: fully_sharded"""
+    """What a module is, besides its own class, when a unit begins with it. Lesson: fully_sharded"""
 
     fsdp_group: ParamGroup
     fsdp_state: State
@@ -124,17 +104,7 @@ class FSDPModule(nn.Module):
     def _groups(self, recurse: bool) -> list[ParamGroup]:
         return groups_in(self) if recurse else [self.fsdp_group]
 
-    def __getattr__(self, name: str) -> Any:
-        if name in REFUSED:
-            raise RefusedError(f"{name}: {REFUSED[name]}")
-        return super().__getattr__(name)
-
     # ---- saved, moved, copied --------------------------------------------------------------
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As ever, also within inference_mode, where torch cannot detach a DTensor."""
-        with torch.inference_mode(False):
-            return super().state_dict(*args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         if self.fsdp_state.running or in_backward():

@@ -16,13 +16,11 @@ from minidist.common import agree
 from minidist.common.abandoned import Abandoned, abandon
 from minidist.common.groups import groups_of
 from minidist.common.materialize import Modules, Named, places_of, state_of
-from minidist.common.refusals import refuse
 from minidist.common.replicas import broadcast_state, require_same_lines, words
 from minidist.distributed_data_parallel import DistributedDataParallel
-from minidist.fully_sharded.flat_shard import FlatShard, rows_of
+from minidist.fully_sharded.flat_shard import FlatShard, Options, rows_of
 from minidist.fully_sharded.fsdp_module import FSDPModule, group_of, groups_in, share_state
 from minidist.fully_sharded.param_group import ParamGroup
-from minidist.fully_sharded.torch_arguments import Options, of_type
 from minidist.mixed import MixedParallel
 from minidist.pipeline import Pipeline
 from minidist.zero import ShardedDataParallel
@@ -34,10 +32,6 @@ SHARDED = (
     "shards of it have taken its place. Make the optimizer after sharding, of the module's "
     "parameters()"
 )
-NOT_HERE = {
-    "shard_placement_fn": "every parameter is divided by rows, Shard(0)",
-    "dp_mesh_dims": "give the axes that shard as the mesh: mesh['replicas', 'shards']",
-}
 
 
 def fully_shard(
@@ -48,7 +42,6 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
-    **not_here: Any,
 ) -> M:
     """Make a unit of `module`, in place: torch's `fully_shard`.
 
@@ -72,10 +65,14 @@ def fully_shard(
         changes nothing.
     ignored_params: parameters that stay as they are on each rank.
 
-    Returns the module, of a class that is an `FSDPModule` as well. All ranks must call all units;
-    a unit that only some call is an error on the backend "shm", and may hang, or mix up units of
-    one size, on others. Raises ValueError or TypeError for what else torch takes, for a list of
-    modules, for a parameter without dimensions, and if the ranks have different modules.
+    Returns the module, of a class that is an `FSDPModule` as well. Raises ValueError or TypeError
+    for a list of modules, for a parameter without dimensions, and if the ranks have different
+    modules.
+
+    Limits: all ranks must go through the same units, forward and backward; a unit that only some
+    reach is an error on the backend "shm", and may hang, or mix up units of one size, on others.
+    Autograd must come to a unit by its output: where a loss is left in an attribute, it raises that
+    a parameter was "modified inplace". No backward() within a forward pass, and no torch.func.
 
     Zhao et al. (arXiv 2304.11277). Lesson: fully_sharded
     """
@@ -83,19 +80,17 @@ def fully_shard(
         raise TypeError(f"fully_shard takes one module, not {type(module).__name__}")
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         raise ValueError(f"a {type(module).__name__} has no forward pass: shard what is in it")
-    refuse("fully_shard", not_here, NOT_HERE)
     if not isinstance(reshard_after_forward, bool | None):
         raise ValueError(
             f"reshard_after_forward={reshard_after_forward}: parameters are freed after the "
             "forward pass, or not. They cannot be resharded to a smaller group of ranks"
         )
     groups = groups_of(None, mesh, "fully_shard", most_axes=2)
-    policy = of_type("offload_policy", offload_policy, OffloadPolicy)
-    offloads = isinstance(policy, CPUOffloadPolicy)
+    offloads = isinstance(offload_policy, CPUOffloadPolicy)
     options = Options(
         mesh or mesh_of(groups[0], module, offloads),
         groups,
-        of_type("mp_policy", mp_policy, MixedPrecisionPolicy) or MixedPrecisionPolicy(),
+        mp_policy or MixedPrecisionPolicy(),
         reshard_after_forward,
         offloads,
         frozenset(ignored_params or ()),
@@ -115,7 +110,7 @@ def mesh_of(group: dist.ProcessGroup, module: nn.Module, offloads: bool) -> Devi
 
 def make_unit(module: nn.Module, options: Options) -> None:
     """Make a unit of a module, in place, of which `require_alike` has seen that all ranks can."""
-    own = list(own_modules(module, options.ignored_modules))
+    own = list(own_modules(module))
     given = state_of(own, options.ignored)
     for replicas in options.groups[::-1]:
         broadcast_state([tensor for tensor in given if not tensor.is_meta], replicas)
@@ -134,7 +129,7 @@ def _sharded_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def own_modules(
-    module: nn.Module, without: Set[nn.Module], prefix: str = ""
+    module: nn.Module, without: Set[nn.Module] = frozenset(), prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
     """The modules of a unit, by name, the outer ones first: those that are in no unit within it,
     nor in `without`. One that is there twice comes twice."""
@@ -181,7 +176,7 @@ def _describe(module: nn.Module, parts: dict[str, nn.Module], options: Options) 
     if group_of(module) is not None:
         raise ValueError(f"this {type(module).__name__} is sharded already")
     for name, each in module.named_modules():
-        if isinstance(each, STRATEGIES) and each not in options.ignored_modules:
+        if isinstance(each, STRATEGIES):
             raise ValueError(
                 f"{name or 'the module'} is a {type(each).__name__}, which sees to its gradients "
                 "itself, and would find only shards: shard the model without it"
@@ -191,7 +186,7 @@ def _describe(module: nn.Module, parts: dict[str, nn.Module], options: Options) 
     home: dict[Any, int | None] = {
         each.sharded: None for group in groups_in(module) for each in group.parameters
     }
-    inner = {*parts.values(), *options.ignored_modules}
+    inner = {*parts.values()}
     for number, (unit, root) in enumerate([*parts.items(), ("", module)]):
         yield f"unit {unit}"
         for prefix, owner in own_modules(root, inner):

@@ -3,39 +3,43 @@
 Lesson: fsdp_in_practice
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
-    BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
     MixedPrecisionPolicy,
     ShardingStrategy,
 )
 
+from minidist import rank
 from minidist.common import agree
 from minidist.common.groups import groups_of
-from minidist.common.materialize import materialize
+from minidist.common.materialize import Modules, materialize, state_of
 from minidist.common.no_sync import Synchronized
 from minidist.common.norm import clip_grad_norm_
-from minidist.common.refusals import RefusedError, refuse
 from minidist.common.wrapper import Wrapper
-from minidist.fully_sharded import torch_arguments as given
 from minidist.fully_sharded.checkpoint import StateTypes, make_whole
-from minidist.fully_sharded.flat_shard import partial_of
+from minidist.fully_sharded.flat_shard import Options, partial_of
 from minidist.fully_sharded.fsdp_module import FSDPModule, groups_in
 from minidist.fully_sharded.fully_shard import make_unit, mesh_of, own_modules, require_alike
 from minidist.fully_sharded.summon import summoned
-from minidist.fully_sharded.torch_arguments import Options
-from minidist.fully_sharded.unit_precision import cast_buffers, device_of, of_classes, own_precision
 from minidist.fully_sharded.wrap_policies import Policy, chosen
+
+KEEPS = {  # these keep the parameters from the forward to the backward pass
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy._HYBRID_SHARD_ZERO2,
+}
+HYBRID = {ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2}
+# These change nothing: what they ask for is always done, or is not to be asked for here.
+ALWAYS = {"use_orig_params", "sync_module_states", "forward_prefetch", "limit_all_gathers"}
+ALWAYS |= {"device_id", "backward_prefetch"}
 
 
 class FullyShardedDataParallel(Synchronized, StateTypes):
@@ -57,29 +61,27 @@ class FullyShardedDataParallel(Synchronized, StateTypes):
     mixed_precision: torch's `MixedPrecision`. Parameters are cast to its `param_dtype` for the
         forward and backward passes, and the root's inputs; inputs of units with
         `cast_forward_inputs`; gradients to its `reduce_dtype` while they travel; buffers to its
-        `buffer_dtype` for good. Batch norms keep their precision, in units of their own; so do
-        shards and their gradients.
+        `buffer_dtype` for good.
     reshard_after_forward: False keeps the parameters from forward to backward. That saves one of
         two all_gathers, and costs the memory of the whole unit.
     param_init_fn: gives values to a module on the device "meta", on `minidist.rank.device()`; None
         calls its `reset_parameters()`. Units are made one by one: no rank holds the whole model.
     prefetch: gather the next unit while one computes.
-
-    As torch's class has them: `sharding_strategy` (SHARD_GRAD_OP is `reshard_after_forward=False`);
-    `device_mesh` instead of a process group, of two axes for HYBRID_SHARD: shards along the second,
-    which are replicated along the first; `cpu_offload`: shards and their gradients, and so the
-    optimizer, are on the CPU; `backward_prefetch`; `device_id`, where the module is; and
-    `ignored_modules` or `ignored_states`: modules and parameters that stay as they are on each
-    rank, and whose gradients nobody averages. `use_orig_params`, `sync_module_states`,
-    `forward_prefetch` and `limit_all_gathers` are what is always done here.
+    sharding_strategy: torch's. SHARD_GRAD_OP is `reshard_after_forward=False`.
+    device_mesh: instead of a process group; of two axes for HYBRID_SHARD: shards along the second,
+        which are replicated along the first.
+    cpu_offload: torch's. Shards and their gradients, and so the optimizer, are on the CPU.
+    always: torch's other arguments that ordinary scripts pass, such as `use_orig_params`,
+        `device_id`, `sync_module_states` and `backward_prefetch`. They change nothing.
 
     `state_dict()` is whole, on the CPU, unless `state_dict_type` says otherwise. At construction
     every rank takes what rank 0 has; for buffers, before each forward pass too. Raises ValueError,
     on every rank, if the ranks have different models or units, if a parameter would be in two
     units, or has no dimension; RuntimeError without a process group; ValueError or TypeError for an
-    argument that makes no sense. `backward` raises autograd's RuntimeError about a
-    view that was "modified inplace" where it comes to a unit by a tensor that was neither in its
-    output nor an attribute of its modules, but in a closure.
+    argument that makes no sense.
+
+    Limits: those of `fully_shard`. Batch norms compute in `param_dtype` as all others do, and keep
+    their running means in `buffer_dtype`: leave that None for them.
 
     Zhao et al. (arXiv 2304.11277). Lesson: fully_sharded
     """
@@ -99,57 +101,41 @@ class FullyShardedDataParallel(Synchronized, StateTypes):
         sharding_strategy: ShardingStrategy | None = None,
         device_mesh: DeviceMesh | None = None,
         cpu_offload: CPUOffload | None = None,
-        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
-        device_id: int | torch.device | None = None,
-        ignored_modules: Iterable[nn.Module] | None = None,
-        ignored_states: Iterable[Any] | None = None,
         **always: Any,
     ) -> None:
         super().__init__(module)
         self.register_state_dict_post_hook(make_whole)
+        if unknown := always.keys() - ALWAYS:
+            raise TypeError(f"FullyShardedDataParallel has no argument {', '.join(unknown)}")
         groups = groups_of(process_group, device_mesh, type(self).__name__, most_axes=2)
-        refuse(given.WHO, always, {}, given.ALWAYS)
-        offload = given.of_type("cpu_offload", cpu_offload, CPUOffload)
-        modules, parameters = given.ignored(ignored_modules, ignored_states)
-        precision = given.precision(mixed_precision)
-        dtypes = precision.param_dtype, precision.reduce_dtype, precision.buffer_dtype
-        kept = tuple(precision._module_classes_to_ignore) if any(dtypes) else ()
-        offloads = offload is not None and offload.offload_params
+        given = mixed_precision or MixedPrecision()
+        offloads = cpu_offload is not None and cpu_offload.offload_params
         options = Options(
             device_mesh or mesh_of(groups[0], module, offloads),
             groups,
             MixedPrecisionPolicy(
-                precision.param_dtype,
-                precision.reduce_dtype,
-                cast_forward_inputs=precision.cast_forward_inputs,
+                given.param_dtype,
+                given.reduce_dtype,
+                cast_forward_inputs=given.cast_forward_inputs,
             ),
-            given.reshards(sharding_strategy, len(groups)) and reshard_after_forward,
+            reshards(sharding_strategy, len(groups)) and reshard_after_forward,
             offloads,
-            parameters,
-            modules,
         )
 
         def choose() -> dict[str, nn.Module]:
-            found = chosen(module, auto_wrap_policy, modules) if auto_wrap_policy else {}
-            return of_classes(module, kept, modules, found) | found
+            return chosen(module, auto_wrap_policy) if auto_wrap_policy else {}
 
         for part in [*require_alike(module, options, choose).values(), module]:
-            own = list(own_modules(part, modules))
+            own = list(own_modules(part))
+            there = (tensor.device for tensor in state_of(own) if not tensor.is_meta)
             with agree.together(*groups):
-                device = device_of(own)
-                materialize(own, device, param_init_fn)
-                given.require_device(device_id, device)
-            policy = options.precision
-            if isinstance(part, kept):
-                policy = own_precision(own, precision.param_dtype)
-            else:
-                cast_buffers(own, precision.buffer_dtype)
-            make_unit(part, replace(options, precision=policy))
+                materialize(own, next(there, rank.device()), param_init_fn)
+            cast_buffers(own, given.buffer_dtype)
+            make_unit(part, options)
         for group in groups_in(module)[1:]:  # one that was wrapped by hand is no root any more
             group.casts_inputs = group.options.precision.cast_forward_inputs
-        if module.fsdp_group.options.precision is options.precision:  # type: ignore[union-attr]
-            module.fsdp_group.casts_inputs = precision.cast_root_forward_inputs  # type: ignore[union-attr]
-        if not (prefetch and given.prefetches(backward_prefetch)):
+        module.fsdp_group.casts_inputs = given.cast_root_forward_inputs  # type: ignore[union-attr]
+        if not prefetch:
             for group in groups_in(module):
                 group.next_forward = group.next_backward = []
 
@@ -265,9 +251,22 @@ class FullyShardedDataParallel(Synchronized, StateTypes):
             yield
 
 
-for _name, _reason in given.REFUSED.items():
+def reshards(strategy: ShardingStrategy | None, axes: int) -> bool:
+    """Whether parameters are freed after the forward pass. Raises ValueError for a strategy that
+    does not fit a mesh of so many axes."""
+    if strategy is ShardingStrategy.NO_SHARD:
+        raise ValueError("NO_SHARD: that is DistributedDataParallel")
+    if strategy is not None and (strategy in HYBRID) != (axes == 2):
+        raise ValueError(
+            f"sharding_strategy {strategy.name} with a mesh of {axes} axes: hybrid sharding "
+            "needs a device_mesh of two, (replicas, shards), and the others one"
+        )
+    return strategy not in KEEPS
 
-    def _refuse(*_: Any, name: str = _name, reason: str = _reason, **__: Any) -> NoReturn:
-        raise RefusedError(f"{name}: {reason}")
 
-    setattr(FullyShardedDataParallel, _name, staticmethod(_refuse))
+def cast_buffers(own: Modules, dtype: torch.dtype | None) -> None:
+    """Those of floating numbers; None changes nothing."""
+    for _, module in own:
+        for name, buffer in module._buffers.items():
+            if dtype and buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(dtype)

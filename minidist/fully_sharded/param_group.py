@@ -18,8 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial
 
 from minidist import backend
-from minidist.fully_sharded.flat_shard import FlatShard, ShardedParameter, partial_of
-from minidist.fully_sharded.torch_arguments import Options
+from minidist.fully_sharded.flat_shard import FlatShard, Options, ShardedParameter, partial_of
 
 Gradients = list[tuple[ShardedParameter, torch.Tensor | None]]
 

@@ -22,10 +22,8 @@ from minidist.common.replicas import broadcast_state
 from minidist.common.tensors_in import tensors_in
 from minidist.common.uncompiled import uncompiled
 from minidist.common.wrapper import in_backward, kinds_of, require_as_found
-from minidist.fully_sharded.backward_pass import Ahead, BackwardPass, Trace, UnitPass
+from minidist.fully_sharded.backward_pass import Ahead, BackwardPass, UnitPass
 from minidist.fully_sharded.param_group import Gradients, ParamGroup
-
-_OF_TORCH = frozenset(nn.Module().__dict__)  # attributes that every module has
 
 
 class State:
@@ -35,8 +33,6 @@ class State:
         self.groups, self.root = groups, groups[0]
         self.running = False  # within a forward pass of the root
         self._ahead = Ahead()
-        self.trace = Trace()  # of this forward pass
-        self.traces = weakref.WeakSet[Trace]()  # of all that a backward pass may go back along
         self._known: list[ParamGroup] = []  # the order of units in the last forward pass
         self._now: list[ParamGroup] = []  # in this one
         self._last: UnitPass | None = None
@@ -75,7 +71,7 @@ class State:
             if precision.param_dtype and group.casts_inputs:
                 inputs, kwargs = cast((inputs, kwargs), precision.param_dtype)
             output = compute(*inputs, **kwargs)
-            self.post_forward(this, again, (inputs, kwargs), output)
+            self.post_forward(this, again, output)
         except BaseException:
             if begins:
                 self.abandon()
@@ -89,11 +85,6 @@ class State:
 
     @uncompiled
     def _begin(self) -> None:
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise RuntimeError(
-                "a fully sharded model cannot be called within torch.func's transforms, which do "
-                "not go through its messages. torch.autograd.grad, and functional.jacobian, do"
-            )
         self.abandon()
         require_as_found(self.root.module, self._found, self._left_out)
         if self._stale_buffers:  # a pass that trained has left other ones on each rank
@@ -102,8 +93,7 @@ class State:
             for replicas in self.root.options.groups[::-1] if buffers else ():
                 broadcast_state(buffers.values(), replicas)
         self._stale_buffers = torch.is_grad_enabled() and self.root.syncs
-        self.running, self.trace = True, Trace()
-        self.traces.add(self.trace)
+        self.running = True
 
     @uncompiled
     def pre_forward(self, group: ParamGroup, again: bool) -> UnitPass:
@@ -111,13 +101,9 @@ class State:
         this = UnitPass(group)
         self._ahead.use(group)
         if not again:
-            this.entered = len(self.trace.events)
-            if torch.is_grad_enabled():
-                self.trace.events.append((this, True))
             group.readers.add(this)
-        trace = None if again else self.trace
         with record_function(f"fsdp.pre_forward {group.name}"):
-            this.node = group.wait_for_unshard(self._on_gradients(trace, this))
+            group.wait_for_unshard(self._on_gradients(this))
         if not again:
             self._now.append(group)
             done = len(self._now)
@@ -128,31 +114,26 @@ class State:
         return this
 
     @uncompiled
-    def post_forward(self, this: UnitPass, again: bool, inputs: Any, output: Any) -> None:
+    def post_forward(self, this: UnitPass, again: bool, output: Any) -> None:
         """Free the unit, and have a backward pass call us when it comes to it."""
         group, trained = this.group, torch.is_grad_enabled()
         found = list(tensors_in(output))
-        ends = _made(this, found) if trained else []
-        # It has a graph of which we see no end: an output that we did not find may use parameters.
-        unseen = trained and not ends and _has_graph(group, inputs)
+        # What this forward pass has put into its graph: there autograd will come into it.
+        ends = [t for t in found if t.grad_fn and t.grad_fn._sequence_nr() >= this.since]
         if not again:  # else its backward pass follows, and needs the parameters
             group.readers.discard(this)
             # A backward pass comes to a unit before it comes to those within it.
             this.previous = group.before = self._last
-            if ends or unseen or not trained:
+            if ends or not trained:
                 self._last = this
-            if ends or unseen:
-                this.left = len(self.trace.events)
-                self.trace.events.append((this, False))
             with record_function(f"fsdp.post_forward {group.name}"):
                 reshards = group is not self.root if group.reshards is None else group.reshards
                 if reshards or not trained:
-                    group.reshard(keep=unseen or group.holds(found))
+                    group.reshard(keep=group.holds(found))
                 elif not group.readers:
                     group.to_sharded()
-        trace = None if again else self.trace
         for tensor in ends:
-            tensor.register_hook(lambda _: self.backward().pre_backward(trace, this))
+            tensor.register_hook(lambda _: self.backward().pre_backward(this))
 
     @uncompiled
     def _end(self) -> None:
@@ -179,9 +160,7 @@ class State:
     def backward(self) -> "BackwardPass":
         """The one that autograd computes."""
         if self._backward is None:
-            backward = BackwardPass(self.groups, self.traces, self._ahead, self._on_gradients)
-            if backward.trains:
-                self._require_forward_is_over()
+            backward = BackwardPass(self.groups, self._ahead, self._on_gradients)
 
             def finish() -> None:
                 backward.root_post_backward()
@@ -193,21 +172,10 @@ class State:
             self._backward = backward
         return self._backward
 
-    def _on_gradients(self, trace: Trace | None, this: UnitPass) -> Callable[[Gradients], None]:
+    def _on_gradients(self, this: UnitPass) -> Callable[[Gradients], None]:
         """What autograd calls when it has gone back through this pass of a unit."""
 
-        def called(gradients: Gradients) -> None:
-            self._require_forward_is_over()
-            self.backward().post_backward(trace, this, gradients)
-
-        return called
-
-    def _require_forward_is_over(self) -> None:
-        if self.running:
-            raise RuntimeError(
-                "backward() within the forward pass of a fully sharded model: its parameters "
-                "are still needed. torch.autograd.grad of other tensors works"
-            )
+        return lambda gradients: self.backward().post_backward(this, gradients)
 
     def _forget(self, backward: "BackwardPass", failed: bool = False) -> None:
         """It is over. Nothing stays gathered."""
@@ -231,22 +199,3 @@ def cast(values: Any, dtype: torch.dtype | None) -> Any:
         return value.to(dtype) if floating else value
 
     return tree_map(to, values)
-
-
-def _made(this: UnitPass, output: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Of the output, and of the attributes of the unit's modules, in which one may leave a loss:
-    what this forward pass has put into its graph. There autograd will come into it."""
-    attributes = [
-        value
-        for module in this.group.modules
-        for name, value in module.__dict__.items()
-        if name not in _OF_TORCH and name not in module._parameters
-        if name not in ("_flat_weights", "fsdp_group", "fsdp_state")
-    ]
-    found = [*output, *tensors_in(attributes, depth=0)]
-    return [t for t in found if t.grad_fn is not None and t.grad_fn._sequence_nr() >= this.since]
-
-
-def _has_graph(group: ParamGroup, inputs: Any) -> bool:
-    """Whether autograd may have seen the unit compute."""
-    return group.trains or any(tensor.requires_grad for tensor in tensors_in(inputs))

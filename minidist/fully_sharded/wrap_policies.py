@@ -6,7 +6,7 @@ torch's own serve as well, such as `ModuleWrapPolicy` and `size_based_auto_wrap_
 `nonwrapped_numel` parameters are in no unit yet.
 """
 
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from functools import partial
 
 from torch import nn
@@ -32,15 +32,13 @@ def by_size(min_num_params: int) -> Policy:
     return partial(size_based_auto_wrap_policy, min_num_params=min_num_params)
 
 
-def chosen(
-    module: nn.Module, policy: Policy, ignored: Set[nn.Module] = frozenset()
-) -> dict[str, nn.Module]:
+def chosen(module: nn.Module, policy: Policy) -> dict[str, nn.Module]:
     """The modules within this one that the policy wants to be units, by name: inner ones first."""
     found: dict[str, nn.Module] = {}
 
     def look(module: nn.Module, name: str, top: bool) -> int:
         """How many parameters are in units, in the end."""
-        if group_of(module) is not None or module in ignored or module in found.values():
+        if group_of(module) is not None or module in found.values():
             return _numel(module)
         numel, wrapped = _numel(module), 0
         if not policy(module=module, recurse=True, nonwrapped_numel=numel):
