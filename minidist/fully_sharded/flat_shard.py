@@ -8,7 +8,7 @@ lie end to end in one tensor, the `shard`, which is sent as a whole. The ranks' 
 end to end, are the parameter. Zhao et al. (arXiv 2304.11277), section 3.2. Lesson: fully_sharded
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -16,37 +16,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from minidist import backend
 from minidist.common.dtensor import distributed, relist
 from minidist.common.materialize import Named, Place
-from minidist.zero.shards import all_gather_each, reduce_scatter
+from minidist.fully_sharded.options import Options
+from minidist.zero.shards import all_gather_each, by_rank, reduce_scatter
 
 EMPTY = 2**30  # the version of full parameters without memory
 ON_META = (
     "is on the device meta: call to_empty(device=...) of the sharded model, and fill its parameters"
 )
-
-
-@dataclass(frozen=True, eq=False)
-class Options:
-    """What a unit is told. The ranks of `groups[0]` have a shard each; with hybrid sharding,
-    those of `groups[1]` have the same one."""
-
-    mesh: DeviceMesh
-    groups: tuple[dist.ProcessGroup, ...]
-    precision: MixedPrecisionPolicy
-    reshards: bool | None  # after forward. None: if it is not the root
-    offloads: bool
-    ignored: frozenset[nn.Parameter] = frozenset()
-
-    @property
-    def placements(self) -> list[Placement]:
-        """Of every parameter."""
-        return [Replicate()] * (self.mesh.ndim - 1) + [Shard(0)]
 
 
 @dataclass(eq=False)
@@ -247,7 +228,7 @@ class FlatShard:
             if not given or place.numel() > each.sharded.numel():
                 place.zero_()
             for number, (whole, by) in enumerate(given):
-                for part, source in _by_rank(place, whole.to(full)):
+                for part, source in by_rank(place, whole.to(full)):
                     if number == 0:
                         torch.mul(source, by, out=part)
                     else:
@@ -305,17 +286,6 @@ def _part(flat: torch.Tensor, begin: int, shape: torch.Size) -> torch.Tensor:
     first = part.storage_offset() * part.element_size()
     storage: Any = flat.untyped_storage()[first : first + part.nbytes]
     return flat.new_empty(0).set_(storage, 0, part.shape, part.stride())
-
-
-def _by_rank(
-    place: torch.Tensor, whole: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Of a place (N, n) for all ranks' rows the parts, and what of a whole tensor belongs there."""
-    flat, length = whole.reshape(-1), place.shape[1]
-    ranks, rest = divmod(len(flat), length or 1)  # so many have all of their rows
-    yield place[:ranks], flat[: ranks * length].view(ranks, length)
-    if rest:
-        yield place[ranks, :rest], flat[ranks * length :]
 
 
 def _set_version(tensor: torch.Tensor, version: int) -> None:

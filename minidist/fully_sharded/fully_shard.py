@@ -18,8 +18,9 @@ from minidist.common.groups import groups_of
 from minidist.common.materialize import Modules, Named, places_of, state_of
 from minidist.common.replicas import broadcast_state, require_same_lines, words
 from minidist.distributed_data_parallel import DistributedDataParallel
-from minidist.fully_sharded.flat_shard import FlatShard, Options, rows_of
+from minidist.fully_sharded.flat_shard import FlatShard, rows_of
 from minidist.fully_sharded.fsdp_module import FSDPModule, group_of, groups_in, share_state
+from minidist.fully_sharded.options import Options
 from minidist.fully_sharded.param_group import ParamGroup
 from minidist.mixed import MixedParallel
 from minidist.pipeline import Pipeline

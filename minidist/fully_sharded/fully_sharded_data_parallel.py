@@ -26,9 +26,10 @@ from minidist.common.no_sync import Synchronized
 from minidist.common.norm import clip_grad_norm_
 from minidist.common.wrapper import Wrapper
 from minidist.fully_sharded.checkpoint import StateTypes, make_whole
-from minidist.fully_sharded.flat_shard import Options, partial_of
+from minidist.fully_sharded.flat_shard import partial_of
 from minidist.fully_sharded.fsdp_module import FSDPModule, groups_in
 from minidist.fully_sharded.fully_shard import make_unit, mesh_of, own_modules, require_alike
+from minidist.fully_sharded.options import Options
 from minidist.fully_sharded.summon import summoned
 from minidist.fully_sharded.wrap_policies import Policy, chosen
 

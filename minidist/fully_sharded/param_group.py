@@ -7,7 +7,6 @@ Zhao et al. (arXiv 2304.11277), section 3.2. Lesson: fully_sharded
 """
 
 import math
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,7 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial
 
 from minidist import backend
-from minidist.fully_sharded.flat_shard import FlatShard, Options, ShardedParameter, partial_of
+from minidist.fully_sharded.flat_shard import FlatShard, ShardedParameter, partial_of
+from minidist.fully_sharded.options import Options
 
 Gradients = list[tuple[ShardedParameter, torch.Tensor | None]]
 
@@ -80,9 +80,9 @@ class ParamGroup:
             for flat in self.flats:
                 flat.unshard()
 
-    def wait_for_unshard(self, on_gradients: Callable[[Gradients], None] | None = None) -> Any:
+    def wait_for_unshard(self, on_gradients: Callable[[Gradients], None] | None = None) -> None:
         """Give the modules full parameters. Autograd calls `on_gradients` when it has the gradients
-        of all: from the node to which this returns a weak reference, if there is one."""
+        of all."""
         self.unshard()
         for flat in self.flats:
             flat.wait()
@@ -102,8 +102,6 @@ class ParamGroup:
                 views[number] = view
         for each, view in zip(parameters, views, strict=True):
             each.to_unsharded(view)
-        nodes = (view.grad_fn for view in views if view.grad_fn is not None)
-        return next(map(weakref.ref, nodes), lambda: None)
 
     def pin(self) -> None:
         """Make the full parameters the modules' own, until the next forward pass or `reshard`."""

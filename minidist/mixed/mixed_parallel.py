@@ -16,12 +16,12 @@ from minidist.common.norm import clip_grad_norm_
 from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.single import all_gather_single
 from minidist.common.tensors_in import tensors_of
-from minidist.common.wrapper import Wrapper, copy_sharing
+from minidist.common.wrapper import Found, Wrapper, copy_sharing
 from minidist.mixed.kept_layers import keep_only, require_in_layers, require_layers
 from minidist.mixed.mean_gradients import MeanGradients
 from minidist.mixed.mesh_axes import AXES, require_all_ranks
 from minidist.pipeline import Pipeline, Schedule
-from minidist.pipeline.batch import Found, Loss
+from minidist.pipeline.batch import Loss
 from minidist.rank import device
 from minidist.tensor_parallel import (
     ColumnParallelLinear,

@@ -21,7 +21,7 @@ from minidist.common.refusals import RefusedError
 from minidist.distributed_data_parallel.ddp import DistributedDataParallel
 from minidist.distributed_data_parallel.reducer import remove
 from minidist.zero.sharded_optimizer import ZeroRedundancyOptimizer
-from minidist.zero.shards import Cut, reduce_scatter
+from minidist.zero.shards import Cut, by_rank, reduce_scatter
 
 
 class PassingBucket:
@@ -31,7 +31,8 @@ class PassingBucket:
     def __init__(self, parameters: Sequence[nn.Parameter], cut: Cut) -> None:
         self.cut, self.parameters, self.missing = cut, parameters, set(parameters)
         self.sizes = [cut.rows(p) * p[:1].numel() for p in parameters]
-        self.offsets = dict(zip(parameters, accumulate(self.sizes, initial=0), strict=False))
+        ends = zip(parameters, self.sizes, accumulate(self.sizes), strict=True)
+        self.places = {p: slice(end - size, end) for p, size, end in ends}
         self.flat: torch.Tensor | None = None  # (N, S): of each rank its rows
 
     def take(self, parameter: nn.Parameter, scale: float) -> None:
@@ -41,17 +42,12 @@ class PassingBucket:
             self.flat = backend.scratch(
                 ranks, sum(self.sizes), dtype=like.dtype, device=like.device, group=self.cut.group
             )
-        n, at = self.cut.rows(parameter), self.offsets[parameter]
-        whole = len(parameter) // max(n, 1)  # ranks that have n rows
-        size = n * parameter[:1].numel()
-        place = self.flat[:, at : at + size]
+        place = self.places[parameter]
         if parameter.grad is None:
-            place.zero_()
+            self.flat[:, place] = 0
         else:
-            first, rest = parameter.grad[: whole * n], parameter.grad[whole * n :]
-            torch.mul(first.reshape(whole, size), scale, out=place[:whole])
-            if len(rest):
-                torch.mul(rest.reshape(-1), scale, out=place[whole, : rest.numel()])
+            for part, source in by_rank(self.flat[:, place], parameter.grad):
+                torch.mul(source, scale, out=part)
         parameter.grad = None
 
     def leave(self) -> None:

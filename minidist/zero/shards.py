@@ -5,7 +5,7 @@ torch's `DTensor` with the placement `Shard(0)` does, so that a rank's rows are 
 several parameters each rank's rows of all of them are together: (N, S).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +85,17 @@ class FlatParameters:
         """Whether a parameter is no longer in this memory."""
         pairs = zip(self.parameters, self.blocks, strict=True)
         return any(p.data_ptr() != block.data_ptr() for p, block in pairs)
+
+
+def by_rank(
+    place: torch.Tensor, whole: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Of a place (N, n) for all ranks' rows the parts, and what of a whole tensor belongs there."""
+    flat, length = whole.reshape(-1), place.shape[1]
+    ranks, rest = divmod(len(flat), length or 1)  # so many have all of their rows
+    yield place[:ranks], flat[: ranks * length].view(ranks, length)
+    if rest:
+        yield place[ranks, :rest], flat[ranks * length :]
 
 
 # ---- the two collectives -----------------------------------------------------------------------
