@@ -3,13 +3,13 @@
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import rpc
 
-from minidist.common.agree import gather
 from minidist.common.groups import require_group
 
 
@@ -51,26 +51,17 @@ def rpc_session(timeout: float = 30, threads: int = 16) -> Iterator[RpcSession]:
     until all others have come there; not after an exception, nor where `together` was set to False.
     A call that has no answer after `timeout` seconds fails. `threads` serve calls of others.
 
-    The rendezvous is a port of rank 0 that the system chose: in a pool MASTER_ADDR is absent, and
-    a second session needs another one. Raises RuntimeError without a process group, or where RPC
-    runs already. Lesson: beyond_gradients.
+    They find each other by the store of the default group. Raises RuntimeError without a process
+    group, or where RPC runs already. Lesson: beyond_gradients.
     """
-    group = require_group(None, "rpc_session")
+    require_group(None, "rpc_session")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    host = os.environ.get("MASTER_ADDR", "localhost")
-    # torch's own store of rank 0 finds this one on the same port, and shares it: multi_tenant.
-    mine = (
-        dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
-        if rank == 0
-        else None
-    )
-    port = gather(group, mine and mine.port)[0]
     # By TCP (a private argument): torch's transport by shared memory polls on every rank all the
     # time. On two cores, four ranks that train then waited up to half a second for a call.
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=threads,
         rpc_timeout=timeout,
-        init_method=f"tcp://{host}:{port}",
+        init_method="minidist://",
         _transports=["uv"],
     )
     with warnings.catch_warnings():  # torch's own use of its own group
@@ -89,8 +80,30 @@ def rpc_session(timeout: float = 30, threads: int = 16) -> Iterator[RpcSession]:
         raise
     finally:
         try:
-            rpc.shutdown(graceful=session.together, timeout=int(timeout))
-            if session.together:
-                dist.barrier(leaving)  # they leave by the store of rank 0, which ends here
+            with _silent() if session.together else nullcontext():
+                rpc.shutdown(graceful=session.together, timeout=int(timeout))
         finally:
             dist.destroy_process_group(leaving)
+
+
+def _rendezvous(url: str, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
+    # A port of its own could be taken again, and torch would look for a store that has ended.
+    store: Any = dist.distributed_c10d._get_default_store()
+    yield store.clone(), dist.get_rank(), dist.get_world_size()
+
+
+dist.register_rendezvous_handler("minidist", _rendezvous)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Without what torch's C++ prints: when all leave together, an answer that has arrived, but
+    whose sender closes before its own thread knows it, is no error."""
+    kept = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)

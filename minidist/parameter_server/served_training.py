@@ -1,6 +1,7 @@
 """Training with servers: what each rank does (lesson: beyond_gradients)."""
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,19 +102,13 @@ def _serve(shard: ServerShard, named: dict[str, nn.Parameter], timeout: float) -
             line.add_done_callback(lambda _, trainer=trainer: shard.lost(trainer))
         shard.over.wait()
         for line in lines.values():
-            _wait_for_end(line)
+            with suppress(RuntimeError):
+                line.wait()
         session.together = not shard.died
         if shard.problem:
             raise shard.problem
     weights = {name: parameter.detach() for name, parameter in named.items()}
     return Served(weights, shard.version, shard.staleness, shard.pushed_by, shard.died)
-
-
-def _wait_for_end(line: Future[None]) -> None:
-    try:
-        line.wait()
-    except RuntimeError:
-        pass
 
 
 # ---- on a trainer ------------------------------------------------------------------------------
@@ -136,12 +131,9 @@ class ServedOptimizer:
         self.versions = dict.fromkeys(self.shards, 0)
         self._take({server: _ask(server, _pull) for server in self.shards})
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self) -> None:
         for parameter in self.parameters:
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.zero_()
+            parameter.grad = None
 
     def step(self) -> None:
         rank = dist.get_rank()
