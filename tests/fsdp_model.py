@@ -55,15 +55,15 @@ class Net(nn.Module):
 PARTS = Block, nn.TransformerEncoderLayer  # that are units
 
 
-def in_place(model, shard=md.fully_shard, **options):
+def in_place(model, shard=md.fully_shard, kinds=PARTS, **options):
     for part in list(model.modules()):
-        if isinstance(part, PARTS):
+        if isinstance(part, kinds):
             shard(part, **options)
     return shard(model, **options)
 
 
-def wrapped(model, **options):
-    return md.FullyShardedDataParallel(model, auto_wrap_policy=by_class(*PARTS), **options)
+def wrapped(model, kinds=PARTS, **options):
+    return md.FullyShardedDataParallel(model, auto_wrap_policy=by_class(*kinds), **options)
 
 
 def two_axes():
@@ -73,15 +73,12 @@ def two_axes():
 @contextlib.contextmanager
 def unreduced(model):
     """Within the block no backward pass reduces, as a script of either form says it."""
-    if isinstance(model, md.FullyShardedDataParallel):
-        with model.no_sync():
-            yield
-        return
-    for sync in (False, True):
-        if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(sync)
-        if not sync:
-            yield
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(False)
+    with model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext():
+        yield
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(True)
 
 
 def units_of(model):
@@ -113,6 +110,10 @@ def weighed(output, step=0):
 def loss_of(model, ranks, step=0):
     """The mean of the losses on these ranks' examples."""
     return sum(weighed(model(share(rank, step)), step) for rank in ranks) / len(ranks)
+
+
+def plainly(model, ranks, step):
+    loss_of(model, ranks, step).backward()
 
 
 def groups_of(model):

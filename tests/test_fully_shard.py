@@ -16,6 +16,7 @@ from fsdp_model import (
     in_place,
     loss_of,
     pair,
+    plainly,
     share,
     steps_of,
     told,
@@ -36,10 +37,6 @@ import minidist as md
 from minidist.fully_sharded import register_fsdp_forward_method
 
 # ---- any loop ---------------------------------------------------------------------------------
-
-
-def plainly(model, ranks, step):
-    loss_of(model, ranks, step).backward()
 
 
 def accumulated(model, ranks, step):
