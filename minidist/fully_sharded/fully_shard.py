@@ -9,19 +9,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from minidist import rank
 from minidist.common import agree
 from minidist.common.abandoned import Abandoned, abandon
 from minidist.common.groups import groups_of
-from minidist.common.materialize import Modules, Named, places_of, state_of
+from minidist.common.materialize import places_of, state_of
 from minidist.common.replicas import broadcast_state, require_same_lines, words
 from minidist.distributed_data_parallel import DistributedDataParallel
-from minidist.fully_sharded.flat_shard import FlatShard, rows_of
 from minidist.fully_sharded.fsdp_module import FSDPModule, group_of, groups_in, share_state
-from minidist.fully_sharded.options import Options
-from minidist.fully_sharded.param_group import ParamGroup
+from minidist.fully_sharded.param_group import Options, ParamGroup
 from minidist.mixed import MixedParallel
 from minidist.pipeline import Pipeline
 from minidist.zero import ShardedDataParallel
@@ -115,9 +113,10 @@ def make_unit(module: nn.Module, options: Options) -> None:
     given = state_of(own, options.ignored)
     for replicas in options.groups[::-1]:
         broadcast_state([tensor for tensor in given if not tensor.is_meta], replicas)
-    modules = [each for _, each in own]
-    group = ParamGroup(module, modules, list(_flatten(own, options)), options)
-    module.__dict__["fsdp_group"] = group
+    named = places_of(own, options.ignored)
+    module.__dict__["fsdp_group"] = ParamGroup(module, [m for _, m in own], named, options)
+    for _, _, parameter in named:
+        abandon(parameter, SHARDED)
     module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]
     module.register_load_state_dict_pre_hook(_distribute)
     module.register_load_state_dict_post_hook(_take_assigned)
@@ -138,20 +137,6 @@ def own_modules(
     for name, child in module._modules.items():
         if child is not None and group_of(child) is None and child not in without:
             yield from own_modules(child, without, f"{prefix}{name}.")
-
-
-def _flatten(own: Modules, options: Options) -> Iterator[FlatShard]:
-    """One flat shard for each dtype. The modules get DTensors in place of their parameters."""
-    alike: dict[Any, list[Named]] = {}
-    for named in places_of(own, options.ignored):
-        alike.setdefault((named[2].dtype, named[2].device), []).append(named)
-    for (_, device), together in alike.items():
-        flat = FlatShard(together, options, device)
-        for each in flat.parameters:
-            each.set_on_modules(each.sharded)
-        for _, _, parameter in together:
-            abandon(parameter, SHARDED)
-        yield flat
 
 
 def require_alike(
@@ -190,6 +175,7 @@ def _describe(module: nn.Module, parts: dict[str, nn.Module], options: Options) 
     inner = {*parts.values()}
     for number, (unit, root) in enumerate([*parts.items(), ("", module)]):
         yield f"unit {unit}"
+        dtype: torch.dtype | None = None
         for prefix, owner in own_modules(root, inner):
             for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
                 if tensor is None or tensor in options.ignored:
@@ -207,28 +193,31 @@ def _describe(module: nn.Module, parts: dict[str, nn.Module], options: Options) 
                         f"parameter {full_name} has no dimension, and so no rows to divide: give "
                         "it the shape (1,), or ignore it"
                     )
+                if trained and tensor.dtype != (dtype := dtype or tensor.dtype):
+                    raise ValueError(
+                        f"parameter {full_name} is {tensor.dtype}, and others of its unit are "
+                        f"{dtype}: make its module a unit of its own, or ignore it"
+                    )
                 yield words("parameter" if trained else "buffer", full_name, tensor)
 
 
 def _distribute(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before a unit is loaded: of whole tensors this rank's rows. No rank needs the others."""
-    group = module.fsdp_group
-    if group.summoned:  # it has whole parameters now
-        return
-    group.reshard()
-    for each in group.parameters:
+    module.fsdp_group.reshard()
+    for each in module.fsdp_group.parameters:
+        like = each.sharded
         for name in (prefix + name for name in each.names):
             value = state.get(name)
             if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-                if value.shape == each.sharded.shape:  # else torch says what does not fit
-                    state[name] = rows_of(value, each.sharded)
+                if value.shape == like.shape:  # else torch says what does not fit
+                    state[name] = distribute_tensor(
+                        value, like.device_mesh, like.placements, src_data_rank=None
+                    )
 
 
 def _take_assigned(module: Any, _: Any) -> None:
     """After a unit is loaded with assign=True, as a model on "meta" is by torch's functions."""
     places = [(each, *each.places[0]) for each in module.fsdp_group.parameters]
-    if not module.fsdp_group.summoned and any(
-        owner._parameters[name] is not each.sharded for each, owner, name in places
-    ):
+    if any(owner._parameters[name] is not each.sharded for each, owner, name in places):
         module.fsdp_group.adopt()
         module.fsdp_state.watch()

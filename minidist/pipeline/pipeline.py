@@ -156,7 +156,7 @@ class Pipeline(Wrapper):
             for each in self.wrapped:
                 require_known(each)
         # The stages whose parameters a strategy shards.
-        self._sharded: list[Any] = [x for x in self.wrapped if hasattr(x, "summon_full_params")]
+        self._sharded: list[Any] = [x for x in self.wrapped if hasattr(x, "fsdp_group")]
         self._names = list(module.state_dict())
         self._ties = {p: those for p, those in ties.items() if p.requires_grad and rank in those}
         self.counted_elsewhere = {p for p, (first, *_) in self._ties.items() if first != rank}
@@ -261,9 +261,11 @@ class Pipeline(Wrapper):
     def whole_stages(self) -> Iterator[None]:
         """Within the block no parameter is sharded by a strategy around its stage. Every rank that
         has shards enters it."""
+        from minidist.common.dtensor import whole_parameters  # its import takes long
+
         with ExitStack() as block:
             for stage in self._sharded:
-                block.enter_context(stage.summon_full_params())
+                block.enter_context(whole_parameters(stage))
             yield
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
