@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffload,
+    CPUOffloadPolicy,
     MixedPrecision,
     MixedPrecisionPolicy,
     ShardingStrategy,
@@ -30,8 +31,7 @@ from minidist.common.materialize import Modules, materialize, state_of
 from minidist.common.no_sync import Synchronized
 from minidist.common.norm import clip_grad_norm_
 from minidist.fully_sharded.fsdp_module import group_of, groups_in
-from minidist.fully_sharded.fully_shard import make_unit, mesh_of, own_modules, require_alike
-from minidist.fully_sharded.param_group import Options
+from minidist.fully_sharded.fully_shard import fully_shard, mesh_of, own_modules
 
 Policy = Callable[..., bool]
 # These use the weights of their parts without calling these, so hooks of a part would never run.
@@ -81,10 +81,8 @@ class FullyShardedDataParallel(Synchronized):
     `state_dict()` is whole, on the CPU: all ranks call it. That of `module` has the DTensors, and
     both load. For the optimizer's states there is torch's `get_optimizer_state_dict`. At
     construction every rank takes what rank 0 has; for buffers, before each forward pass too. Raises
-    ValueError,
-    on every rank, if the ranks have different models or units, if a parameter would be in two
-    units, or has no dimension; RuntimeError without a process group; ValueError or TypeError for an
-    argument that makes no sense.
+    what `fully_shard` does; ValueError, on every rank, if their policies choose other units, and
+    for an argument that makes no sense; RuntimeError without a process group.
 
     Limits: those of `fully_shard`. Batch norms compute in `param_dtype` as all others do, and keep
     their running means in `buffer_dtype`: leave that None for them.
@@ -113,36 +111,38 @@ class FullyShardedDataParallel(Synchronized):
         if unknown := always.keys() - ALWAYS:
             raise TypeError(f"FullyShardedDataParallel has no argument {', '.join(unknown)}")
         groups = groups_of(process_group, device_mesh, type(self).__name__, most_axes=2)
+        reshards = _reshards(sharding_strategy, len(groups)) and reshard_after_forward
         given = mixed_precision or MixedPrecision()
         offloads = cpu_offload is not None and cpu_offload.offload_params
-        options = Options(
-            device_mesh or mesh_of(groups[0], module, offloads),
-            groups,
-            MixedPrecisionPolicy(
-                given.param_dtype,
-                given.reduce_dtype,
-                cast_forward_inputs=given.cast_forward_inputs,
-            ),
-            reshards(sharding_strategy, len(groups)) and reshard_after_forward,
-            offloads,
-        )
-
-        def choose() -> dict[str, nn.Module]:
-            return chosen(module, auto_wrap_policy) if auto_wrap_policy else {}
-
-        for part in [*require_alike(module, options, choose).values(), module]:
+        mesh = device_mesh or mesh_of(groups[0], module, offloads)
+        with agree.together(*groups):
+            parts = chosen(module, auto_wrap_policy) if auto_wrap_policy else {}
+        for group in groups:
+            agree.require_same(group, {"units": [*parts]})
+        for part in [*parts.values(), module]:
             own = list(own_modules(part))
             there = (tensor.device for tensor in state_of(own) if not tensor.is_meta)
             with agree.together(*groups):
                 materialize(own, next(there, rank.device()), param_init_fn)
-            cast_buffers(own, given.buffer_dtype)
-            make_unit(part, options)
-        for group in groups_in(module)[1:]:  # one that was wrapped by hand is no root any more
-            group.casts_inputs = group.options.precision.cast_forward_inputs
-        module.fsdp_group.casts_inputs = given.cast_root_forward_inputs  # type: ignore[union-attr]
+            _cast_buffers(own, given.buffer_dtype)
+            fully_shard(
+                part,
+                mesh=mesh,
+                reshard_after_forward=reshards,
+                mp_policy=MixedPrecisionPolicy(
+                    given.param_dtype,
+                    given.reduce_dtype,
+                    cast_forward_inputs=given.cast_forward_inputs,
+                ),
+                offload_policy=CPUOffloadPolicy() if offloads else None,
+            )
+        units = groups_in(module)
+        for unit in units[1:]:  # one that was wrapped by hand is no root any more
+            unit.casts_inputs = unit.options.precision.cast_forward_inputs
+        units[0].casts_inputs = given.cast_root_forward_inputs
         if not prefetch:
-            for group in groups_in(module):
-                group.next_forward = group.next_backward = []
+            for unit in units:
+                unit.next_forward = unit.next_backward = []
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -197,7 +197,7 @@ class FullyShardedDataParallel(Synchronized):
         return state
 
 
-def reshards(strategy: ShardingStrategy | None, axes: int) -> bool:
+def _reshards(strategy: ShardingStrategy | None, axes: int) -> bool:
     """Whether parameters are freed after the forward pass. Raises ValueError for a strategy that
     does not fit a mesh of so many axes."""
     if strategy is ShardingStrategy.NO_SHARD:
@@ -210,7 +210,7 @@ def reshards(strategy: ShardingStrategy | None, axes: int) -> bool:
     return strategy not in KEEPS
 
 
-def cast_buffers(own: Modules, dtype: torch.dtype | None) -> None:
+def _cast_buffers(own: Modules, dtype: torch.dtype | None) -> None:
     """Those of floating numbers; None changes nothing."""
     for _, module in own:
         for name, buffer in module._buffers.items():
