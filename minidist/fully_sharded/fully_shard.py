@@ -111,7 +111,7 @@ def fully_shard(
     module.__dict__["fsdp_group"] = ParamGroup(module, [m for _, m in own], named, options)
     for _, _, parameter in named:
         abandon(parameter, SHARDED)
-    module.__class__ = _sharded_class(type(module))  # type: ignore[assignment]
+    module.__class__ = _sharded_class(type(module))  # type: ignore
     module.register_load_state_dict_pre_hook(_distribute)
     module.register_load_state_dict_post_hook(_take_assigned)
     share_state(module)

@@ -218,6 +218,7 @@ class ParamGroup:
 
     def _require_as_sharded(self) -> None:
         """Raises RuntimeError if the modules, or the optimizer, no longer have these parameters."""
+        begin, size = self.shard.data_ptr(), self.shard.element_size()
         for each in self.parameters:
             problem = ""
             if each.local.is_meta:
@@ -228,7 +229,7 @@ class ParamGroup:
                     "write into them, or change the module and then shard it"
                 )
             elif each.local.numel() and (
-                each.local.data_ptr() != self.shard[each.in_shard.start :].data_ptr()
+                each.local.data_ptr() != begin + size * each.in_shard.start
             ):
                 problem = (
                     "has other memory than its shard, which is what is gathered: write into it, "
