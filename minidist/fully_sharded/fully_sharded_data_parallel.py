@@ -6,7 +6,7 @@ torch's own serve as well, such as `ModuleWrapPolicy` and `size_based_auto_wrap_
 `nonwrapped_numel` parameters are in no unit yet. Lesson: fsdp_in_practice
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -54,7 +54,8 @@ class FullyShardedDataParallel(Synchronized):
 
     Then train as with `DistributedDataParallel`. The module becomes a unit, in place, and so do the
     parts that the policy chooses: the parameters of a unit are gathered for its forward and its
-    backward pass, and freed after each. Parts can also be wrapped by hand, before the whole.
+    backward pass, and freed after each. Parts can also be wrapped by hand, before the whole, which
+    then has the units in their place.
     `parameters()` are DTensors of this rank's rows, as `md.fully_shard` makes them: it does the
     work. When `backward()` returns, the `.grad` of each is this rank's rows of the mean gradient. A
     parameter without gradient on some ranks counts there as zero; on all ranks, its `.grad` stays
@@ -115,6 +116,10 @@ class FullyShardedDataParallel(Synchronized):
         given = mixed_precision or MixedPrecision()
         offloads = cpu_offload is not None and cpu_offload.offload_params
         mesh = device_mesh or mesh_of(groups[0], module, offloads)
+        for holder in list(module.modules()):
+            for name, child in holder._modules.items():
+                if isinstance(child, FullyShardedDataParallel):  # by hand: it is a unit already
+                    holder._modules[name] = child.module
         with agree.together(*groups):
             parts = chosen(module, auto_wrap_policy) if auto_wrap_policy else {}
         for group in groups:
@@ -149,6 +154,15 @@ class FullyShardedDataParallel(Synchronized):
         """The ranks that have a shard each."""
         group: dist.ProcessGroup = self.module.fsdp_group.group
         return group
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """By the names of the bare module, as torch's `get_optimizer_state_dict` needs them."""
+        found: Iterator[tuple[str, nn.Parameter]] = self.module.named_parameters(*args, **kwargs)
+        return found
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """For torch.distributed.checkpoint.state_dict: the child that adds nothing to names."""
+        return {"": "module"}
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's own, between gathering its parameters and freeing them."""
