@@ -30,6 +30,7 @@ from minidist.common.groups import groups_of
 from minidist.common.materialize import Modules, materialize, state_of
 from minidist.common.no_sync import Synchronized
 from minidist.common.norm import clip_grad_norm_
+from minidist.common.wrapper import Wrapper
 from minidist.fully_sharded.fsdp_module import group_of, groups_in
 from minidist.fully_sharded.fully_shard import fully_shard, mesh_of, own_modules
 
@@ -54,8 +55,7 @@ class FullyShardedDataParallel(Synchronized):
 
     Then train as with `DistributedDataParallel`. The module becomes a unit, in place, and so do the
     parts that the policy chooses: the parameters of a unit are gathered for its forward and its
-    backward pass, and freed after each. Parts can also be wrapped by hand, before the whole, which
-    then has the units in their place.
+    backward pass, and freed after each. Parts can also be wrapped by hand, before the whole.
     `parameters()` are DTensors of this rank's rows, as `md.fully_shard` makes them: it does the
     work. When `backward()` returns, the `.grad` of each is this rank's rows of the mean gradient. A
     parameter without gradient on some ranks counts there as zero; on all ranks, its `.grad` stays
@@ -116,10 +116,6 @@ class FullyShardedDataParallel(Synchronized):
         given = mixed_precision or MixedPrecision()
         offloads = cpu_offload is not None and cpu_offload.offload_params
         mesh = device_mesh or mesh_of(groups[0], module, offloads)
-        for holder in list(module.modules()):
-            for name, child in holder._modules.items():
-                if isinstance(child, FullyShardedDataParallel):  # by hand: it is a unit already
-                    holder._modules[name] = child.module
         with agree.together(*groups):
             parts = chosen(module, auto_wrap_policy) if auto_wrap_policy else {}
         for group in groups:
@@ -155,10 +151,18 @@ class FullyShardedDataParallel(Synchronized):
         group: dist.ProcessGroup = self.module.fsdp_group.group
         return group
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         """By the names of the bare module, as torch's `get_optimizer_state_dict` needs them."""
-        found: Iterator[tuple[str, nn.Parameter]] = self.module.named_parameters(*args, **kwargs)
-        return found
+        for name, parameter in super().named_parameters("", recurse, remove_duplicate):
+            at: Any = self
+            words = [prefix] if prefix else []
+            for word in name.split("."):
+                if not (isinstance(at, Wrapper) and word == "module"):
+                    words.append(word)
+                at = getattr(at, word)
+            yield ".".join(words), parameter
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """For torch.distributed.checkpoint.state_dict: the child that adds nothing to names."""

@@ -358,7 +358,10 @@ class ParamGroup:
             mean = mean.to(self.shard)
             for each, begin in zip(trained, accumulate(sizes, initial=0), strict=False):
                 own = mean[begin : begin + each.local.numel()].view(each.local.shape)
-                each.mean = own if each.mean is None else each.mean.add_(own)
+                if each.sharded.grad is not None and not each.sharded._backward_hooks:
+                    each.sharded.grad._local_tensor.add_(own)  # of earlier passes
+                else:
+                    each.mean = own if each.mean is None else each.mean.add_(own)
 
         self._reducing = receive
 
@@ -373,7 +376,7 @@ class ParamGroup:
         the parameter are called, as autograd does."""
         for each in self.trained:
             mean, each.mean = each.mean, None
-            if next(anywhere) and mean is not None:
+            if next(anywhere):
                 _accumulate(each.sharded, mean)
 
     def leave(self) -> None:
@@ -444,13 +447,15 @@ class _Unshard(torch.autograd.Function):
         return None, None, None, None
 
 
-def _accumulate(parameter: Any, mean: torch.Tensor) -> None:
-    gradient: Any = DTensor(parameter._local_tensor, parameter._spec, requires_grad=False)
-    gradient._local_tensor = mean  # not at once: copy.deepcopy fails for a view with an offset
-    for hook in list((parameter._backward_hooks or {}).values()):  # one may remove itself
-        replaced = hook(gradient)
-        gradient = gradient if replaced is None else replaced
-    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+def _accumulate(parameter: Any, mean: torch.Tensor | None) -> None:
+    """None: the gradient of earlier passes has taken it."""
+    if mean is not None:
+        gradient: Any = DTensor(parameter._local_tensor, parameter._spec, requires_grad=False)
+        gradient._local_tensor = mean  # not at once: copy.deepcopy fails for a view with an offset
+        for hook in list((parameter._backward_hooks or {}).values()):  # one may remove itself
+            replaced = hook(gradient)
+            gradient = gradient if replaced is None else replaced
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
     for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
         hook(parameter)
 
