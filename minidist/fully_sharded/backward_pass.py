@@ -67,7 +67,7 @@ class BackwardPass:
         self._opened: list[UnitPass] = []  # to which it has come
         self._in_flight: ParamGroup | None = None  # its gradient is being reduced
         self._reduced: dict[ParamGroup, list[bool]] = {}  # which parameters have a gradient
-        self._unreduced: dict[ParamGroup, None] = {}  # it has new gradients
+        self._unreduced = set[ParamGroup]()  # they have new gradients
         self.trains = False  # it has made gradients of parameters
 
     def pre_backward(self, this: UnitPass) -> None:
@@ -92,7 +92,7 @@ class BackwardPass:
         """It has gone through the unit, and has these gradients: free it, and begin to reduce."""
         self.trains = True
         this.group.add(gradients)
-        self._unreduced[this.group] = None
+        self._unreduced.add(this.group)
         self._close(this)
 
     def _close(self, this: UnitPass) -> None:
@@ -104,20 +104,16 @@ class BackwardPass:
         with record_function(f"fsdp.post_backward {group.name}"):
             group.reshard() if group.reshards_after_backward else group.to_sharded()
             if group in self._unreduced:
-                self._reduce(group) if group.syncs else self._leave(group)
+                self._reduce(group) if group.syncs else group.leave()
+                self._unreduced.discard(group)
 
     def _reduce(self, group: ParamGroup) -> None:
         if self._in_flight is not None:
             self._in_flight.wait_for_reduce()  # no more than one is in flight
         self._in_flight = group
-        self._unreduced.pop(group, None)
         before, now = self._reduced.get(group), group.has_gradients()
         self._reduced[group] = [a or b for a, b in zip(before or now, now, strict=True)]
         group.reduce()
-
-    def _leave(self, group: ParamGroup) -> None:
-        del self._unreduced[group]
-        group.leave()
 
     def close_all(self) -> None:
         """Nothing is read any more."""
@@ -132,7 +128,7 @@ class BackwardPass:
         for this in self._opened:
             self._close(this)  # no gradient came of it
         for group in self._groups:
-            if group.syncs and group.trains and (group in self._unreduced or group.has_partial):
+            if group.syncs and group.trained and (group in self._unreduced or group.has_left):
                 self._reduce(group)
         with record_function("fsdp.root_post_backward"):
             self._ahead.prefetch([])  # a hook of a parameter may be an optimizer's step

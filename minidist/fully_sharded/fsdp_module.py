@@ -32,9 +32,9 @@ class FSDPModule(nn.Module):
     # ---- as torch has them -----------------------------------------------------------------
 
     def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
-        """Gather this unit's parameters: its modules have them, whole, until its forward pass or
-        `reshard`. They are copies: what is written into them is lost. async_op: only begin, and
-        return a handle with `wait()`."""
+        """Gather this unit's parameters before its forward pass does. async_op: only begin, and
+        return a handle with `wait()`. After it the modules compute with them, until the forward
+        pass ends, or `reshard`."""
         self.fsdp_group.unshard()
         self.fsdp_group.pinned = True
         handle = UnshardHandle(self.fsdp_group)
@@ -51,10 +51,8 @@ class FSDPModule(nn.Module):
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """False: the backward passes that follow reduce nothing. The `.grad` of a parameter is then
-        whole on each rank, a DTensor with the placement Partial, and the next pass with True
-        reduces the sum. A pass that fails may leave a part of its own there. Set it alike on all
-        ranks. (A penalty on the parameters, in the loss, goes into a pass that reduces: DTensor
-        cannot add its gradient to a Partial one.)"""
+        this rank's own part of the mean, whole, a DTensor with the placement Partial, and the next
+        pass with True reduces the sum. Set it alike on all ranks."""
         for group in self._groups(recurse):
             group.syncs = requires_gradient_sync
 
@@ -86,20 +84,16 @@ class FSDPModule(nn.Module):
         """Divide this unit's sums of gradients by it, in place of the number of ranks."""
         self.fsdp_group.divisor = factor
 
-    set_reduce_scatter_divide_factor = set_gradient_divide_factor
+    @property
+    def unsharded(self) -> torch.Tensor:
+        """Where this unit's full parameters are while they are gathered; without memory while they
+        are not."""
+        return self.fsdp_group.full
 
     @property
-    def unsharded(self) -> list[torch.Tensor]:
-        """Where this unit's full parameters are while they are gathered, one tensor for each dtype;
-        without memory while they are not."""
-        return [flat.full for flat in self.fsdp_group.flats]
-
-    @property
-    def flat_shards(self) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-        """What this rank keeps of the unit, one tensor for each dtype; and the parameters' rows, of
-        which it consists."""
-        flats = self.fsdp_group.flats
-        return [(flat.shard, [each.local for each in flat.parameters]) for flat in flats]
+    def flat_shard(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """What this rank keeps of the unit; and the parameters' rows, of which it consists."""
+        return self.fsdp_group.shard, [each.local for each in self.fsdp_group.parameters]
 
     def _groups(self, recurse: bool) -> list[ParamGroup]:
         return groups_in(self) if recurse else [self.fsdp_group]
@@ -122,13 +116,11 @@ class FSDPModule(nn.Module):
             raise RuntimeError("a sharded module cannot be copied while it computes")
         for group in groups_in(self):
             group.reshard()
-            memo[id(group.options)] = group.options
-            memo |= {id(flat.group): flat.group for flat in group.flats}
+            memo |= {id(group.options): group.options, id(group.group): group.group}
             for each in group.parameters:
                 if id(each.sharded) not in memo:  # it may be another module's, too
-                    old: Any = each.sharded
-                    own = DTensor(old._local_tensor.clone(), old._spec, requires_grad=False)
-                    memo[id(old)] = parameter_like(old, own)
+                    own = DTensor(each.local.clone(), each.sharded._spec, requires_grad=False)
+                    memo[id(each.sharded)] = parameter_like(each.sharded, own)
         new = memo[id(self)] = type(self).__new__(type(self))
         for name, value in vars(self).items():
             if name != "fsdp_state":
@@ -153,7 +145,7 @@ class UnshardHandle:
 
     def wait(self) -> None:
         """Until the full parameters are there, and give them to the modules."""
-        self._group.pin()
+        self._group.wait_for_unshard()
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

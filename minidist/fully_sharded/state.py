@@ -53,8 +53,6 @@ class State:
 
     def run(self, group: ParamGroup, compute: Callable[..., Any], inputs: Any, kwargs: Any) -> Any:
         """The forward pass of a unit: gather its parameters, compute, and free them."""
-        if group.summoned:
-            return compute(*inputs, **kwargs)
         again = in_backward()  # a checkpoint computes again
         begins = group is self.root and not again
         if begins:
@@ -150,8 +148,6 @@ class State:
             kept = group.unsharded and (group.pinned or not group.reshards_after_backward)
             if kept and group.version == group.gathered_version:
                 group.to_sharded()
-                for flat in group.flats:
-                    flat.wait()
             else:
                 group.reshard()
 

@@ -49,8 +49,8 @@ class Pipeline(Wrapper):
         last stage the loss too, so loss_fn is called twice for each micro-batch. As in
         `checkpoint_wrapper`, a buffer that forward both reads and moves, as spectral norm does, is
         another one the second time, without an error.
-    wrap: a strategy along another axis of a mesh, such as FullyShardedDataParallel (`fully_shard`
-        and torch's DDP raise TypeError). It is given the layers of each stage, and what it returns
+    wrap: a strategy along another axis of a mesh, such as FullyShardedDataParallel or `fully_shard`
+        (torch's own, and its DDP, raise TypeError). It is given the layers of each stage, and what it returns
         is run in their place. Then no parameter can be in two stages, and no schedule can go back
         in two parts, as "zero_bubble" does.
     param_init_fn: gives memory and values to a module on the device "meta"; None calls its
@@ -156,7 +156,7 @@ class Pipeline(Wrapper):
             for each in self.wrapped:
                 require_known(each)
         # The stages whose parameters a strategy shards.
-        self._sharded: list[Any] = [x for x in self.wrapped if hasattr(x, "summon_full_params")]
+        self._sharded: list[Any] = [x for x in self.wrapped if hasattr(x, "fsdp_group")]
         self._names = list(module.state_dict())
         self._ties = {p: those for p, those in ties.items() if p.requires_grad and rank in those}
         self.counted_elsewhere = {p for p, (first, *_) in self._ties.items() if first != rank}
@@ -245,7 +245,7 @@ class Pipeline(Wrapper):
             self.parameters(),
             max_norm,
             norm_type,
-            groups=[*(stage.process_group for stage in self._sharded[:1]), self.process_group],
+            groups=[*(stage.fsdp_group.group for stage in self._sharded[:1]), self.process_group],
             device=self._peers.device,
             elsewhere=self.counted_elsewhere,
         )
@@ -261,9 +261,11 @@ class Pipeline(Wrapper):
     def whole_stages(self) -> Iterator[None]:
         """Within the block no parameter is sharded by a strategy around its stage. Every rank that
         has shards enters it."""
+        from minidist.common.dtensor import whole_parameters  # its import takes long
+
         with ExitStack() as block:
             for stage in self._sharded:
-                block.enter_context(stage.summon_full_params())
+                block.enter_context(whole_parameters(stage))
             yield
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:

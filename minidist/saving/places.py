@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -67,8 +66,7 @@ def places_of(model: nn.Module) -> tuple[list[Place], dict[str, tuple[str, Any]]
     No rank waits for another. Raises TypeError for what a hook has made of shards.
     """
     bare = _bare(model)
-    with FullyShardedDataParallel.state_dict_type(bare, StateDictType.SHARDED_STATE_DICT):
-        named = dict(bare.state_dict(keep_vars=True))  # first: a hook before it may reshard
+    named = dict(bare.state_dict(keep_vars=True))  # first: a hook before it may reshard
     cuts, own = dict(_cuts(model)), {*model.parameters(), *model.buffers()}
     shards = {name for name, p in bare.named_parameters() if p in cuts}
     found: dict[torch.Tensor, Place] = {}
@@ -100,7 +98,7 @@ def without_ddp(model: Any) -> Any:
 
 def _bare(model: nn.Module) -> Any:
     bare = without_ddp(model)
-    return bare.module if isinstance(bare, MixedParallel) else bare
+    return bare.module if isinstance(bare, MixedParallel | FullyShardedDataParallel) else bare
 
 
 def _place(own: torch.Tensor, cut: tuple[int, ParallelLayer] | None) -> Place:
