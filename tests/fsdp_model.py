@@ -87,9 +87,7 @@ def units_of(model):
 
 def bytes_gathered(model):
     """What its units have of full parameters."""
-    return sum(
-        full.untyped_storage().nbytes() for unit in units_of(model) for full in unit.unsharded
-    )
+    return sum(unit.unsharded.untyped_storage().nbytes() for unit in units_of(model))
 
 
 # ---- beside one process -----------------------------------------------------------------------
