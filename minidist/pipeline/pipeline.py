@@ -50,9 +50,9 @@ class Pipeline(Wrapper):
         `checkpoint_wrapper`, a buffer that forward both reads and moves, as spectral norm does, is
         another one the second time, without an error.
     wrap: a strategy along another axis of a mesh, such as FullyShardedDataParallel or `fully_shard`
-        (torch's own, and its DDP, raise TypeError). It is given the layers of each stage, and what it returns
-        is run in their place. Then no parameter can be in two stages, and no schedule can go back
-        in two parts, as "zero_bubble" does.
+        (torch's own, and its DDP, raise TypeError). It is given the layers of each stage, and what
+        it returns is run in their place. Then no parameter can be in two stages, and no schedule
+        can go back in two parts, as "zero_bubble" does.
     param_init_fn: gives memory and values to a module on the device "meta"; None calls its
         `to_empty` and `reset_parameters()`.
 
