@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from minidist import rank
 from minidist.common import agree
@@ -185,14 +185,11 @@ def _distribute(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> Non
     """Before a unit is loaded: of whole tensors this rank's rows. No rank needs the others."""
     module.fsdp_group.reshard()
     for each in module.fsdp_group.parameters:
-        like = each.sharded
         for name in (prefix + name for name in each.names):
             value = state.get(name)
             if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-                if value.shape == like.shape:  # else torch says what does not fit
-                    state[name] = distribute_tensor(
-                        value, like.device_mesh, like.placements, src_data_rank=None
-                    )
+                if value.shape == each.sharded.shape:  # else torch says what does not fit
+                    state[name] = each.rows_of(value)
 
 
 def _take_assigned(module: Any, _: Any) -> None:

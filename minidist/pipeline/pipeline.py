@@ -261,11 +261,9 @@ class Pipeline(Wrapper):
     def whole_stages(self) -> Iterator[None]:
         """Within the block no parameter is sharded by a strategy around its stage. Every rank that
         has shards enters it."""
-        from minidist.common.dtensor import whole_parameters  # its import takes long
-
         with ExitStack() as block:
             for stage in self._sharded:
-                block.enter_context(whole_parameters(stage))
+                block.enter_context(stage.summon_full_params())
             yield
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
