@@ -70,8 +70,10 @@ def fully_shard(
 
     Limits: all ranks must go through the same units, forward and backward; a unit that only some
     reach is an error on the backend "shm", and may hang, or mix up units of one size, on others.
-    Autograd must come to a unit by its output: where a loss is left in an attribute, it raises that
-    a parameter was "modified inplace". No backward() within a forward pass, and no torch.func.
+    Autograd must come to a unit by its output, in lists, dicts and what torch's pytree knows: where
+    a loss is left in an attribute, it raises that a parameter was "modified inplace". No backward()
+    within a forward pass, and no torch.func. `p.data = ...` changes nothing that is sent: write
+    `p.copy_(...)`.
 
     Zhao et al. (arXiv 2304.11277). Lesson: fully_sharded
     """
