@@ -3,16 +3,13 @@
 Lessons: feature_splitting, fully_sharded
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, distribute_tensor
-
-from minidist.common.materialize import places_of
+from torch.distributed.tensor import DTensor, Placement
 
 
 def distributed(
@@ -44,26 +41,3 @@ def relist(module: nn.Module) -> None:
     if hasattr(module, "_flat_weights_names"):
         names: Any = module._flat_weights_names
         module._flat_weights = [getattr(module, name) for name in names]  # type: ignore[assignment]
-
-
-@contextmanager
-def whole_parameters(module: nn.Module) -> Iterator[None]:
-    """Within the block the modules have whole parameters, copies, in place of DTensors. After it,
-    each rank keeps its rows of what these have become. All ranks that have rows enter it."""
-    every: Any = places_of(list(module.named_modules()))
-    parted = [(places, p) for _, places, p in every if isinstance(p, DTensor)]
-    whole: Any = {p: nn.Parameter(p.full_tensor(), p.requires_grad) for _, p in parted}
-    try:
-        for places, p in parted:
-            for owner, name in places:
-                owner._parameters[name] = whole[p]
-        yield
-    finally:
-        for places, p in parted:
-            for owner, name in places:
-                owner._parameters[name] = p
-            rows = distribute_tensor(
-                whole[p].detach(), p.device_mesh, p.placements, src_data_rank=None
-            )
-            with torch.no_grad():
-                p.copy_(rows)

@@ -6,9 +6,9 @@ unit, is gathered only while it computes. So few units have full parameters: the
 those around it, and the next one. The price is a second all_gather: 3Ψ(N-1)/N elements a step are
 sent, where data parallel training sends 2Ψ(N-1)/N.
 
-To read, in this order: `naive` (the idea, a class that trains); then the four files through which
-one training step goes: `fsdp_module` (what users call), `state` (the forward pass: when a unit is
-gathered and freed), `backward_pass` (the way back), `param_group` (a unit, and what is sent of it).
+To read, in this order: `naive` (the idea, a class that trains); then the three files through
+which one training step goes: `fsdp_module` (what users call), `state` (when a unit is gathered and
+freed, forward and backward), `param_group` (a unit, and what is sent of it).
 How it begins: `fully_shard`, torch's form, which makes a unit in place;
 `fully_sharded_data_parallel`, torch's older form, a wrapper that makes them by a policy. States of
 models and optimizers are DTensors, of which torch's own functions and `minidist.saving` make

@@ -4,7 +4,8 @@ Lesson: fully_sharded
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -56,9 +57,6 @@ class FSDPModule(nn.Module):
         for group in self._groups(recurse):
             group.syncs = requires_gradient_sync
 
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Changes nothing: each backward pass has reduced its gradients when it returns."""
-
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether the parameters are freed after the forward pass."""
         for group in self._groups(recurse):
@@ -99,6 +97,23 @@ class FSDPModule(nn.Module):
         return groups_in(self) if recurse else [self.fsdp_group]
 
     # ---- saved, moved, copied --------------------------------------------------------------
+
+    @contextmanager
+    def summon_full_params(self) -> Iterator[None]:
+        """Within the block the modules have whole parameters, copies, for anything but training.
+        After it each rank keeps its rows of what these have become. All ranks enter it."""
+        every = [each for group in groups_in(self) for each in group.parameters]
+        whole = [nn.Parameter(p.sharded.full_tensor(), p.sharded.requires_grad) for p in every]
+        for group in groups_in(self):
+            group.reshard()
+        try:
+            for each, full in zip(every, whole, strict=True):
+                each.set_on_modules(full)
+            yield
+        finally:
+            for each, full in zip(every, whole, strict=True):
+                each.set_on_modules(each.sharded)
+                each.local.copy_(each.rows_of(full.detach())._local_tensor)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         if self.fsdp_state.running or in_backward():

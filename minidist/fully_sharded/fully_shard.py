@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from minidist import rank
 from minidist.common import agree
@@ -70,8 +70,10 @@ def fully_shard(
 
     Limits: all ranks must go through the same units, forward and backward; a unit that only some
     reach is an error on the backend "shm", and may hang, or mix up units of one size, on others.
-    Autograd must come to a unit by its output: where a loss is left in an attribute, it raises that
-    a parameter was "modified inplace". No backward() within a forward pass, and no torch.func.
+    Autograd must come to a unit by its output, in lists, dicts and what torch's pytree knows: where
+    a loss is left in an attribute, it raises that a parameter was "modified inplace". No backward()
+    within a forward pass, and no torch.func. `p.data = ...` changes nothing that is sent: write
+    `p.copy_(...)`.
 
     Zhao et al. (arXiv 2304.11277). Lesson: fully_sharded
     """
@@ -185,14 +187,11 @@ def _distribute(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> Non
     """Before a unit is loaded: of whole tensors this rank's rows. No rank needs the others."""
     module.fsdp_group.reshard()
     for each in module.fsdp_group.parameters:
-        like = each.sharded
         for name in (prefix + name for name in each.names):
             value = state.get(name)
             if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-                if value.shape == like.shape:  # else torch says what does not fit
-                    state[name] = distribute_tensor(
-                        value, like.device_mesh, like.placements, src_data_rank=None
-                    )
+                if value.shape == each.sharded.shape:  # else torch says what does not fit
+                    state[name] = each.rows_of(value)
 
 
 def _take_assigned(module: Any, _: Any) -> None:

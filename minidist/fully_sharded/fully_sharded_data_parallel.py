@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffload,
     CPUOffloadPolicy,
@@ -42,6 +42,7 @@ KEEPS = {  # these keep the parameters from the forward to the backward pass
     ShardingStrategy._HYBRID_SHARD_ZERO2,
 }
 HYBRID = {ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2}
+HYBRID |= {ShardingStrategy.NO_SHARD}
 # These change nothing: what they ask for is always done, or is not to be asked for here.
 ALWAYS = {"use_orig_params", "sync_module_states", "forward_prefetch", "limit_all_gathers"}
 ALWAYS |= {"device_id", "backward_prefetch"}
@@ -72,7 +73,8 @@ class FullyShardedDataParallel(Synchronized):
     param_init_fn: gives values to a module on the device "meta", on `minidist.rank.device()`; None
         calls its `reset_parameters()`. Units are made one by one: no rank holds the whole model.
     prefetch: gather the next unit while one computes.
-    sharding_strategy: torch's. SHARD_GRAD_OP is `reshard_after_forward=False`.
+    sharding_strategy: torch's. SHARD_GRAD_OP is `reshard_after_forward=False`; with NO_SHARD each
+        rank of the default group has all parameters.
     device_mesh: instead of a process group; of two axes for HYBRID_SHARD: shards along the second,
         which are replicated along the first.
     cpu_offload: torch's. Shards and their gradients, and so the optimizer, are on the CPU.
@@ -111,6 +113,9 @@ class FullyShardedDataParallel(Synchronized):
         super().__init__(module)
         if unknown := always.keys() - ALWAYS:
             raise TypeError(f"FullyShardedDataParallel has no argument {', '.join(unknown)}")
+        if sharding_strategy is ShardingStrategy.NO_SHARD:  # a shard is all of it
+            where = rank.device(module).type
+            device_mesh = init_device_mesh(where, (dist.get_world_size(process_group), 1))
         groups = groups_of(process_group, device_mesh, type(self).__name__, most_axes=2)
         reshards = _reshards(sharding_strategy, len(groups)) and reshard_after_forward
         given = mixed_precision or MixedPrecision()
@@ -218,8 +223,6 @@ class FullyShardedDataParallel(Synchronized):
 def _reshards(strategy: ShardingStrategy | None, axes: int) -> bool:
     """Whether parameters are freed after the forward pass. Raises ValueError for a strategy that
     does not fit a mesh of so many axes."""
-    if strategy is ShardingStrategy.NO_SHARD:
-        raise ValueError("NO_SHARD: that is DistributedDataParallel")
     if strategy is not None and (strategy in HYBRID) != (axes == 2):
         raise ValueError(
             f"sharding_strategy {strategy.name} with a mesh of {axes} axes: hybrid sharding "

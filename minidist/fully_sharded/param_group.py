@@ -20,7 +20,14 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 
 from minidist import backend
 from minidist.common.dtensor import distributed, relist
@@ -30,6 +37,10 @@ from minidist.zero.shards import all_gather_each, by_rank, reduce_scatter
 EMPTY = 2**30  # the version of full parameters without memory
 ON_META = (
     "is on the device meta: call to_empty(device=...) of the sharded model, and fill its parameters"
+)
+REPLACED = (
+    "has been replaced since it was sharded, or has other memory, and its shard is what is "
+    "gathered: write into it, p.copy_(...), move whole units, and change modules before you shard"
 )
 
 
@@ -87,6 +98,17 @@ class ShardedParameter:
             module.__dict__.pop(name, None)
             relist(module)
 
+    def set_on_modules(self, parameter: Any) -> None:
+        """Make this the modules' parameter."""
+        for module, name in self.places:
+            module._parameters[name] = parameter
+        self.to_sharded()
+
+    def rows_of(self, whole: torch.Tensor) -> Any:
+        """Of a tensor that is the same on every rank, a DTensor of this rank's rows. No message."""
+        mesh, placements = self.sharded.device_mesh, self.sharded.placements
+        return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | dict.fromkeys(("grad", "mean"))
 
@@ -129,9 +151,9 @@ class ParamGroup:
             own = p.detach()[self.rank * rows : (self.rank + 1) * rows]
             local = self._rows(end - size, own.shape).copy_(own)
             sharded = distributed(p, local, options.mesh, options.placements, p.shape)
-            self.parameters.append(ShardedParameter(names, places, sharded, slice(end - size, end)))
-            for owner, name in places:
-                owner._parameters[name] = sharded
+            each = ShardedParameter(names, places, sharded, slice(end - size, end))
+            each.set_on_modules(sharded)
+            self.parameters.append(each)
 
     def _allocate(self, length: int, dtype: torch.dtype, home: torch.device) -> None:
         """The shard, in memory that the ranks share if they can; and full parameters, empty."""
@@ -163,9 +185,7 @@ class ParamGroup:
         for each in self.parameters:
             owner, name = each.places[0]
             each.sharded = owner._parameters[name]
-            for owner, name in each.places:
-                owner._parameters[name] = each.sharded
-            each.to_sharded()
+            each.set_on_modules(each.sharded)
         if self.parameters:
             own = [each.local.detach() for each in self.parameters]
             length = self.parameters[-1].in_shard.stop
@@ -220,23 +240,15 @@ class ParamGroup:
         """Raises RuntimeError if the modules, or the optimizer, no longer have these parameters."""
         begin, size = self.shard.data_ptr(), self.shard.element_size()
         for each in self.parameters:
-            problem = ""
-            if each.local.is_meta:
-                problem = ON_META
-            elif any(m._parameters.get(name) is not each.sharded for m, name in each.places):
-                problem = (
-                    "has been replaced since it was sharded, and its shards are what is gathered: "
-                    "write into them, or change the module and then shard it"
-                )
-            elif each.local.numel() and (
-                each.local.data_ptr() != begin + size * each.in_shard.start
-            ):
-                problem = (
-                    "has other memory than its shard, which is what is gathered: write into it, "
-                    "p.copy_(...), and move whole units"
-                )
-            if problem:
-                raise RuntimeError(f"parameter {self.prefix}{each.names[0]} {problem}")
+            local, why = each.local, ""
+            if local.is_meta:
+                why = ON_META
+            elif local.numel() and local.data_ptr() != begin + size * each.in_shard.start:
+                why = REPLACED
+            if any(m._parameters.get(name) is not each.sharded for m, name in each.places):
+                why = REPLACED
+            if why:
+                raise RuntimeError(f"parameter {self.prefix}{each.names[0]} {why}")
 
     def wait_for_unshard(self, on_gradients: Callable[[Gradients], None] | None = None) -> None:
         """Give the modules full parameters. Autograd calls `on_gradients` when it has the gradients

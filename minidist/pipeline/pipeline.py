@@ -50,9 +50,9 @@ class Pipeline(Wrapper):
         `checkpoint_wrapper`, a buffer that forward both reads and moves, as spectral norm does, is
         another one the second time, without an error.
     wrap: a strategy along another axis of a mesh, such as FullyShardedDataParallel or `fully_shard`
-        (torch's own, and its DDP, raise TypeError). It is given the layers of each stage, and what it returns
-        is run in their place. Then no parameter can be in two stages, and no schedule can go back
-        in two parts, as "zero_bubble" does.
+        (torch's own, and its DDP, raise TypeError). It is given the layers of each stage, and what
+        it returns is run in their place. Then no parameter can be in two stages, and no schedule
+        can go back in two parts, as "zero_bubble" does.
     param_init_fn: gives memory and values to a module on the device "meta"; None calls its
         `to_empty` and `reset_parameters()`.
 
@@ -261,11 +261,9 @@ class Pipeline(Wrapper):
     def whole_stages(self) -> Iterator[None]:
         """Within the block no parameter is sharded by a strategy around its stage. Every rank that
         has shards enters it."""
-        from minidist.common.dtensor import whole_parameters  # its import takes long
-
         with ExitStack() as block:
             for stage in self._sharded:
-                block.enter_context(whole_parameters(stage))
+                block.enter_context(stage.summon_full_params())
             yield
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
