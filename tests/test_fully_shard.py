@@ -115,7 +115,12 @@ def failed(model, ranks, step):
 
 LOOPS = [accumulated, each_reduced, forgotten, several_passes, clipped, evaluated, failed]
 OFFLOAD = {"offload_policy": CPUOffloadPolicy()}
-KEEPS = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+
+
+def strategy(name):
+    return partial(wrapped, sharding_strategy=ShardingStrategy[name])
+
+
 FORMS = {  # name: the number of ranks, and how a model is sharded
     "in place, 2": (2, in_place),
     "in place, 3": (3, in_place),
@@ -123,7 +128,8 @@ FORMS = {  # name: the number of ranks, and how a model is sharded
     "in place, on the CPU": (2, partial(in_place, **OFFLOAD)),
     "in place, hybrid": (4, lambda model: in_place(model, mesh=two_axes())),
     "wrapped": (3, wrapped),
-    "wrapped, gradients only": (3, partial(wrapped, **KEEPS)),
+    "wrapped, gradients only": (3, strategy("SHARD_GRAD_OP")),
+    "wrapped, whole on each": (3, strategy("NO_SHARD")),
     "wrapped, without prefetch": (2, partial(wrapped, prefetch=False)),
     "wrapped, on the CPU": (3, partial(wrapped, cpu_offload=CPUOffload(offload_params=True))),
     "wrapped, one unit": (2, md.FullyShardedDataParallel),
