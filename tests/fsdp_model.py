@@ -3,8 +3,6 @@ model and one process differ after the same steps. Ranks import it."""
 
 import contextlib
 import copy
-import os
-import sys
 
 import torch
 import torch.distributed as dist
@@ -184,20 +182,3 @@ def told(fault):
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
-
-
-def saved_by(script, library):
-    """On a rank: what a script for torch's FSDP saves, with `LIBRARY` in it as this one."""
-    kept, argv, save = [], sys.argv, torch.save
-    source = script.replace("LIBRARY", library)
-    for line in ('dist.init_process_group("gloo")', "dist.destroy_process_group()"):
-        assert line in source
-        source = source.replace(line, "")
-    sys.modules["model"] = sys.modules[__name__]
-    sys.argv, torch.save = [library, os.devnull], lambda what, path: kept.append(what)
-    try:
-        exec(compile(source, library, "exec"), {"__name__": "__main__"})
-    finally:
-        sys.argv, torch.save = argv, save
-        del sys.modules["model"]
-    return kept[0] if kept else None
