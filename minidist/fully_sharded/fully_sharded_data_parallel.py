@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffload,
     CPUOffloadPolicy,
@@ -41,8 +41,11 @@ KEEPS = {  # these keep the parameters from the forward to the backward pass
     ShardingStrategy.SHARD_GRAD_OP,
     ShardingStrategy._HYBRID_SHARD_ZERO2,
 }
-HYBRID = {ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2}
-HYBRID |= {ShardingStrategy.NO_SHARD}
+TWO_AXES = {
+    ShardingStrategy.HYBRID_SHARD,
+    ShardingStrategy._HYBRID_SHARD_ZERO2,
+    ShardingStrategy.NO_SHARD,
+}
 # These change nothing: what they ask for is always done, or is not to be asked for here.
 ALWAYS = {"use_orig_params", "sync_module_states", "forward_prefetch", "limit_all_gathers"}
 ALWAYS |= {"device_id", "backward_prefetch"}
@@ -81,8 +84,8 @@ class FullyShardedDataParallel(Synchronized):
     always: torch's other arguments that ordinary scripts pass, such as `use_orig_params`,
         `device_id`, `sync_module_states` and `backward_prefetch`. They change nothing.
 
-    `state_dict()` is whole, on the CPU: all ranks call it. That of `module` has the DTensors, and
-    both load. For the optimizer's states there is torch's `get_optimizer_state_dict`. At
+    `state_dict()` is whole, on the CPU: all ranks call it. With keep_vars=True, or of `module`, it
+    has DTensors; all of these load. For the optimizer's states there is torch's `get_optimizer_state_dict`. At
     construction every rank takes what rank 0 has; for buffers, before each forward pass too. Raises
     what `fully_shard` does; ValueError, on every rank, if their policies choose other units, and
     for an argument that makes no sense; RuntimeError without a process group.
@@ -111,16 +114,17 @@ class FullyShardedDataParallel(Synchronized):
         **always: Any,
     ) -> None:
         super().__init__(module)
+        self.register_state_dict_post_hook(_make_whole)
         if unknown := always.keys() - ALWAYS:
             raise TypeError(f"FullyShardedDataParallel has no argument {', '.join(unknown)}")
-        if sharding_strategy is ShardingStrategy.NO_SHARD:  # a shard is all of it
-            where = rank.device(module).type
-            device_mesh = init_device_mesh(where, (dist.get_world_size(process_group), 1))
         groups = groups_of(process_group, device_mesh, type(self).__name__, most_axes=2)
-        reshards = _reshards(sharding_strategy, len(groups)) and reshard_after_forward
-        given = mixed_precision or MixedPrecision()
         offloads = cpu_offload is not None and cpu_offload.offload_params
         mesh = device_mesh or mesh_of(groups[0], module, offloads)
+        if sharding_strategy is ShardingStrategy.NO_SHARD and mesh.ndim == 1:
+            mesh = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, 1))  # a shard is all of it
+            groups = groups_of(None, mesh, type(self).__name__, most_axes=2)
+        reshards = _reshards(sharding_strategy, len(groups)) and reshard_after_forward
+        given = mixed_precision or MixedPrecision()
         with agree.together(*groups):
             parts = chosen(module, auto_wrap_policy) if auto_wrap_policy else {}
         for group in groups:
@@ -194,36 +198,39 @@ class FullyShardedDataParallel(Synchronized):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients so that their norm, that of all ranks' rows together, is at most
         `max_norm`. Returns what it was, a number. All ranks must call it. Raises RuntimeError for
-        gradients that no pass has reduced."""
+        gradients that no pass has reduced, and for units of several groups of ranks."""
         groups = groups_in(self)
-        if any(group.has_left for group in groups):
-            raise RuntimeError(
-                "gradients of no_sync are not reduced yet: clip after a pass that is"
-            )
-        device = torch.device(groups[0].options.mesh.device_type)
-        own = [each.sharded for group in groups for each in group.parameters]
-        return clip_grad_norm_(own, max_norm, norm_type, groups=[self.process_group], device=device)
+        every = [each for group in groups for each in group.parameters]
+        if any(each.left is not None for each in every):
+            raise RuntimeError("these gradients are not reduced: clip after a pass that reduces")
+        if len({tuple(dist.get_process_group_ranks(group.group)) for group in groups}) > 1:
+            raise RuntimeError("these units are sharded over several groups of ranks")
+        return clip_grad_norm_(
+            [each.sharded for each in every],
+            max_norm,
+            norm_type,
+            groups=[self.process_group],
+            device=torch.device(groups[0].options.mesh.device_type),
+        )
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Whole tensors on the CPU of every rank; tied ones are one tensor. All ranks call it."""
-        state = super().state_dict(*args, **kwargs)
-        if args or "destination" in kwargs:  # as a part of a larger module
-            return state
-        whole = dict[int, torch.Tensor]()
-        for name, value in state.items():
-            if isinstance(value, DTensor):
-                key = value._local_tensor.untyped_storage()._cdata
-                if key not in whole:
-                    with torch.inference_mode(False), torch.no_grad():
-                        whole[key] = value.full_tensor().to("cpu", copy=True)
-                state[name] = whole[key]
-        return state
+
+def _make_whole(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+    """After `state_dict`: DTensors become whole tensors, tied ones one tensor."""
+    whole = dict[int, torch.Tensor]()
+    for name, value in state.items():
+        kept = isinstance(value, nn.Parameter)  # keep_vars=True
+        if name.startswith(prefix) and isinstance(value, DTensor) and not kept:
+            key = value._local_tensor.untyped_storage()._cdata
+            if key not in whole:
+                with torch.inference_mode(False), torch.no_grad():
+                    whole[key] = value.full_tensor().to("cpu", copy=True)
+            state[name] = whole[key]
 
 
 def _reshards(strategy: ShardingStrategy | None, axes: int) -> bool:
     """Whether parameters are freed after the forward pass. Raises ValueError for a strategy that
     does not fit a mesh of so many axes."""
-    if strategy is not None and (strategy in HYBRID) != (axes == 2):
+    if strategy is not None and (strategy in TWO_AXES) != (axes == 2):
         raise ValueError(
             f"sharding_strategy {strategy.name} with a mesh of {axes} axes: hybrid sharding "
             "needs a device_mesh of two, (replicas, shards), and the others one"
