@@ -57,19 +57,17 @@ class FullyShardedDataParallel(Synchronized):
         model = md.FullyShardedDataParallel(model, auto_wrap_policy=by_class(Block))
         optimizer = torch.optim.Adam(model.parameters())     # after, not before
 
-    Then train as with `DistributedDataParallel`. The module becomes a unit, in place, and so do the
-    parts that the policy chooses: the parameters of a unit are gathered for its forward and its
-    backward pass, and freed after each. Parts can also be wrapped by hand, before the whole.
-    `parameters()` are DTensors of this rank's rows, as `md.fully_shard` makes them: it does the
-    work. When `backward()` returns, the `.grad` of each is this rank's rows of the mean gradient. A
-    parameter without gradient on some ranks counts there as zero; on all ranks, its `.grad` stays
-    as it was.
+    Then train as with `DistributedDataParallel`. `md.fully_shard` makes a unit of the module, in
+    place, and of each part that the policy chooses; parts can also be wrapped by hand, before the
+    whole. A unit's parameters are gathered for its forward and its backward pass, and freed after
+    each; `parameters()` are DTensors of this rank's rows, and so is their `.grad` when `backward()`
+    returns, of the mean gradient. A parameter without gradient on some ranks counts there as zero;
+    on all ranks, its `.grad` stays as it was.
 
     process_group: the ranks that take part; None is the default group.
     auto_wrap_policy: `by_class`, `by_size`, or one of torch's policies that are functions.
-    mixed_precision: torch's `MixedPrecision`. Parameters are cast to its `param_dtype` for the
-        forward and backward passes, and the root's inputs; inputs of units with
-        `cast_forward_inputs`; gradients to its `reduce_dtype` while they travel; buffers to its
+    mixed_precision: torch's. Parameters and the root's inputs are cast to `param_dtype`, inputs of
+        units with `cast_forward_inputs`; gradients to `reduce_dtype` while they travel; buffers to
         `buffer_dtype` for good.
     reshard_after_forward: False keeps the parameters from forward to backward. That saves one of
         two all_gathers, and costs the memory of the whole unit.
@@ -77,21 +75,21 @@ class FullyShardedDataParallel(Synchronized):
         calls its `reset_parameters()`. Units are made one by one: no rank holds the whole model.
     prefetch: gather the next unit while one computes.
     sharding_strategy: torch's. SHARD_GRAD_OP is `reshard_after_forward=False`; with NO_SHARD each
-        rank of the default group has all parameters.
+        rank has all parameters.
     device_mesh: instead of a process group; of two axes for HYBRID_SHARD: shards along the second,
         which are replicated along the first.
     cpu_offload: torch's. Shards and their gradients, and so the optimizer, are on the CPU.
-    always: torch's other arguments that ordinary scripts pass, such as `use_orig_params`,
-        `device_id`, `sync_module_states` and `backward_prefetch`. They change nothing.
+    always: torch's other arguments that ordinary scripts pass, such as `use_orig_params` and
+        `device_id`. They change nothing.
 
     `state_dict()` is whole, on the CPU: all ranks call it. With keep_vars=True, or of `module`, it
-    has DTensors; all of these load. For the optimizer's states there is torch's `get_optimizer_state_dict`. At
-    construction every rank takes what rank 0 has; for buffers, before each forward pass too. Raises
-    what `fully_shard` does; ValueError, on every rank, if their policies choose other units, and
-    for an argument that makes no sense; RuntimeError without a process group.
+    has DTensors; all of these load. Of the optimizer take torch's `get_optimizer_state_dict`. At
+    construction every rank takes what rank 0 has; for buffers, before each forward pass too.
 
-    Limits: those of `fully_shard`. Batch norms compute in `param_dtype` as all others do, and keep
-    their running means in `buffer_dtype`: leave that None for them.
+    Raises what `fully_shard` does; on every rank, ValueError if their policies choose other units;
+    ValueError or TypeError for an argument that makes no sense; RuntimeError without a process
+    group. Limits: those of `fully_shard`. Batch norms compute in `param_dtype` as all others do, and
+    keep their running means in `buffer_dtype`: leave that None for them.
 
     Zhao et al. (arXiv 2304.11277). Lesson: fully_sharded
     """
