@@ -88,8 +88,8 @@ class FullyShardedDataParallel(Synchronized):
 
     Raises what `fully_shard` does; on every rank, ValueError if their policies choose other units;
     ValueError or TypeError for an argument that makes no sense; RuntimeError without a process
-    group. Limits: those of `fully_shard`. Batch norms compute in `param_dtype` as all others do, and
-    keep their running means in `buffer_dtype`: leave that None for them.
+    group. Limits: those of `fully_shard`. Batch norms compute in `param_dtype` as all others do,
+    and keep their running means in `buffer_dtype`: leave that None for them.
 
     Zhao et al. (arXiv 2304.11277). Lesson: fully_sharded
     """
