@@ -34,8 +34,8 @@ class FSDPModule(nn.Module):
 
     def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
         """Gather this unit's parameters before its forward pass does. async_op: only begin, and
-        return a handle with `wait()`. After it the modules compute with them, until the forward
-        pass ends, or `reshard`."""
+        return a handle with `wait()`. Then the modules compute with them, until the forward pass
+        ends, or `reshard`."""
         self.fsdp_group.unshard()
         self.fsdp_group.pinned = True
         handle = UnshardHandle(self.fsdp_group)
@@ -100,8 +100,9 @@ class FSDPModule(nn.Module):
 
     @contextmanager
     def summon_full_params(self) -> Iterator[None]:
-        """Within the block the modules have whole parameters, copies, for anything but training.
-        After it each rank keeps its rows of what these have become. All ranks enter it."""
+        """Within the block the modules have whole parameters, to read and to write. There is no
+        forward pass in it. After it each rank keeps its rows of what they have become. All ranks
+        enter it."""
         every = [each for group in groups_in(self) for each in group.parameters]
         whole = [nn.Parameter(p.sharded.full_tensor(), p.sharded.requires_grad) for p in every]
         for group in groups_in(self):

@@ -65,14 +65,15 @@ def fully_shard(
     ignored_params: parameters that stay as they are on each rank.
 
     Returns the module, of a class that is an `FSDPModule` as well. Raises ValueError or TypeError
-    for a list of modules, for a parameter without dimensions, and if the ranks have different
-    modules.
+    for a list of modules, for a parameter without dimensions, for parameters of several dtypes, and
+    if the ranks have different modules.
 
     Limits: all ranks must go through the same units, forward and backward; a unit that only some
     reach is an error on the backend "shm", and may hang, or mix up units of one size, on others.
     Autograd must come to a unit by its output, in lists, dicts and what torch's pytree knows: where
     a loss is left in an attribute, it raises that a parameter was "modified inplace". No backward()
-    within a forward pass, and no torch.func. `p.data = ...` changes nothing that is sent: write
+    within a forward pass, and no torch.func. A backward pass that fails may leave a part of its own
+    in `.grad`: zero_grad() before you go on. `p.data = ...` changes nothing that is sent: write
     `p.copy_(...)`.
 
     Zhao et al. (arXiv 2304.11277). Lesson: fully_sharded
@@ -187,6 +188,9 @@ def _distribute(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> Non
     """Before a unit is loaded: of whole tensors this rank's rows. No rank needs the others."""
     module.fsdp_group.reshard()
     for each in module.fsdp_group.parameters:
+        owner, short = each.places[0]
+        if owner._parameters[short] is not each.sharded:  # it is summoned
+            continue
         for name in (prefix + name for name in each.names):
             value = state.get(name)
             if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
@@ -196,7 +200,8 @@ def _distribute(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> Non
 
 def _take_assigned(module: Any, _: Any) -> None:
     """After a unit is loaded with assign=True, as a model on "meta" is by torch's functions."""
-    places = [(each, *each.places[0]) for each in module.fsdp_group.parameters]
-    if any(owner._parameters[name] is not each.sharded for each, owner, name in places):
+    firsts = [(each, *each.places[0]) for each in module.fsdp_group.parameters]
+    now = [(each, owner._parameters[name]) for each, owner, name in firsts]
+    if any(p is not each.sharded and isinstance(p, DTensor) for each, p in now):
         module.fsdp_group.adopt()
         module.fsdp_state.watch()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffload,
     CPUOffloadPolicy,
@@ -41,8 +41,11 @@ KEEPS = {  # these keep the parameters from the forward to the backward pass
     ShardingStrategy.SHARD_GRAD_OP,
     ShardingStrategy._HYBRID_SHARD_ZERO2,
 }
-HYBRID = {ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2}
-HYBRID |= {ShardingStrategy.NO_SHARD}
+TWO_AXES = {
+    ShardingStrategy.HYBRID_SHARD,
+    ShardingStrategy._HYBRID_SHARD_ZERO2,
+    ShardingStrategy.NO_SHARD,
+}
 # These change nothing: what they ask for is always done, or is not to be asked for here.
 ALWAYS = {"use_orig_params", "sync_module_states", "forward_prefetch", "limit_all_gathers"}
 ALWAYS |= {"device_id", "backward_prefetch"}
@@ -54,19 +57,17 @@ class FullyShardedDataParallel(Synchronized):
         model = md.FullyShardedDataParallel(model, auto_wrap_policy=by_class(Block))
         optimizer = torch.optim.Adam(model.parameters())     # after, not before
 
-    Then train as with `DistributedDataParallel`. The module becomes a unit, in place, and so do the
-    parts that the policy chooses: the parameters of a unit are gathered for its forward and its
-    backward pass, and freed after each. Parts can also be wrapped by hand, before the whole.
-    `parameters()` are DTensors of this rank's rows, as `md.fully_shard` makes them: it does the
-    work. When `backward()` returns, the `.grad` of each is this rank's rows of the mean gradient. A
-    parameter without gradient on some ranks counts there as zero; on all ranks, its `.grad` stays
-    as it was.
+    Then train as with `DistributedDataParallel`. `md.fully_shard` makes a unit of the module, in
+    place, and of each part that the policy chooses; parts can also be wrapped by hand, before the
+    whole. A unit's parameters are gathered for its forward and its backward pass, and freed after
+    each; `parameters()` are DTensors of this rank's rows, and so is their `.grad` when `backward()`
+    returns, of the mean gradient. A parameter without gradient on some ranks counts there as zero;
+    on all ranks, its `.grad` stays as it was.
 
     process_group: the ranks that take part; None is the default group.
     auto_wrap_policy: `by_class`, `by_size`, or one of torch's policies that are functions.
-    mixed_precision: torch's `MixedPrecision`. Parameters are cast to its `param_dtype` for the
-        forward and backward passes, and the root's inputs; inputs of units with
-        `cast_forward_inputs`; gradients to its `reduce_dtype` while they travel; buffers to its
+    mixed_precision: torch's. Parameters and the root's inputs are cast to `param_dtype`, inputs of
+        units with `cast_forward_inputs`; gradients to `reduce_dtype` while they travel; buffers to
         `buffer_dtype` for good.
     reshard_after_forward: False keeps the parameters from forward to backward. That saves one of
         two all_gathers, and costs the memory of the whole unit.
@@ -74,21 +75,21 @@ class FullyShardedDataParallel(Synchronized):
         calls its `reset_parameters()`. Units are made one by one: no rank holds the whole model.
     prefetch: gather the next unit while one computes.
     sharding_strategy: torch's. SHARD_GRAD_OP is `reshard_after_forward=False`; with NO_SHARD each
-        rank of the default group has all parameters.
+        rank has all parameters.
     device_mesh: instead of a process group; of two axes for HYBRID_SHARD: shards along the second,
         which are replicated along the first.
     cpu_offload: torch's. Shards and their gradients, and so the optimizer, are on the CPU.
-    always: torch's other arguments that ordinary scripts pass, such as `use_orig_params`,
-        `device_id`, `sync_module_states` and `backward_prefetch`. They change nothing.
+    always: torch's other arguments that ordinary scripts pass, such as `use_orig_params` and
+        `device_id`. They change nothing.
 
-    `state_dict()` is whole, on the CPU: all ranks call it. That of `module` has the DTensors, and
-    both load. For the optimizer's states there is torch's `get_optimizer_state_dict`. At
-    construction every rank takes what rank 0 has; for buffers, before each forward pass too. Raises
-    what `fully_shard` does; ValueError, on every rank, if their policies choose other units, and
-    for an argument that makes no sense; RuntimeError without a process group.
+    `state_dict()` is whole, on the CPU: all ranks call it. With keep_vars=True, or of `module`, it
+    has DTensors; all of these load. Of the optimizer take torch's `get_optimizer_state_dict`. At
+    construction every rank takes what rank 0 has; for buffers, before each forward pass too.
 
-    Limits: those of `fully_shard`. Batch norms compute in `param_dtype` as all others do, and keep
-    their running means in `buffer_dtype`: leave that None for them.
+    Raises what `fully_shard` does; on every rank, ValueError if their policies choose other units;
+    ValueError or TypeError for an argument that makes no sense; RuntimeError without a process
+    group. Limits: those of `fully_shard`. Batch norms compute in `param_dtype` as all others do,
+    and keep their running means in `buffer_dtype`: leave that None for them.
 
     Zhao et al. (arXiv 2304.11277). Lesson: fully_sharded
     """
@@ -111,16 +112,17 @@ class FullyShardedDataParallel(Synchronized):
         **always: Any,
     ) -> None:
         super().__init__(module)
+        self.register_state_dict_post_hook(_make_whole)
         if unknown := always.keys() - ALWAYS:
             raise TypeError(f"FullyShardedDataParallel has no argument {', '.join(unknown)}")
-        if sharding_strategy is ShardingStrategy.NO_SHARD:  # a shard is all of it
-            where = rank.device(module).type
-            device_mesh = init_device_mesh(where, (dist.get_world_size(process_group), 1))
         groups = groups_of(process_group, device_mesh, type(self).__name__, most_axes=2)
-        reshards = _reshards(sharding_strategy, len(groups)) and reshard_after_forward
-        given = mixed_precision or MixedPrecision()
         offloads = cpu_offload is not None and cpu_offload.offload_params
         mesh = device_mesh or mesh_of(groups[0], module, offloads)
+        if sharding_strategy is ShardingStrategy.NO_SHARD and mesh.ndim == 1:
+            mesh = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, 1))  # a shard is all of it
+            groups = groups_of(None, mesh, type(self).__name__, most_axes=2)
+        reshards = _reshards(sharding_strategy, len(groups)) and reshard_after_forward
+        given = mixed_precision or MixedPrecision()
         with agree.together(*groups):
             parts = chosen(module, auto_wrap_policy) if auto_wrap_policy else {}
         for group in groups:
@@ -194,36 +196,39 @@ class FullyShardedDataParallel(Synchronized):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients so that their norm, that of all ranks' rows together, is at most
         `max_norm`. Returns what it was, a number. All ranks must call it. Raises RuntimeError for
-        gradients that no pass has reduced."""
+        gradients that no pass has reduced, and for units of several groups of ranks."""
         groups = groups_in(self)
-        if any(group.has_left for group in groups):
-            raise RuntimeError(
-                "gradients of no_sync are not reduced yet: clip after a pass that is"
-            )
-        device = torch.device(groups[0].options.mesh.device_type)
-        own = [each.sharded for group in groups for each in group.parameters]
-        return clip_grad_norm_(own, max_norm, norm_type, groups=[self.process_group], device=device)
+        every = [each for group in groups for each in group.parameters]
+        if any(each.left is not None for each in every):
+            raise RuntimeError("these gradients are not reduced: clip after a pass that reduces")
+        if len({tuple(dist.get_process_group_ranks(group.group)) for group in groups}) > 1:
+            raise RuntimeError("these units are sharded over several groups of ranks")
+        return clip_grad_norm_(
+            [each.sharded for each in every],
+            max_norm,
+            norm_type,
+            groups=[self.process_group],
+            device=torch.device(groups[0].options.mesh.device_type),
+        )
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Whole tensors on the CPU of every rank; tied ones are one tensor. All ranks call it."""
-        state = super().state_dict(*args, **kwargs)
-        if args or "destination" in kwargs:  # as a part of a larger module
-            return state
-        whole = dict[int, torch.Tensor]()
-        for name, value in state.items():
-            if isinstance(value, DTensor):
-                key = value._local_tensor.untyped_storage()._cdata
-                if key not in whole:
-                    with torch.inference_mode(False), torch.no_grad():
-                        whole[key] = value.full_tensor().to("cpu", copy=True)
-                state[name] = whole[key]
-        return state
+
+def _make_whole(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+    """After `state_dict`: DTensors become whole tensors, tied ones one tensor."""
+    whole = dict[int, torch.Tensor]()
+    for name, value in state.items():
+        kept = isinstance(value, nn.Parameter)  # keep_vars=True
+        if name.startswith(prefix) and isinstance(value, DTensor) and not kept:
+            key = value._local_tensor.untyped_storage()._cdata
+            if key not in whole:
+                with torch.inference_mode(False), torch.no_grad():
+                    whole[key] = value.full_tensor().to("cpu", copy=True)
+            state[name] = whole[key]
 
 
 def _reshards(strategy: ShardingStrategy | None, axes: int) -> bool:
     """Whether parameters are freed after the forward pass. Raises ValueError for a strategy that
     does not fit a mesh of so many axes."""
-    if strategy is not None and (strategy in HYBRID) != (axes == 2):
+    if strategy is not None and (strategy in TWO_AXES) != (axes == 2):
         raise ValueError(
             f"sharding_strategy {strategy.name} with a mesh of {axes} axes: hybrid sharding "
             "needs a device_mesh of two, (replicas, shards), and the others one"

@@ -186,13 +186,12 @@ class ParamGroup:
             owner, name = each.places[0]
             each.sharded = owner._parameters[name]
             each.set_on_modules(each.sharded)
-        if self.parameters:
-            own = [each.local.detach() for each in self.parameters]
-            length = self.parameters[-1].in_shard.stop
-            self._allocate(length, own[0].dtype, own[0].device)
-            for each, local in zip(self.parameters, own, strict=True):
-                rows = self._rows(each.in_shard.start, local.shape)
-                each.sharded._local_tensor = rows.copy_(local)
+        own = [each.local.detach() for each in self.parameters]
+        length, like = (self.parameters[-1].in_shard.stop, own[0]) if own else (0, torch.empty(0))
+        self._allocate(length, like.dtype, like.device)
+        for each, local in zip(self.parameters, own, strict=True):
+            rows = self._rows(each.in_shard.start, local.shape)
+            each.sharded._local_tensor = rows.copy_(local)
         self.gathered_version = -1
 
     @property
@@ -397,19 +396,18 @@ class ParamGroup:
         self.has_left, mesh = True, self.options.mesh
         for each in self.trained:
             gradient, each.grad = each.grad, None
-            if gradient is None:
-                continue
-            left, before = each.left, each.sharded.grad
-            if before is not None and left is None:
-                raise RuntimeError(
-                    f"{self.prefix}{each.names[0]} has the mean gradient of a pass that reduced, "
-                    "to which a pass that does not cannot add: zero_grad(), or reduce them all"
+            own, before = each.left, each.sharded.grad
+            if own is None and before is not None:  # the mean of all: each rank adds its rows of it
+                own, rows = each.local.new_zeros(each.sharded.shape), before._local_tensor
+                begin = self.rank * -(-len(before) // self.ranks)
+                own[begin : begin + len(rows)] = rows * (self.ranks / mesh.size())
+            if gradient is not None:
+                gradient = (gradient / self.divisor).to(each.local.device, each.local.dtype)
+                own = gradient if own is None else own.add_(gradient)
+            if own is not None:
+                each.sharded.grad = DTensor.from_local(
+                    own, mesh, [Partial()] * mesh.ndim, run_check=False
                 )
-            gradient = (gradient / self.divisor).to(each.local.device, each.local.dtype)
-            own = gradient if left is None else left.add_(gradient)
-            each.sharded.grad = DTensor.from_local(
-                own, mesh, [Partial()] * mesh.ndim, run_check=False
-            )
 
     def forget(self) -> None:
         """A backward pass has failed."""
@@ -422,7 +420,9 @@ class ParamGroup:
     def __getstate__(self) -> dict[str, Any]:
         # What to gather ahead are units of the model that is copied: the copy finds its own.
         nothing = "shard", "full", "_seen", "_gathering", "_reducing", "before"
-        ahead = {name: vars(self)[name] and None for name in ("next_forward", "next_backward")}
+        ahead = dict[str, Any]()
+        for name in "next_forward", "next_backward":
+            ahead[name] = [] if vars(self)[name] == [] else None
         return vars(self) | dict.fromkeys(nothing) | {"readers": set()} | ahead
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -460,7 +460,7 @@ class _Unshard(torch.autograd.Function):
 
 
 def _accumulate(parameter: Any, mean: torch.Tensor | None) -> None:
-    """None: the gradient of earlier passes has taken it."""
+    """mean: None if the gradient of earlier passes has taken it already."""
     if mean is not None:
         gradient: Any = DTensor(parameter._local_tensor, parameter._spec, requires_grad=False)
         gradient._local_tensor = mean  # not at once: copy.deepcopy fails for a view with an offset

@@ -30,7 +30,7 @@ from minidist.fully_sharded.param_group import Gradients, ParamGroup
 
 
 class UnitPass:
-    """A forward pass of a unit, and the one that ended before it, which is next in the backward
+    """A forward pass of a unit. `previous` ended before it, and comes after it in the backward
     pass."""
 
     def __init__(self, group: ParamGroup) -> None:
@@ -306,7 +306,7 @@ class State:
         return lambda gradients: self.backward().post_backward(this, gradients)
 
     def _forget(self, backward: BackwardPass, failed: bool = False) -> None:
-        """It is over. Nothing stays gathered."""
+        """It is over."""
         backward.close_all()
         self._lost = self._backward = None
         self._ahead.prefetch([])

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from minidist.common.tensors_in import local_of
-from minidist.fully_sharded import FullyShardedDataParallel
 from minidist.mixed import MixedParallel
 from minidist.saving.boxes import Box, Boxed, dtensor_boxes, span_boxes, spread, whole_box
 from minidist.tensor_parallel.layer import ParallelLayer
@@ -98,7 +97,7 @@ def without_ddp(model: Any) -> Any:
 
 def _bare(model: nn.Module) -> Any:
     bare = without_ddp(model)
-    return bare.module if isinstance(bare, MixedParallel | FullyShardedDataParallel) else bare
+    return bare.module if isinstance(bare, MixedParallel) else bare
 
 
 def _place(own: torch.Tensor, cut: tuple[int, ParallelLayer] | None) -> Place:
