@@ -422,3 +422,16 @@ def test_unsharded_by_hand(pools):
         return found, all(isinstance(p, DTensor) for p in model.parameters())
 
     assert pools(2)(run) == [([True] * 4, True)] * 2
+
+
+def test_ignored_parameters(pools):
+    """Each rank has them whole, and a gradient of its own."""
+
+    def run():
+        model = Net().double()
+        bias = model.head.bias
+        md.fully_shard(model, ignored_params={bias})
+        model(share(dist.get_rank())).sum().backward()
+        return model.head.bias is bias, bias.grad.tolist()
+
+    assert pools(2)(run) == [(True, [5.0] * 4)] * 2
