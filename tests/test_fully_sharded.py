@@ -478,8 +478,10 @@ def replaced(module):
     module[0].bias = nn.Parameter(module[0].bias.detach().clone())
 
 
-def given(module):
-    module[0].weight.data = module[0].weight.data * 0.5
+def moved_alone():
+    model = in_place(Net())
+    model.first.double()
+    model(share(dist.get_rank()))
 
 
 def clipped_before_it_is_reduced():
@@ -507,8 +509,8 @@ REFUSED = [  # what is done, and the words that are told on every rank
     (stepped_between, "changed since the forward pass"),
     (changed(lambda module: module.append(net(3, 3))), "parameter 5.0.weight was added, replaced"),
     (changed(replaced), "parameter 0.bias was added, replaced"),
-    (changed(given), "parameter 0.weight has been given other memory, by p.data"),
-    (clipped_before_it_is_reduced, "not reduced yet"),
+    (moved_alone, "parameter first.weight"),
+    (clipped_before_it_is_reduced, "clip after a pass that reduces"),
     (double_backward, "create_graph=True"),
     (lambda: layers(layers(net()).module), "is sharded already"),
     (lambda: md.fully_shard(md.fully_shard(net())), "is sharded already"),
