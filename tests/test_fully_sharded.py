@@ -228,19 +228,25 @@ def test_what_is_wrapped(pools):
 
 
 def test_every_rank_begins_with_what_rank_0_has(pools):
+    """And has its buffers again, when a pass that trains has left other ones."""
+
     def begun(shard):
         torch.manual_seed(dist.get_rank())
         module = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
-        module[1].running_mean += dist.get_rank()
         first = [copy.deepcopy(module.state_dict())]
         dist.broadcast_object_list(first, 0)
-        return apart(shard(module).state_dict(), first[0], 0)
+        model = shard(module)
+        found, means = apart(model.state_dict(), first[0], 0), [None] * dist.get_world_size()
+        model(torch.randn(4, 6)).sum().backward()
+        model.eval()(torch.randn(4, 6))
+        dist.all_gather_object(means, module[1].running_mean)
+        return found, all(torch.equal(mean, means[0]) for mean in means)
 
     def hybrid(module):
         return layers(module, device_mesh=two_axes())
 
     for size, shard in (3, layers), (2, layers_in_place), (4, hybrid):
-        assert pools(size)(begun, shard) == [{}] * size
+        assert pools(size)(begun, shard) == [({}, True)] * size
 
 
 BF16, LOW = torch.bfloat16, (torch.bfloat16, torch.float32)
