@@ -332,6 +332,15 @@ def by_a_method(model, ranks):
     return steps_of(lambda m, of, step: loss_of(module.predict, of, step).backward())(model, ranks)
 
 
+def skipped(model, ranks, step):
+    """The pass that reduces goes through one block, those before it through all."""
+    with unreduced(model):
+        loss_of(model, ranks, step + 1).backward()
+    model.other = lambda m, x: m.head(m.blocks[0](m.first(x)))
+    loss_of(model, ranks, step).backward()
+    model.other = None
+
+
 def ahead(model):
     """As torch's tutorial: it says what is gathered early, and keeps a unit."""
     first, second, third = in_place(model).blocks
@@ -362,6 +371,7 @@ SCRIPTS = {
        for shard in (in_place, wrapped)},
     "divided": (divided, in_place),
     "by a method": (by_a_method, in_place),
+    "skipped": (steps_of(skipped), in_place),
     "gathered ahead": (steps_of(plainly), ahead),
     "from meta": (steps_of(plainly), from_meta),
     "from meta, on the CPU": (steps_of(plainly), partial(from_meta, **OFFLOAD)),
