@@ -223,13 +223,14 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("shard", [in_place, wrapped])
+@pytest.mark.parametrize("form", ["in place, 3", "in place, hybrid", "wrapped"])
 @pytest.mark.parametrize("name", MODELS)
-def test_any_model(pools, name, shard):
+def test_any_model(pools, name, form):
     def loop(model, ranks, step):
         return (evaluated, accumulated, plainly)[step](model, ranks, step)
 
-    assert pools(3)(held, steps_of(loop), MODELS[name], shard) == [{}] * 3
+    size, shard = FORMS[form]
+    assert pools(size)(held, steps_of(loop), MODELS[name], shard) == [{}] * size
 
 
 # ---- any script -------------------------------------------------------------------------------
