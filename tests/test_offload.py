@@ -356,74 +356,33 @@ def test_nothing_stays_behind():
 # ---- mistakes ---------------------------------------------------------------------------------
 
 
-def test_no_room_on_the_host():
-    """A parameter of 2⁵⁰ elements, all in one place."""
-    p, small = nn.Parameter(torch.ones(1).expand(2**50)), nn.Parameter(torch.ones(2))
-    with pytest.raises(OutOfMemory, match="no room on the host for 4,503,599,627,370,496 bytes"):
-        offloaded([p])
-    optimizer = offloaded([small])
-    with pytest.raises(OutOfMemory, match="no room on the host"):
-        optimizer.add_param_group({"params": [p]})
-    assert len(optimizer.param_groups) == 1
-    small.sum().backward()
-    optimizer.step()
-    assert small.tolist() == pytest.approx([0.99] * 2)
-
-
 def test_mistakes():
     model = net()
-    for again in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match="cannot be copied or saved: .* its state_dict"):
-            again(offloaded(model.parameters()))
-    with pytest.raises(TypeError, match="optimizer_class must be an optimizer, not Linear"):
-        md.OffloadedOptimizer(model.parameters(), nn.Linear(1, 1))
     with pytest.raises(ValueError, match="Invalid learning rate"):
         offloaded(model.parameters(), (torch.optim.Adam, {"lr": -1}))
     optimizer = offloaded(model.parameters())
     with pytest.raises(ValueError, match="doesn't match the size"):
         optimizer.load_state_dict(torch.optim.Adam([model[0].weight]).state_dict())
-    other = net(sizes=(5, 6, 4, 3))
-    trained = plain(other.parameters())
-    for p in other.parameters():
-        p.grad = torch.ones_like(p)
-    trained.step()
-    with pytest.raises(ValueError, match="of another model: exp_avg of parameter 0"):
-        optimizer.load_state_dict(trained.state_dict())
-    assert not optimizer.state
-    optimizer.receive_in_backward()
-    with pytest.raises(RuntimeError, match="are awaited already"):
-        offloaded(model.parameters()).receive_in_backward()
     model.float()
     with pytest.raises(RuntimeError, match="converted since the optimizer was made"):
         optimizer.step()
-    table = nn.Embedding(4, 2, sparse=True)
-    table(torch.tensor([1])).sum().backward()
-    with pytest.raises(RuntimeError, match="a sparse gradient cannot be offloaded"):
-        offloaded(table.parameters()).step()
 
 
-def test_gradients_that_leave_before_a_wrapper_sees_them_train_nothing(pools):
-    def early(wrap, first):
+@pytest.mark.parametrize("wrap", [TorchDDP, md.DistributedDataParallel])
+def test_gradients_that_leave_before_a_wrapper_sees_them_train_nothing(pools, wrap):
+    def early(first):
         module = net()
         model = wrap(module) if first else module
         optimizer = offloaded(module.parameters(), SGD)
-        try:
-            optimizer.receive_in_backward()
-            model = model if first else wrap(module)
+        optimizer.receive_in_backward()
+        model = model if first else wrap(module)
+        with pytest.raises(RuntimeError, match="had taken it|another hook took the gradient"):
             backward(model, 0, dist.get_rank())
             optimizer.step()
-        except RuntimeError as error:
-            moved = zip(module.parameters(), net().parameters(), strict=True)
-            return str(error), any(not torch.equal(*pair) for pair in moved)
+        return all(map(torch.equal, module.parameters(), net().parameters()))
 
-    for wrap, first, words in (
-        (TorchDDP, True, "had taken it"),
-        (TorchDDP, False, "had taken it"),
-        (md.DistributedDataParallel, True, "are awaited already"),  # it has a hook itself
-        (md.DistributedDataParallel, False, "another hook took the gradient"),
-    ):
-        for found, moved in pools(2)(early, wrap, first):
-            assert words in found and not moved, (wrap, first, found)
+    for first in True, False:
+        assert pools(2)(early, first) == [True, True]
 
 
 @pytest.mark.gpu
