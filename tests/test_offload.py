@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils._pytree import tree_map_only
 
 import minidist as md
-from minidist.offload import Budget, OutOfMemory
+from minidist.offload import Budget, OutOfMemory, on_host
 
 ADAM = torch.optim.Adam, {"lr": 0.01}
 SGD = torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}
@@ -258,6 +258,8 @@ def test_a_budget_is_exactly_what_is_needed():
     assert step_within(needed, offloaded).peak == needed
     with pytest.raises(OutOfMemory, match="no room on the device"):
         step_within(needed - 1, offloaded)
+    with Budget(100, nn.Linear(1, 1)), pytest.raises(OutOfMemory):
+        torch.empty(4).untyped_storage().resize_(93)  # beside 8 of the layer
 
 
 def test_the_table_of_who_holds_what():
@@ -287,6 +289,9 @@ def test_what_travels_in_a_step():
             # Down go the gradient and, to be read, the parameter; up goes the parameter.
             assert (crossed.to_host, crossed.to_device) == (down * 272, up * 272), dtype
             optimizer.zero_grad()
+    with Budget(10**6, model), md.offload.Crossings() as crossed, on_host():
+        torch.empty_like(model.weight).copy_(model.weight)  # the first takes a shape alone
+    assert crossed.to_host == model.weight.nbytes
 
 
 def test_nothing_stays_behind():
