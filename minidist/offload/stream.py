@@ -15,17 +15,17 @@ from minidist.zero.sharded_optimizer import is_elementwise
 
 
 class CopyStream:
-    """Copies from a device to the host while the device computes. A CPU's does nothing."""
+    """Copies from a device to the host while the device computes. On a CPU it has nothing to do."""
 
     def __init__(self, device: torch.device) -> None:
         self._module: Any = torch.get_device_module(device)
         self._device, self._stream = device, self._module.Stream(device)
 
-    def fetch(self, source: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Begin as soon as the device has computed `source`. `like`: how it is to be laid out."""
+    def fetch(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """Begin as soon as the device has computed `source`. Returns the target."""
         self._stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._stream):
-            target = pinned(like, source.dtype).copy_(source, non_blocking=True)
+            target.copy_(source, non_blocking=True)
         if source.device.type != "cpu":
             local_of(source).record_stream(self._stream)  # its memory is not to be used before
         return target
@@ -40,7 +40,8 @@ class CopyStream:
 def pinned(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Memory on the host that a device can copy from and to by itself."""
     with on_host():
-        return torch.empty_like(like, dtype=dtype, pin_memory=torch.accelerator.is_available())
+        pins = torch.accelerator.is_available()
+        return torch.empty_like(like, dtype=dtype, device="cpu", pin_memory=pins)
 
 
 class OffloadedOptimizer(Optimizer):
@@ -72,8 +73,7 @@ class OffloadedOptimizer(Optimizer):
         self._kinds = {p: (p.device, p.dtype) for p in parameters}
         self._streams = {p.device: CopyStream(p.device) for p in parameters}
         self._arriving: dict[nn.Parameter, torch.Tensor] = {}  # gradients
-        with on_host():
-            self._masters = own = {p: _master(p) for p in parameters}
+        self._masters = own = {p: _master(p) for p in parameters}
         put_on_host(dict(own))
         groups = [{**g, "params": [own[p] for p in g["params"]]} for g in self.param_groups]
         self._inner: Any = optimizer_class(groups, **defaults)  # it trains the masters
@@ -113,12 +113,12 @@ class OffloadedOptimizer(Optimizer):
                 parameter.register_post_accumulate_grad_hook(leave)
 
     @torch.no_grad()
-    def _receive(self, parameter: Any) -> None:
+    def _receive(self, p: Any) -> None:
         """Begin to fetch its gradient."""
-        if parameter in self._arriving:
+        if p in self._arriving:
             self._wait()
-        stream, own = self._streams[parameter.device], self._masters[parameter]
-        self._arriving[parameter] = stream.fetch(parameter.grad, own)
+        target = pinned(self._masters[p], p.grad.dtype)
+        self._arriving[p] = self._streams[p.device].fetch(target, p.grad)
 
     def _wait(self) -> None:
         """Until all have come. Those of 16 bits add up in float32: 16 lose what is small."""
@@ -156,19 +156,20 @@ class OffloadedOptimizer(Optimizer):
         self._wait()
         with torch.no_grad(), on_host():
             changed = {p: own for p, own in self._masters.items() if own.grad is not None}
-            for parameter, own in changed.items():
+            for p, own in changed.items():
                 # A clamp, a checkpoint or a broadcast may have changed it, and p.data.clamp_()
                 # leaves no trace: so it is read each time, for one more copy to the host.
-                now = self._streams[parameter.device].fetch(parameter, own)
+                now = own if own.dtype == p.dtype else pinned(own, p.dtype)
+                self._streams[p.device].fetch(now, p)
                 self._wait()
-                if now.dtype != own.dtype:  # what is as it was sent keeps the bits of the host
-                    now = torch.where(own.to(now.dtype) == now, own, now.to(own.dtype))
-                own.copy_(now)
+                if now is not own:  # what is as it was sent keeps the bits of the host
+                    own.copy_(torch.where(own.to(now.dtype) == now, own, now.to(own.dtype)))
             self._inner.load_state_dict(self.state_dict())  # torch casts states to float32
             self._inner.step()
             self._inner.zero_grad()
-            for parameter, own in changed.items():  # in 16 bits, if it has those, they travel so
-                parameter.copy_(pinned(own, parameter.dtype).copy_(own), non_blocking=True)
+            for p, own in changed.items():  # rounded here, so that 16 bits travel
+                sent = own if own.dtype == p.dtype else pinned(own, p.dtype).copy_(own)
+                p.copy_(sent, non_blocking=True)
         self._take()
         return loss
 
@@ -191,5 +192,4 @@ class OffloadedOptimizer(Optimizer):
 def _master(parameter: nn.Parameter) -> nn.Parameter:
     """Its copy on the host: in float32 if the device has 16 bits."""
     dtype = torch.promote_types(parameter.dtype, torch.float32)
-    own = parameter.detach().to("cpu", dtype, copy=True)
-    return nn.Parameter(own, parameter.requires_grad)
+    return nn.Parameter(pinned(parameter, dtype).copy_(parameter.detach()), parameter.requires_grad)
