@@ -3,8 +3,7 @@
     optimizer = NaiveOffload(model.parameters(), torch.optim.Adam, lr=1e-3)
 
 A device with Adam holds 16 bytes a parameter; here 8, the parameter and its gradient. `stream.py`
-adds copies beside what the device computes, gradients that leave during backward, 16 bits,
-checkpoints, and changes of parameters between two steps. Lesson: offload.
+adds copies beside what the device computes, 16 bits and checkpoints. Lesson: offload.
 """
 
 from collections.abc import Iterable

@@ -61,10 +61,9 @@ class OffloadedOptimizer(Optimizer):
     step begins with the parameters, so a change of them between two steps is seen. `shards` are
     the copies; their `.grad` is what `receive_in_backward` has fetched. Lesson: offload.
 
-    Limits: all groups are given at the start. No LBFGS, whose step calls a closure again and again;
-    no sparse gradients; no `deepcopy` and no `pickle`: save its `state_dict()`. What a copy has
-    beyond 16 bits is in no checkpoint. An error in a step leaves states as they are then. States
-    that are loaded are not held against the shapes of the model, as in torch.
+    Limits: all groups are given at the start. No LBFGS; no sparse gradients; no `deepcopy` and no
+    `pickle`: save its `state_dict()`. What a copy has beyond 16 bits is in no checkpoint. An error
+    in a step leaves states as they are then. Loaded states may have other shapes, as in torch.
     """
 
     def __init__(self, params: Any, optimizer_class: type[Optimizer], **defaults: Any) -> None:
@@ -98,9 +97,9 @@ class OffloadedOptimizer(Optimizer):
 
     def receive_in_backward(self) -> None:
         """From now on each gradient leaves the device as soon as backward has made it, and `.grad`
-        stays None: the device never holds all of them. They add up on the host until the next step.
-        There call `zero_grad()` of this optimizer, and to clip them, clip the `.grad` of `shards`.
-        With a wrapper that averages gradients, complete only after backward, `step` raises."""
+        stays None. They add up on the host until the next step: call `zero_grad()` of this
+        optimizer, and to clip them, clip the `.grad` of `shards`. With a wrapper that averages
+        gradients, which are complete only after backward, `step` raises RuntimeError."""
         me = weakref.ref(self)
 
         def leave(parameter: Any) -> None:
@@ -119,6 +118,8 @@ class OffloadedOptimizer(Optimizer):
             self._wait()
         target = pinned(self._masters[p], p.grad.dtype)
         self._arriving[p] = self._streams[p.device].fetch(target, p.grad)
+        if self._masters[p].grad is not None:  # of an earlier pass
+            self._wait()
 
     def _wait(self) -> None:
         """Until all have come. Those of 16 bits add up in float32: 16 lose what is small."""
