@@ -78,7 +78,7 @@ def apart(ours, wanted, allowed=1e-12):
 def bytes_gathered(model):
     """What its units have of full parameters."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    return sum(full.untyped_storage().nbytes() for unit in units for full in unit.unsharded)
+    return sum(full.untyped_storage().nbytes() for unit in units for full in [unit.unsharded])
 
 
 def pair(make, shard):

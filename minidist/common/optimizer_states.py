@@ -25,16 +25,6 @@ def require_states_of(
                 )
 
 
-def renamed(state_dict: dict[str, Any], new: dict[Any, Any]) -> dict[str, Any]:
-    """The same, with other keys for its parameters, such as names for numbers."""
-    groups = [
-        {**group, "params": [new[key] for key in group["params"]]}
-        for group in state_dict["param_groups"]
-    ]
-    states = {new.get(key, key): value for key, value in state_dict["state"].items()}
-    return {**state_dict, "state": states, "param_groups": groups}
-
-
 def elementwise(name: str, value: Any, parameter: torch.Tensor) -> bool:
     """Whether this state of the parameter has a number for each of its elements."""
     # All are of one shape if the parameter has only one element.
