@@ -96,10 +96,9 @@ class OffloadedOptimizer(Optimizer):
         return list(self._masters.values())
 
     def receive_in_backward(self) -> None:
-        """From now on each gradient leaves the device as soon as backward has made it, and `.grad`
-        stays None. They add up on the host until the next step: call `zero_grad()` of this
-        optimizer, and to clip them, clip the `.grad` of `shards`. With a wrapper that averages
-        gradients, which are complete only after backward, `step` raises RuntimeError."""
+        """From now on each gradient leaves the device as soon as backward has made it, and they add
+        up on the host until the next step: call `zero_grad()` of this optimizer, and clip the
+        `.grad` of `shards`. With a wrapper that averages gradients `step` raises RuntimeError."""
         me = weakref.ref(self)
 
         def leave(parameter: Any) -> None:
