@@ -348,8 +348,8 @@ class ParamGroup:
         for each, place in zip(trained, full.view(self.ranks, -1).split(sizes, 1), strict=True):
             given = [(each.grad, 1 / self.divisor), (each.left, 1)]
             there = [(whole, by) for whole, by in given if whole is not None]
-            if not there or place.numel() > each.sharded.numel():
-                place.zero_()
+            if not there:
+                place.zero_()  # but not the padding at the end, which nobody reads
             for number, (whole, by) in enumerate(there):
                 for part, source in by_rank(place, whole.to(full)):
                     if number == 0:
