@@ -50,7 +50,7 @@ def fully_shard(
         optimizer = torch.optim.Adam(model.parameters())     # after, not before
 
     The parts first, then the whole, which gets the parameters that no part has. Each parameter
-    becomes a DTensor of this rank's rows. So torch's own tools are right: its clipping, `p.norm()`,
+    becomes a DTensor of this rank's rows. So torch's own tools are right: its clipping, `p.norm().full_tensor()`,
     its optimizers (but Rprop, Adafactor and LBFGS raise: they take no DTensors),
     `get_optimizer_state_dict`, its checkpoints; `md.saving` as well. Every rank takes rank 0's
     values. A model on the device "meta" stays there: call `to_empty(device=...)`
