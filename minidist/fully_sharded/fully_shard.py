@@ -50,18 +50,18 @@ def fully_shard(
         optimizer = torch.optim.Adam(model.parameters())     # after, not before
 
     The parts first, then the whole, which gets the parameters that no part has. Each parameter
-    becomes a DTensor of this rank's rows. So torch's own tools are right: its clipping, `p.norm().full_tensor()`,
-    its optimizers (but Rprop, Adafactor and LBFGS raise: they take no DTensors),
-    `get_optimizer_state_dict`, its checkpoints; `md.saving` as well. Every rank takes rank 0's
-    values. A model on the device "meta" stays there: call `to_empty(device=...)`
-    and fill the parameters after sharding; on the CPU each rank fills its rows by its own random
-    numbers, so seed the ranks differently. `load_state_dict` takes DTensors, or whole tensors.
+    becomes a DTensor of this rank's rows. So torch's own tools are right: its clipping,
+    `p.norm().full_tensor()`, its optimizers (but Rprop, Adafactor and LBFGS raise: they take no
+    DTensors), `get_optimizer_state_dict`, its checkpoints; `md.saving` as well. Every rank takes
+    rank 0's values. A model on the device "meta" stays there: call `to_empty(device=...)` and fill
+    the parameters after sharding; on the CPU each rank fills its rows by its own random numbers, so
+    seed the ranks differently. `load_state_dict` takes DTensors, or whole tensors.
 
     mesh: of one axis; of two for hybrid sharding, (replicas, shards). None is all ranks.
     reshard_after_forward: False keeps the parameters for the backward pass. None is False for the
         outermost module, the root, with which the backward pass begins, and True for others.
-    mp_policy, offload_policy: torch's. Shards on the CPU, for an optimizer there, too; `pin_memory`
-        changes nothing.
+    mp_policy, offload_policy: torch's. Offloaded, shards and so the optimizer are on the CPU, and
+        `pin_memory` changes nothing.
     ignored_params: parameters that stay as they are on each rank.
 
     Returns the module, of a class that is an `FSDPModule` as well. Raises ValueError or TypeError

@@ -80,7 +80,7 @@ class FullyShardedDataParallel(Synchronized):
         which are replicated along the first.
     cpu_offload: torch's. Shards and their gradients, and so the optimizer, are on the CPU.
     always: torch's other arguments that ordinary scripts pass, such as `use_orig_params` and
-        `device_id`. They change nothing.
+        `device_id`. They change nothing: move the module to its device before.
 
     `state_dict()` is whole, on the CPU: all ranks call it. With keep_vars=True, or of `module`, it
     has DTensors; all of these load. Of the optimizer take torch's `get_optimizer_state_dict`. At

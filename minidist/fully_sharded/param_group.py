@@ -30,7 +30,7 @@ from torch.distributed.tensor import (
 )
 
 from minidist import backend
-from minidist.common.dtensor import distributed, relist
+from minidist.common.dtensor import distributed, of_local, relist
 from minidist.common.materialize import Named, Place
 from minidist.zero.shards import all_gather_each, by_rank, reduce_scatter
 
@@ -349,7 +349,7 @@ class ParamGroup:
             given = [(each.grad, 1 / self.divisor), (each.left, 1)]
             there = [(whole, by) for whole, by in given if whole is not None]
             if not there:
-                place.zero_()  # but not the padding at the end, which nobody reads
+                place.zero_()  # else its padding keeps what was there: nobody reads it
             for number, (whole, by) in enumerate(there):
                 for part, source in by_rank(place, whole.to(full)):
                     if number == 0:
@@ -405,9 +405,7 @@ class ParamGroup:
                 gradient = (gradient / self.divisor).to(each.local.device, each.local.dtype)
                 own = gradient if own is None else own.add_(gradient)
             if own is not None:
-                each.sharded.grad = DTensor.from_local(
-                    own, mesh, [Partial()] * mesh.ndim, run_check=False
-                )
+                each.sharded.grad = of_local(own, mesh, [Partial()] * mesh.ndim, own.shape)
 
     def forget(self) -> None:
         """A backward pass has failed."""

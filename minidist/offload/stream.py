@@ -15,7 +15,7 @@ from minidist.zero.sharded_optimizer import is_elementwise
 
 
 class CopyStream:
-    """Copies from a device to the host while the device computes. On a CPU it has nothing to do."""
+    """Copies from a device to the host while the device computes. On a CPU it copies at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._module: Any = torch.get_device_module(device)
@@ -27,7 +27,7 @@ class CopyStream:
         with self._module.stream(self._stream):
             target.copy_(source, non_blocking=True)
         if source.device.type != "cpu":
-            local_of(source).record_stream(self._stream)  # its memory is not to be used before
+            local_of(source).record_stream(self._stream)  # nobody gets its memory before that
         return target
 
     def wait(self) -> None:
@@ -40,7 +40,7 @@ class CopyStream:
 def pinned(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Memory on the host that a device can copy from and to by itself."""
     with on_host():
-        pins = torch.accelerator.is_available()
+        pins = like.device.type != "cpu" or local_of(like).is_pinned()
         return torch.empty_like(like, dtype=dtype, device="cpu", pin_memory=pins)
 
 
@@ -98,7 +98,7 @@ class OffloadedOptimizer(Optimizer):
     def receive_in_backward(self) -> None:
         """From now on each gradient leaves the device as soon as backward has made it, and they add
         up on the host until the next step: call `zero_grad()` of this optimizer, and clip the
-        `.grad` of `shards`. With a wrapper that averages gradients `step` raises RuntimeError."""
+        `.grad` of `shards`. With `DistributedDataParallel` backward or `step` raises."""
         me = weakref.ref(self)
 
         def leave(parameter: Any) -> None:
