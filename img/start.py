@@ -37,7 +37,7 @@ PARTS = [  # each lesson: its name, what it is about, and how many minutes it ta
         [
             ("zero", "optimizer states\nand gradients, shared", 80),
             ("fully_sharded", "no rank has\nthe whole model", 85),
-            ("fsdp_in_practice", "what to wrap,\nwhere, in which bits", 75),
+            ("fsdp_in_practice", "what to wrap,\nwhere, in which bits", 90),
             ("activation_checkpointing", "compute twice,\nkeep less", 75),
             ("mixed_precision", "16 bits a number", 85),
             ("offload", "what need not\nbe here", 75),

@@ -1,21 +1,23 @@
-"""What the tests of fully sharded training share: models, examples, and how a sharded model and
-one process differ after the same steps. Ranks import it."""
+"""What the tests of fully sharded training share: models, examples, both forms, and how a sharded
+model and one process differ after the same steps. Ranks import it."""
 
+import contextlib
 import copy
-import os
-import sys
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import minidist as md
-from minidist.fully_sharded import FSDPModule
+from minidist.fully_sharded import FSDPModule, by_class
+
+WIDTH = 7  # of which no number of ranks here gets even rows
 
 
 class Block(nn.Module):
-    def __init__(self, width):
+    def __init__(self, width=WIDTH):
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
@@ -24,25 +26,75 @@ class Block(nn.Module):
         return x + self.down(self.up(self.norm(x)).relu())
 
 
-class Model(nn.Module):
-    def __init__(self, width=8):
-        super().__init__()
-        self.width = width
-        self.embedding = nn.Embedding(16, width)
-        self.blocks = nn.ModuleList([Block(width) for _ in range(3)])
-        self.head = nn.Linear(width, 16)
+class Net(nn.Module):
+    """Blocks, and parameters of the root's own. Of three ranks the last has no row of the head."""
 
-    def forward(self, tokens):
-        x = self.embedding(tokens)
+    def __init__(self, block=Block, forward=None):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([block() for _ in range(3)])
+        self.head = nn.Linear(WIDTH, 4)
+        self.other = forward
+
+    def forward(self, x):
+        if self.other:
+            return self.other(self, x)
+        x = self.first(x)
         for block in self.blocks:
             x = block(x)
         return self.head(x)
 
+    def predict(self, x):
+        return self.head(self.blocks[1](self.first(x)))
 
-def share(rank, step=0, width=6):
+
+# ---- both forms -------------------------------------------------------------------------------
+
+PARTS = Block, nn.TransformerEncoderLayer  # that are units
+
+
+def in_place(model, shard=md.fully_shard, kinds=PARTS, **options):
+    for part in list(model.modules()):
+        if isinstance(part, kinds):
+            shard(part, **options)
+    return shard(model, **options)
+
+
+def wrapped(model, kinds=PARTS, **options):
+    return md.FullyShardedDataParallel(model, auto_wrap_policy=by_class(*kinds), **options)
+
+
+def two_axes():
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+
+
+@contextlib.contextmanager
+def unreduced(model):
+    """Within the block no backward pass reduces, as a script of either form says it."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(False)
+    with model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext():
+        yield
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(True)
+
+
+def units_of(model):
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def bytes_gathered(model):
+    """What its units have of full parameters."""
+    return sum(unit.unsharded.untyped_storage().nbytes() for unit in units_of(model))
+
+
+# ---- beside one process -----------------------------------------------------------------------
+
+
+def share(rank, step=0):
     """Examples of a rank, other ones on each rank and at each step."""
     generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(5, width, dtype=torch.float64, generator=generator)
+    return torch.randn(5, WIDTH, dtype=torch.float64, generator=generator)
 
 
 def weighed(output, step=0):
@@ -56,6 +108,36 @@ def loss_of(model, ranks, step=0):
     return sum(weighed(model(share(rank, step)), step) for rank in ranks) / len(ranks)
 
 
+def plainly(model, ranks, step):
+    loss_of(model, ranks, step).backward()
+
+
+def groups_of(model):
+    """The usual ones: no weight decay for biases and norms."""
+    weights = [p for p in model.parameters() if p.dim() >= 2]
+    rest = [p for p in model.parameters() if p.dim() < 2]
+    return [{"params": weights, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+
+
+def steps_of(loop, steps=range(3), make=torch.optim.SGD, **options):
+    """What `held` takes: steps of this loop, which makes gradients, and of an optimizer."""
+    options = options or {"lr": 0.1, "momentum": 0.9}  # it sees gradients of another size
+
+    def train(model, ranks):
+        optimizer, out = make(groups_of(model), **options), {}
+        for step in steps:
+            optimizer.zero_grad()
+            given = loop(model, ranks, step)
+            named = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
+            out |= {f"gradient of {name} at {step}": grad for name, grad in named}
+            optimizer.step()
+            if given is not None:
+                out[f"given at {step}"] = given
+        return out
+
+    return train
+
+
 def whole(value):
     """Of a DTensor all rows; of a number a tensor."""
     if isinstance(value, DTensor):
@@ -66,7 +148,7 @@ def whole(value):
 def apart(ours, wanted, allowed=1e-12):
     """By name, what differs."""
     found = dict.fromkeys(ours.keys() ^ wanted.keys(), "only one has it")
-    for name in ours.keys() & wanted.keys():
+    for name in (name for name in wanted if name in ours):
         a, b = whole(ours[name]), whole(wanted[name])
         if a.shape != b.shape or a.dtype != b.dtype:
             found[name] = f"{tuple(a.shape)} {a.dtype}, not {tuple(b.shape)} {b.dtype}"
@@ -75,16 +157,10 @@ def apart(ours, wanted, allowed=1e-12):
     return found
 
 
-def bytes_gathered(model):
-    """What its units have of full parameters."""
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    return sum(full.untyped_storage().nbytes() for unit in units for full in unit.unsharded)
-
-
-def pair(make, shard):
+def pair(make, shard, dtype=torch.float64):
     """On a rank: a sharded model, and one process's with the same weights."""
     torch.manual_seed(0)
-    plain = make()
+    plain = make().to(dtype)
     return shard(copy.deepcopy(plain)), plain
 
 
@@ -99,10 +175,6 @@ def held(case, make, shard, allowed=1e-12, frees=True):
     return found | ({"gathered": nbytes} if frees and (nbytes := bytes_gathered(model)) else {})
 
 
-def is_sharded(model):
-    return isinstance(model, FSDPModule | md.FullyShardedDataParallel)
-
-
 def told(fault):
     """On a rank: what `fault` raises, with the name of its class."""
     try:
@@ -110,20 +182,3 @@ def told(fault):
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
-
-
-def saved_by(script, library):
-    """On a rank: what a script for torch's FSDP saves, with `LIBRARY` in it as this one."""
-    kept, argv, save = [], sys.argv, torch.save
-    source = script.replace("LIBRARY", library)
-    for line in ('dist.init_process_group("gloo")', "dist.destroy_process_group()"):
-        assert line in source
-        source = source.replace(line, "")
-    sys.modules["model"] = sys.modules[__name__]
-    sys.argv, torch.save = [library, os.devnull], lambda what, path: kept.append(what)
-    try:
-        exec(compile(source, library, "exec"), {"__name__": "__main__"})
-    finally:
-        sys.argv, torch.save = argv, save
-        del sys.modules["model"]
-    return kept[0] if kept else None

@@ -1,380 +1,445 @@
-"""`md.fully_shard`, torch's form in place, as scripts for torch's use it. Held against one process
-and against torch's. Lesson: fully_sharded"""
+"""Ranks of which none has a whole model train as one process does: both forms of FSDP, in the loops
+of lessons and of ordinary scripts, with other examples on each rank. Lesson: fully_sharded"""
 
 import copy
-import pickle
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_model import Block, apart, bytes_gathered, loss_of, saved_by, share, told, whole
+from fsdp_model import (
+    WIDTH,
+    Block,
+    Net,
+    bytes_gathered,
+    held,
+    in_place,
+    loss_of,
+    pair,
+    plainly,
+    share,
+    steps_of,
+    told,
+    two_axes,
+    units_of,
+    unreduced,
+    wrapped,
+)
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch._dynamo.testing import CompileCounter
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, ShardingStrategy
+from torch.distributed.tensor import DTensor
+from torch.optim import swa_utils
+from torch.utils.checkpoint import checkpoint
 
 import minidist as md
-from minidist.fully_sharded import FSDPModule
+from minidist.fully_sharded import register_fsdp_forward_method
 
-LIMIT = 1e-12
+# ---- any loop ---------------------------------------------------------------------------------
 
 
-class Model(nn.Module):
-    """Blocks, and parameters of the root's own: a head, a scale, and a tied one."""
+def accumulated(model, ranks, step):
+    """Of three micro-batches the last is reduced, and what the others have left with it; and what
+    one before them has reduced already."""
+    if step == 2:
+        loss_of(model, ranks, step + 3).backward()
+    with unreduced(model):
+        for number in (1, 2):
+            loss_of(model, ranks, step + number).backward()
+    loss_of(model, ranks, step).backward()
 
-    def __init__(self, width=6):
+
+def each_reduced(model, ranks, step):
+    for number in range(3):
+        loss_of(model, ranks, step + number).backward()
+
+
+def forgotten(model, ranks, step):
+    """What a pass has left is zeroed before it is reduced."""
+    with unreduced(model):
+        loss_of(model, ranks, step + 1).backward()
+        model.zero_grad(set_to_none=step == 1)
+        loss_of(model, ranks, step + 2).backward()
+    loss_of(model, ranks, step).backward()
+
+
+def several_passes(model, ranks, step):
+    """Forward, and backward in another order; two of them at once."""
+    losses = [loss_of(model, ranks, step + number) for number in range(3)]
+    with torch.no_grad():
+        model(share(0))
+    model(share(1))  # its output is not used
+    (losses[0] + losses[2]).backward()
+    losses[1].backward()
+
+
+def clipped(model, ranks, step):
+    loss_of(model, ranks, step).backward()
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.01, (2.0, 1.0, 2.0)[step])
+
+
+def clipped_by_a_method(model, ranks, step):
+    loss_of(model, ranks, step).backward()
+    norm_type = (2.0, float("inf"), 1.0)[step]
+    if isinstance(model, md.FullyShardedDataParallel):
+        return model.clip_grad_norm_(0.01, norm_type)
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type)
+
+
+def evaluated(model, ranks, step):
+    """Between the steps. Nothing stays gathered."""
+    model.eval()
+    with torch.no_grad():
+        output = model(share(9))
+    assert bytes_gathered(model) == 0
+    with torch.inference_mode():
+        assert torch.equal(output, model(share(9)))
+    assert bytes_gathered(model) == 0
+    model.train()
+    loss_of(model, ranks, step).backward()
+    return output
+
+
+def failed(model, ranks, step):
+    """In the middle of forward, and of backward."""
+
+    def ruined(*_):
+        raise ArithmeticError
+
+    for hook in ruined, lambda _, x, y: [y.register_hook(ruined), None][1]:
+        handle = model.blocks[1].register_forward_hook(hook)
+        words = told(lambda: loss_of(model, ranks, step).backward())
+        assert words.startswith("ArithmeticError"), words
+        handle.remove()
+    model.zero_grad()
+    loss_of(model, ranks, step).backward()
+
+
+LOOPS = [accumulated, each_reduced, forgotten, several_passes, clipped, evaluated, failed]
+OFFLOAD = {"offload_policy": CPUOffloadPolicy()}
+
+
+def strategy(name):
+    return partial(wrapped, sharding_strategy=ShardingStrategy[name])
+
+
+FORMS = {  # name: the number of ranks, and how a model is sharded
+    "in place, 2": (2, in_place),
+    "in place, 3": (3, in_place),
+    "in place, kept after forward": (3, partial(in_place, reshard_after_forward=False)),
+    "in place, on the CPU": (2, partial(in_place, **OFFLOAD)),
+    "in place, hybrid": (4, lambda model: in_place(model, mesh=two_axes())),
+    "wrapped": (3, wrapped),
+    "wrapped, gradients only": (3, strategy("SHARD_GRAD_OP")),
+    "wrapped, whole on each": (3, strategy("NO_SHARD")),
+    "wrapped, without prefetch": (2, partial(wrapped, prefetch=False)),
+    "wrapped, on the CPU": (3, partial(wrapped, cpu_offload=CPUOffload(offload_params=True))),
+    "wrapped, one unit": (2, md.FullyShardedDataParallel),
+    "wrapped, hybrid": (4, lambda model: wrapped(model, device_mesh=two_axes())),
+}
+CASES = [(loop, form) for loop in LOOPS for form in FORMS]
+CASES += [(clipped_by_a_method, form) for form in FORMS if form.startswith("wrapped")]
+
+
+@pytest.mark.parametrize(("loop", "form"), CASES)
+def test_any_loop(pools, loop, form):
+    size, shard = FORMS[form]
+    assert pools(size)(held, steps_of(loop), Net, shard) == [{}] * size
+
+
+# ---- any model --------------------------------------------------------------------------------
+
+
+class Parts(Net):
+    """An LSTM, tied weights, a module that is there twice, a buffer, frozen parameters, some that
+    are never used."""
+
+    def __init__(self):
         super().__init__()
-        self.first = nn.Linear(width, width)
-        self.blocks = nn.ModuleList([Block(width) for _ in range(3)])
-        self.last = nn.Linear(width, width)
-        self.last.weight = self.first.weight
-        self.scale = nn.Parameter(torch.tensor([1.5]))
+        self.lstm, self.again = nn.LSTM(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.again.weight = self.first.weight
+        self.same = self.again
+        self.register_buffer("two", torch.tensor([2.0]))
+        self.first.bias.requires_grad_(False)
+        self.blocks[1].requires_grad_(False)
+        self.blocks[2].never = nn.Linear(2, 2)
 
     def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x) * self.scale
+        return super().forward(x + self.lstm(self.again(x))[0] * self.two)
 
 
-def sharded(model, **options):
+class Sometimes(Block):
+    """A half of it is used for a part of the examples: on some ranks only."""
+
+    def __init__(self):
+        super().__init__()
+        self.extra = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x + self.extra(x) if x[0, 0] > 0 else x
+
+
+class Within(Block):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def around(reentrant, model, x):
+    x = model.first(x)
     for block in model.blocks:
-        assert md.fully_shard(block, **options) is block
-    return md.fully_shard(model, **options)
+        x = checkpoint(block, x, use_reentrant=reentrant)
+    return model.head(x)
 
 
-def over_two_axes(model, **options):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    return sharded(model, mesh=mesh, **options)
+def twice(model, x):
+    x = model.first(x)
+    for block in (*model.blocks, *model.blocks[:2], model.blocks[1]):
+        x = block(x)
+    return model.head(x)
 
 
-def both(wrap, **options):
-    """On a rank: a sharded model and one alone, equal; and an optimizer of each, by groups."""
-    torch.manual_seed(0)
-    plain = Model().double()
-    model = wrap(copy.deepcopy(plain), **options)
-    adam = [
-        torch.optim.AdamW(
-            [
-                {"params": [p for p in m.parameters() if p.dim() >= 2], "weight_decay": 0.1},
-                {"params": [p for p in m.parameters() if p.dim() < 2], "weight_decay": 0.0},
-            ],
-            lr=1e-2,
-        )
-        for m in (model, plain)
-    ]
-    return model, plain, *adam
+class Encoders(nn.Module):
+    """Torch's layers read the parameters of their children, and in eval mode those of all."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True)
+        self.first, self.layers = nn.Linear(WIDTH, 6), nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x):
+        return self.layers(self.first(x)[None])
 
 
-def step_of(models, step, clip=0.05):
-    """Of both, with clipping by torch. Returns the two norms."""
-    model, plain, *optimizers = models
-    loss_of(model, [dist.get_rank()], step).backward()
-    loss_of(plain, range(dist.get_world_size()), step).backward()
-    norms = [whole(torch.nn.utils.clip_grad_norm_(m.parameters(), clip)) for m in (model, plain)]
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-    return norms
-
-
-def test_parity_with_one_process(pools):
-    """With clipping, and groups by `p.dim()`. After a step nothing is left but shards."""
-
-    def run(wrap, reshards):
-        models = both(wrap, reshard_after_forward=reshards)
-        model, plain = models[:2]
-        for step in range(3):
-            ours, theirs = step_of(models, step)
-            torch.testing.assert_close(ours, theirs, rtol=LIMIT, atol=0)
-        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        left = bytes_gathered(model)
-        output = {"output": model(share(9))}
-        found = apart(model.state_dict(), plain.state_dict()) | apart(
-            output, {"output": plain(share(9))}
-        )
-        return found, len(units), left
-
-    for size, wrap in ((1, sharded), (2, sharded), (4, over_two_axes)):
-        for reshards in (None, False):
-            assert pools(size)(run, wrap, reshards) == [({}, 4, 0)] * size, (size, reshards)
-
-
-def test_it_stays_what_it_was(pools):
-    def run():
-        torch.manual_seed(0)
-        model = sharded(Model())
-        names = [name for name, _ in model.named_parameters()]
-        return (
-            isinstance(model, Model) and isinstance(model.blocks[0], Block),
-            type(model).__name__,
-            names == [name for name, _ in Model().named_parameters()],
-            sum(p.numel() for p in model.parameters()),
-            sum(p.to_local().numel() for p in model.parameters()),
-        )
-
-    elements = sum(p.numel() for p in Model().parameters())
-    found = pools(2)(run)
-    assert [each[:3] for each in found] == [(True, "FSDPModel", True)] * 2
-    assert [each[3] for each in found] == [elements] * 2
-    local = [each[4] for each in found]
-    assert sum(local) == elements and max(local) - min(local) == 1  # of `scale`, rank 0 has all
-
-
-def test_state_dict(pools):
-    """DTensors of rows, as torch's has them; whole by torch's function. Loaded from either."""
-
-    def run():
-        torch.manual_seed(dist.get_rank())
-        model, theirs = sharded(Model()), Model()
-        state = model.state_dict()
-        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-        theirs.load_state_dict(whole)
-        found = apart(state, whole, 0)
-        for block in theirs.blocks:
-            torch_fully_shard(block)
-        theirs.scale = nn.Parameter(theirs.scale[None])  # theirs takes no number
-        torch_fully_shard(theirs)
-        rows = theirs.state_dict()
-        for name in state.keys() - {"scale"}:
-            if not torch.equal(rows[name].to_local(), state[name].to_local()):
-                found[name] = "other rows"
-        for given in (whole, state):
-            other = sharded(Model())
-            other.load_state_dict(given)
-            found |= apart(other.state_dict(), whole, 0)
-        return found, float(whole["scale"])
-
-    assert pools(2)(run) == [({}, 1.5)] * 2
-
-
-def test_checkpoints_of_optimizers(pools, tmp_path):
-    """On disk, at other numbers of ranks; and in memory, as one process has it."""
-
-    def save(folder):
-        models = both(sharded)
-        for step in range(2):
-            step_of(models, step)
-        with md.saving.Checkpoints(folder) as checkpoints:
-            checkpoints.save(2, model=models[0], optimizer=models[2])
-        return md.fully_sharded.optim_state_dict(models[0], models[2])
-
-    def load(folder, given):
-        models = both(sharded)
-        model, plain, ours, alone = models
-        with md.saving.Checkpoints(folder) as checkpoints:
-            assert checkpoints.load(model=model, optimizer=ours) == 2
-        plain.load_state_dict(
-            get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-        )
-        alone.load_state_dict(copy.deepcopy(given))
-        step_of(models, 2)
-        found = apart(model.state_dict(), plain.state_dict())
-        md.fully_sharded.load_optim_state_dict(model, ours, alone.state_dict())
-        step_of(models, 3)
-        return found | apart(model.state_dict(), plain.state_dict())
-
-    given = pools(4)(save, tmp_path)[0]
-    assert pools(2)(load, tmp_path, given) == [{}] * 2
-
-
-def padded(module, size):
-    """Bytes of its parameters, each with as many rows as the ranks divide."""
-    return sum(-(-len(p) // size) * size * p[0].numel() * 8 for p in module.parameters())
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_bytes_that_are_sent_and_held(pools, size):
-    """All units are gathered forward, all but the root again backward, and all reduced. At most two
-    blocks are whole beside the shards and the root."""
-
-    def run():
-        model, _, adam, _ = both(sharded)
-        step = partial(loss_of, model, [dist.get_rank()])
-        step(0).backward()  # from now on it knows the order
-        adam.step()
-        adam.zero_grad()
-        with md.measure.TrafficCounter() as traffic, md.measure.MemoryTracker(model, adam) as held:
-            step(1).backward()
-        names = {"gloo": ("broadcast", "reduce"), "shm": ("all_gather", "reduce_scatter")}
-        sent = [traffic.calls[name][1] for name in names[dist.get_backend()]]
-        rows = sum(p.to_local().nbytes for p in model.parameters())
-        live = held.live["parameters"], held.live["gradients"]
-        return sent, held.peak_of["parameters"] - live[0], live, rows
-
-    model = Model()
-    block, whole = padded(model.blocks[0], size), padded(model, size)
-    root = whole - 3 * block
-    found = pools(size)(run)
-    held = whole / size, whole / size
-    wanted = [2 * whole - root, whole], root + 2 * block, held
-    assert [each[:3] for each in found] == [wanted] * size
-    assert sum(each[3] for each in found) == 8 * sum(p.numel() for p in model.parameters())
-
-
-def test_accumulation_without_reducing(pools):
-    """Until it is reduced, a gradient is whole on each rank; autograd has that of a unit or two."""
-
-    def run():
-        model, plain, ours, alone = both(sharded)
-        for step in range(3):
-            loss_of(plain, range(2), step).backward()
-        with md.measure.TrafficCounter() as traffic, md.measure.MemoryTracker(model) as memory:
-            for step in range(3):
-                if step:
-                    p = model.first.weight
-                    assert p.grad.placements[0].is_partial() and p.grad.to_local().shape == p.shape
-                model.set_requires_gradient_sync(step == 2)
-                loss_of(model, [dist.get_rank()], step).backward()
-        assert memory.peak_of["other"] < 0.8 * sum(p.nbytes for p in plain.parameters())
-        ours.step()
-        alone.step()
-        ours.zero_grad()
-        model.set_requires_gradient_sync(False)  # a pass that fails may leave gradients
-        model.blocks[0].register_full_backward_pre_hook(lambda *_: 1 / 0)
-        assert "division" in told(lambda: loss_of(model, [dist.get_rank()]).backward())
-        assert model.blocks[2].up.weight.grad is not None
-        name, each = {"gloo": ("reduce", 2), "shm": ("reduce_scatter", 1)}[dist.get_backend()]
-        return apart(model.state_dict(), plain.state_dict()), traffic.calls[name][0] / each
-
-    assert pools(2)(run) == [({}, 4)] * 2  # once for each unit
-
-
-def test_policies(pools):
-    """Casts of inputs, of the output and of gradients; shards on the CPU."""
-
-    def run():
-        seen = {}
-        torch.manual_seed(0)
-        plain = Model()
-        model = copy.deepcopy(plain)
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        for block in model.blocks:
-            md.fully_shard(block, mp_policy=policy, offload_policy=CPUOffloadPolicy())
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float64)
-        md.fully_shard(model, mp_policy=policy, offload_policy=CPUOffloadPolicy())
-        model.last.register_forward_hook(lambda _, x, y: seen.update(x=x[0].dtype, y=y.dtype))
-        output = model(share(0))
-        output.sum().backward()
-        plain(share(0).float()).sum().backward()
-        close = (output - plain(share(0).float())).abs().max() < 0.1
-        kept = {p.dtype for p in model.parameters()} | {p.grad.dtype for p in model.parameters()}
-        return seen, output.dtype, kept, bool(close)
-
-    b = torch.bfloat16
-    assert pools(2)(run) == [({"x": b, "y": b}, torch.float64, {torch.float32}, True)] * 2
-
-
-def number():
-    model = Model()
-    model.blocks[0].scale = nn.Parameter(torch.tensor(1.0))
-    md.fully_shard(model)
-
-
-def data_given():
-    model = sharded(Model())
-    model.first.weight.data = model.first.weight.data * 0.5
-    model(share(0).float())
-
-
-REFUSED = {  # words: what is told by them
-    "one module, not list": lambda: md.fully_shard([nn.Linear(2, 2)]),
-    "ModuleList has no forward pass": lambda: md.fully_shard(nn.ModuleList()),
-    "is sharded already": lambda: md.fully_shard(md.fully_shard(Model())),
-    "reshard_after_forward=2": lambda: md.fully_shard(Model(), reshard_after_forward=2),
-    "parameter blocks.0.scale has no dimension": number,
-    "full_state_dict=True on every rank": lambda: pickle.dumps(sharded(Model())),
-    "parameter first.weight has been given other memory, by p.data": data_given,
+MODELS = {
+    "parts of all kinds": Parts,
+    "used on some ranks": partial(Net, Sometimes),
+    "checkpoints within units": partial(Net, Within),
+    "checkpoints around units": partial(Net, forward=partial(around, False)),
+    "reentrant checkpoints": partial(Net, forward=partial(around, True)),
+    "used twice": partial(Net, forward=twice),
+    "torch's encoder layers": Encoders,
 }
 
 
-def test_what_is_refused(pools):
-    for words, fault in REFUSED.items():
-        for found in pools(2)(told, fault):
-            assert words in found, (words, found)
+@pytest.mark.parametrize("form", ["in place, 3", "in place, hybrid", "wrapped"])
+@pytest.mark.parametrize("name", MODELS)
+def test_any_model(pools, name, form):
+    def loop(model, ranks, step):
+        return (evaluated, accumulated, plainly)[step](model, ranks, step)
+
+    size, shard = FORMS[form]
+    assert pools(size)(held, steps_of(loop), MODELS[name], shard) == [{}] * size
 
 
-class Experts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.experts = nn.ModuleList([nn.Linear(6, 6) for _ in range(2)])
-
-    def forward(self, x, expert):
-        return self.experts[expert](x)
+# ---- any script -------------------------------------------------------------------------------
 
 
-def test_experts_that_only_some_ranks_reach():
-    """Of one size. With gloo nobody can tell."""
+def optimizers(model, ranks):
+    """Those of torch that take all parameters at once."""
+    for how in {"fused": True, "amsgrad": True}, {"foreach": True}:
+        steps_of(plainly, range(2), torch.optim.AdamW, lr=1e-2, **how)(model, ranks)
+
+
+def grad_scaler(model, ranks):
+    """One rank has inf: all pass over the step."""
+    optimizer, out = torch.optim.SGD(model.parameters(), lr=0.1), {}
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6, growth_interval=2)
+    for step in range(5):
+        loss = loss_of(model, ranks, step)
+        if step == 2 and 1 in ranks:
+            loss = loss * torch.inf
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        out[f"scale {step}"] = scaler.get_scale()
+    return out
+
+
+def averaged(model, ranks):
+    """EMA by torch in a deep copy, which is trained on."""
+    ema = swa_utils.get_ema_multi_avg_fn(0.9)
+    other = swa_utils.AveragedModel(model, multi_avg_fn=ema, use_buffers=True)
+    for step in range(3):
+        steps_of(plainly, [step])(model, ranks)
+        other.update_parameters(model)
+    with torch.no_grad():
+        out = {"output": other(share(9))}
+    out |= {f"averaged {k}": v for k, v in copy.deepcopy(other).state_dict().items()}
+    steps_of(plainly, [4, 5])(other, ranks)
+    return out | {f"trained {k}": v for k, v in other.state_dict().items()}
+
+
+def optimizer_in_backward(model, ranks):
+    each = {p: torch.optim.Adam([p], lr=1e-2) for p in model.parameters()}
+
+    def step(p):
+        each[p].step()
+        each[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    for number in range(3):
+        loss_of(model, ranks, number).backward()
+
+
+def freezing(model, ranks):
+    """One part, and then another one."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        model.requires_grad_(step > 0)
+        model.blocks[step % 3].requires_grad_(False)
+        model.head.requires_grad_(True)
+        model.head.bias.requires_grad_(step != 1)
+        optimizer.zero_grad()
+        loss_of(model, ranks, step).backward()
+        optimizer.step()
+
+
+def written(model, ranks):
+    """As GANs and initializations do, under no_grad and by p.data."""
+    for p in model.parameters():
+        p.data.clamp_(-0.2, 0.2)
+    steps_of(plainly, [0])(model, ranks)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p * 0.9)
+        out = {"output": model(share(9))}
+    return out | steps_of(plainly, [1])(model, ranks)
+
+
+def converted(model, ranks):
+    """Between the steps, to numbers of 32 bits and back."""
+    out = steps_of(plainly, [0])(model, ranks)
+    model.float()
+    model.double()
+    return out | steps_of(plainly, [1])(model, ranks)
+
+
+def divided(model, ranks):
+    """Sums over the ranks, in place of means."""
+    for unit in units_of(model):
+        unit.set_gradient_divide_factor(1)
+    if units_of(model):
+        return steps_of(plainly)(model, ranks)
+    return steps_of(lambda m, of, step: (len(of) * loss_of(m, of, step)).backward())(model, ranks)
+
+
+def by_a_method(model, ranks):
+    module = getattr(model, "module", model)
+    register_fsdp_forward_method(module, "predict")
+    return steps_of(lambda m, of, step: loss_of(module.predict, of, step).backward())(model, ranks)
+
+
+def skipped(model, ranks, step):
+    """The pass that reduces goes through one block, those before it through all."""
+    with unreduced(model):
+        loss_of(model, ranks, step + 1).backward()
+    model.other = lambda m, x: m.head(m.blocks[0](m.first(x)))
+    loss_of(model, ranks, step).backward()
+    model.other = None
+
+
+def ahead(model):
+    """As torch's tutorial: it says what is gathered early, and keeps a unit."""
+    first, second, third = in_place(model).blocks
+    model.set_modules_to_forward_prefetch([first, second])
+    first.set_modules_to_forward_prefetch([second, third])
+    third.set_modules_to_backward_prefetch([second, first])
+    second.set_reshard_after_backward(False)
+    third.set_reshard_after_forward(False)
+    model.unshard(async_op=True)
+    return model
+
+
+def from_meta(model, **options):
+    """As torchtitan does: shard, then memory, then values."""
+    state = model.state_dict() if dist.get_rank() == 0 else {}
+    with torch.device("meta"):
+        new = in_place(Net().double(), **options)
+    new.to_empty(device="cpu")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(new, state, options=options)
+    return new
+
+
+OF_BOTH = optimizers, grad_scaler, averaged, optimizer_in_backward, freezing, written, converted
+SCRIPTS = {
+    **{f"{s.__name__}, {shard.__name__}": (s, shard)
+       for s in OF_BOTH
+       for shard in (in_place, wrapped)},
+    "divided": (divided, in_place),
+    "by a method": (by_a_method, in_place),
+    "skipped": (steps_of(skipped), in_place),
+    "gathered ahead": (steps_of(plainly), ahead),
+    "from meta": (steps_of(plainly), from_meta),
+    "from meta, on the CPU": (steps_of(plainly), partial(from_meta, **OFFLOAD)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_any_script(pools, name):
+    script, shard = SCRIPTS[name]
+    frees = name != "gathered ahead"
+    assert pools(3)(held, script, Net, shard, frees=frees) == [{}] * 3
+
+
+def test_compiled(pools):
+    """Blocks of one class are compiled once."""
+
+    def compiled(model, ranks):
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        if not units_of(model):
+            return steps_of(plainly)(model, ranks) | {"frames": 1}
+        for block in model.blocks:
+            block.compile(backend=counter)
+        return steps_of(plainly)(model, ranks) | {"frames": counter.frame_count}
+
+    assert pools(3)(held, compiled, Net, in_place) == [{}] * 3
+
+
+def test_gradients_that_are_not_reduced(pools):
+    """Each rank has its own part, whole, of what it has used."""
 
     def run():
-        model = Experts()
-        for expert in model.experts:
-            md.fully_shard(expert)
-        md.fully_shard(model)
-        return told(lambda: model(share(0).float(), dist.get_rank()))
+        model, rank = md.fully_shard(Sometimes().double()), dist.get_rank()
+        with unreduced(model):
+            model(share(rank) + 100 * (1 - 2 * rank)).sum().backward()
+        up, extra = model.up.weight.grad, model.extra.weight.grad
+        own = up.placements[0].is_partial() and up.to_local().shape == model.up.weight.shape
+        return own, extra is None
 
-    for found in md.launch(run, world_size=2, backend="shm"):
-        assert "every rank of a group must make the same call" in found
-        assert "for unit experts.0" in found and "for unit experts.1" in found, found
-
-
-SCRIPT = """
-import sys
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from LIBRARY import fully_shard
-from model import Model
-
-dist.init_process_group("gloo")
-mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-torch.manual_seed(0)
-model = Model().double()
-policy = MixedPrecisionPolicy(param_dtype=torch.float64, cast_forward_inputs=False)
-for block in model.blocks:
-    fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-fully_shard(model, mesh=mesh, mp_policy=policy)
-decay = [p for p in model.parameters() if p.dim() >= 2]
-rest = [p for p in model.parameters() if p.dim() < 2]
-groups = [dict(params=decay, weight_decay=0.1), dict(params=rest, weight_decay=0.0)]
-optimizer = torch.optim.AdamW(groups, lr=0.01)
-generator = torch.Generator().manual_seed(dist.get_rank())
-norms = []
-for step in range(4):
-    tokens = torch.randint(16, (3, 2, 5), generator=generator)
-    for number, part in enumerate(tokens):
-        model.set_requires_gradient_sync(number == 2)
-        logits = model(part)
-        (nn.functional.cross_entropy(logits.flatten(0, 1), part.flatten()) / 3).backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    norms.append((norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item())
-    optimizer.step()
-    optimizer.zero_grad()
-model.eval()
-with torch.no_grad():
-    logits = model(tokens[0])
-full = {name: value.full_tensor() for name, value in model.state_dict().items()}
-state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-if dist.get_rank() == 0:
-    assert all(torch.equal(full[name], value) for name, value in state.items())
-    torch.save((state, norms, logits), sys.argv[1])
-dist.destroy_process_group()
-"""
+    assert pools(2)(run) == [(True, False), (True, True)]
 
 
-def require_alike(saved_by_ours, saved_by_theirs):
-    (ours, *found), (theirs, *wanted) = saved_by_ours, saved_by_theirs
-    assert list(ours) == list(theirs) and apart(ours, theirs) == {}
-    for a, b in zip(found, wanted, strict=True):
-        close = partial(torch.testing.assert_close, rtol=1e-11, atol=0)
-        close(torch.as_tensor(a), torch.as_tensor(b))
+def test_unsharded_by_hand(pools):
+    """A module reads whole parameters until its forward pass, or `reshard`; the model has DTensors
+    all the time."""
+
+    def run():
+        model, plain = pair(Net, in_place)
+        block, found = model.blocks[0], []
+        for end in block.reshard, lambda: model(share(0)):
+            block.unshard()
+            same = torch.equal(block.up.weight, plain.blocks[0].up.weight)
+            end()
+            found += [same, isinstance(block.up.weight, DTensor)]
+        return found, all(isinstance(p, DTensor) for p in model.parameters())
+
+    assert pools(2)(run) == [([True] * 4, True)] * 2
 
 
-def test_a_script_for_torchs_function_with_one_line_changed(pools):
-    run = partial(saved_by, SCRIPT)
-    require_alike(*(pools(2)(run, each)[0] for each in ("minidist", "torch.distributed.fsdp")))
+def test_ignored_parameters(pools):
+    """Each rank has them whole, and a gradient of its own."""
+
+    def run():
+        model = Net().double()
+        bias = model.head.bias
+        md.fully_shard(model, ignored_params={bias})
+        model(share(dist.get_rank())).sum().backward()
+        return model.head.bias is bias, bias.grad.tolist()
+
+    assert pools(2)(run) == [(True, [5.0] * 4)] * 2

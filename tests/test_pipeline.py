@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -693,7 +694,7 @@ def test_what_cannot_be_a_pipeline_is_refused_on_every_rank(pools):
 def test_shards_of_which_each_replica_would_clip_its_own_are_refused(pools):
     def run():
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "pipeline"))
-        wrap = partial(md.fully_shard, mesh=mesh["data"])
+        wrap = partial(fully_shard, mesh=mesh["data"])  # torch's
         md.Pipeline(four(), 2, process_group=mesh.get_group("pipeline"), wrap=wrap)
 
     words = "wrap gave a FSDPStageLayers, with which a pipeline would train otherwise than one"

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
 def distributed(
@@ -21,12 +22,20 @@ def distributed(
 ) -> nn.Parameter:
     """A DTensor in a parameter's place, with its attributes and hooks. local: what this rank has
     of it; shape: of the whole. No message."""
-    stride = torch.empty(shape, device="meta").stride()
-    whole = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-    made = parameter_like(parameter, whole)
+    made = parameter_like(parameter, of_local(local, mesh, placements, shape))
     made._backward_hooks = parameter._backward_hooks
     made._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
     return made
+
+
+def of_local(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size
+) -> DTensor:
+    """What the ranks have together, of this shape. No message. `DTensor.from_local` would move a
+    rank's part to the mesh's device: offloaded rows are to stay on the CPU."""
+    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
+    spec = DTensorSpec(mesh, tuple(placements), meta)
+    return DTensor(local.detach(), spec, requires_grad=False)
 
 
 def parameter_like(parameter: nn.Parameter, value: torch.Tensor) -> nn.Parameter:

@@ -4,7 +4,8 @@ Lesson: fully_sharded
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -32,9 +33,9 @@ class FSDPModule(nn.Module):
     # ---- as torch has them -----------------------------------------------------------------
 
     def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
-        """Gather this unit's parameters: its modules have them, whole, until its forward pass or
-        `reshard`. They are copies: what is written into them is lost. async_op: only begin, and
-        return a handle with `wait()`."""
+        """Gather this unit's parameters before its forward pass does. async_op: only begin, and
+        return a handle with `wait()`. Then the modules compute with them, until the forward pass
+        ends, or `reshard`."""
         self.fsdp_group.unshard()
         self.fsdp_group.pinned = True
         handle = UnshardHandle(self.fsdp_group)
@@ -51,15 +52,10 @@ class FSDPModule(nn.Module):
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """False: the backward passes that follow reduce nothing. The `.grad` of a parameter is then
-        whole on each rank, a DTensor with the placement Partial, and the next pass with True
-        reduces the sum. A pass that fails may leave a part of its own there. Set it alike on all
-        ranks. (A penalty on the parameters, in the loss, goes into a pass that reduces: DTensor
-        cannot add its gradient to a Partial one.)"""
+        this rank's own part of the mean, whole, a DTensor with the placement Partial, and the next
+        pass with True reduces the sum. Set it alike on all ranks."""
         for group in self._groups(recurse):
             group.syncs = requires_gradient_sync
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Changes nothing: each backward pass has reduced its gradients when it returns."""
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether the parameters are freed after the forward pass."""
@@ -86,25 +82,39 @@ class FSDPModule(nn.Module):
         """Divide this unit's sums of gradients by it, in place of the number of ranks."""
         self.fsdp_group.divisor = factor
 
-    set_reduce_scatter_divide_factor = set_gradient_divide_factor
+    @property
+    def unsharded(self) -> torch.Tensor:
+        """Where this unit's full parameters are while they are gathered; without memory while they
+        are not."""
+        return self.fsdp_group.full
 
     @property
-    def unsharded(self) -> list[torch.Tensor]:
-        """Where this unit's full parameters are while they are gathered, one tensor for each dtype;
-        without memory while they are not."""
-        return [flat.full for flat in self.fsdp_group.flats]
-
-    @property
-    def flat_shards(self) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-        """What this rank keeps of the unit, one tensor for each dtype; and the parameters' rows, of
-        which it consists."""
-        flats = self.fsdp_group.flats
-        return [(flat.shard, [each.local for each in flat.parameters]) for flat in flats]
+    def flat_shard(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """What this rank keeps of the unit; and the parameters' rows, of which it consists."""
+        return self.fsdp_group.shard, [each.local for each in self.fsdp_group.parameters]
 
     def _groups(self, recurse: bool) -> list[ParamGroup]:
         return groups_in(self) if recurse else [self.fsdp_group]
 
     # ---- saved, moved, copied --------------------------------------------------------------
+
+    @contextmanager
+    def summon_full_params(self) -> Iterator[None]:
+        """Within the block the modules have whole parameters, to read and to write. There is no
+        forward pass in it. After it each rank keeps its rows of what they have become. All ranks
+        enter it."""
+        every = [each for group in groups_in(self) for each in group.parameters]
+        whole = [nn.Parameter(p.sharded.full_tensor(), p.sharded.requires_grad) for p in every]
+        for group in groups_in(self):
+            group.reshard()
+        try:
+            for each, full in zip(every, whole, strict=True):
+                each.set_on_modules(full)
+            yield
+        finally:
+            for each, full in zip(every, whole, strict=True):
+                each.set_on_modules(each.sharded)
+                each.local.copy_(each.rows_of(full.detach())._local_tensor)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         if self.fsdp_state.running or in_backward():
@@ -122,13 +132,11 @@ class FSDPModule(nn.Module):
             raise RuntimeError("a sharded module cannot be copied while it computes")
         for group in groups_in(self):
             group.reshard()
-            memo[id(group.options)] = group.options
-            memo |= {id(flat.group): flat.group for flat in group.flats}
+            memo |= {id(group.options): group.options, id(group.group): group.group}
             for each in group.parameters:
                 if id(each.sharded) not in memo:  # it may be another module's, too
-                    old: Any = each.sharded
-                    own = DTensor(old._local_tensor.clone(), old._spec, requires_grad=False)
-                    memo[id(old)] = parameter_like(old, own)
+                    own = DTensor(each.local.clone(), each.sharded._spec, requires_grad=False)
+                    memo[id(each.sharded)] = parameter_like(each.sharded, own)
         new = memo[id(self)] = type(self).__new__(type(self))
         for name, value in vars(self).items():
             if name != "fsdp_state":
@@ -153,7 +161,7 @@ class UnshardHandle:
 
     def wait(self) -> None:
         """Until the full parameters are there, and give them to the modules."""
-        self._group.pin()
+        self._group.wait_for_unshard()
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

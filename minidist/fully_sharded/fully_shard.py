@@ -1,6 +1,6 @@
 """`fully_shard`, torch's form: it makes a unit of a module, in place. Lesson: fully_sharded"""
 
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from functools import cache
 from typing import Any, TypeVar
 
@@ -15,13 +15,11 @@ from minidist import rank
 from minidist.common import agree
 from minidist.common.abandoned import Abandoned, abandon
 from minidist.common.groups import groups_of
-from minidist.common.materialize import Modules, Named, places_of, state_of
+from minidist.common.materialize import places_of, state_of
 from minidist.common.replicas import broadcast_state, require_same_lines, words
 from minidist.distributed_data_parallel import DistributedDataParallel
-from minidist.fully_sharded.flat_shard import FlatShard, rows_of
 from minidist.fully_sharded.fsdp_module import FSDPModule, group_of, groups_in, share_state
-from minidist.fully_sharded.options import Options
-from minidist.fully_sharded.param_group import ParamGroup
+from minidist.fully_sharded.param_group import Options, ParamGroup
 from minidist.mixed import MixedParallel
 from minidist.pipeline import Pipeline
 from minidist.zero import ShardedDataParallel
@@ -52,28 +50,31 @@ def fully_shard(
         optimizer = torch.optim.Adam(model.parameters())     # after, not before
 
     The parts first, then the whole, which gets the parameters that no part has. Each parameter
-    becomes a DTensor of this rank's rows. So torch's own tools are right: its clipping, `p.norm()`,
-    its optimizers (but Rprop, Adafactor and LBFGS raise: they take no DTensors),
-    `get_optimizer_state_dict`, its checkpoints; `md.saving` as well. Every rank takes rank 0's
-    values. A model on the device "meta" stays there: call `to_empty(device=...)`
-    and fill the parameters after sharding; on the CPU each rank fills its rows by its own random
-    numbers, so seed the ranks differently. `load_state_dict` takes DTensors, or whole tensors.
+    becomes a DTensor of this rank's rows. So torch's own tools are right: its clipping,
+    `p.norm().full_tensor()`, its optimizers (but Rprop, Adafactor and LBFGS raise: they take no
+    DTensors), `get_optimizer_state_dict`, its checkpoints; `md.saving` as well. Every rank takes
+    rank 0's values. A model on the device "meta" stays there: call `to_empty(device=...)` and fill
+    the parameters after sharding; on the CPU each rank fills its rows by its own random numbers, so
+    seed the ranks differently. `load_state_dict` takes DTensors, or whole tensors.
 
     mesh: of one axis; of two for hybrid sharding, (replicas, shards). None is all ranks.
     reshard_after_forward: False keeps the parameters for the backward pass. None is False for the
         outermost module, the root, with which the backward pass begins, and True for others.
-    mp_policy, offload_policy: torch's. Shards on the CPU, for an optimizer there, too; `pin_memory`
-        changes nothing.
+    mp_policy, offload_policy: torch's. Offloaded, shards and so the optimizer are on the CPU, and
+        `pin_memory` changes nothing.
     ignored_params: parameters that stay as they are on each rank.
 
     Returns the module, of a class that is an `FSDPModule` as well. Raises ValueError or TypeError
-    for a list of modules, for a parameter without dimensions, and if the ranks have different
-    modules.
+    for a list of modules, for a parameter without dimensions, for parameters of several dtypes, and
+    if the ranks have different modules.
 
     Limits: all ranks must go through the same units, forward and backward; a unit that only some
     reach is an error on the backend "shm", and may hang, or mix up units of one size, on others.
-    Autograd must come to a unit by its output: where a loss is left in an attribute, it raises that
-    a parameter was "modified inplace". No backward() within a forward pass, and no torch.func.
+    Autograd must come to a unit by its output, in lists, dicts and what torch's pytree knows: where
+    a loss is left in an attribute, it raises that a parameter was "modified inplace". No backward()
+    within a forward pass, and no torch.func. A backward pass that fails may leave a part of its own
+    in `.grad`: zero_grad() before you go on. `p.data = ...` changes nothing that is sent: write
+    `p.copy_(...)`.
 
     Zhao et al. (arXiv 2304.11277). Lesson: fully_sharded
     """
@@ -96,8 +97,27 @@ def fully_shard(
         offloads,
         frozenset(ignored_params or ()),
     )
-    require_alike(module, options)
-    make_unit(module, options)
+    with agree.together(*groups):
+        lines = list(_describe(module, options.ignored))
+    problem: Exception | None = None
+    for group in groups:
+        try:
+            require_same_lines(lines, group)
+        except (TypeError, ValueError) as error:
+            problem = error
+    agree.pass_on(problem, *groups)
+    own = list(own_modules(module))
+    given = state_of(own, options.ignored)
+    for group in groups[::-1]:
+        broadcast_state([tensor for tensor in given if not tensor.is_meta], group)
+    named = places_of(own, options.ignored)
+    module.__dict__["fsdp_group"] = ParamGroup(module, [m for _, m in own], named, options)
+    for _, _, parameter in named:
+        abandon(parameter, SHARDED)
+    module.__class__ = _sharded_class(type(module))  # type: ignore
+    module.register_load_state_dict_pre_hook(_distribute)
+    module.register_load_state_dict_post_hook(_take_assigned)
+    share_state(module)
     return module
 
 
@@ -109,71 +129,22 @@ def mesh_of(group: dist.ProcessGroup, module: nn.Module, offloads: bool) -> Devi
     return DeviceMesh.from_group(group, rank.device(None if offloads else module).type)
 
 
-def make_unit(module: nn.Module, options: Options) -> None:
-    """Make a unit of a module, in place, of which `require_alike` has seen that all ranks can."""
-    own = list(own_modules(module))
-    given = state_of(own, options.ignored)
-    for replicas in options.groups[::-1]:
-        broadcast_state([tensor for tensor in given if not tensor.is_meta], replicas)
-    modules = [each for _, each in own]
-    group = ParamGroup(module, modules, list(_flatten(own, options)), options)
-    module.__dict__["fsdp_group"] = group
-    module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]
-    module.register_load_state_dict_pre_hook(_distribute)
-    module.register_load_state_dict_post_hook(_take_assigned)
-    share_state(module)
-
-
 @cache  # one for all blocks: torch.compile compiles a method once a class
 def _sharded_class(kind: type[nn.Module]) -> type[nn.Module]:
     return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
 
 
-def own_modules(
-    module: nn.Module, without: Set[nn.Module] = frozenset(), prefix: str = ""
-) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a unit, by name, the outer ones first: those that are in no unit within it,
-    nor in `without`. One that is there twice comes twice."""
+def own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a unit, by name, the outer ones first: those that are in no unit within it.
+    One that is there twice comes twice."""
     yield prefix, module
     for name, child in module._modules.items():
-        if child is not None and group_of(child) is None and child not in without:
-            yield from own_modules(child, without, f"{prefix}{name}.")
+        if child is not None and group_of(child) is None:
+            yield from own_modules(child, f"{prefix}{name}.")
 
 
-def _flatten(own: Modules, options: Options) -> Iterator[FlatShard]:
-    """One flat shard for each dtype. The modules get DTensors in place of their parameters."""
-    alike: dict[Any, list[Named]] = {}
-    for named in places_of(own, options.ignored):
-        alike.setdefault((named[2].dtype, named[2].device), []).append(named)
-    for (_, device), together in alike.items():
-        flat = FlatShard(together, options, device)
-        for each in flat.parameters:
-            each.set_on_modules(each.sharded)
-        for _, _, parameter in together:
-            abandon(parameter, SHARDED)
-        yield flat
-
-
-def require_alike(
-    module: nn.Module, options: Options, choose: Callable[[], dict[str, nn.Module]] = dict
-) -> dict[str, nn.Module]:
-    """What `choose` gives: modules within this one that will be units as well, by name. Raises on
-    every rank if the ranks do not have the same units of the same tensors, if `choose` fails on
-    one, or if one has a module that cannot be sharded."""
-    with agree.together(*options.groups):
-        parts = choose()
-        lines = list(_describe(module, parts, options))
-    problem: Exception | None = None
-    for group in options.groups:
-        try:
-            require_same_lines(lines, group)
-        except (TypeError, ValueError) as error:
-            problem = error
-    agree.pass_on(problem, *options.groups)
-    return parts
-
-
-def _describe(module: nn.Module, parts: dict[str, nn.Module], options: Options) -> Iterator[str]:
+def _describe(module: nn.Module, ignored: Set[nn.Parameter]) -> Iterator[str]:
+    """What must be the same on all ranks. Raises ValueError for what cannot be a unit."""
     if group_of(module) is not None:
         raise ValueError(f"this {type(module).__name__} is sharded already")
     for name, each in module.named_modules():
@@ -184,51 +155,53 @@ def _describe(module: nn.Module, parts: dict[str, nn.Module], options: Options) 
             )
         if group_of(each) is not None:
             yield f"unit {name}, sharded already"
-    home: dict[Any, int | None] = {
-        each.sharded: None for group in groups_in(module) for each in group.parameters
-    }
-    inner = {*parts.values()}
-    for number, (unit, root) in enumerate([*parts.items(), ("", module)]):
-        yield f"unit {unit}"
-        for prefix, owner in own_modules(root, inner):
-            for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
-                if tensor is None or tensor in options.ignored:
-                    continue
-                full_name = f"{unit}.{prefix}{name}".lstrip(".")
-                trained = isinstance(tensor, nn.Parameter)
-                other = home.setdefault(tensor, number) if trained else number
-                if other != number or isinstance(tensor, Abandoned):
-                    raise ValueError(
-                        f"parameter {full_name} is also in another unit, or was: modules that "
-                        "share a parameter must be in the same unit"
-                    )
-                if trained and tensor.ndim == 0:
-                    raise ValueError(
-                        f"parameter {full_name} has no dimension, and so no rows to divide: give "
-                        "it the shape (1,), or ignore it"
-                    )
-                yield words("parameter" if trained else "buffer", full_name, tensor)
+    inner = {each.sharded for group in groups_in(module) for each in group.parameters}
+    dtype: torch.dtype | None = None
+    for prefix, owner in own_modules(module):
+        for short, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
+            if tensor is None or tensor in ignored:
+                continue
+            name = prefix + short
+            if not isinstance(tensor, nn.Parameter):
+                yield words("buffer", name, tensor)
+                continue
+            if tensor in inner or isinstance(tensor, Abandoned):
+                raise ValueError(
+                    f"parameter {name} is also in another unit, or was: modules that share a "
+                    "parameter must be in the same unit"
+                )
+            if tensor.ndim == 0:
+                raise ValueError(
+                    f"parameter {name} has no dimension, and so no rows to divide: give it the "
+                    "shape (1,), or ignore it"
+                )
+            dtype = dtype or tensor.dtype
+            if tensor.dtype != dtype:
+                raise ValueError(
+                    f"parameter {name} is {tensor.dtype}, and others of its unit are {dtype}: make "
+                    "its module a unit of its own, or ignore it"
+                )
+            yield words("parameter", name, tensor)
 
 
 def _distribute(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before a unit is loaded: of whole tensors this rank's rows. No rank needs the others."""
-    group = module.fsdp_group
-    if group.summoned:  # it has whole parameters now
-        return
-    group.reshard()
-    for each in group.parameters:
+    module.fsdp_group.reshard()
+    for each in module.fsdp_group.parameters:
+        owner, short = each.places[0]
+        if owner._parameters[short] is not each.sharded:  # it is summoned
+            continue
         for name in (prefix + name for name in each.names):
             value = state.get(name)
             if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
                 if value.shape == each.sharded.shape:  # else torch says what does not fit
-                    state[name] = rows_of(value, each.sharded)
+                    state[name] = each.rows_of(value)
 
 
 def _take_assigned(module: Any, _: Any) -> None:
     """After a unit is loaded with assign=True, as a model on "meta" is by torch's functions."""
-    places = [(each, *each.places[0]) for each in module.fsdp_group.parameters]
-    if not module.fsdp_group.summoned and any(
-        owner._parameters[name] is not each.sharded for each, owner, name in places
-    ):
+    firsts = [(each, *each.places[0]) for each in module.fsdp_group.parameters]
+    now = [(each, owner._parameters[name]) for each, owner, name in firsts]
+    if any(p is not each.sharded and isinstance(p, DTensor) for each, p in now):
         module.fsdp_group.adopt()
         module.fsdp_state.watch()

@@ -1,10 +1,13 @@
 """Torch's first form: a wrapper around a module, and units by a policy.
 
-Lesson: fsdp_in_practice
+A policy is a function of torch's form, `policy(module=..., recurse=..., nonwrapped_numel=...)`, so
+torch's own serve as well, such as `ModuleWrapPolicy` and `size_based_auto_wrap_policy`. With
+`recurse` it says whether to look into a module; without, whether to wrap it, of which
+`nonwrapped_numel` parameters are in no unit yet. Lesson: fsdp_in_practice
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +16,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffload,
+    CPUOffloadPolicy,
     MixedPrecision,
     MixedPrecisionPolicy,
     ShardingStrategy,
 )
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+from torch.distributed.tensor import DTensor
 
 from minidist import rank
 from minidist.common import agree
@@ -25,64 +31,65 @@ from minidist.common.materialize import Modules, materialize, state_of
 from minidist.common.no_sync import Synchronized
 from minidist.common.norm import clip_grad_norm_
 from minidist.common.wrapper import Wrapper
-from minidist.fully_sharded.checkpoint import StateTypes, make_whole
-from minidist.fully_sharded.flat_shard import partial_of
-from minidist.fully_sharded.fsdp_module import FSDPModule, groups_in
-from minidist.fully_sharded.fully_shard import make_unit, mesh_of, own_modules, require_alike
-from minidist.fully_sharded.options import Options
-from minidist.fully_sharded.summon import summoned
-from minidist.fully_sharded.wrap_policies import Policy, chosen
+from minidist.fully_sharded.fsdp_module import group_of, groups_in
+from minidist.fully_sharded.fully_shard import fully_shard, mesh_of, own_modules
 
+Policy = Callable[..., bool]
+# These use the weights of their parts without calling these, so hooks of a part would never run.
+WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 KEEPS = {  # these keep the parameters from the forward to the backward pass
     ShardingStrategy.SHARD_GRAD_OP,
     ShardingStrategy._HYBRID_SHARD_ZERO2,
 }
-HYBRID = {ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2}
+TWO_AXES = {
+    ShardingStrategy.HYBRID_SHARD,
+    ShardingStrategy._HYBRID_SHARD_ZERO2,
+    ShardingStrategy.NO_SHARD,
+}
 # These change nothing: what they ask for is always done, or is not to be asked for here.
 ALWAYS = {"use_orig_params", "sync_module_states", "forward_prefetch", "limit_all_gathers"}
 ALWAYS |= {"device_id", "backward_prefetch"}
 
 
-class FullyShardedDataParallel(Synchronized, StateTypes):
+class FullyShardedDataParallel(Synchronized):
     """Trains replicas of `module` of which no rank has a whole one. ZeRO, stage 3.
 
         model = md.FullyShardedDataParallel(model, auto_wrap_policy=by_class(Block))
         optimizer = torch.optim.Adam(model.parameters())     # after, not before
 
-    Then train as with `DistributedDataParallel`. The module becomes a unit, in place, and so do the
-    parts that the policy chooses: the parameters of a unit are gathered for its forward and its
-    backward pass, and freed after each. Parts can also be wrapped by hand, before the whole.
-    `parameters()` are DTensors of this rank's rows, as `md.fully_shard` makes them: it does the
-    work. When `backward()` returns, the `.grad` of each is this rank's rows of the mean gradient. A
-    parameter without gradient on some ranks counts there as zero; on all ranks, its `.grad` stays
-    as it was.
+    Then train as with `DistributedDataParallel`. `md.fully_shard` makes a unit of the module, in
+    place, and of each part that the policy chooses; parts can also be wrapped by hand, before the
+    whole. A unit's parameters are gathered for its forward and its backward pass, and freed after
+    each; `parameters()` are DTensors of this rank's rows, and so is their `.grad` when `backward()`
+    returns, of the mean gradient. A parameter without gradient on some ranks counts there as zero;
+    on all ranks, its `.grad` stays as it was.
 
     process_group: the ranks that take part; None is the default group.
     auto_wrap_policy: `by_class`, `by_size`, or one of torch's policies that are functions.
-    mixed_precision: torch's `MixedPrecision`. Parameters are cast to its `param_dtype` for the
-        forward and backward passes, and the root's inputs; inputs of units with
-        `cast_forward_inputs`; gradients to its `reduce_dtype` while they travel; buffers to its
+    mixed_precision: torch's. Parameters and the root's inputs are cast to `param_dtype`, inputs of
+        units with `cast_forward_inputs`; gradients to `reduce_dtype` while they travel; buffers to
         `buffer_dtype` for good.
     reshard_after_forward: False keeps the parameters from forward to backward. That saves one of
         two all_gathers, and costs the memory of the whole unit.
     param_init_fn: gives values to a module on the device "meta", on `minidist.rank.device()`; None
         calls its `reset_parameters()`. Units are made one by one: no rank holds the whole model.
     prefetch: gather the next unit while one computes.
-    sharding_strategy: torch's. SHARD_GRAD_OP is `reshard_after_forward=False`.
+    sharding_strategy: torch's. SHARD_GRAD_OP is `reshard_after_forward=False`; with NO_SHARD each
+        rank has all parameters.
     device_mesh: instead of a process group; of two axes for HYBRID_SHARD: shards along the second,
         which are replicated along the first.
     cpu_offload: torch's. Shards and their gradients, and so the optimizer, are on the CPU.
-    always: torch's other arguments that ordinary scripts pass, such as `use_orig_params`,
-        `device_id`, `sync_module_states` and `backward_prefetch`. They change nothing.
+    always: torch's other arguments that ordinary scripts pass, such as `use_orig_params` and
+        `device_id`. They change nothing: move the module to its device before.
 
-    `state_dict()` is whole, on the CPU, unless `state_dict_type` says otherwise. At construction
-    every rank takes what rank 0 has; for buffers, before each forward pass too. Raises ValueError,
-    on every rank, if the ranks have different models or units, if a parameter would be in two
-    units, or has no dimension; RuntimeError without a process group; ValueError or TypeError for an
-    argument that makes no sense.
+    `state_dict()` is whole, on the CPU: all ranks call it. With keep_vars=True, or of `module`, it
+    has DTensors; all of these load. Of the optimizer take torch's `get_optimizer_state_dict`. At
+    construction every rank takes what rank 0 has; for buffers, before each forward pass too.
 
-    Limits: those of `fully_shard`. Batch norms compute in `param_dtype` as all others do, and keep
-    their running means in `buffer_dtype`: leave that None for them.
+    Raises what `fully_shard` does; on every rank, ValueError if their policies choose other units;
+    ValueError or TypeError for an argument that makes no sense; RuntimeError without a process
+    group. Limits: those of `fully_shard`. Batch norms compute in `param_dtype` as all others do,
+    and keep their running means in `buffer_dtype`: leave that None for them.
 
     Zhao et al. (arXiv 2304.11277). Lesson: fully_sharded
     """
@@ -105,51 +112,56 @@ class FullyShardedDataParallel(Synchronized, StateTypes):
         **always: Any,
     ) -> None:
         super().__init__(module)
-        self.register_state_dict_post_hook(make_whole)
+        self.register_state_dict_post_hook(_make_whole)
         if unknown := always.keys() - ALWAYS:
             raise TypeError(f"FullyShardedDataParallel has no argument {', '.join(unknown)}")
         groups = groups_of(process_group, device_mesh, type(self).__name__, most_axes=2)
-        given = mixed_precision or MixedPrecision()
         offloads = cpu_offload is not None and cpu_offload.offload_params
-        options = Options(
-            device_mesh or mesh_of(groups[0], module, offloads),
-            groups,
-            MixedPrecisionPolicy(
-                given.param_dtype,
-                given.reduce_dtype,
-                cast_forward_inputs=given.cast_forward_inputs,
-            ),
-            reshards(sharding_strategy, len(groups)) and reshard_after_forward,
-            offloads,
-        )
-
-        def choose() -> dict[str, nn.Module]:
-            return chosen(module, auto_wrap_policy) if auto_wrap_policy else {}
-
-        for part in [*require_alike(module, options, choose).values(), module]:
+        mesh = device_mesh or mesh_of(groups[0], module, offloads)
+        if sharding_strategy is ShardingStrategy.NO_SHARD and mesh.ndim == 1:
+            mesh = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, 1))  # a shard is all of it
+            groups = groups_of(None, mesh, type(self).__name__, most_axes=2)
+        reshards = _reshards(sharding_strategy, len(groups)) and reshard_after_forward
+        given = mixed_precision or MixedPrecision()
+        with agree.together(*groups):
+            parts = chosen(module, auto_wrap_policy) if auto_wrap_policy else {}
+        for group in groups:
+            agree.require_same(group, {"units": [*parts]})
+        for part in [*parts.values(), module]:
             own = list(own_modules(part))
             there = (tensor.device for tensor in state_of(own) if not tensor.is_meta)
             with agree.together(*groups):
                 materialize(own, next(there, rank.device()), param_init_fn)
-            cast_buffers(own, given.buffer_dtype)
-            make_unit(part, options)
-        for group in groups_in(module)[1:]:  # one that was wrapped by hand is no root any more
-            group.casts_inputs = group.options.precision.cast_forward_inputs
-        module.fsdp_group.casts_inputs = given.cast_root_forward_inputs  # type: ignore[union-attr]
+            _cast_buffers(own, given.buffer_dtype)
+            fully_shard(
+                part,
+                mesh=mesh,
+                reshard_after_forward=reshards,
+                mp_policy=MixedPrecisionPolicy(
+                    given.param_dtype,
+                    given.reduce_dtype,
+                    cast_forward_inputs=given.cast_forward_inputs,
+                ),
+                offload_policy=CPUOffloadPolicy() if offloads else None,
+            )
+        units = groups_in(module)
+        for unit in units[1:]:  # one that was wrapped by hand is no root any more
+            unit.casts_inputs = unit.options.precision.cast_forward_inputs
+        units[0].casts_inputs = given.cast_root_forward_inputs
         if not prefetch:
-            for group in groups_in(module):
-                group.next_forward = group.next_backward = []
+            for unit in units:
+                unit.next_forward = unit.next_backward = []
 
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The ranks that have a shard each."""
-        group: dist.ProcessGroup = self.module.fsdp_group.options.groups[0]
+        group: dist.ProcessGroup = self.module.fsdp_group.group
         return group
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """By the names of the bare module."""
+        """By the names of the bare module, as torch's `get_optimizer_state_dict` needs them."""
         for name, parameter in super().named_parameters("", recurse, remove_duplicate):
             at: Any = self
             words = [prefix] if prefix else []
@@ -163,18 +175,17 @@ class FullyShardedDataParallel(Synchronized, StateTypes):
         """For torch.distributed.checkpoint.state_dict: the child that adds nothing to names."""
         return {"": "module"}
 
-    # ---- training --------------------------------------------------------------------------
-
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's own, between gathering its parameters and freeing them."""
-        if not isinstance(self.module, FSDPModule):
+        if group_of(self.module) is None:
             raise RuntimeError("the module has been replaced since it was wrapped. Wrap this one")
         return self.module(*inputs, **kwargs)
 
     @property
     def require_backward_grad_sync(self) -> bool:
         """False does what `no_sync` does, until it is True again: the backward passes that follow
-        reduce nothing. See `set_requires_gradient_sync` of `FSDPModule`."""
+        reduce nothing, see `set_requires_gradient_sync` of `FSDPModule`. As with torch's class, the
+        backward pass decides, not its forward pass."""
         sync: bool = self.module.fsdp_group.syncs
         return sync
 
@@ -182,82 +193,42 @@ class FullyShardedDataParallel(Synchronized, StateTypes):
     def require_backward_grad_sync(self, sync: bool) -> None:
         self.module.set_requires_gradient_sync(sync)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes within the block reduce nothing: see `set_requires_gradient_sync` of
-        `FSDPModule`. As with torch's class, the backward pass decides, not its forward pass."""
-        with super().no_sync():
-            yield
-
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients so that their norm, that of all ranks' rows together, is at most
-        `max_norm`. Returns what it was, a number. All ranks must call it.
-
-        torch.nn.utils.clip_grad_norm_ does the same, but that it counts ignored parameters, and
-        raises where a rank has no rows of a parameter and `norm_type` is infinite.
-        """
-        parameters = [each.sharded for group in groups_in(self) for each in group.parameters]
-        groups = {group.options.groups[0] for group in groups_in(self)}
-        # Within no_sync DTensor adds up; units of several meshes it refuses.
-        if len(groups) > 1 or any(partial_of(p) is not None for p in parameters):
-            # One by one: torch 2.11 loses what it writes into several such sums at once.
-            norm: Any = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, foreach=False)
-            return torch.as_tensor(norm.full_tensor())
-        device = torch.device(self.module.fsdp_group.options.mesh.device_type)
+        `max_norm`. Returns what it was, a number. All ranks must call it. Raises RuntimeError for
+        gradients that no pass has reduced, and for units of several groups of ranks."""
+        groups = groups_in(self)
+        every = [each for group in groups for each in group.parameters]
+        if any(each.left is not None for each in every):
+            raise RuntimeError("these gradients are not reduced: clip after a pass that reduces")
+        if len({tuple(dist.get_process_group_ranks(group.group)) for group in groups}) > 1:
+            raise RuntimeError("these units are sharded over several groups of ranks")
         return clip_grad_norm_(
-            parameters, max_norm, norm_type, groups=[self.process_group], device=device
+            [each.sharded for each in every],
+            max_norm,
+            norm_type,
+            groups=[self.process_group],
+            device=torch.device(groups[0].options.mesh.device_type),
         )
 
-    # ---- of this class, or of any module around some: as torch has them --------------------
 
-    def fsdp_modules(self, root_only: bool = False) -> list[nn.Module]:
-        """The modules within this one with which a unit begins; or the outermost ones."""
-        groups = groups_in(self)
-        if root_only:
-            groups = [group for group in groups if group is group.module.fsdp_state.root]
-        return [group.module for group in groups]
-
-    def check_is_root(self) -> bool:
-        """Whether it is in no other unit."""
-        return bool(self.module.fsdp_state.root is self.module.fsdp_group)
-
-    def apply(self, fn: Callable[[nn.Module], Any]) -> Any:
-        """`fn` of each module, with its full parameters. Each rank keeps its rows of what they have
-        become: so `fn` must do the same on all ranks. All ranks must call it."""
-        if any(group.summoned for group in groups_in(self)):  # by the wrapper around this one
-            return super().apply(fn)
-        with self.summon_full_params():
-            return super().apply(fn)
-
-    @contextmanager
-    def summon_full_params(
-        self,
-        recurse: bool = True,
-        writeback: bool = True,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> Iterator[None]:
-        """Within the block the module has its full parameters, in their own dtype, for any use but
-        training: rank 0 alone may call it. After it, each rank keeps its rows of what they have
-        become, if `writeback`: so change them alike on all ranks. All ranks must enter it. Raises
-        RuntimeError if an optimizer takes a step meanwhile: it would be overwritten.
-
-        recurse: also those of units within. rank0_only: only on rank 0 of all, without `writeback`.
-        offload_to_cpu: there. with_grads: and the gradients.
-        """
-        device = torch.device("cpu") if offload_to_cpu else None
-        groups = groups_in(self)[: None if recurse else 1]
-        with summoned(groups, writeback, rank0_only, device, with_grads):
-            yield
+def _make_whole(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+    """After `state_dict`: DTensors become whole tensors, tied ones one tensor."""
+    whole = dict[int, torch.Tensor]()
+    for name, value in state.items():
+        kept = isinstance(value, nn.Parameter)  # keep_vars=True
+        if name.startswith(prefix) and isinstance(value, DTensor) and not kept:
+            key = value._local_tensor.untyped_storage()._cdata
+            if key not in whole:
+                with torch.inference_mode(False), torch.no_grad():
+                    whole[key] = value.full_tensor().to("cpu", copy=True)
+            state[name] = whole[key]
 
 
-def reshards(strategy: ShardingStrategy | None, axes: int) -> bool:
+def _reshards(strategy: ShardingStrategy | None, axes: int) -> bool:
     """Whether parameters are freed after the forward pass. Raises ValueError for a strategy that
     does not fit a mesh of so many axes."""
-    if strategy is ShardingStrategy.NO_SHARD:
-        raise ValueError("NO_SHARD: that is DistributedDataParallel")
-    if strategy is not None and (strategy in HYBRID) != (axes == 2):
+    if strategy is not None and (strategy in TWO_AXES) != (axes == 2):
         raise ValueError(
             f"sharding_strategy {strategy.name} with a mesh of {axes} axes: hybrid sharding "
             "needs a device_mesh of two, (replicas, shards), and the others one"
@@ -265,9 +236,52 @@ def reshards(strategy: ShardingStrategy | None, axes: int) -> bool:
     return strategy not in KEEPS
 
 
-def cast_buffers(own: Modules, dtype: torch.dtype | None) -> None:
+def _cast_buffers(own: Modules, dtype: torch.dtype | None) -> None:
     """Those of floating numbers; None changes nothing."""
     for _, module in own:
         for name, buffer in module._buffers.items():
             if dtype and buffer is not None and buffer.is_floating_point():
                 module._buffers[name] = buffer.to(dtype)
+
+
+# ---- policies ----------------------------------------------------------------------------------
+
+
+def by_class(*classes: type[nn.Module]) -> Policy:
+    """A policy that wraps all modules of these classes, such as the blocks of a transformer; not
+    what is within torch's `nn.TransformerEncoderLayer` and `nn.MultiheadAttention`, which read the
+    parameters of their parts themselves. Lesson: fully_sharded"""
+    return ModuleWrapPolicy(classes)
+
+
+def by_size(min_num_params: int) -> Policy:
+    """A policy that wraps modules, the inner ones first, that have so many parameters which are in
+    no unit yet. Lesson: fully_sharded"""
+    return partial(size_based_auto_wrap_policy, min_num_params=min_num_params)
+
+
+def chosen(module: nn.Module, policy: Policy) -> dict[str, nn.Module]:
+    """The modules within this one that the policy wants to be units, by name: inner ones first."""
+    found: dict[str, nn.Module] = {}
+
+    def look(module: nn.Module, name: str, top: bool) -> int:
+        """How many parameters are in units, in the end."""
+        if group_of(module) is not None or module in found.values():
+            return _numel(module)
+        numel, wrapped = _numel(module), 0
+        if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+            return 0
+        for child_name, child in () if isinstance(module, WHOLE) else module.named_children():
+            wrapped += look(child, f"{name}.{child_name}".lstrip("."), False)
+        left = numel - wrapped
+        if top or not policy(module=module, recurse=False, nonwrapped_numel=left):
+            return wrapped
+        found[name] = module
+        return numel
+
+    look(module, "", True)
+    return found
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,24 +1,117 @@
 """The parameters of a unit: they are gathered, used and freed together.
 
-    unshard, wait_for_unshard  ->  the modules compute with full parameters  ->  reshard
-    add (a backward pass's gradients)  ->  reduce, wait_for_reduce  ->  deliver
+    shard (S,)  --all_gather-->  full parameters, each (N n,)            unshard, wait_for_unshard
+    full gradients  --copy-->  (N, S)  --reduce_scatter-->  mean (S,)    reduce, wait_for_reduce
 
-Zhao et al. (arXiv 2304.11277), section 3.2. Lesson: fully_sharded
+A parameter is a DTensor: each of N ranks has some of its rows. Those of all parameters lie end to
+end in one tensor, the `shard`, which is sent as a whole. The ranks' rows of a parameter, end to
+end, are the parameter. Zhao et al. (arXiv 2304.11277), section 3.2. Lesson: fully_sharded
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 
 from minidist import backend
-from minidist.fully_sharded.flat_shard import FlatShard, ShardedParameter, partial_of
-from minidist.fully_sharded.options import Options
+from minidist.common.dtensor import distributed, of_local, relist
+from minidist.common.materialize import Named, Place
+from minidist.zero.shards import all_gather_each, by_rank, reduce_scatter
+
+EMPTY = 2**30  # the version of full parameters without memory
+ON_META = (
+    "is on the device meta: call to_empty(device=...) of the sharded model, and fill its parameters"
+)
+REPLACED = (
+    "has been replaced since it was sharded, or has other memory, and its shard is what is "
+    "gathered: write into it, p.copy_(...), move whole units, and change modules before you shard"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """What a unit is told. The ranks of `groups[0]` have a shard each; with hybrid sharding,
+    those of `groups[1]` have the same one."""
+
+    mesh: DeviceMesh
+    groups: tuple[dist.ProcessGroup, ...]
+    precision: MixedPrecisionPolicy
+    reshards: bool | None  # after forward. None: if it is not the root
+    offloads: bool
+    ignored: frozenset[nn.Parameter] = frozenset()
+
+    @property
+    def placements(self) -> list[Placement]:
+        """Of every parameter."""
+        return [Replicate()] * (self.mesh.ndim - 1) + [Shard(0)]
+
+
+@dataclass(eq=False)
+class ShardedParameter:
+    """One parameter of a unit. It is tied if it has several `names` and `places`."""
+
+    names: tuple[str, ...]
+    places: tuple[Place, ...]
+    sharded: Any  # what the optimizer trains: a DTensor, its rows a view of the shard
+    in_shard: slice  # where these are, with the padding of the last ranks
+    grad: torch.Tensor | None = None  # of this rank, whole, while a backward pass goes on
+    mean: torch.Tensor | None = None  # of all ranks, this rank's rows: when it is reduced
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's rows."""
+        local: torch.Tensor = self.sharded._local_tensor
+        return local
+
+    @property
+    def left(self) -> torch.Tensor | None:
+        """This rank's part of a gradient that no pass has reduced, whole, times 1 / ranks."""
+        grad = self.sharded.grad
+        return grad._local_tensor if grad is not None and grad.placements[-1].is_partial() else None
+
+    def to_unsharded(self, view: torch.Tensor) -> None:
+        """Have the modules compute with this. Python looks there before it asks nn.Module: so
+        `parameters()` stays as it is."""
+        for module, name in self.places:
+            module.__dict__[name] = view
+            relist(module)
+
+    def to_sharded(self) -> None:
+        """Have them compute with the DTensor again."""
+        for module, name in self.places:
+            module.__dict__.pop(name, None)
+            relist(module)
+
+    def set_on_modules(self, parameter: Any) -> None:
+        """Make this the modules' parameter."""
+        for module, name in self.places:
+            module._parameters[name] = parameter
+        self.to_sharded()
+
+    def rows_of(self, whole: torch.Tensor) -> Any:
+        """Of a tensor that is the same on every rank, a DTensor of this rank's rows. No message."""
+        mesh, placements = self.sharded.device_mesh, self.sharded.placements
+        return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | dict.fromkeys(("grad", "mean"))
+
 
 Gradients = list[tuple[ShardedParameter, torch.Tensor | None]]
 
@@ -27,29 +120,79 @@ class ParamGroup:
     """The parameters of `modules`: of `module`, and of all within it that are in no inner unit."""
 
     def __init__(
-        self, module: nn.Module, modules: Sequence[nn.Module], flats: list[FlatShard], opts: Options
+        self,
+        module: nn.Module,
+        modules: Sequence[nn.Module],
+        named: Sequence[Named],
+        options: Options,
     ) -> None:
         self.module: Any = module
-        self.modules, self.flats, self.options = modules, flats, opts
-        self.reshards = opts.reshards  # after forward
-        self.casts_inputs = opts.precision.cast_forward_inputs
+        self.modules, self.options, self.group = modules, options, options.groups[0]
+        self.ranks, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        self.divisor: float = math.prod(map(dist.get_world_size, options.groups))
+        self.reshards = options.reshards  # after forward
+        self.casts_inputs = options.precision.cast_forward_inputs
         self.reshards_after_backward = self.syncs = True
-        self.divisor: float = math.prod(map(dist.get_world_size, opts.groups))
         self.prefix = ""  # of its names, in the root
         self.unsharded = False  # gathered, or on the way
-        self.readers = set[Any]()  # passes that need the full parameters now
         self.pinned = False  # by `unshard()`, until its forward pass or `reshard()`
-        self.summoned = False  # its modules have copies of the full parameters
+        self.readers = set[Any]()  # passes that need the full parameters now
         self.gathered_version = -1
-        self.has_partial = False  # a pass has left gradients that are not reduced
+        self.has_left = False  # a pass has left gradients that are not reduced
         self.next_forward: list[ParamGroup] | None = None  # to gather meanwhile, as the user says
         self.next_backward: list[ParamGroup] | None = None
         self.before: Any = None  # the pass that came before this unit's last one
+        sizes = [-(-len(p) // self.ranks) * p.shape[1:].numel() for _, _, p in named]
+        like = named[0][2] if named else torch.empty(0)
+        self._allocate(sum(sizes), like.dtype, like.device)
+        self.parameters: list[ShardedParameter] = []
+        for (names, places, p), end, size in zip(named, accumulate(sizes), sizes, strict=True):
+            rows = -(-len(p) // self.ranks)
+            own = p.detach()[self.rank * rows : (self.rank + 1) * rows]
+            local = self._rows(end - size, own.shape).copy_(own)
+            sharded = distributed(p, local, options.mesh, options.placements, p.shape)
+            each = ShardedParameter(names, places, sharded, slice(end - size, end))
+            each.set_on_modules(sharded)
+            self.parameters.append(each)
 
-    @property
-    def parameters(self) -> Iterator[ShardedParameter]:
-        """All of them."""
-        return (each for flat in self.flats for each in flat.parameters)
+    def _allocate(self, length: int, dtype: torch.dtype, home: torch.device) -> None:
+        """The shard, in memory that the ranks share if they can; and full parameters, empty."""
+        self.device = home
+        if self.options.offloads and home.type != "meta":
+            self.device, home = torch.device(self.options.mesh.device_type), torch.device("cpu")
+        self.shard = backend.empty(length, dtype=dtype, device=home, group=self.group)
+        self.shard.zero_()
+        low = self.options.precision.param_dtype if dtype.is_floating_point else None
+        # Each parameter (N n,), with padding at its end, one after the other.
+        self.full = torch.empty(self.ranks * length, dtype=low or dtype, device=self.device)
+        # What modules see: an alias, or a gather would count as a change of what autograd saved.
+        self._seen, self._version = self.full.data, 0
+        self._gathering: Callable[[], None] | None = None
+        self._reducing: Callable[[], None] | None = None
+        self.free()
+
+    def _rows(self, begin: int, shape: torch.Size) -> torch.Tensor:
+        """A view of the shard that begins its storage: copy.deepcopy of a DTensor needs that."""
+        part = self.shard[begin : begin + shape.numel()].view(shape)
+        if part.is_meta:
+            return part
+        first = part.storage_offset() * part.element_size()
+        storage: Any = self.shard.untyped_storage()[first : first + part.nbytes]
+        return self.shard.new_empty(0).set_(storage, 0, part.shape, part.stride())
+
+    def adopt(self) -> None:
+        """Go on with the parameters that the modules have now: moved, converted or copied ones."""
+        for each in self.parameters:
+            owner, name = each.places[0]
+            each.sharded = owner._parameters[name]
+            each.set_on_modules(each.sharded)
+        own = [each.local.detach() for each in self.parameters]
+        length, like = (self.parameters[-1].in_shard.stop, own[0]) if own else (0, torch.empty(0))
+        self._allocate(length, like.dtype, like.device)
+        for each, local in zip(self.parameters, own, strict=True):
+            rows = self._rows(each.in_shard.start, local.shape)
+            each.sharded._local_tensor = rows.copy_(local)
+        self.gathered_version = -1
 
     @property
     def name(self) -> str:
@@ -57,9 +200,9 @@ class ParamGroup:
         return self.prefix.rstrip(".") or type(self.module).__name__.removeprefix("FSDP")
 
     @property
-    def trains(self) -> bool:
-        """Whether a backward pass is to give it a gradient."""
-        return any(each.sharded.requires_grad for each in self.parameters)
+    def trained(self) -> list[ShardedParameter]:
+        """Those to which a backward pass is to give a gradient."""
+        return [each for each in self.parameters if each.sharded.requires_grad]
 
     @property
     def version(self) -> int:
@@ -69,75 +212,109 @@ class ParamGroup:
     # ---- gather, use, free -----------------------------------------------------------------
 
     def unshard(self) -> None:
-        """Begin to gather the full parameters, unless that has begun."""
+        """Begin the all_gather, unless it has begun."""
         if self.unsharded:
             return
-        for each in self.parameters:
-            if problem := each.problem():
-                raise RuntimeError(f"parameter {self.prefix}{each.names[0]} {problem}")
+        self._require_as_sharded()
         self.unsharded, self.gathered_version = True, self.version
-        with backend.purpose(self.options.groups[0], f"unit {self.name}"):
-            for flat in self.flats:
-                flat.unshard()
+        self.full.untyped_storage().resize_(self.full.nbytes)
+        own = self.shard.to(self.full.device, self.full.dtype)
+        places = [
+            self.full[self.ranks * each.in_shard.start : self.ranks * each.in_shard.stop]
+            for each in self.parameters
+        ]
+        if not places:
+            return
+        with backend.purpose(self.group, f"unit {self.name}"):
+            arrive = all_gather_each(places, self.group, [own[p.in_shard] for p in self.parameters])
+
+        def finish() -> None:
+            arrive()
+            if own is not self.shard:  # the thread that sent it may hold it a moment longer
+                own.untyped_storage().resize_(0)
+
+        self._gathering = finish
+
+    def _require_as_sharded(self) -> None:
+        """Raises RuntimeError if the modules, or the optimizer, no longer have these parameters."""
+        begin, size = self.shard.data_ptr(), self.shard.element_size()
+        for each in self.parameters:
+            local, why = each.local, ""
+            if local.is_meta:
+                why = ON_META
+            elif local.numel() and local.data_ptr() != begin + size * each.in_shard.start:
+                why = REPLACED
+            if any(m._parameters.get(name) is not each.sharded for m, name in each.places):
+                why = REPLACED
+            if why:
+                raise RuntimeError(f"parameter {self.prefix}{each.names[0]} {why}")
 
     def wait_for_unshard(self, on_gradients: Callable[[Gradients], None] | None = None) -> None:
         """Give the modules full parameters. Autograd calls `on_gradients` when it has the gradients
         of all."""
         self.unshard()
-        for flat in self.flats:
-            flat.wait()
-        views = [view for flat in self.flats for view in flat.views()]
-        parameters = list(self.parameters)
-        trained = [i for i, each in enumerate(parameters) if each.sharded.requires_grad]
-        if trained and on_gradients is not None and torch.is_grad_enabled():
-            ours = [parameters[i] for i in trained]
-            anchor = torch.empty(0, device=views[0].device, requires_grad=True)
+        self._finish_gather()
+        if self._seen._version == EMPTY:
+            _set_version(self._seen, self._version)
+        views = {
+            each: self._seen[self.ranks * each.in_shard.start :][: each.sharded.numel()].view(
+                each.sharded.shape
+            )
+            for each in self.parameters
+        }
+        ours = self.trained
+        if ours and on_gradients is not None and torch.is_grad_enabled():
+            anchor = torch.empty(0, device=self.device, requires_grad=True)
             full = _Unshard.apply(
                 anchor,
                 self,
                 lambda gradients: on_gradients(list(zip(ours, gradients, strict=True))),
-                [views[i] for i in trained],
+                [views[each] for each in ours],
             )
-            for number, view in zip(trained, full, strict=True):
-                views[number] = view
-        for each, view in zip(parameters, views, strict=True):
+            views |= zip(ours, full, strict=True)
+        for each, view in views.items():
             each.to_unsharded(view)
 
-    def pin(self) -> None:
-        """Make the full parameters the modules' own, until the next forward pass or `reshard`."""
-        self.wait_for_unshard()
-        self.pinned = True
-        for each in self.parameters:
-            module, name = each.places[0]
-            each.set_on_modules(nn.Parameter(module.__dict__[name], each.sharded.requires_grad))
+    def _finish_gather(self) -> None:
+        if self._gathering is not None:
+            arrive, self._gathering = self._gathering, None
+            arrive()
 
     def to_sharded(self) -> None:
         """The modules have their DTensors again."""
-        for each in self.parameters:
-            each.set_on_modules(each.sharded) if self.pinned else each.to_sharded()
         self.pinned = False
+        for each in self.parameters:
+            each.to_sharded()
 
     def reshard(self, keep: bool = False) -> None:
         """The modules have their DTensors again, and the full parameters are freed, unless a pass
-        reads them; `keep` their memory if an output that we did not find may use it. The next pass
-        gathers them anyway."""
+        reads them; `keep` their memory if an output is a view of it. The next pass gathers them
+        anyway."""
         if self.readers:
             return
         self.to_sharded()
         self.unsharded = False
         if not keep:
-            for flat in self.flats:
-                flat.free()
+            self.free()
+
+    def free(self) -> None:
+        """Give back the memory of the full parameters. Autograd raises if it was to read them."""
+        self._finish_gather()
+        if self._seen._version != EMPTY:
+            self._version = self._seen._version
+            _set_version(self._seen, EMPTY)
+        self.full.untyped_storage().resize_(0)
 
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether one of these is, in part, a view of the full parameters."""
         # Not by address: on "meta" all storages have the same one.
-        ours = {flat.full.untyped_storage()._cdata for flat in self.flats}
+        ours = self.full.untyped_storage()._cdata
         return any(
-            t.layout is torch.strided and not isinstance(t, DTensor)
-            and t.untyped_storage()._cdata in ours
+            t.layout is torch.strided
+            and not isinstance(t, DTensor)
+            and t.untyped_storage()._cdata == ours
             for t in tensors
-        )  # fmt: skip
+        )
 
     # ---- gradients -------------------------------------------------------------------------
 
@@ -155,79 +332,100 @@ class ParamGroup:
 
     def has_gradients(self) -> list[bool]:
         """Of each trained parameter, whether this rank has a gradient that is not reduced."""
-        return [
-            each.grad is not None or (partial_of(each.sharded) is not None and each.contributes)
-            for each in self.parameters
-            if each.sharded.requires_grad
-        ]
+        return [each.grad is not None or each.left is not None for each in self.trained]
 
     def reduce(self) -> None:
-        """Begin to make the mean of the ranks' gradients."""
-        self.has_partial = False
-        with backend.purpose(self.options.groups[0], f"unit {self.name}"):
-            for flat in self.flats:
-                flat.reduce(1 / self.divisor)
+        """Begin to make the mean of the ranks' gradients. A rank that has none adds zeros."""
+        self.wait_for_reduce()
+        self.has_left, trained = False, self.trained
+        sizes = [each.in_shard.stop - each.in_shard.start for each in trained]
+        dtype = self.full.dtype
+        if dtype.is_floating_point and self.options.precision.reduce_dtype:
+            dtype = self.options.precision.reduce_dtype
+        full = backend.scratch(
+            self.ranks * sum(sizes), dtype=dtype, device=self.device, group=self.group
+        )
+        for each, place in zip(trained, full.view(self.ranks, -1).split(sizes, 1), strict=True):
+            given = [(each.grad, 1 / self.divisor), (each.left, 1)]
+            there = [(whole, by) for whole, by in given if whole is not None]
+            if not there:
+                place.zero_()  # else its padding keeps what was there: nobody reads it
+            for number, (whole, by) in enumerate(there):
+                for part, source in by_rank(place, whole.to(full)):
+                    if number == 0:
+                        torch.mul(source, by, out=part)
+                    else:
+                        part.add_(source, alpha=by)
+            each.grad = None
+            if each.left is not None:
+                each.sharded.grad = None
+        with backend.purpose(self.group, f"unit {self.name}"):
+            arrive = reduce_scatter(full, self.group)
+
+        def receive() -> None:
+            mean = arrive()
+            for replicas in self.options.groups[1:]:
+                dist.all_reduce(mean, group=replicas)
+            mean = mean.to(self.shard)
+            for each, begin in zip(trained, accumulate(sizes, initial=0), strict=False):
+                own = mean[begin : begin + each.local.numel()].view(each.local.shape)
+                if each.sharded.grad is not None and not each.sharded._backward_hooks:
+                    each.sharded.grad._local_tensor.add_(own)  # of earlier passes
+                else:
+                    each.mean = own if each.mean is None else each.mean.add_(own)
+
+        self._reducing = receive
 
     def wait_for_reduce(self) -> None:
-        """Until it is there."""
-        for flat in self.flats:
-            flat.wait_for_reduce()
+        """Until this rank's rows of the mean are there."""
+        if self._reducing is not None:
+            receive, self._reducing = self._reducing, None
+            receive()
 
     def deliver(self, anywhere: Iterator[bool]) -> None:
         """The mean becomes the `.grad` of each parameter that has a gradient on any rank. Hooks of
         the parameter are called, as autograd does."""
-        for each in self.parameters:
+        for each in self.trained:
             mean, each.mean = each.mean, None
-            if each.sharded.requires_grad and next(anywhere) and mean is not None:
+            if next(anywhere):
                 _accumulate(each.sharded, mean)
 
     def leave(self) -> None:
-        """Without reducing: the `.grad` of each parameter is the sum of what the ranks have, which
-        DTensor calls Partial, and each rank has its own part of it, whole. Zeros, if it has none:
-        the others may have one, and what is done with a DTensor is done by all ranks."""
-        self.has_partial, mesh = True, self.options.mesh
-        for each in self.parameters:
+        """Without reducing: the `.grad` of a parameter is the sum of what the ranks have, which
+        DTensor calls Partial, and each rank has its own part of it, whole."""
+        self.has_left, mesh = True, self.options.mesh
+        for each in self.trained:
             gradient, each.grad = each.grad, None
-            if not each.sharded.requires_grad:
-                continue
-            before: Any = each.sharded.grad
-            own = partial_of(each.sharded)
-            # A mean counts on all ranks; of a sum this rank may have nothing but zeros.
-            there = before is not None and (own is None or each.contributes)
-            each.contributes = there or gradient is not None
-            if own is None:
-                own = each.local.new_zeros(each.sharded.shape)
-                if before is not None:  # each rank adds its rows of the mean
-                    local = before._local_tensor
-                    begin = self.flats[0].rank * -(-len(before) // self.flats[0].ranks)
-                    own[begin : begin + len(local)] += local * self.flats[0].ranks / mesh.size()
-                each.sharded.grad = DTensor.from_local(
-                    own, mesh, [Partial()] * mesh.ndim, run_check=False
-                )
+            own, before = each.left, each.sharded.grad
+            if own is None and before is not None:  # the mean of all: each rank adds its rows of it
+                own, rows = each.local.new_zeros(each.sharded.shape), before._local_tensor
+                begin = self.rank * -(-len(before) // self.ranks)
+                own[begin : begin + len(rows)] = rows * (self.ranks / mesh.size())
             if gradient is not None:
-                own += (gradient / self.divisor).to(own)  # shards may be on another device
-
-    def adopt(self) -> None:
-        """Go on with the parameters that the modules have now: moved or converted ones."""
-        for each in self.parameters:
-            module, name = each.places[0]
-            each.sharded = module._parameters[name]  # type: ignore[assignment]
-            each.set_on_modules(each.sharded)
-        for flat in self.flats:
-            flat.adopt()
-        self.gathered_version = -1
+                gradient = (gradient / self.divisor).to(each.local.device, each.local.dtype)
+                own = gradient if own is None else own.add_(gradient)
+            if own is not None:
+                each.sharded.grad = of_local(own, mesh, [Partial()] * mesh.ndim, own.shape)
 
     def forget(self) -> None:
         """A backward pass has failed."""
+        self._reducing = None
         for each in self.parameters:
             each.grad = each.mean = None
-        for flat in self.flats:
-            flat._reducing = None
+
+    # ---- copy.deepcopy of a model ----------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         # What to gather ahead are units of the model that is copied: the copy finds its own.
-        ahead = {name: vars(self)[name] and None for name in ("next_forward", "next_backward")}
-        return vars(self) | {"readers": set(), "before": None} | ahead
+        nothing = "shard", "full", "_seen", "_gathering", "_reducing", "before"
+        ahead = dict[str, Any]()
+        for name in "next_forward", "next_backward":
+            ahead[name] = [] if vars(self)[name] == [] else None
+        return vars(self) | dict.fromkeys(nothing) | {"readers": set()} | ahead
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.adopt()
 
 
 class _Unshard(torch.autograd.Function):
@@ -259,13 +457,18 @@ class _Unshard(torch.autograd.Function):
         return None, None, None, None
 
 
-def _accumulate(parameter: nn.Parameter, mean: torch.Tensor) -> None:
-    like: Any = parameter
-    gradient: Any = DTensor(like._local_tensor, like._spec, requires_grad=False)
-    gradient._local_tensor = mean  # not at once: copy.deepcopy fails for a view with an offset
-    for hook in list((parameter._backward_hooks or {}).values()):  # one may remove itself
-        replaced = hook(gradient)
-        gradient = gradient if replaced is None else replaced
-    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-    for hook in list((like._post_accumulate_grad_hooks or {}).values()):
+def _accumulate(parameter: Any, mean: torch.Tensor | None) -> None:
+    """mean: None if the gradient of earlier passes has taken it already."""
+    if mean is not None:
+        gradient: Any = DTensor(parameter._local_tensor, parameter._spec, requires_grad=False)
+        gradient._local_tensor = mean  # not at once: copy.deepcopy fails for a view with an offset
+        for hook in list((parameter._backward_hooks or {}).values()):  # one may remove itself
+            replaced = hook(gradient)
+            gradient = gradient if replaced is None else replaced
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+    for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
         hook(parameter)
+
+
+def _set_version(tensor: torch.Tensor, version: int) -> None:
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))

@@ -139,9 +139,9 @@ class MemoryTracker(Measurement):
         """Find out what the module and the optimizer hold now."""
         mark, parameters = self._ledger.mark, list(self._module.parameters())
         for module in self._module.modules():  # where ranks keep shards (lesson: fully_sharded)
-            for shard, rows in getattr(module, "flat_shards", ()):
-                self._ledger.join(shard, rows)
-            mark(getattr(module, "unsharded", []), "parameters")
+            if (shard := getattr(module, "flat_shard", None)) is not None:
+                self._ledger.join(*shard)
+                mark(module.unsharded, "parameters")
         mark(parameters, "parameters")
         # A node holds its parameter: let go of one that a wrapper has replaced within the block.
         for replaced in self._nodes.keys() - set(parameters):

@@ -134,7 +134,7 @@ class MixedParallel(Wrapper):
         )
         self._sharded: list[Any] = pipeline.wrapped if shard else []
         for stage in self._sharded:
-            if not hasattr(stage, "summon_full_params"):
+            if not hasattr(stage, "fsdp_group"):
                 raise TypeError(
                     "shard is for what shards a stage's parameters, such as "
                     f"FullyShardedDataParallel, not {type(stage).__name__}. For optimizer states "

@@ -8,27 +8,19 @@ the host's, which has more memory and a processor of its own:
     host:    4 of its own copy of the parameter, 4 of the gradient, 8 of two optimizer states
     between: 4 of the gradient and 4 of the parameter on their way down, 4 of the new one back up
 
-In 16 bits the device has 2 + 2, and the host keeps its copy and its states in float32. (The
-paper sends no parameter down. Ours does: a clamp, a broadcast or a checkpoint may change it between
-two steps, and torch does not count every such change.)
-Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (arXiv 2101.06840), sections
-3 and 4.
-
-A machine without a GPU has only one memory. There `Budget` emulates a device: it counts the bytes
-that are not the host's, and what would be too much raises `OutOfMemory`.
+In 16 bits the device has 2 + 2, and the host has all in float32. (The paper sends no parameter
+down. Ours does: a clamp, a broadcast or a checkpoint may change it between two steps.)
+Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (arXiv 2101.06840).
+Lesson: offload.
 
 To read, in this order:
 
-    naive                 the idea: a step on copies of the parameters
-    budget                a device of so many bytes, and what is not on it
-    mirror                a parameter's copy on the host, and the traffic between both
-    offloaded_optimizer   a step, and what both sides know
-
-Lesson: offload.
+    naive    the idea: a step on copies of the parameters
+    stream   the same, with copies beside what the device computes, and in 16 bits
+    budget   where there is only one memory: a device of so many bytes, and what is not on it
 """
 
-from minidist.offload.budget import Budget, OutOfMemory, on_host, put_on_host
-from minidist.offload.crossings import Crossings
-from minidist.offload.offloaded_optimizer import OffloadedOptimizer
+from minidist.offload.budget import Budget, Crossings, OutOfMemory, on_host, put_on_host
+from minidist.offload.stream import OffloadedOptimizer
 
 __all__ = ["Budget", "Crossings", "OffloadedOptimizer", "OutOfMemory", "on_host", "put_on_host"]

@@ -1,4 +1,4 @@
-"""A device of so many bytes, emulated where there is none (lesson: offload)."""
+"""A device of so many bytes, where there is none, and what travels to it (lesson: offload)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,22 +7,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from minidist.common.tensors_in import tensors_of
 from minidist.measure import MemoryTracker
-from minidist.measure.storages import CATEGORIES, Ledger, Record, storages
+from minidist.measure.storages import CATEGORIES, Ledger, Record, is_wrapper, storages
 
 _within = ContextVar("within on_host", default=False)
 
 
 class OutOfMemory(torch.OutOfMemoryError):
-    """An allocation that does not fit: on an emulated device, or on the host.
-    Lesson: offload."""
+    """An allocation that does not fit on an emulated device. Lesson: offload."""
 
 
 @contextmanager
 def on_host() -> Iterator[None]:
-    """What is allocated within this block is in the host's memory, not on the emulated device.
-    Lesson: offload."""
+    """What is allocated within this block is the host's, not the device's. Lesson: offload."""
     token = _within.set(True)
     try:
         yield
@@ -45,14 +45,8 @@ class Budget(MemoryTracker):
             train(model, optimizer)
         print(device.peak)
 
-    Everything else is as with `md.measure.MemoryTracker`: what counts, and what is measured. But
-    what is on the host, by `on_host` or `put_on_host`, does not count, even if host and device are
-    one memory. A real device can have a budget too, below its own.
-
-    Raises `OutOfMemory` at the allocation that would be too much; before the block, if model and
-    optimizer are too large already. As with a device's own error, the tensor is not made, and the
-    op that asked for it does not return.
-    """
+    A `MemoryTracker`, but what is on the host, by `on_host` or `put_on_host`, does not count. If
+    model and optimizer are too large already, it raises before the block."""
 
     def __init__(
         self, nbytes: int, module: nn.Module, optimizer: torch.optim.Optimizer | None = None
@@ -93,3 +87,38 @@ class _LimitedLedger(Ledger):
                 f"no room on the device ({self.device.type}) for {more:,} bytes more: of "
                 f"{self._budget:,} bytes {used:,} are in use\n" + "\n".join(rows)
             )
+
+
+class Crossings(TorchDispatchMode):
+    """Counts the bytes that ops read on one side and write on the other, in a `with` block.
+
+        with md.offload.Budget(10**9, model, optimizer), md.offload.Crossings() as crossed:
+            optimizer.step()
+        print(crossed.to_host, crossed.to_device)       # bytes
+
+    Use it within a `Budget`, which knows what is on the host. Lesson: offload."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_host = self.to_device = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(map(is_wrapper, types)):
+            return NotImplemented  # a DTensor: its own ops, on what it holds, come here next
+        result = func(*args, **(kwargs or {}))
+        if "_like" in str(func) or ".new_" in str(func):
+            return result  # reads a tensor's shape, not its values
+        written = {x.untyped_storage()._cdata: x for x in tensors_of(result)}
+        sides = {_is_on_host(x) for x in written.values()}
+        for x in tensors_of((args, kwargs)):
+            if x.untyped_storage()._cdata not in written:
+                from_host = _is_on_host(x)
+                self.to_device += x.nbytes * (from_host and False in sides)
+                self.to_host += x.nbytes * (not from_host and True in sides)
+        return result
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    return getattr(tensor.untyped_storage(), "on_host", False)

@@ -1,12 +1,9 @@
 """The idea, in twenty lines: the optimizer, and all that only it reads, is the host's.
 
     optimizer = NaiveOffload(model.parameters(), torch.optim.Adam, lr=1e-3)
-    loss_fn(model(x), y).backward()
-    optimizer.step()
 
-A device with Adam holds 16 bytes a parameter; here 8, the parameter and its gradient. What the
-other files add: copies beside what the device computes, gradients that leave during backward,
-16 bits, checkpoints, changes of parameters between two steps. Lesson: offload.
+A device with Adam holds 16 bytes a parameter; here 8, the parameter and its gradient. `stream.py`
+adds copies beside what the device computes, 16 bits and checkpoints. Lesson: offload.
 """
 
 from collections.abc import Iterable
@@ -20,14 +17,11 @@ class NaiveOffload:
     """An optimizer of `optimizer_class`, for copies of the parameters on the host."""
 
     def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        optimizer_class: type[torch.optim.Optimizer],
-        **options: Any,
+        self, parameters: Iterable[nn.Parameter], optimizer_class: Any, **options: Any
     ) -> None:
         self.on_device = list(parameters)
         self.on_host = [nn.Parameter(p.detach().to("cpu", copy=True)) for p in self.on_device]
-        self.optimizer: Any = optimizer_class(self.on_host, **options)
+        self.optimizer = optimizer_class(self.on_host, **options)
 
     @torch.no_grad()
     def step(self) -> None:

@@ -11,8 +11,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.utils._pytree import tree_map_only
 
-import minidist as md
-
 State = dict[str, torch.Tensor]
 
 
@@ -31,7 +29,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     """Weights, buffers and optimizer states, by the names of the bare module."""
     state = dict(model.state_dict())
     consume_prefix_in_state_dict_if_present(state, "module.")
-    states = _states_of(model, optimizer)
+    states = _states_of(optimizer)
     bare = getattr(model, "module", model)
     for name, parameter in bare.named_parameters():
         for key, value in states.get(parameter, {}).items():
@@ -40,14 +38,9 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     return {name: copy_of(value) for name, value in state.items()}
 
 
-def _states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+def _states_of(optimizer: torch.optim.Optimizer) -> Any:
     """Of each parameter, whole also where a rank has only a part of it."""
-    if isinstance(model, md.FullyShardedDataParallel):
-        whole = model.optim_state_dict(optimizer)
-    elif isinstance(optimizer, md.ZeroRedundancyOptimizer):
-        whole = tree_map_only(DTensor, DTensor.full_tensor, optimizer.state_dict())
-    else:
-        return optimizer.state
+    whole = tree_map_only(DTensor, DTensor.full_tensor, optimizer.state_dict())
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return {parameters[i]: state for i, state in whole["state"].items()}
 

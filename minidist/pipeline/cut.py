@@ -75,7 +75,7 @@ def require_known(stage: nn.Module) -> None:
     for all; or that waits for backward after each forward pass, as torch's DDP does."""
     in_shards = any(local_of(parameter) is not parameter for parameter in stage.parameters())
     of_torch = isinstance(stage, nn.parallel.DistributedDataParallel)
-    if of_torch or (in_shards and not hasattr(stage, "summon_full_params")):
+    if of_torch or (in_shards and not hasattr(stage, "fsdp_group")):
         raise TypeError(
             f"wrap gave a {type(stage).__name__}, with which a pipeline would train otherwise than "
             "one process does: take md.FullyShardedDataParallel or md.DistributedDataParallel, "

@@ -49,10 +49,10 @@ class Pipeline(Wrapper):
         last stage the loss too, so loss_fn is called twice for each micro-batch. As in
         `checkpoint_wrapper`, a buffer that forward both reads and moves, as spectral norm does, is
         another one the second time, without an error.
-    wrap: a strategy along another axis of a mesh, such as FullyShardedDataParallel (`fully_shard`
-        and torch's DDP raise TypeError). It is given the layers of each stage, and what it returns
-        is run in their place. Then no parameter can be in two stages, and no schedule can go back
-        in two parts, as "zero_bubble" does.
+    wrap: a strategy along another axis of a mesh, such as FullyShardedDataParallel or `fully_shard`
+        (torch's own, and its DDP, raise TypeError). It is given the layers of each stage, and what
+        it returns is run in their place. Then no parameter can be in two stages, and no schedule
+        can go back in two parts, as "zero_bubble" does.
     param_init_fn: gives memory and values to a module on the device "meta"; None calls its
         `to_empty` and `reset_parameters()`.
 
@@ -156,7 +156,7 @@ class Pipeline(Wrapper):
             for each in self.wrapped:
                 require_known(each)
         # The stages whose parameters a strategy shards.
-        self._sharded: list[Any] = [x for x in self.wrapped if hasattr(x, "summon_full_params")]
+        self._sharded: list[Any] = [x for x in self.wrapped if hasattr(x, "fsdp_group")]
         self._names = list(module.state_dict())
         self._ties = {p: those for p, those in ties.items() if p.requires_grad and rank in those}
         self.counted_elsewhere = {p for p, (first, *_) in self._ties.items() if first != rank}
@@ -245,7 +245,7 @@ class Pipeline(Wrapper):
             self.parameters(),
             max_norm,
             norm_type,
-            groups=[*(stage.process_group for stage in self._sharded[:1]), self.process_group],
+            groups=[*(stage.fsdp_group.group for stage in self._sharded[:1]), self.process_group],
             device=self._peers.device,
             elsewhere=self.counted_elsewhere,
         )

@@ -16,12 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from minidist.common.tensors_in import local_of
-from minidist.fully_sharded import FullyShardedDataParallel
 from minidist.mixed import MixedParallel
 from minidist.saving.boxes import Box, Boxed, dtensor_boxes, span_boxes, spread, whole_box
 from minidist.tensor_parallel.layer import ParallelLayer
@@ -67,8 +65,7 @@ def places_of(model: nn.Module) -> tuple[list[Place], dict[str, tuple[str, Any]]
     No rank waits for another. Raises TypeError for what a hook has made of shards.
     """
     bare = _bare(model)
-    with FullyShardedDataParallel.state_dict_type(bare, StateDictType.SHARDED_STATE_DICT):
-        named = dict(bare.state_dict(keep_vars=True))  # first: a hook before it may reshard
+    named = dict(bare.state_dict(keep_vars=True))  # first: a hook before it may reshard
     cuts, own = dict(_cuts(model)), {*model.parameters(), *model.buffers()}
     shards = {name for name, p in bare.named_parameters() if p in cuts}
     found: dict[torch.Tensor, Place] = {}

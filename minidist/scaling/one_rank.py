@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_any
 
 from minidist.common import single
 from minidist.distributed_data_parallel.reducer import Reducer
-from minidist.fully_sharded import flat_shard
 from minidist.fully_sharded import fully_sharded_data_parallel as wrapper
+from minidist.fully_sharded import param_group
 from minidist.measure.flops import FORMULAS
 from minidist.pipeline import pipeline
 
@@ -97,7 +97,7 @@ def one_rank_of(world_size: int, rank: int = 0) -> Iterator[Trace]:
             for name, stand_in in _stand_ins(trace).items():
                 block.enter_context(mock.patch.object(dist, name, stand_in))
             # A model stays on "meta", which is no mistake here. Agreement stays on the CPU.
-            block.enter_context(mock.patch.object(flat_shard, "ON_META", ""))
+            block.enter_context(mock.patch.object(param_group, "ON_META", ""))
             block.enter_context(mock.patch.object(wrapper, "materialize", lambda *_: None))
             block.enter_context(
                 mock.patch.object(pipeline, "fill", lambda stages, plan, ties, *_: ties)

@@ -43,15 +43,13 @@ class Cut:
 
     def whole(self, own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """The tensor of the shape of `like` whose rows the ranks have: a DTensor."""
-        from torch.distributed.tensor import DTensor, Shard  # takes a third of torch's own time
+        from torch.distributed.tensor import Shard  # takes a third of torch's own time
+
+        from minidist.common.dtensor import of_local
 
         if self._mesh is None:
             self._mesh = DeviceMesh.from_group(self.group, like.device.type)
-        strides = like.stride()
-        shape: Any = like.shape
-        return DTensor.from_local(
-            own, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=strides
-        )
+        return of_local(own, self._mesh, [Shard(0)], like.shape)
 
 
 class FlatParameters:

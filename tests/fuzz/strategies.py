@@ -14,7 +14,7 @@ from fuzz.alone import Alone, optimizers_of
 from fuzz.random_models import LlamaBlock, llama_plan
 from fuzz.trials import Trial
 from minidist.fully_sharded import by_class, by_size, register_fsdp_forward_method
-from minidist.fully_sharded.wrap_policies import chosen
+from minidist.fully_sharded.fully_sharded_data_parallel import chosen
 from minidist.parity import cross_entropy
 
 
