@@ -132,7 +132,7 @@ class FSDPModule(nn.Module):
             raise RuntimeError("a sharded module cannot be copied while it computes")
         for group in groups_in(self):
             group.reshard()
-            memo |= {id(group.options): group.options, id(group.group): group.group}
+            memo |= {id(each): each for each in (group.options, group.group, group.cut)}
             for each in group.parameters:
                 if id(each.sharded) not in memo:  # it may be another module's, too
                     own = DTensor(each.local.clone(), each.sharded._spec, requires_grad=False)

@@ -32,7 +32,7 @@ from torch.distributed.tensor import (
 from minidist import backend
 from minidist.common.dtensor import distributed, of_local, relist
 from minidist.common.materialize import Named, Place
-from minidist.zero.shards import all_gather_each, by_rank, reduce_scatter
+from minidist.zero.shards import Cut, all_gather_each, by_rank, reduce_scatter
 
 EMPTY = 2**30  # the version of full parameters without memory
 ON_META = (
@@ -128,7 +128,7 @@ class ParamGroup:
     ) -> None:
         self.module: Any = module
         self.modules, self.options, self.group = modules, options, options.groups[0]
-        self.ranks, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        self.cut = Cut(self.group)  # which rows are this rank's
         self.divisor: float = math.prod(map(dist.get_world_size, options.groups))
         self.reshards = options.reshards  # after forward
         self.casts_inputs = options.precision.cast_forward_inputs
@@ -142,13 +142,12 @@ class ParamGroup:
         self.next_forward: list[ParamGroup] | None = None  # to gather meanwhile, as the user says
         self.next_backward: list[ParamGroup] | None = None
         self.before: Any = None  # the pass that came before this unit's last one
-        sizes = [-(-len(p) // self.ranks) * p.shape[1:].numel() for _, _, p in named]
+        sizes = [self.cut.rows(p) * p.shape[1:].numel() for _, _, p in named]
         like = named[0][2] if named else torch.empty(0)
         self._allocate(sum(sizes), like.dtype, like.device)
         self.parameters: list[ShardedParameter] = []
         for (names, places, p), end, size in zip(named, accumulate(sizes), sizes, strict=True):
-            rows = -(-len(p) // self.ranks)
-            own = p.detach()[self.rank * rows : (self.rank + 1) * rows]
+            own = self.cut.own(p.detach())
             local = self._rows(end - size, own.shape).copy_(own)
             sharded = distributed(p, local, options.mesh, options.placements, p.shape)
             each = ShardedParameter(names, places, sharded, slice(end - size, end))
@@ -164,7 +163,7 @@ class ParamGroup:
         self.shard.zero_()
         low = self.options.precision.param_dtype if dtype.is_floating_point else None
         # Each parameter (N n,), with padding at its end, one after the other.
-        self.full = torch.empty(self.ranks * length, dtype=low or dtype, device=self.device)
+        self.full = torch.empty(self.cut.ranks * length, dtype=low or dtype, device=self.device)
         # What modules see: an alias, or a gather would count as a change of what autograd saved.
         self._seen, self._version = self.full.data, 0
         self._gathering: Callable[[], None] | None = None
@@ -220,7 +219,7 @@ class ParamGroup:
         self.full.untyped_storage().resize_(self.full.nbytes)
         own = self.shard.to(self.full.device, self.full.dtype)
         places = [
-            self.full[self.ranks * each.in_shard.start : self.ranks * each.in_shard.stop]
+            self.full[self.cut.ranks * each.in_shard.start : self.cut.ranks * each.in_shard.stop]
             for each in self.parameters
         ]
         if not places:
@@ -257,7 +256,7 @@ class ParamGroup:
         if self._seen._version == EMPTY:
             _set_version(self._seen, self._version)
         views = {
-            each: self._seen[self.ranks * each.in_shard.start :][: each.sharded.numel()].view(
+            each: self._seen[self.cut.ranks * each.in_shard.start :][: each.sharded.numel()].view(
                 each.sharded.shape
             )
             for each in self.parameters
@@ -343,9 +342,9 @@ class ParamGroup:
         if dtype.is_floating_point and self.options.precision.reduce_dtype:
             dtype = self.options.precision.reduce_dtype
         full = backend.scratch(
-            self.ranks * sum(sizes), dtype=dtype, device=self.device, group=self.group
+            self.cut.ranks * sum(sizes), dtype=dtype, device=self.device, group=self.group
         )
-        for each, place in zip(trained, full.view(self.ranks, -1).split(sizes, 1), strict=True):
+        for each, place in zip(trained, full.view(self.cut.ranks, -1).split(sizes, 1), strict=True):
             given = [(each.grad, 1 / self.divisor), (each.left, 1)]
             there = [(whole, by) for whole, by in given if whole is not None]
             if not there:
@@ -398,9 +397,8 @@ class ParamGroup:
             gradient, each.grad = each.grad, None
             own, before = each.left, each.sharded.grad
             if own is None and before is not None:  # the mean of all: each rank adds its rows of it
-                own, rows = each.local.new_zeros(each.sharded.shape), before._local_tensor
-                begin = self.rank * -(-len(before) // self.ranks)
-                own[begin : begin + len(rows)] = rows * (self.ranks / mesh.size())
+                own = each.local.new_zeros(each.sharded.shape)
+                self.cut.own(own).copy_(before._local_tensor * (self.cut.ranks / mesh.size()))
             if gradient is not None:
                 gradient = (gradient / self.divisor).to(each.local.device, each.local.dtype)
                 own = gradient if own is None else own.add_(gradient)
