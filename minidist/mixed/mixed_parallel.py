@@ -21,7 +21,7 @@ from minidist.mixed.kept_layers import keep_only, require_in_layers, require_lay
 from minidist.mixed.mean_gradients import MeanGradients
 from minidist.mixed.mesh_axes import AXES, require_all_ranks
 from minidist.pipeline import Pipeline, Schedule
-from minidist.pipeline.batch import Loss
+from minidist.pipeline.executor import Loss
 from minidist.rank import device
 from minidist.tensor_parallel import (
     ColumnParallelLinear,

@@ -12,7 +12,7 @@ says who does what when. To read, in this order:
 and then the four files through which a step goes:
 
     pipeline        what users call: makes this rank's stages; runs a step
-    batch           before a step: micro-batches, and the shapes of what is sent
+
     executor        runs a rank's list: sends and receives; adds up what two stages share
     stage           computes: forward and backward, and says what it gives to the next
                     (`two_parts`: how zero bubble goes backward)
