@@ -39,8 +39,7 @@ from minidist.pipeline.instructions import (
     SendGradient,
 )
 from minidist.pipeline.schedules import forward_only, with_messages
-from minidist.pipeline.stage import Stage
-from minidist.pipeline.stage import backward_inputs
+from minidist.pipeline.stage import Stage, backward_inputs
 
 apart = md.parity.relative_difference
 
@@ -700,8 +699,8 @@ FAILURES = {
         third("shape"),
         "ValueError",
         "rank 1: this stage gives shape (3, 4), float32; after what it gave for other "
-        "micro-batches it must be shape (3, 3), float32. (Freeze or change layers before they are made "
-        "a pipeline) (at SendActivation(1, 2) of the pipeline)",
+        "micro-batches it must be shape (3, 3), float32. (Freeze or change layers before they are "
+        "made a pipeline) (at SendActivation(1, 2) of the pipeline)",
     ),
     "a layer raises": (
         third("error"),

@@ -76,6 +76,8 @@ def spec_of(activation: Any) -> Any:
 def activation_of(spec: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """The activation that consists of these tensors. Those that need a gradient are leaves of
     autograd's graph."""
+    if isinstance(spec, TensorSpec):
+        return tensors[0].requires_grad_(spec.gradient)
     left = iter(tensors)
     return tree_map_only(TensorSpec, lambda each: next(left).requires_grad_(each.gradient), spec)
 
@@ -87,6 +89,8 @@ def empty_like(spec: Any, device: torch.device) -> Any:
 
 def tensor_specs(spec: Any) -> list[TensorSpec]:
     """The specs of its tensors, in the order of `tensors_of`."""
+    if isinstance(spec, TensorSpec):
+        return [spec]
     return [each for each in tree_leaves(spec) if isinstance(each, TensorSpec)]
 
 
@@ -259,13 +263,15 @@ class Executor:
         made = self._compute(self._stages[stage].forward, i, x, loss)
         if not last:
             self._made[SendActivation(stage, i)] = made
+        elif made is not None and loss:
+            self.losses.append(made.detach() * self._weight(i))
         elif made is not None:
-            (self.losses if loss else self.outputs).append(made.detach() if loss else made)
+            self.outputs.append(made)
 
     def _loss(self, i: int, outputs: Any) -> torch.Tensor:
-        """A micro-batch's part of the batch's mean loss: fewer rows count for less."""
+        """The mean over the rows of a micro-batch."""
         assert self._loss_fn is not None
-        loss, rows = self._loss_fn(outputs, self._targets[i]), self._rows
+        loss = self._loss_fn(outputs, self._targets[i])
         if not isinstance(loss, torch.Tensor) or loss.ndim:
             raise ValueError("loss_fn must return one number, the mean over its rows")
         if torch.is_grad_enabled() and not loss.requires_grad:
@@ -273,16 +279,22 @@ class Executor:
                 "the loss needs no gradient, so that nothing would be trained: loss_fn must make "
                 "it of the outputs, without detach() or item(), and some parameter must be trained"
             )
-        return loss * (rows[i] / sum(rows))
+        return loss
+
+    def _weight(self, i: int) -> float:
+        """The part that a micro-batch's loss has in the batch's: fewer rows count for less."""
+        return self._rows[i] / sum(self._rows)
 
     @cached_property
     def _targets(self) -> list[Any]:
         return split_into_microbatches("targets", self._all_targets, self._rows)
 
     def _backward(self, now: Backward | BackwardInputs) -> None:
-        gradients: Gradients = [None]  # that of a loss is 1
         if now.stage < self._plan.stages - 1:
-            gradients = [*self._take(ReceiveGradient(now.stage, now.microbatch))]
+            gradients: Gradients = [*self._take(ReceiveGradient(now.stage, now.microbatch))]
+        else:
+            weight = self._weight(now.microbatch)
+            gradients = [torch.full_like(loss, weight) for loss in self.losses[:1]]
         own = self._stages[now.stage]
         way = own.backward if isinstance(now, Backward) else own.backward_inputs
         found = self._compute(way, now.microbatch, gradients)

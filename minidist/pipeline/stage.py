@@ -100,7 +100,7 @@ class Stage:
 
     def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
         """Add to the gradients of the weights, and return those of the inputs. `gradients`: of the
-        outputs; None stands for that of a loss, which is 1."""
+        outputs, or of the loss."""
         received, ends, gradients = self._begin(microbatch, gradients)
         if ends:
             torch.autograd.backward(ends, gradients)
