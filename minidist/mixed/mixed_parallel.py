@@ -148,8 +148,8 @@ class MixedParallel(Wrapper):
             agree.pass_on(problem, self._data)
         if replicas > 1:
             self._average(trained, used=sums[2:])
-        # Now, not before the next pass as elsewhere: a replica may evaluate without the others.
-        broadcast_state(self.module.buffers(), self._data)
+        if buffers := list(self.module.buffers()):  # now: a replica may evaluate alone
+            broadcast_state(buffers, self._data)
         return sums[0] / replicas
 
     def _average(self, trained: list[nn.Parameter], used: torch.Tensor) -> None:
