@@ -2,6 +2,7 @@
 
 file          what it gives
 wrapper       the module around a module: attributes, names in checkpoints, changed parameters
+found         layers that were replaced or hooked since
 groups        which ranks take part: torch's process_group and device_mesh
 materialize   values for what is on the device meta
 replay        what a forward pass depends on, to compute it a second time
@@ -9,7 +10,6 @@ replicas      every rank begins with the same model and rank 0's values
 agree         arguments that must be alike, errors that all ranks must hear of
 abandoned     parameters that were replaced by shards, and who still has them
 norm          the norm of gradients on several ranks, and clipping by it
-refusals      what torch's classes take and ours do not
 no_sync       accumulation without averaging
 tensors_in    the tensors in what a module gives, however deep
 single        all_gather and reduce_scatter between a tensor and its shards

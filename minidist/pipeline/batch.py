@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unfl
 
 from minidist.collectives.peers import Peers
 from minidist.common import agree
+from minidist.common.found import Found
 from minidist.common.tensors_in import tensors_of
-from minidist.common.wrapper import Found
 from minidist.pipeline.instructions import Schedule
 from minidist.pipeline.stage import FLAGS, PLAIN, ActivationSpec, Stage
 
