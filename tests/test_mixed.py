@@ -172,6 +172,37 @@ def test_layers_of_ones_own_by_a_plan(pools):
     assert pools(8)(train, ALL, **options) == [[]] * 8
 
 
+class Placed(nn.Module):
+    """Tokens, each at its place in the row."""
+
+    def __init__(self, tokens, places):
+        super().__init__()
+        self.tokens, self.places = tokens, places
+
+    def forward(self, x):
+        return self.tokens(x) + self.places
+
+
+class OwnParameter(nn.Module):
+    """A parameter of its own is in a layer that `sequential()` makes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.places = nn.Embedding(257, 8), nn.Parameter(torch.randn(LENGTH, 8))
+        self.head = nn.Linear(8, 257)
+
+    def sequential(self):
+        return nn.Sequential(Placed(self.tokens, self.places), nn.Tanh(), self.head)
+
+    def forward(self, x):
+        return self.sequential()(x)
+
+
+def test_a_parameter_that_no_layer_of_the_model_has(pools):
+    assert pools(4)(train, (2, 2, 1), make=lambda: OwnParameter().double()) == [[]] * 4
+
+
 def held(opt, **options):
     """Elements of this rank's parameters, and of Adam's states."""
     model = MixedParallel(transformer(tied=False), mesh(*ALL), 2, **options)
