@@ -401,9 +401,10 @@ def test_bytes_by_axis(pools, gloo, sequence_parallel):
         pool(traffic, sequence_parallel=sequence_parallel)
     ):
         first = rank % 4 < 2
-        # Activations or their gradients of two micro-batches, and the tied table.
-        # The table's gradient, and whether there is one, is one message.
-        assert axes["pipeline"]["isend"] == (3, 2 * activation / share + table + 8)
+        # Activations or their gradients of two micro-batches, and the tied table's gradient, to
+        # which a flag may be added.
+        sends, sent = axes["pipeline"]["isend"]
+        assert sends == 3 and 0 <= sent - 2 * activation / share - table <= 8
 
         # The rows; the gradients, all of them once, in a bucket; and the loss, whether it failed,
         # and which parameters have a gradient.
