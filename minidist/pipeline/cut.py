@@ -17,8 +17,8 @@ from torch import nn
 from minidist.collectives.peers import Peers, wait_for
 from minidist.common import agree
 from minidist.common.materialize import materialize, places_of, tie_again
-from minidist.common.refusals import has_hooks
 from minidist.common.tensors_in import local_of
+from minidist.common.wrapper import has_hooks
 from minidist.pipeline.instructions import Schedule
 from minidist.pipeline.schedules import find
 

@@ -12,9 +12,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from minidist.common.dtensor import parameter_like
 from minidist.common.groups import require_group
-from minidist.common.refusals import has_hooks
 from minidist.common.tensors_in import local_of
-from minidist.common.wrapper import copy_sharing
+from minidist.common.wrapper import copy_sharing, has_hooks
 from minidist.tensor_parallel.operators import Group, all_gather
 
 
