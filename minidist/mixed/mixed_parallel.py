@@ -30,7 +30,7 @@ from minidist.tensor_parallel import (
     split,
     vocab_parallel_cross_entropy,
 )
-from minidist.tensor_parallel.layer import gather_shards, indices_of
+from minidist.tensor_parallel.layers import gather_shards, indices_of
 from minidist.tensor_parallel.model import counted_elsewhere
 
 
@@ -118,7 +118,7 @@ class MixedParallel(Wrapper):
         layers = model if isinstance(model, nn.Sequential) else model.sequential()
         last: Any = layers[-1]
         # The words of which a rank gives the logits of its own.
-        parted = isinstance(last, ColumnParallelLinear) and not last.gather_output
+        parted = isinstance(last, ColumnParallelLinear)
         self._vocabulary = last.out_features if parted else 0
         in_layers = {*layers.parameters(), *layers.buffers()}
         if shard is not None:
