@@ -468,9 +468,26 @@ def test_the_dense_models_weights_are_loaded_in_place(pools):
         for wrong in (state | {"more": torch.ones(1)}, less):
             told = raised(tp.load_full_state_dict, model, wrong)
             assert told.startswith("RuntimeError") and "key(s) in state_dict" in told
+        longer = state | {"blocks.0.mlp.0.weight": torch.ones(100, 24)}
+        told = raised(tp.load_full_state_dict, model, longer)
+        assert told.startswith("RuntimeError: size mismatch for blocks.0.mlp.0.weight: (100, 24)")
         return [name for name, t in state.items() if not torch.equal(t, full[name])]
 
     assert pools(2)(load) == [[]] * 2
+
+
+def test_torchs_encoder_layer_evaluates_as_in_one_process(pools):
+    """It has a fast way that reads the weights of its parts, and does not call them."""
+
+    def run():
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True).eval()
+        ours = tp.split(copy.deepcopy(layer), None, {"linear1": "columns", "linear2": "rows"})
+        x = random(2, 3, 8, dtype=torch.float32)
+        with torch.no_grad():
+            return apart({"output": (ours(x), layer(x))})
+
+    assert pools(2)(run) == [[]] * 2
 
 
 # ---- what it costs ----------------------------------------------------------------------------

@@ -107,7 +107,8 @@ def split(
         in one layer.
     """
     group = groups_of(None, mesh, WHO)[0] if isinstance(mesh, DeviceMesh) else mesh
-    _split(model, plan, Where(require_group(group, WHO), sequence_parallel, as_dtensors=False))
+    require_group(group, WHO)
+    _split(model, plan, Where(group, sequence_parallel, as_dtensors=False))
     return model
 
 

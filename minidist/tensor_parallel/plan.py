@@ -35,6 +35,7 @@ from minidist.tensor_parallel.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelLinear,
+    local,
     require_multiple,
 )
 from minidist.tensor_parallel.operators import Group, copy_to_group, scatter_to_group
@@ -113,7 +114,7 @@ class Copied(Style):
     def change(self, module: Any, where: Where) -> None:
         if self.always or where.sequence_parallel:
             for part in module.modules():
-                compute_with(part, lambda parameter: copy_to_group(parameter, where.group))
+                compute_with(part, lambda own: copy_to_group(local(own), where.group))
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class Scattered(Style):
 
 def compute_with(module: nn.Module, view: Callable[[Any], Any]) -> None:
     """Have a module find, while its forward runs, in the place of each parameter what `view` makes
-    of it. What is registered last comes first."""
+    of it. Of two views, the one that is registered last comes first."""
 
     # Where Python looks before it asks nn.Module, so `parameters()` stays as it is; and where
     # FullyShardedDataParallel puts full parameters.
@@ -237,7 +238,8 @@ def _resolve(model: nn.Module, plan: Mapping[str, Any]) -> dict[nn.Module, tuple
 
 def _matches(name: str, pattern: str) -> bool:
     parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatch, parts, wanted))
+    same_length = bool(name) == bool(pattern) and len(parts) == len(wanted)  # "": the model itself
+    return same_length and all(map(fnmatch, parts, wanted))
 
 
 def _tie(model: nn.Module, made: Mapping[nn.Module, nn.Module]) -> None:
