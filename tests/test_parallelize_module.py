@@ -225,6 +225,28 @@ def test_a_pass_computes_with_plain_tensors(pools, sequence_parallel):
 # ---- other modules, and mistakes --------------------------------------------------------------
 
 
+class Sum(nn.Module):
+    """Two parameters that autograd gives one gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.ones(4)) for _ in "ab")
+
+    def forward(self, x):
+        return x * (self.a + self.b)
+
+
+def two_passes():
+    model = tp.parallelize_module(Sum(), mesh(), {})
+    for _ in range(2):
+        model(torch.ones(4)).sum().backward()
+    return [p.grad.to_local().tolist() for p in model.parameters()]
+
+
+def test_gradients_add_up_each_for_itself(pools):
+    assert pools(2)(two_passes) == [[[2.0] * 4] * 2] * 2
+
+
 def rank_0():
     models = []
     for seed in dist.get_rank(), 0:

@@ -162,6 +162,24 @@ def test_both_layers_on_four_ranks(pools):
         assert pools(4)(pair_of_layers, torch.float64, sequence_parallel) == [[]] * 4
 
 
+def test_under_autocast_they_compute_as_dense_ones_do(pools):
+    def run():
+        dense = md.zoo.mlp(6, 8, 5)
+        ours = tp.split(copy.deepcopy(dense), None, {"0": "columns", "2": "rows"})
+        found = []
+        for model in ours, dense:
+            x = random(3, 6, dtype=torch.float32).requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16):
+                y = model(x)
+            y.float().square().sum().backward()
+            found.append((y.dtype, y.detach(), x.grad))
+        (dtype, *ours), (wanted, *theirs) = found
+        apart = map(md.parity.relative_difference, ours, theirs)
+        return dtype == wanted and max(apart) < ALLOWED[torch.bfloat16]
+
+    assert all(pools(2)(run))
+
+
 def test_a_seed_makes_the_shards_of_the_dense_layer(pools):
     def make():
         found = []
