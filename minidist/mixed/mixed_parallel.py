@@ -22,7 +22,7 @@ from minidist.distributed_data_parallel.buckets import BUCKET_CAP_MB, Buckets, a
 from minidist.mixed.mesh_axes import AXES
 from minidist.pipeline import Pipeline, Schedule
 from minidist.rank import device
-from minidist.tensor_parallel.layer import gather_shards
+from minidist.tensor_parallel.layers import gather_shards
 from minidist.tensor_parallel.model import counted_elsewhere
 
 

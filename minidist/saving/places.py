@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from minidist.common.tensors_in import local_of
 from minidist.mixed import MixedParallel
 from minidist.saving.boxes import Box, Boxed, dtensor_boxes, span_boxes, spread, whole_box
-from minidist.tensor_parallel.layer import ParallelLayer
+from minidist.tensor_parallel.layers import ParallelLayer
 from minidist.zero import ZeroRedundancyOptimizer
 
 EXTRA_STATE = "_extra_state"  # what a module's get_extra_state gives: a value, be it a tensor
