@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from minidist.common.tensors_in import local_of
-from minidist.tensor_parallel.layer import ParallelLayer
+from minidist.tensor_parallel.layers import ParallelLayer
 
 Offsets = tuple[int, ...]
 Cut = tuple[int, ParallelLayer]  # along which dimension, and who knows which indices are here
@@ -51,7 +51,7 @@ class Part(torch.Tensor):
         part.pieces, part.same = pieces, same
         return part  # type: ignore[no-any-return]
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, *_: Any) -> Any:
@@ -61,14 +61,12 @@ class Part(torch.Tensor):
         return [ChunkStorageMetadata(torch.Size(at), x.shape) for at, x in self.pieces.items()]
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
-        properties = TensorProperties(dtype=self.dtype)
+        kind = WriteItemType.SHARD if self.same else WriteItemType.TENSOR
+        of, size = TensorProperties(dtype=self.dtype), self.shape
+        chunks = [(each, TensorWriteData(each, of, size)) for each in self.__create_chunk_list__()]
         return [
-            WriteItem(
-                MetadataIndex(name, chunk.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, self.shape),
-            )
-            for chunk in self.__create_chunk_list__()
+            WriteItem(MetadataIndex(name, chunk.offsets), kind, tensor_data=data)
+            for chunk, data in chunks
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:

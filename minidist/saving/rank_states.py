@@ -28,6 +28,13 @@ def copied(name: str, state: Any) -> Any:
         raise TypeError(words) from error
 
 
+def state_of(name: str, each: Any) -> Any:
+    """Its `state_dict()`, copied. Raises TypeError that names it if it has none."""
+    if not hasattr(each, "state_dict"):
+        raise TypeError(f"{name} has no state_dict() to save: it is {each!r:.60}")
+    return copied(name, each.state_dict())
+
+
 def capture() -> dict[str, Any]:
     """The random numbers of this process: of torch, Python, and NumPy if it is in use."""
     found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}

@@ -186,25 +186,18 @@ def require_groups(ours: Groups, theirs: Groups) -> None:
             f"it is of another optimizer: of {len(theirs)} groups, and the one here has {len(ours)}"
         )
     for number, (own, saved) in enumerate(zip(ours, theirs, strict=True)):
-        for name in sorted(own["names"] ^ saved["names"]):
-            has, here = ("has", "has not") if name in saved["names"] else ("has no", "has")
-            raise ValueError(
-                f"it is of another optimizer: its group {number} {has} {name}, and that of the one "
-                f"here {here}"
-            )
-        more, less = (
-            a["options"].keys() - b["options"].keys() for a, b in ((saved, own), (own, saved))
-        )
-        if more and less:  # one side alone may have more: of a scheduler, or of a later torch
-            raise ValueError(
-                f"it is of another optimizer: its group {number} has the option {min(more)}, and "
-                f"that of the one here has {min(less)} instead"
-            )
+        for what in ("names", "options"):
+            more, less = (set(a[what]) - set(b[what]) for a, b in ((saved, own), (own, saved)))
+            # Of options one side alone may have more: of a scheduler, or of a later torch.
+            if (more and less) if what == "options" else (more or less):
+                raise ValueError(
+                    f"it is of another optimizer: of the {what} of its group {number}, that of the "
+                    f"one here lacks {sorted(more)} and has {sorted(less)} as well"
+                )
 
 
 def _without_ddp(model: Any) -> Any:
-    """Torch's DistributedDataParallel names a state by `module.`; all other strategies do not. It
-    may be in a compiled module."""
+    """Torch's DistributedDataParallel names a state by `module.`; it may be in a compiled one."""
     model = model._modules.get("_orig_mod", model)
     return model.module if isinstance(model, TorchDDP) else model
 

@@ -18,15 +18,17 @@ from torch.distributed.checkpoint import (
     SavePlan,
     SavePlanner,
 )
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.planner import WriteItemType
 from torch.futures import Future
 
 from minidist.saving import commit
 from minidist.saving.naive import sync
-from minidist.saving.parts import Offsets, Part
+from minidist.saving.parts import Part
 
 Parts = dict[str, Any]  # by entry, a Part, or a copy of what is no tensor
-Gather = Callable[[Any], list[Any]]
-Piece = tuple[str, Offsets]
+Piece = tuple[str, Any]  # an entry, and where the piece begins
 
 
 class Shares:
@@ -34,66 +36,52 @@ class Shares:
     from which it does."""
 
     def __init__(self) -> None:
-        self._mine: dict[Piece, Any] = {}
+        self._described: dict[Piece, Any] = {}
         self._own: set[Piece] = set()
         # Kept: new memory costs more than a copy.
         self._room: dict[Piece, torch.Tensor] = {}
 
     def changed(self, parts: Parts) -> bool:
-        """Whether they are others than at the last save, when the ranks shared them out."""
-        before, self._mine = self._mine, _described(parts)
-        return self._mine != before
+        """Whether the pieces are others than those that the ranks have shared out."""
+        before, self._described = self._described, {}
+        for name, part in parts.items():
+            pieces = part.pieces if isinstance(part, Part) else {None: torch.empty(0)}
+            self._described |= {(name, at): (x.shape, x.dtype) for at, x in pieces.items()}
+        return self._described != before
 
-    def share_out(self, gather: Gather, rank: int) -> None:
-        """All ranks do it together."""
+    def share_out(self, parts: Parts, gather: Callable[[Any], list[Any]], rank: int) -> None:
+        """All ranks do it together, when they have changed on one. As torch does it, but that what
+        may differ by rank is that of the first: DistributedDataParallel gives all ranks rank 0's
+        buffers before the next pass."""
         self._own, self._room = set(), {}
-        everyone = gather(self._mine)
-        holders: dict[Piece, list[int]] = {}
-        for number, theirs in enumerate(everyone):
-            for piece in theirs:
-                holders.setdefault(piece, []).append(number)
-        written = [0] * len(everyone)
-        for piece, numbers in holders.items():
-            shape, dtype, same = everyone[numbers[0]][piece]
-            # What may differ by rank is that of the first. DistributedDataParallel gives all ranks
-            # rank 0's buffers before the next pass.
-            writer = min(numbers, key=written.__getitem__) if same else numbers[0]
-            written[writer] += shape.numel() * dtype.itemsize
-            if writer == rank:
-                self._own.add(piece)
+        plans = gather(create_default_local_save_plan(parts, True))
+        for same in (True, False):
+            kept = [[i for i in p.items if (i.type == WriteItemType.SHARD) == same] for p in plans]
+            own = dedup_save_plans(list(map(SavePlan, kept)), save_to_lowest_rank=not same)[rank]
+            self._own |= {
+                (i.index.fqn, i.index.offset and tuple(i.index.offset)) for i in own.items
+            }
 
     def copy(self, parts: Parts) -> Parts:
         """Copies on the CPU of what this rank writes. The next call overwrites them."""
         copies, gpus = Parts(), set()
         for name, part in parts.items():
             if not isinstance(part, Part):
-                if (name, ()) in self._own:
-                    copies[name] = part
+                copies |= {name: part} if (name, None) in self._own else {}
                 continue
             pieces = {}
             for at, own in part.pieces.items():
-                if (name, at) not in self._own:
-                    continue
-                if (name, at) not in self._room:
-                    room = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda)
-                    self._room[name, at] = room
-                pieces[at] = self._room[name, at].copy_(own, non_blocking=own.is_cuda)
-                gpus |= {own.device} if own.is_cuda else set()
+                if (name, at) in self._own:
+                    if (name, at) not in self._room:
+                        room = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda)
+                        self._room[name, at] = room
+                    pieces[at] = self._room[name, at].copy_(own, non_blocking=own.is_cuda)
+                    gpus |= {own.device} if own.is_cuda else set()
             if pieces:
                 copies[name] = Part(part.shape, part.dtype, pieces, part.same)
         for gpu in gpus:  # maybe not the current one
             torch.cuda.current_stream(gpu).synchronize()
         return copies
-
-
-def _described(parts: Parts) -> dict[Piece, Any]:
-    found: dict[Piece, Any] = {}
-    for name, part in parts.items():
-        if isinstance(part, Part):
-            found |= {(name, at): (x.shape, x.dtype, part.same) for at, x in part.pieces.items()}
-        else:
-            found[name, ()] = torch.Size(), torch.uint8, False
-    return found
 
 
 class Copies(DefaultSavePlanner):
@@ -114,10 +102,12 @@ class Copies(DefaultSavePlanner):
 class Writer(FileSystemWriter):
     """Writes the files of a step, and when the disk holds them all, makes them a checkpoint."""
 
-    def __init__(self, partial: Path, about: dict[str, Any], then: Callable[[], object]) -> None:
-        """about: for the manifest. then: what rank 0 does when the checkpoint is whole."""
+    path: Path
+
+    def __init__(self, partial: Path, about: dict[str, Any], keep: int) -> None:
+        """about: for the manifest. keep: so many checkpoints stay then."""
         super().__init__(partial, sync_files=False)
-        self._about, self._then = about, then
+        self._about, self._keep = about, keep
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         """This rank's file; its hash goes to rank 0 with the results."""
@@ -137,7 +127,7 @@ class Writer(FileSystemWriter):
             stamps = {name: stamp for _, each in results for name, stamp in each.items()}
             stamps[".metadata"] = commit.synced_stamp(self.path / ".metadata")
             commit.commit(self.path, self._about, stamps)
-            self._then()
+            commit.clear(self.path.parent, self._keep)
 
 
 @contextmanager
