@@ -83,7 +83,7 @@ class States:
     def _entry(self, state: str, value: Any, parameter: torch.Tensor) -> Any:
         cut = self._cuts.get(parameter)
         if not isinstance(value, torch.Tensor):
-            return value
+            return copied(state, value)
         if value.shape == parameter.shape:
             return part_of(value, cut)
         if value.ndim and (cut is not None or isinstance(parameter, DTensor)):

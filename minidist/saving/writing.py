@@ -58,30 +58,25 @@ class Shares:
         for same in (True, False):
             kept = [[i for i in p.items if (i.type == WriteItemType.SHARD) == same] for p in plans]
             own = dedup_save_plans(list(map(SavePlan, kept)), save_to_lowest_rank=not same)[rank]
-            self._own |= {
-                (i.index.fqn, i.index.offset and tuple(i.index.offset)) for i in own.items
-            }
+            self._own |= {(item.index.fqn, item.index.offset) for item in own.items}
 
     def copy(self, parts: Parts) -> Parts:
         """Copies on the CPU of what this rank writes. The next call overwrites them."""
-        copies, gpus = Parts(), set()
+        copies: Parts = {}
         for name, part in parts.items():
-            if not isinstance(part, Part):
-                copies |= {name: part} if (name, None) in self._own else {}
-                continue
-            pieces = {}
-            for at, own in part.pieces.items():
-                if (name, at) in self._own:
-                    if (name, at) not in self._room:
-                        room = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda)
-                        self._room[name, at] = room
-                    pieces[at] = self._room[name, at].copy_(own, non_blocking=own.is_cuda)
-                    gpus |= {own.device} if own.is_cuda else set()
-            if pieces:
+            if isinstance(part, Part):
+                own = {at: x for at, x in part.pieces.items() if (name, at) in self._own}
+                pieces = {at: self._copied((name, at), x) for at, x in own.items()}
                 copies[name] = Part(part.shape, part.dtype, pieces, part.same)
-        for gpu in gpus:  # maybe not the current one
-            torch.cuda.current_stream(gpu).synchronize()
+            elif (name, None) in self._own:
+                copies[name] = part
         return copies
+
+    def _copied(self, piece: Piece, own: torch.Tensor) -> torch.Tensor:
+        if piece not in self._room:
+            room = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda)
+            self._room[piece] = room
+        return self._room[piece].copy_(own)
 
 
 class Copies(DefaultSavePlanner):
