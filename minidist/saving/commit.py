@@ -34,7 +34,7 @@ def steps_in(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(name[1]), folder / name[0]) for name in names if name))
 
 
-def commit(partial: Path, about: Mapping[str, Any], stamps: Mapping[str, Stamp]) -> Path:
+def commit(partial: Path, about: Mapping[str, Any], stamps: Mapping[str, Stamp]) -> None:
     """Make a checkpoint of it: its files are written and synced."""
     content = {"format": FORMAT, **about, "files": dict(sorted(stamps.items()))}
     page = {"manifest": content, "hash": _digest(content)}
@@ -42,7 +42,6 @@ def commit(partial: Path, about: Mapping[str, Any], stamps: Mapping[str, Stamp])
     whole = partial.with_name(partial.name.split(".")[0])
     partial.rename(whole)
     sync(whole.parent)
-    return whole
 
 
 def clear(folder: Path, keep: int) -> None:
@@ -65,18 +64,15 @@ def clear_partial(folder: Path) -> None:
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint. Raises ValueError if it is broken, or of a later format."""
+    """The manifest of a checkpoint. Raises ValueError if it is broken, or of another format."""
     path = folder / MANIFEST
     try:
         page = json.loads(path.read_bytes())
         content: dict[str, Any] = page["manifest"]
-        fits = page["hash"] == _digest(content)
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing") from None
-    except (ValueError, TypeError, LookupError):
-        raise ValueError(f"{path} is broken: it cannot be read") from None
-    if not fits:
-        raise ValueError(f"{path} is broken: its hash is another one")
+        if page["hash"] != _digest(content):
+            raise ValueError("its hash is another one")
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise ValueError(f"{path} is missing, cut short or changed: {error}") from None
     if (found := content["format"]) != FORMAT:
         raise ValueError(f"{path} is of format {found}, and this minidist reads {FORMAT}")
     return content
