@@ -49,9 +49,9 @@ class Part(torch.Tensor):
     ) -> "Part":
         part: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
         part.pieces, part.same = pieces, same
-        return part  # type: ignore[no-any-return]
+        return part
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, *_: Any) -> Any:
