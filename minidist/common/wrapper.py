@@ -104,13 +104,6 @@ def require_as_found(module: nn.Module, found: Kinds, left_out: Set[Any] = froze
         )
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether hooks that a user has registered run with its forward or backward pass."""
-    kinds = "forward", "forward_pre", "backward", "backward_pre"
-    hooks = [hook for kind in kinds for hook in getattr(module, f"_{kind}_hooks").values()]
-    return not all(str(getattr(hook, "__module__", "")).startswith("minidist.") for hook in hooks)
-
-
 def in_backward() -> bool:
     """Whether autograd runs a backward pass now, in which a checkpoint computes forward again."""
     return torch._C._current_graph_task_id() != -1

@@ -18,7 +18,6 @@ from minidist.collectives.peers import Peers, wait_for
 from minidist.common import agree
 from minidist.common.materialize import materialize, places_of, tie_again
 from minidist.common.tensors_in import local_of
-from minidist.common.wrapper import has_hooks
 from minidist.pipeline.instructions import Schedule
 from minidist.pipeline.schedules import find
 
@@ -60,6 +59,13 @@ def schedule_and_balance(
             f"stage; it shares out {sum(balance)}"
         )
     return schedule, list(balance)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether hooks that a user has registered run with its forward or backward pass."""
+    kinds = "forward", "forward_pre", "backward", "backward_pre"
+    hooks = [hook for kind in kinds for hook in getattr(module, f"_{kind}_hooks").values()]
+    return not all(str(getattr(hook, "__module__", "")).startswith("minidist.") for hook in hooks)
 
 
 def require_known(stage: nn.Module) -> None:

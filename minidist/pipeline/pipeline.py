@@ -153,7 +153,7 @@ class Pipeline(Wrapper):
             ties = fill(parts, plan, ties, self._peers, self._device, param_init_fn)
         super().__init__(own)
         self.process_group, self.schedule, self.balance = group, plan, counts
-        self.trace, self._layers = [], list(own)
+        self.trace, self._layers = [], list(own.children())
         self._stages = {
             stage: Stage(part if wrap is None else wrap(part), recompute)
             for stage, part in parts.items()
@@ -218,7 +218,7 @@ class Pipeline(Wrapper):
         peers, plan, problem = self._peers, self.schedule, None
         kind, total, parts = -1, 0, []
         try:
-            if list(self.module) != self._layers:
+            if list(self.module.children()) != self._layers:
                 raise RuntimeError("a layer was added, removed or replaced: make a new Pipeline")
             if peers.rank == 0:
                 total = self._count(inputs, plan.microbatches if trains else 1)
