@@ -686,6 +686,11 @@ def steps(layers, rows=9, targets=9, loss_fn=F.mse_loss, microbatches=3, **optio
     model.train_step(torch.ones(rows, 3), torch.ones(targets, 3), loss_fn)
 
 
+class Raises(nn.Module):
+    def forward(self, x):
+        raise ZeroDivisionError("at once")
+
+
 def third(kind):
     return lambda: steps([nn.Linear(3, 3), Grows(kind), nn.Linear(3, 3)], balance=[1, 1, 1])
 
@@ -706,6 +711,16 @@ FAILURES = {
         third("error"),
         "RuntimeError",
         "rank 1: ZeroDivisionError: the third (at Forward(1, 2) of the pipeline)",
+    ),
+    "a layer raises before any rank knows what it gives": (
+        lambda: steps([nn.Linear(3, 3), Raises(), nn.Linear(3, 3)], balance=[1, 1, 1]),
+        "RuntimeError",
+        "rank 1: ZeroDivisionError: at once (at Forward(1, 0) of the pipeline)",
+    ),
+    "so does one of a rank's two": (
+        lambda: steps([*[nn.Linear(3, 3)] * 3, Raises(), *four()[:2]], schedule="interleaved"),
+        "RuntimeError",
+        "rank 0: ZeroDivisionError: at once (at Forward(3, 0) of the pipeline)",
     ),
     "no inputs": (
         lambda: md.Pipeline(four(), 3).train_step(None, torch.ones(9, 3), F.mse_loss),
