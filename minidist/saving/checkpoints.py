@@ -109,11 +109,11 @@ class Checkpoints:
                     "on from there by load(); another run takes another folder"
                 )
         gathered = self._gather((step, self._shares.changed(parts)))
+        if any(changed for _, changed in gathered):
+            self._shares.share_out(parts, self._gather, self._rank)
         steps = [each for each, _ in gathered]
         if min(steps) < max(steps):
             raise ValueError(f"the ranks save different steps: {steps}")
-        if any(changed for _, changed in gathered):
-            self._shares.share_out(parts, self._gather, self._rank)
         self._partial = self.folder / f"step-{step:08}.{self._id}{commit.PARTIAL}"
         about = {"step": step, "world_size": len(steps)}
         saving: Any = dcp.async_save(
