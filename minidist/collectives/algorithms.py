@@ -3,7 +3,7 @@
 All of them work on flat tensors. `p` is the number of ranks, `r` our own rank, both within the
 group; `whole` is the vector of n elements, `block` a list of p pieces of it, one for each rank.
 Neighbours wrap round: `r + 1` is the right-hand and `r - 1` the left-hand neighbour on the ring.
-`exchange(outgoing, to, into, source)` sends and receives at the same time.
+`expect` says what will arrive, and from whom; `exchange` sends while the next of it arrives.
 """
 
 from collections.abc import Callable, Sequence
@@ -91,9 +91,10 @@ def all_gather_ring(peers: Peers, own: Tensor, block: Tensors) -> None:
     # p = 3: each block walks round the ring; rank r passes on what arrived in the step before.
     #   rank 0 sends A, then C;  rank 1 sends B, then A;  rank 2 sends C, then B
     p, r = peers.size, peers.rank
+    arrivals = peers.expect((block[(r - 1 - s) % p], r - 1) for s in range(p - 1))
     block[r].copy_(own)
-    for s in range(p - 1):
-        peers.exchange(block[(r - s) % p], r + 1, block[(r - 1 - s) % p], r - 1)
+    for s, arrival in enumerate(arrivals):
+        peers.exchange(block[(r - s) % p], r + 1, arrival)
 
 
 def reduce_scatter_ring(peers: Peers, own: Tensor, block: Tensors, op: Reduction) -> None:
@@ -101,11 +102,11 @@ def reduce_scatter_ring(peers: Peers, own: Tensor, block: Tensors, op: Reduction
     # as it comes by. The input blocks stay as they are.
     #   p = 3, block A:  rank 1 sends A1;  rank 2 sends A1 + A2;  rank 0 adds A0 and keeps it
     p, r = peers.size, peers.rank
+    mine = [block[(r - 2 - s) % p] for s in range(p - 1)]
     partial = block[(r - 1) % p]
-    for s in range(p - 1):
-        mine = block[(r - 2 - s) % p]
-        arrived = peers.exchange(partial, r + 1, torch.empty_like(mine), r - 1)
-        partial = op(arrived, mine, out=arrived)
+    for s, arrival in enumerate(peers.expect((torch.empty_like(x), r - 1) for x in mine)):
+        arrived = peers.exchange(partial, r + 1, arrival)
+        partial = op(arrived, mine[s], out=arrived)
     own.copy_(partial)
     op.finish(own, p)
 
@@ -131,20 +132,28 @@ def all_reduce_ring(peers: Peers, whole: Tensor, op: Reduction) -> None:
     #    1     B + B2          C + C0          A + A1          add what arrives: rank r owns block r
     #    2     A (complete)    B (complete)    C (complete)    keep what arrives
     #    3     C (complete)    A (complete)    B (complete)    keep what arrives
-    block = whole.tensor_split(peers.size)  # p views of n/p elements; the first n % p have one more
-    own = block[peers.rank]
-    reduce_scatter_ring(peers, own, block, op)
-    all_gather_ring(peers, own, block)
+    p, r = peers.size, peers.rank
+    block = whole.tensor_split(p)  # p views of n/p elements; the first n % p have one more
+    place = [block[(r - 2 - s) % p] for s in range(2 * (p - 1))]  # of what arrives at step s
+    # A complete block arrives only after it has passed through us as a partial sum, so its place
+    # may be announced now, although we still read and write there.
+    into = [*map(torch.empty_like, place[: p - 1]), *place[p - 1 :]]
+    for s, arrival in enumerate(peers.expect((x, r - 1) for x in into)):
+        arrived = peers.exchange(block[(r - 1 - s) % p], r + 1, arrival)
+        if s < p - 1:
+            op(arrived, place[s], out=place[s])
+    op.finish(whole, p)
 
 
 def all_reduce_recursive_doubling(peers: Peers, whole: Tensor, op: Reduction) -> None:
     #   distance 1:  0 <-> 1   2 <-> 3      each has the sum over 2 ranks
     #   distance 2:  0 <-> 2   1 <-> 3      each has the sum over 4 ranks
     def double(core: int) -> None:
-        r, arrived = peers.rank, torch.empty_like(whole)  # (n,)
-        for distance in powers_of_two(core):
-            partner = r ^ distance
-            peers.exchange(whole, partner, arrived, partner)
+        r = peers.rank
+        partners = [r ^ distance for distance in powers_of_two(core)]
+        arrivals = peers.expect((torch.empty_like(whole), partner) for partner in partners)
+        for partner, arrival in zip(partners, arrivals, strict=True):
+            arrived = peers.exchange(whole, partner, arrival)  # (n,)
             # Both partners compute low + high, in this order, and so get the same bits.
             low, high = (whole, arrived) if r < partner else (arrived, whole)
             op(low, high, out=whole)
@@ -167,11 +176,14 @@ def all_reduce_halving_doubling(peers: Peers, whole: Tensor, op: Reduction) -> N
             first = rank & -d
             return whole[at[first] : at[first + d]]
 
+        partial = [(torch.empty_like(half(r, d)), r ^ d) for d in reversed(distances)]
+        complete = [(half(r ^ d, d), r ^ d) for d in distances]
+        arrivals = iter(peers.expect(partial + complete))
         for d in reversed(distances):
-            mine, theirs = half(r, d), half(r ^ d, d)
-            op(mine, peers.exchange(theirs, r ^ d, torch.empty_like(mine), r ^ d), out=mine)
+            mine = half(r, d)
+            op(mine, peers.exchange(half(r ^ d, d), r ^ d, next(arrivals)), out=mine)
         for d in distances:
-            peers.exchange(half(r, d), r ^ d, half(r ^ d, d), r ^ d)
+            peers.exchange(half(r, d), r ^ d, next(arrivals))
 
     _fold(peers, whole, op, halve_and_double)
 
@@ -199,8 +211,9 @@ def all_to_all_pairwise(peers: Peers, outputs: Tensors, inputs: Tensors) -> None
     # Step s: everyone sends to the rank s to its right and hears from the rank s to its left, so
     # that at every step each rank is the target of exactly one message.
     p, r = peers.size, peers.rank
-    for s in range(1, p):
-        peers.exchange(inputs[(r + s) % p], r + s, outputs[(r - s) % p], r - s)
+    arrivals = peers.expect((outputs[(r - s) % p], r - s) for s in range(1, p))
+    for s, arrival in enumerate(arrivals, 1):
+        peers.exchange(inputs[(r + s) % p], r + s, arrival)
     outputs[r].copy_(inputs[r])
 
 
@@ -208,5 +221,7 @@ def barrier_dissemination(peers: Peers) -> None:
     # After the step of distance d, a rank has heard, directly or through others, of the 2d ranks
     # r, r-1, ..., r-2d+1: after ⌈lg p⌉ steps of all. Any p will do. The token is one byte.
     token = torch.zeros(1, dtype=torch.uint8, device=peers.device)
-    for d in powers_of_two(peers.size):
-        peers.exchange(token, peers.rank + d, torch.empty_like(token), peers.rank - d)
+    distances = powers_of_two(peers.size)
+    arrivals = peers.expect((torch.empty_like(token), peers.rank - d) for d in distances)
+    for d, arrival in zip(distances, arrivals, strict=True):
+        peers.exchange(token, peers.rank + d, arrival)

@@ -6,6 +6,7 @@ tensors of any dtype, which travel as raw bytes. An empty tensor is not sent at 
 know that it is empty.
 """
 
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,6 +19,9 @@ from minidist.common.groups import message_device
 # Every message of minidist carries this tag, so that a `dist.send` of your own between the same
 # two ranks is never taken for one of ours. (NCCL knows no tags and ignores it.)
 TAG = 0x6D64  # "md"
+PAUSE = 50e-6  # seconds; see Peers.expect
+
+Arrival = tuple[Tensor, int, dist.Work | None]  # what it fills, its source, the handle to wait for
 
 
 def as_bytes(flat: Tensor) -> Tensor:
@@ -70,14 +74,30 @@ class Peers:
         self.require_sendable(tensor)
         return call(as_bytes(tensor), group=self.group, tag=TAG, **peer)
 
-    def exchange(self, outgoing: Tensor, to: int, into: Tensor, source: int) -> Tensor:
-        """Send `outgoing` to one rank while another one fills `into`; return `into`."""
+    def expect(self, messages: Iterable[tuple[Tensor, int]]) -> list[Arrival]:
+        """Announce what each message will fill, to its source. `exchange` waits for them, in order.
+
+        gloo moves bytes only to where a place waits for them. Where the sender knows of it early,
+        a message takes no question and no answer.
+        """
+        arrivals = [
+            (into, source, None if into.is_cuda else self.irecv(into, source))
+            for into, source in messages
+        ]
+        # gloo's thread, which reads the announcements of others, spins while ours writes on the
+        # same connection. Where there are more ranks than cores, that costs a time slice.
+        if arrivals and "gloo" in self.backends:
+            time.sleep(PAUSE)
+        return arrivals
+
+    def exchange(self, outgoing: Tensor, to: int, arrival: Arrival) -> Tensor:
+        """Send `outgoing` while `arrival` comes in; return what it filled."""
+        into, source, work = arrival
         if not into.is_cuda:
-            sending = self.isend(outgoing, to)
-            self.recv(into, source)
-            wait_for([sending])
+            wait_for([self.isend(outgoing, to), work])
             return into
-        # NCCL would wait for ever where every rank first sends, then receives: both are one batch.
+        # NCCL works off one queue: where every rank first receives, all wait for ever. A batch is
+        # both at once.
         batch = [
             dist.P2POp(call, as_bytes(x), None, self.group, TAG, other % self.size)
             for call, x, other in ((dist.isend, outgoing, to), (dist.irecv, into, source))
