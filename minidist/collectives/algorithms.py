@@ -3,7 +3,7 @@
 All of them work on flat tensors. `p` is the number of ranks, `r` our own rank, both within the
 group; `whole` is the vector of n elements, `block` a list of p pieces of it, one for each rank.
 Neighbours wrap round: `r + 1` is the right-hand and `r - 1` the left-hand neighbour on the ring.
-`expect` says what will arrive, and from whom; `exchange` sends while the next of it arrives.
+`expect` announces what will arrive, and from whom; `exchange` sends while one of these arrives.
 """
 
 from collections.abc import Callable, Sequence
@@ -84,9 +84,6 @@ def gather_flat(peers: Peers, own: Tensor, block: Tensors, root: int) -> None:
         peers.send(own, root)
 
 
-# ---- all_gather and reduce_scatter -------------------------------------------------------------
-
-
 def all_gather_ring(peers: Peers, own: Tensor, block: Tensors) -> None:
     # p = 3: each block walks round the ring; rank r passes on what arrived in the step before.
     #   rank 0 sends A, then C;  rank 1 sends B, then A;  rank 2 sends C, then B
@@ -109,9 +106,6 @@ def reduce_scatter_ring(peers: Peers, own: Tensor, block: Tensors, op: Reduction
         partial = op(arrived, mine[s], out=arrived)
     own.copy_(partial)
     op.finish(own, p)
-
-
-# ---- all_reduce --------------------------------------------------------------------------------
 
 
 def all_reduce_naive(peers: Peers, whole: Tensor, op: Reduction) -> None:

@@ -75,11 +75,9 @@ class Peers:
         return call(as_bytes(tensor), group=self.group, tag=TAG, **peer)
 
     def expect(self, messages: Iterable[tuple[Tensor, int]]) -> list[Arrival]:
-        """Announce what each message will fill, to its source. `exchange` waits for them, in order.
-
-        gloo moves bytes only to where a place waits for them. Where the sender knows of it early,
-        a message takes no question and no answer.
-        """
+        """Announce what each message will fill, to its source; `exchange` waits for it. Messages of
+        one source come in this order."""
+        # gloo moves bytes only to where a place waits for them. Told early, it need not ask.
         arrivals = [
             (into, source, None if into.is_cuda else self.irecv(into, source))
             for into, source in messages
@@ -96,8 +94,7 @@ class Peers:
         if not into.is_cuda:
             wait_for([self.isend(outgoing, to), work])
             return into
-        # NCCL works off one queue: where every rank first receives, all wait for ever. A batch is
-        # both at once.
+        # NCCL has one queue: where every rank first sends, then receives, all wait for ever.
         batch = [
             dist.P2POp(call, as_bytes(x), None, self.group, TAG, other % self.size)
             for call, x, other in ((dist.isend, outgoing, to), (dist.irecv, into, source))
