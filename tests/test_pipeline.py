@@ -332,6 +332,24 @@ def test_a_gradient_goes_back_only_to_what_is_trained(pools):
         assert sent == 0
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
+def test_layers_may_be_frozen_for_a_step(pools, schedule):
+    def run():
+        plain = mlp()
+        model, found = md.Pipeline(copy.deepcopy(plain), 4, schedule), []
+        for trains in (True, False, True):
+            for each in (plain, model.module):
+                for name, p in each.named_parameters():
+                    p.requires_grad_(trains or name.startswith("10"))
+            F.cross_entropy(plain(digits(0)[0]), digits(0)[1]).backward()
+            model.train_step(*digits(0), F.cross_entropy)
+            ours = model.module.named_parameters()
+            found += [apart(p.grad, plain.get_parameter(name).grad) for name, p in ours]
+        return max(found)
+
+    assert max(pools(2)(run)) <= 1e-12
+
+
 # ---- backward in two parts --------------------------------------------------------------------
 
 
@@ -686,6 +704,15 @@ def steps(layers, rows=9, targets=9, loss_fn=F.mse_loss, microbatches=3, **optio
     model.train_step(torch.ones(rows, 3), torch.ones(targets, 3), loss_fn)
 
 
+class Gives(nn.Module):
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+
+    def forward(self, x):
+        return self.what
+
+
 class Raises(nn.Module):
     def forward(self, x):
         raise ZeroDivisionError("at once")
@@ -704,8 +731,8 @@ FAILURES = {
         third("shape"),
         "ValueError",
         "rank 1: this stage gives shape (3, 4), float32; after what it gave for other "
-        "micro-batches it must be shape (3, 3), float32. (Freeze or change layers before they are "
-        "made a pipeline) (at SendActivation(1, 2) of the pipeline)",
+        "micro-batches it must be shape (3, 3), float32. (Unfreeze and change layers before they "
+        "are made a pipeline) (at Forward(1, 2) of the pipeline)",
     ),
     "a layer raises": (
         third("error"),
@@ -721,6 +748,29 @@ FAILURES = {
         lambda: steps([*[nn.Linear(3, 3)] * 3, Raises(), *four()[:2]], schedule="interleaved"),
         "RuntimeError",
         "rank 0: ZeroDivisionError: at once (at Forward(3, 0) of the pipeline)",
+    ),
+    "no loss_fn where it is needed": (
+        lambda: steps(four(), loss_fn=None),
+        "TypeError",
+        "rank 2: the rank of the last stage needs a loss_fn, not None",
+    ),
+    "what is no tensor travels": (
+        lambda: steps([nn.Linear(3, 3), Gives(object()), nn.Linear(3, 3)], balance=[1, 1, 1]),
+        "TypeError",
+        "rank 1: between stages travel tensors and plain values, in tuples, lists and dicts; this "
+        "stage gives a object (at Forward(1, 0) of the pipeline)",
+    ),
+    "inputs that something has made": (
+        lambda: md.Pipeline(four(), 3).train_step(
+            nn.Linear(3, 3)(torch.ones(9, 3)), torch.ones(9, 3), F.mse_loss
+        ),
+        "ValueError",
+        "rank 0: what has made the inputs would be left out: make it a layer",
+    ),
+    "outputs that cannot be put together": (
+        lambda: md.Pipeline(nn.Sequential(*four(), Gives(torch.ones(()))), 3)(torch.ones(9, 3)),
+        "RuntimeError",
+        "rank 2: zero-dimensional tensor (at position 0) cannot be concatenated",
     ),
     "no inputs": (
         lambda: md.Pipeline(four(), 3).train_step(None, torch.ones(9, 3), F.mse_loss),
@@ -946,12 +996,23 @@ def test_what_changed_on_one_rank_is_refused_on_all(pools):
         if dist.get_rank() == 1:
             model.module[1] = nn.Tanh()  # it has no parameters that would tell
 
-    for change, kind, words in (
+    batch_of_words = words(0)
+
+    def tied(make_trained):
+        model = md.Pipeline(transformer().requires_grad_(not make_trained), 2)
+        model.requires_grad_(make_trained)
+        model.train_step(*batch_of_words, md.parity.cross_entropy)
+
+    for make_trained in (True, False):
+        for kind, said in told(pools(2), partial(tied, make_trained)):
+            assert kind == "RuntimeError"
+            assert "rank 0: a shared parameter was frozen or unfrozen: make a new" in said
+    for change, kind, text in (
         (unfreeze, "ValueError", "rank 0: this stage gives shape (2, 3), float32; after what"),
         (another_layer, "RuntimeError", "rank 1: a layer was added, removed or replaced"),
     ):
         first, second = told(pools(2), partial(run, change))
-        assert first == second and first[0] == kind and words in first[1], words
+        assert first == second and first[0] == kind and text in first[1], text
     still_trains(pools(2))
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch import nn
 from minidist.collectives.peers import Peers, wait_for
 from minidist.common import agree
 from minidist.common.materialize import materialize, places_of, tie_again
-from minidist.common.tensors_in import local_of
+from minidist.common.tensors_in import local_of, tensors_of
 from minidist.pipeline.instructions import Schedule
 from minidist.pipeline.schedules import find
 
@@ -118,16 +119,18 @@ def balance_by_cost(
     return balance(seconds.tolist(), stages)
 
 
-def _seconds(layer: nn.Module, x: torch.Tensor) -> float:
+def _seconds(layer: nn.Module, x: Any) -> float:
     _finish(x)
     start = time.perf_counter()
     _finish(layer(x))
     return time.perf_counter() - start
 
 
-def _finish(x: torch.Tensor) -> None:
-    if x.is_cuda:  # its work is only queued
-        torch.cuda.synchronize(x.device)
+def _finish(x: Any) -> None:
+    for device in {
+        each.device for each in tensors_of(x) if each.is_cuda
+    }:  # its work is only queued
+        torch.cuda.synchronize(device)
 
 
 def balance(costs: Sequence[float], stages: int) -> list[int]:

@@ -7,21 +7,29 @@ only when it needs the tensors.
 
 Whoever receives an activation allocates memory before it comes, and so must know its *spec*: its
 structure, and of each tensor the shape and dtype. The first activation of a kind that one stage
-gives the next is preceded by its spec; both remember it, and after that only tensors travel.
+gives the next is preceded by its spec, for which the receiver waits. Both remember it, and after
+that only tensors travel.
 """
 
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from torch.utils._pytree import (
+    tree_flatten,
+    tree_is_leaf,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
 
 from minidist.collectives.peers import Peers, wait_for
 from minidist.common.tensors_in import tensors_of
@@ -43,6 +51,7 @@ from minidist.pipeline.stage import Gradients, Stage
 
 Loss = Callable[[Any, Any], torch.Tensor]
 Travelling = tuple[list[torch.Tensor], list[dist.Work | None]]  # tensors, and handles to wait for
+PLAIN = type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size
 MOST_LEAVING = 2  # messages to one rank: each holds its tensors until it has arrived
 
 
@@ -55,7 +64,7 @@ class TensorSpec:
 
     shape: torch.Size
     dtype: torch.dtype
-    gradient: bool
+    gradient: bool = field(compare=False)
 
     def __repr__(self) -> str:
         words = f"shape {tuple(self.shape)}, {str(self.dtype).removeprefix('torch.')}"
@@ -67,10 +76,18 @@ class TensorSpec:
 
 
 def spec_of(activation: Any) -> Any:
-    """The activation, with a `TensorSpec` in place of each tensor."""
+    """The activation, with a `TensorSpec` in place of each tensor. Raises TypeError for what is
+    neither a tensor nor a plain value."""
     if isinstance(activation, torch.Tensor):  # mostly; tree_map would take its time
         return TensorSpec(activation.shape, activation.dtype, activation.requires_grad)
-    return tree_map(lambda x: spec_of(x) if isinstance(x, torch.Tensor) else x, activation)
+    if isinstance(activation, PLAIN):
+        return activation
+    if tree_is_leaf(activation):
+        raise TypeError(
+            "between stages travel tensors and plain values, in tuples, lists and dicts; this "
+            f"stage gives a {type(activation).__name__}"
+        )
+    return tree_map(spec_of, activation)
 
 
 def activation_of(spec: Any, tensors: Sequence[torch.Tensor]) -> Any:
@@ -124,8 +141,8 @@ class Executor:
     """Interprets the instructions of one rank, for one batch.
 
     plan: for the batch's micro-batches. stages: of this rank. device: of the tensors. rows: of each
-    micro-batch. inputs: of each, on the rank of the first stage. loss_fn and targets: of the whole
-    batch, for the last stage; None without a backward pass. specs: of what stages give for such a
+    micro-batch. inputs: of each, on the rank of the first stage. targets, of the whole batch, and
+    loss_fn: for the last stage, in training. specs: of what stages give for such a
     batch, by stage and rows; the run adds those that are new. problem: this rank has failed before.
 
     If a stage fails, the rank goes on through its list, but computes nothing and sends zeros: so no
@@ -184,19 +201,16 @@ class Executor:
     # ---- messages --------------------------------------------------------------------------
 
     def _send_activation(self, now: SendActivation) -> None:
-        made, key, to = self._made.pop(now), self._key(now.stage, now), self._rank_of(now.stage + 1)
-        spec = None if made is None else spec_of(made)
+        made, key = self._made.pop(now), self._key(now.stage, now)
+        spec, to = made and made[0], self._plan.rank_of(now.stage + 1)
         if key not in self._specs:
             with record.scope("agreement", control=True):
                 dist.send_object_list([spec], group=self._peers.group, group_dst=to)
             self._learn(key, spec)
-        elif made is not None and spec != (known := self._specs[key]):
-            made = self._compute(_refuse, spec, known)
-        specs = tensor_specs(self._specs.get(key))
-        self._send(to, specs, None if made is None else tensors_of(made))
+        self._send(to, tensor_specs(self._specs.get(key)), made and made[1])
 
     def _receive_activation(self, now: ReceiveActivation) -> None:
-        key, source = self._key(now.stage - 1, now), self._rank_of(now.stage - 1)
+        key, source = self._key(now.stage - 1, now), self._plan.rank_of(now.stage - 1)
         if key not in self._specs:
             told: list[Any] = [None]
             with record.scope("agreement", control=True):
@@ -212,10 +226,11 @@ class Executor:
 
     def _send_gradient(self, now: SendGradient) -> None:
         specs = self._gradients(now.stage - 1, now)
-        self._send(self._rank_of(now.stage - 1), specs, self._made.pop(now))
+        self._send(self._plan.rank_of(now.stage - 1), specs, self._made.pop(now))
 
     def _receive_gradient(self, now: ReceiveGradient) -> None:
-        self._receive(now, self._rank_of(now.stage + 1), self._gradients(now.stage, now))
+        specs = self._gradients(now.stage, now)
+        self._receive(now, self._plan.rank_of(now.stage + 1), specs)
 
     def _key(self, stage: int, now: Instruction) -> tuple[int, int]:
         return stage, self._rows[now.microbatch]
@@ -224,9 +239,6 @@ class Executor:
         """The specs of the gradients that come back to what a stage has given."""
         specs = tensor_specs(self._specs.get(self._key(stage, now)))
         return [spec for spec in specs if spec.gradient]
-
-    def _rank_of(self, stage: int) -> int:
-        return stage % self._peers.size
 
     def _send(self, to: int, specs: list[TensorSpec], tensors: Any) -> None:
         """Zeros in place of what is None."""
@@ -252,25 +264,38 @@ class Executor:
     # ---- computations ----------------------------------------------------------------------
 
     def _forward(self, now: Forward) -> None:
-        (stage, i), loss_fn = (now.stage, now.microbatch), self._loss_fn
+        stage, i = now.stage, now.microbatch
         if stage == 0:
             x = self._inputs[i] if self._inputs else None
         else:
             tensors = self._take(ReceiveActivation(stage, i))
             x = activation_of(self._specs.get(self._key(stage - 1, now)), tensors)
         last = stage == self._plan.stages - 1
-        loss = partial(self._loss, i) if last and loss_fn else None
+        loss = partial(self._loss, i) if last and torch.is_grad_enabled() else None
         made = self._compute(self._stages[stage].forward, i, x, loss)
         if not last:
-            self._made[SendActivation(stage, i)] = made
+            self._made[SendActivation(stage, i)] = self._compute(self._ready, stage, now, made)
         elif made is not None and loss:
             self.losses.append(made.detach() * self._weight(i))
         elif made is not None:
             self.outputs.append(made)
 
+    def _ready(self, stage: int, now: Forward, made: Any) -> tuple[Any, list[torch.Tensor]]:
+        """The spec and the tensors of what a stage gives."""
+        spec, known = spec_of(made), self._specs.get(self._key(stage, now))
+        # One without a gradient may come where one needs it: of layers that are frozen meanwhile.
+        more = zip(tensor_specs(spec), tensor_specs(known), strict=False)
+        if known is not None and (spec != known or any(a.gradient > b.gradient for a, b in more)):
+            raise ValueError(
+                f"this stage gives {spec}; after what it gave for other micro-batches it must be "
+                f"{known}. (Unfreeze and change layers before they are made a pipeline)"
+            )
+        return spec, tensors_of(made)
+
     def _loss(self, i: int, outputs: Any) -> torch.Tensor:
         """The mean over the rows of a micro-batch."""
-        assert self._loss_fn is not None
+        if self._loss_fn is None:
+            raise TypeError("the rank of the last stage needs a loss_fn, not None")
         loss = self._loss_fn(outputs, self._targets[i])
         if not isinstance(loss, torch.Tensor) or loss.ndim:
             raise ValueError("loss_fn must return one number, the mean over its rows")
@@ -291,7 +316,10 @@ class Executor:
 
     def _backward(self, now: Backward | BackwardInputs) -> None:
         if now.stage < self._plan.stages - 1:
-            gradients: Gradients = [*self._take(ReceiveGradient(now.stage, now.microbatch))]
+            came = iter(self._take(ReceiveGradient(now.stage, now.microbatch)))
+            specs = tensor_specs(self._specs.get(self._key(now.stage, now)))
+            floats = [spec for spec in specs if spec.dtype.is_floating_point]
+            gradients: Gradients = [next(came) if spec.gradient else None for spec in floats]
         else:
             weight = self._weight(now.microbatch)
             gradients = [torch.full_like(loss, weight) for loss in self.losses[:1]]
@@ -314,13 +342,6 @@ class Executor:
                 problem.add_note(f"(at {self._now} of the pipeline)")
                 self.problem, self._computes = problem, False
         return None
-
-
-def _refuse(spec: Any, known: Any) -> None:
-    raise ValueError(
-        f"this stage gives {spec}; after what it gave for other micro-batches it must be {known}. "
-        "(Freeze or change layers before they are made a pipeline)"
-    )
 
 
 # ---- parameters of several stages --------------------------------------------------------------

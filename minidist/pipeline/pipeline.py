@@ -75,7 +75,8 @@ class Pipeline(Wrapper):
     A layer takes what the one before it gives, as in any nn.Sequential: a tensor, or tensors in
     tuples, lists and dicts; tensors of whole numbers and masks get no gradient. What is no tensor
     must be the same in all micro-batches. With batches of a new shape stages say once what they
-    give each other; after that a step sends activations, gradients, and 16 bytes from rank to rank.
+    give each other. After that a step sends, besides activations and gradients, 16 bytes from rank
+    to rank before it, and at its end the loss.
 
     A parameter that layers of several ranks share, as a tied embedding and head do, is kept by
     each, and gets the sum of their gradients; a buffer that they share is each rank's own. Batch
@@ -90,9 +91,12 @@ class Pipeline(Wrapper):
     - An optimizer sees this rank's layers: one that looks at all parameters at once, as LBFGS does,
       would train otherwise than in one process. In float16 take a `md.ShardedGradScaler`.
     - A layer gets no keyword arguments: what several layers need, such as a mask, they pass on.
+    - A number that changes in each step is a tensor (rows,): any other value makes a new kind of
+      batch, and all kinds are remembered.
     - A stage cannot begin with a layer that overwrites its input.
-    - With `wrap`, what fails on one replica is waited for by the others, until their timeout.
-    - Layers that are frozen or unfrozen later change what stages give: that raises ValueError.
+    - With `wrap`, what fails on one replica is waited for by the others, until their timeout. So is
+      an evaluation of fewer rows than micro-batches.
+    - Unfreezing a layer later raises ValueError where a stage had given nothing that is trained.
 
     Lesson: layer_splitting. Raises RuntimeError without a process group; on every rank, TypeError
     if the module is no nn.Sequential, or has a forward, hooks, parameters or buffers of its own,
@@ -165,7 +169,8 @@ class Pipeline(Wrapper):
         # The stages whose parameters a strategy shards.
         self._sharded: list[Any] = [x for x in self.wrapped if hasattr(x, "fsdp_group")]
         self._names = list(module.state_dict())
-        self._ties = {p: those for p, those in ties.items() if p.requires_grad and rank in those}
+        self._shared = {p for p, those in ties.items() if rank in those}
+        self._ties = {p: ties[p] for p in self._shared if p.requires_grad}
         self.counted_elsewhere = {p for p, (first, *_) in self._ties.items() if first != rank}
         self._kinds: dict[Any, int] = {}  # of batches, on the first rank
         self._specs: defaultdict[int, dict[tuple[int, int], Any]] = defaultdict(dict)  # by kind
@@ -202,24 +207,27 @@ class Pipeline(Wrapper):
         micro-batches. What is no tensor comes from the first micro-batch. Raises on every rank if a
         stage fails."""
         last = self.schedule.rank_of(self.schedule.stages - 1)
-        _, outputs = self._run(inputs, trains=False)
-        y = merge_microbatches(outputs) if outputs else None
+        _, y = self._run(inputs, trains=False)
         told = [spec_of(y)]
         dist.broadcast_object_list(told, group=self.process_group, group_src=last)
-        if not outputs:
+        if y is None:
             y = empty_like(told[0], self._device)
         broadcast_state(tensors_of(y), self.process_group, last)
         return y
 
     def _run(
         self, inputs: Any, targets: Any = None, loss_fn: Loss | None = None, trains: bool = True
-    ) -> tuple[torch.Tensor, list[Any]]:
+    ) -> tuple[torch.Tensor, Any]:
         """The loss, on every rank; in an evaluation the outputs, on the last."""
         peers, plan, problem = self._peers, self.schedule, None
         kind, total, parts = -1, 0, []
         try:
             if list(self.module.children()) != self._layers:
                 raise RuntimeError("a layer was added, removed or replaced: make a new Pipeline")
+            if {p for p in self._shared if p.requires_grad} != self._ties.keys():
+                raise RuntimeError("a shared parameter was frozen or unfrozen: make a new Pipeline")
+            if any(x.requires_grad and not x.is_leaf for x in tensors_of(inputs)):
+                raise ValueError("what has made the inputs would be left out: make it a layer")
             if peers.rank == 0:
                 total = self._count(inputs, plan.microbatches if trains else 1)
                 parts = split_into_microbatches("inputs", inputs, self._rows(total))
@@ -233,7 +241,7 @@ class Pipeline(Wrapper):
                 wait_for([peers.irecv(header, peers.rank - 1)])
             leaving = peers.isend(header, peers.rank + 1) if peers.rank + 1 < peers.size else None
         kind, total = header.tolist()
-        loss, outputs = 0.0, []
+        loss, outputs = 0.0, None
         if kind >= 0:
             rows = self._rows(total)
             if not trains:
@@ -246,8 +254,12 @@ class Pipeline(Wrapper):
             finally:
                 for stage in self._stages.values():
                     stage.end_step()
-            self.trace, problem, outputs = executor.trace, executor.problem, executor.outputs
+            self.trace, problem = executor.trace, executor.problem
             loss = sum(each.item() for each in executor.losses)
+            try:
+                outputs = merge_microbatches(executor.outputs) if executor.outputs else None
+            except RuntimeError as error:
+                problem = problem or error
         wait_for([leaving])
         ended = torch.tensor([loss, problem is not None], dtype=torch.float64, device=peers.device)
         dist.all_reduce(ended, group=self.process_group)
@@ -275,7 +287,7 @@ class Pipeline(Wrapper):
         return [small + (i < larger) for i in range(microbatches)]
 
     def _kind(self, inputs: Any, trains: bool) -> int:
-        """The number of this kind of batch: one for all that what stages give depends on."""
+        """The number of this kind of batch."""
         leaves, structure = tree_flatten(inputs)
         looks = [
             (x.shape[1:], x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else x
@@ -283,7 +295,7 @@ class Pipeline(Wrapper):
         ]
         device = self._device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        kind = trains, self.training, autocast, structure, *looks
+        kind = trains, self.training, autocast, str(structure), *looks
         return self._kinds.setdefault(kind, len(self._kinds))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

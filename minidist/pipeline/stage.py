@@ -54,9 +54,8 @@ class Stage:
     def forward(
         self, microbatch: int, x: Any, loss: Callable[[Any], torch.Tensor] | None = None
     ) -> Any:
-        """The outputs for the inputs `x`, or their loss. Gradients come in at the tensors in it
-        that need one: with `recompute`, which makes no graph yet, at all that may need one. Under
-        `torch.no_grad()` nothing is kept."""
+        """The outputs for the inputs `x`, or their loss. With `recompute`, which makes no graph
+        yet, each float in it may need a gradient. Under `torch.no_grad()` nothing is kept."""
 
         def compute() -> Any:
             y = self.module(x)
@@ -83,11 +82,7 @@ class Stage:
         )
 
     def _graph(self, x: Any, made: Any) -> Graph:
-        ends = [
-            y
-            for y in tensors_of(made)
-            if y.requires_grad or (self.recompute and y.is_floating_point())
-        ]
+        ends = [y for y in tensors_of(made) if y.is_floating_point()]
         # The leaves among the inputs are those for which a gradient is sent back.
         received = [each for each in tensors_of(x) if each.requires_grad and each.is_leaf]
         return received, [get_gradient_edge(y) if y.requires_grad else None for y in ends]
@@ -95,12 +90,12 @@ class Stage:
     def _begin(self, microbatch: int, gradients: Gradients) -> tuple[Any, Any, Any]:
         """The received tensors; the edges, and what comes in there."""
         received, ends = self._kept.pop(microbatch)()
-        ways = [way for way in zip(ends, gradients, strict=True) if way[0] is not None]
+        ways = [way for way in zip(ends, gradients, strict=True) if None not in way]
         return received, [end for end, _ in ways], [gradient for _, gradient in ways]
 
     def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
         """Add to the gradients of the weights, and return those of the inputs. `gradients`: of the
-        outputs, or of the loss."""
+        floats among the outputs, or of the loss; None for one that needs none."""
         received, ends, gradients = self._begin(microbatch, gradients)
         if ends:
             torch.autograd.backward(ends, gradients)
@@ -128,7 +123,7 @@ def backward_inputs(
     inputs: Sequence[torch.Tensor],
 ) -> tuple[list[torch.Tensor | None], list[Callable[[], None]]]:
     """The gradients for `inputs`; and functions, one for each fork, that add to those of the
-    weights. The graph ends in `ends`, where `gradients` come in (None stands for a loss's own, 1).
+    weights. The graph ends in `ends`, where `gradients` come in.
     Without inputs everything is left for later."""
     if not inputs:
         return [], [partial(torch.autograd.backward, ends, gradients)]

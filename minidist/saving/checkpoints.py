@@ -41,8 +41,8 @@ class Checkpoints:
     passed, by name, its `state_dict()`. The model may be bare or in any strategy, on any number of
     ranks; the run that loads may have another strategy and other ranks.
 
-    folder: is made if it is missing. Another process that saves in it is refused, also on other
-        machines, where the file system has locks for them.
+    folder: is made if it is missing. Another run that opens it is refused, also on other machines,
+        where the file system has locks for them. All ranks see it.
     keep: so many checkpoints stay; older ones are deleted when a new one is whole.
     process_group: the ranks of the run; None is the default group, or this process alone where
         there is none.
@@ -51,7 +51,8 @@ class Checkpoints:
     or it cannot be written (OSError, where there is no group); ValueError for a `keep` below 1.
 
     Limits: without `close`, or the `with` block, the last save may be lost. What a hook makes for a
-    model's state is saved like an extra state, that of rank 0.
+    model's state is saved like an extra state, that of rank 0. Random numbers go by rank: after a
+    load on another mesh, seed again where ranks along tensor must draw the same.
     """
 
     def __init__(
@@ -74,7 +75,10 @@ class Checkpoints:
         self._gloo: Any = None  # for torch's thread: its messages must not meet those of training
         if group is not None:
             ranks = dist.get_process_group_ranks(group)
-            self._gloo = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            self._whole = process_group is None  # then all ranks are here to make a group
+            self._gloo = dist.new_group(
+                ranks, backend="gloo", use_local_synchronization=not self._whole
+            )
 
     # ---- save ------------------------------------------------------------------------------
 
@@ -222,8 +226,14 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            if self._rank == 0:
-                self._lock.close()
+            self._unlock()
+            if self._gloo is not None and self._whole and dist.is_initialized():
+                dist.destroy_process_group(self._gloo)
+                self._gloo = None
+
+    def _unlock(self) -> None:
+        if self._rank == 0:
+            self._lock.close()
 
     def __enter__(self) -> Self:
         return self
@@ -231,10 +241,11 @@ class Checkpoints:
     def __exit__(self, kind: object, *_: object) -> None:
         """After an error the other ranks may be gone: what can still become whole gets some
         seconds, and no rank is asked."""
-        if kind is not None:
-            futures.wait([self._saving] if self._saving else [], GRACE)
-            self._saving = None
-        self.close()
+        saving, self._saving = self._saving, None if kind else self._saving
+        if kind and saving and futures.wait([saving], GRACE).not_done:
+            saving.add_done_callback(lambda _: self._unlock())  # it has the folder until then
+        else:
+            self.close()
 
     def _gather(self, mine: Any) -> list[Any]:
         return [mine] if self._group is None else agree.gather(self._group, mine)

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
+from weakref import WeakValueDictionary
 
 from minidist.saving.naive import sync, write_whole
 
@@ -35,7 +36,10 @@ def steps_in(folder: Path) -> dict[int, Path]:
 
 
 def commit(partial: Path, about: Mapping[str, Any], stamps: Mapping[str, Stamp]) -> None:
-    """Make a checkpoint of it: its files are written and synced."""
+    """Make a checkpoint of it: its files are written and synced. Raises FileNotFoundError for one
+    that is not here, as where ranks do not share the folder."""
+    for name in stamps:
+        (partial / name).stat()
     content = {"format": FORMAT, **about, "files": dict(sorted(stamps.items()))}
     page = {"manifest": content, "hash": _digest(content)}
     write_whole(partial / MANIFEST, lambda file: file.write(json.dumps(page, indent=1).encode()))
@@ -110,10 +114,17 @@ def _digest(content: Any) -> str:
 # ---- one run a folder ---------------------------------------------------------------------------
 
 
+_held: WeakValueDictionary[Path, IO[str]] = WeakValueDictionary()
+
+
 def lock(folder: Path) -> IO[str]:
-    """One process at a time has a folder: until the file is closed, or the process ends. Raises
+    """One run at a time has a folder: until the file is closed, or the process ends. Raises
     RuntimeError that names the one which has it. Warns where there are no locks."""
-    file = (folder / ".lock").open("a+")
+    path = (folder / ".lock").resolve()
+    # Before it is opened: a process that closes a second handle of a file loses its lock.
+    if (own := _held.get(path)) and not own.closed:
+        raise RuntimeError(f"{folder} belongs to this process already: close that one first")
+    file = path.open("a+")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a forked child does not have it
     except (BlockingIOError, PermissionError):
@@ -129,4 +140,5 @@ def lock(folder: Path) -> IO[str]:
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
+    _held[path] = file
     return file

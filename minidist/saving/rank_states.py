@@ -58,7 +58,7 @@ def restore(ranks: Sequence[Mapping[str, Any]], rank: int) -> None:
 
         numpy.random.set_state(tuple(found["numpy"]))
     if rank >= len(ranks):  # a stream that no rank had
-        seed = int(torch.randint(2**32 - 1, ())) + rank
+        seed = int(torch.randint(2**32 - 1, ())) + rank // len(ranks)
         torch.manual_seed(seed)
         random.seed(seed)
         if "numpy" in found:

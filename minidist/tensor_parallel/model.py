@@ -57,14 +57,16 @@ def parallelize_module(
         for a `zoo.Transformer`. It may come in parts: first for the model, then for each block.
     sequence_parallel: between the parallel regions, activations are sharded along the sequence; T
         must be a multiple of the number of ranks. A layer there that no plan names gets a gradient
-        of this rank's tokens alone, and the ranks drift apart: name it "sequence".
+        of this rank's tokens alone, and the ranks drift apart: name it "sequence". The plan, or who
+        calls the model, cuts the tokens.
 
     All ranks take the parameters and buffers of the mesh's first one. Every rank sees the same
     tokens (B, T), and has the logits (B, T, V_r) of its own tokens, if the head is split by tokens.
-    One weight in two layers, such as a tied head, stays one. What passes between layers are plain
-    tensors.
+    (`F.cross_entropy` of these is wrong without an error.) One weight in two layers, such as a tied
+    head, stays one. What passes between layers are plain tensors.
 
-    Limits: Dropout between columns and rows drops the same of each rank's features, and with
+    Limits: an nn.MultiheadAttention reads a weight of a part that it does not call: take `split`.
+    Dropout between columns and rows drops the same of each rank's features, and with
     `sequence_parallel` elsewhere the same of each rank's tokens; `fork_rng` draws others.
     Replicated parameters are plain while their own module's forward runs; elsewhere they are
     DTensors, and do not mix with plain tensors. A fused layer of queries, keys and values is a

@@ -162,7 +162,7 @@ def qkv(heads: int, kv_heads: int | None = None) -> Style:
     """One nn.Linear that gives all queries, then all keys, then all values, becomes a
     `QKVParallelLinear`. Lesson: feature_splitting.
 
-    heads, kv_heads: how many there are in the whole layer; fewer kv_heads in `MixedParallel` only.
+    heads, kv_heads: how many there are in the whole layer; fewer kv_heads by `split` only.
     """
     return Layer("qkv", (QKVParallelLinear,), dict(heads=heads, kv_heads=kv_heads))
 
@@ -195,6 +195,8 @@ def split_by(model: nn.Module, plan: Mapping[str, Any], where: Where) -> None:
     styles = _resolve(model, plan)
     made: dict[nn.Module, nn.Module] = {}  # what stands in a module's place, wherever that is
     for module, (name, style) in styles.items():
+        if style is STYLES["columns"] and name.endswith("qkv"):
+            raise ValueError(f"{name}: columns cut through queries, keys and values: take qkv(...)")
         try:
             made[module] = style.make(module, where)
         except (TypeError, ValueError) as error:
