@@ -121,6 +121,11 @@ WRONG = {
         lambda m: {"model.layers.*.self_attn": tp.heads("heads")},
         "ValueError: model.layers.0.self_attn: a Attention has no number 'heads' to divide",
     ),
+    "queries, keys and values by columns": (
+        lambda: md.zoo.Block(8, 2),
+        lambda m: {"qkv": "columns"},
+        "ValueError: qkv: columns cut through queries, keys and values: take qkv(...)",
+    ),
     "a norm by columns": (
         llama,
         lambda m: llama_plan(m) | {"model.norm": "columns"},

@@ -664,8 +664,24 @@ def test_a_second_run_is_refused_by_name(pools, tmp_path):
     with Checkpoints(tmp_path) as first:
         with pytest.raises(md.RankError, match=f"another run, process {os.getpid()} on "):
             pools(1)(open_and_close, tmp_path)
+        with pytest.raises(RuntimeError, match="belongs to this process already"):
+            open_and_close(tmp_path)
+        with pytest.raises(md.RankError, match="another run"):  # the first has its lock still
+            pools(1)(open_and_close, tmp_path)
         first.save(1, model=nn.Linear(2, 2))
     pools(1)(open_and_close, tmp_path)
+    open_and_close(tmp_path)
+
+
+def test_closed_ones_leave_nothing_open(pools, tmp_path):
+    def run():
+        held = []
+        for _ in range(4):
+            open_and_close(tmp_path)
+            held.append(len(os.listdir("/proc/self/fd")))
+        return held[-1] - held[0]
+
+    assert pools(2)(run) == [0, 0]
 
 
 def fill_the_disk(folder):
