@@ -82,7 +82,7 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.head_size = heads, width // heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width)
@@ -93,7 +93,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, C) to (B, T, C)."""
         q, k, v = (
-            each.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, T, C / H)
+            each.unflatten(-1, (self.heads, self.head_size)).transpose(1, 2)  # (B, H, T, C / H)
             for each in self.qkv(self.norm1(x)).chunk(3, dim=-1)
         )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)

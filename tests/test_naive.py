@@ -195,10 +195,13 @@ def mixed(*sizes):
         ours.train_step(
             rows, rows.flip(0), lambda y, t: md.vocab_parallel_cross_entropy(y, t, tensor)
         )
+        norm = ours.clip_grad_norm_(0.05)
         optimizer.step()
         alone.zero_grad()
         shares = [tokens[r :: sizes[0]] for r in range(sizes[0])]
         sum(md.parity.cross_entropy(plain(x), x.flip(0)) / sizes[0] for x in shares).backward()
+        wanted = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+        assert wanted > 0.1 and md.parity.relative_difference(norm, wanted) < 1e-12
         alone.step()
     found = md.tensor_parallel.full_state_dict(ours.stage.module)
     whole = plain.state_dict()

@@ -8,15 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from test_plan import (
-    LENGTH,
-    MODELS,
-    VOCABULARY,
-    apart,
-    llama,
-    llama_plan,
-    raised,
-)
+from test_plan import LENGTH, MODELS, VOCABULARY, apart, llama, llama_plan, raised
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as dcp_state
@@ -63,9 +55,8 @@ def train(make, plan, sequence_parallel, limit, kind):
     both = model, dense
     optimizers = [torch.optim.AdamW(each.parameters(), 1e-2, eps=1e-3) for each in both]
     emas = [AveragedModel(each, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for each in both]
-    found = ["shape"] * any(
-        p.shape != q.shape for p, q in zip(model.parameters(), dense.parameters(), strict=True)
-    )
+    shapes = [[p.shape for p in each.parameters()] for each in both]
+    found = ["shape"] * (shapes[0] != shapes[1])
     share = sum(p.to_local().numel() for p in model.parameters())
     share /= sum(p.numel() for p in dense.parameters())
     found += [f"a share of {share}"] * (share > 1.1 / dist.get_world_size())
@@ -83,21 +74,15 @@ def train(make, plan, sequence_parallel, limit, kind):
             optimizer.step()
             ema.update_parameters(each)
         assert norms[1] > 1.1 * limit  # it does clip
-        found += apart({"loss": losses, "norm": norms})
-        found += same(wholes(model.state_dict()), dense.state_dict())
         full = tp.full_state_dict(model)
-        found += ["names"] * (full.keys() != dense.state_dict().keys())
-        found += same(full, dense.state_dict())
+        found += apart({"loss": losses, "norm": norms}) + same(full, dense.state_dict())
+        found += same(wholes(model.state_dict()), dense.state_dict())
         found += same(wholes(emas[0].module.state_dict()), emas[1].module.state_dict())
+        found += ["names"] * (full.keys() != dense.state_dict().keys())
         tp.check_replicas(model)
         if found:
             return [f"step {step}", *found]
-    copied, x = copy.deepcopy(model), batch(9)[0]
-    found += ["the copy"] * (not torch.equal(copied(x), model(x)))
-    with torch.no_grad():
-        for p in copied.parameters():
-            p.mul_(2)
-    return found + same(wholes(model.state_dict()), dense.state_dict())
+    return found
 
 
 FUSED = pytest.mark.newer_torch("fused")  # one layer for queries, keys and values
@@ -105,7 +90,7 @@ FUSED = pytest.mark.newer_torch("fused")  # one layer for queries, keys and valu
 
 CASES = [  # of one layer for queries, keys and values torch must know the shards
     pytest.param("zoo", 4, True, marks=FUSED),
-    pytest.param("gpt2", 2, False, marks=FUSED),
+    pytest.param("zoo", 2, False, marks=FUSED),
     ("llama", 2, True),
     ("llama", 4, False),
 ]
@@ -119,27 +104,18 @@ def test_torchs_clipping_and_averages_are_those_of_one_process(
     assert pools(ranks)(train, *MODELS[name], sequence_parallel, *norm) == [[]] * ranks
 
 
-def of_torchs_styles(model):
-    """Activations are whole between layers."""
-    names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj"]
-    columns = [*names, "mlp.up_proj"]
-    plan = {f"model.layers.*.{name}": torchs.ColwiseParallel() for name in columns}
-    for name in "self_attn.o_proj", "mlp.down_proj":
-        plan[f"model.layers.*.{name}"] = torchs.RowwiseParallel()
-    return plan | {"model.layers.*.self_attn": tp.heads("num_heads", "num_key_value_heads")}
-
-
 def beside_torch():
-    """Torch's function and ours, of the same plan: loss and gradients."""
+    """Torch's function and ours, on the backend shm: loss and gradients."""
     results = []
+    styles = dict(columns=torchs.ColwiseParallel(), rows=torchs.RowwiseParallel())
     for function in tp, torchs:
         model = llama().double()
-        plan = of_torchs_styles(model)
+        plan = {name: style for name, style in llama_plan(model).items() if style in (*styles,)}
+        for layer in model.model.layers:  # as torch's tutorial has it
+            layer.self_attn.num_heads //= dist.get_world_size()
+            layer.self_attn.num_key_value_heads //= dist.get_world_size()
         if function is torchs:
-            del plan["model.layers.*.self_attn"]
-            for layer in model.model.layers:  # as torch's tutorial has it
-                layer.self_attn.num_heads //= dist.get_world_size()
-                layer.self_attn.num_key_value_heads //= dist.get_world_size()
+            plan = {name: styles[style] for name, style in plan.items()}
         function.parallelize_module(model, mesh(), plan)
         inputs, targets = batch(0)
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
@@ -149,7 +125,7 @@ def beside_torch():
     return same(*results)
 
 
-def test_a_plan_of_torchs_styles_does_what_torch_does(pools):
+def test_columns_and_rows_do_what_torchs_styles_do(pools):
     assert pools(2)(beside_torch) == [[]] * 2
 
 
@@ -249,6 +225,28 @@ def test_a_pass_computes_with_plain_tensors(pools, sequence_parallel):
 # ---- other modules, and mistakes --------------------------------------------------------------
 
 
+class Sum(nn.Module):
+    """Two parameters that autograd gives one gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.ones(4)) for _ in "ab")
+
+    def forward(self, x):
+        return x * (self.a + self.b)
+
+
+def two_passes():
+    model = tp.parallelize_module(Sum(), mesh(), {})
+    for _ in range(2):
+        model(torch.ones(4)).sum().backward()
+    return [p.grad.to_local().tolist() for p in model.parameters()]
+
+
+def test_gradients_add_up_each_for_itself(pools):
+    assert pools(2)(two_passes) == [[[2.0] * 4] * 2] * 2
+
+
 def rank_0():
     models = []
     for seed in dist.get_rank(), 0:
@@ -291,27 +289,3 @@ def test_an_optimizer_that_was_made_before_is_told(pools):
     for told in pools(2)(stale):
         for words in told:
             assert words.startswith("RuntimeError: this parameter was replaced: the model has been")
-
-
-def refused(plan, make):
-    torch.manual_seed(0)
-    model = make()
-    before = str(model), {name: p.clone() for name, p in model.named_parameters()}
-    told = raised(tp.parallelize_module, model, mesh(), plan)
-    after = dict(model.named_parameters())
-    stayed = all(torch.equal(after[name], p) for name, p in before[1].items())
-    return told, str(model) == before[0] and stayed
-
-
-REFUSED = {
-    "one style": (torchs.ColwiseParallel(), "TypeError: a plan names modules, as {"),
-    "the root": ({"": "columns"}, "TypeError: the plan's ''"),
-    "grouped queries": ({"": tp.qkv(4, 2)}, "ValueError: : DTensor has no word for the shards"),
-    "no such module": ({"2": "rows"}, "ValueError: the plan's '2' matches no module"),
-}
-
-
-def test_what_is_refused_changes_nothing(pools):
-    for what, (plan, words) in REFUSED.items():
-        for told, stayed in pools(2)(refused, plan, lambda: nn.Linear(8, 16)):
-            assert told is not None and told.startswith(words) and stayed, (what, told)

@@ -39,8 +39,7 @@ from minidist.pipeline.instructions import (
     SendGradient,
 )
 from minidist.pipeline.schedules import forward_only, with_messages
-from minidist.pipeline.stage import Stage
-from minidist.pipeline.two_parts import backward_inputs
+from minidist.pipeline.stage import Stage, backward_inputs
 
 apart = md.parity.relative_difference
 
@@ -207,12 +206,13 @@ class Twice(nn.Linear):
 def twice():
     torch.manual_seed(0)
     layers = Twice(6, 6), nn.ReLU(), Twice(6, 6), nn.ReLU(inplace=True), Twice(6, 6)
+    # A stage cannot begin with a layer that overwrites its input.
     return nn.Sequential(*layers).double()
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_models_of_other_kinds(pools, schedule):
-    for make, balance in ((frozen, None), (twice, [1, 2, 2])):
+    for make, balance in ((frozen, None), (twice, [1, 3, 1])):
         found = pools(3)(train, make, digits, 4, schedule, balance=balance)
         assert set.union(*found) >= {"loss", "norm", *make().state_dict()}, make
 
@@ -297,34 +297,6 @@ def test_what_travels_between_stages(pools, schedule):
         assert set.union(*found) == names(several()), recompute
 
 
-class Masked(nn.Linear):
-    def forward(self, x, mask, scale=1.0):
-        return scale * super().forward(x).masked_fill(mask, 0.0)
-
-
-def test_keyword_arguments_go_to_the_layers_that_name_them(pools):
-    def run(schedule):
-        torch.manual_seed(0)
-        layers = Masked(6, 6), nn.Tanh(), nn.Linear(6, 6), Masked(6, 6), nn.Linear(6, 3)
-        plain = nn.Sequential(*layers).double()
-        model = md.Pipeline(copy.deepcopy(plain), 4, schedule)
-        found = []
-        for step, scale in enumerate((0.5, 2.0)):
-            inputs, targets = digits(step)
-            x, mask = inputs, inputs > 0.3
-            for layer in plain:
-                x = layer(x, mask, scale) if isinstance(layer, Masked) else layer(x)
-            F.cross_entropy(x, targets).backward()
-            batch = [inputs, dict(mask=mask, scale=scale)] if dist.get_rank() == 0 else [None, {}]
-            model.train_step(batch[0], targets, F.cross_entropy, **batch[1])
-            found.append(apart(model(batch[0], **batch[1]), x))
-        ours = model.module.named_parameters()
-        return max(found + [apart(p.grad, plain.get_parameter(k).grad) for k, p in ours])
-
-    for schedule in "gpipe", "interleaved", "zero_bubble":
-        assert max(pools(2)(run, schedule)) <= 1e-12, schedule
-
-
 def test_batches_of_other_rows_and_lengths(pools):
     def run(schedule):
         plain = md.zoo.Transformer(vocabulary=17, length=8, width=8, layers=3).sequential().double()
@@ -345,31 +317,37 @@ def test_batches_of_other_rows_and_lengths(pools):
         assert max(pools(2)(run, schedule)) <= 1e-12, schedule
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-def test_layers_that_are_frozen_and_trained_again(pools, schedule):
+def test_a_gradient_goes_back_only_to_what_is_trained(pools):
     def run():
-        torch.manual_seed(0)
         layers = nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3)
         plain = nn.Sequential(*layers).double()
-        model, found = md.Pipeline(copy.deepcopy(plain), 4, schedule, balance=[2, 1, 1]), []
+        plain[:3].requires_grad_(False)
+        model = md.Pipeline(plain, 4, balance=[2, 1, 1])
+        model.train_step(*digits(0), F.cross_entropy)
+        with md.measure.TrafficCounter() as traffic:
+            model.train_step(*digits(0), F.cross_entropy)
+        return sum(traffic.sent_to[: dist.get_rank()]), model
+
+    for sent, _ in pools(3)(lambda: (run()[0], None)):
+        assert sent == 0
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
+def test_layers_may_be_frozen_for_a_step(pools, schedule):
+    def run():
+        plain = mlp()
+        model, found = md.Pipeline(copy.deepcopy(plain), 4, schedule), []
         for trains in (True, False, True):
             for each in (plain, model.module):
-                each.zero_grad()
                 for name, p in each.named_parameters():
-                    p.requires_grad_(trains or name.startswith("3"))
-            inputs, targets = digits(0)
-            F.cross_entropy(plain(inputs), targets).backward()
-            with md.measure.TrafficCounter() as traffic:
-                model.train_step(inputs, targets, F.cross_entropy)
-            for name, p in model.module.named_parameters():
-                wanted = plain.get_parameter(name).grad
-                assert (p.grad is None) == (wanted is None), name
-                found += [] if wanted is None else [apart(p.grad, wanted)]
-            rank = dist.get_rank()  # a gradient goes back only to what is trained
-            assert (sum(traffic.sent_to[:rank]) > 0) == (trains and rank > 0)
+                    p.requires_grad_(trains or name.startswith("10"))
+            F.cross_entropy(plain(digits(0)[0]), digits(0)[1]).backward()
+            model.train_step(*digits(0), F.cross_entropy)
+            ours = model.module.named_parameters()
+            found += [apart(p.grad, plain.get_parameter(name).grad) for name, p in ours]
         return max(found)
 
-    assert max(pools(3)(run)) <= 1e-12
+    assert max(pools(2)(run)) <= 1e-12
 
 
 # ---- backward in two parts --------------------------------------------------------------------
@@ -423,7 +401,7 @@ def test_the_graph_is_gone_after_both_parts():
         return sum(box() is not None for box in saved)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box):
-        stage.forward(0, (x.requires_grad_(), {}), lambda y, _: y)
+        stage.forward(0, x.requires_grad_())
     kept = alive()
     stage.backward_inputs(0, [torch.ones(2, 4)])
     assert alive() == kept == len(saved) > 0
@@ -525,9 +503,13 @@ def test_bytes_that_travel(pools, schedule, v):
     for rows, new, *ranks in steps:
         assert sum(rank.sent_messages for rank in ranks) == 2 * boundaries * m
         assert sum(rank.sent_bytes for rank in ranks) == 2 * boundaries * rows * row
-        # What rows there are; the loss, and that all went well. With a new shape, what travels.
-        calls = {"all_reduce": (2, 32 + 16)}
-        assert [rank.calls == calls for rank in ranks] == [not new] * p
+        # At the end the loss, and whether all went well.
+        assert all(rank.calls == {"all_reduce": (1, 16)} for rank in ranks)
+        # Before all else what is to come; and what the first of its kind is, in two messages.
+        first = 2 * boundaries if new else 0
+        assert sum(rank.control_messages for rank in ranks) == p - 1 + first
+        told = sum(rank.control_bytes for rank in ranks)
+        assert told > 16 * (p - 1) if new else told == 16 * (p - 1)
 
 
 class Work:
@@ -640,7 +622,7 @@ WRONG = {
     "no sequence": (lambda: md.Pipeline(nn.Linear(3, 3), 2), "cuts an nn.Sequential, not Linear"),
     "a sequence with its own hook": (
         lambda: md.Pipeline(with_a_hook(), 2),
-        "layers of Sequential one by one, and would drop what is its own: hooks. Move that into",
+        "layers of Sequential one by one, and would drop its own forward, hooks, parameters",
     ),
     "more stages than layers": (
         lambda: md.Pipeline(four()[:3], 2, "interleaved"),
@@ -697,7 +679,7 @@ def test_shards_of_which_each_replica_would_clip_its_own_are_refused(pools):
         wrap = partial(fully_shard, mesh=mesh["data"])  # torch's
         md.Pipeline(four(), 2, process_group=mesh.get_group("pipeline"), wrap=wrap)
 
-    words = "wrap gave a FSDPStageLayers, with which a pipeline would train otherwise than one"
+    words = "wrap gave a FSDPSequential, with which a pipeline would train otherwise than one"
     assert all(kind == "TypeError" and words in said for kind, said in told(pools(2), run))
 
 
@@ -710,7 +692,7 @@ class Grows(nn.Module):
 
     def forward(self, x):
         self.calls += 1
-        if self.calls < 4 or not self.training:  # the first is to learn what travels
+        if self.calls < 3 or not self.training:
             return x
         if self.kind == "shape":
             return F.pad(x, (0, 1))
@@ -720,6 +702,20 @@ class Grows(nn.Module):
 def steps(layers, rows=9, targets=9, loss_fn=F.mse_loss, microbatches=3, **options):
     model = md.Pipeline(nn.Sequential(*layers), microbatches, **options)
     model.train_step(torch.ones(rows, 3), torch.ones(targets, 3), loss_fn)
+
+
+class Gives(nn.Module):
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+
+    def forward(self, x):
+        return self.what
+
+
+class Raises(nn.Module):
+    def forward(self, x):
+        raise ZeroDivisionError("at once")
 
 
 def third(kind):
@@ -735,24 +731,51 @@ FAILURES = {
         third("shape"),
         "ValueError",
         "rank 1: this stage gives shape (3, 4), float32; after what it gave for other "
-        "micro-batches it must be shape (3, 3), float32 (at Forward(1, 2) of the pipeline)",
+        "micro-batches it must be shape (3, 3), float32. (Unfreeze and change layers before they "
+        "are made a pipeline) (at Forward(1, 2) of the pipeline)",
     ),
     "a layer raises": (
         third("error"),
         "RuntimeError",
         "rank 1: ZeroDivisionError: the third (at Forward(1, 2) of the pipeline)",
     ),
+    "a layer raises before any rank knows what it gives": (
+        lambda: steps([nn.Linear(3, 3), Raises(), nn.Linear(3, 3)], balance=[1, 1, 1]),
+        "RuntimeError",
+        "rank 1: ZeroDivisionError: at once (at Forward(1, 0) of the pipeline)",
+    ),
+    "so does one of a rank's two": (
+        lambda: steps([*[nn.Linear(3, 3)] * 3, Raises(), *four()[:2]], schedule="interleaved"),
+        "RuntimeError",
+        "rank 0: ZeroDivisionError: at once (at Forward(3, 0) of the pipeline)",
+    ),
+    "no loss_fn where it is needed": (
+        lambda: steps(four(), loss_fn=None),
+        "TypeError",
+        "rank 2: the rank of the last stage needs a loss_fn, not None",
+    ),
+    "what is no tensor travels": (
+        lambda: steps([nn.Linear(3, 3), Gives(object()), nn.Linear(3, 3)], balance=[1, 1, 1]),
+        "TypeError",
+        "rank 1: between stages travel tensors and plain values, in tuples, lists and dicts; this "
+        "stage gives a object (at Forward(1, 0) of the pipeline)",
+    ),
+    "inputs that something has made": (
+        lambda: md.Pipeline(four(), 3).train_step(
+            nn.Linear(3, 3)(torch.ones(9, 3)), torch.ones(9, 3), F.mse_loss
+        ),
+        "ValueError",
+        "rank 0: what has made the inputs would be left out: make it a layer",
+    ),
+    "outputs that cannot be put together": (
+        lambda: md.Pipeline(nn.Sequential(*four(), Gives(torch.ones(()))), 3)(torch.ones(9, 3)),
+        "RuntimeError",
+        "rank 2: zero-dimensional tensor (at position 0) cannot be concatenated",
+    ),
     "no inputs": (
         lambda: md.Pipeline(four(), 3).train_step(None, torch.ones(9, 3), F.mse_loss),
         "TypeError",
         "rank 0: the inputs of a pipeline are a tensor, its rows first, or several of these",
-    ),
-    "a keyword that no layer takes": (
-        lambda: md.Pipeline(four(), 3).train_step(
-            torch.ones(9, 3), torch.ones(9, 3), F.mse_loss, mask=torch.ones(9, 3)
-        ),
-        "TypeError",
-        "rank 0: no layer has an argument 'mask'",
     ),
     "other targets": (
         lambda: steps(four(), targets=8),
@@ -956,37 +979,40 @@ def test_other_ranks_layers_are_freed(pools):
     assert first == own and second == other and first + second == list(range(11))
 
 
-def replace(model):
-    model.module[0].weight = nn.Parameter(model.module[0].weight.detach().clone())
-
-
-def unfreeze(model):
-    model.requires_grad_(True)
-
-
-def another_layer(model):
-    model.module[1] = nn.Tanh()  # it has no parameters that would tell
-
-
 def test_what_changed_on_one_rank_is_refused_on_all(pools):
     def run(change):
         layers = nn.Sequential(*four()[:3], nn.ReLU())
-        layers[2].bias.requires_grad_(False)
-        model = md.Pipeline(layers, 2, balance=[2, 2])
+        layers[0].requires_grad_(False)
+        model = md.Pipeline(layers, 2, balance=[1, 3])
         batch = torch.ones(4, 3)
         model.train_step(batch, batch, F.mse_loss)
-        if dist.get_rank() == 1:
-            change(model)
+        change(model)
         model.train_step(batch, batch, F.mse_loss)
 
-    for change, words in (
-        (replace, "parameter 2.weight was added, replaced"),
-        (unfreeze, "parameter 2.bias was added, replaced"),
-        (another_layer, "module.3 was changed since it was wrapped"),
+    def unfreeze(model):
+        model.requires_grad_(True)
+
+    def another_layer(model):
+        if dist.get_rank() == 1:
+            model.module[1] = nn.Tanh()  # it has no parameters that would tell
+
+    batch_of_words = words(0)
+
+    def tied(make_trained):
+        model = md.Pipeline(transformer().requires_grad_(not make_trained), 2)
+        model.requires_grad_(make_trained)
+        model.train_step(*batch_of_words, md.parity.cross_entropy)
+
+    for make_trained in (True, False):
+        for kind, said in told(pools(2), partial(tied, make_trained)):
+            assert kind == "RuntimeError"
+            assert "rank 0: a shared parameter was frozen or unfrozen: make a new" in said
+    for change, kind, text in (
+        (unfreeze, "ValueError", "rank 0: this stage gives shape (2, 3), float32; after what"),
+        (another_layer, "RuntimeError", "rank 1: a layer was added, removed or replaced"),
     ):
         first, second = told(pools(2), partial(run, change))
-        assert first == second and first[0] == "RuntimeError", words
-        assert f"rank 1: {words}" in first[1], words
+        assert first == second and first[0] == kind and text in first[1], text
     still_trains(pools(2))
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.pipelining import schedules as torchs
 
 import minidist as md
 from minidist.pipeline import (
@@ -49,6 +50,35 @@ def every(sizes=((1, 3), (2, 1), (2, 5), (3, 3), (4, 2), (4, 8), (5, 10))):
                 yield make(ranks, microbatches), 1
             elif ranks > 1 and microbatches % ranks == 0:
                 yield from ((make(ranks, microbatches, v), v) for v in (1, 2, 3))
+
+
+def test_torchs_own_validators_take_them_and_no_broken_one():
+    """By the checks of torch.distributed.pipelining, which know nothing of ours."""
+    letters = {Forward: "F", Backward: "B", BackwardInputs: "I", BackwardWeights: "W"}
+    letters |= {SendActivation: "SEND_F", ReceiveActivation: "RECV_F"}
+    letters |= {SendGradient: "SEND_B", ReceiveGradient: "RECV_B"}
+
+    def checked(schedule):
+        orders = {
+            rank: [
+                torchs._Action.from_str(f"{each.stage}{letters[type(each)]}{each.microbatch}")
+                for each in own
+            ]
+            for rank, own in enumerate(schedule.ranks)
+        }
+        sizes = len(schedule.ranks), schedule.stages, schedule.microbatches
+        places = torchs._validate_schedule(orders, *sizes)
+        assert places == {stage: schedule.rank_of(stage) for stage in range(schedule.stages)}
+        torchs._simulate_comms_compute(orders, schedule.rank_of, schedule.stages)
+
+    for schedule, _ in every():
+        checked(schedule)
+        if len(schedule.ranks) > 1:
+            first = schedule.ranks[0]
+            lacks = [each for each in first if not isinstance(each, SendActivation)]
+            # An IndexError where its table of a deadlock has ranks of other lengths.
+            with pytest.raises((ValueError, IndexError)):
+                checked(dataclasses.replace(schedule, ranks=[lacks, *schedule.ranks[1:]]))
 
 
 def test_idle_time_and_activations_in_flight_are_those_of_the_formulas():

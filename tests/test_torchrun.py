@@ -30,6 +30,8 @@ STEPS = 40  # an epoch and a bit, for 1,797 examples in batches of 48
 pytestmark = [
     pytest.mark.timeout(280),
     pytest.mark.skipif(not os.path.exists("/proc/self/environ"), reason="finds processes by /proc"),
+    # Of a process alone: pytest puts its own filters before the library's.
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
 
 

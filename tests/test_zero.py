@@ -467,7 +467,7 @@ MISTAKES = {
     ),
     "a hook": (
         lambda rank: stage2(net())[0].register_comm_hook(None, None),
-        "RefusedError: ShardedDataParallel has no communication hooks",
+        "NotImplementedError: ShardedDataParallel has no communication hooks",
     ),
     "another model's states": (of_another_model, "ValueError: .* is of another model"),
 }

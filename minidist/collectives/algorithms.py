@@ -3,19 +3,19 @@
 All of them work on flat tensors. `p` is the number of ranks, `r` our own rank, both within the
 group; `whole` is the vector of n elements, `block` a list of p pieces of it, one for each rank.
 Neighbours wrap round: `r + 1` is the right-hand and `r - 1` the left-hand neighbour on the ring.
-
-Wherever a rank sends and receives at the same time, its receives are announced first (`expect`),
-so that no block that arrives has to wait for a place to go.
+`expect` announces what will arrive, and from whom; `exchange` sends while one of these arrives.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from minidist.collectives.peers import Peers
 from minidist.collectives.reduce_op import Reduction
 
-Tensors = Sequence[torch.Tensor]
+Tensors = Sequence[Tensor]
 
 
 def powers_of_two(limit: int) -> list[int]:
@@ -23,10 +23,7 @@ def powers_of_two(limit: int) -> list[int]:
     return [1 << k for k in range((limit - 1).bit_length())]
 
 
-# ---- one to all, all to one --------------------------------------------------------------------
-
-
-def broadcast_flat(peers: Peers, whole: torch.Tensor, root: int) -> None:
+def broadcast_flat(peers: Peers, whole: Tensor, root: int) -> None:
     if peers.rank == root:
         for other in range(1, peers.size):
             peers.send(whole, root + other)
@@ -34,7 +31,7 @@ def broadcast_flat(peers: Peers, whole: torch.Tensor, root: int) -> None:
         peers.recv(whole, root)
 
 
-def broadcast_tree(peers: Peers, whole: torch.Tensor, root: int) -> None:
+def broadcast_tree(peers: Peers, whole: Tensor, root: int) -> None:
     #        0              round 1: 0 -> 4
     #      / | \            round 2: 0 -> 2, 4 -> 6
     #     4  2  1           round 3: 0 -> 1, 2 -> 3, 4 -> 5, 6 -> 7
@@ -47,18 +44,17 @@ def broadcast_tree(peers: Peers, whole: torch.Tensor, root: int) -> None:
         peers.send(whole, child)
 
 
-def reduce_flat(peers: Peers, whole: torch.Tensor, root: int, op: Reduction) -> None:
+def reduce_flat(peers: Peers, whole: Tensor, root: int, op: Reduction) -> None:
     if peers.rank == root:
         arrived = torch.empty_like(whole)  # (n,)
         for other in range(1, peers.size):
-            peers.recv(arrived, root + other)
-            op(whole, arrived, out=whole)
+            op(whole, peers.recv(arrived, root + other), out=whole)
         op.finish(whole, peers.size)
     else:
         peers.send(whole, root)
 
 
-def reduce_tree(peers: Peers, whole: torch.Tensor, root: int, op: Reduction) -> None:
+def reduce_tree(peers: Peers, whole: Tensor, root: int, op: Reduction) -> None:
     # The tree of the broadcast, from the leaves to the root: the smallest subtree is ready first.
     total = whole
     for child in reversed(peers.children(root)):
@@ -70,41 +66,60 @@ def reduce_tree(peers: Peers, whole: torch.Tensor, root: int, op: Reduction) -> 
         peers.send(total, peers.parent(root))
 
 
-def scatter_flat(peers: Peers, own: torch.Tensor, block: Tensors, root: int) -> None:
+def scatter_flat(peers: Peers, own: Tensor, block: Tensors, root: int) -> None:
     if peers.rank == root:
         for other in range(1, peers.size):
-            to = (root + other) % peers.size
-            peers.send(block[to], to)
+            peers.send(block[(root + other) % peers.size], root + other)
         own.copy_(block[root])
     else:
         peers.recv(own, root)
 
 
-def gather_flat(peers: Peers, own: torch.Tensor, block: Tensors, root: int) -> None:
+def gather_flat(peers: Peers, own: Tensor, block: Tensors, root: int) -> None:
     if peers.rank == root:
         for other in range(1, peers.size):
-            source = (root + other) % peers.size
-            peers.recv(block[source], source)
+            peers.recv(block[(root + other) % peers.size], root + other)
         block[root].copy_(own)
     else:
         peers.send(own, root)
 
 
-# ---- all_reduce --------------------------------------------------------------------------------
+def all_gather_ring(peers: Peers, own: Tensor, block: Tensors) -> None:
+    # p = 3: each block walks round the ring; rank r passes on what arrived in the step before.
+    #   rank 0 sends A, then C;  rank 1 sends B, then A;  rank 2 sends C, then B
+    p, r = peers.size, peers.rank
+    arrivals = peers.expect((block[(r - 1 - s) % p], r - 1) for s in range(p - 1))
+    block[r].copy_(own)
+    for s, arrival in enumerate(arrivals):
+        peers.exchange(block[(r - s) % p], r + 1, arrival)
 
 
-def all_reduce_naive(peers: Peers, whole: torch.Tensor, op: Reduction) -> None:
+def reduce_scatter_ring(peers: Peers, own: Tensor, block: Tensors, op: Reduction) -> None:
+    # The other way round: what travels is a partial sum, and every rank adds its own block to it
+    # as it comes by. The input blocks stay as they are.
+    #   p = 3, block A:  rank 1 sends A1;  rank 2 sends A1 + A2;  rank 0 adds A0 and keeps it
+    p, r = peers.size, peers.rank
+    mine = [block[(r - 2 - s) % p] for s in range(p - 1)]
+    partial = block[(r - 1) % p]
+    for s, arrival in enumerate(peers.expect((torch.empty_like(x), r - 1) for x in mine)):
+        arrived = peers.exchange(partial, r + 1, arrival)
+        partial = op(arrived, mine[s], out=arrived)
+    own.copy_(partial)
+    op.finish(own, p)
+
+
+def all_reduce_naive(peers: Peers, whole: Tensor, op: Reduction) -> None:
     # What one writes first: rank 0 gathers, one rank after another, and sends the sum to each.
     reduce_flat(peers, whole, 0, op)
     broadcast_flat(peers, whole, 0)
 
 
-def all_reduce_tree(peers: Peers, whole: torch.Tensor, op: Reduction) -> None:
+def all_reduce_tree(peers: Peers, whole: Tensor, op: Reduction) -> None:
     reduce_tree(peers, whole, 0, op)
     broadcast_tree(peers, whole, 0)
 
 
-def all_reduce_ring(peers: Peers, whole: torch.Tensor, op: Reduction) -> None:
+def all_reduce_ring(peers: Peers, whole: Tensor, op: Reduction) -> None:
     # p = 3, blocks A B C. Each block travels round the ring once to be summed, once to be shared:
     #   step   rank 0 sends    rank 1 sends    rank 2 sends
     #    0     C               A               B               add what arrives
@@ -113,36 +128,62 @@ def all_reduce_ring(peers: Peers, whole: torch.Tensor, op: Reduction) -> None:
     #    3     C (complete)    A (complete)    B (complete)    keep what arrives
     p, r = peers.size, peers.rank
     block = whole.tensor_split(p)  # p views of n/p elements; the first n % p have one more
-
-    # A complete block arrives only after it has passed through us in the first round, so its place
+    place = [block[(r - 2 - s) % p] for s in range(2 * (p - 1))]  # of what arrives at step s
+    # A complete block arrives only after it has passed through us as a partial sum, so its place
     # may be announced now, although we still read and write there.
-    partial = [peers.expect(torch.empty_like(block[(r - 2 - s) % p]), r - 1) for s in range(p - 1)]
-    complete = [peers.expect(block[(r - 1 - s) % p], r - 1) for s in range(p - 1)]
-
-    for s in range(p - 1):  # reduce-scatter
-        arrived = peers.exchange(block[(r - 1 - s) % p], r + 1, partial[s])
-        mine = block[(r - 2 - s) % p]
-        op(arrived, mine, out=mine)
-    op.finish(block[r], p)
-    for s in range(p - 1):  # all-gather
-        peers.exchange(block[(r - s) % p], r + 1, complete[s])
+    into = [*map(torch.empty_like, place[: p - 1]), *place[p - 1 :]]
+    for s, arrival in enumerate(peers.expect((x, r - 1) for x in into)):
+        arrived = peers.exchange(block[(r - 1 - s) % p], r + 1, arrival)
+        if s < p - 1:
+            op(arrived, place[s], out=place[s])
+    op.finish(whole, p)
 
 
-def all_reduce_recursive_doubling(peers: Peers, whole: torch.Tensor, op: Reduction) -> None:
-    _fold(peers, whole, op, _recursive_doubling)
+def all_reduce_recursive_doubling(peers: Peers, whole: Tensor, op: Reduction) -> None:
+    #   distance 1:  0 <-> 1   2 <-> 3      each has the sum over 2 ranks
+    #   distance 2:  0 <-> 2   1 <-> 3      each has the sum over 4 ranks
+    def double(core: int) -> None:
+        r = peers.rank
+        partners = [r ^ distance for distance in powers_of_two(core)]
+        arrivals = peers.expect((torch.empty_like(whole), partner) for partner in partners)
+        for partner, arrival in zip(partners, arrivals, strict=True):
+            arrived = peers.exchange(whole, partner, arrival)  # (n,)
+            # Both partners compute low + high, in this order, and so get the same bits.
+            low, high = (whole, arrived) if r < partner else (arrived, whole)
+            op(low, high, out=whole)
+
+    _fold(peers, whole, op, double)
 
 
-def all_reduce_halving_doubling(peers: Peers, whole: torch.Tensor, op: Reduction) -> None:
-    _fold(peers, whole, op, _halving_doubling)
+def all_reduce_halving_doubling(peers: Peers, whole: Tensor, op: Reduction) -> None:
+    # core = 4, blocks A B C D, seen from rank 0:
+    #   distance 2:  gives CD to rank 2, adds rank 2's AB     halving: n/2, n/4, ... elements
+    #   distance 1:  gives B to rank 1,  adds rank 1's A      A is complete here
+    #   distance 1:  sends A to rank 1,  keeps rank 1's B     doubling: n/4, n/2, ... elements
+    #   distance 2:  sends AB to rank 2, keeps rank 2's CD
+    def halve_and_double(core: int) -> None:
+        r, distances = peers.rank, powers_of_two(core)
+        at = [0, *accumulate(len(block) for block in whole.tensor_split(core))]
+
+        def half(rank: int, d: int) -> Tensor:
+            """The d blocks among which `rank`'s own one lies."""
+            first = rank & -d
+            return whole[at[first] : at[first + d]]
+
+        partial = [(torch.empty_like(half(r, d)), r ^ d) for d in reversed(distances)]
+        complete = [(half(r ^ d, d), r ^ d) for d in distances]
+        arrivals = iter(peers.expect(partial + complete))
+        for d in reversed(distances):
+            mine = half(r, d)
+            op(mine, peers.exchange(half(r ^ d, d), r ^ d, next(arrivals)), out=mine)
+        for d in distances:
+            peers.exchange(half(r, d), r ^ d, next(arrivals))
+
+    _fold(peers, whole, op, halve_and_double)
 
 
-def _fold(
-    peers: Peers,
-    whole: torch.Tensor,
-    op: Reduction,
-    core_algorithm: Callable[[Peers, int, torch.Tensor, Reduction], None],
-) -> None:
-    # The two algorithms below want a power of two. The ranks beyond the largest one, the surplus,
+def _fold(peers: Peers, whole: Tensor, op: Reduction, inner: Callable[[int], None]) -> None:
+    # The two algorithms above want a power of two. The ranks beyond the largest one, the surplus,
     # hand their vector to a twin in the core, and get the result back at the end.
     #   p = 6:  core 0 1 2 3, surplus 4 5;  4 -> 0, 5 -> 1;  core;  0 -> 4, 1 -> 5
     p, r = peers.size, peers.rank
@@ -153,89 +194,20 @@ def _fold(
         return
     has_twin = r + core < p
     if has_twin:
-        arrived = peers.recv(torch.empty_like(whole), r + core)
-        op(whole, arrived, out=whole)
-    core_algorithm(peers, core, whole, op)
+        op(whole, peers.recv(torch.empty_like(whole), r + core), out=whole)
+    inner(core)
     op.finish(whole, p)
     if has_twin:
         peers.send(whole, r + core)
-
-
-def _recursive_doubling(peers: Peers, core: int, whole: torch.Tensor, op: Reduction) -> None:
-    #   distance 1:  0 <-> 1   2 <-> 3      each has the sum over 2 ranks
-    #   distance 2:  0 <-> 2   1 <-> 3      each has the sum over 4 ranks
-    r = peers.rank
-    distances = powers_of_two(core)
-    arrivals = [peers.expect(torch.empty_like(whole), r ^ distance) for distance in distances]
-    for distance, arrival in zip(distances, arrivals, strict=True):
-        partner = r ^ distance
-        arrived = peers.exchange(whole, partner, arrival)  # (n,)
-        # Both partners compute low + high, in this order, and so get the same bits.
-        low, high = (whole, arrived) if r < partner else (arrived, whole)
-        op(low, high, out=whole)
-
-
-def _halving_doubling(peers: Peers, core: int, whole: torch.Tensor, op: Reduction) -> None:
-    # core = 4, blocks A B C D, seen from rank 0:
-    #   distance 2:  gives CD to rank 2, adds rank 2's AB     halving: n/2, n/4, ... elements
-    #   distance 1:  gives B to rank 1,  adds rank 1's A      A is complete here
-    #   distance 1:  sends A to rank 1,  keeps rank 1's B     doubling: n/4, n/2, ... elements
-    #   distance 2:  sends AB to rank 2, keeps rank 2's CD
-    r = peers.rank
-    sizes = [b.numel() for b in whole.tensor_split(core)]
-
-    def half(rank: int, distance: int) -> torch.Tensor:
-        """The `distance` blocks among which `rank`'s own one lies."""
-        first = rank & ~(distance - 1)
-        start = sum(sizes[:first])
-        return whole[start : start + sum(sizes[first : first + distance])]
-
-    up = powers_of_two(core)
-    down = up[::-1]
-    partial = [peers.expect(torch.empty_like(half(r, d)), r ^ d) for d in down]
-    complete = [peers.expect(half(r ^ d, d), r ^ d) for d in up]
-
-    for d, arrival in zip(down, partial, strict=True):
-        arrived = peers.exchange(half(r ^ d, d), r ^ d, arrival)
-        op(half(r, d), arrived, out=half(r, d))
-    for d, arrival in zip(up, complete, strict=True):
-        peers.exchange(half(r, d), r ^ d, arrival)
-
-
-# ---- the two halves of all_reduce, and all to all -----------------------------------------------
-
-
-def all_gather_ring(peers: Peers, own: torch.Tensor, block: Tensors) -> None:
-    # p = 3: each block walks round the ring; rank r passes on what arrived in the step before.
-    #   rank 0 sends A, then C;  rank 1 sends B, then A;  rank 2 sends C, then B
-    p, r = peers.size, peers.rank
-    arrivals = [peers.expect(block[(r - 1 - s) % p], r - 1) for s in range(p - 1)]
-    block[r].copy_(own)
-    for s in range(p - 1):
-        peers.exchange(block[(r - s) % p], r + 1, arrivals[s])
-
-
-def reduce_scatter_ring(peers: Peers, own: torch.Tensor, block: Tensors, op: Reduction) -> None:
-    # The first half of the ring all_reduce, which leaves the input blocks as they are: what
-    # travels is a partial sum, and every rank adds its own block to it as it comes by.
-    #   p = 3, block A:  rank 1 sends A1;  rank 2 sends A1 + A2;  rank 0 adds A0 and keeps it
-    p, r = peers.size, peers.rank
-    arrivals = [peers.expect(torch.empty_like(block[(r - 2 - s) % p]), r - 1) for s in range(p - 1)]
-    outgoing = block[(r - 1) % p]
-    for s in range(p - 1):
-        arrived = peers.exchange(outgoing, r + 1, arrivals[s])
-        outgoing = op(arrived, block[(r - 2 - s) % p], out=arrived)
-    own.copy_(outgoing)
-    op.finish(own, p)
 
 
 def all_to_all_pairwise(peers: Peers, outputs: Tensors, inputs: Tensors) -> None:
     # Step s: everyone sends to the rank s to its right and hears from the rank s to its left, so
     # that at every step each rank is the target of exactly one message.
     p, r = peers.size, peers.rank
-    arrivals = [peers.expect(outputs[(r - s) % p], r - s) for s in range(1, p)]
-    for s in range(1, p):
-        peers.exchange(inputs[(r + s) % p], r + s, arrivals[s - 1])
+    arrivals = peers.expect((outputs[(r - s) % p], r - s) for s in range(1, p))
+    for s, arrival in enumerate(arrivals, 1):
+        peers.exchange(inputs[(r + s) % p], r + s, arrival)
     outputs[r].copy_(inputs[r])
 
 
@@ -244,6 +216,6 @@ def barrier_dissemination(peers: Peers) -> None:
     # r, r-1, ..., r-2d+1: after ⌈lg p⌉ steps of all. Any p will do. The token is one byte.
     token = torch.zeros(1, dtype=torch.uint8, device=peers.device)
     distances = powers_of_two(peers.size)
-    arrivals = [peers.expect(torch.empty_like(token), peers.rank - d) for d in distances]
+    arrivals = peers.expect((torch.empty_like(token), peers.rank - d) for d in distances)
     for d, arrival in zip(distances, arrivals, strict=True):
         peers.exchange(token, peers.rank + d, arrival)

@@ -4,10 +4,8 @@ The α-β model: a message of n bytes takes α + nβ seconds, whoever else is se
 latency, β the inverse of the bandwidth. What a rank computes meanwhile (the additions of a
 reduction) is left out, and so is the agreement before each call.
 
-Latency counts for each message here, as for one who waits for it. A rank that has several to send
-in a row need not: on an `md.Link` they follow each other, and arrive one latency after they have
-left. So flat algorithms are faster there by all latencies but one, and trees, where p is no power
-of two, by one each way.
+Limits: latency counts for each message. On an `md.Link` those of one sender follow each other, so
+flat algorithms are faster there by all latencies but one, and some trees by one each way.
 """
 
 from typing import NamedTuple
@@ -45,68 +43,42 @@ def cost(operation: str, algorithm: str, world_size: int, nbytes: float) -> Cost
     together: what the root scatters or gathers, what every rank has after an all_gather or
     before a reduce_scatter or all_to_all. A barrier has none; its messages are one byte each.
 
-    With p ranks, n bytes and lg the logarithm to base 2:
-
-    | operation | algorithm | messages | bytes |
-    |---|---|---|---|
-    | broadcast, reduce | flat | p-1 | (p-1)n |
-    | | tree | ⌈lg p⌉ | ⌈lg p⌉n |
-    | all_reduce | naive | 2(p-1) | 2(p-1)n |
-    | | ring | 2(p-1) | 2(p-1)/p n |
-    | | tree | 2⌈lg p⌉ | 2⌈lg p⌉n |
-    | | recursive_doubling | lg p | lg p n |
-    | | halving_doubling | 2 lg p | 2(p-1)/p n |
-    | scatter, gather | flat | p-1 | (p-1)/p n |
-    | all_gather, reduce_scatter | ring | p-1 | (p-1)/p n |
-    | all_to_all | pairwise | p-1 | (p-1)/p n |
-    | barrier | dissemination | ⌈lg p⌉ | ⌈lg p⌉ |
-
-    Where p is not a power of two, recursive and halving-doubling all_reduce run on the largest
-    power of two below it, and pay two messages of n bytes more for the surplus ranks.
-
-    Raises ValueError for unknown names, a world size below 1 or a negative size. Sources: Thakur,
-    Rabenseifner and Gropp (2005), "Optimization of Collective Communication Operations in MPICH";
-    the ring: Patarasuk and Yuan (2009).
+    Sources: Thakur, Rabenseifner and Gropp (2005), "Optimization of Collective Communication
+    Operations in MPICH"; halving-doubling: Rabenseifner (2004); the ring: Patarasuk and Yuan
+    (2009); the barrier: Hensgen, Finkel and Manber (1988). Raises ValueError for unknown names.
     Lesson: collectives.
     """
-    _check(operation, algorithm, world_size, nbytes)
+    _require(operation, algorithm)
     p, n = world_size, nbytes
-    rounds = (p - 1).bit_length()  # ⌈lg p⌉
-    most = (p - 1) / p * n  # all blocks but one
-    match operation, algorithm:
-        case "broadcast" | "reduce", "flat":
-            return Cost(p - 1, (p - 1) * n)
-        case "broadcast" | "reduce", "tree":
-            return Cost(rounds, rounds * n)
-        case "all_reduce", "naive":
-            return Cost(2 * (p - 1), 2 * (p - 1) * n)
-        case "all_reduce", "ring":
-            return Cost(2 * (p - 1), 2 * most)
-        case "all_reduce", "tree":
-            return Cost(2 * rounds, 2 * rounds * n)
-        case "all_reduce", "recursive_doubling":
-            core, fold = _core(p)
-            steps = core.bit_length() - 1 + fold
-            return Cost(steps, steps * n)
-        case "all_reduce", "halving_doubling":
-            core, fold = _core(p)
-            steps = 2 * (core.bit_length() - 1)
-            return Cost(steps + fold, 2 * (core - 1) / core * n + fold * n)
-        case "barrier", _:
-            return Cost(rounds, rounds)
-        case _:  # scatter, gather, all_gather, reduce_scatter, all_to_all
-            return Cost(p - 1, most)
+    lg = (p - 1).bit_length()  # ⌈lg p⌉, the logarithm to base 2
+    core, steps, fold = _core(p)  # recursive doubling and halving run on a power of two
+    blocks = (p - 1) / p * n  # all but one
+    halves = 2 * (core - 1) / core * n
+    messages_and_bytes = {
+        ("broadcast", "flat"): (p - 1, (p - 1) * n),
+        ("broadcast", "tree"): (lg, lg * n),
+        ("reduce", "flat"): (p - 1, (p - 1) * n),
+        ("reduce", "tree"): (lg, lg * n),
+        ("all_reduce", "naive"): (2 * (p - 1), 2 * (p - 1) * n),
+        ("all_reduce", "tree"): (2 * lg, 2 * lg * n),
+        ("all_reduce", "ring"): (2 * (p - 1), 2 * blocks),
+        ("all_reduce", "recursive_doubling"): (steps + fold, (steps + fold) * n),
+        ("all_reduce", "halving_doubling"): (2 * steps + fold, halves + fold * n),
+        ("scatter", "flat"): (p - 1, blocks),
+        ("gather", "flat"): (p - 1, blocks),
+        ("all_gather", "ring"): (p - 1, blocks),
+        ("reduce_scatter", "ring"): (p - 1, blocks),
+        ("all_to_all", "pairwise"): (p - 1, blocks),
+        ("barrier", "dissemination"): (lg, lg),
+    }
+    return Cost(*messages_and_bytes[operation, algorithm])
 
 
 def total(operation: str, algorithm: str, world_size: int, numel: int, itemsize: int = 4) -> Cost:
-    """What all ranks together send in a collective: the sum of `sent` over the ranks.
-
-    Where ranks share their cores, which carry every message, it tells better than the critical path
-    which algorithm is faster. Lesson: communication.
-    """
-    _check(operation, algorithm, world_size, numel)
-    ranks = range(world_size)
-    each = [sent(operation, algorithm, world_size, rank, numel, itemsize) for rank in ranks]
+    """What all ranks together send: the sum of `sent`. Where ranks share their cores, which carry
+    every message, it tells better than `cost` which algorithm is faster. Lesson: communication."""
+    p = world_size
+    each = [sent(operation, algorithm, p, rank, numel, itemsize) for rank in range(p)]
     return Cost(sum(one.messages for one in each), sum(one.nbytes for one in each))
 
 
@@ -119,24 +91,17 @@ def sent(
     itemsize: int = 4,
     root: int = 0,
 ) -> Cost:
-    """Exactly what `rank` sends in a collective, by formula. Empty messages are not sent.
-    Lesson: collectives.
+    """Exactly what `rank` sends in a collective, by formula. Lesson: collectives.
 
     `numel` counts the elements of the whole vector, as `cost` defines it, each of `itemsize`
-    bytes. Where it is cut into blocks, they are those of `torch.tensor_split`: the first
-    numel % world_size of them have one element more. `rank` and `root` are ranks of the group.
-
-    Without the agreement before each call. Raises ValueError for unknown names and for numbers
-    out of range.
+    bytes; blocks are those of `torch.tensor_split`. `rank` and `root` are ranks of the group.
+    Empty messages are not sent. Raises ValueError for unknown names.
     """
-    _check(operation, algorithm, world_size, numel)
-    p, r = world_size, rank
-    if not 0 <= rank < p or not 0 <= root < p:
-        raise ValueError(f"rank {rank} and root {root} must be in 0..{p - 1}")
+    _require(operation, algorithm)
     if operation == "barrier":
-        return Cost((p - 1).bit_length(), (p - 1).bit_length())
-    sizes = [size for size in _messages(operation, algorithm, p, r, numel, root) if size]
-    return Cost(len(sizes), sum(sizes) * itemsize)
+        return cost(operation, algorithm, world_size, 0)
+    each = _messages(operation, algorithm, world_size, rank, numel, root)
+    return Cost(sum(1 for size in each if size), sum(each) * itemsize)
 
 
 def _messages(operation: str, algorithm: str, p: int, r: int, n: int, root: int) -> list[int]:
@@ -156,17 +121,15 @@ def _messages(operation: str, algorithm: str, p: int, r: int, n: int, root: int)
         case "all_reduce", "ring":
             return _all_but(block, r) + _all_but(block, r + 1)
         case "all_reduce", _:
-            core, _fold = _core(p)
+            core, steps, _fold = _core(p)
             if r >= core:
                 return [n]  # to the twin
-            steps = [1 << k for k in range(core.bit_length() - 1)]
             back = [n] if r + core < p else []  # to the twin
             if algorithm == "recursive_doubling":
-                return [n] * len(steps) + back
-            own = _blocks(n, core)
+                return [n] * steps + back
+            own, distances = _blocks(n, core), [1 << k for k in range(steps)]
             # The halving gives away the partner's half, the doubling sends our own.
-            halves = [_half(own, r ^ d, d) for d in steps] + [_half(own, r, d) for d in steps]
-            return halves + back
+            return [_half(own, rank, d) for d in distances for rank in (r ^ d, r)] + back
         case "scatter", _:
             return _all_but(block, r) if r == root else []
         case "gather", _:
@@ -186,31 +149,23 @@ def _all_but(block: list[int], index: int) -> list[int]:
 
 
 def _half(block: list[int], rank: int, distance: int) -> int:
-    """The elements of the `distance` blocks, aligned, among which `rank`'s own one lies."""
+    """The elements of the `distance` blocks among which `rank`'s own one lies."""
     first = rank // distance * distance
     return sum(block[first : first + distance])
 
 
 def _children(place: int, p: int) -> int:
-    """How many children place 0..p-1 of a binomial tree has: place + 1, + 2, + 4, ... below its
-    own lowest bit, as far as they exist."""
+    """How many of place + 1, + 2, + 4, ... below its own lowest bit are in 0..p-1: its children."""
     limit = place & -place or p
     return sum(1 for k in range(p.bit_length()) if 1 << k < limit and place + (1 << k) < p)
 
 
-def _core(p: int) -> tuple[int, int]:
-    """The largest power of two in p, and the messages that the surplus ranks add: 0 or 2."""
-    core = 1 << (p.bit_length() - 1)
-    return core, 0 if core == p else 2
+def _core(p: int) -> tuple[int, int, int]:
+    """The largest power of two in p; its logarithm; messages that surplus ranks add: 0 or 2."""
+    steps = p.bit_length() - 1
+    return 1 << steps, steps, 0 if 1 << steps == p else 2
 
 
-def _check(operation: str, algorithm: str, world_size: int, size: float) -> None:
-    if operation not in ALGORITHMS:
-        raise ValueError(f"operation must be one of {', '.join(ALGORITHMS)}, not {operation!r}")
-    if algorithm not in ALGORITHMS[operation]:
-        names = ", ".join(ALGORITHMS[operation])
-        raise ValueError(f"algorithm of {operation} must be one of {names}, not {algorithm!r}")
-    if world_size < 1:
-        raise ValueError(f"world_size must be at least 1, not {world_size}")
-    if size < 0:
-        raise ValueError(f"a size must not be negative, as {size} is")
+def _require(operation: str, algorithm: str) -> None:
+    if algorithm not in ALGORITHMS.get(operation, ()):
+        raise ValueError(f"no {operation!r} by {algorithm!r}; there are {ALGORITHMS}")

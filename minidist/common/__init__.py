@@ -9,7 +9,6 @@ replicas      every rank begins with the same model and rank 0's values
 agree         arguments that must be alike, errors that all ranks must hear of
 abandoned     parameters that were replaced by shards, and who still has them
 norm          the norm of gradients on several ranks, and clipping by it
-refusals      what torch's classes take and ours do not
 no_sync       accumulation without averaging
 tensors_in    the tensors in what a module gives, however deep
 single        all_gather and reduce_scatter between a tensor and its shards

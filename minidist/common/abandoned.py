@@ -38,7 +38,5 @@ def abandon(parameter: Any, why: str) -> None:
 
 def abandon_replaced(before: Iterable[nn.Parameter], module: nn.Module, why: str) -> None:
     """Abandon those parameters that `module` had before and no longer has."""
-    kept = set(module.parameters())
-    for parameter in before:
-        if parameter not in kept:
-            abandon(parameter, why)
+    for parameter in set(before).difference(module.parameters()):
+        abandon(parameter, why)

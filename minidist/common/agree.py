@@ -13,9 +13,16 @@ from minidist.common.groups import message_device
 
 def raise_on_every_rank(problem: Exception | None, *groups: dist.ProcessGroup) -> None:
     """Every rank of the group calls this, or of a mesh, with its group along each axis. If any rank
-    has a problem, all of them raise that of the first such rank: a ValueError or a TypeError as
-    such, any other as RuntimeError."""
-    pass_on(_named(problem), *groups)
+    has a problem, all of them raise that of the first such rank, with its number: a ValueError or
+    a TypeError as such, any other as RuntimeError."""
+    if problem is not None:
+        known = type(problem) in (ValueError, TypeError, RuntimeError)
+        words = str(problem) if known else f"{type(problem).__name__}: {problem}"
+        words = " ".join([words, *getattr(problem, "__notes__", ())])
+        named = _kind(problem)(f"rank {dist.get_rank()}: {words}")
+        named.__cause__ = problem
+        problem = named
+    pass_on(problem, *groups)
 
 
 @contextmanager
@@ -31,8 +38,7 @@ def together(*groups: dist.ProcessGroup) -> Iterator[None]:
 
 
 def pass_on(problem: Exception | None, *groups: dist.ProcessGroup) -> None:
-    """As `raise_on_every_rank`, for a problem that it has raised before, in another group: the
-    message names a rank already."""
+    """As `raise_on_every_rank`, for what that has raised in another group: it names a rank."""
     if not any(on_any_rank([problem is not None], *groups)):  # most times none has one
         return
     for group in groups:  # those of the next one must hear it too
@@ -47,8 +53,7 @@ def pass_on(problem: Exception | None, *groups: dist.ProcessGroup) -> None:
 
 
 def on_any_rank(true_here: Sequence[bool], *groups: dist.ProcessGroup) -> list[bool]:
-    """What is true on one rank at least, of the group, or of a mesh, with its group along each
-    axis: by one all_reduce for each group."""
+    """What is true on one rank at least, by one all_reduce for each group."""
     found = list(true_here)
     for group in groups:
         if dist.get_world_size(group) > 1:
@@ -59,17 +64,14 @@ def on_any_rank(true_here: Sequence[bool], *groups: dist.ProcessGroup) -> list[b
 
 
 def require_same(group: dist.ProcessGroup, arguments: dict[str, Any]) -> None:
-    """Raises ValueError, on every rank of the group, that names the first argument that is not the
-    same as rank 0's."""
+    """Raises ValueError, on every rank, that names the first argument that is not rank 0's."""
     everyone = gather(group, arguments)
     for rank, theirs in enumerate(everyone):
         for name, value in everyone[0].items():
             if theirs[name] != value:
                 first, other = (dist.get_global_rank(group, r) for r in (0, rank))
-                raise ValueError(
-                    f"the ranks disagree about {name}: rank {first} says {value}, "
-                    f"rank {other} says {theirs[name]}"
-                )
+                said = f"rank {first} says {value}, rank {other} says {theirs[name]}"
+                raise ValueError(f"the ranks disagree about {name}: {said}")
 
 
 def gather(group: dist.ProcessGroup, mine: Any) -> list[Any]:
@@ -85,18 +87,6 @@ def whole_state(group: dist.ProcessGroup, own: dict[str, Any], names: list[str])
     for part in gather(group, tree_map_only(torch.Tensor, torch.Tensor.cpu, own)):
         everything |= part
     return {name: everything[name] for name in names}
-
-
-def _named(problem: Exception | None) -> Exception | None:
-    """With the number of this rank, and of a kind that `raise_on_every_rank` raises."""
-    if problem is None:
-        return None
-    known = type(problem) in (ValueError, TypeError, RuntimeError)
-    words = str(problem) if known else f"{type(problem).__name__}: {problem}"
-    words = " ".join([words, *getattr(problem, "__notes__", ())])
-    named = _kind(problem)(f"rank {dist.get_rank()}: {words}")
-    named.__cause__ = problem
-    return named
 
 
 def _kind(problem: Exception) -> type[Exception]:

@@ -36,19 +36,15 @@ def groups_of(
     most_axes: int = 1,
 ) -> tuple[dist.ProcessGroup, ...]:
     """The group along each axis of the mesh, the last axis first; or the one group, without a mesh.
-
-    Raises ValueError if both are given, or the mesh has more than `most_axes`; and as
-    `require_group` does.
-    """
+    Raises ValueError if both are given, or the mesh has more than `most_axes`."""
     if device_mesh is None:
         return (require_group(process_group, who),)
     if process_group is not None:
         raise ValueError(f"give {who} a device_mesh or a process_group, not both")
     if device_mesh.ndim > most_axes:
         wanted = "one axis" if most_axes == 1 else f"at most {most_axes} axes"
-        raise ValueError(
-            f"{who}: device_mesh must have {wanted}, not {device_mesh.ndim}. mesh[name] has one"
-        )
+        found = f"not {device_mesh.ndim}. mesh[name] has one"
+        raise ValueError(f"{who}: device_mesh must have {wanted}, {found}")
     require_group(None, who)
     axes = reversed(range(device_mesh.ndim))
     return tuple(require_group(device_mesh.get_group(axis), who) for axis in axes)

@@ -7,15 +7,16 @@ from minidist.common.wrapper import Wrapper
 
 
 class Synchronized(Wrapper):
-    """A wrapper that averages gradients over the ranks, if `require_backward_grad_sync` is True at
-    the forward pass. Scripts for torch's DistributedDataParallel set it, or use `no_sync`."""
+    """A wrapper that averages gradients over the ranks, unless `require_backward_grad_sync` is
+    False. Scripts for torch's classes set it, or use `no_sync`. As torch's, DistributedDataParallel
+    reads it in the forward pass, and FullyShardedDataParallel in the backward pass."""
 
     require_backward_grad_sync = True
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Do not average after the forward passes within the block: their gradients add up on each
-        rank. The backward pass of the next forward pass outside averages the sums."""
+        """Forward and backward passes within the block do not average: their gradients add up on
+        each rank. The next pass outside averages the sums."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield

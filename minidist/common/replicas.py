@@ -55,21 +55,19 @@ def refuse_dtensors(lines: Iterable[str]) -> None:
 
 def words(kind: str, name: str, tensor: torch.Tensor) -> str:
     """A tensor of a model, as messages name it."""
-    return f"{kind} {name}, {_tensor(tensor) if kind == 'buffer' else describe(tensor)}"
+    return f"{kind} {name}, {describe(tensor)}"
 
 
-def describe(parameter: torch.Tensor) -> str:
-    """A parameter, without its name."""
-    text = _tensor(parameter)
-    if not parameter.is_contiguous():  # its gradient lies in a bucket as it does itself
-        text += f", strides {parameter.stride()}"
-    return text + ("" if parameter.requires_grad else ", frozen")
-
-
-def _tensor(tensor: torch.Tensor) -> str:
+def describe(tensor: torch.Tensor) -> str:
+    """A parameter or a buffer, without its name."""
     text = f"shape {tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}"
     text += _DTENSOR if hasattr(tensor, "placements") else ""
-    return text if tensor.device.type == "cpu" else f"{text}, on {tensor.device.type}"
+    text += "" if tensor.device.type == "cpu" else f", on {tensor.device.type}"
+    if isinstance(tensor, nn.Parameter):
+        if not tensor.is_contiguous():  # its gradient lies in a bucket as it does itself
+            text += f", strides {tensor.stride()}"
+        text += "" if tensor.requires_grad else ", frozen"
+    return text
 
 
 def broadcast_state(

@@ -7,13 +7,9 @@ Torch 2.13 has new names for these two, and warns of the old ones.
 import torch
 import torch.distributed as dist
 
-ALL_GATHER, REDUCE_SCATTER = (
-    next(name for name in names if hasattr(dist, name))
-    for names in (
-        ("all_gather_single", "all_gather_into_tensor"),
-        ("reduce_scatter_single", "reduce_scatter_tensor"),
-    )
-)
+ALL_GATHER, REDUCE_SCATTER = "all_gather_single", "reduce_scatter_single"
+if not hasattr(dist, ALL_GATHER):
+    ALL_GATHER, REDUCE_SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
 
 
 def all_gather_single(

@@ -8,16 +8,13 @@ Every rank has a place (d, p, t) in a mesh, and shares a group with the others a
     tensor      other features           sums of activations, four a block and a micro-batch
 
 So the ranks along `tensor` belong closest together, and those along `data` may be far apart. All
-this is put together from the lessons before: features are cut first (`tensor_parallel`), then the
-cut layers are shared out as stages (`pipeline`), and the gradients of each stage are averaged in
-buckets (`distributed_data_parallel`), or by a strategy that shards the stage.
+this is put together from the lessons before.
 
 Lesson: mixed_parallelism. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
 Clusters Using Megatron-LM" (arXiv 2104.04473), section 3.
 
 To read, in this order: `naive` is the idea, `mesh_axes` has the mesh and what travels along its
-axes, `mixed_parallel` the strategy, `kept_layers` what is left of the model on a rank,
-`mean_gradients` what it does along `data`.
+axes, `mixed_parallel` the strategy.
 """
 
 from minidist.mixed.mesh_axes import AXES, mesh, traffic_by_axis

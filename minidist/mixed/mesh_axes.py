@@ -25,33 +25,20 @@ def mesh(
     order: from the outermost axis to the innermost, along which ranks are neighbours: with the one
         above, ranks 0 and 1 share the layers of one stage, and a node of four holds one replica.
 
-    Every rank calls this. Raises ValueError, on every rank, if the sizes do not fit the number of
-    ranks, or are not the same on all; RuntimeError without a process group.
+    Every rank calls this. Raises ValueError, on every rank, if the sizes do not fit or differ.
     """
     group = require_group(None, "mixed.mesh")
     sizes = dict(data=data, pipeline=pipeline, tensor=tensor)
-    ranks = dist.get_world_size(group)
-    with agree.together(group):
-        if sorted(order) != sorted(AXES):
-            raise ValueError(f"order names {', '.join(AXES)}, each once, not {', '.join(order)}")
-        if min(sizes.values()) < 1 or prod(sizes.values()) != ranks:
-            text = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
-            raise ValueError(
-                f"a mesh of {text} is for {prod(sizes.values())} ranks, and there are {ranks}"
-            )
     agree.require_same(group, sizes | dict(order=tuple(order)))
+    if sorted(order) != sorted(AXES):
+        raise ValueError(f"order names {', '.join(AXES)}, each once, not {', '.join(order)}")
+    if prod(sizes.values()) != dist.get_world_size():
+        text = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+        ranks = f"{prod(sizes.values())} ranks, and there are {dist.get_world_size()}"
+        raise ValueError(f"a mesh of {text} is for {ranks}")
     return init_device_mesh(
         device().type, tuple(sizes[axis] for axis in order), mesh_dim_names=tuple(order)
     )
-
-
-def require_all_ranks(mesh: DeviceMesh) -> None:
-    """Raises ValueError for a mesh of other axes, or of some of the ranks."""
-    names = mesh.mesh_dim_names or ()
-    if sorted(names) != sorted(AXES):
-        raise ValueError(f"the axes of the mesh must be {', '.join(AXES)}, not {', '.join(names)}")
-    if mesh.size() != dist.get_world_size():
-        raise ValueError(f"a mesh of {mesh.size()} ranks is not of all {dist.get_world_size()}")
 
 
 def traffic_by_axis(

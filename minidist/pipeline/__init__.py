@@ -9,13 +9,11 @@ says who does what when. To read, in this order:
     schedules       five of them, and how long each would take
     cut             from a whole model to the stages of each rank
 
-and then the four files through which a step goes:
+and then the three files through which a step goes:
 
-    pipeline        what users call: makes this rank's stages; runs a step
-    batch           before a step: micro-batches, and the shapes of what is sent
+    pipeline        what users call: makes this rank's stages; tells all ranks of a batch
     executor        runs a rank's list: sends and receives; adds up what two stages share
-    stage           computes: forward and backward, and says what it gives to the next
-                    (`two_parts`: how zero bubble goes backward)
+    stage           computes: forward, backward, and for zero bubble backward in two parts
 
 Lessons: layer_splitting, pipeline_schedules.
 """

@@ -9,16 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from minidist.collectives.peers import Peers
+from minidist.collectives.peers import Peers, wait_for
 from minidist.common import agree
 from minidist.common.materialize import materialize, places_of, tie_again
-from minidist.common.refusals import has_hooks
-from minidist.common.tensors_in import local_of
+from minidist.common.tensors_in import local_of, tensors_of
 from minidist.pipeline.instructions import Schedule
 from minidist.pipeline.schedules import find
 
@@ -31,18 +31,22 @@ def schedule_and_balance(
     ranks: int,
 ) -> tuple[Schedule, list[int]]:
     """The schedule, and how many layers each stage takes. Raises if there can be none."""
-    kind = type(module).__name__
     if not isinstance(module, nn.Sequential):
-        raise TypeError(f"Pipeline cuts an nn.Sequential, not {kind}")
-    if own := besides_layers(module):
+        raise TypeError(f"Pipeline cuts an nn.Sequential, not {type(module).__name__}")
+    forward = getattr(module.forward, "__func__", None)  # None: a function of this one module
+    tensors = [*module._parameters.values(), *module._buffers.values()]
+    if (
+        forward is not nn.Sequential.forward
+        or has_hooks(module)
+        or any(t is not None for t in tensors)
+    ):
         raise TypeError(
-            f"Pipeline runs the layers of {kind} one by one, and would drop what is its own: "
-            f"{', '.join(own)}. Move that into its layers"
+            f"Pipeline runs the layers of {type(module).__name__} one by one, and would drop its "
+            "own forward, hooks, parameters and buffers. Move them into its layers"
         )
     if not isinstance(microbatches, int) or microbatches < 1:
         raise ValueError(f"microbatches must be 1 or more, not {microbatches}")
-    stages = 2 * ranks if balance is None else len(balance)
-    schedule = find(schedule, ranks, microbatches, stages)
+    schedule = find(schedule, ranks, microbatches, 2 * ranks if balance is None else len(balance))
     if balance is None:
         return schedule, balance_by_parameters(module, schedule.stages)
     if len(balance) != schedule.stages:
@@ -58,16 +62,11 @@ def schedule_and_balance(
     return schedule, list(balance)
 
 
-def besides_layers(module: nn.Sequential) -> list[str]:
-    """What a module does or has itself, besides running its layers."""
-    forward = getattr(module.forward, "__func__", None)  # None: a function of this one module
-    tensors = [*module._parameters.values(), *module._buffers.values()]
-    found = {
-        "forward": forward is not nn.Sequential.forward,
-        "hooks": has_hooks(module),
-        "parameters or buffers": any(tensor is not None for tensor in tensors),
-    }
-    return [what for what, there in found.items() if there]
+def has_hooks(module: nn.Module) -> bool:
+    """Whether hooks that a user has registered run with its forward or backward pass."""
+    kinds = "forward", "forward_pre", "backward", "backward_pre"
+    hooks = [hook for kind in kinds for hook in getattr(module, f"_{kind}_hooks").values()]
+    return not all(str(getattr(hook, "__module__", "")).startswith("minidist.") for hook in hooks)
 
 
 def require_known(stage: nn.Module) -> None:
@@ -120,16 +119,18 @@ def balance_by_cost(
     return balance(seconds.tolist(), stages)
 
 
-def _seconds(layer: nn.Module, x: torch.Tensor) -> float:
+def _seconds(layer: nn.Module, x: Any) -> float:
     _finish(x)
     start = time.perf_counter()
     _finish(layer(x))
     return time.perf_counter() - start
 
 
-def _finish(x: torch.Tensor) -> None:
-    if x.is_cuda:  # its work is only queued
-        torch.cuda.synchronize(x.device)
+def _finish(x: Any) -> None:
+    for device in {
+        each.device for each in tensors_of(x) if each.is_cuda
+    }:  # its work is only queued
+        torch.cuda.synchronize(device)
 
 
 def balance(costs: Sequence[float], stages: int) -> list[int]:
@@ -193,25 +194,20 @@ def fill(
         with agree.together(peers.group):
             if number in stages:
                 materialize(list(stages[number].named_modules()), device, init)
-        pass_on_random_state(peers.group, plan.rank_of(number), device)
+        state = [torch.get_rng_state()]
+        if device.type != "cpu":
+            state.append(torch.get_device_module(device).get_rng_state(device))
+        source = plan.rank_of(number)
+        dist.broadcast_object_list(state, group=peers.group, group_src=source)
+        torch.set_rng_state(state[0])
+        if device.type != "cpu":
+            torch.get_device_module(device).set_rng_state(state[1], device)
     become = tie_again(places)
     mine = {become[tied]: ranks for tied, ranks in ties.items() if peers.rank in ranks}
     for parameter, (first, *others) in mine.items():
-        values = parameter.detach().reshape(-1)
+        values = parameter.detach().view(-1)
         if peers.rank == first:
-            for other in others:
-                peers.send(values, other)
+            wait_for([peers.isend(values, other) for other in others])
         else:
-            parameter.data.copy_(peers.recv(values, first).view_as(parameter))
+            peers.recv(values, first)
     return mine
-
-
-def pass_on_random_state(group: dist.ProcessGroup, source: int, device: torch.device) -> None:
-    """Every rank of the group gets the random state of `source`: of the CPU and of the device."""
-    states = [torch.get_rng_state()]
-    if device.type != "cpu":
-        states.append(torch.get_device_module(device).get_rng_state(device))
-    dist.broadcast_object_list(states, group=group, group_src=source)
-    torch.set_rng_state(states[0])
-    if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(states[1], device)

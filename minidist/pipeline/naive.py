@@ -2,7 +2,7 @@
 
 Every rank has a stage of the model. All micro-batches go forward through the stages, one behind the
 other, so that all ranks soon have work; then their gradients come back. Everything else in this
-room is about who does what when (`schedules`), and about what stages send each other (`batch`).
+room is about who does what when (`schedules`), and about what stages send each other (`executor`).
 """
 
 from collections.abc import Callable, Sequence

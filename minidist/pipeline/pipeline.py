@@ -4,6 +4,7 @@ Lessons: layer_splitting, pipeline_schedules
 """
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,20 +12,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
-from minidist.collectives.peers import Peers
+from minidist.collectives.peers import Peers, wait_for
 from minidist.common import agree
 from minidist.common.groups import require_group
 from minidist.common.norm import clip_grad_norm_
 from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.tensors_in import tensors_of
 from minidist.common.wrapper import Wrapper, copy_sharing
-from minidist.pipeline.batch import Loss, Preparation, cut_off, merge_microbatches
+from minidist.measure import record
 from minidist.pipeline.cut import fill, find_ties, require_known, schedule_and_balance
-from minidist.pipeline.executor import Executor, added_up
+from minidist.pipeline.executor import (
+    Executor,
+    Loss,
+    added_up,
+    empty_like,
+    merge_microbatches,
+    spec_of,
+    split_into_microbatches,
+)
 from minidist.pipeline.instructions import Schedule, Span
 from minidist.pipeline.schedules import forward_only
-from minidist.pipeline.stage import Stage, StageLayers, keywords_of
+from minidist.pipeline.stage import Stage
 from minidist.rank import device
 
 
@@ -62,26 +72,31 @@ class Pipeline(Wrapper):
     in stages of several ranks draws on each.) All ranks go on with the random state that the last
     stage has left: seed them afterwards, if their random numbers are to differ.
 
-    A layer takes what the one before it gives, as in any nn.Sequential: a tensor, or tensors and
-    plain values in tuples, lists and dicts; tensors of whole numbers and masks get no gradient.
-    The shapes of a stage's outputs may depend on the shapes of the inputs, but not on their values.
-    Before the first step with inputs of a new shape, each stage makes a dry run with one
-    micro-batch, to infer the shapes (`batch`); random state and buffers are then restored, but no
-    other attribute of a layer: make a counter a buffer. The shapes of the last 64 kinds of batches
-    are kept.
+    A layer takes what the one before it gives, as in any nn.Sequential: a tensor, or tensors in
+    tuples, lists and dicts; tensors of whole numbers and masks get no gradient. What is no tensor
+    must be the same in all micro-batches. With batches of a new shape stages say once what they
+    give each other. After that a step sends, besides activations and gradients, 16 bytes from rank
+    to rank before it, and at its end the loss.
 
     A parameter that layers of several ranks share, as a tied embedding and head do, is kept by
     each, and gets the sum of their gradients; a buffer that they share is each rank's own. Batch
     norm takes its means over a micro-batch, not over the batch, and moves its running means once
     for each.
 
-    An optimizer sees this rank's layers: one that looks at all parameters at once, as LBFGS does,
-    would train otherwise than in one process. In float16 take a `md.ShardedGradScaler`.
-
     `copy.deepcopy` gives a pipeline of the same ranks, each with a copy of its own layers.
-    `torch.save` raises TypeError: save `state_dict()` or `full_state_dict()`.
-    Limits: torch's `nn.utils.clip_grad_norm_` takes the norm of one rank's gradients, another one
-    on each rank: call `clip_grad_norm_` of this class.
+
+    Limits
+    - torch's `nn.utils.clip_grad_norm_` takes the norm of one rank's gradients, another one on each
+      rank: call `clip_grad_norm_` of this class.
+    - An optimizer sees this rank's layers: one that looks at all parameters at once, as LBFGS does,
+      would train otherwise than in one process. In float16 take a `md.ShardedGradScaler`.
+    - A layer gets no keyword arguments: what several layers need, such as a mask, they pass on.
+    - A number that changes in each step is a tensor (rows,): any other value makes a new kind of
+      batch, and all kinds are remembered.
+    - A stage cannot begin with a layer that overwrites its input.
+    - With `wrap`, what fails on one replica is waited for by the others, until their timeout. So is
+      an evaluation of fewer rows than micro-batches.
+    - Unfreezing a layer later raises ValueError where a stage had given nothing that is trained.
 
     Lesson: layer_splitting. Raises RuntimeError without a process group; on every rank, TypeError
     if the module is no nn.Sequential, or has a forward, hooks, parameters or buffers of its own,
@@ -131,12 +146,9 @@ class Pipeline(Wrapper):
             raise ValueError(
                 "a parameter that several stages share cannot be in a strategy of each"
             )
-        parts = {stage: StageLayers() for stage in range(rank, plan.stages, ranks)}
+        parts = {stage: nn.Sequential() for stage in range(rank, plan.stages, ranks)}
         own = nn.Sequential()
-        # By stage, of all ranks: the keyword arguments that its layers take.
-        keywords = [set[str]() for _ in counts]
         for (name, layer), stage in zip(layers, stage_of, strict=True):
-            keywords[stage] |= keywords_of(layer)
             if stage in parts:
                 parts[stage].add_module(name, layer)
                 own.add_module(name, layer)
@@ -145,10 +157,9 @@ class Pipeline(Wrapper):
             ties = fill(parts, plan, ties, self._peers, self._device, param_init_fn)
         super().__init__(own)
         self.process_group, self.schedule, self.balance = group, plan, counts
-        self.trace = []
-        later = [set[str]().union(*keywords[stage + 1 :]) for stage in range(plan.stages)]
+        self.trace, self._layers = [], list(own.children())
         self._stages = {
-            stage: Stage(part if wrap is None else wrap(part), later[stage], recompute)
+            stage: Stage(part if wrap is None else wrap(part), recompute)
             for stage, part in parts.items()
         }
         self.wrapped = [stage.module for stage in self._stages.values()]
@@ -158,27 +169,25 @@ class Pipeline(Wrapper):
         # The stages whose parameters a strategy shards.
         self._sharded: list[Any] = [x for x in self.wrapped if hasattr(x, "fsdp_group")]
         self._names = list(module.state_dict())
-        self._ties = {p: those for p, those in ties.items() if p.requires_grad and rank in those}
+        self._shared = {p for p, those in ties.items() if rank in those}
+        self._ties = {p: ties[p] for p in self._shared if p.requires_grad}
         self.counted_elsewhere = {p for p, (first, *_) in self._ties.items() if first != rank}
-        every = set[str]().union(*keywords)
-        self._preparation = Preparation(plan, self._peers, own, self._stages, every, self._device)
+        self._kinds: dict[Any, int] = {}  # of batches, on the first rank
+        self._specs: defaultdict[int, dict[tuple[int, int], Any]] = defaultdict(dict)  # by kind
 
     @property
     def microbatches(self) -> int:
         """Into how many parts a batch is cut. It cannot be set: the schedule is made for them."""
         return self.schedule.microbatches
 
-    def train_step(self, inputs: Any, targets: Any, loss_fn: Loss, **kwargs: Any) -> torch.Tensor:
+    def train_step(self, inputs: Any, targets: Any, loss_fn: Loss) -> torch.Tensor:
         """Forward and backward for one batch: adds to each parameter's `.grad`, as `backward()`
         does, and returns the batch's loss, on every rank. Every rank calls this.
 
         inputs: (rows, …), or several such tensors in a tuple, list or dict, for the first layer.
-        kwargs: go to each layer whose `forward` has an argument of that name, such as a mask
-        (rows, …); none goes into a layer's `**kwargs`, which does not say what it takes. Tensors
-        are cut by rows, all else is the same for all micro-batches. The shapes of what a stage
-        gives may depend on flags and words among them, but not on numbers, which may be others in
-        each step. Used on the first rank only. targets: (rows, …), or several, and loss_fn: used on
-        the last. The others may pass the same, or None.
+        Tensors are cut by rows, all else is the same for all micro-batches. Used on the first rank
+        only. targets: (rows, …), or several, and loss_fn: used on the last. The others may pass the
+        same, or None.
         loss_fn: called with the outputs and targets of a micro-batch; returns the *mean* over its
         rows. Micro-batches may differ by a row, so each counts by its rows; the sum is the mean
         over the batch. (A mean over what is not the same in all rows, such as words that are not
@@ -189,52 +198,105 @@ class Pipeline(Wrapper):
         one micro-batch to the next; RuntimeError for what a layer or loss_fn raised. Gradients then
         make no sense, and are to be set to None.
         """
-        (inputs, kwargs), go_on = cut_off((inputs, kwargs))
         with added_up(self._ties, self._peers):
-            loss, _ = self._run(inputs, kwargs, (loss_fn, targets), go_on)
-        return loss
+            return self._run(inputs, targets, loss_fn)[0]
 
-    def forward(self, inputs: Any, **kwargs: Any) -> Any:
+    def forward(self, inputs: Any) -> Any:
         """The outputs for the inputs, on every rank, without gradients. Every rank calls this;
-        `inputs` and `kwargs` are those of `train_step`, used on the first. There may be fewer rows
-        than micro-batches. Of tensors without rows there is one for each micro-batch, stacked; what
-        is no tensor comes from the first. Raises on every rank if a stage fails."""
+        `inputs` are those of `train_step`, used on the first. There may be fewer rows than
+        micro-batches. What is no tensor comes from the first micro-batch. Raises on every rank if a
+        stage fails."""
         last = self.schedule.rank_of(self.schedule.stages - 1)
-        _, y = self._run(inputs, kwargs)
+        _, y = self._run(inputs, trains=False)
+        told = [spec_of(y)]
+        dist.broadcast_object_list(told, group=self.process_group, group_src=last)
+        if y is None:
+            y = empty_like(told[0], self._device)
         broadcast_state(tensors_of(y), self.process_group, last)
         return y
 
     def _run(
-        self,
-        inputs: Any,
-        kwargs: dict[str, Any],
-        training: tuple[Loss, Any] | None = None,
-        go_on: Callable[[], None] = lambda: None,
+        self, inputs: Any, targets: Any = None, loss_fn: Loss | None = None, trains: bool = True
     ) -> tuple[torch.Tensor, Any]:
-        """The loss, on every rank; and in an evaluation the outputs, which are empty on all ranks
-        but the last stage's. go_on: the backward pass of what has made the inputs."""
-        batch = self._preparation.prepare(self.module, inputs, kwargs, training)
-        plan = self.schedule
-        if training is None:
-            plan = forward_only(self._peers.size, plan.stages, len(batch.rows))
-        executor = Executor(plan, self._stages, self._peers, self._device, batch)
+        """The loss, on every rank; in an evaluation the outputs, on the last."""
+        peers, plan, problem = self._peers, self.schedule, None
+        kind, total, parts = -1, 0, []
         try:
-            with torch.set_grad_enabled(training is not None):
-                executor.run(go_on)
-        finally:
-            for stage in self._stages.values():
-                stage.end_step()
-        self.trace = executor.trace
-        mine = [sum(loss.item() for loss in executor.losses), executor.problem is not None]
-        totals = torch.tensor(mine, dtype=torch.float64, device=self._peers.device)
-        dist.all_reduce(totals, group=self.process_group)
-        if totals[1]:
-            self._preparation.specs.clear()
-            agree.raise_on_every_rank(executor.problem, self.process_group)
-        if training is not None:
-            return totals[0], None
-        empty = [batch.specs[plan.stages - 1, n].empty(self._device) for n in batch.rows]
-        return totals[0], merge_microbatches(executor.outputs or [y for y, _ in empty])
+            if list(self.module.children()) != self._layers:
+                raise RuntimeError("a layer was added, removed or replaced: make a new Pipeline")
+            if {p for p in self._shared if p.requires_grad} != self._ties.keys():
+                raise RuntimeError("a shared parameter was frozen or unfrozen: make a new Pipeline")
+            if any(x.requires_grad and not x.is_leaf for x in tensors_of(inputs)):
+                raise ValueError("what has made the inputs would be left out: make it a layer")
+            if peers.rank == 0:
+                total = self._count(inputs, plan.microbatches if trains else 1)
+                parts = split_into_microbatches("inputs", inputs, self._rows(total))
+                kind = self._kind(inputs, trains)
+        except Exception as error:
+            problem = error
+        # From rank to rank: what is to come. Nothing, if the first rank has a problem.
+        header = torch.tensor([kind, total], device=peers.device)
+        with record.scope("agreement", control=True):
+            if peers.rank > 0:
+                wait_for([peers.irecv(header, peers.rank - 1)])
+            leaving = peers.isend(header, peers.rank + 1) if peers.rank + 1 < peers.size else None
+        kind, total = header.tolist()
+        loss, outputs = 0.0, None
+        if kind >= 0:
+            rows = self._rows(total)
+            if not trains:
+                plan = forward_only(peers.size, plan.stages, len(rows))
+            batch = rows, parts, targets, loss_fn, self._specs[kind]
+            executor = Executor(plan, self._stages, peers, self._device, *batch, problem)
+            try:
+                with torch.set_grad_enabled(trains):
+                    executor.run()
+            finally:
+                for stage in self._stages.values():
+                    stage.end_step()
+            self.trace, problem = executor.trace, executor.problem
+            loss = sum(each.item() for each in executor.losses)
+            try:
+                outputs = merge_microbatches(executor.outputs) if executor.outputs else None
+            except RuntimeError as error:
+                problem = problem or error
+        wait_for([leaving])
+        ended = torch.tensor([loss, problem is not None], dtype=torch.float64, device=peers.device)
+        dist.all_reduce(ended, group=self.process_group)
+        if ended[1]:
+            self._specs.clear()
+            self._kinds.clear()
+            agree.raise_on_every_rank(problem, self.process_group)
+        return ended[0], outputs
+
+    def _count(self, inputs: Any, least: int) -> int:
+        """The rows of a batch: the length of the first tensor in it."""
+        total = next((len(x) for x in tensors_of(inputs) if x.ndim), None)
+        if total is None:
+            raise TypeError(
+                "the inputs of a pipeline are a tensor, its rows first, or several of these"
+            )
+        if total < least:
+            raise ValueError(f"a batch of {total} rows cannot be cut into {least} micro-batches")
+        return total
+
+    def _rows(self, total: int) -> list[int]:
+        """The rows of each micro-batch, as even as possible: the first ones get the remainder."""
+        microbatches = min(self.microbatches, total)
+        small, larger = divmod(total, microbatches)
+        return [small + (i < larger) for i in range(microbatches)]
+
+    def _kind(self, inputs: Any, trains: bool) -> int:
+        """The number of this kind of batch."""
+        leaves, structure = tree_flatten(inputs)
+        looks = [
+            (x.shape[1:], x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else x
+            for x in leaves
+        ]
+        device = self._device.type
+        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        kind = trains, self.training, autocast, str(structure), *looks
+        return self._kinds.setdefault(kind, len(self._kinds))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients of all stages so that their norm, taken over all of them, is at most
@@ -277,8 +339,3 @@ class Pipeline(Wrapper):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy_sharing(self, memo, self.process_group, self.schedule)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "a Pipeline cannot be saved: it has one rank's layers. Save its full_state_dict()"
-        )

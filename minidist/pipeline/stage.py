@@ -1,142 +1,109 @@
 """One stage computes: forward, backward, or backward in two parts.
 
-What it gives to the next is an *activation*: a tensor, or tensors and plain values in tuples, lists
-and dicts; and keyword arguments for later stages. The receiver allocates memory before one arrives,
-so it must know its *spec*: the structure, and of each tensor the shape and dtype.
+What it gives to the next is an *activation*: a tensor, or tensors in tuples, lists and dicts.
+
+Backward in two parts, of which neither does the other's work, is zero bubble (Qi et al., arXiv
+2401.10241). Autograd's graph leads from the outputs y back to the inputs x and to the weights. Take
+an affine layer y = x Wᵀ. Its node gets dy, and computes two products:
+
+    dx = dy W       for the nodes before it: on the way from y to x
+    dW = dyᵀ x      for the weights: off that way
+
+The first part goes the way from y to x only, and notes the dy of each node at which weights branch
+off: a fork. The second part starts at each fork with its dy, and goes only where the weights are.
+Autograd skips what nobody asks for, so a fork computes dx in the first part and dW in the second.
+(A `torch.autograd.Function` written in Python computes both, twice; and a hook of an activation
+runs twice.)
 """
 
-import inspect
-from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_map_only, tree_unflatten
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils._pytree import tree_map_only
 
 from minidist.common.replay import Replay
 from minidist.common.tensors_in import tensors_of
-from minidist.common.wrapper import Wrapper
-from minidist.pipeline.two_parts import backward_inputs
 
 Gradients = list[torch.Tensor | None]
-Finish = Callable[[Any, dict[str, Any]], Any]  # applied to outputs and keyword arguments
-
-
-class StageLayers(nn.Sequential):
-    """Layers, one after another. Each takes what the one before it gives, and of the keyword
-    arguments those that its `forward` names."""
-
-    @cached_property
-    def _names(self) -> list[set[str]]:
-        return [keywords_of(layer) for layer in self]
-
-    def forward(self, input: Any, **kwargs: Any) -> Any:
-        for layer, names in zip(self, self._names, strict=True):
-            own = {n: v for n, v in kwargs.items() if n in names} if kwargs else kwargs
-            input = layer(input, **own)
-        return input
-
-
-def keywords_of(layer: Any) -> set[str]:
-    """The keyword arguments that a layer takes: all names of its `forward` but the first."""
-    while isinstance(layer, Wrapper) or hasattr(layer, "_orig_mod"):  # or torch.compile's
-        layer = layer.module if isinstance(layer, Wrapper) else layer._orig_mod
-    try:
-        others = list(inspect.signature(layer.forward).parameters.values())[1:]
-    except (TypeError, ValueError):  # a compiled function does not tell
-        return set()
-    # Not *args and **kwargs: a wrapper has these, whatever the layer within it takes.
-    return {each.name for each in others if each.kind in (_EITHER, _BY_NAME)}
-
-
-_EITHER, _BY_NAME = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+Graph = tuple[list[torch.Tensor], list[GradientEdge | None]]
 
 
 class Stage:
     """One stage, and the activations of one batch's micro-batches in flight.
 
-    module: its layers, or a strategy around them. later: the keyword arguments that a layer of a
-    later stage takes. recompute: keep the inputs only, and compute forward again when backward
-    needs the rest. plain: this step's keyword arguments without tensors, which every rank knows
-    before it, so that they are not sent with the activations.
+    module: its layers, or a strategy around them. recompute: keep the inputs only, and compute
+    forward again when backward needs the rest.
     """
 
-    def __init__(
-        self, module: nn.Module, later: Set[str] = frozenset(), recompute: bool = False
-    ) -> None:
-        self.module, self.later, self.recompute = module, later, recompute
+    def __init__(self, module: nn.Module, recompute: bool = False) -> None:
+        self.module, self.recompute = module, recompute
         self.end_step()
 
     def end_step(self) -> None:
         """Forget all that is of one batch."""
-        self.plain: dict[str, Any] = {}
         # By micro-batch: gives the received tensors that need a gradient, and the graph's edge at
         # each output. The edges hold the graph, so the outputs themselves may be freed.
-        self._kept: dict[int, Callable[[], tuple[list[torch.Tensor], list[GradientEdge]]]] = {}
+        self._kept: dict[int, Callable[[], Graph]] = {}
         self._deferred: dict[int, list[Callable[[], None]]] = {}
 
-    @property
-    def groups(self) -> Sequence[dist.ProcessGroup]:
-        """Of the strategy around the layers, if there is one that says so."""
-        if (unit := getattr(self.module, "fsdp_group", None)) is not None:
-            groups: Sequence[dist.ProcessGroup] = unit.options.groups
-            return groups
-        group = getattr(self.module, "process_group", None)
-        return [] if group is None else [group]
+    def forward(
+        self, microbatch: int, x: Any, loss: Callable[[Any], torch.Tensor] | None = None
+    ) -> Any:
+        """The outputs for the inputs `x`, or their loss. With `recompute`, which makes no graph
+        yet, each float in it may need a gradient. Under `torch.no_grad()` nothing is kept."""
 
-    def onward(self, y: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """What goes to the next stage."""
-        return y, {name: value for name, value in kwargs.items() if name in self.later}
-
-    def dry_run(self, inputs: tuple[Any, dict[str, Any]]) -> Any:
-        """What would be sent to the next stage. Random state, buffers and inputs do not change."""
-        with Replay(self.module, tensors_of(inputs)).same_again():
-            x, kwargs = tree_map_only(torch.Tensor, torch.clone, inputs)
-            return self.onward(self.module(x, **self.plain, **kwargs), kwargs)
-
-    def forward(self, microbatch: int, inputs: tuple[Any, Any], finish: Finish) -> Any:
-        """`finish` applied to the outputs for `inputs`: what the first layer takes, and keyword
-        arguments. Backward begins at the tensors in the result that need a gradient. With
-        `recompute` the result has no graph yet; under `torch.no_grad()` nothing is kept."""
-
-        def compute(inputs: tuple[Any, Any]) -> Any:
-            x, kwargs = _entered(inputs)
-            return finish(self.module(x, **self.plain, **kwargs), inputs[1])
+        def compute() -> Any:
+            y = self.module(x)
+            return y if loss is None else loss(y)
 
         if not torch.is_grad_enabled():
-            return compute(inputs)
+            return compute()
         if not self.recompute:
-            made = compute(inputs)
-            kept = _keep(inputs, made)
-            self._kept[microbatch] = lambda: kept
+            made = compute()
+            graph = self._graph(x, made)
+            self._kept[microbatch] = lambda: graph
             return made
-        replay = Replay(self.module, tensors_of(inputs))
+        replay = Replay(self.module, tensors_of(x))
 
-        def again() -> tuple[list[torch.Tensor], list[GradientEdge]]:
+        def again() -> Graph:
             with replay.same_again():
-                return _keep(inputs, compute(inputs))
+                return self._graph(x, compute())
 
         self._kept[microbatch] = again
-        with torch.no_grad():  # on copies: a layer may overwrite what is needed once more
-            made = compute(tree_map_only(torch.Tensor, lambda x: x.detach().clone(), inputs))
-        # A view of a weight needs a gradient even so.
-        return tree_map_only(torch.Tensor, torch.Tensor.detach, made)
+        with torch.no_grad():
+            made = compute()
+        return tree_map_only(
+            torch.Tensor, lambda y: y.detach().requires_grad_(y.is_floating_point()), made
+        )
+
+    def _graph(self, x: Any, made: Any) -> Graph:
+        ends = [y for y in tensors_of(made) if y.is_floating_point()]
+        # The leaves among the inputs are those for which a gradient is sent back.
+        received = [each for each in tensors_of(x) if each.requires_grad and each.is_leaf]
+        return received, [get_gradient_edge(y) if y.requires_grad else None for y in ends]
+
+    def _begin(self, microbatch: int, gradients: Gradients) -> tuple[Any, Any, Any]:
+        """The received tensors; the edges, and what comes in there."""
+        received, ends = self._kept.pop(microbatch)()
+        ways = [way for way in zip(ends, gradients, strict=True) if None not in way]
+        return received, [end for end, _ in ways], [gradient for _, gradient in ways]
 
     def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
         """Add to the gradients of the weights, and return those of the inputs. `gradients`: of the
-        outputs; None stands for that of a loss, which is 1."""
-        received, ends = self._kept.pop(microbatch)()
+        floats among the outputs, or of the loss; None for one that needs none."""
+        received, ends, gradients = self._begin(microbatch, gradients)
         if ends:
             torch.autograd.backward(ends, gradients)
         return [x.grad for x in received]
 
     def backward_inputs(self, microbatch: int, gradients: Gradients) -> Gradients:
         """Return the gradients of the inputs. `backward_weights` does the rest."""
-        received, ends = self._kept.pop(microbatch)()
+        received, ends, gradients = self._begin(microbatch, gradients)
         found, left = backward_inputs(ends, gradients, received) if ends else ([], [])
         self._deferred[microbatch] = left
         return found or [None for _ in received]
@@ -147,129 +114,77 @@ class Stage:
             add()
 
 
-def _keep(inputs: Any, made: Any) -> tuple[list[torch.Tensor], list[GradientEdge]]:
-    # The leaves among the inputs are those for which a gradient is sent back.
-    received = [x for x in tensors_of(inputs) if x.requires_grad and x.is_leaf]
-    return received, [get_gradient_edge(y) for y in tensors_of(made) if y.requires_grad]
+# ---- backward in two parts ---------------------------------------------------------------------
 
 
-def _entered(inputs: tuple[Any, Any]) -> tuple[Any, Any]:
-    """The inputs, with each leaf of the graph replaced by an alias. A layer such as
-    nn.ReLU(inplace=True) may overwrite its input, and autograd refuses that for a leaf."""
-
-    def enter(x: torch.Tensor) -> torch.Tensor:
-        return _Enter.apply(x) if x.requires_grad and x.is_leaf else x
-
-    return tree_map_only(torch.Tensor, enter, inputs)
-
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.data
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
-
-
-# ---- what a stage gives ----------------------------------------------------------------------
-
-FLAGS = type(None), bool, str, torch.dtype, torch.device
-PLAIN = (*FLAGS, int, float, complex, torch.Size)
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Shape and dtype of a tensor, and whether a gradient for it is sent back."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    gradient: bool
-
-    def __repr__(self) -> str:
-        words = f"shape {self.shape}, {str(self.dtype).removeprefix('torch.')}"
-        without = self.dtype.is_floating_point and not self.gradient
-        return words + (", without gradient" if without else "")
-
-    def empty(self, device: torch.device) -> torch.Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
-
-
-@dataclass(frozen=True)
-class ActivationSpec:
-    """An activation in which each tensor is replaced by its `TensorSpec`."""
-
-    leaves: list[Any]
-    structure: TreeSpec
-
-    @classmethod
-    def of(cls, activation: Any) -> "ActivationSpec":
-        """Raises TypeError if it holds something that cannot be sent."""
-        leaves, structure = tree_flatten(activation)
-        return cls([_spec(leaf) for leaf in leaves], structure)
-
-    def __str__(self) -> str:
-        outputs, kwargs = self.tree()
-        return f"{outputs}" + (f" and {kwargs}" if kwargs else "")
-
-    def __deepcopy__(self, _: dict[int, Any]) -> "ActivationSpec":
-        return self  # nothing in it changes, and torch warns where a structure is copied
-
-    def tree(self) -> Any:
-        return tree_unflatten(self.leaves, self.structure)
-
-    @cached_property
-    def tensors(self) -> list[TensorSpec]:
-        return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
-
-    @cached_property
-    def gradients(self) -> list[TensorSpec]:
-        """Of the tensors for which a gradient is sent back."""
-        return [spec for spec in self.tensors if spec.gradient]
-
-    @cached_property
-    def without_graph(self) -> "ActivationSpec":
-        """The spec of the same activation made under `torch.no_grad()`."""
-        tree = tree_map(
-            lambda x: replace(x, gradient=False) if isinstance(x, TensorSpec) else x, self.tree()
-        )
-        return ActivationSpec(*tree_flatten(tree))
-
-    def flatten(self, activation: Any) -> list[torch.Tensor]:
-        """The tensors of an activation, detached. Raises ValueError if it has another spec."""
-        found = ActivationSpec.of(activation)
-        if found != self:
-            raise ValueError(
-                f"this stage gives {found}; after what it gave for other micro-batches it must be "
-                f"{self}"
-            )
-        return [tensor.detach() for tensor in tensors_of(activation)]
-
-    def unflatten(self, tensors: Iterable[torch.Tensor]) -> Any:
-        """The activation that consists of these tensors. Those that need a gradient are leaves of
-        autograd's graph."""
-        left = iter(tensors)
-        leaves = [
-            next(left).requires_grad_(leaf.gradient) if isinstance(leaf, TensorSpec) else leaf
-            for leaf in self.leaves
-        ]
-        return tree_unflatten(leaves, self.structure)
-
-    def empty(self, device: torch.device) -> Any:
-        return self.unflatten(spec.empty(device) for spec in self.tensors)
-
-    def ones(self, device: torch.device) -> Any:
-        """Ones: valid as indices where there are two rows or more, and as a mask: none hidden."""
-        return self.unflatten(spec.empty(device).fill_(1) for spec in self.tensors)
-
-
-def _spec(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
-    if isinstance(leaf, PLAIN):
-        return leaf
-    raise TypeError(
-        "between stages travel tensors, numbers, strings and None, in tuples, lists and dicts; "
-        f"this stage gives a {type(leaf).__name__}"
+def backward_inputs(
+    ends: Sequence[GradientEdge],
+    gradients: Sequence[torch.Tensor | None],
+    inputs: Sequence[torch.Tensor],
+) -> tuple[list[torch.Tensor | None], list[Callable[[], None]]]:
+    """The gradients for `inputs`; and functions, one for each fork, that add to those of the
+    weights. The graph ends in `ends`, where `gradients` come in.
+    Without inputs everything is left for later."""
+    if not inputs:
+        return [], [partial(torch.autograd.backward, ends, gradients)]
+    forks = _forks(ends, {get_gradient_edge(x).node for x in inputs})
+    uses = Counter(weight for _, weights in forks for weight in weights)
+    # From the later use of a weight, the way to it leads over the earlier: both parts at once.
+    several = [weight for weight, count in uses.items() if count > 1]
+    edges = [edge for own, _ in forks for edge in own]
+    wanted: list[Any] = [*inputs, *several, *edges]
+    found = torch.autograd.grad(
+        ends, wanted, gradients, retain_graph=bool(forks), allow_unused=True
     )
+    for weight, own in zip(several, found[len(inputs) :], strict=False):
+        if own is not None:
+            weight.grad = own if weight.grad is None else weight.grad + own
+    at = dict(zip(edges, found[len(inputs) + len(several) :], strict=True))
+    left: list[Callable[[], None]] = []
+    for own_edges, weights in forks:
+        once = [weight for weight in weights if uses[weight] == 1]
+        reached = {edge: at[edge] for edge in own_edges if at[edge] is not None}
+        if once and reached:
+            ready = list(reached), list(reached.values())
+            left.append(partial(torch.autograd.backward, *ready, inputs=once))
+    return list(found[: len(inputs)]), left
+
+
+def _forks(
+    ends: Sequence[GradientEdge], inputs: set[Node]
+) -> list[tuple[list[GradientEdge], list[torch.Tensor]]]:
+    """Of each fork the edges by which gradients come to it, and the weights that branch off there.
+    An end from which no way leads to the inputs is a fork as well."""
+    edges: dict[Any, dict[int, None]] = defaultdict(dict)  # by which gradients come to a node
+    for end in ends:
+        edges[end.node][end.output_nr] = None
+    leads_on: dict[Any, bool] = {}  # to an input
+    weights: dict[Any, dict[torch.Tensor, None]] = {}  # off the way, at or beyond a node
+    roots = dict.fromkeys(end.node for end in ends)
+    for node in _nodes(roots):
+        following = [(child, number) for child, number in node.next_functions if child]
+        for child, number in following:
+            edges[child][number] = None
+        leads_on[node] = node in inputs or any(leads_on[child] for child, _ in following)
+        leaf = getattr(node, "variable", None)
+        weights[node] = {} if leaf is None or node in inputs else {leaf: None}
+        for child, _ in following:
+            if not leads_on[child]:
+                weights[node] |= weights[child]
+    forks = [node for node in weights if weights[node] and (leads_on[node] or node in roots)]
+    return [([GradientEdge(node, i) for i in edges[node]], list(weights[node])) for node in forks]
+
+
+def _nodes(roots: Iterable[Any]) -> Iterator[Any]:
+    """All nodes of a graph, each after those that it leads to."""
+    done: set[Any] = set()
+    stack = list(roots)
+    while stack:
+        node = stack[-1]
+        new = [child for child, _ in node.next_functions if child and child not in done]
+        stack += new
+        if not new:
+            stack.pop()
+            if node not in done:
+                done.add(node)
+                yield node

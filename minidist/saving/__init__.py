@@ -9,17 +9,16 @@
                 checkpoints.save(step, model=model, optimizer=optimizer, data=batches)
 
 What is saved belongs to the bare module: its parameters and optimizer states by its names, in its
-shapes. Each rank writes the boxes of them that it has, so nothing is gathered, and reads those that
-it needs, so the next run may have other ranks and another strategy. The files are those of
-`torch.distributed.checkpoint`. To read, in this order:
+shapes. Each rank writes the parts of them that it has, and reads those that it needs, so the next
+run may have other ranks and another strategy. Planning, files and the thread that writes are those
+of `torch.distributed.checkpoint`. To read, in this order:
 
     naive           the idea: a new file, synced, renamed
-    boxes           which boxes of a tensor a rank has
-    places          where each parameter of a model is, by every strategy
-    whole_states    model and optimizer as one process has them, in boxes
+    parts           which part of which whole tensor a rank has, by every strategy
+    states          model and optimizer as one process has them, in parts
     rank_states     what each rank has for itself: random numbers, data, schedulers
-    box_plan        who writes which box; copies to write from; torch's files
     commit          hashes, the manifest, and the rename that makes a folder a checkpoint
+    writing         who writes what, from which copies; torch's writer, which commits
     checkpoints     `save`, `load`, `wait`
     batches         data in an order that no world size changes
 

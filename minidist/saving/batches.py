@@ -21,8 +21,7 @@ class Batches:
     say. A batch may begin in one epoch and end in the next, so all are full. `batch_size` counts
     the examples of all ranks together, of which rank r of N takes every N-th, from the r-th on. So
     batch k is the same on any number of ranks, and `state_dict()` is one number: the examples
-    behind it. (torch's DistributedSampler, and torchdata's StatefulDistributedSampler, give each
-    rank an order of its own, which other ranks cannot go on with.)
+    behind it.
 
     dataset: any with a length. seed: of the shuffling; None is the dataset's own order.
     process_group: the ranks that share a batch; None is the default group, or this process alone.

@@ -1,26 +1,32 @@
 """`save`, `load` and `wait` (lesson: scaling_out)."""
 
+import shutil
+import warnings
 from collections.abc import Iterator, Mapping
+from concurrent import futures
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import index
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint import CheckpointException
 
 from minidist.common import agree
 from minidist.common.groups import require_group
 from minidist.saving import commit, rank_states
-from minidist.saving.box_plan import BoxPlan, describe, read, read_metadata
-from minidist.saving.boxes import Boxed
-from minidist.saving.whole_states import MODEL, Entries, WholeStates, merged, require_groups
-from minidist.saving.writing import Writing
+from minidist.saving.states import MODEL, States, merged, require_groups
+from minidist.saving.writing import Copies, Parts, Shares, Writer
 
 RANK = "rank."
 GRACE = 2.0  # seconds that a save has to become whole after an error
+
+# Of a process alone; torch says so at each save and load.
+warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
 
 class Checkpoints:
@@ -33,19 +39,20 @@ class Checkpoints:
 
     A checkpoint has the model, the optimizer, each rank's random numbers, and of what else is
     passed, by name, its `state_dict()`. The model may be bare or in any strategy, on any number of
-    ranks. The run that loads may have another strategy and other ranks than the run that saved, and
-    compile its model or not. (Where a tensor-parallel layer holds keys and values whole, for it has
-    fewer than ranks, it must do so there too; `full_state_dict` loads anywhere.)
+    ranks; the run that loads may have another strategy and other ranks.
 
-    folder: is made if it is missing. A second run in it is refused, by `flock`: on NFS and Lustre
-        from another machine, too, unless they are mounted with nolock, local_lock or localflock.
-        Where the file system has no locks, a warning says so.
-    keep: so many checkpoints stay, and older ones are deleted when a new one is whole.
+    folder: is made if it is missing. Another run that opens it is refused, also on other machines,
+        where the file system has locks for them. All ranks see it.
+    keep: so many checkpoints stay; older ones are deleted when a new one is whole.
     process_group: the ranks of the run; None is the default group, or this process alone where
         there is none.
 
     All ranks call all methods. Raises, on every rank, RuntimeError if another run has the folder,
     or it cannot be written (OSError, where there is no group); ValueError for a `keep` below 1.
+
+    Limits: without `close`, or the `with` block, the last save may be lost. What a hook makes for a
+    model's state is saved like an extra state, that of rank 0. Random numbers go by rank: after a
+    load on another mesh, seed again where ranks along tensor must draw the same.
     """
 
     def __init__(
@@ -53,21 +60,25 @@ class Checkpoints:
     ) -> None:
         self.folder, self.keep = Path(folder), keep
         alone = process_group is None and not (dist.is_available() and dist.is_initialized())
-        self._group = None if alone else require_group(process_group, "Checkpoints")
-        self._rank = 0 if self._group is None else dist.get_rank(self._group)
-        self._lock: commit.Lock | None = None
-        self._writing: Writing | None = None
-        self._plan: BoxPlan | None = None
+        group = self._group = None if alone else require_group(process_group, "Checkpoints")
+        self._rank = 0 if group is None else dist.get_rank(group)
+        self._saving: futures.Future[Any] | None = None
+        self._shares = Shares()
         with self._together():
-            self._open()
-
-    def _open(self) -> None:
-        if not isinstance(self.keep, int) or self.keep < 1:
-            raise ValueError(f"keep must be a whole number, 1 or more, not {self.keep}")
-        if self._rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = commit.Lock(self.folder)
-            commit.clear_partial(self.folder)
+            if keep < 1:
+                raise ValueError(f"keep must be 1 or more, not {keep}")
+            if self._rank == 0:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._lock: IO[str] = commit.lock(self.folder)
+                commit.clear_partial(self.folder)
+        self._id = self._gather(uuid4().hex[:8])[0]  # a run that was killed may still write
+        self._gloo: Any = None  # for torch's thread: its messages must not meet those of training
+        if group is not None:
+            ranks = dist.get_process_group_ranks(group)
+            self._whole = process_group is None  # then all ranks are here to make a group
+            self._gloo = dist.new_group(
+                ranks, backend="gloo", use_local_synchronization=not self._whole
+            )
 
     # ---- save ------------------------------------------------------------------------------
 
@@ -85,85 +96,61 @@ class Checkpoints:
         others: anything with `state_dict` and `load_state_dict`, of tensors and plain values: the
             data, a scheduler, a scaler.
 
-        Training stands still for a copy of what this rank writes, at the speed of memory, and for
-        Python's look at each tensor: of 100 MB in 200 tensors, on 2 ranks, 7 ms and 3 ms, and then
-        the ranks agree. The disk gets it from the copy, which stays in memory for the next save. A
-        program that ends without `close` waits for it, for 30 seconds at most (a rank of a pool
-        for 2), and prints why it is lost, if it is.
-
-        Waits for the save before, if that is still being written. Raises on every rank, and leaves
-        nothing but older checkpoints: what `wait` raises; ValueError for a step that is not new, or
-        an optimizer that is not the model's; TypeError for a step that is no whole number, or a
-        state that no `load` could read.
+        Training stands still for a copy of what this rank writes, and for Python's look at each
+        tensor. Waits for the save before, if that is still being written. Raises on every rank, and
+        leaves nothing but older checkpoints: what `wait` raises; ValueError for a step that is not
+        new, or an optimizer that is not the model's; TypeError for a step that is no whole number,
+        or a state that no `load` could read.
         """
         self.wait()
-        entries: Entries = {}
-        partial = problem = None
-        try:
-            step = commit.whole_number(step)
-            entries = self._entries(model, optimizer, others)
-            partial = self._begin(step)
-        except Exception as error:
-            problem = error
-        changes = self._plan is None or self._plan.described != describe(entries)
-        gathered = self._gather((problem is None, step, changes, partial))
-        try:
-            if not all(each[0] for each in gathered):
-                self._raise_together(problem)
-            if any(each[1] != step for each in gathered):
+        with self._together():
+            step = index(step)
+            parts = self._parts(model, optimizer, others)
+            newest = max(commit.steps_in(self.folder), default=-1) if self._rank == 0 else -1
+            if step <= newest or step < 0:
                 raise ValueError(
-                    f"the ranks save different steps: {[each[1] for each in gathered]}"
+                    f"step {step} is not new: {self.folder} has step {newest} already. A run goes "
+                    "on from there by load(); another run takes another folder"
                 )
-            if self._plan is None or any(each[2] for each in gathered):
-                self._plan = BoxPlan(entries, self._gather, self._rank)
-        except BaseException:
-            if partial is not None:
-                partial.rmdir()
-            raise
-        about = {"step": step, "world_size": len(gathered)}
-        copies = self._plan.copy(entries)
-        self._writing = Writing(gathered[0][3], self._plan, copies, self._rank, about)
-        self._writing.start(then=lambda: commit.clear(self.folder, self.keep))
+        gathered = self._gather((step, self._shares.changed(parts)))
+        if any(changed for _, changed in gathered):
+            self._shares.share_out(parts, self._gather, self._rank)
+        steps = [each for each, _ in gathered]
+        if min(steps) < max(steps):
+            raise ValueError(f"the ranks save different steps: {steps}")
+        self._partial = self.folder / f"step-{step:08}.{self._id}{commit.PARTIAL}"
+        about = {"step": step, "world_size": len(steps)}
+        saving: Any = dcp.async_save(
+            {},
+            planner=Copies(self._shares.copy(parts)),
+            storage_writer=Writer(self._partial, about, self.keep),
+            process_group=self._gloo,
+            no_dist=self._gloo is None,
+        )
+        self._saving = saving
 
-    def _entries(
+    def _parts(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, others: Mapping[str, Any]
-    ) -> Entries:
-        states = WholeStates(model, optimizer)
-        entries, groups, own = states.entries(), states.groups(), rank_states.states_of(others)
-        parts = {name: each for name, each in entries.items() if not isinstance(each, Boxed)}
-        parts |= {f"the state of {name}": state for name, state in own.items()}
-        rank_states.require_loadable(parts | {"a group of the optimizer": groups})
+    ) -> Parts:
+        states = States(model, optimizer)
+        own = {name: rank_states.state_of(name, each) for name, each in others.items()}
+        groups = rank_states.copied("the optimizer's groups", states.groups())
         record = {"random": rank_states.capture(), "groups": groups, "others": own}
-        return entries | {f"{RANK}{self._rank}": record}
-
-    def _begin(self, step: int) -> Path | None:
-        if self._rank > 0:
-            return None
-        newest = max(commit.steps_in(self.folder), default=-1)
-        if step <= newest:
-            raise ValueError(
-                f"{self.folder} has step {newest} already, so step {step} is not new. A run goes "
-                "on from there by load(); another run takes another folder"
-            )
-        return commit.begin(self.folder, step)
+        return states.of_model() | states.of_optimizer() | {f"{RANK}{self._rank}": record}
 
     def wait(self) -> None:
         """Until the last save is whole on the disk. Raises RuntimeError on every rank, that names
         rank and folder, if a rank could not write: a full disk, for instance."""
-        writing, self._writing = self._writing, None
-        if writing is None:
+        if self._saving is None:
             return
+        futures.wait([self._saving])
+        saving, self._saving = self._saving, None
         try:
-            writing.wait_written()
-            gathered = self._gather((writing.problem is None, writing.is_whole))
-            if not all(each[0] for each in gathered):
-                self._raise_together(writing.problem)
-            if not gathered[0][1]:  # rank 0 has not seen all files yet
-                if self._rank == 0:
-                    writing.wait_whole()
-                self._raise_together(writing.problem)
-        except BaseException:
-            writing.abandon()
+            with _naming_rank():
+                saving.result()
+        except Exception:
+            if self._rank == 0:
+                shutil.rmtree(self._partial, ignore_errors=True)
             raise
 
     # ---- load ------------------------------------------------------------------------------
@@ -175,55 +162,62 @@ class Checkpoints:
 
         What a killed run has not finished does not count. Every file is read and compared with its
         hash, shared out over the ranks, before anything changes. Raises ValueError on every rank,
-        and changes nothing, if a file is missing, cut short or changed, or of a later format, or if
-        the checkpoint is of another model or optimizer. (Where a hook takes something else than it
-        has saved, parameters are loaded before that is seen.)
+        and changes nothing, if a file is missing, cut short or changed, or of another format, or if
+        the checkpoint is of another model or optimizer.
         """
         self.wait()
         with self._together():
+            states = States(model, optimizer)
             own = commit.steps_in(self.folder) if self._rank == 0 else {}
         steps = self._gather(own)[0]
         if not steps:
             return None
-        step, folder = max(steps), steps[max(steps)]
-        with _telling(folder, steps):
-            with self._together():
-                states = WholeStates(model, optimizer)
-            self._load(step, folder, states, others)
-        return step
+        with _naming(steps):
+            self._load(max(steps), steps[max(steps)], states, others)
+        return max(steps)
 
-    def _load(
-        self, step: int, folder: Path, states: WholeStates, others: Mapping[str, Any]
-    ) -> None:
-        ranks, rank = len(self._gather(None)), self._rank
-
+    def _load(self, step: int, folder: Path, states: States, others: Mapping[str, Any]) -> None:
+        ranks = len(self._gather(None))
         with self._together():
             manifest = commit.manifest_of(folder)
             if manifest["step"] != step:
                 raise ValueError(f"{folder} is of step {manifest['step']}: somebody has renamed it")
-            for name, stamp in list(manifest["files"].items())[rank::ranks]:
+            for name, stamp in list(manifest["files"].items())[self._rank :: ranks]:
                 commit.require_stamp(folder / name, stamp)
-            saved_by = int(manifest["world_size"])
         with self._together():
-            metadata = read_metadata(folder)
-        ours, names = merged(self._gather(states.groups())), self._gather(states.names())
+            saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+            rooms = states.rooms(saved)
+        gathered = self._gather((set(rooms), states.groups()))
         with self._together():
-            states.require_fitting(metadata)
-            _require_no_more(metadata, set().union(*names))
-            entries = {f"{RANK}{each}": None for each in range(saved_by)}
-            records = list(read(folder, metadata, entries).values())
-            groups = merged([record["groups"] for record in records])
+            known = set[str]().union(*(names for names, _ in gathered))
+            if more := {name for name in saved if name.startswith(MODEL)} - known:
+                name = min(more).removeprefix(MODEL)
+                raise ValueError(f"it is of another model: it has {name} as well")
+        records: Parts = {f"{RANK}{each}": None for each in range(manifest["world_size"])}
+        self._read(folder, records)
+        random, groups, own = (
+            [record[what] for record in records.values()] for what in ("random", "groups", "others")
+        )
+        with self._together():
             if states.optimizer is not None:
-                require_groups(ours, groups)
-            own = [record["others"] for record in records]
-            found = {name: rank_states.state_for(name, own, rank, ranks) for name in others}
-            random = [record["random"] for record in records]
-        del records, own  # the states of all ranks
+                require_groups(merged([each for _, each in gathered]), merged(groups))
+            found = {n: rank_states.state_for(n, own, self._rank, ranks) for n in others}
+        self._read(folder, rooms)
         with self._together():
-            states.put(read(folder, metadata, states.rooms(metadata)), groups)
+            states.put(rooms, merged(groups))
             for name, state in found.items():
                 others[name].load_state_dict(state)
-            rank_states.restore(random, rank)
+            rank_states.restore(random, self._rank)
+
+    def _read(self, folder: Path, parts: Parts) -> None:
+        with _naming_rank():
+            dcp.load(
+                parts,
+                storage_reader=dcp.FileSystemReader(folder),
+                planner=dcp.DefaultLoadPlanner(False, flatten_sharded_tensors=False),
+                process_group=self._gloo,
+                no_dist=self._gloo is None,
+            )
 
     # ---- the end ---------------------------------------------------------------------------
 
@@ -232,34 +226,26 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            self._release()
+            self._unlock()
+            if self._gloo is not None and self._whole and dist.is_initialized():
+                dist.destroy_process_group(self._gloo)
+                self._gloo = None
+
+    def _unlock(self) -> None:
+        if self._rank == 0:
+            self._lock.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         """After an error the other ranks may be gone: what can still become whole gets some
         seconds, and no rank is asked."""
-        if error is None:
+        saving, self._saving = self._saving, None if kind else self._saving
+        if kind and saving and futures.wait([saving], GRACE).not_done:
+            saving.add_done_callback(lambda _: self._unlock())  # it has the folder until then
+        else:
             self.close()
-            return
-        if self._writing is not None:
-            self._writing.wait_whole(GRACE)
-            self._writing.abandon()
-            self._writing = None
-        self._release()
-
-    def _release(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
-
-    # ---- together --------------------------------------------------------------------------
 
     def _gather(self, mine: Any) -> list[Any]:
         return [mine] if self._group is None else agree.gather(self._group, mine)
@@ -268,25 +254,24 @@ class Checkpoints:
         """What one rank raises within the block, all ranks raise after it."""
         return nullcontext() if self._group is None else agree.together(self._group)
 
-    def _raise_together(self, problem: Exception | None) -> None:
-        if self._group is not None:
-            agree.raise_on_every_rank(problem, self._group)
-        elif problem is not None:
-            raise problem
+
+@contextmanager
+def _naming_rank() -> Iterator[None]:
+    """Of what torch's checkpoints raise on all ranks, say what happened on the first of them."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank = min(error.failures)
+        problem, _ = error.failures[rank]
+        raise RuntimeError(f"rank {rank}: {problem}") from problem
 
 
 @contextmanager
-def _telling(folder: Path, steps: Mapping[int, Path]) -> Iterator[None]:
-    """Say of a failed load which checkpoint it was, and what to do."""
+def _naming(steps: Mapping[int, Path]) -> Iterator[None]:
+    """Of a load that failed, say which checkpoint it was, and what to do."""
     try:
         yield
     except (ValueError, RuntimeError) as error:
-        before = list(steps.values())[-2:-1]
-        onward = f". To go on from {before[0]}, move it away" if before else ""
+        *_, before, folder = None, *steps.values()
+        onward = f". To go on from {before}, move it away" if before else ""
         raise type(error)(f"{folder} does not load: {error}{onward}") from error
-
-
-def _require_no_more(saved: Metadata, names: set[str]) -> None:
-    more = {name for name in saved.state_dict_metadata if name.startswith(MODEL)} - names
-    if more:
-        raise ValueError(f"it is of another model: it has {min(more).removeprefix(MODEL)} as well")

@@ -15,18 +15,15 @@ import os
 import re
 import shutil
 import socket
-import uuid
 import warnings
-import weakref
 from collections.abc import Mapping
-from contextlib import suppress
-from operator import index
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+from weakref import WeakValueDictionary
 
 from minidist.saving.naive import sync, write_whole
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"
 Stamp = tuple[int, str]  # of a file: its bytes, and their hash
@@ -34,42 +31,21 @@ Stamp = tuple[int, str]  # of a file: its bytes, and their hash
 
 def steps_in(folder: Path) -> dict[int, Path]:
     """The whole checkpoints in a folder, the oldest first."""
-    names = (re.fullmatch(r"step-(\d{8,})", path.name) for path in folder.iterdir())
-    return {int(name[1]): folder / name[0] for name in sorted(filter(None, names), key=_number)}
+    names = [re.fullmatch(r"step-(\d{8,})", path.name) for path in folder.iterdir()]
+    return dict(sorted((int(name[1]), folder / name[0]) for name in names if name))
 
 
-def _number(name: re.Match[str]) -> int:
-    return int(name[1])
-
-
-def whole_number(step: Any) -> int:
-    """The step as an int, also if it is a number of NumPy's or torch's. Raises TypeError if it is
-    no whole number, ValueError if it is below 0."""
-    try:
-        number = index(step)
-    except TypeError:
-        raise TypeError(f"a step is a whole number, not {step!r}") from None
-    if number < 0:
-        raise ValueError(f"a step is 0 or more, not {number}")
-    return number
-
-
-def begin(folder: Path, step: int) -> Path:
-    """A new folder to write a step's files to."""
-    partial = folder / f"step-{step:08}.{uuid.uuid4().hex[:8]}{PARTIAL}"
-    partial.mkdir()
-    return partial
-
-
-def commit(partial: Path, about: Mapping[str, Any], stamps: Mapping[str, Stamp]) -> Path:
-    """Make a checkpoint of it: its files are written and synced."""
+def commit(partial: Path, about: Mapping[str, Any], stamps: Mapping[str, Stamp]) -> None:
+    """Make a checkpoint of it: its files are written and synced. Raises FileNotFoundError for one
+    that is not here, as where ranks do not share the folder."""
+    for name in stamps:
+        (partial / name).stat()
     content = {"format": FORMAT, **about, "files": dict(sorted(stamps.items()))}
     page = {"manifest": content, "hash": _digest(content)}
     write_whole(partial / MANIFEST, lambda file: file.write(json.dumps(page, indent=1).encode()))
     whole = partial.with_name(partial.name.split(".")[0])
     partial.rename(whole)
     sync(whole.parent)
-    return whole
 
 
 def clear(folder: Path, keep: int) -> None:
@@ -92,22 +68,17 @@ def clear_partial(folder: Path) -> None:
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint. Raises ValueError if it is broken, or of a later format."""
+    """The manifest of a checkpoint. Raises ValueError if it is broken, or of another format."""
     path = folder / MANIFEST
     try:
         page = json.loads(path.read_bytes())
         content: dict[str, Any] = page["manifest"]
-        fits = page["hash"] == _digest(content)
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing") from None
-    except (ValueError, TypeError, LookupError):
-        raise ValueError(f"{path} is broken: it cannot be read") from None
-    if not fits:
-        raise ValueError(f"{path} is broken: its hash is another one")
-    if content["format"] > FORMAT:
-        raise ValueError(
-            f"{path} is of format {content['format']}, of a later minidist: this one reads {FORMAT}"
-        )
+        if page["hash"] != _digest(content):
+            raise ValueError("its hash is another one")
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise ValueError(f"{path} is missing, cut short or changed: {error}") from None
+    if (found := content["format"]) != FORMAT:
+        raise ValueError(f"{path} is of format {found}, and this minidist reads {FORMAT}")
     return content
 
 
@@ -143,51 +114,31 @@ def _digest(content: Any) -> str:
 # ---- one run a folder ---------------------------------------------------------------------------
 
 
-class Lock:
-    """One run at a time has a folder. The lock goes with its process, however that ends."""
-
-    def __init__(self, folder: Path) -> None:
-        """Raises RuntimeError that names the run which has it. Warns where there are no locks."""
-        path = folder / ".lock"
-        self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            who = os.read(self._file, 1000).decode(errors="replace")
-            os.close(self._file)
-            self._file = None
-            raise RuntimeError(
-                f"{folder} belongs to another run, {who or 'which has just begun'}: end that one, "
-                f"or close its Checkpoints, or save to another folder"
-            ) from None
-        except OSError as error:  # ENOSYS, ENOLCK, EOPNOTSUPP: of a network file system
-            words = f"{folder} has no locks ({error}), so a second run in it is not refused"
-            warnings.warn(words, stacklevel=1)
-        os.truncate(self._file, 0)
-        os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-        _HELD.add(self)
-
-    def release(self) -> None:
-        """For the next run."""
-        if self._file is not None:
-            with suppress(OSError):  # there are no locks
-                fcntl.flock(self._file, fcntl.LOCK_UN)
-            self.forget()
-
-    def forget(self) -> None:
-        """Close the file. A child that a fork has made has it too, and keeps the lock."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+_held: WeakValueDictionary[Path, IO[str]] = WeakValueDictionary()
 
 
-_HELD: weakref.WeakSet[Lock] = weakref.WeakSet()
-
-
-def _forget_all() -> None:
-    for lock in _HELD:
-        lock.forget()
-
-
-# Else a forked child, such as a DataLoader's worker, would keep the lock beyond a run's end.
-os.register_at_fork(after_in_child=_forget_all)
+def lock(folder: Path) -> IO[str]:
+    """One run at a time has a folder: until the file is closed, or the process ends. Raises
+    RuntimeError that names the one which has it. Warns where there are no locks."""
+    path = (folder / ".lock").resolve()
+    # Before it is opened: a process that closes a second handle of a file loses its lock.
+    if (own := _held.get(path)) and not own.closed:
+        raise RuntimeError(f"{folder} belongs to this process already: close that one first")
+    file = path.open("a+")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a forked child does not have it
+    except (BlockingIOError, PermissionError):
+        with file:
+            file.seek(0)
+            who = file.read() or "which has just begun"
+        raise RuntimeError(
+            f"{folder} belongs to another run, {who}: end that one, or save to another folder"
+        ) from None
+    except OSError as error:  # ENOSYS, ENOLCK, EOPNOTSUPP: of a network file system
+        words = f"{folder} has no locks ({error}), so a second run in it is not refused"
+        warnings.warn(words, stacklevel=1)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    _held[path] = file
+    return file

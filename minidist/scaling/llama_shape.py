@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from minidist.planner.transformer import Transformer
-from minidist.tensor_parallel.styles import qkv
+from minidist.tensor_parallel import qkv
 
 
 class RMSNorm(nn.Module):

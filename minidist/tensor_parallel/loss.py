@@ -19,25 +19,23 @@ def vocab_parallel_cross_entropy(
     process_group: Group = None,
     *,
     ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """`F.cross_entropy` of logits that are split by classes, which are never gathered.
+    """The mean of `F.cross_entropy`, of logits that are split by classes and never gathered.
 
     logits: (*, V_r), the classes of this rank; those of rank 0 come first, and so on. The ranks may
         have different numbers of classes.
-    targets: (*), from 0 to V - 1, the same on every rank of the group.
-    ignore_index, reduction, label_smoothing: those of `F.cross_entropy`.
+    targets: (*), from 0 to V - 1, the same on every rank of the group; those that are
+        `ignore_index` do not count.
 
     The loss is the same on every rank. What travels, for N targets on t ranks, are two all_reduces
-    of N + t + 2 and of 2 N numbers (3 N with label smoothing), instead of N V. Half precision is
-    computed in float32, and under autocast the loss stays so, as torch has it. Backward turns the
-    kept probabilities into the gradient in place, and so works once. If every target is ignored,
-    the mean is nan and its gradient 0, as torch has it.
+    of N + t + 2 and of 2 N numbers, instead of N V. Half precision is computed in float32, and
+    under autocast the loss stays so, as torch has it. Backward turns the kept probabilities into
+    the gradient in place, and so works once. If every target is ignored, the loss is nan and its
+    gradient 0, as torch has it.
 
-    Raises ValueError for shapes that do not match and an unknown reduction; on every rank,
-    ValueError if the ranks have different targets, as those along another axis of a mesh do, and
-    IndexError for a target that is no class.
+    Raises ValueError for shapes that do not match; on every rank, ValueError if the ranks have
+    different targets, as those along another axis of a mesh do, and IndexError for a target that is
+    no class.
     Lesson: sequence_parallel.
     """
     if logits.shape[:-1] != targets.shape:
@@ -45,41 +43,26 @@ def vocab_parallel_cross_entropy(
             f"logits of shape {tuple(logits.shape)} need targets of shape "
             f"{tuple(logits.shape[:-1])}, not {tuple(targets.shape)}"
         )
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f'reduction is "mean", "sum" or "none", not {reduction!r}')
     counted = targets.flatten() != ignore_index  # (N,)
     wide = torch.promote_types(logits.dtype, torch.float32)
     dtype = wide if torch.is_autocast_enabled(logits.device.type) else logits.dtype
-    losses = _CrossEntropy.apply(
-        logits.reshape(-1, logits.shape[-1]).to(wide),
-        targets.flatten(),
-        counted,
-        process_group,
-        label_smoothing,
-    )
-    if reduction == "none":
-        return losses.view(targets.shape).to(dtype)
-    total = losses.sum()
-    return (total / counted.sum() if reduction == "mean" else total).to(dtype)
+    rows = logits.reshape(-1, logits.shape[-1]).to(wide)
+    losses = _CrossEntropy.apply(rows, targets.flatten(), counted, process_group)
+    return (losses.sum() / counted.sum()).to(dtype)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The losses (N,) of logits x (N, V_r), with y the target and e the label smoothing:
+    """The losses (N,) of logits x (N, V_r), with y the target:
 
-        loss = log(sum over v of exp x_v) - (1 - e) x_y - e mean over v of x_v
-        dloss / dx_v = softmax(x)_v - (1 - e) [v = y] - e / V
+        loss = log(sum over v of exp x_v) - x_y
+        dloss / dx_v = softmax(x)_v - [v = y]
 
     Every sum over the classes is a sum over this rank's classes, and then one over the ranks.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        targets: torch.Tensor,
-        counted: torch.Tensor,
-        group: Group,
-        smoothing: float,
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, counted: torch.Tensor, group: Group
     ) -> torch.Tensor:
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         # The largest logit, so that no exp overflows; with it the ranks tell their V_r, and the
@@ -105,28 +88,20 @@ class _CrossEntropy(torch.autograd.Function):
         here = counted & (own >= 0) & (own < logits.shape[1])
         rows, columns = here.nonzero().squeeze(1), own[here]  # where this rank has the target
         shifted = logits - largest.unsqueeze(1)  # (N, V_r)
-        sums = logits.new_zeros(3 if smoothing else 2, len(logits))
+        sums = logits.new_zeros(2, len(logits))
         sums[1, rows] = shifted[rows, columns]
-        if smoothing:
-            sums[2] = shifted.sum(1)
         probabilities = shifted.exp_()
         sums[0] = probabilities.sum(1)
         dist.all_reduce(sums, group=group)
         probabilities /= sums[0].unsqueeze(1)
-
-        losses = sums[0].log() - (1 - smoothing) * sums[1]
-        if smoothing:
-            losses -= smoothing / classes * sums[2]
         ctx.save_for_backward(probabilities, rows, columns, counted)
-        ctx.smoothing, ctx.classes = smoothing, classes
-        return losses.masked_fill_(~counted, 0)
+        return (sums[0].log() - sums[1]).masked_fill_(~counted, 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         gradient, rows, columns, counted = ctx.saved_tensors
-        gradient -= ctx.smoothing / ctx.classes
-        gradient[rows, columns] -= 1 - ctx.smoothing
+        gradient[rows, columns] -= 1
         # Not `grad * counted`: the mean of no losses has the gradient inf.
         gradient *= grad.masked_fill(~counted, 0).unsqueeze(1)
-        return gradient, None, None, None, None
+        return gradient, None, None, None

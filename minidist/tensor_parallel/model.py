@@ -1,4 +1,14 @@
-"""A whole model that is split by features: cut it, check it, join it."""
+"""A whole model that is split by features: cut it, check it, join it.
+
+A layer's parameter is a shard. As a plain tensor it looks whole: its norm is one rank's. As a
+DTensor it has the dense parameter's shape, and `Shard` or `Replicate` says what of it is here. Then
+`torch.nn.utils.clip_grad_norm_`, `nn.init`, averaged models, and checkpoints by
+torch.distributed.checkpoint are right as they are. So `parallelize_module` makes DTensors; and what
+takes plain tensors only, as other strategies do, begins with `split`.
+
+Modules compute with this rank's plain tensor in any case: DTensor's dispatcher, which finds out at
+each operation what must be sent, has no part in a pass.
+"""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -7,26 +17,78 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
-from minidist.common.abandoned import abandon_replaced
+from minidist.common.abandoned import abandon, abandon_replaced
 from minidist.common.agree import gather
+from minidist.common.dtensor import distributed
 from minidist.common.groups import groups_of, require_group
+from minidist.common.replicas import broadcast_state, require_same_lines, words
 from minidist.common.tensors_in import local_of
 from minidist.rank import device
-from minidist.tensor_parallel.layer import ParallelLayer
+from minidist.tensor_parallel.layers import ParallelLayer, local
 from minidist.tensor_parallel.operators import Group
-from minidist.tensor_parallel.plan import split_by
-from minidist.tensor_parallel.ready_plans import transformer_plan
-from minidist.tensor_parallel.styles import Where
+from minidist.tensor_parallel.plan import Where, compute_with, split_by, transformer_plan
 
 WHO = "parallelize_module"
 SPLIT = (
     "the model has been split by features, and this rank has a shard in its place. Make the "
     "optimizer after parallelize_module or MixedParallel, of the model's parameters()"
 )
+
+
+def parallelize_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    parallelize_plan: Mapping[str, Any] | None = None,
+    *,
+    sequence_parallel: bool = False,
+) -> nn.Module:
+    """Split a model by features, in place, and return it: its parameters become DTensors. Torch's
+    function of this name does the same for torch's styles. Lesson: feature_splitting.
+
+        model = parallelize_module(md.zoo.Transformer())
+        loss = md.vocab_parallel_cross_entropy(model(tokens), targets)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)    # the norm of the whole model
+
+    device_mesh: the ranks that share the model, along its one axis. None: all ranks.
+    parallelize_plan: what happens to each part of the model, see `tensor_parallel.plan`. None is
+        for a `zoo.Transformer`. It may come in parts: first for the model, then for each block.
+    sequence_parallel: between the parallel regions, activations are sharded along the sequence; T
+        must be a multiple of the number of ranks. A layer there that no plan names gets a gradient
+        of this rank's tokens alone, and the ranks drift apart: name it "sequence". The plan, or who
+        calls the model, cuts the tokens.
+
+    All ranks take the parameters and buffers of the mesh's first one. Every rank sees the same
+    tokens (B, T), and has the logits (B, T, V_r) of its own tokens, if the head is split by tokens.
+    (`F.cross_entropy` of these is wrong without an error.) One weight in two layers, such as a tied
+    head, stays one. What passes between layers are plain tensors.
+
+    Limits: an nn.MultiheadAttention reads a weight of a part that it does not call: take `split`.
+    Dropout between columns and rows drops the same of each rank's features, and with
+    `sequence_parallel` elsewhere the same of each rank's tokens; `fork_rng` draws others.
+    Replicated parameters are plain while their own module's forward runs; elsewhere they are
+    DTensors, and do not mix with plain tensors. A fused layer of queries, keys and values is a
+    `_StridedShard`: torch.distributed.checkpoint raises for it, `minidist.saving` takes it.
+    `copy.deepcopy` gives a model of the same ranks.
+
+    Make its optimizer afterwards: one that was made before gets a RuntimeError for each parameter
+    that is no longer there. Raises ValueError, and changes nothing but for the broadcast, if the
+    ranks cannot share its heads or features evenly, or a name of the plan matches nothing, and for
+    grouped queries in one layer, which DTensor has no word for; TypeError for a layer that a style
+    does not split, or that is sharded already.
+    """
+    (group,) = groups_of(None, device_mesh, WHO)
+    mesh = device_mesh or init_device_mesh(device(module).type, (dist.get_world_size(),))
+    named = [("parameter", *each) for each in replicated(module).items()]
+    named += [("buffer", *each) for each in module.named_buffers()]
+    plain = [each for each in named if not isinstance(each[2], DTensor)]
+    require_same_lines([words(*each) for each in plain], group)
+    broadcast_state([tensor for _, _, tensor in plain], group)
+    _split(module, parallelize_plan, Where(group, sequence_parallel, as_dtensors=True))
+    _distribute(module, mesh)
+    return module
 
 
 def split(
@@ -43,70 +105,102 @@ def split(
     clipping, `nn.init` and checkpoints take them for whole ones, and are wrong; so are optimizers
     that look at more than one element at a time.
 
-    mesh: of one axis; or a group, and None is the default one: then a plan may also have grouped
-        queries in one layer, for whose shards DTensor has no word.
+    mesh: of one axis; or a group, and None is the default one. A plan may also have grouped queries
+        in one layer.
     """
     group = groups_of(None, mesh, WHO)[0] if isinstance(mesh, DeviceMesh) else mesh
+    require_group(group, WHO)
+    _split(model, plan, Where(group, sequence_parallel, as_dtensors=False))
+    return model
+
+
+def _split(model: Any, plan: Mapping[str, Any] | None, where: Where) -> None:
     if plan is None:
         if not hasattr(model, "blocks"):
             name = type(model).__name__
             raise TypeError(f"a {name} is not a zoo.Transformer: a plan must say how it is split")
         plan = transformer_plan(model)
-    if not isinstance(plan, Mapping):
-        raise TypeError(f'a plan names modules, as {{"up": {type(plan).__name__}(...)}}')
-    ranks = dist.get_world_size(require_group(group, WHO))
     before = list(model.parameters())
-    of_dtensors = mesh if isinstance(mesh, DeviceMesh) else None
-    where = Where(group, ranks, device(model).type, sequence_parallel, of_dtensors)
     split_by(model, plan, where)
     abandon_replaced(before, model, SPLIT)
-    return model
+
+
+def _distribute(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Make a DTensor of each parameter that is none yet."""
+    places = [
+        (owner, name, parameter)
+        for owner in model.modules()
+        for name, parameter in owner._parameters.items()
+        if parameter is not None and not isinstance(parameter, DTensor)
+    ]
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for owner, name, own in places:
+        layer = owner if isinstance(owner, ParallelLayer) else None
+        placement = layer.placement(name) if layer else Replicate()
+        shape = layer.whole_shape(name) if layer else own.shape
+        made[own] = distributed(own, own.detach(), mesh, [placement], shape)
+    for owner, name, own in places:
+        owner._parameters[name] = made[own]
+    for owner in dict.fromkeys(owner for owner, *_ in places):
+        if not isinstance(owner, ParallelLayer):
+            compute_with(owner, local)
+    for own in made:
+        abandon(own, SPLIT)
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """The `state_dict` of the dense model, on every rank, as a copy. All ranks must call it.
     Lesson: feature_splitting."""
-    state, joined = dict(model.state_dict()), dict[str, torch.Tensor]()
-    for prefix, layer in _layers(model):
-        for name in layer.state_dict(prefix=prefix):
-            del state[name]
-        joined |= layer.to_dense().state_dict(prefix=prefix)
-    # Joined layers are copies. Were the rest none, a state that is kept would be of two steps.
-    copied: dict[str, Any] = tree_map_only(torch.Tensor, lambda own: local_of(own).clone(), state)
-    return copied | joined
+    state: dict[str, Any] = dict(model.state_dict())
+    cut = {name: (layer, key) for name, layer, key in _sharded(model)}
+    for name, value in state.items():
+        if name in cut:
+            layer, key = cut[name]
+            state[name] = layer.joined(key)
+        elif isinstance(value, torch.Tensor):
+            state[name] = local_of(value).clone()
+    return state
 
 
-def load_full_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
+def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Load this rank's shards of the `state_dict` of the dense model, in place. Raises
     RuntimeError, as `load_state_dict` does, if the names or shapes are others.
     Lesson: feature_splitting."""
+    cut = {name: (layer, key) for name, layer, key in _sharded(model)}
     shards = dict(state)
-    for prefix, layer in _layers(model):
-        dense = layer.make_dense("meta", None)
-        names = [name for name in dense.state_dict() if prefix + name in shards]
-        dense.load_state_dict({name: shards.pop(prefix + name) for name in names}, assign=True)
-        shards |= {prefix + name: shard for name, _, shard in layer.shards_of(dense)}
-    for name, parameter in model.state_dict(keep_vars=True).items():
-        if isinstance(parameter, DTensor) and name in shards:
-            local = shards[name].to(parameter.dtype)
-            shards[name] = DTensor(local, parameter._spec, requires_grad=False)
+    for name, own in model.state_dict(keep_vars=True).items():
+        if name in cut and name in shards:
+            layer, key = cut[name]
+            wanted, found = layer.whole_shape(key), shards[name].shape
+            if found != wanted:
+                raise RuntimeError(f"size mismatch for {name}: {tuple(found)}, not {tuple(wanted)}")
+            shards[name] = layer.shard_of(key, shards[name])
+        if isinstance(own, DTensor) and name in shards:
+            here = shards[name].to(own.dtype)
+            shards[name] = DTensor(here, own._spec, requires_grad=False)
     model.load_state_dict(shards)
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, ParallelLayer]]:
-    """Each layer that is split, and what comes before the names of its parameters in a
-    `state_dict`, in each of its places."""
+def _sharded(model: nn.Module) -> Iterator[tuple[str, ParallelLayer, str]]:
+    """Of each parameter that is cut: its name in a `state_dict`, in each of its places; its layer;
+    and its name there."""
     for place, layer in model.named_modules(remove_duplicate=False):
         if isinstance(layer, ParallelLayer):
-            yield f"{place}." if place else "", layer
+            for name in layer.sharded:
+                if layer._parameters[name] is not None:
+                    yield f"{place}.{name}" if place else name, layer, name
+
+
+def replicated(model: nn.Module) -> dict[str, Any]:
+    """The parameters that no layer has cut, by name, each once."""
+    cut = {layer._parameters[name] for _, layer, name in _sharded(model)}
+    return {name: p for name, p in model.named_parameters() if p not in cut}
 
 
 def counted_elsewhere(model: nn.Module, group: Group) -> set[nn.Parameter]:
     """The parameters that another rank of the group has too, and counts in norms: of a rank that
     is not the first, what is replicated."""
-    if dist.get_rank(group) == 0:
-        return set()
-    return set(replicated(model).values())
+    return set() if dist.get_rank(group) == 0 else set(replicated(model).values())
 
 
 def check_replicas(model: nn.Module, process_group: Group = None) -> None:
@@ -118,26 +212,18 @@ def check_replicas(model: nn.Module, process_group: Group = None) -> None:
     """
     group = require_group(process_group, "check_replicas")
     named = replicated(model) | dict(model.named_buffers())
-    own = {name: _digest(tensor) for name, tensor in named.items()}
-    found = gather(group, own)
+    found = gather(group, {name: _digest(tensor) for name, tensor in named.items()})
     for name in dict.fromkeys(name for each in found for name in each):
-        first = found[0].get(name)
-        other = [
+        first, *other = [
             dist.get_global_rank(group, rank)
             for rank, each in enumerate(found)
-            if each.get(name) != first
+            if rank == 0 or each.get(name) != found[0].get(name)
         ]
         if other:
             raise RuntimeError(
-                f"{name} should be the same on every rank: rank {dist.get_global_rank(group, 0)} "
+                f"{name} should be the same on every rank: rank {first} "
                 f"and rank{'s' * (len(other) > 1)} {', '.join(map(str, other))} differ"
             )
-
-
-def replicated(model: nn.Module) -> dict[str, Any]:
-    """The parameters that no layer has cut, by name, each once."""
-    cut = {layer._parameters[name] for _, layer in _layers(model) for name in layer.sharded}
-    return {name: p for name, p in model.named_parameters() if p not in cut}
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -32,7 +32,6 @@ two are those of Korthikanti et al., "Reducing Activation Recomputation in Large
 (arXiv 2205.05198), section 4.2.2. All can be differentiated any number of times.
 """
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -41,42 +40,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 
 from minidist.common.single import all_gather_single, reduce_scatter_single
 
 Group = dist.ProcessGroup | None  # None: the default group
 Map = Callable[..., torch.Tensor]
 Result = Callable[[], torch.Tensor]
-
-
-def local(parameter: Any) -> Any:
-    """What this rank has of a parameter, or None. The gradient of a DTensor is one as well."""
-    return _Local.apply(parameter) if isinstance(parameter, DTensor) else parameter
-
-
-class _Local(torch.autograd.Function):
-    """`to_local`, in a quarter of its time: the gradient lies as the parameter does."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Any) -> torch.Tensor:
-        ctx.set_materialize_grads(False)  # what has no gradient keeps none
-        ctx.spec, own = parameter._spec, parameter._local_tensor
-        return own.view_as(own)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
-        if grad is None:
-            return None
-        # Operations on a gradient may change its spec: that of the parameter stays as it is.
-        spec = copy.copy(ctx.spec)
-        if torch.is_grad_enabled():  # a gradient of gradients may follow
-            whole = dict(shape=spec.shape, stride=spec.stride)
-            return DTensor.from_local(grad, spec.mesh, spec.placements, run_check=False, **whole)
-        # Others may have the same tensor as their gradient, which autograd cannot see in a DTensor.
-        # That of a shard is its layer's alone.
-        own = grad.clone() if spec.is_replicated() else grad
-        return DTensor(own.contiguous(), spec, requires_grad=False)
 
 
 def copy_to_group(x: torch.Tensor, group: Group = None) -> torch.Tensor:

@@ -17,7 +17,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from minidist import backend
 from minidist.common.agree import together
-from minidist.common.refusals import RefusedError
 from minidist.distributed_data_parallel.ddp import DistributedDataParallel
 from minidist.distributed_data_parallel.reducer import remove
 from minidist.zero.sharded_optimizer import ZeroRedundancyOptimizer
@@ -174,5 +173,5 @@ class ShardedDataParallel(DistributedDataParallel):
         super().__init__(module, process_group=group, bucket_cap_mb=cap, **arguments)
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
-        """Raises RefusedError: a hook averages whole gradients, and here a rank gets its rows."""
-        raise RefusedError("ShardedDataParallel has no communication hooks")
+        """Raises: a hook averages whole gradients, and here a rank gets its rows."""
+        raise NotImplementedError("ShardedDataParallel has no communication hooks")

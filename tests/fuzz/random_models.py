@@ -87,10 +87,13 @@ def llama(chance: random.Random, heads: int | None) -> "Llama":
     return Llama(heads, heads // shared, layers=chance.randint(2, 3))
 
 
-def llama_plan(model: nn.Module) -> dict[str, Any]:
-    """Unlike Hugging Face's, the attention counts its heads."""
-    return tensor_parallel.llama_plan(model) | {
+def llama_plan(_: nn.Module) -> dict[str, Any]:
+    """How a `Llama` is split by features."""
+    columns = *(f"self_attn.{each}_proj" for each in "qkv"), "mlp.gate_proj", "mlp.up_proj"
+    return {
         "model.layers.*.self_attn": tensor_parallel.heads("num_heads", "num_key_value_heads"),
+        **{f"model.layers.*.{name}": "columns" for name in columns},
+        **{f"model.layers.*.{name}": "rows" for name in ("self_attn.o_proj", "mlp.down_proj")},
         **{name: "sequence" for name in ("model.layers.*.*norm", "model.norm")},
         **{name: "vocabulary" for name in ("model.embed_tokens", "lm_head")},
     }
