@@ -1027,6 +1027,18 @@ def test_a_copy_of_a_pipeline_trains_as_it_does(pools):
     assert pools(2)(run) == [(0, 0)] * 2
 
 
+def test_the_trace_has_the_time_of_each_computation(pools):
+    def run():
+        model = md.Pipeline(nn.Sequential(*[md.zoo.Sleep(5) for _ in range(4)]), 2, "interleaved")
+        model.train_step(torch.zeros(4, 1), torch.zeros(4, 1), F.mse_loss)
+        kinds = Forward, Backward
+        spans = [each for each in model.trace if isinstance(each.instruction, kinds)]
+        return min(each.end - each.start for each in spans), len(spans)
+
+    for shortest, count in pools(2)(run):
+        assert shortest >= 0.01 and count == 8  # two rows of 5 ms
+
+
 def test_a_schedule_of_ones_own_trains(pools):
     """Micro-batches in another order each way."""
     forward = [[Forward(stage, i) for i in (1, 0, 2)] for stage in range(4)]

@@ -142,8 +142,8 @@ class Executor:
 
     plan: for the batch's micro-batches. stages: of this rank. device: of the tensors. rows: of each
     micro-batch. inputs: of each, on the rank of the first stage. targets, of the whole batch, and
-    loss_fn: for the last stage, in training. specs: of what stages give for such a
-    batch, by stage and rows; the run adds those that are new. problem: this rank has failed before.
+    loss_fn: for the last stage, in training. specs: of what stages give for such a batch, by stage
+    and rows; the run adds those that are new. problem: this rank has failed before.
 
     If a stage fails, the rank goes on through its list, but computes nothing and sends zeros: so no
     other rank waits for ever, and at the end all of them raise. After the run:
@@ -270,19 +270,18 @@ class Executor:
         else:
             tensors = self._take(ReceiveActivation(stage, i))
             x = activation_of(self._specs.get(self._key(stage - 1, now)), tensors)
-        last = stage == self._plan.stages - 1
-        loss = partial(self._loss, i) if last and torch.is_grad_enabled() else None
-        made = self._compute(self._stages[stage].forward, i, x, loss)
-        if not last:
-            self._made[SendActivation(stage, i)] = self._compute(self._ready, stage, now, made)
-        elif made is not None and loss:
-            self.losses.append(made.detach() * self._weight(i))
-        elif made is not None:
-            self.outputs.append(made)
+        forward = self._stages[stage].forward
+        if stage < self._plan.stages - 1:
+            made = self._compute(lambda: self._ready(now, forward(i, x)))
+            self._made[SendActivation(stage, i)] = made
+        elif not torch.is_grad_enabled():
+            self.outputs.append(self._compute(forward, i, x))
+        elif (loss := self._compute(forward, i, x, partial(self._loss, i))) is not None:
+            self.losses.append(loss.detach() * self._weight(i))
 
-    def _ready(self, stage: int, now: Forward, made: Any) -> tuple[Any, list[torch.Tensor]]:
+    def _ready(self, now: Forward, made: Any) -> tuple[Any, list[torch.Tensor]]:
         """The spec and the tensors of what a stage gives."""
-        spec, known = spec_of(made), self._specs.get(self._key(stage, now))
+        spec, known = spec_of(made), self._specs.get(self._key(now.stage, now))
         # One without a gradient may come where one needs it: of layers that are frozen meanwhile.
         more = zip(tensor_specs(spec), tensor_specs(known), strict=False)
         if known is not None and (spec != known or any(a.gradient > b.gradient for a, b in more)):

@@ -257,9 +257,10 @@ class Pipeline(Wrapper):
             self.trace, problem = executor.trace, executor.problem
             loss = sum(each.item() for each in executor.losses)
             try:
-                outputs = merge_microbatches(executor.outputs) if executor.outputs else None
-            except RuntimeError as error:
-                problem = problem or error
+                if executor.outputs and problem is None:
+                    outputs = merge_microbatches(executor.outputs)
+            except Exception as error:
+                problem = error
         wait_for([leaving])
         ended = torch.tensor([loss, problem is not None], dtype=torch.float64, device=peers.device)
         dist.all_reduce(ended, group=self.process_group)
