@@ -90,8 +90,8 @@ class Stage:
     def _begin(self, microbatch: int, gradients: Gradients) -> tuple[Any, Any, Any]:
         """The received tensors; the edges, and what comes in there."""
         received, ends = self._kept.pop(microbatch)()
-        ways = [way for way in zip(ends, gradients, strict=True) if None not in way]
-        return received, [end for end, _ in ways], [gradient for _, gradient in ways]
+        ways = [(y, dy) for y, dy in zip(ends, gradients, strict=True) if y and dy is not None]
+        return received, [y for y, _ in ways], [dy for _, dy in ways]
 
     def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
         """Add to the gradients of the weights, and return those of the inputs. `gradients`: of the
