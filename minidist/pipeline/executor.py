@@ -172,11 +172,11 @@ class Executor:
         self._made: dict[Instruction, Any] = {}  # by the send; None: failed
         self._coming: dict[Instruction, Travelling] = {}  # by the receive
         self._leaving: dict[int, deque[Travelling]] = defaultdict(deque)  # by the rank they go to
-        self._computes = problem is None  # no stage has failed, as far as this rank knows
         self.losses: list[torch.Tensor] = []
         self.outputs: list[Any] = []
         self.trace: list[Span] = []
-        self.problem = problem
+        # The second: whether no stage has failed, as far as this rank knows.
+        self.problem, self._computes = problem, problem is None
 
     def run(self) -> None:
         """Do it all, in order."""
@@ -202,7 +202,7 @@ class Executor:
 
     def _send_activation(self, now: SendActivation) -> None:
         made, key = self._made.pop(now), self._key(now.stage, now)
-        spec, to = made and made[0], self._plan.rank_of(now.stage + 1)
+        spec, to = made and made[0], self._rank_of(now.stage + 1)
         if key not in self._specs:
             with record.scope("agreement", control=True):
                 dist.send_object_list([spec], group=self._peers.group, group_dst=to)
@@ -210,7 +210,7 @@ class Executor:
         self._send(to, tensor_specs(self._specs.get(key)), made and made[1])
 
     def _receive_activation(self, now: ReceiveActivation) -> None:
-        key, source = self._key(now.stage - 1, now), self._plan.rank_of(now.stage - 1)
+        key, source = self._key(now.stage - 1, now), self._rank_of(now.stage - 1)
         if key not in self._specs:
             told: list[Any] = [None]
             with record.scope("agreement", control=True):
@@ -226,11 +226,13 @@ class Executor:
 
     def _send_gradient(self, now: SendGradient) -> None:
         specs = self._gradients(now.stage - 1, now)
-        self._send(self._plan.rank_of(now.stage - 1), specs, self._made.pop(now))
+        self._send(self._rank_of(now.stage - 1), specs, self._made.pop(now))
 
     def _receive_gradient(self, now: ReceiveGradient) -> None:
-        specs = self._gradients(now.stage, now)
-        self._receive(now, self._plan.rank_of(now.stage + 1), specs)
+        self._receive(now, self._rank_of(now.stage + 1), self._gradients(now.stage, now))
+
+    def _rank_of(self, stage: int) -> int:
+        return stage % self._peers.size
 
     def _key(self, stage: int, now: Instruction) -> tuple[int, int]:
         return stage, self._rows[now.microbatch]
@@ -372,7 +374,7 @@ def _sum(parameter: nn.Parameter, ranks: Sequence[int], peers: Peers) -> torch.T
     parts = parameter.new_zeros(len(ranks), parameter.numel())  # for each rank a row
     mine = parts[ranks.index(peers.rank)]
     if parameter.grad is not None:
-        mine.copy_(parameter.grad.view(-1))
+        mine.copy_(parameter.grad.reshape(-1))
     works: list[dist.Work | None] = []
     for other, part in zip(ranks, parts, strict=True):
         if other < peers.rank:

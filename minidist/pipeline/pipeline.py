@@ -226,7 +226,7 @@ class Pipeline(Wrapper):
                 raise RuntimeError("a layer was added, removed or replaced: make a new Pipeline")
             if {p for p in self._shared if p.requires_grad} != self._ties.keys():
                 raise RuntimeError("a shared parameter was frozen or unfrozen: make a new Pipeline")
-            if any(x.requires_grad and not x.is_leaf for x in tensors_of(inputs)):
+            if trains and any(x.requires_grad and not x.is_leaf for x in tensors_of(inputs)):
                 raise ValueError("what has made the inputs would be left out: make it a layer")
             if peers.rank == 0:
                 total = self._count(inputs, plan.microbatches if trains else 1)
