@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import StateDictType
-from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 
 from minidist.saving.parts import Part, part_of
 from minidist.saving.states import MODEL, OPTIMIZER, States
@@ -53,9 +52,7 @@ class Snapshot:
         if any(isinstance(module, TorchFSDP) for module in model.modules()):
             entries, groups = _of_fsdp1(model, optimizer)
         else:
-            states = States(
-                model, _Own(optimizer) if isinstance(optimizer, TorchZero) else optimizer
-            )
+            states = States(model, _Own(optimizer) if hasattr(optimizer, "optim") else optimizer)
             entries, groups = (
                 states.of_model() | states.of_optimizer(),
                 [g["names"] for g in states.groups()],
