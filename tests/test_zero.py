@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils._pytree import tree_map_only
 
 import minidist as md
-from minidist.parity.snapshot import differences, state_of
+from minidist.parity.snapshot import differences
 
 ADAM = torch.optim.Adam, {"lr": 1e-3}
 SGD = torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}
@@ -245,7 +245,7 @@ def in_turns(stage, loop, make=net, kind=ADAM, grouped=False, allowed=1e-12, **o
         found = {}
         for step in range(4):
             now = loop(model, optimizer, [share(rank, step) for rank in ranks], step) or {}
-            now = {**now, **state_of(model, optimizer)}
+            now = {**now, **flat(model.state_dict(), whole(optimizer))}
             found |= {f"{name}, step {step}": value.clone() for name, value in now.items()}
         return found
 
@@ -344,14 +344,17 @@ def test_traffic(pools, stage, cap, n):
 # ---- checkpoints ------------------------------------------------------------------------------
 
 
+def whole(optimizer):
+    return tree_map_only(DTensor, DTensor.full_tensor, optimizer.state_dict())
+
+
 def go_on(model, optimizer, steps, saved):
     if saved is not None:
         model.load_state_dict(saved[0])
         optimizer.load_state_dict(saved[1])
     for step in steps:
         plainly(model, optimizer, [share(0, step)])
-    states = tree_map_only(DTensor, DTensor.full_tensor, optimizer.state_dict())
-    return copy.deepcopy((dict(model.state_dict()), states))
+    return copy.deepcopy((dict(model.state_dict()), whole(optimizer)))
 
 
 def on_ranks(stage, make, steps, saved=None):
