@@ -119,7 +119,7 @@ def _words(
         return " did not arrive"
     if ratio.max() - ratio.min() < 1e-2 * ratio.abs().max():
         times = ratio.mean().item()
-        return f" are {times:.4g} times what they should be{_cause(times, len(wanted))}"
+        return f" are {times:.6g} times what they should be{_cause(times, len(wanted))}"
     listed = ", ".join(
         f"{share.label}: {round(w, 5) + 0.0:.3g} for {round(v, 5):.3g}"
         for share, w, v in zip(shares[:8], weights.tolist(), wanted.tolist(), strict=False)
@@ -133,9 +133,7 @@ def _words(
 
 
 def _cause(times: float, shares: int) -> str:
-    known = {
-        float(shares): ": a sum where a mean should be?",
-        1 / shares: ": divided once too often?",
-        -1.0: ": the wrong sign?",
-    }
-    return next((words for x, words in known.items() if abs(times / x - 1) < 1e-2), "")
+    known = {-1.0: "the wrong sign"}
+    if shares > 1:
+        known |= {float(shares): "a sum where a mean should be", 1 / shares: "divided twice"}
+    return next((f": {words}?" for x, words in known.items() if abs(times / x - 1) < 1e-3), "")
