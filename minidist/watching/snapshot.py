@@ -35,7 +35,7 @@ def bare_name(name: str) -> str:
 def fingerprint(tensor: torch.Tensor) -> str:
     """Eight bytes of a tensor's values: equal tensors have the same ones."""
     flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.blake2b(flat.numpy(), digest_size=8).hexdigest()
+    return hashlib.blake2b(flat.numpy().data, digest_size=8).hexdigest()
 
 
 class Snapshot:
@@ -51,12 +51,13 @@ class Snapshot:
         self.pieces: Pieces = {}
         self.buffers = {bare_name(name) for name, _ in model.named_buffers()}
         self.groups: list[list[str]]  # of the optimizer: names of parameters
+        held: Any = optimizer
         if any(isinstance(module, TorchFSDP) for module in model.modules()):
             entries, groups = _of_fsdp1(model, optimizer)
         else:
-            states = States(
-                model, _Own(optimizer) if isinstance(optimizer, TorchZero) else optimizer
-            )
+            if isinstance(optimizer, TorchZero):
+                held = _Own(optimizer)
+            states = States(model, held)
             entries, groups = (
                 states.of_model() | states.of_optimizer(),
                 [g["names"] for g in states.groups()],
@@ -155,7 +156,7 @@ def to_rank_0(
         return None
     made = []
     for number, own in enumerate(snapshots):
-        pieces, shapes = dict(own.pieces), {}
+        pieces, shapes = dict(own.pieces), dict(own.shapes)
         for theirs, _ in parts:
             pieces |= theirs[number][0]
             shapes |= theirs[number][1]
