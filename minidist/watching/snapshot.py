@@ -7,14 +7,13 @@ checkpoints knows, for every strategy; FSDP1 has functions of its own, which giv
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp import StateDictType
 
 from minidist.saving.parts import Part, part_of
 from minidist.saving.states import MODEL, OPTIMIZER, States
@@ -33,7 +32,7 @@ def bare_name(name: str) -> str:
 def fingerprint(tensor: torch.Tensor) -> str:
     """Eight bytes of a tensor's values: equal tensors have the same ones."""
     flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.blake2b(flat.numpy(), digest_size=8).hexdigest()
+    return hashlib.blake2b(flat.numpy().data, digest_size=8).hexdigest()
 
 
 class Snapshot:
@@ -49,10 +48,13 @@ class Snapshot:
         self.pieces: Pieces = {}
         self.buffers = {bare_name(name) for name, _ in model.named_buffers()}
         self.groups: list[list[str]]  # of the optimizer: names of parameters
-        if any(isinstance(module, TorchFSDP) for module in model.modules()):
+        held: Any = optimizer
+        if any(hasattr(module, "_fsdp_wrapped_module") for module in model.modules()):
             entries, groups = _of_fsdp1(model, optimizer)
         else:
-            states = States(model, _Own(optimizer) if hasattr(optimizer, "optim") else optimizer)
+            if hasattr(optimizer, "consolidate_state_dict"):
+                held = _Own(optimizer)
+            states = States(model, held)
             entries, groups = (
                 states.of_model() | states.of_optimizer(),
                 [g["names"] for g in states.groups()],
@@ -74,7 +76,7 @@ class Snapshot:
 
 
 class _Own:
-    """Torch's ZeRO, which has no `state_dict` on a rank: the states that are here."""
+    """Torch's ZeRO, and FairScale's, which have no `state_dict` on a rank: the states here."""
 
     def __init__(self, optimizer: Any) -> None:
         self.param_groups, self._own = optimizer.param_groups, optimizer.optim.state
@@ -88,13 +90,25 @@ class _Own:
 def _of_fsdp1(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Any], list[list[str]]]:
-    with TorchFSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+    """All of it, on every rank."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+    from torch.distributed.fsdp import StateDictType
+
+    with warnings.catch_warnings(), TorchFSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        warnings.simplefilter("ignore")  # torch would rather have us use FSDP2
         entries = {MODEL + name: part_of(x) for name, x in model.state_dict().items()}
-        states = TorchFSDP.optim_state_dict(model, optimizer)
-    for name, values in states["state"].items():
-        for state, value in values.items():
-            entries[f"{OPTIMIZER}{state}.{name}"] = part_of(torch.as_tensor(value))
-    return entries, [group["params"] for group in states["param_groups"]]
+        own = optimizer.state_dict()
+        names = gather(sorted({state for each in own["state"].values() for state in each}))
+        # With use_orig_params torch 2.13 gathers all states into one memory: one at a time.
+        for state in sorted({name for each in names for name in each}):
+            ours = {k: {state: each[state]} for k, each in own["state"].items() if state in each}
+            found = TorchFSDP.optim_state_dict(model, optimizer, {**own, "state": ours})["state"]
+            entries |= {
+                f"{OPTIMIZER}{state}.{name}": part_of(torch.as_tensor(each[state]).clone())
+                for name, each in found.items()
+            }
+        groups = TorchFSDP.optim_state_dict(model, optimizer, {**own, "state": {}})["param_groups"]
+    return entries, [group["params"] for group in groups]
 
 
 def box(offsets: Sizes, sizes: Sizes) -> tuple[slice, ...]:
@@ -127,24 +141,22 @@ def gather(mine: Any) -> list[Any]:
 
 def to_rank_0(
     snapshots: Sequence[Snapshot], prints: Sequence[Mapping[Key, str]], more: Any
-) -> tuple[list[Whole], list[Any]] | None:
-    """Each snapshot whole, and `more` of each rank, on rank 0; None elsewhere. All ranks call this.
-    The first rank that has a piece sends it, if that is not rank 0. prints: of all ranks."""
+) -> tuple[list[tuple[Pieces, dict[str, Sizes]]], list[Any]] | None:
+    """Of each snapshot all pieces and shapes, and `more` of each rank, on rank 0; None elsewhere.
+    All ranks call this. The first rank that has a piece sends it, if that is not rank 0. prints: of
+    all ranks."""
     rank, here = dist.get_rank(), {key for each in prints[: dist.get_rank()] for key in each}
-
-    def mine() -> Iterator[tuple[Pieces, dict[str, Sizes]]]:
-        for each in snapshots:  # rank 0 keeps its own: it need not travel
-            yield {k: v for k, v in each.pieces.items() if rank and k not in here}, each.shapes
-
+    mine = [  # rank 0 keeps its own: it need not travel
+        ({k: v for k, v in each.pieces.items() if rank and k not in here}, each.shapes)
+        for each in snapshots
+    ]
     parts: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
-    dist.gather_object(([*mine()], more), parts, 0)
+    dist.gather_object((mine, more), parts, 0)
     if parts is None:
         return None
-    made = []
-    for number, own in enumerate(snapshots):
-        pieces, shapes = dict(own.pieces), {}
-        for theirs, _ in parts:
-            pieces |= theirs[number][0]
-            shapes |= theirs[number][1]
-        made.append(Whole(pieces, shapes))
+    made = [(dict(each.pieces), dict(each.shapes)) for each in snapshots]
+    for theirs, _ in parts:
+        for (pieces, shapes), (more_pieces, more_shapes) in zip(made, theirs, strict=True):
+            pieces.update(more_pieces)
+            shapes.update(more_shapes)
     return made, [each for _, each in parts]
