@@ -501,7 +501,6 @@ REFUSED = [  # what is done, and the words that are told on every rank
     (by_rank, "ValueError: the ranks disagree about units"),
     (outside, "outside of the forward pass of its root"),
     (tied_between_units, "must be in the same unit"),
-    (lambda: layers(md.DistributedDataParallel(net())), "DistributedDataParallel"),
     (stepped_between, "changed since the forward pass"),
     (changed(lambda module: module.append(net(3, 3))), "parameter 5.0.weight was added, replaced"),
     (changed(replaced), "parameter 0.bias was added, replaced"),
