@@ -69,7 +69,7 @@ class Watch:
     sources: the ranks that have a batch of their own; None is all. The ranks of a pipeline or of
         tensor parallel share that of the first one.
     tolerance: how far gradients may be from those of one process, and the step from its step,
-        relatively. None goes by the dtype: 1e-8 and 1e-6 in float64.
+        relatively. None goes by the dtype: 1e-8 for both in float64.
 
     Raises SilentError, on every rank, with what is wrong in one sentence each; ValueError for
     arguments that make no sense. Where it cannot look, it warns, and the training goes on.
