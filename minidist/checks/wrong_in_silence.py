@@ -1,0 +1,1 @@
+"""The puzzles and the exercise of the lesson wrong_in_silence."""
