@@ -29,7 +29,7 @@ def weights(
         ax.imshow(times, cmap="RdBu_r", vmin=-0.4, vmax=2.4, aspect="auto")
         for y, (row, ratios) in enumerate(zip(found.values(), times, strict=True)):
             for x, ((weight, _), ratio) in enumerate(zip(row.values(), ratios, strict=True)):
-                ink = "black" if 0.1 < ratio < 2 else "white"
+                ink = "black" if 0.2 < ratio < 1.9 else "white"
                 shown = weight if abs(ratio) > 1e-9 else 0
                 ax.text(x, y, f"{shown:.3g}", ha="center", va="center", size=9, color=ink)
         columns = list(next(iter(found.values())))
