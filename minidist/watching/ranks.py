@@ -52,9 +52,8 @@ def ungrouped(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     held = [id(p) for group in optimizer.param_groups for p in group["params"]]
     trained = [(bare_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
     without = [name for name, p in trained if id(p) not in held]
-    return [f"{', '.join(without[:3])} of the model is in no group of the optimizer"] * bool(
-        without
-    )
+    more = f" and {len(without) - 3} more" if len(without) > 3 else ""
+    return [f"no group of the optimizer has {', '.join(without[:3])}{more}"] if without else []
 
 
 def own_problems(everyone: Sequence[Seen]) -> list[str]:

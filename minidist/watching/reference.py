@@ -69,9 +69,10 @@ class Reference:
         self.model.zero_grad()
         with torch.random.fork_rng([here] if here.type != "cpu" else []):
             redraw(states, here)
-            total, number = loss(
-                self.model, tree_map_only(torch.Tensor, lambda x: x.to(here), batch)
-            )
+            found = loss(self.model, tree_map_only(torch.Tensor, lambda x: x.to(here), batch))
+            if not (isinstance(found, tuple) and len(found) == 2):
+                raise TypeError("loss must give the sum over the examples, and their number")
+            total, number = found
             total.backward()
         count = float(number)
         own = {n: p.grad.cpu() / count for n, p in self.names.items() if p.grad is not None}

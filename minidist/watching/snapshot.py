@@ -14,9 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp import StateDictType
-from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 
 from minidist.saving.parts import Part, part_of
 from minidist.saving.states import MODEL, OPTIMIZER, States
@@ -52,10 +49,10 @@ class Snapshot:
         self.buffers = {bare_name(name) for name, _ in model.named_buffers()}
         self.groups: list[list[str]]  # of the optimizer: names of parameters
         held: Any = optimizer
-        if any(isinstance(module, TorchFSDP) for module in model.modules()):
+        if any(hasattr(module, "_fsdp_wrapped_module") for module in model.modules()):
             entries, groups = _of_fsdp1(model, optimizer)
         else:
-            if isinstance(optimizer, TorchZero):
+            if hasattr(optimizer, "consolidate_state_dict"):
                 held = _Own(optimizer)
             states = States(model, held)
             entries, groups = (
@@ -79,7 +76,7 @@ class Snapshot:
 
 
 class _Own:
-    """Torch's ZeRO, which has no `state_dict` on a rank: the states that are here."""
+    """Torch's ZeRO, and FairScale's, which have no `state_dict` on a rank: the states here."""
 
     def __init__(self, optimizer: Any) -> None:
         self.param_groups, self._own = optimizer.param_groups, optimizer.optim.state
@@ -94,6 +91,9 @@ def _of_fsdp1(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Any], list[list[str]]]:
     """All of it, on every rank."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+    from torch.distributed.fsdp import StateDictType
+
     with warnings.catch_warnings(), TorchFSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         warnings.simplefilter("ignore")  # torch would rather have us use FSDP2
         entries = {MODEL + name: part_of(x) for name, x in model.state_dict().items()}
