@@ -131,22 +131,22 @@ def _step(
     before, own = list[Tensors](), list[list[Tensors]]()
     for rank, of_rank in enumerate(counts):
         model = mlp(8, 6, 3, dtype=dtype)
+        parameters = dict(model.named_parameters())
         with torch.no_grad():
-            model[0].bias += -9 if dead else 0.3
-            model[2].bias += 0.01 * rank * (fault is _another_start)
-        before.append({name: p.detach().clone() for name, p in model.named_parameters()})
+            parameters["0.bias"].add_(-9 if dead else 0.3)
+            parameters["2.bias"].add_(0.01 * rank * (fault is _another_start))
+        before.append({name: p.detach().clone() for name, p in parameters.items()})
         own.append([])
         for count in of_rank:
             inputs = torch.rand(count, 8, generator=draw).to(dtype)
             targets = torch.randint(3, (count,), generator=draw)
             loss = F.cross_entropy(model(inputs), targets)
-            gradients = torch.autograd.grad(loss, list(model.parameters()))
-            own[-1].append(dict(zip(before[0], gradients, strict=True)))
+            gradients = torch.autograd.grad(loss, list(parameters.values()))
+            own[-1].append(dict(zip(parameters, gradients, strict=True)))
     step = Step(before, [], own, counts)
     rows = sum(map(sum, counts))
-    seen = [
-        _sum(step, [[n / rows for n in each] for each in counts]) for _ in counts
-    ]  # of each rank
+    shares = [[count / rows for count in each] for each in counts]
+    seen = [_sum(step, shares) for _ in counts]  # of each rank
     if fault:
         fault(seen, step)
     for w, g in zip(before, seen, strict=True):
