@@ -8,7 +8,7 @@ checkpoints knows, for every strategy; FSDP1 has functions of its own, which giv
 
 import hashlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -141,24 +141,22 @@ def gather(mine: Any) -> list[Any]:
 
 def to_rank_0(
     snapshots: Sequence[Snapshot], prints: Sequence[Mapping[Key, str]], more: Any
-) -> tuple[list[Whole], list[Any]] | None:
-    """Each snapshot whole, and `more` of each rank, on rank 0; None elsewhere. All ranks call this.
-    The first rank that has a piece sends it, if that is not rank 0. prints: of all ranks."""
+) -> tuple[list[tuple[Pieces, dict[str, Sizes]]], list[Any]] | None:
+    """Of each snapshot all pieces and shapes, and `more` of each rank, on rank 0; None elsewhere.
+    All ranks call this. The first rank that has a piece sends it, if that is not rank 0. prints: of
+    all ranks."""
     rank, here = dist.get_rank(), {key for each in prints[: dist.get_rank()] for key in each}
-
-    def mine() -> Iterator[tuple[Pieces, dict[str, Sizes]]]:
-        for each in snapshots:  # rank 0 keeps its own: it need not travel
-            yield {k: v for k, v in each.pieces.items() if rank and k not in here}, each.shapes
-
+    mine = [  # rank 0 keeps its own: it need not travel
+        ({k: v for k, v in each.pieces.items() if rank and k not in here}, each.shapes)
+        for each in snapshots
+    ]
     parts: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
-    dist.gather_object(([*mine()], more), parts, 0)
+    dist.gather_object((mine, more), parts, 0)
     if parts is None:
         return None
-    made = []
-    for number, own in enumerate(snapshots):
-        pieces, shapes = dict(own.pieces), dict(own.shapes)
-        for theirs, _ in parts:
-            pieces |= theirs[number][0]
-            shapes |= theirs[number][1]
-        made.append(Whole(pieces, shapes))
+    made = [(dict(each.pieces), dict(each.shapes)) for each in snapshots]
+    for theirs, _ in parts:
+        for (pieces, shapes), (more_pieces, more_shapes) in zip(made, theirs, strict=True):
+            pieces.update(more_pieces)
+            shapes.update(more_shapes)
     return made, [each for _, each in parts]
