@@ -1,0 +1,154 @@
+"""One process in place of the ranks: the gradient and the step that it would have made (lesson:
+wrong_in_silence)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from minidist.rank import device
+from minidist.watching.mixture import Share, explain, find, seen_by, where_wrong
+from minidist.watching.snapshot import MODEL, Key, Whole, bare_name
+
+Loss = Callable[[nn.Module, Any], tuple[torch.Tensor, Any]]
+Draw = list[torch.Tensor]  # states of random numbers: the CPU's, and the device's
+
+# How far gradients and steps may be from those of one process, relatively, by what is computed in.
+# Sums in another order differ in the last digits; in bfloat16 there are three.
+TOLERANCES = {
+    torch.float64: (1e-8, 1e-6),
+    torch.float32: (1e-3, 1e-2),
+    torch.bfloat16: (5e-2, 0.5),
+    torch.float16: (5e-2, 0.5),
+}
+
+
+def draw(here: torch.device) -> Draw:
+    """The states of the random numbers, as they are now."""
+    states = [torch.get_rng_state()]
+    if here.type != "cpu":
+        states.append(torch.get_device_module(here).get_rng_state(here))
+    return states
+
+
+def redraw(states: Draw, here: torch.device) -> None:
+    """Go on from these states."""
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.get_device_module(here).set_rng_state(states[1], here)
+
+
+class Reference:
+    """A step of one process, from the weights and states before it."""
+
+    def __init__(self, bare: Callable[[], nn.Module], before: Whole, training: bool) -> None:
+        self.make, self.before, self.training = bare, before, training
+        self.model = self._model()
+        self.names = {bare_name(name): p for name, p in self.model.named_parameters()}
+        self.dtype = next(iter(self.names.values())).dtype
+        self.shares: list[Share] = []
+
+    def _model(self) -> nn.Module:
+        model = self.make().to(device()).train(self.training)
+        own = {name: self.before.weights.get(bare_name(name)) for name in model.state_dict()}
+        model.load_state_dict({k: v for k, v in own.items() if v is not None}, strict=False)
+        return model
+
+    def difference(self, after: Whole) -> list[str]:
+        """What the model has and the bare one has not, or the reverse."""
+        missing = [name for name in self.names if name not in after.weights]
+        known = {bare_name(name) for name in self.model.state_dict()}
+        more = [name for name in after.weights if name not in known]
+        return [f"the model has no {name}, which the bare one has" for name in missing[:1]] + [
+            f"the model has {name}, which the bare one has not" for name in more[:1]
+        ]
+
+    def add(self, label: str, loss: Loss, batch: Any, states: Draw) -> None:
+        """The gradient of a micro-batch, as on its rank: with its random numbers, and buffers as
+        they were."""
+        model, here = self._model(), device()
+        with torch.random.fork_rng([here] if here.type != "cpu" else []):
+            redraw(states, here)
+            total, count = loss(model, batch)
+            total.backward()
+        count = float(count)
+        own = {bare_name(name): p.grad for name, p in model.named_parameters()}
+        gradients = {n: g.cpu() / count for n, g in own.items() if g is not None}
+        self.shares.append(Share(label, gradients, count))
+
+    def weigh(self, clip: float | None) -> torch.Tensor:
+        """Give the model the gradient of all examples, clipped; returns each share's weight."""
+        count = sum(share.count for share in self.shares)
+        weights = [share.count / count for share in self.shares]
+        for name, p in self.names.items():
+            own = [
+                w * s.gradients[name]
+                for w, s in zip(weights, self.shares, strict=True)
+                if name in s.gradients
+            ]
+            p.grad = sum(own).to(p) if own else None
+        largest = float("inf") if clip is None else clip
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), largest)
+        self.norm = float(norm)
+        scale = min(1.0, largest / (self.norm + 1e-6))
+        return scale * torch.tensor(weights, dtype=torch.float64)
+
+    def gradients(
+        self,
+        after: Whole,
+        options: Mapping[str, Mapping[str, Any]],
+        ranks: Sequence[Sequence[Key]],
+        wanted: torch.Tensor,
+        tolerance: float,
+    ) -> list[str]:
+        """What is wrong with the gradients that the optimizer saw. options, ranks: by parameter,
+        those of the optimizer; by rank, the pieces that it has."""
+        self.noise, found = 0.0, {}
+        size = sum(p.numel() for p in self.names.values())
+        for name, p in self.names.items():
+            w0, w1 = self.before.weights[name], after.weights[name]
+            states = self.before.states.get(name, {}), after.states.get(name, {})
+            seen = seen_by(options.get(name, {}), *states, w0, w1)
+            if seen is None or p.grad is None:
+                continue  # a gradient that should not be there moves weights: see `step`
+            (g, lost), right = seen, p.grad.cpu()
+            # Some are zero but for rounding: then all others' rounding is the measure.
+            rounding = 1e3 * torch.finfo(p.dtype).eps * self.norm * (p.numel() / size) ** 0.5
+            off = float((g - right).norm() / (right.norm() + rounding).clamp_min(1e-300))
+            self.noise = max(self.noise, off)
+            allowed = tolerance + lost
+            if off <= allowed:
+                p.grad = g.to(p)  # so that rounding is no difference between the steps
+            else:
+                at, place = where_wrong(MODEL + name, g, right, ranks, allowed)
+                found[name] = find(g, name, self.shares, at, place)
+        return explain(found, wanted, self.shares, len(self.names)) if found else []
+
+    def step(self, optimizer: torch.optim.Optimizer, after: Whole, tolerance: float) -> list[str]:
+        """What is wrong with the weights after the step, where gradients are right."""
+        for name, p in self.names.items():
+            states = self.before.states.get(name, {})
+            if states:
+                optimizer.state[p] = {
+                    k: v.to(p.device, copy=True) if v.ndim else v.clone() for k, v in states.items()
+                }
+        optimizer.step()
+        wrong = {}
+        for name, p in self.names.items():
+            w0, w1, right = self.before.weights[name], after.weights[name], p.detach().cpu()
+            moved = (right - w0).norm()
+            lost = torch.finfo(p.dtype).eps * w0.norm() / moved.clamp_min(1e-300)
+            off = float((w1 - right).norm() / moved.clamp_min(1e-300))
+            if not torch.equal(w1, right) and not off <= tolerance + float(lost):
+                wrong[name] = off
+        still = [n for n in wrong if torch.equal(self.before.weights[n], after.weights[n])]
+        if still:
+            return [f"{', '.join(still[:3])} did not move"]
+        if not wrong:
+            return []
+        most = max(wrong.values())
+        moved_otherwise = (
+            f"{', '.join([*wrong][:3])} moved otherwise (by {100 * most:.2g} % of the step)"
+        )
+        return [f"the gradients are right, the step is not: {moved_otherwise}"]
