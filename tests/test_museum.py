@@ -1,0 +1,61 @@
+"""The museum of silent bugs: each exhibit is silent, trains, and is seen by whom it names."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parents[1] / "notebooks/museum"
+sys.path.insert(0, str(HERE))
+import museum  # noqa: E402
+
+museum.STEPS = 40
+SAY = "watch", "parity"  # the other tools are read
+SEALED = {  # the line that is wrong, what it should be, and who sees it
+    21: (
+        15,
+        "    (loss * dist.get_world_size()).backward()",
+        {"watch": "0.5 times", "parity": "step 1"},
+    ),
+    22: (
+        *(18, "    layers = list(model)"),
+        {"watch": "1.weight", "parity": "1.weight", "hashes": "", "bytes": ""},
+    ),
+    23: (19, "    for _ in range(1):", {"parity": "step 2"}),
+    24: (17, "    seen = loss_of(model, micro_batches[0]).item()", {"memory": ""}),
+    25: (
+        15,
+        "    sampler = DistributedSampler(range(EPOCH), 2, rank, seed=epoch)",
+        {"watch": "order"},
+    ),
+}
+
+
+def holds(ranks, exhibit, seen, right, form):
+    """The wrong form trains, and is seen by these tools, with these words; the right one by none."""
+    wrong = {tool: museum.reading(ranks, exhibit, "WRONG", tool) for tool in museum.TOOLS}
+    other = {tool: museum.reading(ranks, right, form, tool) for tool in museum.TOOLS}
+    assert [tool for tool in SAY if other[tool]] == []
+    read = {tool for tool in museum.TOOLS[2:-1] if wrong[tool] != other[tool]}
+    assert {tool for tool in SAY if wrong[tool]} | read == set(seen) - {"curve"}
+    assert [tool for tool in SAY if seen.get(tool, "") not in wrong[tool]] == []
+    falls = wrong["curve"][-1] < wrong["curve"][0]
+    assert falls == ("curve" not in seen) and other["curve"][-1] < other["curve"][0]
+
+
+@pytest.mark.parametrize("exhibit", range(1, 21))
+def test_an_open_exhibit_is_seen_as_it_says(pools, exhibit):
+    holds(pools(2), exhibit, museum.load(exhibit).SEEN, exhibit, "RIGHT")
+
+
+@pytest.mark.parametrize("exhibit", SEALED)
+def test_a_sealed_exhibit_is_mended_at_the_line_that_opens_it(pools, exhibit, tmp_path):
+    line, mended, seen = SEALED[exhibit]
+    lines = Path(museum.path_of(exhibit)).read_text().splitlines()
+    lines[line - 1] = mended
+    right = tmp_path / "right.py"
+    right.write_text("\n".join(lines))
+    holds(pools(2), exhibit, seen, str(right), "WRONG")
+    assert museum.open(exhibit, line).right and "#" in museum.open(exhibit, line).says
+    others = set(range(len(lines) + 1)) - {line + step for step in (-2, -1, 0, 1)}
+    assert not any(museum.open(exhibit, other).right for other in [None, *others])
