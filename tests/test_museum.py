@@ -32,7 +32,7 @@ SEALED = {  # the line that is wrong, what it should be, and who sees it
 
 
 def holds(ranks, exhibit, seen, right, form):
-    """The wrong form trains, and is seen by these tools, with these words; the right one by none."""
+    """The wrong form trains, and these tools see it, with these words; the right one none sees."""
     wrong = {tool: museum.reading(ranks, exhibit, "WRONG", tool) for tool in museum.TOOLS}
     other = {tool: museum.reading(ranks, right, form, tool) for tool in museum.TOOLS}
     assert [tool for tool in SAY if other[tool]] == []
