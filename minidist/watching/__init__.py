@@ -130,8 +130,11 @@ class Watch:
         before, start = self._snapshot(seen), draw(here)
         with ExitStack() as hooks:
             hooks.callback(self.model.register_forward_pre_hook(forward).remove)
-            hooks.callback(self.optimizer.register_step_pre_hook(step).remove)
+            if hookable := isinstance(self.optimizer, torch.optim.Optimizer):
+                hooks.callback(self.optimizer.register_step_pre_hook(step).remove)
             yield
+        if not hookable:
+            step(self.optimizer)
         if len(states) != len(micro_batches):  # a pipeline, which calls no forward
             states = [start] * len(micro_batches)
         seen.draw, seen.drew = fingerprint(states[0][-1]), not _same(start, draw(here))
@@ -218,7 +221,7 @@ class Watch:
                 label = f"rank {rank}" + f" part {number}" * (len(parts) > 1)
                 reference.add(label, self.loss, batch, states)
         wanted = reference.weigh(self.clip)
-        groups = [
+        groups: list[list[dict[str, Any]]] = [
             [{"options": o, "names": n} for o, n in zip(each.options[0], each.groups, strict=True)]
             for each in everyone
         ]

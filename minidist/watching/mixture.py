@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from minidist.watching.naive import mixture
-from minidist.watching.snapshot import Key, box
+from minidist.watching.snapshot import MODEL, Key, box
 
 State = Mapping[str, torch.Tensor]
 
@@ -47,61 +47,77 @@ def seen_by(
     return g, lost
 
 
-def where_wrong(
-    entry: str, g: torch.Tensor, wanted: torch.Tensor, ranks: Sequence[Iterable[Key]], off: float
-) -> tuple[torch.Tensor, str]:
-    """Which elements are those of a wrong part of a gradient, and words for the ranks that have it;
-    all of them, and no words, if every part is wrong. ranks: the pieces of each. off: how much is
-    wrong."""
-    at = torch.zeros_like(g, dtype=torch.bool)
-    wrong, right = set(), set()
-    for rank, keys in enumerate(ranks):
-        for piece, offsets, sizes in keys:
-            if piece == entry:
-                here = box(offsets, sizes)
-                bad = bool((g[here] - wanted[here]).norm() > off * wanted[here].norm())
-                (wrong if bad else right).add(rank)
-                at[here] |= bad
-    if not wrong or not right - wrong:
-        return torch.ones_like(at), ""
-    return at, f" in the part of rank {', '.join(map(str, sorted(wrong)))}"
-
-
 @dataclass(frozen=True)
 class Finding:
-    """A parameter's wrong gradient: the weight of each share in it, if it has elements enough to
-    tell; what part is something else; and words for where."""
+    """A wrong gradient: the weight of each share in it; which part of it is something else; and
+    words for whose part it is. No weights, if they do not explain what is wrong."""
 
     weights: torch.Tensor | None
-    left: float
-    place: str
+    left: float = 1.0
+    place: str = ""
 
 
 def find(
-    g: torch.Tensor, name: str, shares: Sequence[Share], at: torch.Tensor, place: str
-) -> Finding:
-    """Whose gradients are in g, where `at` says."""
-    columns = [
-        s.gradients[name][at] if name in s.gradients else torch.zeros_like(g[at]) for s in shares
-    ]
-    if g[at].numel() < 2 * len(shares) or not g.isfinite().all():
-        return Finding(None, 1.0, place)
-    return Finding(*mixture(g[at], columns), place)
+    name: str,
+    g: torch.Tensor,
+    wanted: torch.Tensor,
+    shares: Sequence[Share],
+    ranks: Sequence[Iterable[Key]],
+    allowed: float,
+) -> list[Finding]:
+    """Whose gradients are in g: in all of it, or in each part of it that is wrong, if another
+    rank's is right, or wrong otherwise. ranks: the pieces of each. allowed: not wrong, so far."""
+
+    def off(at: Any) -> float:
+        return float((g[at] - wanted[at]).norm() / wanted[at].norm().clamp_min(1e-300))
+
+    def fit(at: Any, place: str = "") -> Finding:
+        columns = [s.gradients.get(name, torch.zeros_like(g))[at] for s in shares]
+        if g[at].numel() < 2 * len(shares) or not g[at].isfinite().all():
+            return Finding(None, 1.0, place)
+        weights, left = mixture(g[at], columns)
+        return Finding(weights if left < 0.1 * off(at) else None, left, place)
+
+    holders: dict[tuple[Any, Any], list[int]] = {}
+    for rank, keys in enumerate(ranks):
+        for entry, offsets, sizes in keys:
+            if entry == MODEL + name:
+                holders.setdefault((offsets, sizes), []).append(rank)
+    parts: dict[str, torch.Tensor] = {}  # by whose it is
+    for piece, of in holders.items():
+        if off(here := box(*piece)) > allowed:
+            place = f" in the part of rank {', '.join(map(str, of))}"
+            parts.setdefault(place, torch.zeros_like(g, dtype=torch.bool))[here] = True
+    whole = fit(...)
+    everywhere = len(parts) == len({tuple(of) for of in holders.values()})
+    if not parts or (everywhere and (len(parts) == 1 or whole.weights is not None)):
+        return [whole]
+    return [fit(at, place) for place, at in parts.items()]
 
 
 def explain(
-    found: Mapping[str, Finding], wanted: torch.Tensor, shares: Sequence[Share], count: int
+    found: Mapping[str, Sequence[Finding]],
+    wanted: torch.Tensor,
+    shares: Sequence[Share],
+    count: int,
 ) -> list[str]:
     """In words: what the gradients are made of, and what they should be. wanted: the weights (n,).
     count: of all parameters."""
     names: dict[str, list[str]] = {}
-    for name, finding in found.items():
-        if finding.weights is not None:
-            words = finding.place + _words(finding.weights, finding.left, wanted, shares)
-            names.setdefault(words, []).append(name)
-    return [f"the gradients of {_some(of, count)}{words}" for words, of in names.items()] or [
-        f"the gradients of {_some([*found], count)} are wrong"
-    ]
+    small = []  # of which nothing can be said
+    for name, findings in found.items():
+        for finding in findings:
+            words = (
+                finding.place + " are no mixture of the ranks' gradients: something else is in them"
+            )
+            if finding.weights is not None:
+                words = finding.place + _words(finding.weights, wanted, shares)
+            if finding.left < 1:
+                names.setdefault(words, []).append(name)
+            else:
+                small.append(name)
+    lines = names or {" are wrong": small}
+    return [f"the gradients of {_some(of, count)}{words}" for words, of in lines.items()][:8]
 
 
 def _some(names: Sequence[str], count: int) -> str:
@@ -109,17 +125,13 @@ def _some(names: Sequence[str], count: int) -> str:
     return "all parameters" if len(names) == count else ", ".join(names[:3]) + more
 
 
-def _words(
-    weights: torch.Tensor, left: float, wanted: torch.Tensor, shares: Sequence[Share]
-) -> str:
-    if left > 1e-2:
-        return " are no mixture of the ranks' gradients: something else is in them"
+def _words(weights: torch.Tensor, wanted: torch.Tensor, shares: Sequence[Share]) -> str:
     ratio = weights / wanted
     if ratio.abs().max() < 1e-6:
         return " did not arrive"
     if ratio.max() - ratio.min() < 1e-2 * ratio.abs().max():
         times = ratio.mean().item()
-        return f" are {times:.4g} times what they should be{_cause(times, len(wanted))}"
+        return f" are {times:.6g} times what they should be{_cause(times, len(wanted))}"
     listed = ", ".join(
         f"{share.label}: {round(w, 5) + 0.0:.3g} for {round(v, 5):.3g}"
         for share, w, v in zip(shares[:8], weights.tolist(), wanted.tolist(), strict=False)
@@ -133,9 +145,7 @@ def _words(
 
 
 def _cause(times: float, shares: int) -> str:
-    known = {
-        float(shares): ": a sum where a mean should be?",
-        1 / shares: ": divided once too often?",
-        -1.0: ": the wrong sign?",
-    }
-    return next((words for x, words in known.items() if abs(times / x - 1) < 1e-2), "")
+    known = {-1.0: "the wrong sign"}
+    if shares > 1:
+        known |= {float(shares): "a sum where a mean should be", 1 / shares: "divided twice"}
+    return next((f": {words}?" for x, words in known.items() if abs(times / x - 1) < 1e-3), "")

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from minidist.rank import device
-from minidist.watching.mixture import Share, explain, find, seen_by, where_wrong
-from minidist.watching.snapshot import MODEL, Key, Whole, bare_name
+from minidist.watching.mixture import Share, explain, find, seen_by
+from minidist.watching.snapshot import Key, Whole, bare_name
 
 Loss = Callable[[nn.Module, Any], tuple[torch.Tensor, Any]]
 Draw = list[torch.Tensor]  # states of random numbers: the CPU's, and the device's
@@ -43,17 +44,14 @@ class Reference:
     """A step of one process, from the weights and states before it."""
 
     def __init__(self, bare: Callable[[], nn.Module], before: Whole, training: bool) -> None:
-        self.make, self.before, self.training = bare, before, training
-        self.model = self._model()
+        self.before, self.model = before, bare().to(device()).train(training)
+        own = {name: before.weights.get(bare_name(name)) for name in self.model.state_dict()}
+        self._own = {name: value for name, value in own.items() if value is not None}
+        self.model.load_state_dict(self._own, strict=False)
         self.names = {bare_name(name): p for name, p in self.model.named_parameters()}
         self.dtype = next(iter(self.names.values())).dtype
         self.shares: list[Share] = []
-
-    def _model(self) -> nn.Module:
-        model = self.make().to(device()).train(self.training)
-        own = {name: self.before.weights.get(bare_name(name)) for name in model.state_dict()}
-        model.load_state_dict({k: v for k, v in own.items() if v is not None}, strict=False)
-        return model
+        self.noise = 0.0
 
     def difference(self, after: Whole) -> list[str]:
         """What the model has and the bare one has not, or the reverse."""
@@ -67,15 +65,19 @@ class Reference:
     def add(self, label: str, loss: Loss, batch: Any, states: Draw) -> None:
         """The gradient of a micro-batch, as on its rank: with its random numbers, and buffers as
         they were."""
-        model, here = self._model(), device()
+        here = device()
+        self.model.zero_grad()
         with torch.random.fork_rng([here] if here.type != "cpu" else []):
             redraw(states, here)
-            total, count = loss(model, batch)
+            total, number = loss(
+                self.model, tree_map_only(torch.Tensor, lambda x: x.to(here), batch)
+            )
             total.backward()
-        count = float(count)
-        own = {bare_name(name): p.grad for name, p in model.named_parameters()}
-        gradients = {n: g.cpu() / count for n, g in own.items() if g is not None}
-        self.shares.append(Share(label, gradients, count))
+        count = float(number)
+        own = {n: p.grad.cpu() / count for n, p in self.names.items() if p.grad is not None}
+        self.shares.append(Share(label, own, count))
+        buffers = {n: self._own[n] for n, _ in self.model.named_buffers() if n in self._own}
+        self.model.load_state_dict(buffers, strict=False)
 
     def weigh(self, clip: float | None) -> torch.Tensor:
         """Give the model the gradient of all examples, clipped; returns each share's weight."""
@@ -87,7 +89,7 @@ class Reference:
                 for w, s in zip(weights, self.shares, strict=True)
                 if name in s.gradients
             ]
-            p.grad = sum(own).to(p) if own else None
+            p.grad = torch.stack(own).sum(0).to(p) if own else None
         largest = float("inf") if clip is None else clip
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), largest)
         self.norm = float(norm)
@@ -104,7 +106,7 @@ class Reference:
     ) -> list[str]:
         """What is wrong with the gradients that the optimizer saw. options, ranks: by parameter,
         those of the optimizer; by rank, the pieces that it has."""
-        self.noise, found = 0.0, {}
+        found = {}
         size = sum(p.numel() for p in self.names.values())
         for name, p in self.names.items():
             w0, w1 = self.before.weights[name], after.weights[name]
@@ -121,8 +123,7 @@ class Reference:
             if off <= allowed:
                 p.grad = g.to(p)  # so that rounding is no difference between the steps
             else:
-                at, place = where_wrong(MODEL + name, g, right, ranks, allowed)
-                found[name] = find(g, name, self.shares, at, place)
+                found[name] = find(name, g, right, self.shares, ranks, allowed)
         return explain(found, wanted, self.shares, len(self.names)) if found else []
 
     def step(self, optimizer: torch.optim.Optimizer, after: Whole, tolerance: float) -> list[str]:
@@ -147,8 +148,5 @@ class Reference:
             return [f"{', '.join(still[:3])} did not move"]
         if not wrong:
             return []
-        most = max(wrong.values())
-        moved_otherwise = (
-            f"{', '.join([*wrong][:3])} moved otherwise (by {100 * most:.2g} % of the step)"
-        )
-        return [f"the gradients are right, the step is not: {moved_otherwise}"]
+        names, most = ", ".join([*wrong][:3]), 100 * max(wrong.values())
+        return [f"the gradients are right, the step is not: {names} moved otherwise ({most:.2g} %)"]

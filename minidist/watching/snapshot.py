@@ -7,6 +7,7 @@ checkpoints knows, for every strategy; FSDP1 has functions of its own, which giv
 """
 
 import hashlib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ def bare_name(name: str) -> str:
 def fingerprint(tensor: torch.Tensor) -> str:
     """Eight bytes of a tensor's values: equal tensors have the same ones."""
     flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.blake2b(flat.numpy(), digest_size=8).hexdigest()
+    return hashlib.blake2b(flat.numpy().data, digest_size=8).hexdigest()
 
 
 class Snapshot:
@@ -50,12 +51,13 @@ class Snapshot:
         self.pieces: Pieces = {}
         self.buffers = {bare_name(name) for name, _ in model.named_buffers()}
         self.groups: list[list[str]]  # of the optimizer: names of parameters
+        held: Any = optimizer
         if any(isinstance(module, TorchFSDP) for module in model.modules()):
             entries, groups = _of_fsdp1(model, optimizer)
         else:
-            states = States(
-                model, _Own(optimizer) if isinstance(optimizer, TorchZero) else optimizer
-            )
+            if isinstance(optimizer, TorchZero):
+                held = _Own(optimizer)
+            states = States(model, held)
             entries, groups = (
                 states.of_model() | states.of_optimizer(),
                 [g["names"] for g in states.groups()],
@@ -91,13 +93,22 @@ class _Own:
 def _of_fsdp1(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Any], list[list[str]]]:
-    with TorchFSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+    """All of it, on every rank."""
+    with warnings.catch_warnings(), TorchFSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        warnings.simplefilter("ignore")  # torch would rather have us use FSDP2
         entries = {MODEL + name: part_of(x) for name, x in model.state_dict().items()}
-        states = TorchFSDP.optim_state_dict(model, optimizer)
-    for name, values in states["state"].items():
-        for state, value in values.items():
-            entries[f"{OPTIMIZER}{state}.{name}"] = part_of(torch.as_tensor(value))
-    return entries, [group["params"] for group in states["param_groups"]]
+        own = optimizer.state_dict()
+        names = gather(sorted({state for each in own["state"].values() for state in each}))
+        # With use_orig_params torch 2.13 gathers all states into one memory: one at a time.
+        for state in sorted({name for each in names for name in each}):
+            ours = {k: {state: each[state]} for k, each in own["state"].items() if state in each}
+            found = TorchFSDP.optim_state_dict(model, optimizer, {**own, "state": ours})["state"]
+            entries |= {
+                f"{OPTIMIZER}{state}.{name}": part_of(torch.as_tensor(each[state]).clone())
+                for name, each in found.items()
+            }
+        groups = TorchFSDP.optim_state_dict(model, optimizer, {**own, "state": {}})["param_groups"]
+    return entries, [group["params"] for group in groups]
 
 
 def box(offsets: Sizes, sizes: Sizes) -> tuple[slice, ...]:
@@ -145,7 +156,7 @@ def to_rank_0(
         return None
     made = []
     for number, own in enumerate(snapshots):
-        pieces, shapes = dict(own.pieces), {}
+        pieces, shapes = dict(own.pieces), dict(own.shapes)
         for theirs, _ in parts:
             pieces |= theirs[number][0]
             shapes |= theirs[number][1]
