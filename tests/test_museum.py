@@ -11,23 +11,22 @@ import museum  # noqa: E402
 
 museum.STEPS = 40
 SAY = "watch", "parity"  # the other tools are read
-SEALED = {  # the line that is wrong, what it should be, and who sees it
+MENDS = {  # of the sealed ones: the line that is wrong, and what it should be
     21: (
-        15,
-        "    (loss * dist.get_world_size()).backward()",
-        {"watch": "0.5 times", "parity": "step 1"},
+        22,
+        "    norm = sum(p.grad.square().sum() for p in model.parameters()).full_tensor().sqrt()",
     ),
-    22: (
-        *(18, "    layers = list(model)"),
-        {"watch": "1.weight", "parity": "1.weight", "hashes": "", "bytes": ""},
-    ),
-    23: (19, "    for _ in range(1):", {"parity": "step 2"}),
-    24: (17, "    seen = loss_of(model, micro_batches[0]).item()", {"memory": ""}),
-    25: (
-        15,
-        "    sampler = DistributedSampler(range(EPOCH), 2, rank, seed=epoch)",
-        {"watch": "order"},
-    ),
+    22: (18, "    layers = list(model)"),
+    23: (19, "    for _ in range(1):"),
+    24: (17, "    seen = loss_of(model, micro_batches[0]).item()"),
+    25: (15, "    sampler = DistributedSampler(range(EPOCH), 2, rank, seed=epoch)"),
+}
+SEEN = {
+    21: {"watch": "in the part of rank 0", "parity": "step 1", "bytes": ""},
+    22: {"watch": "1.weight", "parity": "1.weight", "hashes": "", "bytes": ""},
+    23: {"parity": "step 2"},
+    24: {"memory": ""},
+    25: {"watch": "the order of an earlier one"},
 }
 
 
@@ -48,14 +47,14 @@ def test_an_open_exhibit_is_seen_as_it_says(pools, exhibit):
     holds(pools(2), exhibit, museum.load(exhibit).SEEN, exhibit, "RIGHT")
 
 
-@pytest.mark.parametrize("exhibit", SEALED)
+@pytest.mark.parametrize("exhibit", MENDS)
 def test_a_sealed_exhibit_is_mended_at_the_line_that_opens_it(pools, exhibit, tmp_path):
-    line, mended, seen = SEALED[exhibit]
+    line, mended = MENDS[exhibit]
     lines = Path(museum.path_of(exhibit)).read_text().splitlines()
     lines[line - 1] = mended
     right = tmp_path / "right.py"
     right.write_text("\n".join(lines))
-    holds(pools(2), exhibit, seen, str(right), "WRONG")
+    holds(pools(2), exhibit, SEEN[exhibit], str(right), "WRONG")
     assert museum.open(exhibit, line).right and "#" in museum.open(exhibit, line).says
-    others = set(range(len(lines) + 1)) - {line + step for step in (-2, -1, 0, 1)}
+    others = set(range(len(lines) + 1)) - {line - 1, line, line + 1}
     assert not any(museum.open(exhibit, other).right for other in [None, *others])

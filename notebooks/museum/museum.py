@@ -10,7 +10,8 @@ and some of these, where it needs another than here:
 
     MICRO, CLIP     micro-batches of a step; the largest norm
     model, labels   a function that makes the model; one that changes the labels
-    groups, alone   the parameter groups; what else one process does with its optimizer
+    optimizer       SGD, if it says nothing; groups, of its parameters
+    alone           what else one process does with its optimizer
     SOURCES, EPOCH  the ranks that have rows of their own; the examples of an epoch
     PARITY          whether one process can be trained the same way
 
@@ -105,6 +106,10 @@ def mlp() -> nn.Module:
     return md.zoo.mlp(64, 32, 10)
 
 
+def sgd(groups):
+    return torch.optim.SGD(groups, lr=0.1)
+
+
 def few_labels(labels: torch.Tensor) -> torch.Tensor:
     """Rank 1's rows have a label each fifth time, and one at least."""
     labels = labels.clone()
@@ -115,7 +120,8 @@ def few_labels(labels: torch.Tensor) -> torch.Tensor:
 
 # ---- an exhibit, and a run of it ---------------------------------------------------------------
 
-USUAL = dict(model=mlp, labels=lambda labels: labels, groups=list, alone=lambda optimizer: None)
+USUAL = dict(model=mlp, optimizer=sgd, labels=lambda labels: labels, groups=list)
+USUAL |= dict(alone=lambda optimizer: None)
 USUAL |= dict(MICRO=1, CLIP=None, SOURCES=None, EPOCH=None, PARITY=True, RIGHT=None, SEEN={})
 
 
@@ -133,10 +139,6 @@ def load(exhibit: int | str) -> Any:
     return SimpleNamespace(**{**USUAL, **names, "title": names["__doc__"].split("\n")[0]})
 
 
-def sgd(groups):
-    return torch.optim.SGD(groups, lr=0.1)
-
-
 class Run:
     """A form of an exhibit, on this rank."""
 
@@ -146,7 +148,7 @@ class Run:
         self.images, labels = md.zoo.digits(torch.float64)
         self.labels = self.exhibit.labels(labels)
         torch.manual_seed(1 + dist.get_rank())
-        self.model, self.optimizer = self.form.wrap(self.bare(), sgd)
+        self.model, self.optimizer = self.form.wrap(self.bare(), self.exhibit.optimizer)
 
     def bare(self) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
@@ -173,7 +175,7 @@ def watch_says(exhibit: int | str, form: str) -> str:
         run.optimizer,
         bare=run.bare,
         loss=loss_sum,
-        make_optimizer=lambda bare: sgd(run.exhibit.groups(bare.parameters())),
+        make_optimizer=lambda bare: run.exhibit.optimizer(run.exhibit.groups(bare.parameters())),
         clip=run.exhibit.CLIP,
         sources=run.exhibit.SOURCES,
     )
@@ -242,7 +244,8 @@ def on_a_rank(name: str, *args: Any) -> Any:
 
 def parity_wrap(exhibit, form, model):
     torch.manual_seed(1 + dist.get_rank())
-    return getattr(load(exhibit), form).wrap(model, sgd)
+    shown = load(exhibit)
+    return getattr(shown, form).wrap(model, shown.optimizer)
 
 
 def parity_step(exhibit, form, model, optimizer, inputs, targets, loss_fn):
@@ -266,7 +269,7 @@ def alone(exhibit, parameters):
     """The optimizer of the one process, which clips as the exhibit does."""
     shown = load(exhibit)
     parameters = list(parameters)
-    optimizer = sgd(shown.groups(parameters))
+    optimizer = shown.optimizer(shown.groups(parameters))
     shown.alone(optimizer)
     if shown.CLIP:
         clip = partial(nn.utils.clip_grad_norm_, parameters, shown.CLIP)

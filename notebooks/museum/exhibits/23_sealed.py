@@ -22,7 +22,7 @@ def step(model, optimizer, micro_batches):
 
 
 def alone(optimizer):
-    """The schedule of one process."""
+    """What one process does."""
     schedule = StepLR(optimizer, step_size=2, gamma=0.9)
     optimizer.register_step_post_hook(lambda *_: schedule.step())
 
