@@ -355,6 +355,13 @@ def seen_by(ranks, exhibit: int | str) -> list[str]:
     return [tool for tool in TOOLS[:-1] if sees(tool)]
 
 
+def mark(exhibit: int | str, tool: str, seen: list[str]) -> str:
+    """For a table: whether it sees the bug, and – if it cannot be asked."""
+    if tool == "parity" and not load(exhibit).PARITY:
+        return "–"
+    return "×" if tool in seen else "·"
+
+
 def show(exhibit: int | str) -> None:
     """Print an exhibit, with the numbers of its lines."""
     for number, line in enumerate(Path(path_of(exhibit)).read_text().splitlines(), start=1):
