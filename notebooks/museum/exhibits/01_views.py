@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from museum import Form, loss_of, mean, replicas
+from workshop import Form, loss_of, mean, replicas
 
 
 def wrap(model, make_optimizer):

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from museum import Form, replicas
+from workshop import Form, replicas
 
 MICRO = 2
 

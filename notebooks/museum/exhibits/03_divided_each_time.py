@@ -4,7 +4,7 @@ pytorch/torchtitan#1733 (torch 2.10, a nightly build). After each micro-batch th
 all gradients that are there, so that those of the first one are divided four times.
 """
 
-from museum import Form, average, loss_of, replicas, train
+from workshop import Form, average, loss_of, replicas, train
 
 MICRO = 4
 

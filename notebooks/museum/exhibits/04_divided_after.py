@@ -4,7 +4,7 @@ pytorch/torchtitan#2972. The pipeline's schedule runs backward on the sum of los
 divides by the number of tokens afterwards, for the log alone.
 """
 
-from museum import Form, average, loss_sum, replicas, train
+from workshop import Form, average, loss_sum, replicas, train
 
 
 def step(model, optimizer, micro_batches):

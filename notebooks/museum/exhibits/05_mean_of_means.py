@@ -6,7 +6,7 @@ gradients are averaged. Where ranks have different numbers of tokens, a token of
 
 import torch
 import torch.distributed as dist
-from museum import Form, few_labels, loss_sum, replicas, train
+from workshop import Form, few_labels, loss_sum, replicas, train
 
 labels = few_labels  # rank 0 has 16 in a step, rank 1 three or four
 

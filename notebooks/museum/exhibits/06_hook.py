@@ -7,7 +7,7 @@ never.
 
 from functools import partial
 
-from museum import Form, mean, replicas, train
+from workshop import Form, mean, replicas, train
 
 
 def wrap(model, make_optimizer, hook):

@@ -7,8 +7,8 @@ modelscope/FunASR#3472. Gradients are to be averaged with the last micro-batch. 
 from contextlib import nullcontext
 from functools import partial
 
-from museum import Form, loss_of
 from torch.nn.parallel import DistributedDataParallel
+from workshop import Form, loss_of
 
 MICRO = 2
 

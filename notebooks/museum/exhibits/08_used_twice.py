@@ -8,9 +8,9 @@ set says that the parameter has been reduced, and the second part is lost.
 from functools import partial
 
 import torch
-from museum import Form, loss_of, mean, replicas
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from workshop import Form, loss_of, mean, replicas
 
 
 class Twice(nn.Module):

@@ -7,7 +7,7 @@ rate 1.
 
 from functools import partial
 
-from museum import Form, mean, replicas, train
+from workshop import Form, mean, replicas, train
 
 
 def wrap(model, make_optimizer):

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from museum import Form, replicas, train
+from workshop import Form, replicas, train
 
 
 def average(model, by):

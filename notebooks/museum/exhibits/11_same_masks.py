@@ -9,8 +9,8 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from museum import Form, replicas, train
 from torch import nn
+from workshop import Form, replicas, train
 
 PARITY = False
 

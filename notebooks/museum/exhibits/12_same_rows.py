@@ -4,7 +4,7 @@ coqui-ai/Trainer#144, texttron/tevatron#89. The loader has no DistributedSampler
 on the same rows, and two ranks do the work of one.
 """
 
-from museum import Form, replicas, rows, train
+from workshop import Form, replicas, rows, train
 
 
 def same_rows(step, rank):

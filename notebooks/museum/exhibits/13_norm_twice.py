@@ -8,7 +8,7 @@ much.
 from functools import partial
 
 import torch.distributed as dist
-from museum import Form, average, replicas, train
+from workshop import Form, average, replicas, train
 
 CLIP = 0.5
 

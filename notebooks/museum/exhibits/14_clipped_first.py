@@ -6,8 +6,8 @@ norm to clip by is that of the average.
 
 from functools import partial
 
-from museum import Form, average, replicas, train
 from torch.nn.utils import clip_grad_norm_
+from workshop import Form, average, replicas, train
 
 CLIP = 0.5
 

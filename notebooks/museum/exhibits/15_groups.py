@@ -6,7 +6,7 @@ with the weights.
 
 from functools import partial
 
-from museum import Form, broadcast, train
+from workshop import Form, broadcast, train
 
 
 def groups(parameters):

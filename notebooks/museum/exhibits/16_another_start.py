@@ -6,7 +6,7 @@ starts from random weights of its own. Gradients are averaged, and fit neither.
 
 from functools import partial
 
-from museum import Form, replicas, train
+from workshop import Form, replicas, train
 
 
 def wrap(model, make_optimizer, sync):

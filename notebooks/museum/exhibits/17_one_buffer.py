@@ -8,7 +8,7 @@ moment is saved with the values of the second. Who loads that trains on, with wr
 from functools import partial
 
 import torch
-from museum import Form, replicas, train
+from workshop import Form, replicas, train
 
 
 def optimizer(parameters):

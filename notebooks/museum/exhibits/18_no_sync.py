@@ -7,8 +7,8 @@ micro-batch is averaged. The result is right, and costs as many times the bytes.
 
 from functools import partial
 
-from museum import Form, loss_of, mean, replicas
 from torch import nn
+from workshop import Form, loss_of, mean, replicas
 
 MICRO = 4
 

@@ -8,7 +8,7 @@ alone.
 from functools import partial
 
 import torch.distributed as dist
-from museum import Form, mean, replicas, train
+from workshop import Form, mean, replicas, train
 
 
 def wrap(model, make_optimizer, as_they_come):

@@ -9,8 +9,8 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from museum import ROWS, Form, train
 from torch import nn
+from workshop import ROWS, Form, train
 
 import minidist as md
 

@@ -5,7 +5,7 @@ The model is sharded, by rows of each weight. Gradients are clipped by their nor
 
 from functools import partial
 
-from museum import Form, train
+from workshop import Form, train
 
 import minidist as md
 

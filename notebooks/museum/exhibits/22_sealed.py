@@ -6,8 +6,8 @@ All gradients travel in one message, as it is faster than a message for each.
 from functools import partial
 
 import torch
-from museum import Form, mean, replicas, train
 from torch import nn
+from workshop import Form, mean, replicas, train
 
 
 def model():

@@ -4,8 +4,8 @@ The learning rate is multiplied by 0.9 after each second step.
 """
 
 import torch.distributed as dist
-from museum import Form, replicas, train
 from torch.optim.lr_scheduler import StepLR
+from workshop import Form, replicas, train
 
 
 def wrap(model, make_optimizer):

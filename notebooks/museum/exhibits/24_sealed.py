@@ -3,7 +3,7 @@
 After each step the rows are seen once more, for a score of the run.
 """
 
-from museum import Form, loss_of, replicas, train
+from workshop import Form, loss_of, replicas, train
 
 
 def wrap(model, make_optimizer):

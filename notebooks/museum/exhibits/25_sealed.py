@@ -4,8 +4,8 @@ Epochs of 96 examples, each in a random order: three steps of 16 rows on each of
 """
 
 import torch
-from museum import ROWS, Form, replicas, train
 from torch.utils.data import DistributedSampler
+from workshop import ROWS, Form, replicas, train
 
 EPOCH, PARITY = 96, False
 
