@@ -29,9 +29,10 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from minidist.rank import device
+from minidist.saving.rank_states import capture
 from minidist.watching import ranks
 from minidist.watching.ranks import Seen
-from minidist.watching.reference import TOLERANCES, Loss, Reference, draw
+from minidist.watching.reference import TOLERANCES, Loss, Reference
 from minidist.watching.snapshot import Snapshot, Whole, fingerprint, gather, to_rank_0
 
 __all__ = ["SilentError", "Watch", "watch"]
@@ -116,18 +117,18 @@ class Watch:
         if (self.step - 1) % self.every:
             yield
             return
-        here, states = device(), []
+        numbers: list[dict[str, Any]] = []  # the random ones, before each forward
 
         def forward(*_: Any) -> None:
-            states.append(draw(here))
-            if torch.is_autocast_enabled(here.type):
-                seen.dtype = torch.get_autocast_dtype(here.type)
+            numbers.append(capture())
+            if torch.is_autocast_enabled(kind := device(self.model).type):
+                seen.dtype = torch.get_autocast_dtype(kind)
 
         def step(optimizer: Any, *_: Any) -> None:
             kept = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
             seen.options.append(kept)
 
-        before, start = self._snapshot(seen), draw(here)
+        before, start = self._snapshot(seen), capture()
         with ExitStack() as hooks:
             hooks.callback(self.model.register_forward_pre_hook(forward).remove)
             if hookable := isinstance(self.optimizer, torch.optim.Optimizer):
@@ -135,12 +136,11 @@ class Watch:
             yield
         if not hookable:
             step(self.optimizer)
-        if len(states) != len(micro_batches):  # a pipeline, which calls no forward
-            states = [start] * len(micro_batches)
-        seen.draw, seen.drew = fingerprint(states[0][-1]), not _same(start, draw(here))
-        self._look(
-            seen, before, self._snapshot(seen), list(zip(micro_batches, states, strict=True))
-        )
+        if len(numbers) != len(micro_batches):  # a pipeline, which calls no forward
+            numbers = [start] * len(micro_batches)
+        seen.draw, seen.drew = _print([*numbers, start][0]), _print(start) != _print(capture())
+        mine = list(zip(micro_batches, numbers, strict=True))
+        self._look(seen, before, self._snapshot(seen), mine)
 
     def same(self) -> None:
         """All ranks: do they have the same weights, and buffers too, as those of batch norm? Before
@@ -173,7 +173,7 @@ class Watch:
         return None
 
     def _look(
-        self, seen: Seen, before: Snapshot | None, after: Snapshot | None, micro_batches: list[Any]
+        self, seen: Seen, before: Snapshot | None, after: Snapshot | None, mine: list[Any]
     ) -> None:
         seen.wrong = [*dict.fromkeys(seen.wrong), *ranks.ungrouped(self.model, self.optimizer)]
         if len(seen.options) > 1:
@@ -188,8 +188,8 @@ class Watch:
         own = [everyone[rank] for rank in self.sources]
         problems = ranks.replicas(everyone) + ranks.draws(own) + ranks.doubles(own)
         if before is not None and after is not None and not cannot:
-            mine = micro_batches if dist.get_rank() in self.sources else []
-            mine = tree_map_only(torch.Tensor, torch.Tensor.cpu, mine)
+            mine = mine if dist.get_rank() in self.sources else []
+            mine = tree_map_only(torch.Tensor, lambda x: x.cpu().clone(), mine)  # without its rest
             found = to_rank_0([before, after], [each.prints for each in everyone], mine)
             if found:
                 try:
@@ -207,27 +207,25 @@ class Watch:
         if verdict[0]:
             raise SilentError(f"step {self.step}: " + "; ".join(verdict[0]))
 
-    def _oracle(
-        self, snapshots: list[Whole], own: list[Any], everyone: Sequence[Seen]
-    ) -> list[str]:
+    def _oracle(self, pieces: list[Any], own: list[Any], everyone: Sequence[Seen]) -> list[str]:
         """On rank 0: what one process would have done otherwise."""
-        before, after = snapshots
-        reference = Reference(self.bare, before, self.model.training)
+        before, after = (Whole(*each) for each in pieces)
+        reference = Reference(self.bare().to(device(self.model)), before, self.model.training)
         if problems := reference.difference(after):
             return problems
         tolerance = self.tolerance or TOLERANCES[everyone[0].dtype or reference.dtype]
         for rank, parts in enumerate(own):
-            for number, (batch, states) in enumerate(parts):
+            for number, (batch, numbers) in enumerate(parts):
                 label = f"rank {rank}" + f" part {number}" * (len(parts) > 1)
-                reference.add(label, self.loss, batch, states)
+                reference.add(label, self.loss, batch, numbers)
         wanted = reference.weigh(self.clip)
         groups: list[list[dict[str, Any]]] = [
             [{"options": o, "names": n} for o, n in zip(each.options[0], each.groups, strict=True)]
             for each in everyone
         ]
         options = {n: group["options"] for of in groups for group in of for n in group["names"]}
-        pieces = [list(each.prints) for each in everyone]
-        problems = reference.gradients(after, options, pieces, wanted, tolerance[0])
+        held = [list(each.prints) for each in everyone]
+        problems = reference.gradients(after, options, held, wanted, tolerance[0])
         self.noise = reference.noise
         if problems:
             return problems
@@ -252,8 +250,8 @@ class Watch:
 watch = Watch
 
 
-def _same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
-    return all(map(torch.equal, a, b))
+def _print(numbers: dict[str, Any]) -> int:
+    return fingerprint(numbers.get("cuda", numbers["torch"]))
 
 
 def _innermost(optimizer: Any) -> Any:

@@ -9,11 +9,11 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from minidist.rank import device
+from minidist.saving.rank_states import capture, restore
 from minidist.watching.mixture import Share, explain, find, seen_by
 from minidist.watching.snapshot import Key, Whole, bare_name
 
 Loss = Callable[[nn.Module, Any], tuple[torch.Tensor, Any]]
-Draw = list[torch.Tensor]  # states of random numbers: the CPU's, and the device's
 
 # How far gradients and steps may be from those of one process, relatively, by what is computed in.
 # Sums in another order differ in the last digits; in bfloat16 there are three.
@@ -25,26 +25,11 @@ TOLERANCES = {
 }
 
 
-def draw(here: torch.device) -> Draw:
-    """The states of the random numbers, as they are now."""
-    states = [torch.get_rng_state()]
-    if here.type != "cpu":
-        states.append(torch.get_device_module(here).get_rng_state(here))
-    return states
-
-
-def redraw(states: Draw, here: torch.device) -> None:
-    """Go on from these states."""
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.get_device_module(here).set_rng_state(states[1], here)
-
-
 class Reference:
     """A step of one process, from the weights and states before it."""
 
-    def __init__(self, bare: Callable[[], nn.Module], before: Whole, training: bool) -> None:
-        self.before, self.model = before, bare().to(device()).train(training)
+    def __init__(self, bare: nn.Module, before: Whole, training: bool) -> None:
+        self.before, self.model = before, bare.train(training)
         own = {name: before.weights.get(bare_name(name)) for name in self.model.state_dict()}
         self._own = {name: value for name, value in own.items() if value is not None}
         self.model.load_state_dict(self._own, strict=False)
@@ -62,17 +47,20 @@ class Reference:
             f"the model has {name}, which the bare one has not" for name in more[:1]
         ]
 
-    def add(self, label: str, loss: Loss, batch: Any, states: Draw) -> None:
+    def add(self, label: str, loss: Loss, batch: Any, numbers: Mapping[str, Any]) -> None:
         """The gradient of a micro-batch, as on its rank: with its random numbers, and buffers as
         they were."""
-        here = device()
         self.model.zero_grad()
-        with torch.random.fork_rng([here] if here.type != "cpu" else []):
-            redraw(states, here)
-            total, number = loss(
-                self.model, tree_map_only(torch.Tensor, lambda x: x.to(here), batch)
-            )
+        here, own_numbers = device(self.model), capture()
+        try:
+            restore([numbers], 0)
+            found = loss(self.model, tree_map_only(torch.Tensor, lambda x: x.to(here), batch))
+            if not (isinstance(found, tuple) and len(found) == 2):
+                raise TypeError("loss must give the sum over the examples, and their number")
+            total, number = found
             total.backward()
+        finally:
+            restore([own_numbers], 0)
         count = float(number)
         own = {n: p.grad.cpu() / count for n, p in self.names.items() if p.grad is not None}
         self.shares.append(Share(label, own, count))

@@ -6,17 +6,15 @@ a box in the whole tensor of an entry, by its offsets and sizes. Where it lies t
 checkpoints knows, for every strategy; FSDP1 has functions of its own, which give the whole.
 """
 
-import hashlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp import StateDictType
-from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 
 from minidist.saving.parts import Part, part_of
 from minidist.saving.states import MODEL, OPTIMIZER, States
@@ -32,10 +30,9 @@ def bare_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def fingerprint(tensor: torch.Tensor) -> str:
-    """Eight bytes of a tensor's values: equal tensors have the same ones."""
-    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.blake2b(flat.numpy().data, digest_size=8).hexdigest()
+def fingerprint(tensor: torch.Tensor) -> int:
+    """Four bytes of a tensor's values: equal tensors have the same ones."""
+    return zlib.crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 class Snapshot:
@@ -52,10 +49,10 @@ class Snapshot:
         self.buffers = {bare_name(name) for name, _ in model.named_buffers()}
         self.groups: list[list[str]]  # of the optimizer: names of parameters
         held: Any = optimizer
-        if any(isinstance(module, TorchFSDP) for module in model.modules()):
+        if any(hasattr(module, "_fsdp_wrapped_module") for module in model.modules()):
             entries, groups = _of_fsdp1(model, optimizer)
         else:
-            if isinstance(optimizer, TorchZero):
+            if hasattr(optimizer, "consolidate_state_dict"):
                 held = _Own(optimizer)
             states = States(model, held)
             entries, groups = (
@@ -73,13 +70,13 @@ class Snapshot:
                 for at, own in part.pieces.items():
                     self.pieces[entry, tuple(at), tuple(own.shape)] = own.detach().cpu().clone()
 
-    def prints(self) -> dict[Key, str]:
+    def prints(self) -> dict[Key, int]:
         """A few bytes for each piece. Ranks that have the same piece must have the same ones."""
         return {key: fingerprint(piece) for key, piece in self.pieces.items()}
 
 
 class _Own:
-    """Torch's ZeRO, which has no `state_dict` on a rank: the states that are here."""
+    """Torch's ZeRO, and FairScale's, which have no `state_dict` on a rank: the states here."""
 
     def __init__(self, optimizer: Any) -> None:
         self.param_groups, self._own = optimizer.param_groups, optimizer.optim.state
@@ -94,6 +91,9 @@ def _of_fsdp1(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Any], list[list[str]]]:
     """All of it, on every rank."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+    from torch.distributed.fsdp import StateDictType
+
     with warnings.catch_warnings(), TorchFSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         warnings.simplefilter("ignore")  # torch would rather have us use FSDP2
         entries = {MODEL + name: part_of(x) for name, x in model.state_dict().items()}
@@ -128,8 +128,11 @@ class Whole:
             if kind + "." == OPTIMIZER:
                 state, parameter = name.split(".", 1)
                 held, name = self.states.setdefault(parameter, {}), state
-            full = held.setdefault(name, torch.zeros(shapes[entry], dtype=piece.dtype))
-            full[box(offsets, sizes)] = piece
+            if sizes == shapes[entry]:
+                held[name] = piece
+            else:
+                full = held.setdefault(name, torch.zeros(shapes[entry], dtype=piece.dtype))
+                full[box(offsets, sizes)] = piece
 
 
 def gather(mine: Any) -> list[Any]:
@@ -140,25 +143,37 @@ def gather(mine: Any) -> list[Any]:
 
 
 def to_rank_0(
-    snapshots: Sequence[Snapshot], prints: Sequence[Mapping[Key, str]], more: Any
-) -> tuple[list[Whole], list[Any]] | None:
-    """Each snapshot whole, and `more` of each rank, on rank 0; None elsewhere. All ranks call this.
-    The first rank that has a piece sends it, if that is not rank 0. prints: of all ranks."""
+    snapshots: Sequence[Snapshot], prints: Sequence[Mapping[Key, int]], more: Any
+) -> tuple[list[tuple[Pieces, dict[str, Sizes]]], list[Any]] | None:
+    """Of each snapshot all pieces and shapes, and `more` of each rank, on rank 0; None elsewhere.
+    All ranks call this. The first rank that has a piece sends it, if that is not rank 0. prints: of
+    all ranks."""
     rank, here = dist.get_rank(), {key for each in prints[: dist.get_rank()] for key in each}
-
-    def mine() -> Iterator[tuple[Pieces, dict[str, Sizes]]]:
-        for each in snapshots:  # rank 0 keeps its own: it need not travel
-            yield {k: v for k, v in each.pieces.items() if rank and k not in here}, each.shapes
-
+    mine = [  # rank 0 keeps its own: it need not travel
+        ({k: v for k, v in each.pieces.items() if rank and k not in here}, each.shapes)
+        for each in snapshots
+    ]
+    packed = [(_packed(pieces), shapes) for pieces, shapes in mine]
     parts: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
-    dist.gather_object(([*mine()], more), parts, 0)
+    dist.gather_object((packed, more), parts, 0)
     if parts is None:
         return None
-    made = []
-    for number, own in enumerate(snapshots):
-        pieces, shapes = dict(own.pieces), dict(own.shapes)
-        for theirs, _ in parts:
-            pieces |= theirs[number][0]
-            shapes |= theirs[number][1]
-        made.append(Whole(pieces, shapes))
+    made = [(dict(each.pieces), dict(each.shapes)) for each in snapshots]
+    for theirs, _ in parts:
+        for (pieces, shapes), (more_pieces, more_shapes) in zip(made, theirs, strict=True):
+            pieces.update(_unpacked(*more_pieces))
+            shapes.update(more_shapes)
     return made, [each for _, each in parts]
+
+
+def _packed(pieces: Pieces) -> tuple[dict[Key, torch.dtype], torch.Tensor]:
+    """As one tensor: to pickle a thousand takes longer than to send them."""
+    flat = [piece.flatten().view(torch.uint8) for piece in pieces.values()]
+    kinds = {key: piece.dtype for key, piece in pieces.items()}
+    return kinds, torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
+
+
+def _unpacked(kinds: dict[Key, torch.dtype], flat: torch.Tensor) -> Pieces:
+    sizes = [prod(key[2]) * kind.itemsize for key, kind in kinds.items()]
+    parts = zip(kinds.items(), flat.split(sizes), strict=True)
+    return {key: part.clone().view(kind).view(key[2]) for (key, kind), part in parts}
