@@ -111,7 +111,7 @@ def _random_numbers(step: int, rank: int) -> Iterator[None]:
 
 def _draws(model: nn.Module, inputs: torch.Tensor) -> bool:
     """Whether a forward pass takes random numbers, as those of dropout."""
-    with torch.no_grad(), Replay(model, [inputs]).same_again():
+    with Replay(model, [inputs]).same_again():
         before = torch.get_rng_state()
         model(inputs)
         return not torch.equal(before, torch.get_rng_state())
