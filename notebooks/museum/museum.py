@@ -33,7 +33,7 @@ def parity_says(ranks, exhibit: int | str, form: str) -> str:
             step=partial(on_a_rank, "parity_step", exhibit, form),
             loss_fn=partial(F.cross_entropy, ignore_index=IGNORE),
             data=(images, shown.labels(labels)),
-            weights=partial(on_a_rank, "whole"),
+            clip=shown.CLIP,
             ranks=ranks,
         )
     except md.parity.ParityError as error:

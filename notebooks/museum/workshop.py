@@ -22,7 +22,6 @@ import hashlib
 import runpy
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -253,19 +252,9 @@ def parity_step(exhibit, form, model, optimizer, inputs, targets, loss_fn):
     return torch.tensor(loss, dtype=torch.float64)
 
 
-def whole(model):
-    """All of each parameter, also where ranks have shards."""
-    found = {name.removeprefix("module."): p.detach() for name, p in model.named_parameters()}
-    return {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in found.items()}
-
-
 def alone(exhibit, parameters):
-    """The optimizer of the one process, which clips as the exhibit does."""
+    """The optimizer of the one process."""
     shown = load(exhibit)
-    parameters = list(parameters)
     optimizer = shown.optimizer(shown.groups(parameters))
     shown.alone(optimizer)
-    if shown.CLIP:
-        clip = partial(nn.utils.clip_grad_norm_, parameters, shown.CLIP)
-        optimizer.register_step_pre_hook(lambda *_: clip() and None)
     return optimizer

@@ -1,8 +1,8 @@
 """One mask for all
 
 huggingface/accelerate#236, huggingface/transformers#37932. One seed for all ranks: their dropout,
-or their augmentation, draws the same. (One process draws other masks, so parity has nothing to
-hold against it.)
+or their augmentation, draws the same. (Parity gives each rank random numbers of its own, and so
+does not see it.)
 """
 
 from functools import partial
@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from workshop import Form, replicas, train
-
-PARITY = False
 
 
 def model():
