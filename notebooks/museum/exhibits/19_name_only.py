@@ -1,14 +1,13 @@
 """ZeRO-2 by name
 
-karpathy/nanochat#566. An optimizer "in the style of ZeRO-2" that takes gradients after the
-backward pass: by then each rank holds them whole. ZeRO-2 keeps those of the rank's own parameters
-alone.
+karpathy/nanochat#566. An optimizer called "ZeRO-2 style" takes gradients after the backward pass:
+by then each rank holds them whole. ZeRO-2 keeps those of the rank's own parameters alone.
 """
 
 from functools import partial
 
 import torch.distributed as dist
-from workshop import Form, mean, replicas, train
+from workshop import Form, average, mean, replicas, train
 
 
 def wrap(model, make_optimizer, as_they_come):
@@ -32,11 +31,6 @@ def step(model, optimizer, micro_batches, average):
     return loss
 
 
-def afterwards(model):
-    for p in model.parameters():
-        mean(p.grad)
-
-
-WRONG = Form(partial(wrap, as_they_come=False), partial(step, average=afterwards))
+WRONG = Form(partial(wrap, as_they_come=False), partial(step, average=average))
 RIGHT = Form(partial(wrap, as_they_come=True), partial(step, average=lambda model: None))
 SEEN = {"memory": ""}
