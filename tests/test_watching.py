@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Adagrad, Adam, AdamW
+from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
 import minidist as md
 from minidist.fully_sharded import by_class
@@ -324,7 +325,7 @@ def groups():
     """Of the learning rate, which is scheduled, the watch asks the loop's optimizer."""
     model = DistributedDataParallel(mlp())
     optimizer = two_groups(model)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
 
     def step(*given):
         plain(*given)
@@ -335,6 +336,33 @@ def groups():
 
 def another_optimizer():
     return ddp(kind=Adagrad)
+
+
+def a_kin_of_adam():
+    """It has momentum=0, and is no SGD."""
+    return ddp(kind=RMSprop)
+
+
+def evaluated_batch_norm():
+    """Fine-tuning: the layer computes as in evaluation, and the model trains."""
+    model, optimizer, step, options = batch_norm()
+    model.module[1].eval()
+    return model, optimizer, step, options
+
+
+def weights_in_bfloat16():
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = init_device_mesh("cpu", (2,))
+    model = torch_fully_shard(mlp().float(), mesh=mesh, mp_policy=policy)
+
+    def loss(model, batch):
+        return loss_sum(model, (batch[0].float(), batch[1]))
+
+    def step(model, optimizer, batch):
+        plain(model, optimizer, (batch[0].float(), batch[1]))
+
+    options = {"bare": lambda: mlp().float(), "loss": loss}
+    return model, Adam(model.parameters()), step, options
 
 
 def in_bfloat16(model, batch):
@@ -377,6 +405,9 @@ RIGHT = [
     scheduled,
     groups,
     another_optimizer,
+    a_kin_of_adam,
+    evaluated_batch_norm,
+    weights_in_bfloat16,
     autocast,
     autocast_in_features,
 ]

@@ -28,13 +28,15 @@ TOLERANCES = {
 class Reference:
     """A step of one process, from the weights and states before it."""
 
-    def __init__(self, bare: nn.Module, before: Whole, training: bool) -> None:
-        self.before, self.model = before, bare.train(training)
+    def __init__(self, bare: nn.Module, before: Whole, like: nn.Module) -> None:
+        self.before, self.model = before, bare
+        modes = {bare_name(name): module.training for name, module in like.named_modules()}
+        for name, module in bare.named_modules():
+            module.training = modes.get(bare_name(name), like.training)
         known = [n for n in self.model.state_dict() if bare_name(n) in before.weights]
         own = {name: before.weights[bare_name(name)] for name in known}
         self.model.load_state_dict(own, strict=False)
         self.names = {bare_name(name): p for name, p in self.model.named_parameters()}
-        self.dtype = next(iter(self.names.values())).dtype
         self.shares: list[Share] = []
         self.noise = 0.0
 
