@@ -2,7 +2,6 @@
 
 import math
 import re
-import warnings
 from contextlib import nullcontext
 from functools import partial
 
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -20,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import minidist as md
 from minidist import parity
 from minidist.parity import ParityError, relative_difference
-from minidist.parity.snapshot import missing
+from minidist.parity.differences import missing
 
 MODELS = {
     "mlp": (parity.digits_mlp, None),
@@ -29,18 +27,7 @@ MODELS = {
 }
 
 
-def clip(optimizer, *_):
-    nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1)
-
-
-def clipping(parameters):
-    optimizer = SGD(parameters)
-    optimizer.register_step_pre_hook(clip)
-    return optimizer
-
-
 OPTIMIZERS = {
-    "clipping": clipping,
     "momentum": parity.momentum,
     "adam": torch.optim.Adam,
     "adamw": partial(torch.optim.AdamW, weight_decay=0.1),
@@ -77,8 +64,6 @@ class Loop:
         grads = [p.grad for p in model.parameters()]
         if here != "weights":
             average(grads, 1 if here == "sum" else None)
-        if here == "clip":  # which the one process does not do
-            clip(optimizer)
         if here == "grad":
             grads[-1][0] += 1e-9
         optimizer.step()
@@ -110,7 +95,7 @@ def test_distributed_data_parallel_trains_as_one_process_does(pools):
         model, data = MODELS.get(name, (Partial, None))
         check = partial(parity.check, model=model, data=data, ranks=pools(3))
         ours = partial(OURS, bucket_cap_mb=0.002, find_unused_parameters=name == "partial")
-        for optimizer in ("momentum", "adam", "clipping") if name == "mlp" else ("adamw",):
+        for optimizer in ("momentum", "adam") if name == "mlp" else ("adamw",):
             assert check(ours, optimizer=OPTIMIZERS[optimizer]).tolerance == 1e-12, name
     theirs = partial(TorchDDP, find_unused_parameters=True)
     check(theirs, optimizer=OPTIMIZERS["adam"])
@@ -133,48 +118,26 @@ def test_a_parity_tells_what_was_compared(pools):
     assert found.tensors == 5 + 3 + 5 * 3  # weights, buffers, step and two means of each weight
 
 
-def test_a_strategy_may_bring_its_loop_and_its_optimizer(pools):
-    parity.check(bare, step=Loop(), ranks=pools(3))
-    parity.check(
-        lambda module: (module, OPTIMIZERS["adam"](module.parameters())),
-        optimizer=OPTIMIZERS["adam"],
-        step=Loop(),
-        ranks=pools(3),
-    )
-
-
 def test_whole_weights_may_come_from_elsewhere(pools):
-    """For a wrapper whose state_dict() is only this rank's part. The states are not compared."""
+    """Then only these are compared, and no states."""
 
-    class Hiding(nn.Module):
-        def __init__(self, model):
-            super().__init__()
-            self.hidden = (OURS(model),)  # not a child, so state_dict() is empty
+    def weights(spoilt, ddp):
+        state = ddp.module.state_dict()
+        return state | {"2.bias": state["2.bias"] + 1e-9 * spoilt}
 
-        def forward(self, x):
-            return self.hidden[0](x)
-
-    def strategy(model):
-        return Hiding(model), parity.momentum(model.parameters())
-
-    def weights(spoilt):
-        def of(module):
-            state = module.hidden[0].module.state_dict()
-            return state | {"2.bias": state["2.bias"] + 1e-9 * spoilt}
-
-        return of
-
-    with pytest.raises(md.RankError, match="a parameter that is not the model's"):
-        parity.check(strategy, ranks=pools(2))
-    found = parity.check(strategy, weights=weights(False), ranks=pools(2))
+    check = partial(parity.check, OURS, ranks=pools(2))
+    found = check(weights=partial(weights, False))
     assert (found.tensors, found.largest < 1e-12) == (4, True)
     with pytest.raises(ParityError, match=r"step 1, rank 0: 2\.bias differs"):
-        parity.check(strategy, weights=weights(True), ranks=pools(2))
+        check(weights=partial(weights, True))
     with pytest.raises(ParityError, match=r"0\.weight is missing"):
-        parity.check(strategy, weights=lambda module: {}, ranks=pools(2))
+        check(weights=lambda module: {})
 
 
 # ---- every strategy: with dropout, and by steps that clip ----------------------------------------
+
+
+SGD_M = {"lr": 0.1, "momentum": 0.9}
 
 
 def dropping():
@@ -190,18 +153,14 @@ def in_units(shard):
 
 
 def zero(model, wrap=lambda model, _: OURS(model)):
-    optimizer = md.ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9
-    )
+    optimizer = md.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, **SGD_M)
     return wrap(model, optimizer), optimizer
 
 
 def torchs_zero(model):
-    options = dict(optimizer_class=torch.optim.SGD, lr=0.1, momentum=0.9)
-    with warnings.catch_warnings(action="ignore"):  # of torch.jit
-        from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # which warns
 
-        return TorchDDP(model), ZeroRedundancyOptimizer(model.parameters(), **options)
+    return TorchDDP(model), ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, **SGD_M)
 
 
 REPLICAS = {
@@ -259,52 +218,40 @@ def test_clipping_before_averaging_is_found(pools):
 # ---- every strategy: a rank may have parts of the model ------------------------------------------
 
 
-def same_batch(model, optimizer, inputs, targets, loss_fn):
-    """One that the ranks share: those of a pipeline, or of tensor parallelism."""
-    whole = []
-    for rows in inputs, targets:
-        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, rows)
-        whole.append(torch.stack(parts, 1).flatten(0, 1))
-    if not hasattr(model, "train_step"):
-        return parity.train_step(model, optimizer, *whole, loss_fn)
+def train_stages(model, optimizer, *batch):
     optimizer.zero_grad()
-    loss = model.train_step(*whole, loss_fn)
+    loss = model.train_step(*batch)
     optimizer.step()
     return loss
 
 
-def feature_parallel(model):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return md.tensor_parallel.parallelize_module(model, mesh, {"0": "columns", "2": "rows"})
-
-
+PLAN = {"0": "columns", "2": "rows"}
+FEATURES = partial(md.tensor_parallel.parallelize_module, parallelize_plan=PLAN)
 PARTS = {
-    "pipeline": partial(md.Pipeline, microbatches=2),
-    "tensor parallel": feature_parallel,
+    "pipeline": (partial(md.Pipeline, microbatches=2), train_stages),
+    "tensor parallel": (FEATURES, parity.train_step),
 }
 
 
 @pytest.mark.parametrize("name", PARTS)
 def test_ranks_have_the_model_together(pools, name):
-    found = parity.check(PARTS[name], step=same_batch, optimizer=torch.optim.Adam, ranks=pools(2))
+    """They share a batch: each example is there twice."""
+    data = [each.repeat_interleave(2, 0) for each in md.zoo.digits()]
+    strategy, step = PARTS[name]
+    adam = OPTIMIZERS["adam"]
+    found = parity.check(strategy, step=step, data=data, optimizer=adam, ranks=pools(2))
     assert found.tensors == 4 + 3 * 4 and found.largest < 1e-12
 
 
-def test_a_part_that_no_rank_has_is_named(pools):
-    def forgetful(model):
-        pipeline = md.Pipeline(model, microbatches=2)
-        if dist.get_rank() == 1:
-            last = pipeline.module[-1]
-            bias, last.bias = last.bias, None
-            del last._parameters["bias"]
-            last.bias = bias.detach()  # it computes with it, and does not train it
-        return pipeline
+def test_what_no_rank_has_is_named(pools):
+    def forgetful(model):  # computes with a bias, and does not train it
+        model[2].bias = model[2]._parameters.pop("bias").detach()
+        return OURS(model)
 
-    with pytest.raises(ParityError, match=r"^step 1, 2.bias is missing: 10 elements"):
-        parity.check(forgetful, step=same_batch, ranks=pools(2))
-    pieces = [("w", (0, 0), (1, 2)), ("w", (2, 0), (2, 2))]
-    told = missing({"w": torch.zeros(4, 2), "b": torch.zeros(2)}, [*pieces, ("b", (0,), (2,))])
+    with pytest.raises(ParityError, match=r"^step 1, 2\.bias is missing: 10 elements"):
+        parity.check(forgetful, ranks=pools(2))
+    pieces = [("w", (0, 0), (1, 2)), ("w", (2, 0), (2, 2)), ("b", (0,), (2,))]
+    told = missing({"w": torch.zeros(4, 2), "b": torch.zeros(2)}, pieces)
     assert told == ["w is missing: 2 elements are on no rank"]
 
 
@@ -319,7 +266,6 @@ WEIGHT, MEAN = "0.weight differs", "the mean loss differs"
 FAULTS = {
     "no averaging": (dict(step=parity.train_step), f"step 1, rank 0: {WEIGHT}"),
     "sum": (dict(step=Loop("sum")), f"step 1, rank 0: {WEIGHT}"),
-    "a step that clips": (dict(step=Loop("clip")), f"step 1, rank 0: {WEIGHT}"),
     "share of another": (dict(step=Loop("share")), f"step 1, rank 0: {WEIGHT}"),
     "rank 2, from step 3": (dict(step=Loop("grad", (2, 3))), "step 3, rank 2: 2.bias differs"),
     "rank 1's loss, at step 2": (dict(step=Loop("loss", (1, 2))), f"step 2, {MEAN}"),
@@ -385,6 +331,8 @@ def test_arguments_that_make_no_sense(pools):
         check(model=parity.digits_mlp())
     with pytest.raises(ValueError, match="3 ranks can share evenly, not 4 steps of 16 examples"):
         check(batch_size=16)
+    with pytest.raises(md.RankError, match="a parameter that is not the model's"):
+        parity.check(lambda m: (m, parity.momentum(parity.digits_mlp().parameters())))
     with pytest.raises(ValueError, match="1 step or more, .* not 0 steps of 48 examples"):
         check(steps=0)
 

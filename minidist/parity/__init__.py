@@ -5,7 +5,7 @@ After every step the weights, the buffers, the optimizer's states and the loss m
 float64 that is 12 digits of 16: sums in another order differ in the last ones, and a wrong
 average does not.
 
-To read: `check` below, then `job` (the training, alone and on a rank) and `snapshot` (what it
+To read: `check` below, then `job` (the training, alone and on a rank) and `differences` (what it
 leaves, and how far two of them are apart).
 """
 
@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import minidist as md
+from minidist.parity.differences import differs, missing, relative_difference
 from minidist.parity.job import Data, Found, Job, Loss, Step
-from minidist.parity.snapshot import differs, missing, relative_difference
 from minidist.runtime import Pool
 
 __all__ = [

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from minidist.common.replay import Replay
-from minidist.parity.snapshot import State, buffers_of, copy_of, differences, state_of
+from minidist.parity.differences import State, buffers_of, copy_of, differences, state_of
 from minidist.rank import device
 from minidist.watching.snapshot import Key
 
