@@ -31,12 +31,13 @@ def seen_by(
     if options.get("maximize") or options.get("dampening") or (kept and torch.equal(w0, w1)):
         return None
     eps, lost = torch.finfo(w0.dtype).eps, 0.0
-    if "exp_avg" in after:
+    is_sgd = "dampening" in options  # of torch's optimizers no other has it
+    if "exp_avg_sq" in after or "exp_inf" in after:
         beta = options["betas"][0]
         g = (after["exp_avg"] - beta * before.get("exp_avg", 0)) / (1 - beta)
-    elif "momentum_buffer" in after:
+    elif is_sgd and "momentum_buffer" in after:
         g = after["momentum_buffer"] - options["momentum"] * before.get("momentum_buffer", 0)
-    elif options.get("momentum") == 0:
+    elif is_sgd and options["momentum"] == 0:
         # A small step of a large weight loses digits.
         g = (w0 - w1) / options["lr"]
         lost = float(eps * w0.norm() / options["lr"] / g.norm().clamp_min(1e-300))
@@ -131,7 +132,7 @@ def _words(weights: torch.Tensor, wanted: torch.Tensor, shares: Sequence[Share])
         return " did not arrive"
     if ratio.max() - ratio.min() < 1e-2 * ratio.abs().max():
         times = ratio.mean().item()
-        return f" are {times:.6g} times what they should be{_cause(times, len(wanted))}"
+        return f" are {times:.6g} times what they should be{_cause(times, shares)}"
     listed = ", ".join(
         f"{share.label}: {round(w, 5) + 0.0:.3g} for {round(v, 5):.3g}"
         for share, w, v in zip(shares[:8], weights.tolist(), wanted.tolist(), strict=False)
@@ -144,8 +145,10 @@ def _words(weights: torch.Tensor, wanted: torch.Tensor, shares: Sequence[Share])
     return f" weigh {listed}"
 
 
-def _cause(times: float, shares: int) -> str:
+def _cause(times: float, shares: Sequence[Share]) -> str:
+    """Of a factor that is the number of ranks, or of micro-batches, or of those of a rank."""
+    ranks = len({share.label.partition(" part")[0] for share in shares})
     known = {-1.0: "the wrong sign"}
-    if shares > 1:
-        known |= {float(shares): "a sum where a mean should be", 1 / shares: "divided twice"}
+    for count in {ranks, len(shares), len(shares) // ranks} - {1}:
+        known |= {float(count): "a sum where a mean should be", 1 / count: "divided twice"}
     return next((f": {words}?" for x, words in known.items() if abs(times / x - 1) < 1e-3), "")
