@@ -97,6 +97,8 @@ class Pipeline(Wrapper):
     - With `wrap`, what fails on one replica is waited for by the others, until their timeout. So is
       an evaluation of fewer rows than micro-batches.
     - Unfreezing a layer later raises ValueError where a stage had given nothing that is trained.
+      A layer that is replaced later is not trained, nor what has made the inputs: `md.watch` finds
+      this.
 
     Lesson: layer_splitting. Raises RuntimeError without a process group; on every rank, TypeError
     if the module is no nn.Sequential, or has a forward, hooks, parameters or buffers of its own,
