@@ -511,6 +511,7 @@ REFUSED = [  # what is done, and the words that are told on every rank
     (lambda: md.fully_shard(md.fully_shard(net())), "is sharded already"),
     (lambda: md.fully_shard(nn.Sequential(net(2, 2), net(2, 2, dtype=BF16))), "1.0.weight"),
     (lambda: md.fully_shard(nn.ParameterList([torch.tensor(1.0)])), "0 has no dimension"),
+    (lambda: md.fully_shard(net().to("meta"))(share(0)), "0.weight is on the device meta: call"),
     (lambda: md.fully_shard([nn.Linear(2, 2)]), "one module, not list"),
     (lambda: md.fully_shard(nn.ModuleList()), "ModuleList has no forward pass"),
     (lambda: md.fully_shard(net(), reshard_after_forward=2), "reshard_after_forward=2"),
