@@ -69,9 +69,13 @@ def hunt(ranks, exhibit: int | str, tool: str, form: str = "WRONG") -> None:
     """Print what a tool says."""
     if tool not in TOOLS:
         raise ValueError(f"the tools are {', '.join(TOOLS)}, not {tool!r}")
+    if getattr(load(exhibit), form, None) is None:
+        raise ValueError(f"exhibit {exhibit} has no form {form!r}")
     read = reading(ranks, exhibit, form, tool)
     if tool == "hashes":
         read = f"on both ranks the same: {', '.join(read) or 'nothing'}"
+    elif tool == "parity" and not load(exhibit).PARITY:
+        read = "cannot be asked about this one"
     elif tool == "bytes":
         read = f"{read:,} handed to collectives or sent in step 4"
     elif tool == "memory":
@@ -110,7 +114,10 @@ def show(exhibit: int | str) -> None:
 
 def open(exhibit: int, line: int | None) -> Verdict:
     """Open a sealed exhibit with the number of the line that is wrong."""
-    for seal in json.loads((HERE / "sealed.json").read_text())[str(exhibit)]:
+    seals = json.loads((HERE / "sealed.json").read_text())
+    if str(exhibit) not in seals:
+        raise ValueError(f"sealed are {', '.join(seals)}, not {exhibit}")
+    for seal in seals[str(exhibit)]:
         said = unseal(base64.b64decode(seal), exhibit, line)
         if said.startswith(b"Right: "):
             return Verdict(True, said.decode())
@@ -129,7 +136,7 @@ def gallery(ranks, exhibits) -> None:
     import matplotlib.pyplot as plt  # not on each rank
 
     figure, axes = plt.subplots(4, 5, figsize=(11, 7.5), sharex=True, layout="constrained")
-    for exhibit, axis in zip(exhibits, axes.flat, strict=True):
+    for exhibit, axis in zip(exhibits, axes.flat):  # noqa: B905 (twenty at most)
         for form, style in ("RIGHT", "C0-"), ("WRONG", "C1--"):
             axis.plot(reading(ranks, exhibit, form, "curve"), style, label=form.lower())
         axis.set(ylim=(0, 3.5))

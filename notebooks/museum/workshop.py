@@ -104,7 +104,7 @@ def sgd(groups):
 
 
 def few_labels(labels: torch.Tensor) -> torch.Tensor:
-    """Rank 1's rows have a label each fifth time, and one at least."""
+    """Of rank 1's rows each fifth has a label: three or four in a step."""
     labels = labels.clone()
     keep = torch.arange(len(labels)) % 10 == 1
     labels[1::2][~keep[1::2]] = IGNORE
@@ -122,14 +122,19 @@ def path_of(exhibit: int | str) -> str:
     """The file of an exhibit, by its number."""
     if isinstance(exhibit, str):
         return exhibit
-    return str(next((HERE / "exhibits").glob(f"{exhibit:02}_*.py")))
+    found = [*(HERE / "exhibits").glob(f"{exhibit:02}_*.py")]
+    if not found:
+        raise ValueError(f"there is no exhibit {exhibit}")
+    return str(found[0])
 
 
 def load(exhibit: int | str) -> Any:
     if str(HERE) not in sys.path:
         sys.path.insert(0, str(HERE))
     names = runpy.run_path(path_of(exhibit))
-    return SimpleNamespace(**{**USUAL, **names, "title": names["__doc__"].split("\n")[0]})
+    return SimpleNamespace(
+        **{**USUAL, **names, "title": (names["__doc__"] or "Untitled").split("\n")[0]}
+    )
 
 
 class Run:
@@ -215,7 +220,7 @@ HELD = "parameters", "buffers", "optimizer states", "gradients", "activations"
 
 
 def hashes(model: nn.Module) -> list[str]:
-    """The parameters of which all ranks have the same bytes."""
+    """The tensors of which all ranks have the same bytes: parameters, or shards, and buffers."""
     mine = {}
     for name, tensor in model.state_dict().items():
         tensor = getattr(tensor, "to_local", lambda tensor=tensor: tensor)()

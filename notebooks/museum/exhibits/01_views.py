@@ -1,9 +1,9 @@
 """Gradients that left their buffer
 
 facebookresearch/fairscale#354, ShardedDDP. What is averaged is one flat buffer, of which each
-gradient is a view. `zero_grad()` sets gradients to None, so the next backward pass makes new ones
-beside the buffer, and the buffer is averaged all the same. Each rank updates the parameters that
-it owns and sends them to all, so that the ranks agree.
+gradient is a view. `zero_grad(set_to_none=True)` sets gradients to None, so the next backward pass
+makes new ones beside the buffer, and the buffer is averaged all the same. The owner's parameters
+are sent to all, so that the ranks agree.
 """
 
 from functools import partial
@@ -33,6 +33,6 @@ def step(model, optimizer, micro_batches, set_to_none):
     return loss.item()
 
 
-WRONG = Form(wrap, partial(step, set_to_none=True))  # the default
+WRONG = Form(wrap, partial(step, set_to_none=True))  # today's default
 RIGHT = Form(wrap, partial(step, set_to_none=False))
 SEEN = {"watch": "rank 0: 1 for 0.5", "parity": "step 2", "memory": ""}

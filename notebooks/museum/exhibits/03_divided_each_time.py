@@ -1,7 +1,8 @@
 """Divided each time
 
-pytorch/torchtitan#1733 (torch 2.10, a nightly build). After each micro-batch the schedule divides
-all gradients that are there, so that those of the first one are divided four times.
+pytorch/torchtitan#1733 (torch 2.10, a nightly build). Each step of accumulation calls the schedule,
+which divides all gradients that are there, so that those of the first of four are divided four
+times.
 """
 
 from workshop import Form, average, loss_of, replicas, train

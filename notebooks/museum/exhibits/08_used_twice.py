@@ -1,8 +1,8 @@
 """Reduced once
 
 deepspeedai/DeepSpeed#8224, ZeRO-2 from 0.18.3 to 0.19.3. A module that is used twice gets its
-gradient in two parts, if each use is checkpointed. The first part is averaged and taken away; a
-set says that the parameter has been reduced, and the second part is lost.
+gradient in two parts, if each use is checkpointed. The first part is averaged and taken away; it
+is noted that the parameter has been reduced, and the second part is lost.
 """
 
 from functools import partial

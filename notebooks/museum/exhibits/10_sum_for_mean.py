@@ -1,7 +1,7 @@
 """A sum for a mean
 
-pytorch/pytorch#162338. `fully_shard` asks gloo to reduce_scatter with the operation AVG, and gets
-the sum, without a word.
+pytorch/pytorch#162338. `fully_shard` asked gloo to reduce_scatter with the operation AVG, and got
+the sum, without a word. (Torch 2.13 divides.) Here nobody divides.
 """
 
 from functools import partial

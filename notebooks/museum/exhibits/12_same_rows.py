@@ -1,6 +1,6 @@
 """One batch for all
 
-coqui-ai/Trainer#144, texttron/tevatron#89. The loader has no DistributedSampler: each rank trains
+coqui-ai/Trainer#144. The loader has no DistributedSampler: each rank trains
 on the same rows, and two ranks do the work of one.
 """
 

@@ -1,8 +1,7 @@
 """Squares added up twice
 
 modelscope/twinkle#290. All ranks have the same averaged gradient, and its squares are added up
-over the ranks once more: the norm is 1.41 times too large on two of them, and clipping cuts too
-much.
+over the ranks once more: the norm is 1.41 times too large on two ranks, and clipping cuts too much.
 """
 
 from functools import partial

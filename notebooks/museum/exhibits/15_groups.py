@@ -1,7 +1,7 @@
 """One group for all
 
-verl-project/verl#5070. The optimizer gets all parameters as one group, so biases and norms decay
-with the weights.
+verl-project/verl#5070. The optimizer gets all parameters as one group, so biases decay with the
+weights.
 """
 
 from functools import partial

@@ -3,6 +3,7 @@
 Seen in torch 2.13.0 on the CPU, FSDP with `use_orig_params=True`: `optim_state_dict` gathers the
 states of a parameter one after another into one buffer, and returns views of it. So Adam's first
 moment is saved with the values of the second. Who loads that trains on, with wrong moments.
+The watch reads gradients out of the first moment, and so it blames gradients.
 """
 
 from functools import partial

@@ -1,8 +1,8 @@
 """A context that comes too late
 
-pytorch/PiPPy#1133, speechbrain/speechbrain#1802. DistributedDataParallel decides in the forward
-pass whether to average. `no_sync()` around the backward pass alone changes nothing: every
-micro-batch is averaged. The result is right, and costs as many times the bytes.
+facebookresearch/ClassyVision#706, speechbrain/speechbrain#1802. DistributedDataParallel decides in
+the forward pass whether to average. `no_sync()` around the backward pass alone changes nothing:
+every micro-batch is averaged. The result is right, and costs four times the bytes here.
 """
 
 from functools import partial
