@@ -343,6 +343,38 @@ def a_kin_of_adam():
     return ddp(kind=RMSprop)
 
 
+def an_adam_by_hand():
+    """Its decay is decoupled, and no option says so."""
+
+    class ByHand(torch.optim.Optimizer):
+        def __init__(self, params, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1):
+            super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+        @torch.no_grad()
+        def step(self):
+            (group,) = self.param_groups
+            for p in group["params"]:
+                state, (a, b) = self.state[p], group["betas"]
+                m, v = (state.setdefault(k, torch.zeros_like(p)) for k in ("exp_avg", "exp_avg_sq"))
+                m.lerp_(p.grad, 1 - a), v.lerp_(p.grad.square(), 1 - b)
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_(group["lr"] * m / (v.sqrt() + 1e-8))
+
+    return ddp(kind=ByHand)
+
+
+def wrapped_optimizer():
+    """As Accelerate's, which has no hooks of its own."""
+
+    class Prepared(torch.optim.Optimizer):
+        def __init__(self, optimizer):
+            self.optimizer, self.step = optimizer, optimizer.step
+            self.zero_grad = optimizer.zero_grad
+
+    model, optimizer, step, options = ddp()
+    return model, Prepared(optimizer), step, options
+
+
 def evaluated_batch_norm():
     """Fine-tuning: the layer computes as in evaluation, and the model trains."""
     model, optimizer, step, options = batch_norm()
@@ -406,6 +438,8 @@ RIGHT = [
     groups,
     another_optimizer,
     a_kin_of_adam,
+    an_adam_by_hand,
+    wrapped_optimizer,
     evaluated_batch_norm,
     weights_in_bfloat16,
     autocast,
@@ -523,6 +557,17 @@ def cut_off():
     return ddp(step=step)
 
 
+def lost():
+    """A gradient that is zero in the second step, where weights move by the first moment."""
+    steps = iter(range(10))
+
+    def lose(model):
+        if next(steps) == 1:
+            model.module[0].weight.grad.zero_()
+
+    return ddp(step=lambda *given: plain(*given, after=lose))
+
+
 def overwritten():
     def step(model, optimizer, batch):
         plain(model, optimizer, batch)
@@ -568,6 +613,7 @@ WRONG = {
     no_zero_grad: "step 2: the gradients of all parameters are no mixture",
     in_no_group: "no group of the optimizer has 0.weight, 0.bias",
     cut_off: "0.weight, 0.bias did not move",
+    lost: "step 2: the gradients of 0.weight did not arrive",
     overwritten: "the gradients are right, the step is not: 2.bias moved otherwise",
     decay_on_biases: "the gradients are right, the step is not: 0.bias, 2.bias moved otherwise",
     the_same_masks: "draw the same random numbers, as for dropout",
@@ -596,13 +642,13 @@ def words_of(check, *given):
 def test_each_example_is_seen_once_and_in_another_order(pools):
     def run(epochs):
         model, optimizer, step, options = ddp()
-        watch = md.watch(model, optimizer, loss=loss_sum, every=100, **options)
+        watch = md.watch(model, optimizer, loss=loss_sum, every=100, examples=96, **options)
         for order in epochs:
             for number in order:
                 batch = rows_of(number, dist.get_rank())
                 with watch([batch]):
                     step(model, optimizer, batch)
-            found = words_of(watch.end_of_epoch, 96)
+            found = words_of(watch.end_of_epoch)
         return found
 
     pool = pools(2)
@@ -618,7 +664,9 @@ def test_ranks_with_the_same_examples(pools):
         with watch([rows_of(0, 0)]):
             step(model, optimizer, rows_of(0, 0))
 
-    assert pools(2)(words_of, run)[0].startswith("step 1: 16 of 32 examples of this step are there")
+    assert pools(2)(words_of, run)[0].startswith(
+        "step 1: 16 of 32 examples of this step are on two"
+    )
 
 
 def test_buffers_count_before_an_evaluation(pools):
@@ -651,6 +699,38 @@ def test_it_looks_at_every_kth_step(pools):
 
     first, second, third, fourth = pools(2)(run)[1]
     assert first == second == third == "" and "rank 1 has other values" in fourth
+
+
+def test_a_look_does_not_change_the_training(pools):
+    """Though the function that makes the bare model seeds torch."""
+
+    def run(every):
+        def bare():
+            torch.manual_seed(0)
+            return mlp(nn.Dropout(0.3))
+
+        torch.manual_seed(5 + dist.get_rank())
+        model, optimizer, step, options = ddp(lambda: mlp(nn.Dropout(0.3)))
+        watch = md.watch(model, optimizer, loss=loss_sum, every=every, **options | {"bare": bare})
+        for number in range(3):
+            batch = rows_of(number, dist.get_rank())
+            with watch([batch]):
+                step(model, optimizer, batch)
+        return model.module[0].weight.detach()
+
+    assert torch.equal(pools(2)(run, 1)[0], pools(2)(run, 100)[0])
+
+
+def test_a_batch_may_be_any_slice(pools):
+    def run():
+        model, optimizer, step, options = ddp()
+        watch = md.watch(model, optimizer, loss=loss_sum, **options)
+        images, labels = rows_of(0, 0)
+        batch = images[dist.get_rank() :: 2][:1], labels[dist.get_rank() :: 2][:1]
+        with watch([batch]):
+            step(model, optimizer, batch)
+
+    pools(2)(run)
 
 
 def not_a_number(model, batch):
@@ -691,7 +771,7 @@ def test_where_it_cannot_look_training_goes_on(pools, what):
         return [str(each.message) for each in caught], torch.equal(before, model.module[0].weight)
 
     (found, same), (others, _) = pools(2)(run)
-    assert not same and others == []
+    assert not same and others == found
     assert len(found) == 1 and found[0].startswith("md.watch compares no gradients at step 1")
     assert words in found[0]
 

@@ -10,6 +10,7 @@ To read, in this order:
 
     naive       the idea: whose examples are in a gradient? Least squares
     snapshot    what each rank has, and the whole of it on rank 0
+    ranks       the ranks side by side: copies, random numbers, examples
     mixture     the gradient that an optimizer saw, from what it left; and words for it
     reference   the gradient and the step of one process
 
@@ -19,7 +20,7 @@ Lesson: wrong_in_silence.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -31,7 +32,8 @@ from torch.utils._pytree import tree_map_only
 
 from minidist.common.tensors_in import tensors_of
 from minidist.rank import device
-from minidist.saving.rank_states import capture
+from minidist.saving.rank_states import capture, restore
+from minidist.saving.states import merged
 from minidist.watching import ranks
 from minidist.watching.ranks import Seen
 from minidist.watching.reference import TOLERANCES, Loss, Reference
@@ -70,18 +72,22 @@ class Watch:
     clip: the largest norm of the gradients of all parameters, if the loop clips.
     sources: the ranks that have a batch of their own; None is all. The ranks of a pipeline or of
         tensor parallel share that of the first one.
+    examples: how many different examples an epoch has, for `end_of_epoch`, which then knows those
+        of steps without a look, too.
     tolerance: how far gradients may be from those of one process, and the step from its step,
         relatively. None goes by the dtype: 1e-8 for both in float64.
 
-    Raises SilentError, on every rank, with what is wrong in one sentence each; ValueError for
-    arguments that make no sense. Where it cannot look, it warns, and the training goes on.
+    Raises SilentError, on every rank, with what is wrong in one sentence each; ValueError and
+    TypeError for arguments that make no sense. Where it cannot look, it warns, and the training
+    goes on.
 
     Limits: one optimizer has all parameters, and no layer is frozen for a while. Steps that it does
     not look at. What `bare` and `loss` share with the loop, such as labels that are shifted by one.
-    Weights that were wrong from the start. Learning rates, which it takes from the loop. Of a
-    parameter with less than two elements for each micro-batch it does not say whose gradients it
-    has. The bare model must fit rank 0, beside its optimizer's states. Ranks that hang in the step,
-    hang.
+    Weights that were wrong from the start. Learning rates, momentum and betas, which it takes from
+    the loop. Layers and losses that mix the examples of several ranks. Batches that the step
+    changes in place. A parameter with less than two elements for each micro-batch: whose gradients
+    it has, it does not say. The bare model must fit rank 0, beside its optimizer's states. Ranks
+    that hang in the step, hang.
 
     step: how many steps were taken. noise: how far gradients were from those of one process, in the
     last look (on rank 0).
@@ -98,6 +104,7 @@ class Watch:
         make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
         clip: float | None = None,
         sources: Sequence[int] | None = None,
+        examples: int | None = None,
         tolerance: tuple[float, float] | None = None,
     ) -> None:
         if every < 1 or (clip is not None and clip <= 0):
@@ -108,27 +115,29 @@ class Watch:
         self.optimizer = getattr(optimizer, "optimizer", optimizer)  # of Accelerate's
         self.every, self.make_optimizer, self.clip = every, make_optimizer, clip
         self.sources = range(dist.get_world_size()) if sources is None else sources
-        self.tolerance, self.step, self.noise = tolerance, 0, 0.0
+        self.examples, self.tolerance, self.step, self.noise = examples, tolerance, 0, 0.0
         self._rows: list[str] = []  # of this epoch
-        self._epochs: list[list[str]] = []
+        self._orders: set[str] = set()  # of earlier ones
 
     @contextmanager
     def __call__(self, micro_batches: Sequence[Any]) -> Iterator[None]:
         """Around one step of the optimizer, and its micro-batches."""
-        seen = Seen(rows=[row for batch in micro_batches for row in ranks.rows_of(batch)])
-        self._rows += seen.rows
         self.step += 1
-        if (self.step - 1) % self.every:
+        looks = (self.step - 1) % self.every == 0
+        seen = Seen(dtype=_lowest(self.model.parameters()))
+        if looks or self.examples:
+            seen.rows = [row for batch in micro_batches for row in ranks.rows_of(batch)]
+            self._rows += seen.rows
+        if not looks:
             yield
             return
-        numbers: list[dict[str, Any]] = []  # the random ones, before each forward
+        states: list[dict[str, Any]] = []  # of the random numbers, before each forward
 
         def forward(*_: Any) -> None:
-            numbers.append(capture())
+            states.append(capture())
 
         def output(_: nn.Module, __: Any, outputs: Any) -> None:
-            kinds = [x.dtype for x in tensors_of(outputs) if x.is_floating_point()]
-            seen.dtype = min([*kinds, seen.dtype], key=lambda kind: kind.itemsize)
+            seen.dtype = _lowest(tensors_of(outputs), seen.dtype)
 
         def step(optimizer: Any, *_: Any) -> None:
             kept = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
@@ -143,30 +152,37 @@ class Watch:
             yield
         if not hookable:
             step(self.optimizer)
-        if len(numbers) != len(micro_batches):  # a pipeline, which calls no forward
-            numbers = [start] * len(micro_batches)
-        seen.draw, seen.drew = _print([*numbers, start][0]), _print(start) != _print(capture())
-        mine = list(zip(micro_batches, numbers, strict=True))
+        seen.drew = _stream(start) != _stream(capture())
+        if len(states) != len(micro_batches):
+            if states and seen.drew:
+                words = f"{len(states)} forward passes for {len(micro_batches)} micro-batches"
+                seen.cannot.append(f"the model draws random numbers in {words}")
+            states = [start] * len(micro_batches)  # a pipeline calls no forward
+        seen.stream = _stream([*states, start][0])
+        mine = list(zip(micro_batches, states, strict=True))
         self._look(seen, before, self._snapshot(seen), mine)
 
     def same(self) -> None:
         """All ranks: do they have the same weights, and buffers too, as those of batch norm? Before
         an evaluation or a checkpoint."""
         seen = Seen()
-        seen.take(Snapshot(self.model, self.optimizer))
-        self._raise(ranks.replicas(gather(seen), buffers=True))
+        if (now := self._snapshot(seen)) is not None:
+            seen.take(now)
+        everyone = gather(seen)
+        problems = ranks.own_problems(everyone) or ranks.replicas(everyone, buffers=True)
+        self._conclude(problems, seen.cannot)
 
-    def end_of_epoch(self, examples: int) -> None:
-        """All ranks: has each of so many different examples been seen, and in another order than in
-        the epochs before?"""
+    def end_of_epoch(self) -> None:
+        """All ranks: have all `examples` been seen, and in another order than in earlier epochs?"""
         everyone = gather(self._rows)
         rows = [row for rank in self.sources for row in everyone[rank]]
-        missing = examples - len(set(rows))
-        problems = [f"{missing} of {examples} examples were not seen"] if missing > 0 else []
-        if rows in self._epochs:
+        missing = (self.examples or 0) - len(set(rows))
+        problems = [f"{missing} of {self.examples} examples were not seen"] * (missing > 0)
+        order = ranks.digest("".join(rows).encode())
+        if order in self._orders:
             problems.append("this epoch had the order of an earlier one (sampler.set_epoch?)")
-        self._rows, self._epochs = [], [*self._epochs, rows]
-        self._raise(problems)
+        self._rows, self._orders = [], {*self._orders, order}
+        self._conclude(problems)
 
     # ---- a look ----------------------------------------------------------------------------
 
@@ -191,7 +207,7 @@ class Watch:
         problems = ranks.own_problems(everyone)
         cannot = [words for each in everyone for words in each.cannot][:1]
         if problems or not seen.options:  # without a step there is nothing to see
-            return self._raise(problems, cannot)
+            return self._conclude(problems, cannot)
         own = [everyone[rank] for rank in self.sources]
         problems = ranks.replicas(everyone) + ranks.draws(own) + ranks.doubles(own)
         if before is not None and after is not None and not cannot:
@@ -199,16 +215,19 @@ class Watch:
             mine = tree_map_only(torch.Tensor, lambda x: x.cpu().clone(), mine)  # without its rest
             found = to_rank_0([before, after], [each.prints for each in everyone], mine)
             if found:
+                own_stream = capture()  # which the bare model, when it is made, may move
                 try:
                     problems += self._oracle(*found, everyone)
                 except Exception as error:  # of the bare model, of the loss: training goes on
                     cannot = [f"{type(error).__name__}: {error}"]
-        self._raise(problems, cannot)
+                finally:
+                    restore([own_stream], 0)
+        self._conclude(problems, cannot)
 
-    def _raise(self, problems: list[str], cannot: Sequence[str] = ()) -> None:
+    def _conclude(self, problems: list[str], cannot: Sequence[str] = ()) -> None:
         verdict = [problems, cannot]
-        dist.broadcast_object_list(verdict, 0)  # one for all
-        if verdict[1] and dist.get_rank() == 0:
+        dist.broadcast_object_list(verdict, 0)  # one for all, so that all raise, or none
+        if verdict[1]:
             words = f"md.watch compares no gradients at step {self.step}: {verdict[1][0]}"
             warnings.warn(words, stacklevel=2)
         if verdict[0]:
@@ -222,9 +241,10 @@ class Watch:
             return problems
         tolerance = self.tolerance or TOLERANCES[everyone[0].dtype]
         for rank, parts in enumerate(own):
-            for number, (batch, numbers) in enumerate(parts):
+            for number, (batch, state) in enumerate(parts):
                 label = f"rank {rank}" + f" part {number}" * (len(parts) > 1)
-                reference.add(label, self.loss, batch, numbers)
+                restore([state], 0)
+                reference.add(label, self.loss, batch)
         wanted = reference.weigh(self.clip)
         groups: list[list[dict[str, Any]]] = [
             [{"options": o, "names": n} for o, n in zip(each.options[0], each.groups, strict=True)]
@@ -238,18 +258,17 @@ class Watch:
             return problems
         optimizer = self._optimizer(reference, groups)
         for group, theirs in zip(optimizer.param_groups, groups[0], strict=False):
-            scheduled = {"lr", "momentum", "betas"} & group.keys()
+            scheduled = {"lr", "momentum", "betas"} & group.keys() & theirs["options"].keys()
             group.update({key: theirs["options"][key] for key in scheduled})
         return reference.step(optimizer, after, tolerance[1])
 
     def _optimizer(self, reference: Reference, groups: list[Any]) -> torch.optim.Optimizer:
         if self.make_optimizer is not None:
             return self.make_optimizer(reference.model)
-        made = []
-        for of in zip(*groups, strict=True):  # of each rank, which may have other parameters
-            here = {name for group in of for name in group["names"]}
-            own = [p for name, p in reference.names.items() if name in here]
-            made.append({**of[0]["options"], "params": own})
+        made = [
+            {**g["options"], "params": [p for n, p in reference.names.items() if n in g["names"]]}
+            for g in merged(groups)
+        ]
         kind: Any = type(_innermost(self.optimizer))
         optimizer: torch.optim.Optimizer = kind(made)
         return optimizer
@@ -258,13 +277,20 @@ class Watch:
 watch = Watch
 
 
-def _print(numbers: dict[str, Any]) -> int:
+def _lowest(tensors: Iterable[torch.Tensor], least: torch.dtype = torch.float64) -> torch.dtype:
+    """The dtype of the fewest digits."""
+    kinds = [x.dtype for x in tensors if x.is_floating_point()]
+    return min([*kinds, least], key=lambda kind: kind.itemsize)
+
+
+def _stream(numbers: dict[str, Any]) -> int:
+    """Where random numbers are, in a few bytes."""
     return fingerprint(numbers.get("cuda", numbers["torch"]))
 
 
 def _innermost(optimizer: Any) -> Any:
-    """The optimizer in ZeRO's, ours and torch's, and in Accelerate's."""
-    for name in ("inner", "optim", "optimizer"):
+    """The optimizer in ZeRO's, ours and torch's."""
+    for name in ("inner", "optim"):
         if hasattr(optimizer, name):
             return _innermost(getattr(optimizer, name))
     return optimizer

@@ -30,6 +30,8 @@ def seen_by(
     kept = all(torch.equal(value, before[k]) for k, value in after.items() if k in before)
     if options.get("maximize") or options.get("dampening") or (kept and torch.equal(w0, w1)):
         return None
+    if "exp_avg" in after and "decoupled_weight_decay" not in options:
+        return None  # another's Adam, whose decay may be either
     eps, lost = torch.finfo(w0.dtype).eps, 0.0
     is_sgd = "dampening" in options  # of torch's optimizers no other has it
     if "exp_avg_sq" in after or "exp_inf" in after:
@@ -67,12 +69,15 @@ def find(
     allowed: float,
 ) -> list[Finding]:
     """Whose gradients are in g: in all of it, or in each part of it that is wrong, if another
-    rank's is right, or wrong otherwise. ranks: the pieces of each. allowed: not wrong, so far."""
+    rank's is right, or wrong otherwise. ranks: the pieces of each. allowed: the largest difference
+    that is no fault."""
 
     def off(at: Any) -> float:
         return float((g[at] - wanted[at]).norm() / wanted[at].norm().clamp_min(1e-300))
 
     def fit(at: Any, place: str = "") -> Finding:
+        if not g[at].any():
+            return Finding(torch.zeros(len(shares), dtype=torch.float64), 0.0, place)
         columns = [s.gradients.get(name, torch.zeros_like(g))[at] for s in shares]
         if g[at].numel() < 2 * len(shares) or not g[at].isfinite().all():
             return Finding(None, 1.0, place)
@@ -108,9 +113,7 @@ def explain(
     small = []  # of which nothing can be said
     for name, findings in found.items():
         for finding in findings:
-            words = (
-                finding.place + " are no mixture of the ranks' gradients: something else is in them"
-            )
+            words = finding.place + " are no mixture of the ranks' gradients"
             if finding.weights is not None:
                 words = finding.place + _words(finding.weights, wanted, shares)
             if finding.left < 1:
@@ -122,6 +125,7 @@ def explain(
 
 
 def _some(names: Sequence[str], count: int) -> str:
+    names = [*dict.fromkeys(names)]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return "all parameters" if len(names) == count else ", ".join(names[:3]) + more
 

@@ -17,12 +17,12 @@ class Seen:
     """What a rank has seen in a step.
 
     options: of the optimizer's groups, when it took its step; of each step, if it took several.
-    draw: a fingerprint of the random numbers' state before forward. drew: whether it moved.
+    stream: where the random numbers were before forward, in a few bytes. drew: whether they moved.
     """
 
     rows: list[str] = field(default_factory=list)
     options: list[list[dict[str, Any]]] = field(default_factory=list)
-    draw: int = 0
+    stream: int = 0
     drew: bool = False
     dtype: torch.dtype = torch.float64  # the lowest that a module gives
     wrong: list[str] = field(default_factory=list)
@@ -37,14 +37,17 @@ class Seen:
         self.prints = snapshot.prints()
 
 
+def digest(data: bytes) -> str:
+    """Eight bytes of it."""
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
 def rows_of(batch: Any) -> list[str]:
     """A few bytes for each example of a batch."""
-    tensors = [x.detach().cpu().contiguous() for x in tensors_of(batch) if x.ndim and x.numel()]
-    arrays = [x.view(len(x), -1).view(torch.uint8).numpy() for x in tensors]
-    return [
-        hashlib.blake2b(b"".join(row.tobytes() for row in rows), digest_size=8).hexdigest()
-        for rows in zip(*arrays, strict=False)
-    ]
+    dense = torch.contiguous_format
+    tensors = [x.detach().cpu().clone(memory_format=dense) for x in tensors_of(batch) if x.ndim]
+    arrays = [x.view(len(x), -1).view(torch.uint8).numpy() for x in tensors if x.numel()]
+    return [digest(b"".join(row.tobytes() for row in of)) for of in zip(*arrays, strict=False)]
 
 
 def ungrouped(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
@@ -79,10 +82,11 @@ def replicas(everyone: Sequence[Seen], buffers: bool = False) -> list[str]:
     problems = []
     for rank, seen in enumerate(everyone):
         for key, values in seen.prints.items():
-            name = key[0].removeprefix(MODEL)
+            kind, name = key[0].split(".", 1)
             holder, theirs = first.setdefault(key, (rank, values))
             if theirs != values and (buffers or name not in seen.buffers):
-                wrong.setdefault(name, (rank, holder))
+                of = name if kind + "." == MODEL else name.split(".", 1)[1]  # a state of it
+                wrong.setdefault(of, (rank, holder))
         for steps in zip(everyone[0].options[:1], seen.options[:1], strict=True):
             for a, b in zip(*steps, strict=False):
                 problems += [
@@ -99,13 +103,13 @@ def replicas(everyone: Sequence[Seen], buffers: bool = False) -> list[str]:
 
 def draws(own: Sequence[Seen]) -> list[str]:
     """Ranks with other examples must not draw the same random numbers."""
-    same = len({seen.draw for seen in own}) < len(own) and any(seen.drew for seen in own)
+    same = len({seen.stream for seen in own}) < len(own) and any(seen.drew for seen in own)
     return ["ranks with other examples draw the same random numbers, as for dropout"] * same
 
 
 def doubles(own: Sequence[Seen]) -> list[str]:
     """Ranks must have different examples. (A few that are equal may be the data's own.)"""
-    rows = [row for seen in own for row in seen.rows]
-    twice = len(rows) - len(set(rows))
-    words = f"{twice} of {len(rows)} examples of this step are there twice (no sampler? sources?)"
-    return [words] * (10 * twice > len(rows))
+    count = sum(len(seen.rows) for seen in own)
+    twice = sum(len(set(seen.rows)) for seen in own) - len({r for seen in own for r in seen.rows})
+    words = f"{twice} of {count} examples of this step are on two ranks (no sampler? sources?)"
+    return [words] * (10 * twice > count)

@@ -9,7 +9,6 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from minidist.rank import device
-from minidist.saving.rank_states import capture, restore
 from minidist.watching.mixture import Share, explain, find, seen_by
 from minidist.watching.snapshot import Key, Whole, bare_name
 
@@ -49,19 +48,15 @@ class Reference:
             f"the model has {name}, which the bare one has not" for name in more[:1]
         ]
 
-    def add(self, label: str, loss: Loss, batch: Any, numbers: Mapping[str, Any]) -> None:
-        """The gradient of a micro-batch, as on its rank: with its random numbers."""
+    def add(self, label: str, loss: Loss, batch: Any) -> None:
+        """The gradient of a micro-batch, as on its rank."""
         self.model.zero_grad()
-        here, own_numbers = device(self.model), capture()
-        try:
-            restore([numbers], 0)
-            found = loss(self.model, tree_map_only(torch.Tensor, lambda x: x.to(here), batch))
-            if not (isinstance(found, tuple) and len(found) == 2):
-                raise TypeError("loss must give the sum over the examples, and their number")
-            total, number = found
-            total.backward()
-        finally:
-            restore([own_numbers], 0)
+        here = device(self.model)
+        found = loss(self.model, tree_map_only(torch.Tensor, lambda x: x.to(here), batch))
+        if not (isinstance(found, tuple) and len(found) == 2):
+            raise TypeError("loss must give the sum over the examples, and their number")
+        total, number = found
+        total.backward()
         count = float(number)
         own = {n: p.grad.cpu() / count for n, p in self.names.items() if p.grad is not None}
         self.shares.append(Share(label, own, count))
@@ -78,9 +73,11 @@ class Reference:
             ]
             p.grad = torch.stack(own).sum(0).to(p) if own else None
         largest = float("inf") if clip is None else clip
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), largest)
-        self.norm = float(norm)
-        scale = min(1.0, largest / (self.norm + 1e-6))
+        norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), largest))
+        if not norm < float("inf"):
+            raise ValueError("the gradients are not finite, in one process either")
+        self.norm = min(norm, largest)
+        scale = min(1.0, largest / (norm + 1e-6))
         return scale * torch.tensor(weights, dtype=torch.float64)
 
     def gradients(

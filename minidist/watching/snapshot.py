@@ -68,7 +68,9 @@ class Snapshot:
                 entry = f"{kind}.{bare_name(rest)}"
                 self.shapes[entry] = tuple(part.shape)
                 for at, own in part.pieces.items():
-                    self.pieces[entry, tuple(at), tuple(own.shape)] = own.detach().cpu().clone()
+                    self.pieces[entry, tuple(at), tuple(own.shape)] = (
+                        own.detach().cpu().clone(memory_format=torch.contiguous_format)
+                    )
 
     def prints(self) -> dict[Key, int]:
         """A few bytes for each piece. Ranks that have the same piece must have the same ones."""

@@ -176,6 +176,7 @@ def watch_says(exhibit: int | str, form: str) -> str:
         make_optimizer=lambda bare: run.exhibit.optimizer(run.exhibit.groups(bare.parameters())),
         clip=run.exhibit.CLIP,
         sources=run.exhibit.SOURCES,
+        examples=run.exhibit.EPOCH,
     )
     try:
         for step in range(6):
@@ -183,7 +184,7 @@ def watch_says(exhibit: int | str, form: str) -> str:
             with watch(micro_batches):
                 run.step(micro_batches)
             if run.exhibit.EPOCH and (step + 1) * 2 * ROWS % run.exhibit.EPOCH == 0:
-                watch.end_of_epoch(run.exhibit.EPOCH)
+                watch.end_of_epoch()
         watch.same()
     except AssertionError as error:
         return str(error)

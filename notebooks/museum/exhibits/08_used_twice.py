@@ -55,4 +55,4 @@ def step(model, optimizer, micro_batches):
 model = Twice
 WRONG = Form(partial(wrap, once=True), step)
 RIGHT = Form(partial(wrap, once=False), step)
-SEEN = {"watch": "something else", "parity": "shared", "bytes": ""}
+SEEN = {"watch": "no mixture", "parity": "shared", "bytes": ""}

@@ -13,4 +13,4 @@ def same_rows(step, rank):
 
 WRONG = Form(replicas, train, same_rows)
 RIGHT = Form(replicas, train, rows)
-SEEN = {"watch": "twice", "parity": "step 1"}
+SEEN = {"watch": "on two ranks", "parity": "step 1"}
