@@ -69,7 +69,7 @@ class ZeroRedundancyOptimizer(Optimizer):
     ) -> None:
         self.process_group = group = require_group(process_group, "ZeroRedundancyOptimizer")
         self.bucket_cap_mb = BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
-        self._inner: Any = None  # it trains the rows
+        self.inner: Any = None  # it trains the rows
         with together(group):
             _require_elementwise(optimizer_class)
             if not self.bucket_cap_mb > 0:
@@ -87,15 +87,15 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._flats = [FlatParameters(bucket, self.cut) for bucket in buckets]
         own = {p: rows for flat in self._flats for p, rows in flat.own.items()}
         self.own = {p: own[p] for p in self._parameters() if p in own}  # this rank's rows of each
-        self._inner = optimizer_class(
+        self.inner = optimizer_class(
             [
                 {**_options(each), "params": [self.own[p] for p in each["params"] if p in self.own]}
                 for each in self.param_groups
             ],
             **defaults,
         )
-        self.defaults = self._inner.defaults
-        for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+        self.defaults = self.inner.defaults
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             outer.update(_options(inner))  # with all that were not given
         self._take_states()  # some make them at once
 
@@ -104,7 +104,7 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Of the constructor alone."""
-        if self._inner is not None:
+        if self.inner is not None:
             raise RuntimeError("make another ZeroRedundancyOptimizer, of all groups")
         super().add_param_group(param_group)
 
@@ -131,10 +131,10 @@ class ZeroRedundancyOptimizer(Optimizer):
                 own.grad = gradient.to_local() if is_rows else self.cut.own(gradient)
 
         # 2. The optimizer updates this rank's rows.
-        for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(_options(outer))
-        self._inner.step()
-        self._inner.zero_grad()
+        self.inner.step()
+        self.inner.zero_grad()
         self._take_states()
 
         # 3. All ranks get the parameters.
@@ -144,8 +144,8 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     def _take_states(self) -> None:
         for parameter, own in self.own.items():
-            if own in self._inner.state:
-                self.state[parameter] = self._inner.state[own]
+            if own in self.inner.state:
+                self.state[parameter] = self.inner.state[own]
 
     # ---- checkpoints -----------------------------------------------------------------------
 
@@ -176,10 +176,10 @@ class ZeroRedundancyOptimizer(Optimizer):
             for number, each in state_dict["state"].items()
         }
         super().load_state_dict({**state_dict, "state": states})
-        self._inner.state.clear()
+        self.inner.state.clear()
         for parameter, own in self.own.items():
             if parameter in self.state:
-                self._inner.state[own] = self.state[parameter]
+                self.inner.state[own] = self.state[parameter]
 
     def _rows(self, parameter: nn.Parameter, name: str, value: Any) -> Any:
         if not getattr(value, "ndim", 0):

@@ -1,0 +1,262 @@
+"""One process in anybody's loop: did this step train as one process would have trained?
+
+`md.parity.check` trains twice, and compares. This looks at a training that runs, at every k-th
+step, and asks the strategy for nothing but what each rank has of weights and optimizer states,
+before the step and after it. From the whole of these follows which gradient the optimizer saw. Rank
+0 computes the gradient of each rank's micro-batches with the bare model, and finds with which
+weight each of them is in what the optimizer saw. One process weighs them by their examples.
+
+To read, in this order:
+
+    naive       the idea: whose examples are in a gradient? Least squares
+    snapshot    what each rank has, and the whole of it on rank 0
+    mixture     the gradient that an optimizer saw, from what it left; and words for it
+    reference   the gradient and the step of one process
+
+The same aim by other means: TrainCheck (OSDI 2025, arXiv 2506.14813) infers what must hold from
+good runs; TTrace (arXiv 2506.09280) compares the tensors within a step with those of one device.
+Lesson: wrong_in_silence.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from minidist.rank import device
+from minidist.saving.rank_states import capture
+from minidist.watching import ranks
+from minidist.watching.ranks import Seen
+from minidist.watching.reference import TOLERANCES, Loss, Reference
+from minidist.watching.snapshot import Snapshot, Whole, fingerprint, gather, to_rank_0
+
+__all__ = ["SilentError", "Watch", "watch"]
+
+
+class SilentError(AssertionError):
+    """A step that one process would have taken otherwise. Lesson: wrong_in_silence."""
+
+
+class Watch:
+    """Hold a training on ranks against one process, at every k-th step. Lesson: wrong_in_silence.
+
+        watch = md.watch(model, optimizer, bare=make_model, loss=loss_sum, every=100)
+        for micro_batches in loader:
+            with watch(micro_batches):
+                step(model, optimizer, micro_batches)
+
+    All ranks make it, and enter it at every step. A look finds: ranks whose copies differ; whose
+    gradients are in the optimizer's, and with which weights; a step that is another one than that
+    of one process; examples that are there twice; random numbers that are the same where they must
+    differ; parameters that are in no group of the optimizer. It knows minidist's strategies, and
+    torch's DDP, fully_shard, FSDP1 and ZeRO; SGD and Adam with their kin. With another optimizer it
+    compares weights alone.
+
+    micro_batches: this rank's, of one step: a list of what `loss` takes, tensors with the examples
+        first. With one micro-batch a list of one.
+    bare: a function that makes the model as one process has it; its weights do not count.
+    loss: loss(model, batch) gives the sum over the examples of a micro-batch, and their number (of
+        tokens, if the loop takes the mean over tokens).
+    every: look at every so many steps, the first one included.
+    make_optimizer: a function of the bare model: what one process would train it with. None is the
+        class and the options of `optimizer`, which then are right by definition.
+    clip: the largest norm of the gradients of all parameters, if the loop clips.
+    sources: the ranks that have a batch of their own; None is all. The ranks of a pipeline or of
+        tensor parallel share that of the first one.
+    tolerance: how far gradients may be from those of one process, and the step from its step,
+        relatively. None goes by the dtype: 1e-8 and 1e-6 in float64.
+
+    Raises SilentError, on every rank, with what is wrong in one sentence each; ValueError for
+    arguments that make no sense. Where it cannot look, it warns, and the training goes on.
+
+    Limits: steps that it does not look at. What `bare` and `loss` share with the loop, such as
+    labels that are shifted by one. Weights that were wrong from the start. Of a parameter with less
+    than two elements for each micro-batch it does not say whose gradients it has. The bare model
+    must fit rank 0, beside its optimizer's states. It replays torch's random numbers alone. Ranks
+    that hang in the step, hang.
+
+    step: how many steps were taken. noise: how far gradients were from those of one process, in the
+    last look (on rank 0).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        bare: Callable[[], nn.Module],
+        loss: Loss,
+        every: int = 1,
+        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+        clip: float | None = None,
+        sources: Sequence[int] | None = None,
+        tolerance: tuple[float, float] | None = None,
+    ) -> None:
+        if every < 1 or (clip is not None and clip <= 0):
+            raise ValueError(f"every must be 1 or more, and clip more than 0: {every}, {clip}")
+        if isinstance(bare, nn.Module):
+            raise TypeError("bare must be a function that makes a model, not a model")
+        self.model, self.optimizer, self.bare, self.loss = model, optimizer, bare, loss
+        self.every, self.make_optimizer, self.clip = every, make_optimizer, clip
+        self.sources = range(dist.get_world_size()) if sources is None else sources
+        self.tolerance, self.step, self.noise = tolerance, 0, 0.0
+        self._rows: list[str] = []  # of this epoch
+        self._epochs: list[list[str]] = []
+
+    @contextmanager
+    def __call__(self, micro_batches: Sequence[Any]) -> Iterator[None]:
+        """Around one step of the optimizer, and its micro-batches."""
+        seen = Seen(rows=[row for batch in micro_batches for row in ranks.rows_of(batch)])
+        self._rows += seen.rows
+        self.step += 1
+        if (self.step - 1) % self.every:
+            yield
+            return
+        numbers: list[dict[str, Any]] = []  # the random ones, before each forward
+
+        def forward(*_: Any) -> None:
+            numbers.append(capture())
+            if torch.is_autocast_enabled(kind := device(self.model).type):
+                seen.dtype = torch.get_autocast_dtype(kind)
+
+        def step(optimizer: Any, *_: Any) -> None:
+            kept = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+            seen.options.append(kept)
+
+        before, start = self._snapshot(seen), capture()
+        with ExitStack() as hooks:
+            hooks.callback(self.model.register_forward_pre_hook(forward).remove)
+            if hookable := isinstance(self.optimizer, torch.optim.Optimizer):
+                hooks.callback(self.optimizer.register_step_pre_hook(step).remove)
+            yield
+        if not hookable:
+            step(self.optimizer)
+        if len(numbers) != len(micro_batches):  # a pipeline, which calls no forward
+            numbers = [start] * len(micro_batches)
+        seen.draw, seen.drew = _print([*numbers, start][0]), _print(start) != _print(capture())
+        mine = list(zip(micro_batches, numbers, strict=True))
+        self._look(seen, before, self._snapshot(seen), mine)
+
+    def same(self) -> None:
+        """All ranks: do they have the same weights, and buffers too, as those of batch norm? Before
+        an evaluation or a checkpoint."""
+        seen = Seen()
+        seen.take(Snapshot(self.model, self.optimizer))
+        self._raise(ranks.replicas(gather(seen), buffers=True))
+
+    def end_of_epoch(self, examples: int) -> None:
+        """All ranks: has each of so many different examples been seen, and in another order than in
+        the epochs before?"""
+        everyone = gather(self._rows)
+        rows = [row for rank in self.sources for row in everyone[rank]]
+        missing = examples - len(set(rows))
+        problems = [f"{missing} of {examples} examples were not seen"] if missing > 0 else []
+        if rows in self._epochs:
+            problems.append("this epoch had the order of an earlier one (sampler.set_epoch?)")
+        self._rows, self._epochs = [], [*self._epochs, rows]
+        self._raise(problems)
+
+    # ---- a look ----------------------------------------------------------------------------
+
+    def _snapshot(self, seen: Seen) -> Snapshot | None:
+        try:
+            return Snapshot(self.model, self.optimizer)
+        except ValueError as error:  # the optimizer has a parameter that is not the model's
+            seen.wrong.append(str(error))
+        except Exception as error:
+            seen.cannot.append(f"{type(error).__name__}: {error}")
+        return None
+
+    def _look(
+        self, seen: Seen, before: Snapshot | None, after: Snapshot | None, mine: list[Any]
+    ) -> None:
+        seen.wrong = [*dict.fromkeys(seen.wrong), *ranks.ungrouped(self.model, self.optimizer)]
+        if len(seen.options) > 1:
+            seen.cannot.append(f"the optimizer took {len(seen.options)} steps")
+        if after is not None:
+            seen.take(after)
+        everyone: list[Seen] = gather(seen)
+        problems = ranks.own_problems(everyone)
+        cannot = [words for each in everyone for words in each.cannot][:1]
+        if problems or not seen.options:  # without a step there is nothing to see
+            return self._raise(problems, cannot)
+        own = [everyone[rank] for rank in self.sources]
+        problems = ranks.replicas(everyone) + ranks.draws(own) + ranks.doubles(own)
+        if before is not None and after is not None and not cannot:
+            mine = mine if dist.get_rank() in self.sources else []
+            mine = tree_map_only(torch.Tensor, lambda x: x.cpu().clone(), mine)  # without its rest
+            found = to_rank_0([before, after], [each.prints for each in everyone], mine)
+            if found:
+                try:
+                    problems += self._oracle(*found, everyone)
+                except Exception as error:  # of the bare model, of the loss: training goes on
+                    cannot = [f"{type(error).__name__}: {error}"]
+        self._raise(problems, cannot)
+
+    def _raise(self, problems: list[str], cannot: Sequence[str] = ()) -> None:
+        verdict = [problems, cannot]
+        dist.broadcast_object_list(verdict, 0)  # one for all
+        if verdict[1] and dist.get_rank() == 0:
+            words = f"md.watch compares no gradients at step {self.step}: {verdict[1][0]}"
+            warnings.warn(words, stacklevel=2)
+        if verdict[0]:
+            raise SilentError(f"step {self.step}: " + "; ".join(verdict[0]))
+
+    def _oracle(self, pieces: list[Any], own: list[Any], everyone: Sequence[Seen]) -> list[str]:
+        """On rank 0: what one process would have done otherwise."""
+        before, after = (Whole(*each) for each in pieces)
+        reference = Reference(self.bare().to(device(self.model)), before, self.model.training)
+        if problems := reference.difference(after):
+            return problems
+        tolerance = self.tolerance or TOLERANCES[everyone[0].dtype or reference.dtype]
+        for rank, parts in enumerate(own):
+            for number, (batch, numbers) in enumerate(parts):
+                label = f"rank {rank}" + f" part {number}" * (len(parts) > 1)
+                reference.add(label, self.loss, batch, numbers)
+        wanted = reference.weigh(self.clip)
+        groups: list[list[dict[str, Any]]] = [
+            [{"options": o, "names": n} for o, n in zip(each.options[0], each.groups, strict=True)]
+            for each in everyone
+        ]
+        options = {n: group["options"] for of in groups for group in of for n in group["names"]}
+        held = [list(each.prints) for each in everyone]
+        problems = reference.gradients(after, options, held, wanted, tolerance[0])
+        self.noise = reference.noise
+        if problems:
+            return problems
+        optimizer = self._optimizer(reference, groups)
+        for group, theirs in zip(optimizer.param_groups, groups[0], strict=False):
+            group["lr"] = theirs["options"].get("lr")  # which a scheduler may have set
+        return reference.step(optimizer, after, tolerance[1])
+
+    def _optimizer(self, reference: Reference, groups: list[Any]) -> torch.optim.Optimizer:
+        if self.make_optimizer is not None:
+            return self.make_optimizer(reference.model)
+        made = []
+        for of in zip(*groups, strict=True):  # of each rank, which may have other parameters
+            here = {name for group in of for name in group["names"]}
+            own = [p for name, p in reference.names.items() if name in here]
+            made.append({**of[0]["options"], "params": own})
+        kind: Any = type(_innermost(self.optimizer))
+        optimizer: torch.optim.Optimizer = kind(made)
+        return optimizer
+
+
+watch = Watch
+
+
+def _print(numbers: dict[str, Any]) -> str:
+    return fingerprint(numbers.get("cuda", numbers["torch"]))
+
+
+def _innermost(optimizer: Any) -> Any:
+    """The optimizer in ZeRO's, ours and torch's, and in Accelerate's."""
+    for name in ("inner", "optim", "optimizer"):
+        if hasattr(optimizer, name):
+            return _innermost(getattr(optimizer, name))
+    return optimizer

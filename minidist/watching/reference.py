@@ -1,0 +1,140 @@
+"""One process in place of the ranks: the gradient and the step that it would have made (lesson:
+wrong_in_silence)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from minidist.rank import device
+from minidist.saving.rank_states import capture, restore
+from minidist.watching.mixture import Share, explain, find, seen_by
+from minidist.watching.snapshot import Key, Whole, bare_name
+
+Loss = Callable[[nn.Module, Any], tuple[torch.Tensor, Any]]
+
+# How far gradients and steps may be from those of one process, relatively, by what is computed in.
+# Sums in another order differ in the last digits; in bfloat16 there are three.
+TOLERANCES = {
+    torch.float64: (1e-8, 1e-6),
+    torch.float32: (1e-3, 1e-2),
+    torch.bfloat16: (5e-2, 0.5),
+    torch.float16: (5e-2, 0.5),
+}
+
+
+class Reference:
+    """A step of one process, from the weights and states before it."""
+
+    def __init__(self, bare: nn.Module, before: Whole, training: bool) -> None:
+        self.before, self.model = before, bare.train(training)
+        own = {name: before.weights.get(bare_name(name)) for name in self.model.state_dict()}
+        self._own = {name: value for name, value in own.items() if value is not None}
+        self.model.load_state_dict(self._own, strict=False)
+        self.names = {bare_name(name): p for name, p in self.model.named_parameters()}
+        self.dtype = next(iter(self.names.values())).dtype
+        self.shares: list[Share] = []
+        self.noise = 0.0
+
+    def difference(self, after: Whole) -> list[str]:
+        """What the model has and the bare one has not, or the reverse."""
+        missing = [name for name in self.names if name not in after.weights]
+        known = {bare_name(name) for name in self.model.state_dict()}
+        more = [name for name in after.weights if name not in known]
+        return [f"the model has no {name}, which the bare one has" for name in missing[:1]] + [
+            f"the model has {name}, which the bare one has not" for name in more[:1]
+        ]
+
+    def add(self, label: str, loss: Loss, batch: Any, numbers: Mapping[str, Any]) -> None:
+        """The gradient of a micro-batch, as on its rank: with its random numbers, and buffers as
+        they were."""
+        self.model.zero_grad()
+        here, own_numbers = device(self.model), capture()
+        try:
+            restore([numbers], 0)
+            found = loss(self.model, tree_map_only(torch.Tensor, lambda x: x.to(here), batch))
+            if not (isinstance(found, tuple) and len(found) == 2):
+                raise TypeError("loss must give the sum over the examples, and their number")
+            total, number = found
+            total.backward()
+        finally:
+            restore([own_numbers], 0)
+        count = float(number)
+        own = {n: p.grad.cpu() / count for n, p in self.names.items() if p.grad is not None}
+        self.shares.append(Share(label, own, count))
+        buffers = {n: self._own[n] for n, _ in self.model.named_buffers() if n in self._own}
+        self.model.load_state_dict(buffers, strict=False)
+
+    def weigh(self, clip: float | None) -> torch.Tensor:
+        """Give the model the gradient of all examples, clipped; returns each share's weight."""
+        count = sum(share.count for share in self.shares)
+        weights = [share.count / count for share in self.shares]
+        for name, p in self.names.items():
+            own = [
+                w * s.gradients[name]
+                for w, s in zip(weights, self.shares, strict=True)
+                if name in s.gradients
+            ]
+            p.grad = torch.stack(own).sum(0).to(p) if own else None
+        largest = float("inf") if clip is None else clip
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), largest)
+        self.norm = float(norm)
+        scale = min(1.0, largest / (self.norm + 1e-6))
+        return scale * torch.tensor(weights, dtype=torch.float64)
+
+    def gradients(
+        self,
+        after: Whole,
+        options: Mapping[str, Mapping[str, Any]],
+        ranks: Sequence[Sequence[Key]],
+        wanted: torch.Tensor,
+        tolerance: float,
+    ) -> list[str]:
+        """What is wrong with the gradients that the optimizer saw. options, ranks: by parameter,
+        those of the optimizer; by rank, the pieces that it has."""
+        found = {}
+        size = sum(p.numel() for p in self.names.values())
+        for name, p in self.names.items():
+            w0, w1 = self.before.weights[name], after.weights[name]
+            states = self.before.states.get(name, {}), after.states.get(name, {})
+            seen = seen_by(options.get(name, {}), *states, w0, w1)
+            if seen is None or p.grad is None:
+                continue  # a gradient that should not be there moves weights: see `step`
+            (g, lost), right = seen, p.grad.cpu()
+            # Some are zero but for rounding: then all others' rounding is the measure.
+            rounding = 1e3 * torch.finfo(p.dtype).eps * self.norm * (p.numel() / size) ** 0.5
+            off = float((g - right).norm() / (right.norm() + rounding).clamp_min(1e-300))
+            self.noise = max(self.noise, off)
+            allowed = tolerance + lost
+            if off <= allowed:
+                p.grad = g.to(p)  # so that rounding is no difference between the steps
+            else:
+                found[name] = find(name, g, right, self.shares, ranks, allowed)
+        return explain(found, wanted, self.shares, len(self.names)) if found else []
+
+    def step(self, optimizer: torch.optim.Optimizer, after: Whole, tolerance: float) -> list[str]:
+        """What is wrong with the weights after the step, where gradients are right."""
+        for name, p in self.names.items():
+            states = self.before.states.get(name, {})
+            if states:
+                optimizer.state[p] = {
+                    k: v.to(p.device, copy=True) if v.ndim else v.clone() for k, v in states.items()
+                }
+        optimizer.step()
+        wrong = {}
+        for name, p in self.names.items():
+            w0, w1, right = self.before.weights[name], after.weights[name], p.detach().cpu()
+            moved = (right - w0).norm()
+            lost = torch.finfo(p.dtype).eps * w0.norm() / moved.clamp_min(1e-300)
+            off = float((w1 - right).norm() / moved.clamp_min(1e-300))
+            if not torch.equal(w1, right) and not off <= tolerance + float(lost):
+                wrong[name] = off
+        still = [n for n in wrong if torch.equal(self.before.weights[n], after.weights[n])]
+        if still:
+            return [f"{', '.join(still[:3])} did not move"]
+        if not wrong:
+            return []
+        names, most = ", ".join([*wrong][:3]), 100 * max(wrong.values())
+        return [f"the gradients are right, the step is not: {names} moved otherwise ({most:.2g} %)"]
