@@ -1,14 +1,15 @@
 """`python -m minidist doctor script.py`: does it train on N ranks as it would in one process?
 
-The script runs as it is, on N ranks, for a few steps. Then one process runs it, each step from the
-ranks' weights and with all their batches. What parts first is said in one sentence, with its cause: a
-least-squares fit of the gradient on that of each rank's own batch (`verdict.py`).
+The script runs as it is, on N ranks, for a few steps. Then one process runs it, and takes each step
+from the ranks' weights and with all their batches. What parts first is said in one sentence, with
+its cause, from a least-squares fit of the gradient on that of each rank's own batch.
 
 To read: `consult` below, then `witness` (inside the script's processes), `feed`, `verdict`.
 
 Limits: dropout drops nothing while the doctor looks, and batch norm takes its means by rank in one
-process as well. torch.compile does not compile. What the script writes to files, it writes. Of a script
-that makes its batches without a DataLoader, a loss that is none of torch's is not given its targets.
+process as well; torch.compile does not compile. Buffers are not compared, nor are ranks that have
+other layers than one process. The script writes its files as ever. If it makes its batches without
+a DataLoader, targets are known of torch's losses only.
 """
 
 import argparse
@@ -16,7 +17,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 
@@ -60,17 +60,25 @@ def consult(runs: Runs, world_size: int, tolerance: float | None = None) -> tupl
     """The exit code, and the sentence."""
     ranks = runs.ranks(world_size)
     count = min(len(rank.steps) for rank in ranks)
+    fast = max(ranks, key=lambda rank: len(rank.steps))
+    for slow in ranks:  # one that goes on without a step, until it waits for the others
+        if len(slow.steps) < len(fast.steps) and slow.forwards > fast.forwards:
+            took = (
+                f"{slow.job.who} takes {len(slow.steps)} of them in {slow.forwards} forward passes"
+            )
+            return NO, f"{fast.job.who} takes {len(fast.steps)} steps of the optimizer, and {took}."
     steps = [[rank.steps[s] for rank in ranks] for s in range(count)]
     if not count:
         return UNKNOWN, _no_step(ranks, world_size)
     if not any(step["group"] for step in steps[0]):
-        return (
-            UNKNOWN,
-            f"Each of the {world_size} ranks trains alone: the script makes no process group.",
-        )
+        return UNKNOWN, "Each rank trains alone: the script makes no process group."
+    if any(step["unknown"] for step in steps[0]):
+        return UNKNOWN, "The doctor does not know FSDP1's shards; it knows those of fully_shard."
     for number, step in enumerate(steps, start=1):
         if words := verdict.among_ranks(step, number):
             return NO, f"Step {number}: {words}."
+    if bad := next((rank for rank in ranks if rank.code), None):
+        return UNKNOWN, f"It fails on {world_size} ranks:\n{bad.said}"
     fed = [f"rank{rank}" for rank in verdict.sources(steps[0])]
     for number, step in enumerate(steps, start=1):
         torch.save(verdict.whole(step, "before")[0], runs.folder / f"begin.{number}")
@@ -78,6 +86,8 @@ def consult(runs: Runs, world_size: int, tolerance: float | None = None) -> tupl
     if one is None:
         return UNKNOWN, words
     for number, (step, own) in enumerate(zip(steps, one.steps, strict=False), start=1):
+        if {name for each in step for name in each["after"]} != own["after"].keys():
+            return UNKNOWN, "The ranks have other parameters than one process."
         parted, kind, by = verdict.beside(step, own, tolerance)
         if parted and own["random"]:
             return UNKNOWN, "The model draws random numbers, which are others in one process."
@@ -86,19 +96,14 @@ def consult(runs: Runs, world_size: int, tolerance: float | None = None) -> tupl
             solos = runs.alone(jobs)
             solos = solos if all(len(solo.steps) == number for solo in solos) else []
             why = verdict.cause(step, own, parted, kind, solos)
-            what = "has another gradient than" if kind == "gradient" else "moves otherwise than"
-            return (
-                NO,
-                f"Step {number}: {verdict.names(parted)} {what} in one process, by {100 * by:.2g} %: {why}.",
-            )
-    if bad := next((rank for rank in ranks if rank.code), None):
-        return UNKNOWN, f"It fails on {world_size} ranks:\n{bad.said}"
+            what = "the gradient" if kind == "gradient" else "the movement"
+            first = f"{what} of {verdict.names(parted)} is {verdict.percent(by)} off one process's"
+            return NO, f"Step {number}: {first}; {why}"
     return YES, f"On {world_size} ranks it trains as in one process, for {len(one.steps)} steps."
 
 
 def _no_step(ranks: Sequence[Process], world_size: int) -> str:
-    bad = next((rank for rank in ranks if rank.code), None)
-    if bad:
+    if bad := next((rank for rank in ranks if rank.code), None):
         return f"It fails on {world_size} ranks:\n{bad.said}"
     late = next(rank for rank in ranks if not rank.steps)
     if late.code is None:

@@ -14,7 +14,7 @@ import torch
 
 from minidist.doctor.witness import Job
 
-GRACE = 20.0  # seconds that the last rank has when the first is ready
+GRACE = 15.0  # seconds that the last rank has when the first is ready
 
 
 @dataclass
@@ -25,10 +25,7 @@ class Process:
     code: int | None  # None if it did not end by itself
     said: str
     steps: list[dict[str, Any]]
-
-    @property
-    def hungry(self) -> bool:
-        return self.job.path(self.job.who, "hungry").exists()
+    forwards: int
 
 
 @dataclass
@@ -103,7 +100,9 @@ class Runs:
         paths = [job.path(job.who, step) for step in range(1, self.steps + 1)]
         steps = [torch.load(path, weights_only=False) for path in paths if path.exists()]
         said = job.path(job.who, "log").read_text(errors="replace").strip()
-        return Process(job, code, "\n".join(said.splitlines()[-5:]), steps)
+        passes = job.path(job.who, "forwards")
+        forwards = torch.load(passes) if passes.exists() else 0
+        return Process(job, code, "\n".join(said.splitlines()[-5:]), steps, forwards)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

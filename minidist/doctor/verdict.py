@@ -6,6 +6,8 @@ from typing import Any
 import torch
 
 from minidist.doctor.runs import Process
+from minidist.watching.naive import mixture
+from minidist.watching.snapshot import box
 
 Step = dict[str, Any]
 Whole = dict[str, torch.Tensor]
@@ -29,7 +31,7 @@ def whole(ranks: Sequence[Step], what: str) -> tuple[Whole, dict[str, tuple[int,
                     differ.setdefault(name, (rank, off))
                 if theirs is x:
                     full = found.setdefault(name, torch.zeros(shape, dtype=x.dtype))
-                    full[tuple(slice(a, a + n) for a, n in zip(at, x.shape, strict=True))] = x
+                    full[box(at, x.shape)] = x
     return found, differ
 
 
@@ -39,7 +41,11 @@ def far(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def names(of: Sequence[str]) -> str:
-    return of[0] + (f" and {len(of) - 1} more" if len(of) > 1 else "")
+    return of[0] + (f" (and {len(of) - 1} more)" if len(of) > 1 else "")
+
+
+def percent(part: float) -> str:
+    return f"{100 * part:.2g} %" if part < 1 else f"{100 * part:.0f} %"
 
 
 def sources(ranks: Sequence[Step]) -> list[int]:
@@ -52,17 +58,15 @@ def sources(ranks: Sequence[Step]) -> list[int]:
 
 def among_ranks(ranks: Sequence[Step], number: int) -> str:
     """What is wrong with this step, in words, or nothing."""
-    outside = [name for step in ranks for name in step["outside"]]
-    if outside:
-        return (
-            f"{names(list(dict.fromkeys(outside)))} gets a gradient and is in no optimizer's groups"
-        )
+    for step in ranks:
+        if still := [name for name in step["outside"] if _still(step, name)]:
+            return f"{names(still)} with a gradient, in no optimizer's groups, did not move"
     _, differ = whole(ranks, "before")
     if differ and number == 1:
         name, (rank, off) = next(iter(differ.items()))
         return (
-            f"{names([*differ])} of rank {rank} begins {100 * off:.2g} % away from that of rank 0: "
-            "nobody sends rank 0's weights"
+            f"{names([*differ])} of rank {rank} begin with other weights than rank 0's, by "
+            f"{percent(off)}: nobody sends rank 0's"
         )
     if len(sources(ranks)) > 1 and (words := _rows(ranks) or _draws(ranks)):
         return words
@@ -77,13 +81,22 @@ def among_ranks(ranks: Sequence[Step], number: int) -> str:
     return ""
 
 
+def _still(step: Step, name: str) -> bool:
+    before, after = (step[when][name][1] for when in ("before", "after"))
+    return all(torch.equal(x, after[at]) for at, x in before.items())
+
+
 def _options(step: Step, other: Step) -> str:
     """The first option of an optimizer that differs."""
     for own, theirs in zip(step["options"], other["options"], strict=False):
         for key in own.keys() & theirs.keys():
             if own[key] != theirs[key]:
-                return f"{key} = {own[key]:g}, and {theirs[key]:g}"
+                return f"{key} = {_short(own[key])}, and {_short(theirs[key])}"
     return ""
+
+
+def _short(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _rows(ranks: Sequence[Step]) -> str:
@@ -155,64 +168,59 @@ def cause(
 ) -> str:
     """Why they part. solos: of each rank with examples of its own, one process that had those."""
     if words := _options(ranks[0], one):
-        return f"the optimizer has {words} in one process"
-    number = len(solos[0].steps) if solos else 0
-    name = max(parted, key=lambda each: one["after"][each][0].numel())
-    columns, labels = [], []
-    for rank, solo in enumerate(solos):
-        backwards = solo.steps[number - 1]["backwards"]
-        for part, made in enumerate(backwards):
-            if name in made:
-                columns.append(whole([{"made": made}], "made")[0][name])
-                labels.append(f"rank {rank}" + f" part {part}" * (len(backwards) > 1))
-    own, wanted = whole([one], "grads")[0], None
-    if columns and name in own:
-        wanted, rest = mixture(own[name], columns)
+        return f"the optimizer has {words} in one process."
     seen, local = whole(ranks, "grads")
-    if name not in seen or wanted is None or rest > 1e-2:
-        return "the gradients cannot be told apart by rank"
+    own, _ = whole([one], "grads")
+    columns: dict[str, Whole] = {}  # of each micro-batch its gradients
+    for rank, solo in enumerate(solos):
+        backwards = solo.steps[-1]["backwards"]
+        for part, made in enumerate(backwards):
+            label = f"rank {rank}" + f" part {part}" * (len(backwards) > 1)
+            columns[label] = whole([{"made": made}], "made")[0]
+    # Of a tensor that is large enough to tell them apart.
+    there = (own, seen, *columns.values())
+    told = [n for n in parted if all(n in g and g[n].numel() >= 2 * len(columns) for g in there)]
+    if not columns or not told:
+        return "why, the gradients do not tell."
+    name = max(told, key=lambda each: own[each].numel())
+    gradients = [each[name] for each in columns.values()]
+    wanted, unknown = mixture(own[name], gradients)
+    weights, left = mixture(seen[name], gradients)
     where = " on rank 0" if local else ""
-    weights, rest = mixture(seen[name], columns)
-    if weights is None:
-        return "the gradients cannot be told apart by rank"
-    if rest > 3e-2:
-        return f"the gradient{where} is no mixture of the ranks' ({100 * rest:.0f} % is something else)"
+    if not unknown < 3e-2:
+        return "why, the gradients do not tell."
+    if not left < 3e-2:
+        return f"{100 * left:.0f} % of the gradient{where} is something else than the ranks' own."
     if kind == "step" and not local and far(weights, wanted) < 1e-2:
-        return "the gradients are right, but the weights moved otherwise"
-    return f"the gradient{where} is {_in_words(weights, wanted, labels, len(ranks))}"
-
-
-def mixture(g: torch.Tensor, columns: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, float]:
-    a = torch.stack([each.flatten() for each in columns], 1).double()
-    b = g.flatten().double()[:, None]
-    if len(a) < 2 * len(columns) or not (a.isfinite().all() and b.isfinite().all()):
-        return None, 1.0
-    x = torch.linalg.lstsq(a, b, driver="gelsd").solution
-    return x[:, 0], ((a @ x - b).norm() / b.norm().clamp_min(1e-300)).item()
+        return "the gradients are right, but the weights moved otherwise."
+    return f"the gradient{where} is {_in_words(weights, wanted, [*columns], len(ranks))}"
 
 
 def _in_words(
     weights: torch.Tensor, wanted: torch.Tensor, labels: list[str], world_size: int
 ) -> str:
-    ratio = weights / wanted
+    ratio, parts = weights / wanted, len(labels) // world_size
     if ratio.max() - ratio.min() < 2e-2 * ratio.abs().max():
-        times, parts = ratio.mean().item(), len(labels) // world_size
-        guesses = {
-            world_size: "the ranks' sum, not their mean?",
-            1 / world_size: "divided by the number of ranks twice?",
-            parts: "not divided by the number of micro-batches?",
-            1 / parts: "divided by the number of micro-batches twice?",
-        }
-        why = [words for value, words in guesses.items() if abs(times / value - 1) < 2e-2]
-        return f"{times:.4g} times one process's" + (f" ({why[0]})" if why else "")
-    shares = [
-        f"{label} {w:.3g} for {v:.3g}"
+        times = ratio.mean().item()
+        guesses = [
+            (world_size, "the ranks' sum, not their mean"),
+            (1 / world_size, "divided by the number of ranks twice"),
+            (parts, "not divided by the number of micro-batches"),
+            (1 / parts, "divided by the number of micro-batches twice"),
+        ]
+        why = [words for x, words in guesses if x != 1 and abs(times / x - 1) < 2e-2]
+        return f"{times:.4g} times one process's" + (f": {', or '.join(why)}?" if why else ".")
+    shares = ", ".join(
+        f"{label}: {round(w, 3) + 0.0:.3g} for {round(v, 3):.3g}"
         for label, w, v in zip(labels, weights.tolist(), wanted.tolist(), strict=True)
-    ]
-    lost = [abs(each) < 1e-3 for each in (weights / weights.abs().max()).tolist()]
-    why = (
-        "some examples are not averaged over the ranks"
-        if any(lost)
-        else "averaged by other weights, or clipped before"
     )
-    return f"made of {', '.join(shares)} ({why}?)"
+    lost = ratio.abs() < 1e-3
+    if lost[parts:].all() and not lost[:parts].any():
+        why = "not averaged, since no_sync was on or the wrapper does not see it"
+    elif lost.any():
+        why = "no_sync around the wrong micro-batch"
+    elif weights.max() - weights.min() < 1e-2 * weights.max():
+        why = "a mean of means, over different numbers of examples"
+    else:
+        why = "clipped, or weighed, before it was averaged"
+    return f"a mixture ({shares}): {why}?"

@@ -1,8 +1,8 @@
 """In a process of the script: what its steps train on and what comes of them, written down.
 
-`python -m minidist.doctor.witness SCRIPT WORDS` runs the script as it is, with hooks in torch. A step
-begins with the first forward pass after an optimizer's step, and so ends the one before. When the
-last one has ended, the process waits to be killed: nothing after it happens.
+`python -m minidist.doctor.witness SCRIPT WORDS` runs the script as it is, with hooks in torch. A
+step begins with the first forward pass after an optimizer's step, and so ends the one before. When
+the last one has ended, the process waits to be killed: nothing after it happens.
 """
 
 import json
@@ -30,9 +30,9 @@ from torch.utils._pytree import tree_leaves
 import minidist as md
 from minidist.doctor.feed import Feed
 from minidist.saving.parts import cuts_of, part_of
+from minidist.watching.snapshot import bare_name, box, fingerprint
 
 JOB = "MINIDIST_DOCTOR"
-WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 Held = dict[str, tuple[torch.Size, dict[tuple[int, ...], torch.Tensor]]]  # this rank's pieces
 
 
@@ -64,12 +64,20 @@ class Witness:
         self.job, self.feed = job, Feed(job, self.hungry)
         self.models: list[nn.Module] = []
         self.held: dict[int, torch.Tensor] = {}  # by the optimizers, by id
-        self.step, self.stepped, self.inside, self.nested = 1, False, False, 0
+        self.step, self.stepped, self.inside, self.nested, self.forwards = 1, False, False, 0, 0
         self.record = self.new()
 
     def new(self) -> dict[str, Any]:
         lists = {key: [] for key in ("options", "draws", "norms", "backwards", "inputs")}
-        return {"before": {}, "grads": {}, "low": False, "random": False, "kept": "", **lists}
+        return {
+            "before": {},
+            "grads": {},
+            "low": False,
+            "random": False,
+            "kept": "",
+            "trained": {},
+            **lists,
+        }
 
     # ---- a step begins, and ends -----------------------------------------------------------
 
@@ -83,6 +91,8 @@ class Witness:
         if all(module is not known for known in self.models):
             self.models.append(module)
         self.begin_step()
+        self.forwards += 1
+        self.job.write("forwards", self.forwards)
         args, kwargs = self.feed.inputs(args, kwargs)
         self.record["inputs"].append(self.feed.seen)
         drawn = torch.get_rng_state()
@@ -106,18 +116,18 @@ class Witness:
             begin = torch.load(path, weights_only=False) if path.exists() else {}
             for name, part in self.parts():
                 for at, own in part.pieces.items():
-                    place = tuple(slice(a, a + n) for a, n in zip(at, own.shape, strict=True))
                     if name in begin and begin[name].shape == part.shape:
-                        own.copy_(begin[name][place])
+                        own.copy_(begin[name][box(at, own.shape)])
         self.record["before"] = self.copies(self.parts())
 
     def end_step(self) -> None:
-        parameters = [(clean(n), p) for m in self.models for n, p in m.named_parameters()]
         # A gradient that comes to a parameter which no optimizer has.
         self.record["outside"] = [
-            n for n, p in parameters if self.has_grad(p) and id(p) not in self.held
+            n for n, key in self.record["trained"].items() if key not in self.held
         ]
         self.record["after"] = self.copies(self.parts())
+        modules = [each for model in self.models for each in model.modules()]
+        self.record["unknown"] = any(hasattr(each, "_fsdp_wrapped_module") for each in modules)
         self.record["sharded"] = self.sharded()
         self.record["group"] = dist.is_initialized() and dist.get_world_size()
         self.job.write(self.step, self.record)
@@ -143,16 +153,13 @@ class Witness:
                 own = p.grad if grads else p
                 partial = any(each.is_partial() for each in getattr(own, "placements", ()))
                 if own is not None and own.shape == p.shape and not partial:
-                    yield prefix + clean(name), part_of(own, cuts.get(p))
+                    yield prefix + bare_name(name), part_of(own, cuts.get(p))
 
     def copies(self, parts: Iterator[tuple[str, Any]]) -> Held:
         return {
             name: (part.shape, {at: x.to("cpu", copy=True) for at, x in part.pieces.items()})
             for name, part in parts
         }
-
-    def has_grad(self, p: torch.Tensor) -> bool:
-        return p.requires_grad and p.grad is not None
 
     def sharded(self) -> bool:
         """Whether layers are shared, and so examples are not."""
@@ -173,6 +180,8 @@ class Witness:
             return
         self.held |= {id(p): p for group in optimizer.param_groups for p in group["params"]}
         self.record["grads"] |= self.copies(self.parts(grads=True))
+        named = (each for model in self.models for each in model.named_parameters())
+        self.record["trained"] |= {bare_name(n): id(p) for n, p in named if p.grad is not None}
         for group in optimizer.param_groups:
             numbers = {k: v for k, v in group.items() if isinstance(v, float | int | tuple)}
             self.record["options"].append(numbers)
@@ -197,9 +206,9 @@ class Witness:
         )
 
     def dropout(self, x: torch.Tensor, p: float = 0.5, training: bool = True, *_: Any) -> Any:
-        """It drops nothing, since one process would draw other masks. Noted is what it draws from."""
+        """Drops nothing, since one process draws other masks. Noted is what it draws from."""
         if training and p:
-            self.record["draws"].append(hash(torch.get_rng_state().numpy().tobytes()))
+            self.record["draws"].append(fingerprint(torch.get_rng_state()))
         return x
 
     def batch_norm(
@@ -208,7 +217,7 @@ class Witness:
         """The mean is over the examples of a rank, in one process as well."""
         training = named.get("training", more[2] if len(more) > 2 else False)
         if training and mean is not None:
-            self.record["norms"].append(mean.tolist())
+            self.record["norms"].append(fingerprint(mean))
         parts = x.chunk(len(self.job.fed)) if training and self.feed.joins else [x]
         return torch.cat([original(each, mean, var, *more, **named) for each in parts])
 
@@ -232,10 +241,6 @@ class Witness:
 
         functional.scaled_dot_product_attention = attend
         self.feed.install(lambda: not self.inside)
-
-
-def clean(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def main() -> None:

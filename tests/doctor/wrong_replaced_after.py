@@ -21,7 +21,9 @@ rank, world_size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 data = TensorDataset(*digits())
 loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data))
-model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)))
+model = DistributedDataParallel(
+    nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)), find_unused_parameters=True
+)
 model.module[2] = nn.Linear(32, 4)  # for our classes
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for epoch in range(2):
