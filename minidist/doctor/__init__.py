@@ -117,7 +117,7 @@ def _one(runs: Runs, fed: list[str], ranks: Sequence[Process]) -> tuple[Process 
     for apart in (False, True):
         one = runs.alone([Job(str(runs.folder), f"one{apart}", runs.steps, fed, apart)])[0]
         if one.code:
-            return None, f"It fails in one process:\n{one.said}"
+            return None, f"It fails in one process, with the ranks' batches:\n{one.said}"
         theirs = [len(step["inputs"]) for step in ranks[0].steps]
         own = [len(step["inputs"]) for step in one.steps]
         if own and own[0] == theirs[0] * (len(fed) if apart else 1):

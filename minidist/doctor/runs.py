@@ -99,10 +99,11 @@ class Runs:
     def _left(self, job: Job, code: int | None) -> Process:
         paths = [job.path(job.who, step) for step in range(1, self.steps + 1)]
         steps = [torch.load(path, weights_only=False) for path in paths if path.exists()]
-        said = job.path(job.who, "log").read_text(errors="replace").strip()
+        log = job.path(job.who, "log").read_text(errors="replace").strip().splitlines()
+        said = "\n".join([line for line in log if "<frozen " not in line][-5:])
         passes = job.path(job.who, "forwards")
         forwards = torch.load(passes) if passes.exists() else 0
-        return Process(job, code, "\n".join(said.splitlines()[-5:]), steps, forwards)
+        return Process(job, code, said, steps, forwards)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -48,9 +48,18 @@ def percent(part: float) -> str:
     return f"{100 * part:.2g} %" if part < 1 else f"{100 * part:.0f} %"
 
 
+def rows(step: Step) -> list[bytes]:
+    """Of what goes into the model first, at each forward pass."""
+    first = [next((x for x in each if x is not None), None) for each in step["inputs"]]
+    return [row.numpy().tobytes() for x in first if x is not None for row in x.cpu().float()]
+
+
 def sources(ranks: Sequence[Step]) -> list[int]:
-    """The ranks with examples of their own: where layers are shared, the first."""
-    return [0] if any(step["sharded"] for step in ranks) else [*range(len(ranks))]
+    """The ranks with examples of their own. Where ranks share layers, some have the same ones."""
+    if not any(step["shares"] for step in ranks):
+        return [*range(len(ranks))]
+    each = [rows(step) for step in ranks]
+    return [rank for rank, own in enumerate(each) if own not in each[:rank]]
 
 
 # ---- what is seen without one process ----------------------------------------------------------
@@ -68,7 +77,8 @@ def among_ranks(ranks: Sequence[Step], number: int) -> str:
             f"{names([*differ])} of rank {rank} begin with other weights than rank 0's, by "
             f"{percent(off)}: nobody sends rank 0's"
         )
-    if len(sources(ranks)) > 1 and (words := _rows(ranks) or _draws(ranks)):
+    own = [ranks[rank] for rank in sources(ranks)]
+    if words := _rows(own) or _draws(own):
         return words
     if (kept := ranks[0]["kept"]) and number > 1:
         return f"the gradient of {kept} still has that of step {number - 1} in it: nobody zeroes it"
@@ -100,12 +110,10 @@ def _short(value: object) -> str:
 
 
 def _rows(ranks: Sequence[Step]) -> str:
-    rows = []
-    for step in ranks:
-        first = [next((x for x in each if x is not None), ()) for each in step["inputs"]]
-        rows.append([row.numpy().tobytes() for x in first for row in x.cpu().float()])
-    for rank, own in enumerate(rows[1:], start=1):
-        twice = sum(row in rows[0] for row in own)
+    first = {*rows(ranks[0])}
+    for rank, step in enumerate(ranks[1:], start=1):
+        own = rows(step)
+        twice = sum(row in first for row in own)
         if 2 * twice > len(own):
             return (
                 f"{twice} of the {len(own)} examples of rank {rank} are rank 0's as well: "
@@ -128,7 +136,6 @@ def beside(
     ranks: Sequence[Step], one: Step, tolerance: float | None
 ) -> tuple[list[str], str, float]:
     """The tensors that part in this step, of what kind, and by which part of the step."""
-    before, _ = whole(ranks, "before")
     after, differ = whole(ranks, "after")
     grads, local = whole(ranks, "grads")
     own = {what: whole([one], what)[0] for what in ("before", "after", "grads")}
@@ -174,9 +181,12 @@ def cause(
     columns: dict[str, Whole] = {}  # of each micro-batch its gradients
     for rank, solo in enumerate(solos):
         backwards = solo.steps[-1]["backwards"]
-        for part, made in enumerate(backwards):
+        before: Whole = {}
+        for part, held in enumerate(backwards):
+            now, _ = whole([{"held": held}], "held")
             label = f"rank {rank}" + f" part {part}" * (len(backwards) > 1)
-            columns[label] = whole([{"made": made}], "made")[0]
+            columns[label] = {name: g - before.get(name, 0) for name, g in now.items()}
+            before = now
     # Of a tensor that is large enough to tell them apart.
     there = (own, seen, *columns.values())
     told = [n for n in parted if all(n in g and g[n].numel() >= 2 * len(columns) for g in there)]

@@ -68,16 +68,10 @@ class Witness:
         self.record = self.new()
 
     def new(self) -> dict[str, Any]:
-        lists = {key: [] for key in ("options", "draws", "norms", "backwards", "inputs")}
-        return {
-            "before": {},
-            "grads": {},
-            "low": False,
-            "random": False,
-            "kept": "",
-            "trained": {},
-            **lists,
-        }
+        lists = ("options", "draws", "norms", "backwards", "inputs")
+        tables = ("before", "grads", "trained")
+        numbers = {"low": False, "random": False, "kept": "", "models": 0}
+        return {key: [] for key in lists} | {key: {} for key in tables} | numbers
 
     # ---- a step begins, and ends -----------------------------------------------------------
 
@@ -108,7 +102,7 @@ class Witness:
         return output
 
     def begin_step(self) -> None:
-        if len(self.models) == self.record.get("models"):
+        if len(self.models) == self.record["models"]:
             return
         self.record["models"] = len(self.models)
         if self.job.fed:
@@ -128,7 +122,7 @@ class Witness:
         self.record["after"] = self.copies(self.parts())
         modules = [each for model in self.models for each in model.modules()]
         self.record["unknown"] = any(hasattr(each, "_fsdp_wrapped_module") for each in modules)
-        self.record["sharded"] = self.sharded()
+        self.record["shares"] = self.shares()
         self.record["group"] = dist.is_initialized() and dist.get_world_size()
         self.job.write(self.step, self.record)
         self.job.write("feed", self.feed.noted)
@@ -146,14 +140,19 @@ class Witness:
 
     # ---- what this process has -------------------------------------------------------------
 
-    def parts(self, grads: bool = False) -> Iterator[tuple[str, Any]]:
+    def named(self) -> Iterator[tuple[str, torch.Tensor, Any]]:
+        """Name, parameter, and which features of it are here."""
         for number, model in enumerate(self.models):
             cuts, prefix = dict(cuts_of(model)), f"{number}." if number else ""
             for name, p in model.named_parameters():
-                own = p.grad if grads else p
-                partial = any(each.is_partial() for each in getattr(own, "placements", ()))
-                if own is not None and own.shape == p.shape and not partial:
-                    yield prefix + bare_name(name), part_of(own, cuts.get(p))
+                yield prefix + bare_name(name), p, cuts.get(p)
+
+    def parts(self, grads: bool = False) -> Iterator[tuple[str, Any]]:
+        for name, p, cut in self.named():
+            own = p.grad if grads else p
+            partial = any(each.is_partial() for each in getattr(own, "placements", ()))
+            if own is not None and own.shape == p.shape and not partial:
+                yield name, part_of(own, cut)
 
     def copies(self, parts: Iterator[tuple[str, Any]]) -> Held:
         return {
@@ -161,13 +160,15 @@ class Witness:
             for name, part in parts
         }
 
-    def sharded(self) -> bool:
-        """Whether layers are shared, and so examples are not."""
+    def shares(self) -> bool:
+        """Whether ranks may share layers, and so see the same examples."""
         units = (FSDPModule, md.FullyShardedDataParallel)
         data = any(isinstance(each, units) for m in self.models for each in m.modules())
-        return not data and any(
-            x.shape != part.shape for _, part in self.parts() for x in part.pieces.values()
+        mesh = any(
+            getattr(p, "device_mesh", None) and p.device_mesh.ndim > 1 for _, p, _ in self.named()
         )
+        pieces = ((x, part) for _, part in self.parts() for x in part.pieces.values())
+        return mesh or (not data and any(x.shape != part.shape for x, part in pieces))
 
     # ---- torch's hooks ---------------------------------------------------------------------
 
@@ -180,30 +181,25 @@ class Witness:
             return
         self.held |= {id(p): p for group in optimizer.param_groups for p in group["params"]}
         self.record["grads"] |= self.copies(self.parts(grads=True))
-        named = (each for model in self.models for each in model.named_parameters())
-        self.record["trained"] |= {bare_name(n): id(p) for n, p in named if p.grad is not None}
+        self.record["trained"] |= {n: id(p) for n, p, _ in self.named() if p.grad is not None}
         for group in optimizer.param_groups:
             numbers = {k: v for k, v in group.items() if isinstance(v, float | int | tuple)}
             self.record["options"].append(numbers)
         self.stepped = True
 
     def backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        was = self.copies(self.parts(grads=True))
+        if self.inside:  # of a part that is computed again
+            return original(*args, **kwargs)
         if self.step > 1 and not self.record["backwards"]:
             kept = [n for n, p in self.parts(grads=True) if any(x.any() for x in p.pieces.values())]
             self.record["kept"] = kept[0] if kept else ""
-        original(*args, **kwargs)
-        now = self.copies(self.parts(grads=True)) if len(self.job.fed) == 1 else {}
-        zero = {
-            name: {at: torch.zeros_like(x) for at, x in own.items()}
-            for name, (_, own) in now.items()
-        }
-        self.record["backwards"].append(
-            {
-                n: (shape, {at: x - was.get(n, (0, zero[n]))[1][at] for at, x in own.items()})
-                for n, (shape, own) in now.items()
-            }
-        )
+        self.inside = True
+        try:
+            original(*args, **kwargs)
+        finally:
+            self.inside = False
+        solo = len(self.job.fed) == 1
+        self.record["backwards"].append(self.copies(self.parts(grads=True)) if solo else {})
 
     def dropout(self, x: torch.Tensor, p: float = 0.5, training: bool = True, *_: Any) -> Any:
         """Drops nothing, since one process draws other masks. Noted is what it draws from."""
