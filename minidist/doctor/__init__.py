@@ -96,8 +96,9 @@ def consult(runs: Runs, world_size: int, tolerance: float | None = None) -> tupl
             solos = runs.alone(jobs)
             solos = solos if all(len(solo.steps) == number for solo in solos) else []
             why = verdict.cause(step, own, parted, kind, solos)
-            what = "the gradient" if kind == "gradient" else "the movement"
-            first = f"{what} of {verdict.names(parted)} is {verdict.percent(by)} off one process's"
+            first = (
+                f"the {kind} of {verdict.names(parted)} is {verdict.percent(by)} off one process's"
+            )
             return NO, f"Step {number}: {first}; {why}"
     return YES, f"On {world_size} ranks it trains as in one process, for {len(one.steps)} steps."
 

@@ -11,8 +11,8 @@ from minidist.watching.snapshot import box
 
 Step = dict[str, Any]
 Whole = dict[str, torch.Tensor]
-TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-2}
-LOW = 0.1  # where numbers of 16 bits are computed with
+TOLERANCES = {torch.float64: (1e-7, 1e-6), torch.float32: (1e-3, 1e-2)}  # gradients, movements
+LOW = 5e-2, 1e-1  # where numbers of 16 bits are computed with
 NEGLIGIBLE = 1e-6  # of the largest gradient: noise alone
 
 
@@ -33,6 +33,11 @@ def whole(ranks: Sequence[Step], what: str) -> tuple[Whole, dict[str, tuple[int,
                     full = found.setdefault(name, torch.zeros(shape, dtype=x.dtype))
                     full[box(at, x.shape)] = x
     return found, differ
+
+
+def size(x: torch.Tensor) -> float:
+    """The root of the mean square."""
+    return x.double().square().mean().sqrt().item() if x.numel() else 0.0
 
 
 def far(x: torch.Tensor, y: torch.Tensor) -> float:
@@ -135,38 +140,33 @@ def _draws(ranks: Sequence[Step]) -> str:
 def beside(
     ranks: Sequence[Step], one: Step, tolerance: float | None
 ) -> tuple[list[str], str, float]:
-    """The tensors that part in this step, of what kind, and by which part of the step."""
+    """The tensors that part in this step; of what kind; and how far, relative to the step."""
     after, differ = whole(ranks, "after")
     grads, local = whole(ranks, "grads")
-    own = {what: whole([one], what)[0] for what in ("before", "after", "grads")}
-    largest = max(
-        (g.double().square().mean().sqrt().item() for g in own["grads"].values()), default=0.0
-    )
-    found: dict[str, dict[str, float]] = {"gradient": {}, "step": {}}
-    for name, w1 in own["after"].items():
-        g1, allowed = own["grads"].get(name), tolerance or TOLERANCES.get(w1.dtype, LOW)
-        if tolerance is None and one["low"]:
-            allowed = LOW
-        seen, noise, trained = grads.get(name), 0.0, torch.ones_like(w1, dtype=torch.bool)
+    begin, end, wanted = (whole([one], what)[0] for what in ("before", "after", "grads"))
+    largest = max(map(size, wanted.values()), default=0.0)
+    found: dict[str, dict[str, float]] = {"gradient": {}, "movement": {}}
+    for name, w1 in end.items():
+        allowed = LOW if one["low"] else TOLERANCES.get(w1.dtype, LOW)
+        of_gradient, of_movement = (tolerance, tolerance) if tolerance else allowed
+        g, g1 = grads.get(name), wanted.get(name)
+        trained = torch.ones_like(w1, dtype=torch.bool)
         if g1 is not None:
-            size = g1.double().square().mean().sqrt().item()
-            if size < NEGLIGIBLE * largest:
+            if size(g1) < NEGLIGIBLE * largest:
                 continue
-            if seen is not None and not local:
-                off = far(seen, g1)
-                if not off <= allowed:
-                    found["gradient"][name] = off
-                noise = (seen - g1).double().square().mean().sqrt().item()
+            noise = 1e-3 * size(g1)
+            if g is not None and not local:  # all have what the optimizer saw
+                noise = max(30 * size(g - g1), noise)
+                if not size(g - g1) <= of_gradient * size(g1) + NEGLIGIBLE * largest:
+                    found["gradient"][name] = far(g, g1)
             # Adam moves what has next to no gradient by its noise.
-            trained = g1.abs() > max(30 * noise, 1e-3 * size, NEGLIGIBLE * largest)
-        moved = (w1 - own["before"][name])[trained].double().norm()
-        off = ((after[name] - w1)[trained].double().norm() / moved.clamp_min(1e-300)).item()
-        digits = (
-            4 * torch.finfo(w1.dtype).eps * w1[trained].double().norm() / moved.clamp_min(1e-300)
-        )
-        if name in differ or not off <= allowed + digits:
-            found["step"][name] = off
-    kind = "gradient" if found["gradient"] else "step"
+            trained = g1.abs() > max(noise, NEGLIGIBLE * largest)
+        moved = size((w1 - begin[name])[trained])
+        rounding = 4 * torch.finfo(w1.dtype).eps * size(w1[trained])
+        off = size((after[name] - w1)[trained])
+        if name in differ or not off <= of_movement * moved + rounding:
+            found["movement"][name] = off / max(moved, 1e-300)
+    kind = "gradient" if found["gradient"] else "movement"
     return [*found[kind]], kind, max(found[kind].values(), default=0.0)
 
 
@@ -201,7 +201,7 @@ def cause(
         return "why, the gradients do not tell."
     if not left < 3e-2:
         return f"{100 * left:.0f} % of the gradient{where} is something else than the ranks' own."
-    if kind == "step" and not local and far(weights, wanted) < 1e-2:
+    if kind == "movement" and not local and far(weights, wanted) < 1e-2:
         return "the gradients are right, but the weights moved otherwise."
     return f"the gradient{where} is {_in_words(weights, wanted, [*columns], len(ranks))}"
 
