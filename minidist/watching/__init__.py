@@ -250,7 +250,7 @@ class Watch:
 watch = Watch
 
 
-def _print(numbers: dict[str, Any]) -> str:
+def _print(numbers: dict[str, Any]) -> int:
     return fingerprint(numbers.get("cuda", numbers["torch"]))
 
 

@@ -22,14 +22,14 @@ class Seen:
 
     rows: list[str] = field(default_factory=list)
     options: list[list[dict[str, Any]]] = field(default_factory=list)
-    draw: str = ""
+    draw: int = 0
     drew: bool = False
     dtype: torch.dtype | None = None  # of autocast
     wrong: list[str] = field(default_factory=list)
     cannot: list[str] = field(default_factory=list)
     groups: list[list[str]] = field(default_factory=list)
     buffers: set[str] = field(default_factory=set)
-    prints: dict[Key, str] = field(default_factory=dict)
+    prints: dict[Key, int] = field(default_factory=dict)
 
     def take(self, snapshot: Snapshot) -> None:
         """What is in the model and its optimizer after the step."""
@@ -74,7 +74,7 @@ def own_problems(everyone: Sequence[Seen]) -> list[str]:
 def replicas(everyone: Sequence[Seen], buffers: bool = False) -> list[str]:
     """Ranks that have the same piece of a tensor must have the same values in it; and their
     optimizers the same options. buffers: they, too."""
-    first: dict[Key, tuple[int, str]] = {}
+    first: dict[Key, tuple[int, int]] = {}
     wrong: dict[str, tuple[int, int]] = {}
     problems = []
     for rank, seen in enumerate(everyone):
