@@ -63,10 +63,8 @@ def consult(runs: Runs, world_size: int, tolerance: float | None = None) -> tupl
     fast = max(ranks, key=lambda rank: len(rank.steps))
     for slow in ranks:  # one that goes on without a step, until it waits for the others
         if len(slow.steps) < len(fast.steps) and slow.forwards > fast.forwards:
-            took = (
-                f"{slow.job.who} takes {len(slow.steps)} of them in {slow.forwards} forward passes"
-            )
-            return NO, f"{fast.job.who} takes {len(fast.steps)} steps of the optimizer, and {took}."
+            took = f"{slow.who} takes {len(slow.steps)} of them in {slow.forwards} forward passes"
+            return NO, f"{fast.who} takes {len(fast.steps)} steps of the optimizer, and {took}."
     steps = [[rank.steps[s] for rank in ranks] for s in range(count)]
     if not count:
         return UNKNOWN, _no_step(ranks, world_size)
@@ -94,8 +92,8 @@ def consult(runs: Runs, world_size: int, tolerance: float | None = None) -> tupl
         if parted:
             jobs = [Job(str(runs.folder), f"solo{who}", number, [who]) for who in fed]
             solos = runs.alone(jobs)
-            solos = solos if all(len(solo.steps) == number for solo in solos) else []
-            why = verdict.cause(step, own, parted, kind, solos)
+            last = [solo.steps[-1] for solo in solos if len(solo.steps) == number]
+            why = verdict.cause(step, own, parted, last if len(last) == len(fed) else [])
             first = (
                 f"the {kind} of {verdict.names(parted)} is {verdict.percent(by)} off one process's"
             )
@@ -108,7 +106,7 @@ def _no_step(ranks: Sequence[Process], world_size: int) -> str:
         return f"It fails on {world_size} ranks:\n{bad.said}"
     late = next(rank for rank in ranks if not rank.steps)
     if late.code is None:
-        return f"{late.job.who} came to no step of an optimizer in the time: --seconds gives more."
+        return f"{late.who} came to no step of an optimizer in the time: --seconds gives more."
     return "The script ends without a step of one of torch's optimizers after a forward pass."
 
 
@@ -119,8 +117,8 @@ def _one(runs: Runs, fed: list[str], ranks: Sequence[Process]) -> tuple[Process 
         one = runs.alone([Job(str(runs.folder), f"one{apart}", runs.steps, fed, apart)])[0]
         if one.code:
             return None, f"It fails in one process, with the ranks' batches:\n{one.said}"
-        theirs = [len(step["inputs"]) for step in ranks[0].steps]
-        own = [len(step["inputs"]) for step in one.steps]
+        theirs = [step["forwards"] for step in ranks[0].steps]
+        own = [step["forwards"] for step in one.steps]
         if own and own[0] == theirs[0] * (len(fed) if apart else 1):
             return one, ""
     return (

@@ -24,14 +24,12 @@ class Feed:
     """hungry: called if one process wants more than the ranks had."""
 
     def __init__(self, job: "Job", hungry: Callable[[], None]) -> None:
-        paths = [job.path(who, "feed") for who in job.fed]
-        self.given = [torch.load(path, weights_only=False) for path in paths]
+        self.given = [job.read("feed", who) for who in job.fed]
         self.apart, self.hungry = job.apart, hungry
         self.joins = len(self.given) > 1 and not job.apart
         self.noted: dict[str, Any] = {"inputs": [], "targets": [], "epochs": [], "lengths": {}}
         self.count = {"inputs": 0, "targets": 0}
         self.loaders: list[DataLoader[Any]] = []
-        self.seen: list[Any] = []  # by the last forward pass
         # By DataLoaders, if the ranks took a batch for each forward pass.
         self.by_loader = bool(self.given) and sum(
             len(batches) for _, _, batches in self.given[0]["epochs"]
@@ -63,8 +61,7 @@ class Feed:
                 for rows in [len(next(filter(is_data, taken[0]), ()))]
                 for own, *each in zip(leaves, *taken, strict=True)
             ]
-        self.seen = [leaf.detach().clone() if is_data(leaf) else None for leaf in leaves]
-        self.noted["inputs"].append(self.seen)
+        self.noted["inputs"].append([x.detach().clone() if is_data(x) else None for x in leaves])
         made: tuple[Any, Any] = tree_unflatten(leaves, spec)
         return made
 

@@ -6,22 +6,22 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from minidist.doctor.witness import Job
 
 GRACE = 15.0  # seconds that the last rank has when the first is ready
+Started = subprocess.Popen[bytes]
 
 
 @dataclass
 class Process:
-    """One that has ended, or stood still: what it left."""
+    """One that has ended, or stood still, and what it left."""
 
-    job: Job
+    who: str
     code: int | None  # None if it did not end by itself
     said: str
     steps: list[dict[str, Any]]
@@ -46,70 +46,52 @@ class Runs:
         """Processes that know nothing of each other."""
         return self._finish(jobs, [each for job in jobs for each in self._start([job])])
 
-    def _start(self, jobs: list[Job]) -> list[subprocess.Popen[bytes]]:
+    def _start(self, jobs: list[Job]) -> list[Started]:
+        """As torchrun would, on the CPU."""
         with socket.socket() as one:
             one.bind(("127.0.0.1", 0))
             port = one.getsockname()[1]
-        shared = {
-            **{"WORLD_SIZE": len(jobs), "LOCAL_WORLD_SIZE": len(jobs), "OMP_NUM_THREADS": 1},
-            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TMPDIR": self.folder},
-            **{"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "TORCHELASTIC_RUN_ID": "doctor"},
-            **{"TORCHDYNAMO_DISABLE": 1, "ACCELERATE_USE_CPU": "true"},
-        }
-        if not self.cuda:
-            shared["CUDA_VISIBLE_DEVICES"] = ""
+        told = f"""WORLD_SIZE={len(jobs)} LOCAL_WORLD_SIZE={len(jobs)} MASTER_ADDR=127.0.0.1
+            MASTER_PORT={port} GROUP_RANK=0 GROUP_WORLD_SIZE=1 TORCHELASTIC_RUN_ID=doctor
+            OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 ACCELERATE_USE_CPU=true"""
+        environ = os.environ | dict(each.split("=") for each in told.split())
+        environ |= {"TMPDIR": str(self.folder)} | (
+            {} if self.cuda else {"CUDA_VISIBLE_DEVICES": ""}
+        )
+        command = [sys.executable, "-m", "minidist.doctor.witness", *self.words]
         started = []
         for rank, job in enumerate(jobs):
-            own = {**shared, "RANK": rank, "LOCAL_RANK": rank} | job.environ()
-            with open(job.path(job.who, "log"), "wb") as log:
-                started.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "minidist.doctor.witness", *self.words],
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=log,
-                        env=os.environ | {key: str(value) for key, value in own.items()},
-                        start_new_session=True,
-                    )
-                )
+            own = environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | job.environ()
+            with open(job.path("log"), "wb") as log:
+                to: Any = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+                started.append(subprocess.Popen(command, **to, env=own, start_new_session=True))
         return started
 
-    def _finish(self, jobs: list[Job], started: list[subprocess.Popen[bytes]]) -> list[Process]:
+    def _finish(self, jobs: list[Job], started: list[Started]) -> list[Process]:
         """Until all have come to the last step, or ended, or the time is up."""
-
-        def ready(job: Job, process: subprocess.Popen[bytes]) -> bool:
-            stands = any(job.path(job.who, why).exists() for why in ("done", "hungry"))
-            return stands or process.poll() is not None
-
         end = time.monotonic() + self.seconds
         try:
             while time.monotonic() < end:
-                are = [ready(*each) for each in zip(jobs, started, strict=True)]
-                if all(are):
+                ready = [
+                    job.path("done").exists() or process.poll() is not None
+                    for job, process in zip(jobs, started, strict=True)
+                ]
+                if all(ready):
                     break
-                if any(are):
+                if any(ready):
                     end = min(end, time.monotonic() + GRACE)
                 time.sleep(0.02)
             codes = [process.poll() for process in started]
         finally:
             for process in started:
-                _kill(process)
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # and all that it has started
+                process.wait()
         return [self._left(job, code) for job, code in zip(jobs, codes, strict=True)]
 
     def _left(self, job: Job, code: int | None) -> Process:
-        paths = [job.path(job.who, step) for step in range(1, self.steps + 1)]
-        steps = [torch.load(path, weights_only=False) for path in paths if path.exists()]
-        log = job.path(job.who, "log").read_text(errors="replace").strip().splitlines()
+        steps = [job.read(step) for step in range(1, self.steps + 1)]
+        log = job.path("log").read_text(errors="replace").strip().splitlines()
         said = "\n".join([line for line in log if "<frozen " not in line][-5:])
-        passes = job.path(job.who, "forwards")
-        forwards = torch.load(passes) if passes.exists() else 0
-        return Process(job, code, said, steps, forwards)
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """And all that it has started."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()
+        done = [step for step in steps if step]
+        return Process(job.who, code, said, done, job.read("forwards") or 0)

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from minidist.doctor.runs import Process
+from minidist.watching.mixture import Share, explain, find
 from minidist.watching.naive import mixture
-from minidist.watching.snapshot import box
+from minidist.watching.snapshot import MODEL, box
 
 Step = dict[str, Any]
 Whole = dict[str, torch.Tensor]
@@ -53,17 +53,11 @@ def percent(part: float) -> str:
     return f"{100 * part:.2g} %" if part < 1 else f"{100 * part:.0f} %"
 
 
-def rows(step: Step) -> list[bytes]:
-    """Of what goes into the model first, at each forward pass."""
-    first = [next((x for x in each if x is not None), None) for each in step["inputs"]]
-    return [row.numpy().tobytes() for x in first if x is not None for row in x.cpu().float()]
-
-
 def sources(ranks: Sequence[Step]) -> list[int]:
     """The ranks with examples of their own. Where ranks share layers, some have the same ones."""
     if not any(step["shares"] for step in ranks):
         return [*range(len(ranks))]
-    each = [rows(step) for step in ranks]
+    each = [step["rows"] for step in ranks]
     return [rank for rank, own in enumerate(each) if own not in each[:rank]]
 
 
@@ -82,8 +76,7 @@ def among_ranks(ranks: Sequence[Step], number: int) -> str:
             f"{names([*differ])} of rank {rank} begin with other weights than rank 0's, by "
             f"{percent(off)}: nobody sends rank 0's"
         )
-    own = [ranks[rank] for rank in sources(ranks)]
-    if words := _rows(own) or _draws(own):
+    if words := _rows([ranks[rank] for rank in sources(ranks)]):
         return words
     if (kept := ranks[0]["kept"]) and number > 1:
         return f"the gradient of {kept} still has that of step {number - 1} in it: nobody zeroes it"
@@ -115,23 +108,14 @@ def _short(value: object) -> str:
 
 
 def _rows(ranks: Sequence[Step]) -> str:
-    first = {*rows(ranks[0])}
     for rank, step in enumerate(ranks[1:], start=1):
-        own = rows(step)
-        twice = sum(row in first for row in own)
-        if 2 * twice > len(own):
-            return (
-                f"{twice} of the {len(own)} examples of rank {rank} are rank 0's as well: "
-                "no DistributedSampler, or the same seed"
-            )
-    return ""
-
-
-def _draws(ranks: Sequence[Step]) -> str:
+        own, first = step["rows"], {*ranks[0]["rows"]}
+        if 2 * (twice := sum(row in first for row in own)) > len(own):
+            words = f"{twice} of the {len(own)} examples of rank {rank} are rank 0's as well"
+            return f"{words}: no DistributedSampler, or the same seed"
     draws = [step["draws"][0] for step in ranks if step["draws"]]
-    if len(set(draws)) < len(draws):
-        return "ranks with other examples draw the same dropout masks: the same seed"
-    return ""
+    same = "ranks with other examples draw the same dropout masks: the same seed"
+    return same if len(set(draws)) < len(draws) else ""
 
 
 # ---- beside one process ------------------------------------------------------------------------
@@ -170,67 +154,33 @@ def beside(
     return [*found[kind]], kind, max(found[kind].values(), default=0.0)
 
 
-def cause(
-    ranks: Sequence[Step], one: Step, parted: list[str], kind: str, solos: list[Process]
-) -> str:
+def cause(ranks: Sequence[Step], one: Step, parted: list[str], solos: Sequence[Step]) -> str:
     """Why they part. solos: of each rank with examples of its own, one process that had those."""
     if words := _options(ranks[0], one):
-        return f"the optimizer has {words} in one process."
+        return f"the optimizer has {words} in one process"
     seen, local = whole(ranks, "grads")
     own, _ = whole([one], "grads")
-    columns: dict[str, Whole] = {}  # of each micro-batch its gradients
+    shares = []
     for rank, solo in enumerate(solos):
-        backwards = solo.steps[-1]["backwards"]
         before: Whole = {}
-        for part, held in enumerate(backwards):
+        for part, held in enumerate(solo["backwards"]):
             now, _ = whole([{"held": held}], "held")
-            label = f"rank {rank}" + f" part {part}" * (len(backwards) > 1)
-            columns[label] = {name: g - before.get(name, 0) for name, g in now.items()}
+            label = f"rank {rank}" + f" part {part}" * (len(solo["backwards"]) > 1)
+            shares.append(Share(label, {n: g - before.get(n, 0) for n, g in now.items()}, 1))
             before = now
-    # Of a tensor that is large enough to tell them apart.
-    there = (own, seen, *columns.values())
-    told = [n for n in parted if all(n in g and g[n].numel() >= 2 * len(columns) for g in there)]
-    if not columns or not told:
-        return "why, the gradients do not tell."
-    name = max(told, key=lambda each: own[each].numel())
-    gradients = [each[name] for each in columns.values()]
-    wanted, unknown = mixture(own[name], gradients)
-    weights, left = mixture(seen[name], gradients)
-    where = " on rank 0" if local else ""
-    if not unknown < 3e-2:
-        return "why, the gradients do not tell."
-    if not left < 3e-2:
-        return f"{100 * left:.0f} % of the gradient{where} is something else than the ranks' own."
-    if kind == "movement" and not local and far(weights, wanted) < 1e-2:
-        return "the gradients are right, but the weights moved otherwise."
-    return f"the gradient{where} is {_in_words(weights, wanted, [*columns], len(ranks))}"
-
-
-def _in_words(
-    weights: torch.Tensor, wanted: torch.Tensor, labels: list[str], world_size: int
-) -> str:
-    ratio, parts = weights / wanted, len(labels) // world_size
-    if ratio.max() - ratio.min() < 2e-2 * ratio.abs().max():
-        times = ratio.mean().item()
-        guesses = [
-            (world_size, "the ranks' sum, not their mean"),
-            (1 / world_size, "divided by the number of ranks twice"),
-            (parts, "not divided by the number of micro-batches"),
-            (1 / parts, "divided by the number of micro-batches twice"),
+    told = [n for n in parted if n in seen and all(n in s.gradients for s in shares)]
+    if not shares or not told:
+        return "why, the gradients do not tell"
+    largest = max(told, key=lambda name: own[name].numel())
+    wanted, _ = mixture(own[largest], [share.gradients[largest] for share in shares])
+    keys = [
+        [
+            (MODEL + n, at, tuple(x.shape))
+            for n, (_, own) in step["grads"].items()
+            for at, x in own.items()
         ]
-        why = [words for x, words in guesses if x != 1 and abs(times / x - 1) < 2e-2]
-        return f"{times:.4g} times one process's" + (f": {', or '.join(why)}?" if why else ".")
-    shares = ", ".join(
-        f"{label}: {round(w, 3) + 0.0:.3g} for {round(v, 3):.3g}"
-        for label, w, v in zip(labels, weights.tolist(), wanted.tolist(), strict=True)
-    )
-    lost = ratio.abs() < 1e-3
-    if lost[parts:].all() and not lost[:parts].any():
-        why = "not averaged, since no_sync was on or the wrapper does not see it"
-    elif lost.any():
-        why = "no_sync around the wrong micro-batch"
-    elif weights.max() - weights.min() < 1e-2 * weights.max():
-        why = "a mean of means, over different numbers of examples"
-    else:
-        why = "clipped, or weighed, before it was averaged"
-    return f"a mixture ({shares}): {why}?"
+        for step in ranks
+    ]
+    found = {n: find(n, seen[n], own[n], shares, keys, 1e-3) for n in told}
+    words = "; ".join(explain(found, wanted, shares, len(own)))
+    return f"on rank 0 {words}" if local else words

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 import minidist as md
 from minidist.doctor.feed import Feed
 from minidist.saving.parts import cuts_of, part_of
+from minidist.watching.ranks import rows_of
 from minidist.watching.snapshot import bare_name, box, fingerprint
 
 JOB = "MINIDIST_DOCTOR"
@@ -47,13 +48,16 @@ class Job:
     fed: list[str] = field(default_factory=list)
     apart: bool = False
 
-    def path(self, who: str, what: object) -> Path:
-        return Path(self.folder, f"{who}.{what}")
+    def path(self, what: object, who: str = "") -> Path:
+        return Path(self.folder, f"{who or self.who}.{what}")
 
     def write(self, what: object, value: Any) -> None:
-        path = self.path(self.who, what)
-        torch.save(value, unfinished := path.with_suffix(".unfinished"))
-        unfinished.rename(path)
+        torch.save(value, unfinished := self.path("unfinished"))
+        unfinished.rename(self.path(what))
+
+    def read(self, what: object, who: str = "") -> Any:
+        path = self.path(what, who)
+        return torch.load(path, weights_only=False) if path.exists() else None
 
     def environ(self) -> dict[str, str]:
         return {JOB: json.dumps(asdict(self))}
@@ -61,16 +65,16 @@ class Job:
 
 class Witness:
     def __init__(self, job: Job) -> None:
-        self.job, self.feed = job, Feed(job, self.hungry)
+        self.job, self.feed = job, Feed(job, self.wait)
         self.models: list[nn.Module] = []
         self.held: dict[int, torch.Tensor] = {}  # by the optimizers, by id
         self.step, self.stepped, self.inside, self.nested, self.forwards = 1, False, False, 0, 0
         self.record = self.new()
 
     def new(self) -> dict[str, Any]:
-        lists = ("options", "draws", "norms", "backwards", "inputs")
+        lists = ("options", "draws", "norms", "backwards", "rows")
         tables = ("before", "grads", "trained")
-        numbers = {"low": False, "random": False, "kept": "", "models": 0}
+        numbers = {"low": False, "random": False, "kept": "", "models": 0, "forwards": 0}
         return {key: [] for key in lists} | {key: {} for key in tables} | numbers
 
     # ---- a step begins, and ends -----------------------------------------------------------
@@ -88,59 +92,59 @@ class Witness:
         self.forwards += 1
         self.job.write("forwards", self.forwards)
         args, kwargs = self.feed.inputs(args, kwargs)
-        self.record["inputs"].append(self.feed.seen)
+        self.record["forwards"] += 1
+        self.record["rows"] += rows_of(self.feed.noted["inputs"][-1])
         drawn = torch.get_rng_state()
-        self.inside = True
-        try:
-            output = call(module, *args, **kwargs)
-        finally:
-            self.inside = False
+        output = self.within(call, module, *args, **kwargs)
         self.record["random"] |= not torch.equal(drawn, torch.get_rng_state())
         floats = [*module.parameters(), *tree_leaves(output)]
         low = {getattr(each, "dtype", None) for each in floats} & {torch.bfloat16, torch.float16}
         self.record["low"] |= bool(low) or torch.is_autocast_enabled("cpu")
         return output
 
+    def within(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What modules do in there belongs to it."""
+        self.inside = True
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.inside = False
+
     def begin_step(self) -> None:
         if len(self.models) == self.record["models"]:
             return
         self.record["models"] = len(self.models)
-        if self.job.fed:
-            path = self.job.path("begin", self.step)
-            begin = torch.load(path, weights_only=False) if path.exists() else {}
-            for name, part in self.parts():
-                for at, own in part.pieces.items():
-                    if name in begin and begin[name].shape == part.shape:
-                        own.copy_(begin[name][box(at, own.shape)])
-        self.record["before"] = self.copies(self.parts())
+        begin = self.job.read(self.step, "begin") or {} if self.job.fed else {}
+        for name, part in self.parts():
+            for at, own in part.pieces.items():
+                if name in begin and begin[name].shape == part.shape:
+                    own.copy_(begin[name][box(at, own.shape)])
+        self.record["before"] = self.copies()
 
     def end_step(self) -> None:
-        # A gradient that comes to a parameter which no optimizer has.
-        self.record["outside"] = [
-            n for n, key in self.record["trained"].items() if key not in self.held
-        ]
-        self.record["after"] = self.copies(self.parts())
         modules = [each for model in self.models for each in model.modules()]
-        self.record["unknown"] = any(hasattr(each, "_fsdp_wrapped_module") for each in modules)
-        self.record["shares"] = self.shares()
-        self.record["group"] = dist.is_initialized() and dist.get_world_size()
+        self.record |= {
+            # A gradient that comes to a parameter which no optimizer has.
+            "outside": [n for n, p in self.record["trained"].items() if p not in self.held],
+            "after": self.copies(),
+            "unknown": any(hasattr(each, "_fsdp_wrapped_module") for each in modules),
+            "shares": self.shares(modules),
+            "group": dist.is_initialized() and dist.get_world_size(),
+        }
         self.job.write(self.step, self.record)
         self.job.write("feed", self.feed.noted)
         self.step, self.stepped, self.record = self.step + 1, False, self.new()
         if self.step > self.job.steps:
-            self.wait("done")
+            self.wait()
 
-    def wait(self, why: str) -> None:
-        self.job.write(why, None)
+    def wait(self) -> None:
+        """For the end: the steps are done, or the ranks had no more batches than that."""
+        self.job.write("done", True)
         time.sleep(1000)
-
-    def hungry(self) -> None:
-        """The ranks had no more batches than that."""
-        self.wait("hungry")
 
     # ---- what this process has -------------------------------------------------------------
 
-    def named(self) -> Iterator[tuple[str, torch.Tensor, Any]]:
+    def named(self) -> Iterator[tuple[str, Any, Any]]:
         """Name, parameter, and which features of it are here."""
         for number, model in enumerate(self.models):
             cuts, prefix = dict(cuts_of(model)), f"{number}." if number else ""
@@ -154,25 +158,24 @@ class Witness:
             if own is not None and own.shape == p.shape and not partial:
                 yield name, part_of(own, cut)
 
-    def copies(self, parts: Iterator[tuple[str, Any]]) -> Held:
+    def copies(self, grads: bool = False) -> Held:
         return {
             name: (part.shape, {at: x.to("cpu", copy=True) for at, x in part.pieces.items()})
-            for name, part in parts
+            for name, part in self.parts(grads)
         }
 
-    def shares(self) -> bool:
+    def shares(self, modules: list[nn.Module]) -> bool:
         """Whether ranks may share layers, and so see the same examples."""
+        if any(getattr(getattr(p, "device_mesh", None), "ndim", 1) > 1 for _, p, _ in self.named()):
+            return True
         units = (FSDPModule, md.FullyShardedDataParallel)
-        data = any(isinstance(each, units) for m in self.models for each in m.modules())
-        mesh = any(
-            getattr(p, "device_mesh", None) and p.device_mesh.ndim > 1 for _, p, _ in self.named()
-        )
         pieces = ((x, part) for _, part in self.parts() for x in part.pieces.values())
-        return mesh or (not data and any(x.shape != part.shape for x, part in pieces))
+        cut = any(x.shape != part.shape for x, part in pieces)
+        return cut and not any(isinstance(each, units) for each in modules)
 
     # ---- torch's hooks ---------------------------------------------------------------------
 
-    def before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def before_step(self, *_: Any) -> None:
         self.nested += 1
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -180,42 +183,38 @@ class Witness:
         if self.nested:  # an optimizer in an optimizer
             return
         self.held |= {id(p): p for group in optimizer.param_groups for p in group["params"]}
-        self.record["grads"] |= self.copies(self.parts(grads=True))
+        self.record["grads"] |= self.copies(grads=True)
         self.record["trained"] |= {n: id(p) for n, p, _ in self.named() if p.grad is not None}
         for group in optimizer.param_groups:
             numbers = {k: v for k, v in group.items() if isinstance(v, float | int | tuple)}
             self.record["options"].append(numbers)
         self.stepped = True
 
-    def backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         if self.inside:  # of a part that is computed again
             return original(*args, **kwargs)
         if self.step > 1 and not self.record["backwards"]:
-            kept = [n for n, p in self.parts(grads=True) if any(x.any() for x in p.pieces.values())]
-            self.record["kept"] = kept[0] if kept else ""
-        self.inside = True
-        try:
-            original(*args, **kwargs)
-        finally:
-            self.inside = False
+            kept = (n for n, p in self.parts(grads=True) if any(x.any() for x in p.pieces.values()))
+            self.record["kept"] = next(kept, "")
+        self.within(original, *args, **kwargs)
         solo = len(self.job.fed) == 1
-        self.record["backwards"].append(self.copies(self.parts(grads=True)) if solo else {})
+        self.record["backwards"].append(self.copies(grads=True) if solo else {})
 
-    def dropout(self, x: torch.Tensor, p: float = 0.5, training: bool = True, *_: Any) -> Any:
+    def dropout(self, x: Any, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> Any:
         """Drops nothing, since one process draws other masks. Noted is what it draws from."""
         if training and p:
             self.record["draws"].append(fingerprint(torch.get_rng_state()))
         return x
 
     def batch_norm(
-        self, original: Callable[..., Any], x: Any, mean: Any, var: Any, *more: Any, **named: Any
+        self, original: Callable[..., Any], x: Any, mean: Any, var: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """The mean is over the examples of a rank, in one process as well."""
-        training = named.get("training", more[2] if len(more) > 2 else False)
+        training = kwargs.get("training", args[2] if len(args) > 2 else False)
         if training and mean is not None:
             self.record["norms"].append(fingerprint(mean))
         parts = x.chunk(len(self.job.fed)) if training and self.feed.joins else [x]
-        return torch.cat([original(each, mean, var, *more, **named) for each in parts])
+        return torch.cat([original(each, mean, var, *args, **kwargs) for each in parts])
 
     def install(self) -> None:
         register_optimizer_step_pre_hook(self.before_step)
@@ -224,18 +223,17 @@ class Witness:
         module, autograd, functional = places
         call, back, norm = module.__call__, autograd.backward, functional.batch_norm
         attention = functional.scaled_dot_product_attention
-        module.__call__ = lambda m, *a, **k: self.forward(call, m, a, k)
-        autograd.backward = lambda *a, **k: self.backward(back, *a, **k)
-        functional.dropout = self.dropout
-        functional.batch_norm = lambda *a, **k: self.batch_norm(norm, *a, **k)
 
         def attend(
-            q: Any, k: Any, v: Any, mask: Any = None, p: float = 0.0, *more: Any, **named: Any
+            q: Any, k: Any, v: Any, mask: Any = None, p: float = 0.0, *a: Any, **b: Any
         ) -> Any:
-            self.dropout(q, named.pop("dropout_p", p))
-            return attention(q, k, v, named.pop("attn_mask", mask), 0.0, *more, **named)
+            self.dropout(q, b.pop("dropout_p", p))
+            return attention(q, k, v, b.pop("attn_mask", mask), 0.0, *a, **b)
 
-        functional.scaled_dot_product_attention = attend
+        module.__call__ = lambda m, *a, **k: self.forward(call, m, a, k)
+        autograd.backward = lambda *a, **k: self.backward(back, *a, **k)
+        functional.dropout, functional.scaled_dot_product_attention = self.dropout, attend
+        functional.batch_norm = lambda *a, **k: self.batch_norm(norm, *a, **k)
         self.feed.install(lambda: not self.inside)
 
 
