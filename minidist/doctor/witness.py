@@ -66,6 +66,7 @@ class Job:
 class Witness:
     def __init__(self, job: Job) -> None:
         self.job, self.feed = job, Feed(job, self.wait)
+        self.parent = os.getppid()
         self.models: list[nn.Module] = []
         self.held: dict[int, torch.Tensor] = {}  # by the optimizers, by id
         self.step, self.stepped, self.inside, self.nested, self.forwards = 1, False, False, 0, 0
@@ -140,7 +141,9 @@ class Witness:
     def wait(self) -> None:
         """For the end: the steps are done, or the ranks had no more batches than that."""
         self.job.write("done", True)
-        time.sleep(1000)
+        while os.getppid() == self.parent:
+            time.sleep(0.1)
+        os._exit(1)
 
     # ---- what this process has -------------------------------------------------------------
 
