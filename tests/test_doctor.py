@@ -38,7 +38,8 @@ FAULTS = {  # what the sentence names
     "replaced_after": r"2.weight \(and 1 more\) .*rank 0: 1 for 0.5, rank 1: 0 for 0.5",
     "scheduler_on_rank_0": "Step 2: rank 1 steps with lr = 0.1, and 0.09 on rank 0",
     "sum": "2 times what they should be: a sum where a mean should be",
-    "trainer": "2 times what they should be: a sum where a mean should be",  # not planted: transformers 5.23.0 has it
+    # Not planted: transformers 5.23.0 has it.
+    "trainer": "2 times what they should be: a sum where a mean should be",
 }
 DAY = {"right_ddp_tutorial", "right_nanogpt", "right_fsdp_tutorial"}
 DAY |= {"wrong_no_broadcast", "wrong_no_sync_last", "wrong_sum"}
@@ -102,7 +103,7 @@ UNCLEAR = {
     ),
     "waits": (
         GROUP + "if dist.get_rank(): dist.barrier()\nelse: import time; time.sleep(900)",
-        "--seconds gives more",
+        "--seconds gives more time",
     ),
 }
 

@@ -56,72 +56,92 @@ so in a sentence. Exit code 0: it does, 1: it does not, 2: the doctor cannot say
     sub.set_defaults(run=begin)
 
 
+class UnclearError(Exception):
+    """The doctor cannot say, and says why."""
+
+
 def consult(runs: Runs, world_size: int, tolerance: float | None = None) -> tuple[int, str]:
     """The exit code, and the sentence."""
     ranks = runs.ranks(world_size)
-    count = min(len(rank.steps) for rank in ranks)
     fast = max(ranks, key=lambda rank: len(rank.steps))
     for slow in ranks:  # one that goes on without a step, until it waits for the others
         if len(slow.steps) < len(fast.steps) and slow.forwards > fast.forwards:
             took = f"{slow.who} takes {len(slow.steps)} of them in {slow.forwards} forward passes"
             return NO, f"{fast.who} takes {len(fast.steps)} steps of the optimizer, and {took}."
-    steps = [[rank.steps[s] for rank in ranks] for s in range(count)]
-    if not count:
-        return UNKNOWN, _no_step(ranks, world_size)
-    if not any(step["group"] for step in steps[0]):
-        return UNKNOWN, "Each rank trains alone: the script makes no process group."
-    if any(step["unknown"] for step in steps[0]):
-        return UNKNOWN, "The doctor does not know FSDP1's shards; it knows those of fully_shard."
-    for number, step in enumerate(steps, start=1):
-        if words := verdict.among_ranks(step, number):
-            return NO, f"Step {number}: {words}."
-    if bad := next((rank for rank in ranks if rank.code), None):
-        return UNKNOWN, f"It fails on {world_size} ranks:\n{bad.said}"
-    fed = [f"rank{rank}" for rank in verdict.sources(steps[0])]
-    for number, step in enumerate(steps, start=1):
-        torch.save(verdict.whole(step, "before")[0], runs.folder / f"begin.{number}")
-    one, words = _one(runs, fed, ranks)
-    if one is None:
-        return UNKNOWN, words
-    for number, (step, own) in enumerate(zip(steps, one.steps, strict=False), start=1):
-        if {name for each in step for name in each["after"]} != own["after"].keys():
-            return UNKNOWN, "The ranks have other parameters than one process."
-        parted, kind, by = verdict.beside(step, own, tolerance)
-        if parted and own["random"]:
-            return UNKNOWN, "The model draws random numbers, which are others in one process."
-        if parted:
-            jobs = [Job(str(runs.folder), f"solo{who}", number, [who]) for who in fed]
-            solos = runs.alone(jobs)
-            last = [solo.steps[-1] for solo in solos if len(solo.steps) == number]
-            why = verdict.cause(step, own, parted, last if len(last) == len(fed) else [])
-            first = (
-                f"the {kind} of {verdict.names(parted)} is {verdict.percent(by)} off one process's"
+    steps = [list(of) for of in zip(*(rank.steps for rank in ranks), strict=False)]
+    try:
+        _require_steps(ranks, steps)
+        for number, step in enumerate(steps, start=1):
+            if words := verdict.among_ranks(step, number):
+                return NO, f"Step {number}: {words}."
+        _require_no_error(ranks, f"on {world_size} ranks")
+        fed = [f"rank{rank}" for rank in verdict.sources(steps[0])]
+        for number, step in enumerate(steps, start=1):
+            torch.save(verdict.whole(step, "before")[0], runs.folder / f"begin.{number}")
+        alone = _alone(runs, fed, steps[0][0]["forwards"])
+        for number, (step, one) in enumerate(zip(steps, alone, strict=False), start=1):
+            if words := _parted(runs, step, one, number, fed, tolerance):
+                return NO, f"Step {number}: {words}"
+    except UnclearError as error:
+        return UNKNOWN, str(error)
+    return YES, f"On {world_size} ranks it trains as in one process, for {len(alone)} steps."
+
+
+def _require_no_error(of: Sequence[Process], where: str) -> None:
+    for process in of:
+        if process.code:
+            raise UnclearError(f"It fails {where}:\n{process.said}")
+
+
+def _require_steps(ranks: Sequence[Process], steps: list[list[verdict.Step]]) -> None:
+    if not steps:
+        _require_no_error(ranks, f"on {len(ranks)} ranks")
+        late = next(rank for rank in ranks if not rank.steps)
+        if late.code is None:
+            raise UnclearError(
+                f"{late.who} came to no step of an optimizer: --seconds gives more time."
             )
-            return NO, f"Step {number}: {first}; {why}"
-    return YES, f"On {world_size} ranks it trains as in one process, for {len(one.steps)} steps."
+        raise UnclearError(
+            "It ends without a step of one of torch's optimizers after a forward pass."
+        )
+    if not any(step["group"] for step in steps[0]):
+        raise UnclearError("Each rank trains alone: the script makes no process group.")
+    if any(step["unknown"] for step in steps[0]):
+        raise UnclearError(
+            "The doctor does not know FSDP1's shards; it knows those of fully_shard."
+        )
 
 
-def _no_step(ranks: Sequence[Process], world_size: int) -> str:
-    if bad := next((rank for rank in ranks if rank.code), None):
-        return f"It fails on {world_size} ranks:\n{bad.said}"
-    late = next(rank for rank in ranks if not rank.steps)
-    if late.code is None:
-        return f"{late.who} came to no step of an optimizer in the time: --seconds gives more."
-    return "The script ends without a step of one of torch's optimizers after a forward pass."
-
-
-def _one(runs: Runs, fed: list[str], ranks: Sequence[Process]) -> tuple[Process | None, str]:
-    """One process that trains on all that the ranks had; or words why there is none. It takes their
-    batches joined, or in turns if it has so many more micro-batches."""
+def _alone(runs: Runs, fed: list[str], forwards: int) -> list[verdict.Step]:
+    """The steps of one process that trains on all that the ranks had. It takes their batches
+    joined, or in turns if it has so many more micro-batches. forwards: of a rank's step."""
     for apart in (False, True):
-        one = runs.alone([Job(str(runs.folder), f"one{apart}", runs.steps, fed, apart)])[0]
-        if one.code:
-            return None, f"It fails in one process, with the ranks' batches:\n{one.said}"
-        theirs = [step["forwards"] for step in ranks[0].steps]
-        own = [step["forwards"] for step in one.steps]
-        if own and own[0] == theirs[0] * (len(fed) if apart else 1):
-            return one, ""
-    return (
-        None,
-        "One process has another number of micro-batches in a step than the ranks together.",
-    )
+        job = Job(str(runs.folder), f"one{apart}", runs.steps, fed, apart)
+        one = runs.alone([job])
+        _require_no_error(one, "in one process, with the ranks' batches")
+        if one[0].steps and one[0].steps[0]["forwards"] == forwards * (len(fed) if apart else 1):
+            return one[0].steps
+    raise UnclearError("One process has another number of micro-batches in a step than all ranks.")
+
+
+def _parted(
+    runs: Runs,
+    step: list[verdict.Step],
+    one: verdict.Step,
+    number: int,
+    fed: list[str],
+    tolerance: float | None,
+) -> str:
+    """What parts in a step, and why; nothing if nothing does."""
+    if {name for each in step for name in each["after"]} != one["after"].keys():
+        raise UnclearError("The ranks have other parameters than one process.")
+    parted, kind, by = verdict.beside(step, one, tolerance)
+    if not parted:
+        return ""
+    if one["random"]:
+        raise UnclearError("The model draws random numbers, which are others in one process.")
+    solos = runs.alone([Job(str(runs.folder), f"solo{who}", number, [who]) for who in fed])
+    last = [solo.steps[-1] for solo in solos if len(solo.steps) == number]
+    why = verdict.cause(step, one, parted, last if len(last) == len(fed) else [])
+    by_how_much = f"the {kind} of {verdict.names(parted)} is {verdict.percent(by)} off"
+    return f"{by_how_much} one process's; {why}"

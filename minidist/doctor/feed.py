@@ -4,6 +4,7 @@ If it iterates a DataLoader, its batches. Otherwise what goes into the model, an
 go into torch's losses. One process has the ranks' batches joined, examples first.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy, deepcopy
 from typing import TYPE_CHECKING, Any
@@ -18,58 +19,56 @@ if TYPE_CHECKING:
 
 LOSSES = """cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div
 binary_cross_entropy binary_cross_entropy_with_logits""".split()
+END = "the end of an epoch"
 
 
 class Feed:
-    """hungry: called if one process wants more than the ranks had."""
+    """noted: lists of what there was, by "inputs", "targets", or a loader's number and epoch.
+    hungry: called if one process wants more than the ranks had."""
 
     def __init__(self, job: "Job", hungry: Callable[[], None]) -> None:
         self.given = [job.read("feed", who) for who in job.fed]
         self.apart, self.hungry = job.apart, hungry
         self.joins = len(self.given) > 1 and not job.apart
-        self.noted: dict[str, Any] = {"inputs": [], "targets": [], "epochs": [], "lengths": {}}
-        self.count = {"inputs": 0, "targets": 0}
+        self.noted: dict[Any, list[Any]] = defaultdict(list)
+        self.taken: Counter[Any] = Counter()
         self.loaders: list[DataLoader[Any]] = []
-        # By DataLoaders, if the ranks took a batch for each forward pass.
-        self.by_loader = bool(self.given) and sum(
-            len(batches) for _, _, batches in self.given[0]["epochs"]
-        ) >= len(self.given[0]["inputs"])
+        # A batch for each forward pass.
+        first = self.given[0] if self.given else {}
+        batches = sum(len(first[key]) for key in first if isinstance(key, tuple))
+        self.by_loader = bool(first) and batches >= len(first["inputs"])
 
-    def turn(self, of: list[list[Any]], number: int) -> Any:
-        """The number-th thing of one process, of what each rank had. None: there is no more."""
+    def take(self, key: Any) -> Any:
+        """The next thing of one process."""
+        of, number = [given.get(key, []) for given in self.given], self.taken[key]
+        self.taken[key] += 1
         if self.apart:
-            rank, number = number % len(of), number // len(of)
-            return [of[rank][number]] if number < len(of[rank]) else None
-        return [each[number] for each in of if number < len(each)] or None
-
-    def next(self, what: str) -> Any:
-        taken = self.turn([given[what] for given in self.given], self.count[what])
-        if taken is None:
+            of, number = [of[number % len(of)]], number // len(of)
+        there = [each[number] for each in of if number < len(each)]
+        if not there:
             self.hungry()
-        self.count[what] += 1
-        return taken
+        return joined([each for each in there if not isinstance(each, str)] or [END])
 
     # ---- a model's inputs, a loss's targets ------------------------------------------------
 
     def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         leaves, spec = tree_flatten((args, kwargs))
         if self.given and not self.by_loader:
-            leaves = [
-                # What is as long as the first has examples first; a mask, say, has not.
-                own if not is_data(own) else joined(each if len(each[0]) == rows else each[:1])
-                for taken in [self.next("inputs")]
-                for rows in [len(next(filter(is_data, taken[0]), ()))]
-                for own, *each in zip(leaves, *taken, strict=True)
-            ]
+            new = self.take("inputs")
+            leaves = [x if is_data(own) else own for own, x in zip(leaves, new, strict=True)]
         self.noted["inputs"].append([x.detach().clone() if is_data(x) else None for x in leaves])
         made: tuple[Any, Any] = tree_unflatten(leaves, spec)
         return made
 
-    def target(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        if self.given and not self.by_loader and is_data(target):
-            target = joined(self.next("targets"))
-        self.noted["targets"].append(target.detach().clone())
-        return target
+    def loss(self, original: Callable[..., Any], outside: Callable[[], bool]) -> Callable[..., Any]:
+        def loss(input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+            if outside() and torch.is_grad_enabled() and input.requires_grad and is_data(target):
+                if self.given and not self.by_loader:
+                    target = self.take("targets")
+                self.noted["targets"].append(target.clone())
+            return original(input, target, *args, **kwargs)
+
+        return loss
 
     # ---- a DataLoader's batches ------------------------------------------------------------
 
@@ -80,34 +79,23 @@ class Feed:
 
     def iterate(self, original: Callable[..., Any], loader: DataLoader[Any]) -> Iterator[Any]:
         number = self.number(loader)
-        epoch = sum(of == number for of, _, _ in self.noted["epochs"])
-        batches: list[Any] = []
-        self.noted["epochs"].append(entry := [number, False, batches])
-        if self.given and self.by_loader:
-            return self.again(number, epoch)
-        return self.note(original(loader), entry)
-
-    def note(self, iterator: Iterator[Any], entry: list[Any]) -> Iterator[Any]:
-        for batch in iterator:
-            entry[2].append(deepcopy(batch))
+        key = number, self.taken[number]  # the epoch
+        self.taken[number] += 1
+        if self.by_loader:
+            while (batch := self.take(key)) is not END:
+                yield batch
+            return
+        for batch in original(loader):
+            self.noted[key].append(deepcopy(batch))
             yield batch
-        entry[1] = True  # it ended
-
-    def again(self, number: int, epoch: int) -> Iterator[Any]:
-        of = [[e for e in given["epochs"] if e[0] == number][epoch:][:1] for given in self.given]
-        batches, index = [each[0][2] if each else [] for each in of], 0
-        while (taken := self.turn(batches, index)) is not None:
-            yield joined(taken)
-            index += 1
-        if not all(each and each[0][1] for each in of):
-            self.hungry()
+        self.noted[key].append(END)
 
     def length(self, original: Callable[..., int], loader: DataLoader[Any]) -> int:
-        number = self.number(loader)
-        if not self.apart and self.by_loader and number in self.given[0]["lengths"]:
-            return int(self.given[0]["lengths"][number])
-        length = self.noted["lengths"][number] = original(loader)
-        return length
+        key = self.number(loader)
+        if self.by_loader and not self.apart and key in self.given[0]:
+            return int(self.given[0][key][0])
+        self.noted[key].append(original(loader))
+        return int(self.noted[key][-1])
 
     def install(self, outside: Callable[[], bool]) -> None:
         """outside: whether no model is computed now."""
@@ -117,14 +105,6 @@ class Feed:
         loader.__len__ = lambda own: self.length(length, own)
         for name in LOSSES:
             setattr(F, name, self.loss(getattr(F, name), outside))
-
-    def loss(self, original: Callable[..., Any], outside: Callable[[], bool]) -> Callable[..., Any]:
-        def loss(input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-            if outside() and torch.is_grad_enabled() and input.requires_grad:
-                target = self.target(input, target)
-            return original(input, target, *args, **kwargs)
-
-        return loss
 
 
 def is_data(leaf: Any) -> bool:
