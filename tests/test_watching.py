@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Adagrad, Adam, AdamW
+from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
 import minidist as md
 from minidist.fully_sharded import by_class
@@ -279,6 +280,21 @@ def batch_norm():
     return ddp(lambda: mlp(nn.BatchNorm1d(32).double()))
 
 
+def batch_norm_in_float32():
+    """A bias before it has a gradient that is zero but for rounding. Adam makes a step of it."""
+
+    def rows(batch):  # 15: to divide by a power of two is exact
+        return batch[0][:15].float(), batch[1][:15]
+
+    def loss(model, batch):
+        return loss_sum(model, rows(batch))
+
+    def step(model, optimizer, batch):
+        plain(model, optimizer, rows(batch))
+
+    return ddp(lambda: mlp(nn.BatchNorm1d(32)).float(), step=step, loss=loss)
+
+
 def frozen():
     def make():
         module = mlp()
@@ -306,38 +322,94 @@ def two_groups(model):
 
 
 def groups():
+    """Of the learning rate, which is scheduled, the watch asks the loop's optimizer."""
     model = DistributedDataParallel(mlp())
-    return model, two_groups(model), plain, {"make_optimizer": two_groups}
+    optimizer = two_groups(model)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+
+    def step(*given):
+        plain(*given)
+        scheduler.step()
+
+    return model, optimizer, step, {"make_optimizer": two_groups}
 
 
 def another_optimizer():
     return ddp(kind=Adagrad)
 
 
-def autocast():
+def a_kin_of_adam():
+    """It has momentum=0, and is no SGD."""
+    return ddp(kind=RMSprop)
+
+
+def evaluated_batch_norm():
+    """Fine-tuning: the layer computes as in evaluation, and the model trains."""
+    model, optimizer, step, options = batch_norm()
+    model.module[1].eval()
+    return model, optimizer, step, options
+
+
+def weights_in_bfloat16():
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = init_device_mesh("cpu", (2,))
+    model = torch_fully_shard(mlp().float(), mesh=mesh, mp_policy=policy)
+
     def loss(model, batch):
-        with torch.autocast("cpu", torch.bfloat16):
-            outputs = model(batch[0].float())
-        return F.cross_entropy(outputs.float(), batch[1], reduction="sum"), len(batch[1])
+        return loss_sum(model, (batch[0].float(), batch[1]))
 
     def step(model, optimizer, batch):
-        optimizer.zero_grad()
-        total, count = loss(model, batch)
-        (total / count).backward()
-        optimizer.step()
+        plain(model, optimizer, (batch[0].float(), batch[1]))
 
-    return ddp(lambda: mlp().float(), step=step, loss=loss)
+    options = {"bare": lambda: mlp().float(), "loss": loss}
+    return model, Adam(model.parameters()), step, options
+
+
+def in_bfloat16(model, batch):
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = model(batch[0].float())
+    return F.cross_entropy(outputs.float(), batch[1], reduction="sum"), len(batch[1])
+
+
+def autocast_step(model, optimizer, batch):
+    optimizer.zero_grad()
+    total, count = in_bfloat16(model, batch)
+    (total / count).backward()
+    optimizer.step()
+
+
+def autocast():
+    return ddp(lambda: mlp().float(), step=autocast_step, loss=in_bfloat16)
+
+
+def autocast_in_features():
+    """Sums in bfloat16 in another order: gradients are apart by a thousandth."""
+    model = md.tensor_parallel.parallelize_module(
+        mlp().float(), None, {"0": "columns", "2": "rows"}
+    )
+    options = {"bare": lambda: mlp().float(), "loss": in_bfloat16, "sources": [0]}
+    numbers = iter(range(10))
+
+    def step(model, optimizer, _):
+        autocast_step(model, optimizer, rows_of(next(numbers), 0))
+
+    return model, Adam(model.parameters()), step, options
 
 
 RIGHT = [
     dropout,
     dropout_in_shards,
     batch_norm,
+    batch_norm_in_float32,
     frozen,
     scheduled,
     groups,
     another_optimizer,
+    a_kin_of_adam,
+    evaluated_batch_norm,
+    weights_in_bfloat16,
     autocast,
+    autocast_in_features,
 ]
 
 

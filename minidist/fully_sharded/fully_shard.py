@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from minidist import rank
 from minidist.common import agree
-from minidist.common.abandoned import Abandoned, abandon
 from minidist.common.groups import groups_of
 from minidist.common.materialize import places_of, state_of
 from minidist.common.replicas import broadcast_state, require_same_lines, words
@@ -27,10 +26,6 @@ from minidist.zero import ShardedDataParallel
 M = TypeVar("M", bound=nn.Module)
 
 STRATEGIES = DistributedDataParallel, ShardedDataParallel, Pipeline, MixedParallel
-SHARDED = (
-    "shards of it have taken its place. Make the optimizer after sharding, of the module's "
-    "parameters()"
-)
 
 
 def fully_shard(
@@ -68,13 +63,13 @@ def fully_shard(
     for a list of modules, for a parameter without dimensions, for parameters of several dtypes, and
     if the ranks have different modules.
 
-    Limits: all ranks must go through the same units, forward and backward; a unit that only some
-    reach is an error on the backend "shm", and may hang, or mix up units of one size, on others.
-    Autograd must come to a unit by its output, in lists, dicts and what torch's pytree knows: where
-    a loss is left in an attribute, it raises that a parameter was "modified inplace". No backward()
-    within a forward pass, and no torch.func. A backward pass that fails may leave a part of its own
-    in `.grad`: zero_grad() before you go on. `p.data = ...` changes nothing that is sent: write
-    `p.copy_(...)`.
+    Limits: an optimizer that was made before trains nothing; `md.watch` finds this. All ranks must
+    go through the same units, forward and backward; a unit that only some reach is an error on the
+    backend "shm", and may hang, or mix up units of one size, on others. Autograd must come to a
+    unit by its output, in lists, dicts and what torch's pytree knows: where a loss is left in an
+    attribute, it raises that a parameter was "modified inplace". No backward() within a forward
+    pass, and no torch.func. A backward pass that fails may leave a part of its own in `.grad`:
+    zero_grad() before you go on. `p.data = ...` changes nothing that is sent: write `p.copy_(...)`.
 
     Zhao et al. (arXiv 2304.11277). Lesson: fully_sharded
     """
@@ -113,7 +108,7 @@ def fully_shard(
     named = places_of(own, options.ignored)
     module.__dict__["fsdp_group"] = ParamGroup(module, [m for _, m in own], named, options)
     for _, _, parameter in named:
-        abandon(parameter, SHARDED)
+        parameter.was_sharded = True  # type: ignore
     module.__class__ = _sharded_class(type(module))  # type: ignore
     module.register_load_state_dict_pre_hook(_distribute)
     module.register_load_state_dict_post_hook(_take_assigned)
@@ -165,7 +160,7 @@ def _describe(module: nn.Module, ignored: Set[nn.Parameter]) -> Iterator[str]:
             if not isinstance(tensor, nn.Parameter):
                 yield words("buffer", name, tensor)
                 continue
-            if tensor in inner or isinstance(tensor, Abandoned):
+            if tensor in inner or hasattr(tensor, "was_sharded"):
                 raise ValueError(
                     f"parameter {name} is also in another unit, or was: modules that share a "
                     "parameter must be in the same unit"

@@ -26,8 +26,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_map_only
 
+from minidist.common.tensors_in import tensors_of
 from minidist.rank import device
 from minidist.saving.rank_states import capture
 from minidist.watching import ranks
@@ -69,15 +71,16 @@ class Watch:
     sources: the ranks that have a batch of their own; None is all. The ranks of a pipeline or of
         tensor parallel share that of the first one.
     tolerance: how far gradients may be from those of one process, and the step from its step,
-        relatively. None goes by the dtype: 1e-8 and 1e-6 in float64.
+        relatively. None goes by the dtype: 1e-8 for both in float64.
 
     Raises SilentError, on every rank, with what is wrong in one sentence each; ValueError for
     arguments that make no sense. Where it cannot look, it warns, and the training goes on.
 
-    Limits: steps that it does not look at. What `bare` and `loss` share with the loop, such as
-    labels that are shifted by one. Weights that were wrong from the start. Of a parameter with less
-    than two elements for each micro-batch it does not say whose gradients it has. The bare model
-    must fit rank 0, beside its optimizer's states. It replays torch's random numbers alone. Ranks
+    Limits: one optimizer has all parameters. Steps that it does not look at. What `bare` and `loss`
+    share with the loop, such as labels that are shifted by one. Weights that were wrong from the
+    start. Learning rates, which it takes from the loop. Of a parameter with less than two elements
+    for each micro-batch it does not say whose gradients it has. The bare model must fit rank 0,
+    beside its optimizer's states. It replays torch's random numbers, Python's and NumPy's. Ranks
     that hang in the step, hang.
 
     step: how many steps were taken. noise: how far gradients were from those of one process, in the
@@ -121,8 +124,10 @@ class Watch:
 
         def forward(*_: Any) -> None:
             numbers.append(capture())
-            if torch.is_autocast_enabled(kind := device(self.model).type):
-                seen.dtype = torch.get_autocast_dtype(kind)
+
+        def output(_: nn.Module, __: Any, outputs: Any) -> None:
+            kinds = [x.dtype for x in tensors_of(outputs) if x.is_floating_point()]
+            seen.dtype = min([*kinds, seen.dtype], key=lambda kind: kind.itemsize)
 
         def step(optimizer: Any, *_: Any) -> None:
             kept = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
@@ -131,6 +136,7 @@ class Watch:
         before, start = self._snapshot(seen), capture()
         with ExitStack() as hooks:
             hooks.callback(self.model.register_forward_pre_hook(forward).remove)
+            hooks.callback(register_module_forward_hook(output).remove)
             if hookable := isinstance(self.optimizer, torch.optim.Optimizer):
                 hooks.callback(self.optimizer.register_step_pre_hook(step).remove)
             yield
@@ -210,10 +216,10 @@ class Watch:
     def _oracle(self, pieces: list[Any], own: list[Any], everyone: Sequence[Seen]) -> list[str]:
         """On rank 0: what one process would have done otherwise."""
         before, after = (Whole(*each) for each in pieces)
-        reference = Reference(self.bare().to(device(self.model)), before, self.model.training)
+        reference = Reference(self.bare().to(device(self.model)), before, self.model)
         if problems := reference.difference(after):
             return problems
-        tolerance = self.tolerance or TOLERANCES[everyone[0].dtype or reference.dtype]
+        tolerance = self.tolerance or TOLERANCES[everyone[0].dtype]
         for rank, parts in enumerate(own):
             for number, (batch, numbers) in enumerate(parts):
                 label = f"rank {rank}" + f" part {number}" * (len(parts) > 1)
@@ -231,7 +237,8 @@ class Watch:
             return problems
         optimizer = self._optimizer(reference, groups)
         for group, theirs in zip(optimizer.param_groups, groups[0], strict=False):
-            group["lr"] = theirs["options"].get("lr")  # which a scheduler may have set
+            scheduled = {"lr", "momentum", "betas"} & group.keys()
+            group.update({key: theirs["options"][key] for key in scheduled})
         return reference.step(optimizer, after, tolerance[1])
 
     def _optimizer(self, reference: Reference, groups: list[Any]) -> torch.optim.Optimizer:

@@ -31,12 +31,13 @@ def seen_by(
     if options.get("maximize") or options.get("dampening") or (kept and torch.equal(w0, w1)):
         return None
     eps, lost = torch.finfo(w0.dtype).eps, 0.0
-    if "exp_avg" in after:
+    is_sgd = "dampening" in options  # of torch's optimizers no other has it
+    if "exp_avg_sq" in after or "exp_inf" in after:
         beta = options["betas"][0]
         g = (after["exp_avg"] - beta * before.get("exp_avg", 0)) / (1 - beta)
-    elif "momentum_buffer" in after:
+    elif is_sgd and "momentum_buffer" in after:
         g = after["momentum_buffer"] - options["momentum"] * before.get("momentum_buffer", 0)
-    elif options.get("momentum") == 0:
+    elif is_sgd and options["momentum"] == 0:
         # A small step of a large weight loses digits.
         g = (w0 - w1) / options["lr"]
         lost = float(eps * w0.norm() / options["lr"] / g.norm().clamp_min(1e-300))

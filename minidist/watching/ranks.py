@@ -24,7 +24,7 @@ class Seen:
     options: list[list[dict[str, Any]]] = field(default_factory=list)
     draw: int = 0
     drew: bool = False
-    dtype: torch.dtype | None = None  # of autocast
+    dtype: torch.dtype = torch.float64  # the lowest that a module gives
     wrong: list[str] = field(default_factory=list)
     cannot: list[str] = field(default_factory=list)
     groups: list[list[str]] = field(default_factory=list)

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn, optim
 from torch.optim import Optimizer
 
-from minidist.common.agree import require_same, together
+from minidist.common.agree import together
 from minidist.common.groups import require_group
-from minidist.common.replicas import describe, refuse_dtensors
+from minidist.common.replicas import require_same_lines, words
 from minidist.distributed_data_parallel.buckets import BUCKET_CAP_MB, assign
 from minidist.zero.shards import Cut, FlatParameters
 
@@ -48,12 +48,13 @@ class ZeroRedundancyOptimizer(Optimizer):
     gives the bare optimizer's. `load_state_dict` takes either. After FairScale's OSS; the interface
     is that of torch's ZeroRedundancyOptimizer.
 
-    Raises RuntimeError without a process group, and in `step` if a parameter was moved or converted
-    since; TypeError for an optimizer_class that is none, or not elementwise, and for DTensors;
-    ValueError, on every rank, if the ranks pass different parameters or options, or one without
-    dimensions.
+    Raises RuntimeError without a process group; TypeError for an optimizer_class that is none, or
+    not elementwise, and for DTensors; ValueError, on every rank, if the ranks pass different
+    parameters, or one without dimensions.
 
-    Limits: the ranks must be replicas: of a pipeline give it the group along data. No parameter
+    Limits: what is moved, converted or unfrozen later is not trained, and a rank with other options
+    trains its rows by them; `md.watch` finds this. The ranks must be replicas: of a pipeline give
+    it the group along data. No parameter
     group can be added later. torch's `Join` does not take it. Clipping by the largest element fails
     on a rank that has no rows of a parameter, as with all DTensors.
     """
@@ -77,9 +78,8 @@ class ZeroRedundancyOptimizer(Optimizer):
             super().__init__(params, defaults)
             if not all(p.ndim for p in self._parameters()):
                 raise ValueError("a parameter has no rows: give it a dimension")
-        described = _described(self.param_groups, self.bucket_cap_mb, optimizer_class.__name__)
-        require_same(group, described)
-        refuse_dtensors(f"{name}, {text}" for name, text in described.items())
+        lines = [words("parameter", str(i), p) for i, p in enumerate(self._parameters())]
+        require_same_lines([*lines, f"buckets of {self.bucket_cap_mb} MiB"], group)
         self.cut = Cut(group)
         # In the order in which backward comes to them: last layers first.
         trained = [p for p in self._parameters() if p.requires_grad][::-1]
@@ -113,16 +113,6 @@ class ZeroRedundancyOptimizer(Optimizer):
         """Update this rank's rows, and gather the others'. All ranks must call it."""
         with torch.enable_grad():
             loss = closure() if closure is not None else None
-        if any(flat.moved() for flat in self._flats):
-            raise RuntimeError(
-                "a parameter has been moved or converted since the optimizer was made. Change a "
-                "model first, and make its optimizer then"
-            )
-        if any(p.grad is not None and p not in self.own for p in self._parameters()):
-            raise RuntimeError(
-                "a parameter has a gradient that was frozen when the optimizer was made: make "
-                "another one"
-            )
         # 1. This rank's rows take their gradients.
         for parameter, own in self.own.items():
             gradient: Any = parameter.grad
@@ -215,17 +205,3 @@ def _require_elementwise(kind: Any) -> None:
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _described(groups: list[dict[str, Any]], cap: float, kind: str) -> dict[str, Any]:
-    """What all ranks must have alike."""
-    found: dict[str, Any] = {"optimizer_class": kind, "bucket_cap_mb": cap}
-    found["the number of parameter groups"] = len(groups)
-    for number, group in enumerate(groups):
-        found[f"the number of parameters in group {number}"] = len(group["params"])
-        for position, parameter in enumerate(group["params"]):
-            found[f"parameter {position} of group {number}"] = describe(parameter)
-        found[f"the options of group {number}"] = {
-            k: v for k, v in _options(group).items() if isinstance(v, int | float | str | tuple)
-        }
-    return found
