@@ -13,6 +13,7 @@ a DataLoader, targets are known of torch's losses only.
 """
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,6 +47,7 @@ so in a sentence. Exit code 0: it does, 1: it does not, 2: the doctor cannot say
             sub.error(f"{given.script}: no such file")
         if given.world_size < 2 or given.steps < 1:
             sub.error("--world-size must be 2 or more, --steps 1 or more")
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its processes end with it
         words = [str(given.script), *given.words]
         with TemporaryDirectory() as folder:
             runs = Runs(Path(folder), words, given.steps, given.seconds, given.cuda)

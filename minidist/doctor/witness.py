@@ -21,10 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 import minidist as md
@@ -69,7 +66,7 @@ class Witness:
         self.parent = os.getppid()
         self.models: list[nn.Module] = []
         self.held: dict[int, torch.Tensor] = {}  # by the optimizers, by id
-        self.step, self.stepped, self.inside, self.nested, self.forwards = 1, False, False, 0, 0
+        self.step, self.stepped, self.inside, self.forwards = 1, False, False, 0
         self.record = self.new()
 
     def new(self) -> dict[str, Any]:
@@ -178,13 +175,7 @@ class Witness:
 
     # ---- torch's hooks ---------------------------------------------------------------------
 
-    def before_step(self, *_: Any) -> None:
-        self.nested += 1
-
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self.nested -= 1
-        if self.nested:  # an optimizer in an optimizer
-            return
         self.held |= {id(p): p for group in optimizer.param_groups for p in group["params"]}
         self.record["grads"] |= self.copies(grads=True)
         self.record["trained"] |= {n: id(p) for n, p, _ in self.named() if p.grad is not None}
@@ -220,7 +211,6 @@ class Witness:
         return torch.cat([original(each, mean, var, *args, **kwargs) for each in parts])
 
     def install(self) -> None:
-        register_optimizer_step_pre_hook(self.before_step)
         register_optimizer_step_post_hook(self.after_step)
         places: Any = (nn.Module, torch.autograd, F)
         module, autograd, functional = places

@@ -1,10 +1,10 @@
-"""The Trainer of Hugging Face, with a small GPT-2."""
+"""Hugging Face's Trainer and a small BERT, told that the loss is the mean of a rank's examples."""
 
 import tempfile
 
 import torch
 from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 
 class Sentences(Dataset):
@@ -14,30 +14,27 @@ class Sentences(Dataset):
     def __getitem__(self, index):
         generator = torch.Generator().manual_seed(index)
         ids = torch.randint(32, (12,), generator=generator)
-        return {"input_ids": ids, "labels": ids.where(torch.arange(12) < 4 + index % 8, -100)}
+        return {"input_ids": ids, "labels": int(ids[0] > 15)}
 
 
-config = GPT2Config(
+config = BertConfig(
     vocab_size=32,
-    n_positions=12,
-    n_embd=16,
-    n_layer=2,
-    n_head=2,
-    bos_token_id=0,
-    eos_token_id=0,
-    embd_pdrop=0.0,
-    resid_pdrop=0.0,
-    attn_pdrop=0.0,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=32,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
 )
 arguments = TrainingArguments(
     output_dir=tempfile.mkdtemp(),
     per_device_train_batch_size=4,
-    gradient_accumulation_steps=2,
-    num_train_epochs=2,
+    average_tokens_across_devices=False,
     learning_rate=1e-3,
+    num_train_epochs=2,
     report_to=[],
     use_cpu=True,
     save_strategy="no",
     disable_tqdm=True,
 )
-Trainer(GPT2LMHeadModel(config), arguments, train_dataset=Sentences()).train()
+Trainer(BertForSequenceClassification(config), arguments, train_dataset=Sentences()).train()
