@@ -16,16 +16,10 @@ from minidist.common import agree
 from minidist.common.groups import groups_of
 from minidist.common.materialize import places_of, state_of
 from minidist.common.replicas import broadcast_state, require_same_lines, words
-from minidist.distributed_data_parallel import DistributedDataParallel
 from minidist.fully_sharded.fsdp_module import FSDPModule, group_of, groups_in, share_state
 from minidist.fully_sharded.param_group import Options, ParamGroup
-from minidist.mixed import MixedParallel
-from minidist.pipeline import Pipeline
-from minidist.zero import ShardedDataParallel
 
 M = TypeVar("M", bound=nn.Module)
-
-STRATEGIES = DistributedDataParallel, ShardedDataParallel, Pipeline, MixedParallel
 
 
 def fully_shard(
@@ -143,11 +137,6 @@ def _describe(module: nn.Module, ignored: Set[nn.Parameter]) -> Iterator[str]:
     if group_of(module) is not None:
         raise ValueError(f"this {type(module).__name__} is sharded already")
     for name, each in module.named_modules():
-        if isinstance(each, STRATEGIES):
-            raise ValueError(
-                f"{name or 'the module'} is a {type(each).__name__}, which sees to its gradients "
-                "itself, and would find only shards: shard the model without it"
-            )
         if group_of(each) is not None:
             yield f"unit {name}, sharded already"
     inner = {each.sharded for group in groups_in(module) for each in group.parameters}

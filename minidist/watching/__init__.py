@@ -76,12 +76,12 @@ class Watch:
     Raises SilentError, on every rank, with what is wrong in one sentence each; ValueError for
     arguments that make no sense. Where it cannot look, it warns, and the training goes on.
 
-    Limits: one optimizer has all parameters. Steps that it does not look at. What `bare` and `loss`
-    share with the loop, such as labels that are shifted by one. Weights that were wrong from the
-    start. Learning rates, which it takes from the loop. Of a parameter with less than two elements
-    for each micro-batch it does not say whose gradients it has. The bare model must fit rank 0,
-    beside its optimizer's states. It replays torch's random numbers, Python's and NumPy's. Ranks
-    that hang in the step, hang.
+    Limits: one optimizer has all parameters, and no layer is frozen for a while. Steps that it does
+    not look at. What `bare` and `loss` share with the loop, such as labels that are shifted by one.
+    Weights that were wrong from the start. Learning rates, which it takes from the loop. Of a
+    parameter with less than two elements for each micro-batch it does not say whose gradients it
+    has. The bare model must fit rank 0, beside its optimizer's states. Ranks that hang in the step,
+    hang.
 
     step: how many steps were taken. noise: how far gradients were from those of one process, in the
     last look (on rank 0).
@@ -104,7 +104,8 @@ class Watch:
             raise ValueError(f"every must be 1 or more, and clip more than 0: {every}, {clip}")
         if isinstance(bare, nn.Module):
             raise TypeError("bare must be a function that makes a model, not a model")
-        self.model, self.optimizer, self.bare, self.loss = model, optimizer, bare, loss
+        self.model, self.bare, self.loss = model, bare, loss
+        self.optimizer = getattr(optimizer, "optimizer", optimizer)  # of Accelerate's
         self.every, self.make_optimizer, self.clip = every, make_optimizer, clip
         self.sources = range(dist.get_world_size()) if sources is None else sources
         self.tolerance, self.step, self.noise = tolerance, 0, 0.0

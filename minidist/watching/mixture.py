@@ -132,7 +132,7 @@ def _words(weights: torch.Tensor, wanted: torch.Tensor, shares: Sequence[Share])
         return " did not arrive"
     if ratio.max() - ratio.min() < 1e-2 * ratio.abs().max():
         times = ratio.mean().item()
-        return f" are {times:.6g} times what they should be{_cause(times, len(wanted))}"
+        return f" are {times:.6g} times what they should be{_cause(times, shares)}"
     listed = ", ".join(
         f"{share.label}: {round(w, 5) + 0.0:.3g} for {round(v, 5):.3g}"
         for share, w, v in zip(shares[:8], weights.tolist(), wanted.tolist(), strict=False)
@@ -145,8 +145,10 @@ def _words(weights: torch.Tensor, wanted: torch.Tensor, shares: Sequence[Share])
     return f" weigh {listed}"
 
 
-def _cause(times: float, shares: int) -> str:
+def _cause(times: float, shares: Sequence[Share]) -> str:
+    """Of a factor that is the number of ranks, or of micro-batches, or of those of a rank."""
+    ranks = len({share.label.partition(" part")[0] for share in shares})
     known = {-1.0: "the wrong sign"}
-    if shares > 1:
-        known |= {float(shares): "a sum where a mean should be", 1 / shares: "divided twice"}
+    for count in {ranks, len(shares), len(shares) // ranks} - {1}:
+        known |= {float(count): "a sum where a mean should be", 1 / count: "divided twice"}
     return next((f": {words}?" for x, words in known.items() if abs(times / x - 1) < 1e-3), "")
