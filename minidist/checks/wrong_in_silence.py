@@ -90,8 +90,8 @@ EVEN, UNEVEN = [[4, 4], [4, 4]], [[7, 1], [5, 3]]
     " wanted is a fault, and so are weights that were not the same before.",
 )
 def find(answer: object) -> str:
-    """`find(before, after, own, counts, lr)` gives the names of all parameters that moved otherwise
-    than in one process: twelve faults, four right runs."""
+    """`find(before, after, own, counts, lr)` gives the names of all parameters that moved, or
+    began, otherwise than in one process: twelve faults, four right runs."""
     (said,) = on_ranks(_trial, function(answer), world_size=1)
     if said:
         raise NotYet(f"{said}.")
