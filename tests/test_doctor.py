@@ -41,8 +41,7 @@ FAULTS = {  # what the sentence names
     # Not planted: transformers 5.23.0 has it.
     "trainer": "2 times what they should be: a sum where a mean should be",
 }
-DAY = {"right_ddp_tutorial", "right_nanogpt", "right_fsdp_tutorial"}
-DAY |= {"wrong_no_broadcast", "wrong_no_sync_last", "wrong_sum"}
+DAY = {"right_nanogpt", "right_fsdp_tutorial", "wrong_sum"}
 
 
 def scripts():

@@ -202,7 +202,9 @@ def test_a_right_run_is_silent(pools, strategy, optimizer):
     assert found[0] <= NOISE[optimizer]  # a sentence is no number
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", *NIGHT, "AdamW"])
+@pytest.mark.parametrize(
+    "optimizer", [pytest.param("SGD", marks=pytest.mark.soak), *NIGHT, "AdamW"]
+)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_float32_is_silent(pools, strategy, optimizer):
     clip = 0.3 if strategy != "tensor" else None
