@@ -6,10 +6,12 @@ its cause, from a least-squares fit of the gradient on that of each rank's own b
 
 To read: `consult` below, then `witness` (inside the script's processes), `feed`, `verdict`.
 
-Limits: dropout drops nothing while the doctor looks, and batch norm takes its means by rank in one
-process as well; torch.compile does not compile. Buffers are not compared, nor are ranks that have
-other layers than one process. The script writes its files as ever. If it makes its batches without
-a DataLoader, targets are known of torch's losses only.
+Limits: ranks start as under torchrun. Dropout drops nothing while the doctor looks, and batch norm
+takes its means by rank in one process as well; torch.compile does not compile. Of buffers those of
+batch norm alone are compared, among ranks; ranks that have other layers than one process are not.
+Where no DataLoader gives a batch for each forward pass, targets are known of torch's losses only.
+Examples come first in every tensor. A missing sampler is seen if ranks draw the same order, a
+missing set_epoch is not. The script writes its files as ever.
 """
 
 import argparse
@@ -23,9 +25,11 @@ import torch
 
 from minidist.doctor import verdict
 from minidist.doctor.runs import Process, Runs
+from minidist.doctor.verdict import UnclearError, percent
 from minidist.doctor.witness import Job
 
 YES, NO, UNKNOWN = 0, 1, 2
+MORE = "--seconds gives more time"
 
 
 def add(sub: argparse.ArgumentParser) -> None:
@@ -58,10 +62,6 @@ so in a sentence. Exit code 0: it does, 1: it does not, 2: the doctor cannot say
     sub.set_defaults(run=begin)
 
 
-class UnclearError(Exception):
-    """The doctor cannot say, and says why."""
-
-
 def consult(runs: Runs, world_size: int, tolerance: float | None = None) -> tuple[int, str]:
     """The exit code, and the sentence."""
     ranks = runs.ranks(world_size)
@@ -74,7 +74,7 @@ def consult(runs: Runs, world_size: int, tolerance: float | None = None) -> tupl
     try:
         _require_steps(ranks, steps)
         for number, step in enumerate(steps, start=1):
-            if words := verdict.among_ranks(step, number):
+            if words := verdict.among_ranks(step, steps[-1], number):
                 return NO, f"Step {number}: {words}."
         _require_no_error(ranks, f"on {world_size} ranks")
         fed = [f"rank{rank}" for rank in verdict.sources(steps[0])]
@@ -100,9 +100,7 @@ def _require_steps(ranks: Sequence[Process], steps: list[list[verdict.Step]]) ->
         _require_no_error(ranks, f"on {len(ranks)} ranks")
         late = next(rank for rank in ranks if not rank.steps)
         if late.code is None:
-            raise UnclearError(
-                f"{late.who} came to no step of an optimizer: --seconds gives more time."
-            )
+            raise UnclearError(f"{late.who} came to no step of an optimizer: {MORE}.")
         raise UnclearError(
             "It ends without a step of one of torch's optimizers after a forward pass."
         )
@@ -121,6 +119,8 @@ def _alone(runs: Runs, fed: list[str], forwards: int) -> list[verdict.Step]:
         job = Job(str(runs.folder), f"one{apart}", runs.steps, fed, apart)
         one = runs.alone([job])
         _require_no_error(one, "in one process, with the ranks' batches")
+        if one[0].code is None and not one[0].steps:
+            raise UnclearError(f"One process came to no step: {MORE}.")
         if one[0].steps and one[0].steps[0]["forwards"] == forwards * (len(fed) if apart else 1):
             return one[0].steps
     raise UnclearError("One process has another number of micro-batches in a step than all ranks.")
@@ -140,10 +140,16 @@ def _parted(
     parted, kind, by = verdict.beside(step, one, tolerance)
     if not parted:
         return ""
+    rows = [row for who in fed for row in step[int(who.removeprefix("rank"))]["rows"]]
+    if sorted(rows) != sorted(one["rows"]):
+        raise UnclearError(
+            "One process computes with other inputs: the loop draws random numbers itself, or "
+            "examples are not the first dimension."
+        )
     if one["random"]:
         raise UnclearError("The model draws random numbers, which are others in one process.")
     solos = runs.alone([Job(str(runs.folder), f"solo{who}", number, [who]) for who in fed])
     last = [solo.steps[-1] for solo in solos if len(solo.steps) == number]
     why = verdict.cause(step, one, parted, last if len(last) == len(fed) else [])
-    by_how_much = f"the {kind} of {verdict.names(parted)} is {verdict.percent(by)} off"
+    by_how_much = f"the {kind} of {verdict.names(parted)} is {percent(by)} off"
     return f"{by_how_much} one process's; {why}"

@@ -1,7 +1,7 @@
 """What a script trains on: noted on a rank, and given to the one process.
 
-If it iterates a DataLoader, its batches. Otherwise what goes into the model, and the targets that
-go into torch's losses. One process has the ranks' batches joined, examples first.
+If DataLoaders give a batch for each forward pass, these. Otherwise what goes into the model, and
+the targets that go into torch's losses. One process has the ranks' batches joined, examples first.
 """
 
 from collections import Counter, defaultdict

@@ -1,15 +1,21 @@
 """From what ranks and one process have left: what parts first, by how much, and why."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from minidist.watching.mixture import Share, explain, find
+from minidist.watching.mixture import Share, explain, find, percent
 from minidist.watching.naive import mixture
 from minidist.watching.snapshot import MODEL, box
 
 Step = dict[str, Any]
+
+
+class UnclearError(Exception):
+    """The doctor cannot say, and says why."""
+
+
 Whole = dict[str, torch.Tensor]
 TOLERANCES = {torch.float64: (1e-7, 1e-6), torch.float32: (1e-3, 1e-2)}  # gradients, movements
 LOW = 5e-2, 1e-1  # where numbers of 16 bits are computed with
@@ -49,10 +55,6 @@ def names(of: Sequence[str]) -> str:
     return of[0] + (f" (and {len(of) - 1} more)" if len(of) > 1 else "")
 
 
-def percent(part: float) -> str:
-    return f"{100 * part:.2g} %" if part < 1 else f"{100 * part:.0f} %"
-
-
 def sources(ranks: Sequence[Step]) -> list[int]:
     """The ranks with examples of their own. Where ranks share layers, some have the same ones."""
     if not any(step["shares"] for step in ranks):
@@ -64,10 +66,12 @@ def sources(ranks: Sequence[Step]) -> list[int]:
 # ---- what is seen without one process ----------------------------------------------------------
 
 
-def among_ranks(ranks: Sequence[Step], number: int) -> str:
-    """What is wrong with this step, in words, or nothing."""
-    for step in ranks:
-        if still := [name for name in step["outside"] if _still(step, name)]:
+def among_ranks(ranks: Sequence[Step], last: Sequence[Step], number: int) -> str:
+    """What is wrong with this step, in words, or nothing. last: the last one, when all optimizers
+    are known."""
+    for step, end in zip(ranks, last, strict=True):
+        outside = [name for name in step["outside"] if name in end["outside"]]
+        if still := [name for name in outside if _still(step, name)]:
             return f"{names(still)} with a gradient, in no optimizer's groups, did not move"
     _, differ = whole(ranks, "before")
     if differ and number == 1:
@@ -76,14 +80,15 @@ def among_ranks(ranks: Sequence[Step], number: int) -> str:
             f"{names([*differ])} of rank {rank} begin with other weights than rank 0's, by "
             f"{percent(off)}: nobody sends rank 0's"
         )
-    if words := _rows([ranks[rank] for rank in sources(ranks)]):
+    if words := _rows({rank: ranks[rank] for rank in sources(ranks)}):
         return words
-    if (kept := ranks[0]["kept"]) and number > 1:
-        return f"the gradient of {kept} still has that of step {number - 1} in it: nobody zeroes it"
+    if (kept := [*ranks[0]["kept"]]) and number > 1:
+        left = f"the gradient of {kept[0]} still has that of step {number - 1} in it"
+        return f"{left}: nobody zeroes it"
     for rank, step in enumerate(ranks):
         if words := _options(step, ranks[0]):
             return f"rank {rank} steps with {words} on rank 0"
-    norms = [step["norms"] for step in ranks]
+    norms = [step["norms"][:1] for step in ranks]  # before no_sync
     if number > 1 and any(each != norms[0] for each in norms):
         return "the running means of batch norm are others on each rank: nobody sends rank 0's"
     return ""
@@ -107,13 +112,14 @@ def _short(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _rows(ranks: Sequence[Step]) -> str:
-    for rank, step in enumerate(ranks[1:], start=1):
+def _rows(ranks: Mapping[int, Step]) -> str:
+    """Of those that have examples of their own."""
+    for rank, step in ranks.items():
         own, first = step["rows"], {*ranks[0]["rows"]}
-        if 2 * (twice := sum(row in first for row in own)) > len(own):
+        if rank and 2 * (twice := sum(row in first for row in own)) > len(own):
             words = f"{twice} of the {len(own)} examples of rank {rank} are rank 0's as well"
             return f"{words}: no DistributedSampler, or the same seed"
-    draws = [step["draws"][0] for step in ranks if step["draws"]]
+    draws = [step["draws"][0] for step in ranks.values() if step["draws"]]
     same = "ranks with other examples draw the same dropout masks: the same seed"
     return same if len(set(draws)) < len(draws) else ""
 
@@ -161,7 +167,7 @@ def cause(ranks: Sequence[Step], one: Step, parted: list[str], solos: Sequence[S
     seen, local = whole(ranks, "grads")
     own, _ = whole([one], "grads")
     shares = []
-    for rank, solo in enumerate(solos):
+    for rank, solo in zip(sources(ranks), solos, strict=False):
         before: Whole = {}
         for part, held in enumerate(solo["backwards"]):
             now, _ = whole([{"held": held}], "held")
@@ -172,12 +178,16 @@ def cause(ranks: Sequence[Step], one: Step, parted: list[str], solos: Sequence[S
     if not shares or not told:
         return "why, the gradients do not tell"
     largest = max(told, key=lambda name: own[name].numel())
-    wanted, _ = mixture(own[largest], [share.gradients[largest] for share in shares])
+    wanted, left = mixture(own[largest], [share.gradients[largest] for share in shares])
+    if left > 1e-2:
+        raise UnclearError(
+            "In one process examples act on each other, or they are not the first dimension."
+        )
     keys = [
         [
             (MODEL + n, at, tuple(x.shape))
-            for n, (_, own) in step["grads"].items()
-            for at, x in own.items()
+            for n, (_, pieces) in step["grads"].items()
+            for at, x in pieces.items()
         ]
         for step in ranks
     ]

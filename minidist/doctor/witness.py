@@ -71,14 +71,16 @@ class Witness:
 
     def new(self) -> dict[str, Any]:
         lists = ("options", "draws", "norms", "backwards", "rows")
-        tables = ("before", "grads", "trained")
-        numbers = {"low": False, "random": False, "kept": "", "models": 0, "forwards": 0}
+        tables = ("before", "grads", "trained", "kept")
+        numbers = {"low": False, "random": False, "group": 0, "models": 0, "forwards": 0}
         return {key: [] for key in lists} | {key: {} for key in tables} | numbers
 
     # ---- a step begins, and ends -----------------------------------------------------------
 
     def forward(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """In the place of each call of a module."""
+        autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+        self.record["low"] |= autocast
         trains = not self.inside and torch.is_grad_enabled() and module.training
         if not trains or not any(p.requires_grad for p in module.parameters()):
             return call(module, *args, **kwargs)
@@ -97,7 +99,7 @@ class Witness:
         self.record["random"] |= not torch.equal(drawn, torch.get_rng_state())
         floats = [*module.parameters(), *tree_leaves(output)]
         low = {getattr(each, "dtype", None) for each in floats} & {torch.bfloat16, torch.float16}
-        self.record["low"] |= bool(low) or torch.is_autocast_enabled("cpu")
+        self.record["low"] |= bool(low)
         return output
 
     def within(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +118,8 @@ class Witness:
         for name, part in self.parts():
             for at, own in part.pieces.items():
                 if name in begin and begin[name].shape == part.shape:
-                    own.copy_(begin[name][box(at, own.shape)])
+                    # Unseen by autograd: another model of the step may be computed already.
+                    own.data.copy_(begin[name][box(at, own.shape)])
         self.record["before"] = self.copies()
 
     def end_step(self) -> None:
@@ -127,7 +130,6 @@ class Witness:
             "after": self.copies(),
             "unknown": any(hasattr(each, "_fsdp_wrapped_module") for each in modules),
             "shares": self.shares(modules),
-            "group": dist.is_initialized() and dist.get_world_size(),
         }
         self.job.write(self.step, self.record)
         self.job.write("feed", self.feed.noted)
@@ -147,7 +149,7 @@ class Witness:
     def named(self) -> Iterator[tuple[str, Any, Any]]:
         """Name, parameter, and which features of it are here."""
         for number, model in enumerate(self.models):
-            cuts, prefix = dict(cuts_of(model)), f"{number}." if number else ""
+            cuts, prefix = dict(cuts_of(model)), f"model{number}." if number else ""
             for name, p in model.named_parameters():
                 yield prefix + bare_name(name), p, cuts.get(p)
 
@@ -176,7 +178,11 @@ class Witness:
     # ---- torch's hooks ---------------------------------------------------------------------
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self.held |= {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        own = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        self.held |= own
+        # A gradient that is left is another optimizer's business.
+        self.record["kept"] = {n: p for n, p in self.record["kept"].items() if p in own}
+        self.record["group"] = dist.is_initialized() and dist.get_world_size()
         self.record["grads"] |= self.copies(grads=True)
         self.record["trained"] |= {n: id(p) for n, p, _ in self.named() if p.grad is not None}
         for group in optimizer.param_groups:
@@ -188,8 +194,12 @@ class Witness:
         if self.inside:  # of a part that is computed again
             return original(*args, **kwargs)
         if self.step > 1 and not self.record["backwards"]:
-            kept = (n for n, p in self.parts(grads=True) if any(x.any() for x in p.pieces.values()))
-            self.record["kept"] = next(kept, "")
+            held = {name: id(p) for name, p, _ in self.named()}
+            self.record["kept"] = {
+                name: held[name]
+                for name, part in self.parts(grads=True)
+                if any(x.any() for x in part.pieces.values())
+            }
         self.within(original, *args, **kwargs)
         solo = len(self.job.fed) == 1
         self.record["backwards"].append(self.copies(grads=True) if solo else {})

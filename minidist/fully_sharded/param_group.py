@@ -210,7 +210,8 @@ class ParamGroup:
         """Begin the all_gather, unless it has begun."""
         if self.unsharded:
             return
-        if meta := [each.names[0] for each in self.parameters if each.local.is_meta]:
+        meta = [each.names[0] for each in self.parameters if each.local.is_meta]
+        if meta and ON_META:  # a rehearsal on meta, in the room scaling, empties it
             raise RuntimeError(f"parameter {self.prefix}{meta[0]} {ON_META}")
         self.unsharded, self.gathered_version = True, self.version
         self.full.untyped_storage().resize_(self.full.nbytes)

@@ -170,7 +170,7 @@ class Watch:
             seen.take(now)
         everyone = gather(seen)
         problems = ranks.own_problems(everyone) or ranks.replicas(everyone, buffers=True)
-        self._conclude(problems, seen.cannot)
+        self._conclude(problems, [words for each in everyone for words in each.cannot][:1])
 
     def end_of_epoch(self) -> None:
         """All ranks: have all `examples` been seen, and in another order than in earlier epochs?"""
@@ -179,7 +179,7 @@ class Watch:
         missing = (self.examples or 0) - len(set(rows))
         problems = [f"{missing} of {self.examples} examples were not seen"] * (missing > 0)
         order = ranks.digest("".join(rows).encode())
-        if order in self._orders:
+        if rows and order in self._orders:
             problems.append("this epoch had the order of an earlier one (sampler.set_epoch?)")
         self._rows, self._orders = [], {*self._orders, order}
         self._conclude(problems)
@@ -228,7 +228,7 @@ class Watch:
         verdict = [problems, cannot]
         dist.broadcast_object_list(verdict, 0)  # one for all, so that all raise, or none
         if verdict[1]:
-            words = f"md.watch compares no gradients at step {self.step}: {verdict[1][0]}"
+            words = f"md.watch cannot compare step {self.step}: {verdict[1][0]}"
             warnings.warn(words, stacklevel=2)
         if verdict[0]:
             raise SilentError(f"step {self.step}: " + "; ".join(verdict[0]))

@@ -34,7 +34,7 @@ def seen_by(
         return None  # another's Adam, whose decay may be either
     eps, lost = torch.finfo(w0.dtype).eps, 0.0
     is_sgd = "dampening" in options  # of torch's optimizers no other has it
-    if "exp_avg_sq" in after or "exp_inf" in after:
+    if "exp_avg_sq" in after:
         beta = options["betas"][0]
         g = (after["exp_avg"] - beta * before.get("exp_avg", 0)) / (1 - beta)
     elif is_sgd and "momentum_buffer" in after:
@@ -121,10 +121,16 @@ def explain(
             else:
                 small.append(name)
     lines = names or {" are wrong": small}
-    return [f"the gradients of {_some(of, count)}{words}" for words, of in lines.items()][:8]
+    return [f"the gradients of {some(of, count)}{words}" for words, of in lines.items()][:8]
 
 
-def _some(names: Sequence[str], count: int) -> str:
+def percent(part: float) -> str:
+    """Of two digits, and whole above a hundred."""
+    return f"{100 * part:.2g} %" if part < 0.995 else f"{100 * part:.0f} %"
+
+
+def some(names: Sequence[str], count: int) -> str:
+    """Three of them. count: of all there are."""
     names = [*dict.fromkeys(names)]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return "all parameters" if len(names) == count else ", ".join(names[:3]) + more

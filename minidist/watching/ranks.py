@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from minidist.common.tensors_in import tensors_of
+from minidist.watching.mixture import some
 from minidist.watching.snapshot import MODEL, Key, Snapshot, bare_name
 
 
@@ -55,8 +56,7 @@ def ungrouped(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     held = [id(p) for group in optimizer.param_groups for p in group["params"]]
     trained = [(bare_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
     without = [name for name, p in trained if id(p) not in held]
-    more = f" and {len(without) - 3} more" if len(without) > 3 else ""
-    return [f"no group of the optimizer has {', '.join(without[:3])}{more}"] if without else []
+    return [f"no group of the optimizer has {some(without, 0)}"] if without else []
 
 
 def own_problems(everyone: Sequence[Seen]) -> list[str]:

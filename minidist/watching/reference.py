@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from minidist.rank import device
-from minidist.watching.mixture import Share, explain, find, seen_by
+from minidist.watching.mixture import Share, explain, find, percent, seen_by, some
 from minidist.watching.snapshot import Key, Whole, bare_name
 
 Loss = Callable[[nn.Module, Any], tuple[torch.Tensor, Any]]
@@ -133,5 +133,5 @@ class Reference:
             return [f"{', '.join(still[:3])} did not move"]
         if not wrong:
             return []
-        names, most = ", ".join([*wrong][:3]), 100 * max(wrong.values())
-        return [f"the gradients are right, the step is not: {names} moved otherwise ({most:.2g} %)"]
+        by = f"{some([*wrong], 0)} moved otherwise, by {percent(max(wrong.values()))} of the step"
+        return [f"the gradients are right, the step is not: {by}"]
