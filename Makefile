@@ -106,6 +106,8 @@ compiler:
 	install g++ (Debian: apt install g++; macOS: xcode-select --install), set CXX, or: \
 	make test WITHOUT_TOOLS=1"; exit 1; }
 
+LESSONS := notebooks/*.ipynb notebooks/museum/*.ipynb
+
 # What nbval compares, and how long a cell may take.
 NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=120 \
     --nbval-sanitize-with=notebooks/sanitize.cfg
@@ -119,9 +121,9 @@ test: $(if $(WITHOUT_TOOLS),lint,compiler lint $(TOOLS))
 	MINIDIST_TIMING=soft $(PYTEST) $(NBVAL) -n $(WORKERS) --dist=loadfile \
 	    --no-loadscope-reorder --max-worker-restart=0 --reruns=1 --rerun-except='[Tt]imeout' \
 	    --rerun-exclude-path=notebooks --rerun-show-tracebacks -raR --durations=20 \
-	    $(or $(TEST_ARGS),notebooks/*.ipynb $$($(BIN)/python tests/changed.py) tests)
+	    $(or $(TEST_ARGS),$(LESSONS) $$($(BIN)/python tests/changed.py) tests)
 
-NOTEBOOKS ?= notebooks/*.ipynb
+NOTEBOOKS ?= $(LESSONS)
 
 timing: $(TOOLS)
 	MINIDIST_TIMING= $(PYTEST) $(NBVAL) $(NOTEBOOKS)

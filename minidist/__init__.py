@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         saving,
         scaling,
         tensor_parallel,
+        watching,
         zero,
         zoo,
     )
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
         VocabParallelEmbedding,
         vocab_parallel_cross_entropy,
     )
+    from minidist.watching import watch
     from minidist.zero import ShardedDataParallel, ZeroRedundancyOptimizer
 
 __version__ = "0.1.0"
@@ -100,6 +102,8 @@ __all__ = [
     "scaling",
     "tensor_parallel",
     "vocab_parallel_cross_entropy",
+    "watch",
+    "watching",
     "zero",
     "zoo",
 ]
@@ -119,6 +123,7 @@ STRATEGIES = {  # what lessons use by name, and the module that it is in
     "fully_shard": "fully_sharded",
     "predict": "prediction",
     "vocab_parallel_cross_entropy": "tensor_parallel",
+    "watch": "watching",
 }
 
 

@@ -1,9 +1,10 @@
-"""The measurements that the course speaks of, all ways to train side by side, and a planner of
-memory and time.
+"""The measurements that the course speaks of, all ways to train side by side, a planner of memory
+and time, and a doctor for training scripts.
 
 python -m minidist bench launch collectives
 python -m minidist compare --world-size 4
 python -m minidist plan --model llama-3-8b --gpu h100 --world-size 8 --tensor 2
+python -m minidist doctor --world-size 2 script.py
 """
 
 import argparse
@@ -11,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import minidist as md
-from minidist import bench, planner
+from minidist import bench, doctor, planner
 from minidist.compare import command as compare
 from minidist.planner.page import page, states_page
 from minidist.planner.transformer import named
@@ -28,6 +29,7 @@ def main() -> None:
     _bench(commands.add_parser("bench", help="our figures beside torch's, taken in turns"))
     compare.add(commands.add_parser("compare", help="one training in many ways, side by side"))
     _plan(commands.add_parser("plan", help="bytes a rank and seconds a step, before you run"))
+    doctor.add(commands.add_parser("doctor", help="does a script train as one process would?"))
     arguments = parser.parse_args()
     arguments.run(arguments)
 

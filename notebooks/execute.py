@@ -85,7 +85,8 @@ def shorten_paths(text: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run notebooks in place.")
     parser.add_argument("notebooks", nargs="*", type=Path, help="all notebooks by default")
-    everything = sorted(HERE.glob("*.ipynb")) + sorted(HERE.glob("solutions/*.ipynb"))
+    folders = HERE, HERE / "solutions", HERE / "museum"
+    everything = [path for folder in folders for path in sorted(folder.glob("*.ipynb"))]
     paths = [path.resolve() for path in parser.parse_args().notebooks] or everything
     if any(path.parent == HERE / "ko" for path in paths):
         parser.error("a Korean lesson has the outputs of the English one: run that")

@@ -17,11 +17,12 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 LIST = ".copied.json"
 WHAT = ["*.ipynb", "solutions/*.ipynb", "scripts/*.*", "ko/*.ipynb", "ko/*.md", "AGENTS.md"]
+WHAT += ["museum/*.*", "museum/exhibits/*.py"]
 
 
 def lessons() -> list[Path]:
     """What a learner needs of this folder: lessons, the Korean ones, solutions, the scripts that
-    they run, and a word for an AI assistant."""
+    they run, the museum, and a word for an AI assistant."""
     found = [path for what in WHAT for path in HERE.glob(what)]
     return sorted(path.relative_to(HERE) for path in found)
 

@@ -13,9 +13,8 @@ import nbformat
 from nbformat import NotebookNode
 
 ROOT = Path(__file__).resolve().parents[1]
-NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb")) + sorted(
-    ROOT.glob("notebooks/solutions/*.ipynb")
-)
+NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
+NOTEBOOKS += sorted(ROOT.glob("notebooks/[ms]*/*.ipynb"))  # the museum, solutions
 
 MACHINE_PATHS = ["/tmp/ipykernel_", "/home/", "/root/", "/Users/"]
 THIS_MACHINE = [str(ROOT), sys.prefix, sys.base_prefix, str(Path.home())]

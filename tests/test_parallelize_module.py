@@ -274,18 +274,3 @@ def test_ranks_with_different_models_are_told(pools):
         for words, line in zip(told, ("parameter weight", "buffer mask"), strict=True):
             assert words.startswith("ValueError: the ranks have different models"), told
             assert line in words
-
-
-def stale():
-    model = md.zoo.mlp(4, 8, 4)
-    made = [torch.optim.SGD(model[n].parameters(), 0.1) for n in (0, 2)]  # 2 is not named yet
-    tp.parallelize_module(model, mesh(), {"0": "columns"})
-    made.append(torch.optim.SGD(model.parameters(), 0.1))
-    tp.parallelize_module(model, mesh(), {"2": "rows"})
-    return [raised(optimizer.step) for optimizer in made]
-
-
-def test_an_optimizer_that_was_made_before_is_told(pools):
-    for told in pools(2)(stale):
-        for words in told:
-            assert words.startswith("RuntimeError: this parameter was replaced: the model has been")

@@ -2,6 +2,7 @@
 
 import math
 import re
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -9,11 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minidist as md
 from minidist import parity
 from minidist.parity import ParityError, relative_difference
+from minidist.parity.differences import missing
 
 MODELS = {
     "mlp": (parity.digits_mlp, None),
@@ -22,24 +27,13 @@ MODELS = {
 }
 
 
-def clip(optimizer, *_):
-    nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1)
-
-
-def clipping(parameters):
-    optimizer = SGD(parameters)
-    optimizer.register_step_pre_hook(clip)
-    return optimizer
-
-
 OPTIMIZERS = {
-    "clipping": clipping,
     "momentum": parity.momentum,
     "adam": torch.optim.Adam,
     "adamw": partial(torch.optim.AdamW, weight_decay=0.1),
 }
 SGD = partial(torch.optim.SGD, lr=0.1)
-OURS = md.DistributedDataParallel
+OURS, CPU = md.DistributedDataParallel, torch.device("cpu")
 
 
 def average(tensors, world_size=None):
@@ -70,8 +64,6 @@ class Loop:
         grads = [p.grad for p in model.parameters()]
         if here != "weights":
             average(grads, 1 if here == "sum" else None)
-        if here == "clip":  # which the one process does not do
-            clip(optimizer)
         if here == "grad":
             grads[-1][0] += 1e-9
         optimizer.step()
@@ -103,7 +95,7 @@ def test_distributed_data_parallel_trains_as_one_process_does(pools):
         model, data = MODELS.get(name, (Partial, None))
         check = partial(parity.check, model=model, data=data, ranks=pools(3))
         ours = partial(OURS, bucket_cap_mb=0.002, find_unused_parameters=name == "partial")
-        for optimizer in ("momentum", "adam", "clipping") if name == "mlp" else ("adamw",):
+        for optimizer in ("momentum", "adam") if name == "mlp" else ("adamw",):
             assert check(ours, optimizer=OPTIMIZERS[optimizer]).tolerance == 1e-12, name
     theirs = partial(TorchDDP, find_unused_parameters=True)
     check(theirs, optimizer=OPTIMIZERS["adam"])
@@ -126,45 +118,141 @@ def test_a_parity_tells_what_was_compared(pools):
     assert found.tensors == 5 + 3 + 5 * 3  # weights, buffers, step and two means of each weight
 
 
-def test_a_strategy_may_bring_its_loop_and_its_optimizer(pools):
-    parity.check(bare, step=Loop(), ranks=pools(3))
-    parity.check(
-        lambda module: (module, OPTIMIZERS["adam"](module.parameters())),
-        optimizer=OPTIMIZERS["adam"],
-        step=Loop(),
-        ranks=pools(3),
-    )
-
-
 def test_whole_weights_may_come_from_elsewhere(pools):
-    """For a wrapper whose state_dict() is only this rank's part. The states are not compared."""
+    """Then only these are compared, and no states."""
 
-    class Hiding(nn.Module):
-        def __init__(self, model):
-            super().__init__()
-            self.hidden = (OURS(model),)  # not a child, so state_dict() is empty
+    def weights(spoilt, ddp):
+        state = ddp.module.state_dict()
+        return state | {"2.bias": state["2.bias"] + 1e-9 * spoilt}
 
-        def forward(self, x):
-            return self.hidden[0](x)
-
-    def strategy(model):
-        return Hiding(model), parity.momentum(model.parameters())
-
-    def weights(spoilt):
-        def of(module):
-            state = module.hidden[0].module.state_dict()
-            return state | {"2.bias": state["2.bias"] + 1e-9 * spoilt}
-
-        return of
-
-    with pytest.raises(ParityError, match="is missing"):
-        parity.check(strategy, ranks=pools(2))
-    found = parity.check(strategy, weights=weights(False), ranks=pools(2))
+    check = partial(parity.check, OURS, ranks=pools(2))
+    found = check(weights=partial(weights, False))
     assert (found.tensors, found.largest < 1e-12) == (4, True)
     with pytest.raises(ParityError, match=r"step 1, rank 0: 2\.bias differs"):
-        parity.check(strategy, weights=weights(True), ranks=pools(2))
+        check(weights=partial(weights, True))
     with pytest.raises(ParityError, match=r"0\.weight is missing"):
-        parity.check(strategy, weights=lambda module: {}, ranks=pools(2))
+        check(weights=lambda module: {})
+
+
+# ---- every strategy: with dropout, and by steps that clip ----------------------------------------
+
+
+SGD_M = {"lr": 0.1, "momentum": 0.9}
+
+
+def dropping():
+    return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 10))
+
+
+def in_units(shard):
+    def strategy(model):
+        shard(model[0])
+        return shard(model)
+
+    return strategy
+
+
+def zero(model, wrap=lambda model, _: OURS(model)):
+    optimizer = md.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, **SGD_M)
+    return wrap(model, optimizer), optimizer
+
+
+def torchs_zero(model):
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # which warns
+
+    return TorchDDP(model), ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, **SGD_M)
+
+
+REPLICAS = {
+    "ddp": OURS,
+    "zero 1": zero,
+    "zero 2": partial(zero, wrap=md.ShardedDataParallel),
+    "fsdp": partial(md.FullyShardedDataParallel, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})),
+    "fully_shard": in_units(md.fully_shard),
+    "torch's ddp": TorchDDP,
+    "torch's zero": torchs_zero,
+    "torch's fully_shard": in_units(torch_fully_shard),
+    "torch's fsdp1": partial(TorchFSDP, use_orig_params=True, device_id=CPU),
+}
+
+
+def step_that_clips(model, optimizer, inputs, targets, loss_fn, when="right"):
+    """when: at which wrong moment."""
+    optimizer.zero_grad()
+    with model.no_sync() if when == "before" else nullcontext():
+        loss = loss_fn(model(inputs), targets)
+        loss.backward()
+    own = getattr(model, "clip_grad_norm_", partial(nn.utils.clip_grad_norm_, model.parameters()))
+    own(0.1)
+    if when == "before":
+        average([p.grad for p in model.parameters()])
+    optimizer.step()
+    return loss
+
+
+def step_with_rank_0s_numbers(*given):
+    state = torch.get_rng_state()
+    dist.broadcast(state, 0)
+    torch.set_rng_state(state)
+    return parity.train_step(*given)
+
+
+@pytest.mark.parametrize("name", REPLICAS)
+def test_dropout_and_clipping_are_those_of_one_process(pools, name):
+    """Each rank draws masks of its own, and the one process the same ones for its share."""
+    dtype = torch.float32 if "fsdp1" in name else torch.float64  # its clipping takes no other
+    check = partial(parity.check, REPLICAS[name], model=dropping, dtype=dtype, ranks=pools(2))
+    found = check(step=step_that_clips, clip=0.1)
+    assert found.tensors == 8 and found.largest < found.tolerance
+    for faulty in step_that_clips, step_with_rank_0s_numbers:
+        with pytest.raises(ParityError, match=r"step 1, rank 0: 0\.weight differs"):
+            check(step=faulty)
+
+
+def test_clipping_before_averaging_is_found(pools):
+    early = partial(step_that_clips, when="before")
+    with pytest.raises(ParityError, match=r"step 1, rank 0: 0\.weight differs"):
+        parity.check(OURS, step=early, clip=0.1, ranks=pools(2))
+
+
+# ---- every strategy: a rank may have parts of the model ------------------------------------------
+
+
+def train_stages(model, optimizer, *batch):
+    optimizer.zero_grad()
+    loss = model.train_step(*batch)
+    optimizer.step()
+    return loss
+
+
+PLAN = {"0": "columns", "2": "rows"}
+FEATURES = partial(md.tensor_parallel.parallelize_module, parallelize_plan=PLAN)
+PARTS = {
+    "pipeline": (partial(md.Pipeline, microbatches=2), train_stages),
+    "tensor parallel": (FEATURES, parity.train_step),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_ranks_have_the_model_together(pools, name):
+    """They share a batch: each example is there twice."""
+    data = [each.repeat_interleave(2, 0) for each in md.zoo.digits()]
+    strategy, step = PARTS[name]
+    adam = OPTIMIZERS["adam"]
+    found = parity.check(strategy, step=step, data=data, optimizer=adam, ranks=pools(2))
+    assert found.tensors == 4 + 3 * 4 and found.largest < 1e-12
+
+
+def test_what_no_rank_has_is_named(pools):
+    def forgetful(model):  # computes with a bias, and does not train it
+        model[2].bias = model[2]._parameters.pop("bias").detach()
+        return OURS(model)
+
+    with pytest.raises(ParityError, match=r"^step 1, 2\.bias is missing: 10 elements"):
+        parity.check(forgetful, ranks=pools(2))
+    pieces = [("w", (0, 0), (1, 2)), ("w", (2, 0), (2, 2)), ("b", (0,), (2,))]
+    told = missing({"w": torch.zeros(4, 2), "b": torch.zeros(2)}, pieces)
+    assert told == ["w is missing: 2 elements are on no rank"]
 
 
 def test_ranks_are_started_where_there_are_none():
@@ -178,7 +266,6 @@ WEIGHT, MEAN = "0.weight differs", "the mean loss differs"
 FAULTS = {
     "no averaging": (dict(step=parity.train_step), f"step 1, rank 0: {WEIGHT}"),
     "sum": (dict(step=Loop("sum")), f"step 1, rank 0: {WEIGHT}"),
-    "a step that clips": (dict(step=Loop("clip")), f"step 1, rank 0: {WEIGHT}"),
     "share of another": (dict(step=Loop("share")), f"step 1, rank 0: {WEIGHT}"),
     "rank 2, from step 3": (dict(step=Loop("grad", (2, 3))), "step 3, rank 2: 2.bias differs"),
     "rank 1's loss, at step 2": (dict(step=Loop("loss", (1, 2))), f"step 2, {MEAN}"),
@@ -189,7 +276,7 @@ FAULTS = {
     ),
     "optimizer without state": (
         dict(step=Loop(), strategy=lambda m: (m, SGD(m.parameters()))),
-        "step 1, rank 0: momentum_buffer of 0.weight is missing",
+        "step 1, momentum_buffer of 0.weight is missing: 2048 elements are on no rank",
     ),
     "optimizer with a state more": (
         dict(step=Loop(), strategy=lambda m: (m, parity.momentum(m.parameters())), optimizer=SGD),
@@ -244,12 +331,10 @@ def test_arguments_that_make_no_sense(pools):
         check(model=parity.digits_mlp())
     with pytest.raises(ValueError, match="3 ranks can share evenly, not 4 steps of 16 examples"):
         check(batch_size=16)
+    with pytest.raises(md.RankError, match="a parameter that is not the model's"):
+        parity.check(lambda m: (m, parity.momentum(parity.digits_mlp().parameters())))
     with pytest.raises(ValueError, match="1 step or more, .* not 0 steps of 48 examples"):
         check(steps=0)
-    with pytest.raises(ValueError, match="needs a tolerance for torch.bfloat16"):
-        check(dtype=torch.bfloat16)
-    with pytest.raises(md.RankError, match="strategy must return the module to train, and it"):
-        parity.check(lambda model: None, ranks=pools(3))
 
 
 def test_relative_difference():

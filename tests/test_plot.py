@@ -64,6 +64,7 @@ CHARTS = {  # name: what it draws, and inputs that have nothing to draw
     "sweep": ({"gpipe": {1: 2.0}}, [{}, {"gpipe": {}}]),
     "breakdown": ({"DDP": {"other": 8}}, [{}, {"DDP": {}}, {"DDP": {"other": 0}}]),
     "frontier": ({"time": {"plain": (8, 1.0)}}, [{}, {"time": {}}]),
+    "weights": ({"right": {"rank 0": (0.5, 0.5)}}, [{}]),
 }
 
 
@@ -410,6 +411,17 @@ def test_frontier_writes_no_name_upon_another() -> None:
     assert [text.get_text() for text in ax.texts] == ["b", "a", "c", "d"]
     assert all(not box.overlaps(other) for i, box in enumerate(boxes) for other in boxes[:i])
     assert ax.texts[3].xyann == (8, 0)
+
+
+def test_weights_are_white_where_they_are_right() -> None:
+    ax = plot.weights(
+        {"a": {"0": (0.5, 0.5), "1": (1, 0.5)}, "b": {"0": (1e-17, 0.5), "1": (1, 1)}}
+    )
+    assert [text.get_text() for text in ax.texts] == ["0.5", "1", "0", "1"]
+    assert ax.images[0].get_array().tolist() == [[1, 2], [2e-17, 1]]
+    red, _, blue, _ = ax.images[0].to_rgba([[1, 2]])[0, 1]
+    assert red > blue and min(ax.images[0].to_rgba([[1, 1]])[0, 0]) > 0.95
+    assert [ticks(ax.xaxis), ticks(ax.yaxis)] == [["0", "1"], ["a", "b"]]
 
 
 def test_schedule_shows_predicted_and_measured_spans() -> None:

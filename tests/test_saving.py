@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 import minidist as md
 from minidist.mixed import MixedParallel
-from minidist.parity.snapshot import relative_difference
+from minidist.parity.differences import relative_difference
 from minidist.saving import Batches, Checkpoints, commit, rank_states, writing
 from minidist.saving.parts import Part
 from minidist.saving.parts import whole as whole_of

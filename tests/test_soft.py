@@ -10,9 +10,8 @@ from nbclient import NotebookClient
 from minidist.measure.soft import NOT_TIMED, assertions, rounds, timed
 
 ROOT = Path(__file__).resolve().parents[1]
-NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb")) + sorted(
-    ROOT.glob("notebooks/solutions/*.ipynb")
-)
+NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
+NOTEBOOKS += sorted(ROOT.glob("notebooks/[ms]*/*.ipynb"))  # the museum, solutions
 
 
 def code(source: str, *tags: str) -> nbformat.NotebookNode:

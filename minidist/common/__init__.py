@@ -7,7 +7,6 @@ materialize   values for what is on the device meta
 replay        what a forward pass depends on, to compute it a second time
 replicas      every rank begins with the same model and rank 0's values
 agree         arguments that must be alike, errors that all ranks must hear of
-abandoned     parameters that were replaced by shards, and who still has them
 norm          the norm of gradients on several ranks, and clipping by it
 no_sync       accumulation without averaging
 tensors_in    the tensors in what a module gives, however deep

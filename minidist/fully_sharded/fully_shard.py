@@ -13,24 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from minidist import rank
 from minidist.common import agree
-from minidist.common.abandoned import Abandoned, abandon
 from minidist.common.groups import groups_of
 from minidist.common.materialize import places_of, state_of
 from minidist.common.replicas import broadcast_state, require_same_lines, words
-from minidist.distributed_data_parallel import DistributedDataParallel
 from minidist.fully_sharded.fsdp_module import FSDPModule, group_of, groups_in, share_state
 from minidist.fully_sharded.param_group import Options, ParamGroup
-from minidist.mixed import MixedParallel
-from minidist.pipeline import Pipeline
-from minidist.zero import ShardedDataParallel
 
 M = TypeVar("M", bound=nn.Module)
-
-STRATEGIES = DistributedDataParallel, ShardedDataParallel, Pipeline, MixedParallel
-SHARDED = (
-    "shards of it have taken its place. Make the optimizer after sharding, of the module's "
-    "parameters()"
-)
 
 
 def fully_shard(
@@ -68,13 +57,13 @@ def fully_shard(
     for a list of modules, for a parameter without dimensions, for parameters of several dtypes, and
     if the ranks have different modules.
 
-    Limits: all ranks must go through the same units, forward and backward; a unit that only some
-    reach is an error on the backend "shm", and may hang, or mix up units of one size, on others.
-    Autograd must come to a unit by its output, in lists, dicts and what torch's pytree knows: where
-    a loss is left in an attribute, it raises that a parameter was "modified inplace". No backward()
-    within a forward pass, and no torch.func. A backward pass that fails may leave a part of its own
-    in `.grad`: zero_grad() before you go on. `p.data = ...` changes nothing that is sent: write
-    `p.copy_(...)`.
+    Limits: an optimizer that was made before trains nothing; `md.watch` finds this. All ranks must
+    go through the same units, forward and backward; a unit that only some reach is an error on the
+    backend "shm", and may hang, or mix up units of one size, on others. Autograd must come to a
+    unit by its output, in lists, dicts and what torch's pytree knows: where a loss is left in an
+    attribute, it raises that a parameter was "modified inplace". No backward() within a forward
+    pass, and no torch.func. A backward pass that fails may leave a part of its own in `.grad`:
+    zero_grad() before you go on. `p.data = ...` changes nothing that is sent: write `p.copy_(...)`.
 
     Zhao et al. (arXiv 2304.11277). Lesson: fully_sharded
     """
@@ -113,7 +102,7 @@ def fully_shard(
     named = places_of(own, options.ignored)
     module.__dict__["fsdp_group"] = ParamGroup(module, [m for _, m in own], named, options)
     for _, _, parameter in named:
-        abandon(parameter, SHARDED)
+        parameter.was_sharded = True  # type: ignore
     module.__class__ = _sharded_class(type(module))  # type: ignore
     module.register_load_state_dict_pre_hook(_distribute)
     module.register_load_state_dict_post_hook(_take_assigned)
@@ -148,11 +137,6 @@ def _describe(module: nn.Module, ignored: Set[nn.Parameter]) -> Iterator[str]:
     if group_of(module) is not None:
         raise ValueError(f"this {type(module).__name__} is sharded already")
     for name, each in module.named_modules():
-        if isinstance(each, STRATEGIES):
-            raise ValueError(
-                f"{name or 'the module'} is a {type(each).__name__}, which sees to its gradients "
-                "itself, and would find only shards: shard the model without it"
-            )
         if group_of(each) is not None:
             yield f"unit {name}, sharded already"
     inner = {each.sharded for group in groups_in(module) for each in group.parameters}
@@ -165,7 +149,7 @@ def _describe(module: nn.Module, ignored: Set[nn.Parameter]) -> Iterator[str]:
             if not isinstance(tensor, nn.Parameter):
                 yield words("buffer", name, tensor)
                 continue
-            if tensor in inner or isinstance(tensor, Abandoned):
+            if tensor in inner or hasattr(tensor, "was_sharded"):
                 raise ValueError(
                     f"parameter {name} is also in another unit, or was: modules that share a "
                     "parameter must be in the same unit"

@@ -177,8 +177,6 @@ class FullyShardedDataParallel(Synchronized):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's own, between gathering its parameters and freeing them."""
-        if group_of(self.module) is None:
-            raise RuntimeError("the module has been replaced since it was wrapped. Wrap this one")
         return self.module(*inputs, **kwargs)
 
     @property

@@ -75,8 +75,8 @@ class OffloadedOptimizer(Optimizer):
         self._masters = own = {p: _master(p) for p in parameters}
         put_on_host(dict(own))
         groups = [{**g, "params": [own[p] for p in g["params"]]} for g in self.param_groups]
-        self._inner: Any = optimizer_class(groups, **defaults)  # it trains the masters
-        self.defaults = self._inner.defaults
+        self.inner: Any = optimizer_class(groups, **defaults)  # it trains the masters
+        self.defaults = self.inner.defaults
         self._take()
 
     @staticmethod
@@ -134,7 +134,7 @@ class OffloadedOptimizer(Optimizer):
         """Of the parameters, and of what the host has received."""
         super().zero_grad(set_to_none)
         self._arriving.clear()
-        self._inner.zero_grad()
+        self.inner.zero_grad()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Fetch gradients, update on the host, and send the parameters back."""
@@ -164,9 +164,9 @@ class OffloadedOptimizer(Optimizer):
                 self._wait()
                 if now is not own:  # what is as it was sent keeps the bits of the host
                     own.copy_(torch.where(own.to(now.dtype) == now, own, now.to(own.dtype)))
-            self._inner.load_state_dict(self.state_dict())  # torch casts states to float32
-            self._inner.step()
-            self._inner.zero_grad()
+            self.inner.load_state_dict(self.state_dict())  # torch casts states to float32
+            self.inner.step()
+            self.inner.zero_grad()
             for p, own in changed.items():  # rounded here, so that 16 bits travel
                 sent = own if own.dtype == p.dtype else pinned(own, p.dtype).copy_(own)
                 p.copy_(sent, non_blocking=True)
@@ -175,9 +175,9 @@ class OffloadedOptimizer(Optimizer):
 
     def _take(self) -> None:
         """The inner optimizer's options and states."""
-        for mine, its in zip(self.param_groups, self._inner.param_groups, strict=True):
+        for mine, its in zip(self.param_groups, self.inner.param_groups, strict=True):
             mine.update({name: value for name, value in its.items() if name != "params"})
-        found = self._inner.state
+        found = self.inner.state
         self.state.clear()
         self.state.update({p: found[own] for p, own in self._masters.items() if own in found})
         put_on_host(dict(self.state))
@@ -185,7 +185,7 @@ class OffloadedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a `state_dict` of this or of the bare optimizer."""
         with on_host():
-            self._inner.load_state_dict(state_dict)
+            self.inner.load_state_dict(state_dict)
         self._take()
 
 

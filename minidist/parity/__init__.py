@@ -5,7 +5,7 @@ After every step the weights, the buffers, the optimizer's states and the loss m
 float64 that is 12 digits of 16: sums in another order differ in the last ones, and a wrong
 average does not.
 
-To read: `check` below, then `job` (the training, alone and on a rank) and `snapshot` (what it
+To read: `check` below, then `job` (the training, alone and on a rank) and `differences` (what it
 leaves, and how far two of them are apart).
 """
 
@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import minidist as md
-from minidist.parity.job import Data, Job, Loss, Report, Step
-from minidist.parity.snapshot import differs, relative_difference
+from minidist.parity.differences import differs, missing, relative_difference
+from minidist.parity.job import Data, Found, Job, Loss, Step
 from minidist.runtime import Pool
 
 __all__ = [
@@ -97,6 +97,7 @@ def check(
     step: Callable[..., torch.Tensor] = train_step,
     weights: Callable[[Any], Mapping[str, torch.Tensor]] | None = None,
     world_size: int = 2,
+    clip: float | None = None,
     steps: int = 4,
     batch_size: int | None = None,
     dtype: torch.dtype = torch.float64,
@@ -117,17 +118,23 @@ def check(
     weights: for a wrapper whose `state_dict()` gives something else: called on each rank with the
         module, it returns whole parameters by the names of the bare model. Only these are compared
         then. (Optimizer states are seen all the same, one step later, in the weights.)
-    tolerance: the largest relative difference, max|a - b| / max|b| of a tensor.
+    clip: the largest norm of the gradients. The one process clips by it; `step` clips as it does.
+    tolerance: the largest relative difference, max|a - b| / max|b| of a tensor. None: 1e-12 in
+        float64, 1e-4 in float32.
     ranks: a pool that is there already; `world_size` is then its own.
+
+    A rank compares what it has, whole tensors or pieces of them; together the ranks must have all.
 
     A model with batch norm takes means over the examples that it sees, and those of a rank are only
     its own. So for such a model the one process goes through the ranks' shares one by one, from
     the same buffers, and adds up the gradients; buffers are compared with those after the rank's
-    own share, and the next step begins with rank 0's.
+    own share, and the next step begins with rank 0's. So it does for a model that draws random
+    numbers, such as dropout's: each rank begins each step with numbers of its own, and the one
+    process goes through its share with the same ones.
 
-    Limits: the one process does not run `step`. If that clips, the two differ; let the optimizer
-    clip, by `register_step_pre_hook`, and both do. All ranks begin with equal weights, so it is not
-    seen that a strategy does not broadcast them.
+    Limits: the one process does not run `step`: if that draws random numbers, or takes the share in
+    parts through a model with dropout, the two differ. On a GPU they draw others. All ranks begin
+    with equal weights, so it is not seen that a strategy does not broadcast them.
 
     Returns a `Parity`. Raises ParityError that names the first tensor that differs, by how much, at
     which step and on which rank; ValueError and TypeError for arguments that make no sense.
@@ -135,10 +142,7 @@ def check(
     """
     world_size = ranks.world_size if ranks else world_size
     batch_size = 16 * world_size if batch_size is None else batch_size
-    if tolerance is None:
-        if dtype not in TOLERANCES:
-            raise ValueError(f"parity.check needs a tolerance for {dtype}")
-        tolerance = TOLERANCES[dtype]
+    tolerance = TOLERANCES[dtype] if tolerance is None else tolerance
     if isinstance(model, nn.Module):
         raise TypeError("model must be a function that makes a module, not a module")
     if min(steps, batch_size, world_size) < 1 or batch_size % world_size:
@@ -146,7 +150,7 @@ def check(
             f"parity.check trains 1 step or more, with a batch that {world_size} ranks can share "
             f"evenly, not {steps} steps of {batch_size} examples"
         )
-    job = Job(strategy, model, optimizer, loss_fn, step, weights, dtype, tolerance)
+    job = Job(strategy, model, optimizer, loss_fn, step, weights, clip, dtype)
     images, labels = md.zoo.digits(dtype) if data is None else data
     picks = [torch.arange(s * batch_size, (s + 1) * batch_size) % len(images) for s in range(steps)]
     images = images.to(dtype) if images.is_floating_point() else images
@@ -157,22 +161,16 @@ def check(
     return _verdict(reports, alone, tolerance)
 
 
-def _verdict(reports: list[Report], alone: list[Step], tolerance: float) -> Parity:
-    differences = [
-        (step, f"rank {rank}: {words}")
-        for rank, report in enumerate(reports)
-        if report.first is not None
-        for step, words in [report.first]
-    ]
-    largest = max(report.largest for report in reports)
-    for number, expected in enumerate(alone, start=1):
-        mean = torch.tensor([report.losses[number - 1] for report in reports], dtype=torch.float64)
-        loss = torch.tensor(expected.loss, dtype=torch.float64)
-        words, difference = differs("the mean loss", relative_difference(mean.mean(), loss))
-        largest = max(largest, difference)
-        if not difference <= tolerance:
-            differences.append((number, words))
-    if differences:
-        step, words = min(differences, key=lambda difference: difference[0])
-        raise ParityError(f"step {step}, {words} ({tolerance:g} is allowed)")
-    return Parity(len(reports), len(alone), reports[0].tensors, tolerance, largest)
+def _verdict(reports: list[list[Found]], alone: list[Step], tolerance: float) -> Parity:
+    largest = 0.0
+    for number, (expected, *ranks) in enumerate(zip(alone, *reports, strict=True), start=1):
+        told = [each for found in ranks for each in found.differences]
+        losses = torch.tensor([found.loss for found in ranks], dtype=torch.float64)
+        told.append(differs("the mean loss", relative_difference(losses.mean(), expected.loss)))
+        largest = max(largest, *(difference for _, difference in told))
+        problems = [words for words, difference in told if not difference <= tolerance]
+        if not problems and ranks[0].pieces is not None:
+            problems = missing(expected.state, [key for found in ranks for key in found.pieces])
+        if problems:
+            raise ParityError(f"step {number}, {problems[0]} ({tolerance:g} is allowed)")
+    return Parity(len(reports), len(alone), len(reports[0][0].differences), tolerance, largest)

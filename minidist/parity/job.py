@@ -1,7 +1,8 @@
 """The same training, in one process and on a rank (lesson: distributed_data_parallel)."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,8 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from minidist.parity.snapshot import State, buffers_of, copy_of, differences, state_of
+from minidist.common.replay import Replay
+from minidist.parity.differences import State, buffers_of, copy_of, differences, state_of
 from minidist.rank import device
+from minidist.watching.snapshot import Key
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Data = tuple[torch.Tensor, torch.Tensor]
@@ -22,17 +25,17 @@ class Step:
 
     state: State
     buffers: list[State]
+    loss: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Found:
+    """After a step on a rank: how far each tensor is from that of the one process, in words too;
+    and which pieces are this rank's (None: it was told whole weights)."""
+
+    differences: list[tuple[str, float]]
+    pieces: list[Key] | None
     loss: float
-
-
-@dataclass
-class Report:
-    """What a rank found: the first difference (its step, and words for it), and its losses."""
-
-    tensors: int = 0
-    largest: float = 0.0
-    first: tuple[int, str] | None = None
-    losses: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -45,61 +48,70 @@ class Job:
     loss_fn: Loss
     step: Callable[..., torch.Tensor]
     weights: Callable[[Any], Mapping[str, torch.Tensor]] | None
+    clip: float | None
     dtype: torch.dtype
-    tolerance: float
 
     def make(self) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with _random_numbers(0, 0):
             return self.model().to(self.dtype)
 
     def alone(self, batches: list[Data], world_size: int) -> Iterator[Step]:
-        """Train on whole batches, or share by share where each share has its own means."""
+        """Train on whole batches, or share by share where each share has its own means, or its own
+        random numbers."""
         model = self.make()
         optimizer = self.optimizer(model.parameters())
         shares = [slice(None)]
-        if any(isinstance(module, _BatchNorm) for module in model.modules()):
+        if _draws(model, batches[0][0]) or any(isinstance(m, _BatchNorm) for m in model.modules()):
             shares = [slice(rank, None, world_size) for rank in range(world_size)]
-        for inputs, targets in batches:
+        for number, (inputs, targets) in enumerate(batches, start=1):
             before, after, losses = buffers_of(model), [], []
             optimizer.zero_grad()
-            for share in shares:
+            for rank, share in enumerate(shares):
                 model.load_state_dict(before, strict=False)
-                loss = self.loss_fn(model(inputs[share]), targets[share]) / len(shares)
-                loss.backward()
+                with _random_numbers(number, rank):
+                    loss = self.loss_fn(model(inputs[share]), targets[share]) / len(shares)
+                    loss.backward()
                 after.append(buffers_of(model))
-                losses.append(loss.item())
+                losses.append(loss.detach())
+            nn.utils.clip_grad_norm_(model.parameters(), self.clip or float("inf"))
             optimizer.step()
             model.load_state_dict(after[0], strict=False)
             after *= world_size // len(after)
-            yield Step(state_of(model, optimizer), after, sum(losses))
+            yield Step(state_of(model, optimizer, {})[0], after, torch.stack(losses).sum())
 
-    def on_a_rank(self, batches: list[Data], alone: list[Step]) -> Report:
+    def on_a_rank(self, batches: list[Data], alone: list[Step]) -> list[Found]:
         """Train by the strategy on this rank's shares, and compare after each step."""
         rank, world_size, here = dist.get_rank(), dist.get_world_size(), device()
         made = self.strategy(self.make().to(here))
-        if made is None:
-            raise TypeError("strategy must return the module to train, and it returns None")
         model, optimizer = made if isinstance(made, tuple) else (made, None)
         optimizer = optimizer or self.optimizer(model.parameters())
-        report = Report()
+        report = []
         for number, (batch, expected) in enumerate(zip(batches, alone, strict=True), start=1):
             inputs, targets = (tensor[rank::world_size].to(here) for tensor in batch)
-            loss = self.step(model, optimizer, inputs, targets, self.loss_fn)
-            report.losses.append(loss.item())
-            found, wanted = self.to_compare(model, optimizer, expected, rank)
-            report.tensors = len(wanted)
-            for words, difference in differences(found, wanted):
-                report.largest = max(report.largest, difference)
-                if report.first is None and not difference <= self.tolerance:
-                    report.first = number, words
+            with _random_numbers(number, rank):
+                loss = self.step(model, optimizer, inputs, targets, self.loss_fn)
+            wanted, pieces = {**expected.state, **expected.buffers[rank]}, None
+            if self.weights is None:
+                found, pieces = state_of(model, optimizer, wanted)
+            else:
+                found = {name: copy_of(tensor) for name, tensor in self.weights(model).items()}
+                wanted = {name: wanted[name] for name, _ in self.make().named_parameters()}
+            told = [(f"rank {rank}: {words}", off) for words, off in differences(found, wanted)]
+            report.append(Found(told, pieces, loss.item()))
         return report
 
-    def to_compare(
-        self, model: Any, optimizer: torch.optim.Optimizer, expected: Step, rank: int
-    ) -> tuple[State, State]:
-        """What this rank has, and what it should have."""
-        if self.weights is None:
-            return state_of(model, optimizer), {**expected.state, **expected.buffers[rank]}
-        found = {name: copy_of(tensor) for name, tensor in self.weights(model).items()}
-        return found, {name: expected.state[name] for name, _ in self.make().named_parameters()}
+
+@contextmanager
+def _random_numbers(step: int, rank: int) -> Iterator[None]:
+    """Those with which this rank begins this step."""
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        torch.manual_seed(1000 * step + rank)
+        yield
+
+
+def _draws(model: nn.Module, inputs: torch.Tensor) -> bool:
+    """Whether a forward pass takes random numbers, as those of dropout."""
+    with Replay(model, [inputs]).same_again():
+        before = torch.get_rng_state()
+        model(inputs)
+        return not torch.equal(before, torch.get_rng_state())

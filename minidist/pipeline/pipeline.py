@@ -97,6 +97,8 @@ class Pipeline(Wrapper):
     - With `wrap`, what fails on one replica is waited for by the others, until their timeout. So is
       an evaluation of fewer rows than micro-batches.
     - Unfreezing a layer later raises ValueError where a stage had given nothing that is trained.
+      A layer that is replaced later is not trained, nor what has made the inputs: `md.watch` finds
+      this.
 
     Lesson: layer_splitting. Raises RuntimeError without a process group; on every rank, TypeError
     if the module is no nn.Sequential, or has a forward, hooks, parameters or buffers of its own,
@@ -157,7 +159,7 @@ class Pipeline(Wrapper):
             ties = fill(parts, plan, ties, self._peers, self._device, param_init_fn)
         super().__init__(own)
         self.process_group, self.schedule, self.balance = group, plan, counts
-        self.trace, self._layers = [], list(own.children())
+        self.trace = []
         self._stages = {
             stage: Stage(part if wrap is None else wrap(part), recompute)
             for stage, part in parts.items()
@@ -222,12 +224,8 @@ class Pipeline(Wrapper):
         peers, plan, problem = self._peers, self.schedule, None
         kind, total, parts = -1, 0, []
         try:
-            if list(self.module.children()) != self._layers:
-                raise RuntimeError("a layer was added, removed or replaced: make a new Pipeline")
             if {p for p in self._shared if p.requires_grad} != self._ties.keys():
                 raise RuntimeError("a shared parameter was frozen or unfrozen: make a new Pipeline")
-            if trains and any(x.requires_grad and not x.is_leaf for x in tensors_of(inputs)):
-                raise ValueError("what has made the inputs would be left out: make it a layer")
             if peers.rank == 0:
                 total = self._count(inputs, plan.microbatches if trains else 1)
                 parts = split_into_microbatches("inputs", inputs, self._rows(total))

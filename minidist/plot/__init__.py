@@ -15,6 +15,7 @@
 | `sweep` | what was measured beside what was predicted, for each value of something |
 | `breakdown` | of what parts several things consist, as bars from left to right |
 | `frontier` | several ways to do one thing, by what each saves and what it costs |
+| `weights` | of whose gradients the gradients of several runs are made |
 
 Every chart draws into the axes that it is given, or into a new figure as wide as a notebook,
 returns the axes, and leaves matplotlib's settings as they were. Input with nothing to draw is
@@ -29,6 +30,7 @@ from minidist.plot.memory_charts import memory, memory_by_rank
 from minidist.plot.palette import RANKS, color, human_bytes, human_time, style
 from minidist.plot.schedule_chart import schedule
 from minidist.plot.sweep_chart import sweep
+from minidist.plot.weight_chart import weights
 
 __all__ = [
     "RANKS",
@@ -49,4 +51,5 @@ __all__ = [
     "time_against_size",
     "timeline",
     "traffic",
+    "weights",
 ]

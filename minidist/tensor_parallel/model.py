@@ -20,7 +20,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from minidist.common.abandoned import abandon, abandon_replaced
 from minidist.common.agree import gather
 from minidist.common.dtensor import distributed
 from minidist.common.groups import groups_of, require_group
@@ -32,10 +31,6 @@ from minidist.tensor_parallel.operators import Group
 from minidist.tensor_parallel.plan import Where, compute_with, split_by, transformer_plan
 
 WHO = "parallelize_module"
-SPLIT = (
-    "the model has been split by features, and this rank has a shard in its place. Make the "
-    "optimizer after parallelize_module or MixedParallel, of the model's parameters()"
-)
 
 
 def parallelize_module(
@@ -71,10 +66,10 @@ def parallelize_module(
     Replicated parameters are plain while their own module's forward runs; elsewhere they are
     DTensors, and do not mix with plain tensors. A fused layer of queries, keys and values is a
     `_StridedShard`: torch.distributed.checkpoint raises for it, `minidist.saving` takes it.
-    `copy.deepcopy` gives a model of the same ranks.
+    `copy.deepcopy` gives a model of the same ranks. An optimizer that was made before trains
+    nothing; `md.watch` finds this.
 
-    Make its optimizer afterwards: one that was made before gets a RuntimeError for each parameter
-    that is no longer there. Raises ValueError, and changes nothing but for the broadcast, if the
+    Raises ValueError, and changes nothing but for the broadcast, if the
     ranks cannot share its heads or features evenly, or a name of the plan matches nothing, and for
     grouped queries in one layer, which DTensor has no word for; TypeError for a layer that a style
     does not split, or that is sharded already.
@@ -120,9 +115,7 @@ def _split(model: Any, plan: Mapping[str, Any] | None, where: Where) -> None:
             name = type(model).__name__
             raise TypeError(f"a {name} is not a zoo.Transformer: a plan must say how it is split")
         plan = transformer_plan(model)
-    before = list(model.parameters())
     split_by(model, plan, where)
-    abandon_replaced(before, model, SPLIT)
 
 
 def _distribute(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -144,8 +137,6 @@ def _distribute(model: nn.Module, mesh: DeviceMesh) -> None:
     for owner in dict.fromkeys(owner for owner, *_ in places):
         if not isinstance(owner, ParallelLayer):
             compute_with(owner, local)
-    for own in made:
-        abandon(own, SPLIT)
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -16,7 +16,6 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from minidist import backend
-from minidist.common.agree import together
 from minidist.distributed_data_parallel.ddp import DistributedDataParallel
 from minidist.distributed_data_parallel.reducer import remove
 from minidist.zero.sharded_optimizer import ZeroRedundancyOptimizer
@@ -144,8 +143,9 @@ class ShardedDataParallel(DistributedDataParallel):
         several that share them. The buckets and the group are those of the first.
     arguments: `find_unused_parameters` and `broadcast_buffers` of `DistributedDataParallel`.
 
-    Raises TypeError for another optimizer; ValueError, on every rank, if it has other parameters
-    than the module; all else as `DistributedDataParallel` does.
+    Raises TypeError for another optimizer; all else as `DistributedDataParallel` does.
+
+    Limits: a parameter that no optimizer has is not trained; `md.watch` finds this.
     """
 
     def __init__(
@@ -161,13 +161,6 @@ class ShardedDataParallel(DistributedDataParallel):
                 f"{wrong[0].__name__}"
             )
         first: Any = several[0]
-        with together(first.process_group):
-            owned = [p for each in several for p in each.own]  # type: ignore[union-attr]
-            if {p for p in module.parameters() if p.requires_grad} != {*owned}:
-                raise ValueError(
-                    "the optimizer has other parameters than the module trains: make it of "
-                    "module.parameters(), after the module is moved, unfrozen or changed"
-                )
         self._make_buckets = lambda plan, _: ShardBuckets(plan, first.cut)
         cap, group = first.bucket_cap_mb, first.process_group
         super().__init__(module, process_group=group, bucket_cap_mb=cap, **arguments)

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn, optim
 from torch.optim import Optimizer
 
-from minidist.common.agree import require_same, together
+from minidist.common.agree import together
 from minidist.common.groups import require_group
-from minidist.common.replicas import describe, refuse_dtensors
+from minidist.common.replicas import require_same_lines, words
 from minidist.distributed_data_parallel.buckets import BUCKET_CAP_MB, assign
 from minidist.zero.shards import Cut, FlatParameters
 
@@ -48,12 +48,13 @@ class ZeroRedundancyOptimizer(Optimizer):
     gives the bare optimizer's. `load_state_dict` takes either. After FairScale's OSS; the interface
     is that of torch's ZeroRedundancyOptimizer.
 
-    Raises RuntimeError without a process group, and in `step` if a parameter was moved or converted
-    since; TypeError for an optimizer_class that is none, or not elementwise, and for DTensors;
-    ValueError, on every rank, if the ranks pass different parameters or options, or one without
-    dimensions.
+    Raises RuntimeError without a process group; TypeError for an optimizer_class that is none, or
+    not elementwise, and for DTensors; ValueError, on every rank, if the ranks pass different
+    parameters, or one without dimensions.
 
-    Limits: the ranks must be replicas: of a pipeline give it the group along data. No parameter
+    Limits: what is moved, converted or unfrozen later is not trained, and a rank with other options
+    trains its rows by them; `md.watch` finds this. The ranks must be replicas: of a pipeline give
+    it the group along data. No parameter
     group can be added later. torch's `Join` does not take it. Clipping by the largest element fails
     on a rank that has no rows of a parameter, as with all DTensors.
     """
@@ -69,7 +70,7 @@ class ZeroRedundancyOptimizer(Optimizer):
     ) -> None:
         self.process_group = group = require_group(process_group, "ZeroRedundancyOptimizer")
         self.bucket_cap_mb = BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
-        self._inner: Any = None  # it trains the rows
+        self.inner: Any = None  # it trains the rows
         with together(group):
             _require_elementwise(optimizer_class)
             if not self.bucket_cap_mb > 0:
@@ -77,9 +78,8 @@ class ZeroRedundancyOptimizer(Optimizer):
             super().__init__(params, defaults)
             if not all(p.ndim for p in self._parameters()):
                 raise ValueError("a parameter has no rows: give it a dimension")
-        described = _described(self.param_groups, self.bucket_cap_mb, optimizer_class.__name__)
-        require_same(group, described)
-        refuse_dtensors(f"{name}, {text}" for name, text in described.items())
+        lines = [words("parameter", str(i), p) for i, p in enumerate(self._parameters())]
+        require_same_lines([*lines, f"buckets of {self.bucket_cap_mb} MiB"], group)
         self.cut = Cut(group)
         # In the order in which backward comes to them: last layers first.
         trained = [p for p in self._parameters() if p.requires_grad][::-1]
@@ -87,15 +87,15 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._flats = [FlatParameters(bucket, self.cut) for bucket in buckets]
         own = {p: rows for flat in self._flats for p, rows in flat.own.items()}
         self.own = {p: own[p] for p in self._parameters() if p in own}  # this rank's rows of each
-        self._inner = optimizer_class(
+        self.inner = optimizer_class(
             [
                 {**_options(each), "params": [self.own[p] for p in each["params"] if p in self.own]}
                 for each in self.param_groups
             ],
             **defaults,
         )
-        self.defaults = self._inner.defaults
-        for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+        self.defaults = self.inner.defaults
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             outer.update(_options(inner))  # with all that were not given
         self._take_states()  # some make them at once
 
@@ -104,7 +104,7 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Of the constructor alone."""
-        if self._inner is not None:
+        if self.inner is not None:
             raise RuntimeError("make another ZeroRedundancyOptimizer, of all groups")
         super().add_param_group(param_group)
 
@@ -113,16 +113,6 @@ class ZeroRedundancyOptimizer(Optimizer):
         """Update this rank's rows, and gather the others'. All ranks must call it."""
         with torch.enable_grad():
             loss = closure() if closure is not None else None
-        if any(flat.moved() for flat in self._flats):
-            raise RuntimeError(
-                "a parameter has been moved or converted since the optimizer was made. Change a "
-                "model first, and make its optimizer then"
-            )
-        if any(p.grad is not None and p not in self.own for p in self._parameters()):
-            raise RuntimeError(
-                "a parameter has a gradient that was frozen when the optimizer was made: make "
-                "another one"
-            )
         # 1. This rank's rows take their gradients.
         for parameter, own in self.own.items():
             gradient: Any = parameter.grad
@@ -131,10 +121,10 @@ class ZeroRedundancyOptimizer(Optimizer):
                 own.grad = gradient.to_local() if is_rows else self.cut.own(gradient)
 
         # 2. The optimizer updates this rank's rows.
-        for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(_options(outer))
-        self._inner.step()
-        self._inner.zero_grad()
+        self.inner.step()
+        self.inner.zero_grad()
         self._take_states()
 
         # 3. All ranks get the parameters.
@@ -144,8 +134,8 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     def _take_states(self) -> None:
         for parameter, own in self.own.items():
-            if own in self._inner.state:
-                self.state[parameter] = self._inner.state[own]
+            if own in self.inner.state:
+                self.state[parameter] = self.inner.state[own]
 
     # ---- checkpoints -----------------------------------------------------------------------
 
@@ -176,10 +166,10 @@ class ZeroRedundancyOptimizer(Optimizer):
             for number, each in state_dict["state"].items()
         }
         super().load_state_dict({**state_dict, "state": states})
-        self._inner.state.clear()
+        self.inner.state.clear()
         for parameter, own in self.own.items():
             if parameter in self.state:
-                self._inner.state[own] = self.state[parameter]
+                self.inner.state[own] = self.state[parameter]
 
     def _rows(self, parameter: nn.Parameter, name: str, value: Any) -> Any:
         if not getattr(value, "ndim", 0):
@@ -215,17 +205,3 @@ def _require_elementwise(kind: Any) -> None:
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _described(groups: list[dict[str, Any]], cap: float, kind: str) -> dict[str, Any]:
-    """What all ranks must have alike."""
-    found: dict[str, Any] = {"optimizer_class": kind, "bucket_cap_mb": cap}
-    found["the number of parameter groups"] = len(groups)
-    for number, group in enumerate(groups):
-        found[f"the number of parameters in group {number}"] = len(group["params"])
-        for position, parameter in enumerate(group["params"]):
-            found[f"parameter {position} of group {number}"] = describe(parameter)
-        found[f"the options of group {number}"] = {
-            k: v for k, v in _options(group).items() if isinstance(v, int | float | str | tuple)
-        }
-    return found

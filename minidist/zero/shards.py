@@ -58,7 +58,7 @@ class FlatParameters:
     it: where ranks share memory in that, nothing is copied."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], cut: Cut) -> None:
-        self.cut, self.parameters, first = cut, list(parameters), parameters[0]
+        self.cut, first = cut, parameters[0]
         sizes = [cut.ranks * cut.rows(p) * p[:1].numel() for p in parameters]
         flat = backend.empty(sum(sizes), dtype=first.dtype, device=first.device, group=cut.group)
         self.blocks = flat.split(sizes)  # (N n …,) each
@@ -78,11 +78,6 @@ class FlatParameters:
             own = [block.chunk(cut.ranks)[cut.rank] for block in small]
             waits.append(all_gather_each(small, cut.group, own))
         return waits
-
-    def moved(self) -> bool:
-        """Whether a parameter is no longer in this memory."""
-        pairs = zip(self.parameters, self.blocks, strict=True)
-        return any(p.data_ptr() != block.data_ptr() for p, block in pairs)
 
 
 def by_rank(

@@ -2,14 +2,13 @@
 apart (lesson: distributed_data_parallel)."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
-from torch.utils._pytree import tree_map_only
+
+from minidist.watching.snapshot import Key, Snapshot, box
 
 State = dict[str, torch.Tensor]
 
@@ -25,24 +24,30 @@ def buffers_of(model: nn.Module) -> State:
     return {k: copy_of(v) for k, v in model.state_dict().items() if k not in parameters}
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """Weights, buffers and optimizer states, by the names of the bare module."""
-    state = dict(model.state_dict())
-    consume_prefix_in_state_dict_if_present(state, "module.")
-    states = _states_of(optimizer)
-    bare = getattr(model, "module", model)
-    for name, parameter in bare.named_parameters():
-        for key, value in states.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor):
-                state[f"{key} of {name}"] = value
-    return {name: copy_of(value) for name, value in state.items()}
+def state_of(model: nn.Module, optimizer: Any, wanted: State) -> tuple[State, list[Key]]:
+    """Weights, buffers and optimizer states, by the names of the bare module, and which pieces of
+    them are this rank's. All other elements are those that are `wanted`."""
+    # An optimizer around another one, as those of md.averaging, has more than states.
+    here = Snapshot(model, getattr(optimizer, "optimizer", optimizer))
+    found, keys = {name: tensor.clone() for name, tensor in wanted.items()}, []
+    for (entry, offsets, sizes), piece in here.pieces.items():
+        kind, name = entry.split(".", 1)
+        if kind == "optimizer":
+            name = "{} of {}".format(*name.split(".", 1))
+        if name not in found or found[name].shape != here.shapes[entry]:
+            found[name] = piece.new_empty(here.shapes[entry])
+        found[name][box(offsets, sizes)] = piece
+        keys.append((name, offsets, sizes))
+    return found, keys
 
 
-def _states_of(optimizer: torch.optim.Optimizer) -> Any:
-    """Of each parameter, whole also where a rank has only a part of it."""
-    whole = tree_map_only(DTensor, DTensor.full_tensor, optimizer.state_dict())
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return {parameters[i]: state for i, state in whole["state"].items()}
+def missing(wanted: State, keys: Iterable[Key]) -> list[str]:
+    """What the ranks together do not have: a tensor, or a part of one."""
+    lacks = {name: torch.ones(tensor.shape, dtype=torch.bool) for name, tensor in wanted.items()}
+    for name, offsets, sizes in keys:
+        lacks[name][box(offsets, sizes)] = False
+    counts = {name: int(each.sum()) for name, each in lacks.items()}
+    return [f"{name} is missing: {n} elements are on no rank" for name, n in counts.items() if n]
 
 
 def differences(ours: State, wanted: State) -> Iterator[tuple[str, float]]:

@@ -1,0 +1,165 @@
+"""Answers to the puzzles and the exercise of the lesson wrong_in_silence."""
+
+import torch
+
+from minidist.checks import wrong_in_silence as check
+from minidist.watching.naive import mixture
+
+
+def wanted(own, counts, name):
+    """What one process would see."""
+    rows = sum(map(sum, counts))
+    return sum(
+        count / rows * gradients[name]
+        for of_rank, of_counts in zip(own, counts, strict=True)
+        for gradients, count in zip(of_rank, of_counts, strict=True)
+    )
+
+
+def by_norms(before, after, own, counts, lr):
+    wrong = []
+    for name, first in before[0].items():
+        right = wanted(own, counts, name)
+        for w0, w1 in zip(before, after, strict=True):
+            off = ((w0[name] - w1[name]) / lr - right).norm() > 1e-3 * right.norm()
+            if off or not torch.equal(w0[name], first):
+                wrong.append(name)
+    return wrong
+
+
+def by_weights_after(before, after, own, counts, lr):
+    """Where the step should have ended."""
+    wrong = set()
+    for name in before[0]:
+        right = before[0][name] - lr * wanted(own, counts, name)
+        moved = (right - before[0][name]).norm()
+        for w0, w1 in zip(before, after, strict=True):
+            if max((w1[name] - right).norm(), (w0[name] - before[0][name]).norm()) > 1e-3 * moved:
+                wrong.add(name)
+    return wrong
+
+
+def by_largest(before, after, own, counts, lr):
+    """By the largest element; nothing is found by None."""
+    found = {}
+    for w0, w1 in zip(before, after, strict=True):
+        for name in w0:
+            right = wanted(own, counts, name)
+            off = ((w0[name] - w1[name]) / lr - right).abs().max()
+            if off > 1e-3 * right.abs().max() or (w0[name] != before[0][name]).any():
+                found[name] = off
+    return list(found) or None
+
+
+def nothing(before, after, own, counts, lr):
+    return []
+
+
+def ranks_differ(before, after, own, counts, lr):
+    return [name for name in after[0] if not torch.equal(after[0][name], after[1][name])]
+
+
+def mean_of_means(before, after, own, counts, lr):
+    return by_norms(before, after, own, [[1 for _ in each] for each in counts], lr)
+
+
+def of_rank_0(before, after, own, counts, lr):
+    return by_norms(before[:1], after[:1], own, counts, lr)
+
+
+def by_allclose(before, after, own, counts, lr):
+    """Float32 has not so many digits."""
+    wrong = []
+    for name, first in before[0].items():
+        right = wanted(own, counts, name)
+        for w0, w1 in zip(before, after, strict=True):
+            close = torch.allclose((w0[name] - w1[name]) / lr, right)
+            if not (close and torch.equal(w0[name], first)):
+                wrong.append(name)
+    return wrong
+
+
+def too_coarse(before, after, own, counts, lr):
+    wrong = []
+    for name, first in before[0].items():
+        right = wanted(own, counts, name)
+        for w0, w1 in zip(before, after, strict=True):
+            off = ((w0[name] - w1[name]) / lr - right).norm() > 0.02 * right.norm()
+            if off or not torch.equal(w0[name], first):
+                wrong.append(name)
+    return wrong
+
+
+def of_parts(before, after, own, counts, lr):
+    """The relative error of zero is no number."""
+    wrong = []
+    for name, first in before[0].items():
+        right = wanted(own, counts, name)
+        for w0, w1 in zip(before, after, strict=True):
+            error = ((w0[name] - w1[name]) / lr - right).norm() / right.norm()
+            if not (error < 1e-3 and torch.equal(w0[name], first)):
+                wrong.append(name)
+    return wrong
+
+
+def start_forgotten(before, after, own, counts, lr):
+    wrong = []
+    for name in before[0]:
+        right = wanted(own, counts, name)
+        for w0, w1 in zip(before, after, strict=True):
+            if ((w0[name] - w1[name]) / lr - right).norm() > 1e-3 * right.norm():
+                wrong.append(name)
+    return wrong
+
+
+def all_or_nothing(before, after, own, counts, lr):
+    return list(before[0]) if by_norms(before, after, own, counts, lr) else []
+
+
+def by_mixture(before, after, own, counts, lr):
+    """A bias of three elements has no four weights."""
+    rows = sum(map(sum, counts))
+    shares = torch.tensor([count / rows for each in counts for count in each])
+    found = []
+    for name in before[0]:
+        gradients = [g[name] for each in own for g in each]
+        for w0, w1 in zip(before, after, strict=True):
+            weights, left = mixture((w0[name] - w1[name]) / lr, gradients)
+            if left > 1e-3 or (weights - shares).abs().max() > 1e-3:
+                found.append(name)
+    return found
+
+
+def a_sentence(before, after, own, counts, lr):
+    return "all is well"
+
+
+def a_number(before, after, own, counts, lr):
+    return 0.5
+
+
+def raises(before, after, own, counts, lr):
+    return before["0.weight"]
+
+
+ANSWERS = {
+    check.owner_learns: ([32, 32.0], [512, 16, 1, 480, 31, "many"]),
+    check.first_weighs: (
+        [1 / 2048, 0.00048828125],
+        [1 / 32, 1 / 512, 1 / 256, 1 / 1024, 1 / 8192, 2048, 0.25, 0.00049],
+    ),
+    check.find: (
+        [by_norms, by_weights_after, by_largest],
+        [nothing, ranks_differ, mean_of_means, of_rank_0, by_allclose, too_coarse]
+        + [
+            of_parts,
+            start_forgotten,
+            all_or_nothing,
+            by_mixture,
+            a_sentence,
+            a_number,
+            raises,
+            0.5,
+        ],
+    ),
+}

@@ -1,0 +1,32 @@
+"""The parameters are averaged in the place of their gradients."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+
+def digits(examples=256):
+    """Points in 16 dimensions, of 4 classes."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(examples, 16, generator=generator)
+    return x, x[:, :4].argmax(1)
+
+
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+data = TensorDataset(*digits())
+loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data))
+model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+for x, y in loader:
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    for p in model.parameters():
+        dist.all_reduce(p.data)
+        p.data /= world_size
+dist.destroy_process_group()

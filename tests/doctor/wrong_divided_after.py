@@ -1,0 +1,33 @@
+"""The loss is divided by the number of ranks after the backward pass."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+
+def digits(examples=256):
+    """Points in 16 dimensions, of 4 classes."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(examples, 16, generator=generator)
+    return x, x[:, :4].argmax(1)
+
+
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+data = TensorDataset(*digits())
+loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data))
+model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, y in loader:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    loss = loss / world_size
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+    optimizer.step()
+dist.destroy_process_group()

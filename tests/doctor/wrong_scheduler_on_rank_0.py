@@ -1,0 +1,34 @@
+"""Only rank 0 steps the scheduler."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+
+def digits(examples=256):
+    """Points in 16 dimensions, of 4 classes."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(examples, 16, generator=generator)
+    return x, x[:, :4].argmax(1)
+
+
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+data = TensorDataset(*digits())
+loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data))
+model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+for x, y in loader:
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    if rank == 0:
+        scheduler.step()
+        print("rate", scheduler.get_last_lr())
+dist.destroy_process_group()

@@ -1,0 +1,126 @@
+"""The doctor for training scripts: some forty small ones after public scripts, of which half train
+as one process does; and a few of which it cannot say so."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from programs import few
+
+from minidist.doctor.feed import joined
+
+pytestmark = [
+    pytest.mark.timeout(280),
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes by /proc"),
+]
+
+SCRIPTS = Path(__file__).parent / "doctor"
+RIGHT = sorted(path.stem for path in SCRIPTS.glob("right_*.py"))
+FAULTS = {  # what the sentence names
+    "always_no_sync": r"rank 0 part 1: 1 for 0.5, rank 1 part 0: 0 for 0.5",
+    "averages_parameters": "rank 0: 1 for 0.5, rank 1: 0 for 0.5: was nothing averaged",
+    "buffers": "running means of batch norm are others",
+    "clip_first": "rank 0: 0.0848 for 0.142, rank 1: 0.125 for 0.142",
+    "divided_after": "2 times what they should be: a sum where a mean should be",
+    "divided_twice": "0.5 times what they should be: divided twice",
+    "mean_of_means": "rank 0: 0.5 for 0.235, rank 1: 0.5 for 0.765: a mean of means",
+    "never_zeroed": "Step 2: the gradient of 0.weight still has that of step 1",
+    "no_broadcast": r"0.weight \(and 3 more\) of rank 1 begin with other weights than rank 0's",
+    "no_group": r"0.bias \(and 1 more\) .* in no optimizer's groups",
+    "no_sampler": "8 of the 8 examples of rank 1 are rank 0's as well",
+    "no_sync_last": "rank 1 part 0: 0.5 for 0.5, rank 1 part 1: 0 for 0.5",
+    "optimizer_first": r"0.weight \(and 3 more\) .* in no optimizer's groups",
+    "past_the_wrapper": "rank 0: 1 for 0.5, rank 1: 0 for 0.5: was nothing averaged",
+    "rank_skips": "rank1 takes 0 of them in 4 forward passes",
+    "rate_by_rank": "rank 1 steps with lr = 0.2, and 0.1 on rank 0",
+    "rate_by_world_size": "lr = 0.2, and 0.1 in one process",
+    "replaced_after": r"2.weight \(and 1 more\) .*rank 0: 1 for 0.5, rank 1: 0 for 0.5",
+    "scheduler_on_rank_0": "Step 2: rank 1 steps with lr = 0.1, and 0.09 on rank 0",
+    "sum": "2 times what they should be: a sum where a mean should be",
+    # Not planted: transformers 5.23.0 has it.
+    "trainer": "2 times what they should be: a sum where a mean should be",
+}
+DAY = {"right_nanogpt", "right_fsdp_tutorial", "wrong_sum"}
+
+
+def scripts():
+    for case in few([*RIGHT, *(f"wrong_{name}" for name in FAULTS)], DAY):
+        name = case if isinstance(case, str) else case.values[0]
+        source = (SCRIPTS / f"{name}.py").read_text()
+        tools = re.search(r"^(import|from) (accelerate|lightning|transformers)", source, re.M)
+        marks = () if isinstance(case, str) else case.marks
+        yield pytest.param(name, marks=[*marks, pytest.mark.tools] if tools else marks)
+
+
+def consult(start, script, *words):
+    """The exit code, and what it says. It leaves nothing behind."""
+    agent = start("-m", "minidist", "doctor", *words, script, python=True)
+    code = agent.finish()
+    assert not agent.alive() and not agent.temporary()
+    return code, agent.printed()
+
+
+def test_every_fault_has_a_script():
+    assert {f"wrong_{name}" for name in FAULTS} == {p.stem for p in SCRIPTS.glob("wrong_*.py")}
+
+
+@pytest.mark.parametrize("name", [*scripts()])
+def test_a_script_trains_as_one_process_or_not(start, name):
+    code, said = consult(start, SCRIPTS / f"{name}.py")
+    if name in RIGHT:
+        assert (code, said) == (0, "On 2 ranks it trains as in one process, for 3 steps.\n")
+    else:
+        assert code == 1 and re.search(FAULTS[name.removeprefix("wrong_")], said), said
+        assert said.count("\n") == 1
+
+
+GROUP = 'import torch, torch.distributed as dist\ndist.init_process_group("gloo")\n'
+LOOP = """
+model, x = torch.nn.{}, torch.randn(4, 5, 6)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(5):
+    optimizer.zero_grad()
+    model(x)[0].square().mean().backward()
+    optimizer.step()
+"""
+UNCLEAR = {
+    "no step": (GROUP, "ends without a step"),
+    "no group": ("import torch" + LOOP.format("Linear(6, 2)"), "makes no process group"),
+    "fails": (GROUP + "raise ValueError('no data')", "fails on 2 ranks:\n(.*\n)*.*no data"),
+    "two": (
+        GROUP + "torch.manual_seed(dist.get_rank())\nmodel = torch.nn.Linear(6, 2)\n"
+        "for p in model.parameters(): dist.broadcast(p.data, 0)\nassert dist.get_world_size() == 2"
+        + LOOP.format("parallel.DistributedDataParallel(model)"),
+        "fails in one process",
+    ),
+    "random": (
+        GROUP + "torch.manual_seed(0)\nmodel = torch.nn.LSTM(6, 3, 2, dropout=0.5)\n"
+        "torch.manual_seed(dist.get_rank())"
+        + LOOP.format("parallel.DistributedDataParallel(model)"),
+        "draws random numbers",
+    ),
+    "waits": (
+        GROUP + "if dist.get_rank(): dist.barrier()\nelse: import time; time.sleep(900)",
+        "--seconds gives more time",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", few(UNCLEAR, {"fails"}))
+def test_it_says_what_it_cannot_say(start, tmp_path, case):
+    source, words = UNCLEAR[case]
+    (tmp_path / "script.py").write_text(source)
+    code, said = consult(start, tmp_path / "script.py", "--seconds", 40)
+    assert code == 2 and re.search(words, said), said
+
+
+def test_batches_are_joined_examples_first():
+    class Encoding(dict):
+        pass
+
+    a = Encoding(x=torch.zeros(2, 3), n=torch.tensor(1), more=[torch.ones(2), "word"])
+    b = Encoding(x=torch.ones(1, 3), n=torch.tensor(2), more=[torch.ones(1), "other"])
+    both = joined([a, b])
+    assert type(both) is Encoding and both["x"].tolist() == [[0] * 3] * 2 + [[1] * 3]
+    assert both["n"] == 1 and both["more"][0].tolist() == [1] * 3 and both["more"][1] == "word"
