@@ -25,29 +25,30 @@ class Share:
 def seen_by(
     options: Mapping[str, Any], before: State, after: State, w0: torch.Tensor, w1: torch.Tensor
 ) -> tuple[torch.Tensor, float] | None:
-    """The gradient that SGD or Adam saw of a parameter, from what it left, and by how much rounding
-    can have changed it, relatively. None if it saw none, or is another optimizer."""
+    """The gradient that SGD or Adam saw of a parameter, from what it left, and the norm of what
+    rounding can have changed in it. None if it saw none, or is another optimizer."""
     kept = all(torch.equal(value, before[k]) for k, value in after.items() if k in before)
     if options.get("maximize") or options.get("dampening") or (kept and torch.equal(w0, w1)):
         return None
     if "exp_avg" in after and "decoupled_weight_decay" not in options:
         return None  # another's Adam, whose decay may be either
-    eps, lost = torch.finfo(w0.dtype).eps, 0.0
     is_sgd = "dampening" in options  # of torch's optimizers no other has it
     if "exp_avg_sq" in after:
         beta = options["betas"][0]
         g = (after["exp_avg"] - beta * before.get("exp_avg", 0)) / (1 - beta)
+        source = after["exp_avg"].norm() / (1 - beta)
     elif is_sgd and "momentum_buffer" in after:
         g = after["momentum_buffer"] - options["momentum"] * before.get("momentum_buffer", 0)
+        source = after["momentum_buffer"].norm()
     elif is_sgd and options["momentum"] == 0:
-        # A small step of a large weight loses digits.
         g = (w0 - w1) / options["lr"]
-        lost = float(eps * w0.norm() / options["lr"] / g.norm().clamp_min(1e-300))
+        source = w0.norm() / options["lr"]
     else:
         return None
     if not options.get("decoupled_weight_decay"):
         g = g - options.get("weight_decay", 0) * w0
-    return g, lost
+    # A small difference of large numbers has lost digits.
+    return g, float(torch.finfo(w0.dtype).eps * source)
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class Reference:
         """What is wrong with the gradients that the optimizer saw. options, ranks: by parameter,
         those of the optimizer; by rank, the pieces that it has."""
         found = {}
-        size = sum(p.numel() for p in self.names.values())
+        count = sum(p.numel() for p in self.names.values())
         for name, p in self.names.items():
             w0, w1 = self.before.weights[name], after.weights[name]
             states = self.before.states.get(name, {}), after.states.get(name, {})
@@ -101,10 +101,11 @@ class Reference:
             (g, lost), right = seen, p.grad.cpu()
             # Some are zero but for rounding, as that of a bias before batch norm. So the measure is
             # at least a hundredth of what is usual for as many elements.
-            least = 1e-2 * self.norm * (p.numel() / size) ** 0.5
-            off = float((g - right).norm() / (right.norm() + least).clamp_min(1e-300))
+            least = 1e-2 * self.norm * (p.numel() / count) ** 0.5
+            size = (right.norm() + least).clamp_min(1e-300)
+            off = float((g - right).norm() / size)
             self.noise = max(self.noise, off)
-            allowed = tolerance + lost
+            allowed = tolerance + lost / float(size)
             if off <= allowed:
                 p.grad = g.to(p)  # so that rounding is no difference between the steps
             else:
