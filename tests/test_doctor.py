@@ -41,14 +41,59 @@ FAULTS = {  # what the sentence names
     # Not planted: transformers 5.23.0 has it.
     "trainer": "2 times what they should be: a sum where a mean should be",
 }
+TUTORIAL = "right_ddp_tutorial"
+PLANTED = {  # in a right script: what stands there, and what is written for it
+    "divided_twice": (
+        TUTORIAL,
+        {"F.cross_entropy(model(x), y)": "F.cross_entropy(model(x), y) / world_size"},
+    ),
+    "mean_of_means": (
+        "right_tokens",
+        {"(loss / count * dist.get_world_size())": "(loss / (targets != -100).sum())"},
+    ),
+    "never_zeroed": (TUTORIAL, {"optimizer.zero_grad()": "pass"}),
+    "no_sampler": (
+        "right_lightning",
+        {'strategy="ddp",': 'strategy="ddp", use_distributed_sampler=False,'},
+    ),
+    "past_the_wrapper": (
+        "right_accelerate",
+        {
+            "F.cross_entropy(model(x)": "F.cross_entropy(accelerator.unwrap_model(model)(x)",
+            "accelerator.clip_grad_norm_(model.parameters(), 1.0)": "pass",
+        },
+    ),
+    "rate_by_rank": (TUTORIAL, {"lr=0.1": "lr=0.1 * (1 + rank)"}),
+    "rate_by_world_size": (TUTORIAL, {"lr=0.1": "lr=0.1 * world_size"}),
+    "replaced_after": (
+        TUTORIAL,
+        {
+            "nn.Linear(32, 4)))": "nn.Linear(32, 4)), find_unused_parameters=True)",
+            "optimizer = ": "model.module[2] = nn.Linear(32, 4)\noptimizer = ",
+        },
+    ),
+}
 DAY = {"right_nanogpt", "right_fsdp_tutorial", "wrong_sum"}
+
+
+def source_of(name):
+    fault = name.removeprefix("wrong_")
+    if fault not in PLANTED:
+        return (SCRIPTS / f"{name}.py").read_text()
+    right, edits = PLANTED[fault]
+    source = source_of(right)
+    for old, new in edits.items():
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    return source
 
 
 def scripts():
     for case in few([*RIGHT, *(f"wrong_{name}" for name in FAULTS)], DAY):
         name = case if isinstance(case, str) else case.values[0]
-        source = (SCRIPTS / f"{name}.py").read_text()
-        tools = re.search(r"^(import|from) (accelerate|lightning|transformers)", source, re.M)
+        tools = re.search(
+            r"^(import|from) (accelerate|lightning|transformers)", source_of(name), re.M
+        )
         marks = () if isinstance(case, str) else case.marks
         yield pytest.param(name, marks=[*marks, pytest.mark.tools] if tools else marks)
 
@@ -62,12 +107,14 @@ def consult(start, script, *words):
 
 
 def test_every_fault_has_a_script():
-    assert {f"wrong_{name}" for name in FAULTS} == {p.stem for p in SCRIPTS.glob("wrong_*.py")}
+    scripts = {path.stem.removeprefix("wrong_") for path in SCRIPTS.glob("wrong_*.py")}
+    assert {*FAULTS} == scripts | {*PLANTED} and not scripts & {*PLANTED}
 
 
 @pytest.mark.parametrize("name", [*scripts()])
-def test_a_script_trains_as_one_process_or_not(start, name):
-    code, said = consult(start, SCRIPTS / f"{name}.py")
+def test_a_script_trains_as_one_process_or_not(start, tmp_path, name):
+    (script := tmp_path / "script.py").write_text(source_of(name))
+    code, said = consult(start, script)
     if name in RIGHT:
         assert (code, said) == (0, "On 2 ranks it trains as in one process, for 3 steps.\n")
     else:

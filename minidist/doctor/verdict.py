@@ -10,16 +10,14 @@ from minidist.watching.naive import mixture
 from minidist.watching.snapshot import MODEL, box
 
 Step = dict[str, Any]
-
-
-class UnclearError(Exception):
-    """The doctor cannot say, and says why."""
-
-
 Whole = dict[str, torch.Tensor]
 TOLERANCES = {torch.float64: (1e-7, 1e-6), torch.float32: (1e-3, 1e-2)}  # gradients, movements
 LOW = 5e-2, 1e-1  # where numbers of 16 bits are computed with
 NEGLIGIBLE = 1e-6  # of the largest gradient: noise alone
+
+
+class UnclearError(Exception):
+    """The doctor cannot say, and says why."""
 
 
 def whole(ranks: Sequence[Step], what: str) -> tuple[Whole, dict[str, tuple[int, float]]]:

@@ -124,13 +124,14 @@ class Watch:
         """Around one step of the optimizer, and its micro-batches."""
         self.step += 1
         looks = (self.step - 1) % self.every == 0
-        seen = Seen(dtype=_lowest(self.model.parameters()))
-        if looks or self.examples:
-            seen.rows = [row for batch in micro_batches for row in ranks.rows_of(batch)]
-            self._rows += seen.rows
+        noted = looks or self.examples
+        rows = [row for batch in micro_batches if noted for row in ranks.rows_of(batch)]
+        if self.examples:
+            self._rows += rows
         if not looks:
             yield
             return
+        seen = Seen(rows=rows, dtype=_lowest(self.model.parameters()))
         states: list[dict[str, Any]] = []  # of the random numbers, before each forward
 
         def forward(*_: Any) -> None:
@@ -173,13 +174,16 @@ class Watch:
         self._conclude(problems, [words for each in everyone for words in each.cannot][:1])
 
     def end_of_epoch(self) -> None:
-        """All ranks: have all `examples` been seen, and in another order than in earlier epochs?"""
+        """All ranks: have all `examples` been seen, and in another order than in earlier epochs?
+        Raises ValueError if the watch was not told how many they are."""
+        if not self.examples:
+            raise ValueError("tell md.watch how many `examples` an epoch has")
         everyone = gather(self._rows)
         rows = [row for rank in self.sources for row in everyone[rank]]
-        missing = (self.examples or 0) - len(set(rows))
+        missing = self.examples - len(set(rows))
         problems = [f"{missing} of {self.examples} examples were not seen"] * (missing > 0)
         order = ranks.digest("".join(rows).encode())
-        if rows and order in self._orders:
+        if order in self._orders:
             problems.append("this epoch had the order of an earlier one (sampler.set_epoch?)")
         self._rows, self._orders = [], {*self._orders, order}
         self._conclude(problems)

@@ -48,17 +48,15 @@ class Snapshot:
         self.pieces: Pieces = {}
         self.buffers = {bare_name(name) for name, _ in model.named_buffers()}
         self.groups: list[list[str]]  # of the optimizer: names of parameters
-        held: Any = optimizer
         if any(hasattr(module, "_fsdp_wrapped_module") for module in model.modules()):
             entries, groups = _of_fsdp1(model, optimizer)
         else:
+            here: Any = optimizer
             if hasattr(optimizer, "consolidate_state_dict"):
-                held = _Own(optimizer)
-            states = States(model, held)
-            entries, groups = (
-                states.of_model() | states.of_optimizer(),
-                [g["names"] for g in states.groups()],
-            )
+                here = _Own(optimizer)
+            states = States(model, here)
+            entries = states.of_model() | states.of_optimizer()
+            groups = [group["names"] for group in states.groups()]
         self.groups = [[bare_name(name) for name in names] for names in groups]
         for name, part in entries.items():
             if isinstance(part, int | float):
@@ -152,12 +150,11 @@ def to_rank_0(
     all ranks."""
     rank, here = dist.get_rank(), {key for each in prints[: dist.get_rank()] for key in each}
     mine = [  # rank 0 keeps its own: it need not travel
-        ({k: v for k, v in each.pieces.items() if rank and k not in here}, each.shapes)
+        (_packed({k: v for k, v in each.pieces.items() if rank and k not in here}), each.shapes)
         for each in snapshots
     ]
-    packed = [(_packed(pieces), shapes) for pieces, shapes in mine]
     parts: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
-    dist.gather_object((packed, more), parts, 0)
+    dist.gather_object((mine, more), parts, 0)
     if parts is None:
         return None
     made = [(dict(each.pieces), dict(each.shapes)) for each in snapshots]
