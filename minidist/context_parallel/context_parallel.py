@@ -6,8 +6,10 @@ in its document, not on its rank; a target is the next token of the whole sequen
 a sum over the tokens of all ranks, divided once by how many they are.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,8 +119,9 @@ class ContextParallel(Wrapper):
             raise ValueError(f"{tokens.shape[1]} tokens cannot be cut over {group.size()} ranks")
         self.cut = cut = Cut.of(self._kind, tokens.shape[1], group.size(), documents)
         positions = cut.in_document(rank).to(tokens.device)
-        with attention_by(self._attend) as calls:
+        with attention_by(partial(self._attend, cut=cut)) as calls:
             logits: torch.Tensor = self.module(cut.take(tokens, rank), positions=positions)
+            logits = _AttendingAgain.apply(logits, self, cut)
         if not calls:
             raise RuntimeError(
                 "the module never called F.scaled_dot_product_attention: each token has seen "
@@ -128,33 +131,35 @@ class ContextParallel(Wrapper):
             return logits
         logits = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
         loss = F.cross_entropy(logits, cut.take(targets, rank).flatten(), reduction="sum")
-        mean: torch.Tensor = _Mean.apply(loss, (targets != -100).sum(), self, cut)
-        return mean
+        count, total = (targets != -100).sum(), loss.detach().clone()
+        dist.all_reduce(total, group=group)
+        # The gradient is that of this rank's part, times the ranks: data parallelism divides by them.
+        return total / count + (loss - loss.detach()) * group.size() / count
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return self._attention(q, k, v, self.cut, self.process_group)
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cut: Cut) -> torch.Tensor:
+        return self._attention(q, k, v, cut, self.process_group)
 
 
-class _Mean(torch.autograd.Function):
-    """This rank's summed loss to the mean over the group. Its gradient is that of this rank's part,
-    times the ranks: data parallelism divides by them."""
+class _AttendingAgain(torch.autograd.Function):
+    """Nothing forward. Backward begins here: until it has ended, or failed, checkpoints that compute
+    layers again attend by the cut of this forward pass."""
+
+    open: Callable[[], ExitStack | None] = staticmethod(lambda: None)
 
     @staticmethod
-    def forward(
-        ctx: Any, loss: torch.Tensor, count: torch.Tensor, model: ContextParallel, cut: Cut
-    ) -> torch.Tensor:
-        ctx.model, ctx.cut, ctx.factor = model, cut, model.process_group.size() / count
-        total = loss.clone()
-        dist.all_reduce(total, group=model.process_group)
-        return total / count
+    def forward(ctx: Any, logits: torch.Tensor, model: ContextParallel, cut: Cut) -> torch.Tensor:
+        ctx.attend = partial(model._attend, cut=cut)
+        return logits.view_as(logits)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # Until backward has ended, or failed: checkpoints compute layers again, by the same cut.
-        ctx.model.cut, again = ctx.cut, ExitStack()
-        again.enter_context(attention_by(ctx.model._attend))
+        if another := _AttendingAgain.open():  # of a forward pass whose loss was added to this one
+            another.close()
+        again = ExitStack()
+        _AttendingAgain.open = weakref.ref(again)  # where backward fails, it goes by itself
+        again.enter_context(attention_by(ctx.attend))
         torch.autograd.Variable._execution_engine.queue_callback(again.close)
-        return gradient * ctx.factor, None, None, None
+        return gradient, None, None
 
 
 @contextmanager
@@ -190,10 +195,11 @@ def attention_by(attend: Callable[..., torch.Tensor]) -> Iterator[list[Any]]:
 
 def _averaging_ranks(module: nn.Module) -> set[int] | None:
     """Those over which gradients are averaged; None for a bare module."""
-    if group := getattr(module, "process_group", None):
-        return set(dist.get_process_group_ranks(group))
-    sharded = (p for p in module.parameters() if isinstance(p, DTensor))
-    return next((set(p.device_mesh.mesh.flatten().tolist()) for p in sharded), None)
+    for parameter in module.parameters():
+        if isinstance(parameter, DTensor):  # sharded, along all axes of a mesh
+            return set(parameter.device_mesh.mesh.flatten().tolist())
+    group = getattr(module, "process_group", None)
+    return group and set(dist.get_process_group_ranks(group))
 
 
 def _require_same_batch(group: dist.ProcessGroup, batch: dict[str, torch.Tensor | None]) -> None:
