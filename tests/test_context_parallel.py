@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from test_plan import raised
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -130,3 +130,163 @@ def test_bytes_are_those_of_the_formula(pools, ranks):
         if way != "naive" or kv_heads == 12:
             for found, formula in pools(ranks)(sent, way, 12, kv_heads):
                 assert found == formula, (way, kv_heads)
+
+
+# ---- whole models ---------------------------------------------------------------------------
+
+
+def batch(step=0, length=29, rows=2):
+    inputs, targets = (x[step * rows :][:rows] for x in md.zoo.text(length))
+    targets = targets.clone()
+    targets[0, -(length // 3) :] = -100
+    return inputs, targets
+
+
+def decoder(kv_heads=2):
+    return md.zoo.Decoder(width=48, heads=12, kv_heads=kv_heads).double()
+
+
+def transformer():
+    return md.zoo.Transformer(length=29, width=24, heads=12).double()
+
+
+def alone(model, inputs, targets, documents=None):
+    """The loss in one process."""
+    if documents is None:
+        logits = model(inputs)
+    else:
+        lengths = documents.unique_consecutive(return_counts=True)[1]
+        positions = torch.cat([torch.arange(int(each)) for each in lengths])
+        seen = (documents[:, None] == documents).tril()
+        with cp.attention_by(lambda q, k, v: sdpa(q, k, v, seen, enable_gqa=True)):
+            logits = model(inputs, positions)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def usual(model, inputs, targets, documents):
+    """A step, up to its gradients: returns the loss."""
+    loss = model(inputs, targets, documents)
+    loss.backward()
+    return loss.detach()
+
+
+def losses_and_gradients(way, kind, several, make, step=usual):
+    """How far the loss is off, and the worst of the gradients."""
+    one, own = make(), make()
+    inputs, targets = batch()
+    documents = documents_of(29) if several else None
+    wanted = alone(one, inputs, targets, documents)
+    wanted.backward()
+    model = md.ContextParallel(own, way, kind)
+    loss = step(model, inputs, targets, documents)
+    pairs = zip(own.parameters(), one.parameters(), strict=True)
+    return float(apart(loss, wanted.detach())), worst((a.grad, b.grad) for a, b in pairs)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_losses_and_gradients_are_those_of_one_process(pools, gloo, ranks):
+    kv_heads = {2: 4, 3: 6, 4: 2}[ranks]
+
+    def run(cases):
+        def far(*case):
+            return max(losses_and_gradients(*case, make))
+
+        found = {}
+        for make in (lambda: decoder(kv_heads)), transformer:
+            found |= off(far, cases)
+        return found
+
+    cases = list(product(cp.ATTENTION, cp.CUTS, [False, True]))
+    assert pools(ranks)(run, cases) == [{}] * ranks
+    if ranks == 3:
+        assert gloo(run, [("ring", "zigzag", True)]) == [{}] * 3
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def zero(model):
+    return md.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def layerwise(shard):
+    def wrap(model, *_):
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for part in [*model.layers, model]:
+            shard(part, mesh=mesh)
+        return model
+
+    return wrap
+
+
+def fsdp(**options):
+    policy = md.fully_sharded.by_class(md.zoo.DecoderLayer)
+    return lambda m, mesh, _: md.FullyShardedDataParallel(m, auto_wrap_policy=policy, **options)
+
+
+def turned(mesh):
+    return DeviceMesh("cpu", mesh.mesh.T.contiguous(), mesh_dim_names=("context", "data"))
+
+
+# wrap(module, mesh, optimizer), and how the optimizer is made: before or after.
+WRAPPED = {
+    "DDP": (lambda m, *_: md.DistributedDataParallel(m), sgd),
+    "torch's DDP": (lambda m, *_: DistributedDataParallel(m), sgd),
+    "ZeRO-1": (lambda m, *_: md.DistributedDataParallel(m), zero),
+    "ZeRO-2": (lambda m, _, optimizer: md.ShardedDataParallel(m, optimizer), zero),
+    "fully_shard": (layerwise(md.fully_shard), sgd),
+    "torch's fully_shard": (layerwise(torch_fully_shard), sgd),
+    "FSDP": (fsdp(), sgd),
+    "hybrid FSDP": (lambda m, mesh, _: md.FullyShardedDataParallel(m, device_mesh=mesh), sgd),
+    "sharded along data": (
+        lambda m, mesh, _: md.FullyShardedDataParallel(m, device_mesh=turned(mesh)),
+        sgd,
+    ),
+}
+
+
+def whole(x):
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def with_data_parallel(name, steps=3):
+    """A few steps on 2 x 2 ranks: loss, weights, logits. Two micro-batches in a step."""
+    wrap, optimizer_of = WRAPPED[name]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    one, own = decoder(), decoder()
+    states = optimizer_of(own) if optimizer_of is zero else None
+    inner = wrap(own, mesh, states)
+    model = md.ContextParallel(inner, process_group=mesh.get_group("context"))
+    optimizer, single = states or sgd(model), sgd(one)
+    pairs = []
+    for step in range(steps):
+        for each in optimizer, single:
+            each.zero_grad()
+        for part in range(2):
+            replicas = [batch(4 * step + 2 * part + replica) for replica in range(2)]
+            losses = [alone(one, *each, documents_of(29)) / 2 for each in replicas]
+            (sum(losses) / 2).backward()
+            mine = mesh.get_local_rank("data")
+            waits = step == 1 and part == 0 and hasattr(inner, "no_sync")
+            with inner.no_sync() if waits else contextlib.nullcontext():
+                loss = model(*replicas[mine], documents_of(29)) / 2
+                loss.backward()
+            pairs.append((loss.detach(), losses[mine].detach()))
+        optimizer.step()
+        single.step()
+    state = model.state_dict()
+    names = {key.removeprefix("module.") for key in state}  # torch's DDP keeps its own
+    assert names == set(one.state_dict()), names
+    state = {key.removeprefix("module."): whole(value) for key, value in state.items()}
+    pairs += [(state[key], value) for key, value in one.state_dict().items()]
+    tokens, _ = batch(9)
+    with torch.no_grad():
+        pairs.append((model(tokens), model.cut.take(one(tokens), mesh.get_local_rank("context"))))
+    return worst(pairs)
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_a_mesh_of_data_and_context_trains_as_one_process_does(pools, name):
+    far = pools(4)(with_data_parallel, name)
+    assert max(far) < EXACT, far
