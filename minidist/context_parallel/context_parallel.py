@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from minidist.common import agree
 from minidist.common.groups import message_device, require_group
 from minidist.common.single import all_gather_single
-from minidist.common.wrapper import Wrapper
+from minidist.common.wrapper import Wrapper, copy_sharing
 from minidist.context_parallel.cuts import CUTS, Cut
 from minidist.context_parallel.gathered import gathered_attention
 from minidist.context_parallel.ring import ring_attention
@@ -138,6 +138,9 @@ class ContextParallel(Wrapper):
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cut: Cut) -> torch.Tensor:
         return self._attention(q, k, v, cut, self.process_group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ContextParallel":
+        return copy_sharing(self, memo, self.process_group)
 
 
 class _AttendingAgain(torch.autograd.Function):
