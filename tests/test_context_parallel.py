@@ -290,3 +290,142 @@ def with_data_parallel(name, steps=3):
 def test_a_mesh_of_data_and_context_trains_as_one_process_does(pools, name):
     far = pools(4)(with_data_parallel, name)
     assert max(far) < EXACT, far
+
+
+# ---- layers that are computed again ---------------------------------------------------------
+
+
+class Again(nn.Module):
+    def __init__(self, layer, reentrant):
+        super().__init__()
+        self.layer, self.reentrant = layer, reentrant
+
+    def forward(self, *xs):
+        return checkpoint(self.layer, *xs, use_reentrant=self.reentrant)
+
+
+AGAIN = {
+    "not reentrant": lambda layer: Again(layer, False),
+    "reentrant": lambda layer: Again(layer, True),
+    "ours": md.checkpoint_wrapper,
+}
+
+
+def two_before_backward(again, way, own_loss, added):
+    """Two forward passes, of other lengths, before the first backward pass."""
+    one, own = decoder(), decoder()
+    own.layers = nn.ModuleList(map(AGAIN[again], own.layers))
+    model = md.ContextParallel(own, way)
+    losses = []
+    for length in (29, 12):
+        inputs, targets = batch(length=length)
+        losses.append(model(inputs, targets, documents_of(length)))
+        if own_loss:  # of this rank's logits: what DDP averages
+            logits = model(inputs, documents=documents_of(length)).flatten(0, 1)
+            mine = model.cut.take(targets, dist.get_rank()).flatten()
+            loss = F.cross_entropy(logits, mine, reduction="sum")
+            losses[-1] = loss * dist.get_world_size() / (targets != -100).sum()
+        alone(one, inputs, targets, documents_of(length)).backward()
+    for loss in [sum(losses)] if added else losses[::-1]:
+        loss.backward()
+    assert F.scaled_dot_product_attention is sdpa
+    return worst((a.grad, b.grad) for a, b in zip(own.parameters(), one.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("again", AGAIN)
+def test_layers_computed_again_attend_by_their_own_forward_pass(pools, again):
+    cases = [(again, "ring", False, False), (again, "ring", True, False)]
+    if again != "reentrant":  # which gives a parameter its gradient in two parts: DDP refuses that
+        cases += [(again, way, False, True) for way in cp.ATTENTION]
+    assert pools(4)(off, two_before_backward, cases) == [{}] * 4
+
+
+def test_an_error_in_backward_leaves_torchs_attention_in_place(pools):
+    def run(again):
+        own = decoder()
+        own.layers = nn.ModuleList(map(AGAIN[again], own.layers))
+        model = md.ContextParallel(own)
+        before = []
+        own.layers[0].register_full_backward_hook(lambda *_: 1 / 0)
+        loss = model(*batch())
+        before.append(raised(loss.backward))
+        return before, F.scaled_dot_product_attention is sdpa
+
+    for again in AGAIN:
+        found = pools(2)(run, again)
+        assert found == [(["ZeroDivisionError: division by zero"], True)] * 2, again
+
+
+# ---- what training scripts do ---------------------------------------------------------------
+
+
+def test_gradients_are_clipped_by_the_norm_of_one_process(pools):
+    def run():
+        one, model = decoder(), md.ContextParallel(decoder())
+        inputs, targets = batch()
+        alone(one, inputs, targets).backward()
+        model(inputs, targets).backward()
+        norms = (nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (model, one))
+        pairs = [(a.grad, b.grad) for a, b in zip(model.parameters(), one.parameters())]
+        return worst([tuple(norms), *pairs])
+
+    assert max(pools(3)(run)) < EXACT
+
+
+def test_a_copy_evaluates_alone(pools):
+    """As that of moving averages."""
+
+    def run():
+        model = md.ContextParallel(decoder())
+        inputs, targets = batch()
+        model(inputs, targets).backward()
+        copied, bare = copy.deepcopy(model), copy.deepcopy(model.module)
+        found = [(copied(inputs, targets), model(inputs, targets))]
+        if dist.get_rank() == 1:
+            with torch.no_grad():
+                found.append((bare(inputs), decoder()(inputs)))
+        return worst(found)
+
+    assert max(pools(2)(run)) < EXACT
+
+
+def test_bfloat16_by_autocast_is_near(pools):
+    def run(way):
+        model, (inputs, targets) = md.ContextParallel(decoder().float(), way), batch()
+        one = decoder().float()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(inputs, targets)
+        loss.backward()
+        wanted = alone(one, inputs, targets)
+        wanted.backward()
+        pairs = zip(model.parameters(), one.parameters(), strict=True)
+        return loss.dtype, float(apart(loss, wanted)), worst((a.grad, b.grad) for a, b in pairs)
+
+    for way in cp.ATTENTION:
+        for dtype, loss, gradient in pools(4)(run, way):
+            assert dtype == torch.float32 and loss < 0.01 and gradient < 0.1
+
+
+def watched(summed):
+    model = md.ContextParallel(decoder())
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def loss(bare, pair):
+        logits = bare(pair[0]).flatten(0, 1)
+        count = (pair[1] != -100).sum()
+        return F.cross_entropy(logits, pair[1].flatten(), reduction="sum"), count
+
+    watch = md.watch(model, optimizer, bare=decoder, loss=loss, sources=[0])
+    for step in range(3):
+        inputs, targets = batch(step)
+        with watch([(inputs, targets)]):
+            optimizer.zero_grad()
+            with contextlib.nullcontext() if summed else model.no_sync():
+                model(inputs, targets).backward()
+            optimizer.step()
+
+
+def test_watch_says_nothing_of_a_right_loop_and_finds_gradients_that_are_not_summed(pools):
+    assert pools(4)(raised, watched, True) == [None] * 4
+    told = pools(4)(raised, watched, False)
+    assert all(each.startswith("SilentError") for each in told), told
