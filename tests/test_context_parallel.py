@@ -429,3 +429,249 @@ def test_watch_says_nothing_of_a_right_loop_and_finds_gradients_that_are_not_sum
     assert pools(4)(raised, watched, True) == [None] * 4
     told = pools(4)(raised, watched, False)
     assert all(each.startswith("SilentError") for each in told), told
+
+
+# ---- bugs that public programs had, put in ---------------------------------------------------
+
+
+def by_means(labels_of):
+    """A step with targets of one's own, and a mean over them, averaged over the ranks."""
+
+    def step(model, inputs, targets, documents):
+        logits = model(inputs, documents=documents).flatten(0, 1)
+        labels = labels_of(model.cut, inputs, targets)
+        loss = F.cross_entropy(logits, labels.flatten())
+        loss.backward()
+        total = loss.detach() / dist.get_world_size()
+        dist.all_reduce(total)
+        return total
+
+    return step
+
+
+def own(cut, inputs, targets):
+    return cut.take(targets, dist.get_rank())
+
+
+def shifted(cut, inputs, targets):
+    return F.pad(cut.take(inputs, dist.get_rank())[:, 1:], (0, 1), value=-100)
+
+
+def averaged(model, inputs, targets, documents):
+    loss = model(inputs, targets, documents)
+    (loss / dist.get_world_size()).backward()
+    return loss.detach()
+
+
+def not_summed(model, *data):
+    with model.no_sync():
+        return usual(model, *data)
+
+
+def local_positions(self, rank):
+    return torch.arange(len(self.positions[rank]))
+
+
+def by_index(self, to, of):
+    ranges = (slice(0, len(self.positions[each])) for each in (to, of))
+    return Block(*ranges, causal=True)
+
+
+def zero_sums(q, k, v, block):
+    q, (k, v) = q[:, :, block.rows], (x[:, :, block.columns] for x in (k, v))
+    return kernel._flash(q, k, v, 0.0, block.causal, attn_mask=kernel._bias(block, q))
+
+
+def own_sums(dout, q, k, v, out, lse, block, honest=kernel.backward):
+    out, lse = torch.zeros_like(out), lse.clone()
+    out[:, :, block.rows], lse[:, :, block.rows] = kernel.forward(q, k, v, block)
+    return honest(dout, q, k, v, out, lse, block)
+
+
+def forgotten(model, *args, cut, honest=cp.ContextParallel._attend):
+    return honest(model, *args, Cut(cut.positions))
+
+
+def in_turn(x, n, dim):
+    return torch.cat([x] * n, dim)
+
+
+# The bug: a step, or what is patched by what; where it is seen: way, cut, documents; and in what:
+# the loss too, or the gradients alone.
+BUGS = {
+    "positions of each rank": ((Cut, "in_document", local_positions), "ring zigzag", True),
+    "a mean of means": (by_means(own), "ring zigzag", True),
+    "targets shifted after the cut": (by_means(shifted), "ring zigzag", True),
+    "gradients averaged": (averaged, "ring zigzag", False),
+    "gradients not summed": (not_summed, "ring zigzag", False),
+    "documents forgotten": (
+        (cp.ContextParallel, "_attend", forgotten),
+        "ring zigzag documents",
+        True,
+    ),
+    "backward by a block's own sums": ((kernel, "backward", own_sums), "ring zigzag", False),
+    "causal by local index": ((Cut, "block", by_index), "ring zigzag", True),
+    "a key unseen weighs exp(0)": ((kernel, "forward", zero_sums), "ring striped documents", True),
+    "heads of keys in turn": ((torch.Tensor, "repeat_interleave", in_turn), "ulysses zigzag", True),
+}
+# Where nothing is to be seen: one document hides the mask, and half a row of padding the means.
+BLIND = {
+    "documents forgotten": "ring zigzag",
+    "a key unseen weighs exp(0)": "ring zigzag documents",
+    "heads of keys in turn": "ring zigzag",
+}
+
+
+def with_bug(bug, where):
+    way, kind, *several = where.split()
+    broken = BUGS[bug][0]
+    patched = mock.patch.object(*broken) if isinstance(broken, tuple) else contextlib.nullcontext()
+    step = usual if isinstance(broken, tuple) else broken
+    with patched:
+        return losses_and_gradients(way, kind, bool(several), decoder, step)
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_bug_is_seen(pools, bug):
+    _, where, in_loss = BUGS[bug]
+    found = pools(4)(with_bug, bug, where)
+    assert (max(loss for loss, _ in found) > 1e-4) is in_loss, found
+    assert max(gradient for _, gradient in found) > 1e-2, found
+    if not in_loss:
+        assert max(loss for loss, _ in found) < EXACT
+    if bug in BLIND:
+        assert max(max(each) for each in pools(4)(with_bug, bug, BLIND[bug])) < EXACT
+
+
+def test_half_a_row_of_padding_hides_a_mean_of_means(pools):
+    def run():
+        inputs, targets = batch(length=32)
+        targets[0] = inputs[0]
+        targets[0, 16:] = -100
+        loss = by_means(own)(md.ContextParallel(decoder()), inputs, targets, None)
+        return float(apart(loss, alone(decoder(), inputs, targets).detach()))
+
+    assert max(pools(4)(run)) < EXACT
+
+
+# ---- bad input ------------------------------------------------------------------------------
+
+
+def attends(**options):
+    """A model that calls attention with these options."""
+
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens = nn.Embedding(256, 8)
+
+        def forward(self, tokens, positions):
+            q = self.tokens(tokens)[:, None]
+            return F.scaled_dot_product_attention(q, q, q, **options)[:, 0]
+
+    return Attends()
+
+
+class NoAttention(nn.Embedding):
+    def forward(self, tokens, positions):
+        return super().forward(tokens)
+
+
+def step(model=None, tokens=None, targets=None, documents=None, **options):
+    inputs, usual = batch(length=12)
+    model = md.ContextParallel(decoder() if model is None else model, **options)
+    model(inputs if tokens is None else tokens, usual if targets is None else targets, documents)
+
+
+def other_group():
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    step(process_group=groups[0])
+
+
+def over_data_only(wrap):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    step(wrap(decoder(), mesh["data"]), process_group=mesh.get_group("context"))
+
+
+def here(usual, on_one):
+    return on_one if dist.get_rank() == 3 else usual
+
+
+def tokens_of(rank_3):
+    return here(batch(length=12)[0], rank_3)
+
+
+REFUSED = {
+    "too few heads": (
+        lambda: step(md.zoo.Decoder(heads=6, width=24, kv_heads=6), attention="ulysses"),
+        "ValueError: 4 ranks cannot share 6 heads and 6 of keys evenly",
+    ),
+    "fewer tokens than ranks": (
+        lambda: step(tokens=torch.zeros(2, 3).long(), targets=torch.zeros(2, 3).long()),
+        "ValueError: 3 tokens cannot be cut over 4 ranks",
+    ),
+    "a mask": (
+        lambda: step(attends(attn_mask=torch.ones(3, 3))),
+        "NotImplementedError: attention over cut tokens with a mask and no causality",
+    ),
+    "dropout in attention": (
+        lambda: step(attends(is_causal=True, dropout_p=0.1)),
+        "NotImplementedError: attention over cut tokens with dropout",
+    ),
+    "dropout": (
+        lambda: step(nn.Sequential(nn.Dropout(0.1))),
+        "NotImplementedError: ContextParallel: no dropout",
+    ),
+    "not causal": (lambda: step(attends()), "with no causality"),
+    "a scale": (lambda: step(attends(is_causal=True, scale=1.0)), "with a scale of its own"),
+    "a rank outside": (other_group, "ValueError: ContextParallel: rank 2 is not in the process"),
+    "another T on a rank": (
+        lambda: step(tokens=tokens_of(torch.zeros(2, 11).long())),
+        "ValueError: ranks 0 and 3 share a sequence, but were given other tokens",
+    ),
+    "other tokens on a rank": (
+        lambda: step(tokens=tokens_of(batch(1, 12)[0])),
+        "ValueError: ranks 0 and 3 share a sequence, but were given other tokens",
+    ),
+    "other targets on a rank": (
+        lambda: step(targets=here(batch(length=12)[1], batch(1, 12)[1])),
+        "ValueError: ranks 0 and 3 share a sequence, but were given other targets",
+    ),
+    "documents of another length": (
+        lambda: step(documents=documents_of(11)),
+        "ValueError: documents are (12,), one number a token, not (11,)",
+    ),
+    "a DDP along data": (
+        lambda: over_data_only(
+            lambda m, mesh: md.DistributedDataParallel(m, process_group=mesh.get_group())
+        ),
+        "share a sequence, but gradients are averaged over [",
+    ),
+    "sharded along data": (
+        lambda: over_data_only(lambda m, mesh: md.FullyShardedDataParallel(m, device_mesh=mesh)),
+        "share a sequence, but gradients are averaged over [",
+    ),
+    "no attention": (
+        lambda: step(NoAttention(256, 8)),
+        "RuntimeError: the module never called F.scaled_dot_product_attention",
+    ),
+    "another attention on a rank": (
+        lambda: step(attention=here("ring", "ulysses")),
+        "ValueError: the ranks disagree about attention: rank 0 says ring, rank 3 says ulysses",
+    ),
+    "an unknown cut": (lambda: step(cut="mean"), "ValueError: cut must be one of contiguous"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_would_be_wrong_is_refused_on_every_rank(pools, what):
+    function, said = REFUSED[what]
+    told = pools(4)(raised, function)
+    if what == "a rank outside":
+        told = told[2:3]
+    assert all(each and said in each for each in told), told
+
+
+def test_there_must_be_a_group():
+    with pytest.raises(RuntimeError, match=r"ContextParallel works within a process group"):
+        md.ContextParallel(decoder())
