@@ -34,7 +34,7 @@ def block(q, k, v, lse, dout, own, positions, source, scale=None):
     return dscores @ k, dscores.mT @ q, weights.mT @ dout
 
 
-def ring(begin=1, add_own=True, home=True, keys_again=False, by=1, scale=None, way=lambda r: r):
+def ring(begin=1, add_own=True, home=1, keys_again=False, by=1, scale=None, way=lambda r: r):
     """Gradients begin at the right neighbour (begin=1), or at their own rank (begin=0)."""
 
     def ring_backward(q, k, v, out, lse, dout, positions):
@@ -54,7 +54,7 @@ def ring(begin=1, add_own=True, home=True, keys_again=False, by=1, scale=None, w
         if keys_again:
             shifted(kv, rank, positions, by)
         if home:
-            travels = shifted(travels, rank, positions, by)
+            travels = shifted(travels, rank, positions, by * home)
         if begin == 1:
             travels = [a + add_own * b for a, b in zip(travels, (dk, dv), strict=True)]
         return way((dq, *travels))
@@ -65,7 +65,8 @@ def ring(begin=1, add_own=True, home=True, keys_again=False, by=1, scale=None, w
 right = ring()
 leftwards = ring(by=-1)
 n_hops = ring(begin=0)
-stays_at_the_left_neighbour = ring(begin=0, home=False)
+stays_at_the_left_neighbour = ring(begin=0, home=0)
+comes_home_the_other_way = ring(home=-1)  # of two ranks the right one
 own_part_forgotten = ring(add_own=False)
 own_part_twice = ring(add_own=2)
 keys_come_home = ring(keys_again=True)
@@ -73,7 +74,7 @@ without_the_scale = ring(scale=1)
 swapped = ring(way=lambda r: (r[0], r[2], r[1]))
 a_list = ring(way=list)
 two_of_them = ring(way=lambda r: r[1:])
-in_float32 = ring(way=lambda r: [x.float() for x in r])
+rounded = ring(way=lambda r: [x.float().double() for x in r])
 
 
 def one_message(q, k, v, out, lse, dout, positions):
@@ -173,6 +174,31 @@ def other_positions(q, k, v, out, lse, dout, positions):
     return right(q, k, v, out, lse, dout, local)
 
 
+def contiguous_alone(q, k, v, out, lse, dout, positions):
+    """Right if rank r has the r-th part."""
+    begins = [sum(map(len, positions[:r])) for r in range(len(positions))]
+    contiguous = [torch.arange(len(p)) + b for p, b in zip(positions, begins, strict=True)]
+    return right(q, k, v, out, lse, dout, contiguous)
+
+
+def equal_parts_alone(q, k, v, out, lse, dout, positions):
+    """Receives as many tokens as it has itself."""
+    rank = dist.get_rank()
+    equal = [
+        positions[r] if len(positions[r]) == len(k[0, 0]) else positions[rank]
+        for r in range(len(positions))
+    ]
+    return right(q, k, v, out, lse, dout, equal)
+
+
+NAMED = {  # what an answer is told
+    n_hops: "gradients can be home after 1 hop.",
+    keys_come_home: "keys and values are everywhere after 1 hop.",
+    stays_at_the_left_neighbour: "dk belongs to the tokens of rank 1.",
+    own_part_forgotten: "dk lacks what this rank's own queries add.",
+    without_the_scale: "dq lacks the factor D ** -0.5 of the scores.",
+    nothing_travels_home: "dk lacks what the other ranks' queries add.",
+}
 ANSWERS = {
     check.contiguous_efficiency: (
         [8 / 15, 4 / 7.5, 8 / (2 * 8 - 1)],
@@ -185,19 +211,17 @@ ANSWERS = {
     check.ring_backward: (
         [right, leftwards, a_list, one_message, straight_to_the_owner, gathered],
         [
-            n_hops,
-            keys_come_home,
-            stays_at_the_left_neighbour,
-            own_part_forgotten,
+            *NAMED,
             own_part_twice,
-            without_the_scale,
             swapped,
             two_of_them,
-            in_float32,
+            rounded,
             all_gradients_everywhere,
-            nothing_travels_home,
             sends_to_nobody,
             other_positions,
+            comes_home_the_other_way,
+            contiguous_alone,
+            equal_parts_alone,
         ],
     ),
 }
