@@ -663,6 +663,59 @@ def test_context_parallel():
         planner.peak(replace(shape, length=8191), shared)
 
 
+GROUPED = planner.Transformer(1, 48, 12, 32, 64, kv_heads=2)  # of keys and values, 2,048 bytes
+
+
+def along_context(way, flops=math.inf, ranks=4, shape=GROUPED, **others):
+    """Nanoseconds of a step: on a line that carries a byte in each."""
+    layout = planner.Layout(ranks, context=ranks, context_attention=way, **others)
+    device = planner.Device(flops, 1e9, md.Link(8, 0))
+    return 1e9 * planner.step_time(shape, layout, device, "float32").context
+
+
+def test_how_keys_go_round():
+    """By hand, b = 256 numbers: 6bf and 4bf; in Ulysses 12 heads of queries and 2 of keys that four
+    ranks share, 2bf/4 (6 + 2) each way. Layers that are computed again send forward again."""
+    bytes_of = {"gathered": 4608, "gathered once": 3072, "ring": 4608, "ulysses": 6144}
+    assert {way: along_context(way) for way in planner.CONTEXT_ATTENTION} == pytest.approx(bytes_of)
+    again = {"gathered": 6144, "gathered once": 4608, "ring": 6144, "ulysses": 9216}
+    found = {way: along_context(way, recompute="layers") for way in again}
+    assert found == pytest.approx(again)
+    assert {along_context(way, ranks=1) for way in again} == {0}
+    nodes = planner.Device(1, 1, md.Link(8e3, 0, inter=md.Link(8, 0)), per_node=2)
+    assert nodes.exchange(4, 100) == pytest.approx(2 * 50e-9)  # two ranks, each half to the other
+    kept = {
+        way: layer_activations(
+            GROUPED, planner.Layout(4, context=4, context_attention=way), "float32"
+        )
+        for way in again
+    }
+    more = {way: kept[way] - kept["gathered"] for way in again}  # 8 tokens, 4 bytes
+    # The others' keys; a second output, and a second copy of each rank's keys.
+    assert list(more.values()) == [0, 32 * 3 * 16, 0, 32 * (48 + 16)]
+
+
+def test_what_a_ring_hides():
+    """A message takes 512 ns, a block 256 forward and 640 backward, or twice that in a contiguous
+    cut but for the first: as long as the longer one, and the last gradients behind no block."""
+    for cut, forward, backward in ("zigzag", 3 * 256, 1024 - 640 + 512), ("contiguous", 256, 512):
+        found = partial(along_context, "ring", 24e9, context_cut=cut)
+        assert found() == pytest.approx(forward + backward)
+        assert found(recompute="layers") == pytest.approx(2 * forward + backward)
+
+
+def test_a_contiguous_cut():
+    """Four ranks compute 1, 3, 5, 7 sixteenths of causal attention: the last, 7/4 of the mean."""
+    device, of = planner.Device(1e12, 1e9, md.Link(8)), partial(planner.Layout, 4, context=4)
+    flops = (2 + 5) / 2 * 2 * 32 * 48 * 8  # of seven products, half, of 8 tokens with 32
+    for way, more in ("gathered", 3 / 4), ("ring", 3 / 4), ("ulysses", 0):
+        even, last = (
+            planner.step_time(GROUPED, of(context_attention=way, context_cut=cut), device).compute
+            for cut in planner.CONTEXT_CUT
+        )
+        assert (last - even) * 1e12 == pytest.approx(more * flops, abs=1), way
+
+
 def test_what_is_recomputed():
     """From nothing to whole layers each way keeps less; what it costs stands beside it."""
     device = planner.Device(1e12, 1e9, md.Link(8))
@@ -814,6 +867,9 @@ MISTAKES = [
     (lambda: planner.Layout(8, 3), "8 ranks are no multiple of tensor 3 × pipeline 1"),
     (lambda: planner.peak(TINY, planner.Layout(3, 3)), "4 heads.* cut by tensor 3"),
     (lambda: planner.peak(TINY, planner.Layout(2, 1, 2)), "1 layers are too few"),
+    (lambda: along_context("ulysses", ranks=8), "8 ranks cannot share 12 heads, 2 of them of keys"),
+    (lambda: along_context("p2p"), "context_attention must be one of gathered, "),
+    (lambda: planner.Layout(context_cut="head"), "context_cut must be one of zigzag, contiguous"),
 ]
 AT_THE_COMMAND_LINE = {
     "": "which model",
