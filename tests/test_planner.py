@@ -15,6 +15,7 @@ from torch import nn
 import minidist as md
 from minidist import planner
 from minidist.__main__ import main
+from minidist.collectives import ALGORITHMS, cost
 from minidist.fully_sharded import by_class
 from minidist.pipeline import SCHEDULES, simulate
 from minidist.planner.advice import ALIKE, ERROR, fastest, fits
@@ -386,8 +387,8 @@ def calls_of_a_step(stage):
 
 
 def sent(calls, world_size):
-    cost = md.collectives.cost
-    return sum(cost(op, "ring", world_size, n).nbytes for op, (_, n) in calls.items())
+    each = [cost(op, ALGORITHMS[op][0], world_size, n) for op, (_, n) in calls.items()]
+    return sum(one.nbytes for one in each)
 
 
 def test_traffic_is_what_a_step_sends(pools):
@@ -695,6 +696,33 @@ def test_how_keys_go_round():
     assert list(more.values()) == [0, 32 * 3 * 16, 0, 32 * (48 + 16)]
 
 
+def layer_on_a_rank(shape, way):
+    """Bytes that a rank sends in a step of a layer; and what the layer keeps until backward."""
+    ranks = dist.get_world_size()
+    layer, cut = Layer(shape), md.context_parallel.Cut.of("zigzag", shape.length, ranks)
+    layer.flash = partial(md.context_parallel.ATTENTION[way], cut=cut)
+    x = torch.randn(1, shape.length // ranks, shape.width, requires_grad=True)
+    with md.measure.TrafficCounter() as traffic:
+        kept, out = saved_by_autograd(layer, x)
+        out.sum().backward()
+    return traffic.sent_bytes + sent(traffic.calls, ranks), kept
+
+
+def test_what_a_layer_sends_and_keeps(pools):
+    """To the byte. Our gathered attention has masks, and joins its output of two runs."""
+    for kv_heads, ranks in (2, 2), (2, 4), (12, 4):
+        shape, tokens = replace(GROUPED, kv_heads=kv_heads, llama=True), 32 // ranks
+        for way in "ring", "gathered", "ulysses":
+            name = "gathered once" if way == "gathered" else way
+            nbytes, kept = pools(ranks)(layer_on_a_rank, shape, way)[0]
+            assert nbytes == pytest.approx(along_context(name, ranks=ranks, shape=shape)), name
+            layout = planner.Layout(ranks, context=ranks, context_attention=name)
+            small = (2 * (4 + 4 * 48) + 4 * 12) * tokens  # norms and flash attention, as above
+            if way == "gathered":
+                small += 4 * tokens * 48 + 4 * tokens // 2 * (tokens // 2 + 32)
+            assert kept == layer_activations(shape, layout, "float32") + small, (name, ranks)
+
+
 def test_what_a_ring_hides():
     """A message takes 512 ns, a block 256 forward and 640 backward, or twice that in a contiguous
     cut but for the first: as long as the longer one, and the last gradients behind no block."""
@@ -702,6 +730,10 @@ def test_what_a_ring_hides():
         found = partial(along_context, "ring", 24e9, context_cut=cut)
         assert found() == pytest.approx(forward + backward)
         assert found(recompute="layers") == pytest.approx(2 * forward + backward)
+        pairs = md.context_parallel.cost.work(cut, 512, 4)  # a block is 512² / 32
+        room = md.context_parallel.cost.ring_time(pairs, 256 * 32 / 512**2, 512)
+        computing = 1024 * (7 / 4 if cut == "contiguous" else 1)
+        assert room == pytest.approx(computing + forward, rel=0.01)
 
 
 def test_a_contiguous_cut():
