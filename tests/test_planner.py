@@ -918,6 +918,7 @@ AT_THE_COMMAND_LINE = {
     "--model gpt-2 --world-size 2 --stage 1 --replicate 2": "are of --stage 3",
     "--model gpt-2 --world-size 3 --context 3": "1024 tokens cannot be shared by 3",
     "--model gpt-2 --world-size 2 --replicate 3": "2 ranks cannot hold 3 copies",
+    "--model gpt-2 --world-size 8 --context 8 --context-attention ulysses": "8 ranks cannot share",
 }
 
 

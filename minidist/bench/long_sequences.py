@@ -28,10 +28,10 @@ LINK, SLOW = md.Link(gbps=0.2, latency_us=50), md.Link(gbps=0.1, latency_us=50)
 PAIR = 2e-6  # seconds that a pair of tokens sleeps
 LONG = 4096  # tokens of all ranks, in the CPU time
 HEADS, SLEEPING, D = 12, 4, 64  # heads of queries; of all, where they sleep; numbers of a head
-FORMULA, SIDE = "formula", "a ring that sleeps, zigzag, {} tokens a rank"
-# Which cut, how many tokens a rank, and whether messages travel beside computing.
+FORMULA, SIDE = "formula", "zigzag, {} tokens a rank"
+# Rings that sleep: which cut, how many tokens a rank, and whether messages travel meanwhile.
 RINGS = {
-    "a ring that sleeps, contiguous, 256 tokens a rank": ("contiguous", 256, True),
+    "contiguous, 256 tokens a rank": ("contiguous", 256, True),
     **{SIDE.format(n): ("zigzag", n, True) for n in (128, 256)},
     **{f"{SIDE.format(n)}, waiting": ("zigzag", n, False) for n in (128, 256)},
 }
@@ -62,8 +62,8 @@ def run(rounds: int, picture: Path) -> list[Row]:
         alone = (SLOW.seconds(4 * numbers),) * rounds
         what = f"{way}, {HEADS} heads, {kv_heads} of keys"
         rows.append(Row(what, times[what], "its bytes", alone, times.noise))
-    show(f"long_sequences: attention on {RANKS} ranks, forward", rows)
-    draw(f"long_sequences: attention on {RANKS} ranks, forward", rows, picture)
+    show(f"attention on {RANKS} ranks, forward", rows)
+    draw(f"attention on {RANKS} ranks, forward", rows, picture)
     return rows
 
 
@@ -88,7 +88,7 @@ def balance(pool: Pool, rounds: int) -> Row:
         ):
             shares = "  ".join(f"{100 * own / sum(each):3.0f} %" for own in each)
             print(f"{kind:12} {what:10} of rank 0 to {RANKS - 1}: {shares}")
-    what = f"a ring of {LONG:,} tokens, CPU time of the busiest rank, zigzag"
+    what = "CPU time of the busiest rank, zigzag"
     return Row(what, most["zigzag"], "contiguous", tuple(most["contiguous"]))
 
 
