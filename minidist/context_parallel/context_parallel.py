@@ -143,7 +143,7 @@ class _Mean(torch.autograd.Function):
     def forward(
         ctx: Any, loss: torch.Tensor, count: torch.Tensor, model: ContextParallel, cut: Cut
     ) -> torch.Tensor:
-        ctx.model, ctx.cut, ctx.factor = model, cut, model.process_group.size() / count
+        ctx.model, ctx.cut, ctx.count = model, cut, count
         total = loss.clone()
         dist.all_reduce(total, group=model.process_group)
         return total / count
@@ -154,7 +154,7 @@ class _Mean(torch.autograd.Function):
         ctx.model.cut, again = ctx.cut, ExitStack()
         again.enter_context(attention_by(ctx.model._attend))
         torch.autograd.Variable._execution_engine.queue_callback(again.close)
-        return gradient * ctx.factor, None, None, None
+        return gradient * ctx.model.process_group.size() / ctx.count, None, None, None
 
 
 @contextmanager
