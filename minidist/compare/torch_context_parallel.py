@@ -1,8 +1,8 @@
 """torch's own context parallel, made to run on a CPU. Lesson: long_sequences.
 
 `torch.distributed.tensor.experimental.context_parallel` of torch 2.13 sends attention round a ring
-for kernels of CUDA only. The ring itself takes any kernel. So two handlers, for torch's flash kernel
-of the CPU and for its backward, are all that is missing.
+for kernels of CUDA only. The ring itself takes any kernel. So two handlers are all that is missing:
+for torch's flash kernel of the CPU, and for its backward.
 """
 
 from collections.abc import Iterator
