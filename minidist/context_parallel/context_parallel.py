@@ -8,6 +8,7 @@ a sum over the tokens of all ranks, divided once by how many they are.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from minidist.common import agree
 from minidist.common.groups import message_device, require_group
 from minidist.common.single import all_gather_single
-from minidist.common.wrapper import Wrapper
+from minidist.common.wrapper import Wrapper, copy_sharing
 from minidist.context_parallel.cuts import CUTS, Cut
 from minidist.context_parallel.gathered import gathered_attention
 from minidist.context_parallel.ring import ring_attention
@@ -117,51 +118,51 @@ class ContextParallel(Wrapper):
             raise ValueError(f"{tokens.shape[1]} tokens cannot be cut over {group.size()} ranks")
         self.cut = cut = Cut.of(self._kind, tokens.shape[1], group.size(), documents)
         positions = cut.in_document(rank).to(tokens.device)
-        with attention_by(self._attend) as calls:
+        attend = partial(self._attention, cut=cut, group=group)
+        with attention_by(attend) as calls:
             logits: torch.Tensor = self.module(cut.take(tokens, rank), positions=positions)
         if not calls:
             raise RuntimeError(
                 "the module never called F.scaled_dot_product_attention: each token has seen "
                 "those of its own rank only"
             )
+        logits = _AttendingAgain.apply(logits, attend)
         if targets is None:
             return logits
         logits = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
         loss = F.cross_entropy(logits, cut.take(targets, rank).flatten(), reduction="sum")
-        mean: torch.Tensor = _Mean.apply(loss, (targets != -100).sum(), self, cut)
-        return mean
+        count, total = (targets != -100).sum(), loss.detach().clone()
+        dist.all_reduce(total, group=group)
+        # The gradient is that of this rank's part, times the ranks: data parallelism divides by them.
+        return total / count + (loss - loss.detach()) * group.size() / count
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return self._attention(q, k, v, self.cut, self.process_group)
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ContextParallel":
+        return copy_sharing(self, memo, self.process_group)
 
 
-class _Mean(torch.autograd.Function):
-    """This rank's summed loss to the mean over the group. Its gradient is that of this rank's part,
-    times the ranks: data parallelism divides by them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, loss: torch.Tensor, count: torch.Tensor, model: ContextParallel, cut: Cut
-    ) -> torch.Tensor:
-        ctx.model, ctx.cut, ctx.count = model, cut, count
-        total = loss.clone()
-        dist.all_reduce(total, group=model.process_group)
-        return total / count
+class _AttendingAgain(torch.autograd.Function):
+    """Nothing forward. Backward begins here, and checkpoints in it compute layers again: until it
+    has ended, or failed, they attend as in this forward pass."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # Until backward has ended, or failed: checkpoints compute layers again, by the same cut.
-        ctx.model.cut, again = ctx.cut, ExitStack()
-        again.enter_context(attention_by(ctx.model._attend))
+    def forward(ctx: Any, logits: torch.Tensor, attend: Attention) -> torch.Tensor:
+        ctx.attend = attend
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        again = ExitStack()  # where backward fails, it is forgotten, and so ends by itself
+        again.enter_context(attention_by(ctx.attend))
         torch.autograd.Variable._execution_engine.queue_callback(again.close)
-        return gradient * ctx.model.process_group.size() / ctx.count, None, None, None
+        return gradient, None
 
 
 @contextmanager
-def attention_by(attend: Callable[..., torch.Tensor]) -> Iterator[list[Any]]:
+def attention_by(attend: Attention) -> Iterator[list[Any]]:
     """Within the block `F.scaled_dot_product_attention` is attend(q, k, v): causal, and nothing
     else. Gives a list that grows by each call's shape of q."""
     before, calls = F.scaled_dot_product_attention, list[Any]()
+    before = getattr(before, "before", before)  # of two such blocks, the last one counts
 
     def replaced(
         query: torch.Tensor,
@@ -181,7 +182,7 @@ def attention_by(attend: Callable[..., torch.Tensor]) -> Iterator[list[Any]]:
         calls.append(query.shape)
         return attend(query, key, value)
 
-    F.scaled_dot_product_attention = replaced
+    F.scaled_dot_product_attention, replaced.before = replaced, before  # type: ignore[attr-defined]
     try:
         yield calls
     finally:
@@ -190,10 +191,11 @@ def attention_by(attend: Callable[..., torch.Tensor]) -> Iterator[list[Any]]:
 
 def _averaging_ranks(module: nn.Module) -> set[int] | None:
     """Those over which gradients are averaged; None for a bare module."""
-    if group := getattr(module, "process_group", None):
-        return set(dist.get_process_group_ranks(group))
-    sharded = (p for p in module.parameters() if isinstance(p, DTensor))
-    return next((set(p.device_mesh.mesh.flatten().tolist()) for p in sharded), None)
+    for parameter in module.parameters():
+        if isinstance(parameter, DTensor):  # sharded, along all axes of a mesh
+            return set(parameter.device_mesh.mesh.flatten().tolist())
+    group = getattr(module, "process_group", None)
+    return group and set(dist.get_process_group_ranks(group))
 
 
 def _require_same_batch(group: dist.ProcessGroup, batch: dict[str, torch.Tensor | None]) -> None:

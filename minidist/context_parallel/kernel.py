@@ -11,6 +11,7 @@ from minidist.context_parallel.cuts import Block
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_flash_on = "cpu"
 
 
 def forward(
@@ -18,7 +19,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output (B, H, rows, D) of a block's rows and its log-sum-exp (B, H, rows)."""
     q, (k, v) = q[:, :, block.rows], (x[:, :, block.columns] for x in (k, v))
-    if q.device.type != "cpu":
+    if q.device.type != _flash_on:
         scores, values = _scores(q, k, block), _like_queries(v, q)
         lse = scores.logsumexp(-1)
         return (scores - lse[..., None]).exp().nan_to_num().to(v.dtype) @ values, lse
@@ -41,7 +42,7 @@ def backward(
     the whole sequence: so the weights are the true ones, not those within the block."""
     dout, q, out, lse = (x[:, :, block.rows].contiguous() for x in (dout, q, out, lse))
     k, v = (x[:, :, block.columns] for x in (k, v))
-    if q.device.type != "cpu":
+    if q.device.type != _flash_on:
         return _open_backward(dout, q, k, v, out, lse, block)
     result: tuple[torch.Tensor, ...] = _flash_backward(
         dout, q, k, v, out, lse, 0.0, block.causal, attn_mask=_bias(block, q)
