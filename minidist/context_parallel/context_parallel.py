@@ -133,7 +133,7 @@ class ContextParallel(Wrapper):
         loss = F.cross_entropy(logits, cut.take(targets, rank).flatten(), reduction="sum")
         count, total = (targets != -100).sum(), loss.detach().clone()
         dist.all_reduce(total, group=group)
-        # The gradient is that of this rank's part, times the ranks: data parallelism divides by them.
+        # The gradient is of this rank's part, times the ranks: data parallelism divides by them.
         return total / count + (loss - loss.detach()) * group.size() / count
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cut: Cut) -> torch.Tensor:
@@ -144,8 +144,8 @@ class ContextParallel(Wrapper):
 
 
 class _AttendingAgain(torch.autograd.Function):
-    """Nothing forward. Backward begins here: until it has ended, or failed, checkpoints that compute
-    layers again attend by the cut of this forward pass."""
+    """Nothing forward. Backward begins here: until it has ended, or failed, checkpoints that
+    compute layers again attend by the cut of this forward pass."""
 
     open: Callable[[], ExitStack | None] = staticmethod(lambda: None)
 
