@@ -16,7 +16,6 @@ import minidist as md
 from minidist import tensor_parallel as tp
 from minidist.common.tensors_in import local_of
 from minidist.mixed import AXES, MixedParallel, mesh, traffic_by_axis
-from minidist.mixed.mesh_axes import WITH_CONTEXT
 
 ALL = 2, 2, 2  # data, pipeline, tensor
 LENGTH = 6
@@ -92,7 +91,7 @@ def train(
     sizes,
     tied=True,
     norm_type=2.0,
-    order=WITH_CONTEXT,
+    order=AXES,
     shares=None,
     steps=2,
     rows=8,
@@ -177,8 +176,9 @@ def test_options_of_the_parts(pools, sizes, options):
     ("sizes", "options"),
     [
         ((2, 1, 1), {"padding": 4}),  # none of rank 1's tokens has a target
-        ((2, 1, 1), {"shares": [slice(0, 3), slice(3, 8)], "order": WITH_CONTEXT[::-1]}),
+        ((2, 1, 1), {"shares": [slice(0, 3), slice(3, 8)], "order": ("context", *AXES)}),
         ((1, 2, 1), {"recompute": True, "length": 7}),
+        ((1, 2, 1), {"schedule": "interleaved"}),
         ((1, 2, 1), {"schedule": "gpipe", "tied": False, "shard": md.FullyShardedDataParallel}),
         ((2, 1, 1), {"tied": False, "shard": md.FullyShardedDataParallel, "length": 7}),
         ((1, 1, 2), {"sequence_parallel": True, "length": 8}),
@@ -559,34 +559,15 @@ def test_a_step_that_fails_in_one_replica_fails_in_all(pools, what):
     assert all(re.match(said, each) for each in told), told
 
 
-WRONG_WITH_CONTEXT = {
-    "too short": (
-        lambda model: model.train_step(*batch(0, length=1), model.cross_entropy),
-        "ValueError: 1 tokens cannot be cut over 2 ranks",
-    ),
-    "no attention": (
-        lambda model: model.train_step(*batch(0), lambda y, t: y.square().mean()),
-        "RuntimeError: no layer ever called F.scaled_dot_product_attention",
-    ),
-}
-
-
-class OwnEmbedding(nn.Embedding):
-    def forward(self, given):
-        return super().forward(given[0])
-
-
-@pytest.mark.parametrize("what", WRONG_WITH_CONTEXT)
-def test_what_would_be_wrong_along_context_is_refused_on_every_rank(pools, what):
-    function, said = WRONG_WITH_CONTEXT[what]
-
+@pytest.mark.parametrize(("sizes", "length"), [((2, 1, 1), 1), ((1, 1, 2), 7)])
+def test_rows_that_cannot_be_cut_are_refused_on_every_rank(pools, sizes, length):
     def run():
-        layers = nn.Sequential(OwnEmbedding(257, 8), nn.Linear(8, 8), nn.Linear(8, 257))
-        model = layers if what == "no attention" else transformer()
-        return raised(function, MixedParallel(model, mesh(pipeline=2, context=2), 2))
+        whole = mesh(*sizes, context=2)
+        model = MixedParallel(transformer(length=7), whole, 2, sequence_parallel=True)
+        return raised(model.train_step, *batch(0, length=length), model.cross_entropy)
 
     told = pools(4)(run)
-    assert all(each and said in each for each in told), told
+    assert told == [f"ValueError: {length} tokens cannot be cut over 2 x {sizes[2]} ranks"] * 4
 
 
 def test_there_must_be_a_group():

@@ -63,7 +63,8 @@ class MixedParallel(Wrapper):
     stage 1). After a step all replicas have the buffers of the first, such as the running means of
     batch norm.
 
-    Limits: nobody compares the batches of ranks that must be given the same. Replace, compile and
+    Limits: nobody compares the batches of ranks that must be given the same. Along `context`, only
+    attention by `F.scaled_dot_product_attention` is that of all tokens. Replace, compile and
     hook layers before. An optimizer sees this rank's shards, so it must look at one element at a
     time: not Adafactor, Muon or LBFGS. In float16 take a `md.ShardedGradScaler`.
 
@@ -103,13 +104,12 @@ class MixedParallel(Wrapper):
 
         super().__init__(module)
         self.mesh, self._names, self._device = mesh, list(module.state_dict()), device()
-        self._data, self._pipeline, self._tensor = (mesh.get_group(axis) for axis in AXES)
-        self._context, self._attention = None, ATTENTION[attention]
-        self._parts = self._tensor.size() if sequence_parallel else 1  # of a rank's tokens
-        averaging = mesh["data"]
+        averaging, self._attention = replicas(mesh), ATTENTION[attention]
+        self._data, self._context = averaging.get_group(), None
+        self._pipeline, self._tensor = (mesh.get_group(axis) for axis in AXES[1:])
+        self._parts = self._tensor.size() if sequence_parallel else 1  # of the tokens of a rank
         if "context" in names:
-            averaging, self._context = replicas(mesh), mesh.get_group("context")
-            self._data = averaging.get_group()
+            self._context = mesh.get_group("context")
         if self._tensor.size() > 1:
             with agree.together(world):
                 features.split(module, self._tensor, plan, sequence_parallel=sequence_parallel)
@@ -173,38 +173,28 @@ class MixedParallel(Wrapper):
     def _train(self, inputs: Any, targets: Any, loss_fn: Callable[..., Any]) -> torch.Tensor:
         if self._context is None:
             return self.pipeline.train_step(inputs, targets, loss_fn)
+        rank, ranks = dist.get_rank(self._context), self._context.size()
 
         def part(outputs: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor]) -> Any:
-            """Of the mean over whole rows, times the ranks that share them."""
-            own, all_of_them = ((each != -100).sum() for each in pair)
-            if not own:
-                return outputs.sum() * 0
-            return loss_fn(outputs, pair[0]) * len(cut.positions) * own / all_of_them
+            """Of the mean over whole rows, times the ranks: the mean over them is taken later."""
+            own, of_rows = ((targets != -100).sum() for targets in pair)
+            return loss_fn(outputs, pair[0]) * ranks * own / of_rows if own else outputs.sum() * 0
 
-        with self._tokens_cut(inputs) as (cut, own, calls):
-            mine = cut.take(targets, dist.get_rank(self._context))
-            loss = self.pipeline.train_step(own, (mine, targets), part)
-        attends = torch.tensor(len(calls), device=self._device)
-        dist.all_reduce(attends, group=self._pipeline)
-        if not attends:
-            raise RuntimeError(
-                "no layer ever called F.scaled_dot_product_attention: along context "
-                "each token has seen those of its own rank only"
-            )
-        return loss
+        with self._tokens_cut(inputs) as (cut, own):
+            return self.pipeline.train_step(own, (cut.take(targets, rank), targets), part)
 
     @contextmanager
-    def _tokens_cut(self, inputs: torch.Tensor) -> Iterator[tuple[Cut, Any, list[Any]]]:
-        """How rows are cut, what the first layer gets of them, and the calls of attention, which
-        within the block is that of all their tokens."""
+    def _tokens_cut(self, inputs: torch.Tensor) -> Iterator[tuple[Cut, Any]]:
+        """How rows are cut, and what the first layer gets of them. Within the block attention is
+        that of all their tokens."""
         rank, ranks = dist.get_rank(self._context), dist.get_world_size(self._context)
-        cut = Cut.of("zigzag", inputs.shape[1], ranks)
+        length = inputs.shape[1]
+        cut = Cut.of("zigzag", length, ranks)
         if any(not len(own) or len(own) % self._parts for own in cut.positions):
-            parts = f"{ranks} ranks" + f", and these over {self._parts}" * (self._parts > 1)
-            raise ValueError(f"{inputs.shape[1]} tokens cannot be cut over {parts}")
+            raise ValueError(f"{length} tokens cannot be cut over {ranks} x {self._parts} ranks")
         positions = cut.positions[rank].to(inputs.device).expand(len(inputs), -1)
-        with attention_by(partial(self._attention, cut=cut, group=self._context)) as calls:
-            yield cut, (cut.take(inputs, rank), positions), calls
+        with attention_by(partial(self._attention, cut=cut, group=self._context)):
+            yield cut, (cut.take(inputs, rank), positions)
 
     def _average(self, trained: list[nn.Parameter], used: torch.Tensor) -> None:
         """By DDP's buckets, but at the end: its hooks would fire at every micro-batch, before the
@@ -230,7 +220,7 @@ class MixedParallel(Wrapper):
         if self._context is None:
             own: torch.Tensor = self.pipeline(inputs)  # (B, T, V_r)
         else:
-            with self._tokens_cut(inputs) as (cut, tokens, _):
+            with self._tokens_cut(inputs) as (cut, tokens):
                 own = self.pipeline(tokens)
             own = cut.join(gather_shards(own, 1, list(map(len, cut.positions)), self._context))
         if not self._words:
