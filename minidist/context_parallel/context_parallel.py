@@ -6,7 +6,6 @@ in its document, not on its rank; a target is the next token of the whole sequen
 a sum over the tokens of all ranks, divided once by how many they are.
 """
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -119,57 +118,51 @@ class ContextParallel(Wrapper):
             raise ValueError(f"{tokens.shape[1]} tokens cannot be cut over {group.size()} ranks")
         self.cut = cut = Cut.of(self._kind, tokens.shape[1], group.size(), documents)
         positions = cut.in_document(rank).to(tokens.device)
-        with attention_by(partial(self._attend, cut=cut)) as calls:
+        attend = partial(self._attention, cut=cut, group=group)
+        with attention_by(attend) as calls:
             logits: torch.Tensor = self.module(cut.take(tokens, rank), positions=positions)
-            logits = _AttendingAgain.apply(logits, self, cut)
         if not calls:
             raise RuntimeError(
                 "the module never called F.scaled_dot_product_attention: each token has seen "
                 "those of its own rank only"
             )
+        logits = _AttendingAgain.apply(logits, attend)
         if targets is None:
             return logits
         logits = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
         loss = F.cross_entropy(logits, cut.take(targets, rank).flatten(), reduction="sum")
         count, total = (targets != -100).sum(), loss.detach().clone()
         dist.all_reduce(total, group=group)
-        # The gradient is of this rank's part, times the ranks: data parallelism divides by them.
+        # The gradient: this rank's part, times the ranks, by which data parallelism divides.
         return total / count + (loss - loss.detach()) * group.size() / count
-
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cut: Cut) -> torch.Tensor:
-        return self._attention(q, k, v, cut, self.process_group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ContextParallel":
         return copy_sharing(self, memo, self.process_group)
 
 
 class _AttendingAgain(torch.autograd.Function):
-    """Nothing forward. Backward begins here: until it has ended, or failed, checkpoints that
-    compute layers again attend by the cut of this forward pass."""
-
-    open: Callable[[], ExitStack | None] = staticmethod(lambda: None)
+    """Nothing forward. Backward begins here, and checkpoints in it compute layers again: until it
+    has ended, or failed, they attend as in this forward pass."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, model: ContextParallel, cut: Cut) -> torch.Tensor:
-        ctx.attend = partial(model._attend, cut=cut)
+    def forward(ctx: Any, logits: torch.Tensor, attend: Attention) -> torch.Tensor:
+        ctx.attend = attend
         return logits.view_as(logits)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if another := _AttendingAgain.open():  # of a forward pass whose loss was added to this one
-            another.close()
-        again = ExitStack()
-        _AttendingAgain.open = weakref.ref(again)  # where backward fails, it goes by itself
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        again = ExitStack()  # where backward fails, it is forgotten, and so ends by itself
         again.enter_context(attention_by(ctx.attend))
         torch.autograd.Variable._execution_engine.queue_callback(again.close)
-        return gradient, None, None
+        return gradient, None
 
 
 @contextmanager
-def attention_by(attend: Callable[..., torch.Tensor]) -> Iterator[list[Any]]:
+def attention_by(attend: Attention) -> Iterator[list[Any]]:
     """Within the block `F.scaled_dot_product_attention` is attend(q, k, v): causal, and nothing
     else. Gives a list that grows by each call's shape of q."""
     before, calls = F.scaled_dot_product_attention, list[Any]()
+    before = getattr(before, "before", before)  # of two such blocks, the last one counts
 
     def replaced(
         query: torch.Tensor,
@@ -189,7 +182,7 @@ def attention_by(attend: Callable[..., torch.Tensor]) -> Iterator[list[Any]]:
         calls.append(query.shape)
         return attend(query, key, value)
 
-    F.scaled_dot_product_attention = replaced
+    F.scaled_dot_product_attention, replaced.before = replaced, before  # type: ignore[attr-defined]
     try:
         yield calls
     finally:
