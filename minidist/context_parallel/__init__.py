@@ -13,10 +13,10 @@ Lesson: long_sequences.
 
 To read, in this order: `naive` is the idea, `cuts` says who has which tokens, `kernel` computes one
 block, `ring` is fast; `gathered` and `ulysses` do the same in other ways; `context_parallel` is for
-whole models, and `cost` says what all this costs.
+whole models, and `attention_cost` says what all this costs.
 """
 
-from minidist.context_parallel import cost
+from minidist.context_parallel import attention_cost as cost
 from minidist.context_parallel.context_parallel import ATTENTION, ContextParallel, attention_by
 from minidist.context_parallel.cuts import CUTS, Block, Cut
 from minidist.context_parallel.gathered import gathered_attention

@@ -133,7 +133,7 @@ class ContextParallel(Wrapper):
         loss = F.cross_entropy(logits, cut.take(targets, rank).flatten(), reduction="sum")
         count, total = (targets != -100).sum(), loss.detach().clone()
         dist.all_reduce(total, group=group)
-        # The gradient is that of this rank's part, times the ranks: data parallelism divides by them.
+        # The gradient: this rank's part, times the ranks, by which data parallelism divides.
         return total / count + (loss - loss.detach()) * group.size() / count
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ContextParallel":
