@@ -20,7 +20,9 @@ BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.d
 def on_cpu() -> Iterator[Any]:
     """Within the block, torch's context parallel has handlers for the CPU. Gives its options, of
     which `convert_to_f32` says that blocks are merged in float32."""
-    from torch.distributed.tensor.experimental._context_parallel import _attention
+    from torch.distributed.tensor.experimental import _context_parallel
+
+    its: Any = _context_parallel._attention
 
     def forward(op: Any, args: Any, kwargs: Any) -> tuple[DTensor, ...]:
         q, k, v, _, causal = [*_local(args), 0.0, False][:5]
@@ -29,7 +31,7 @@ def on_cpu() -> Iterator[Any]:
             return FORWARD(q, k, v, 0.0, is_causal)
 
         group = args[0].device_mesh.get_group()
-        found = _attention._templated_ring_attention(group, 2, kernel, q, k, v, causal)
+        found = its._templated_ring_attention(group, 2, kernel, q, k, v, causal)
         return _like(args[0], found[:2])
 
     def backward(op: Any, args: Any, kwargs: Any) -> tuple[DTensor, ...]:
@@ -40,19 +42,19 @@ def on_cpu() -> Iterator[Any]:
             return BACKWARD(rest["grad_out"], query, key, value, *own, 0.0, rest["is_causal"])
 
         group, dout = args[1].device_mesh.get_group(), dout.contiguous()
-        found = _attention._templated_ring_attention_backward(
+        found = its._templated_ring_attention_backward(
             group, 2, kernel, dout, "grad_out", q, k, v, out, lse, causal
         )
         return _like(args[1], found[:3])
 
-    options, before = _attention._cp_options, _attention._cp_options.convert_to_f32
-    _attention.custom_ops |= {FORWARD: forward, BACKWARD: backward}
+    options, before = its._cp_options, its._cp_options.convert_to_f32
+    its.custom_ops |= {FORWARD: forward, BACKWARD: backward}
     try:
         yield options
     finally:
         options.convert_to_f32 = before
         for operator in FORWARD, BACKWARD:
-            _attention.custom_ops.pop(operator, None)
+            its.custom_ops.pop(operator, None)
 
 
 def _local(args: Any) -> list[Any]:

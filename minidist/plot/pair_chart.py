@@ -41,7 +41,7 @@ def pairs(positions: Sequence[Sequence[int]], ax: Axes | None = None, title: str
             for step, row in enumerate(counts):
                 for rank, count in enumerate(row):
                     at = step + (rank - (ranks - 1) / 2) * 0.8 / ranks
-                    shades = {"fc": paler(RANKS[rank], step), "ec": RANKS[rank], "lw": 0.6}
+                    shades = dict[str, Any](fc=paler(RANKS[rank], step), ec=RANKS[rank], lw=0.6)
                     bars.bar(at, count, 0.8 / ranks, **shades)
             bars.set(xticks=range(ranks), ylim=(0, (len(owner) / ranks) ** 2))  # a whole block
             bars.tick_params(labelsize=8)
