@@ -9,6 +9,7 @@ a sum over the tokens of all ranks, divided once by how many they are.
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from math import isclose
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from minidist.common.single import all_gather_single
 from minidist.common.wrapper import Wrapper, copy_sharing
 from minidist.context_parallel.cuts import CUTS, Cut
 from minidist.context_parallel.gathered import gathered_attention
+from minidist.context_parallel.kernel import at_least_float32
 from minidist.context_parallel.ring import ring_attention
 from minidist.context_parallel.ulysses import ulysses_attention
 from minidist.distributed_data_parallel import DistributedDataParallel
@@ -45,8 +47,9 @@ class ContextParallel(Wrapper):
         optimizer.step()
 
     Its `forward(tokens, positions)` takes this rank's tokens (B, T_r) and their positions in their
-    documents (T_r,), and returns logits (B, T_r, V). While it runs, forward or again in backward,
-    its calls of `F.scaled_dot_product_attention` attend to the tokens of all ranks.
+    documents (T_r,), and returns logits (B, T_r, V) alone: the loss is computed here. While it
+    runs, also again in backward, its calls of `F.scaled_dot_product_attention` attend to the tokens
+    of all ranks.
 
     To the weights a rank with other tokens is what one with other rows is: data parallelism adds up
     the gradients. A bare module is wrapped in our DistributedDataParallel over the group. One that
@@ -56,20 +59,24 @@ class ContextParallel(Wrapper):
         group = mesh.get_group("context")
         model = md.ContextParallel(md.DistributedDataParallel(model), process_group=group)
 
-    attention: "ring"; "gathered", as in Llama 3; or "ulysses", which needs heads that all ranks can
-        share.
+    attention: "ring"; "gathered"; or "ulysses", which needs heads that all ranks can share.
     cut: "zigzag", "contiguous" or "striped".
     process_group: the ranks that share a sequence; None is the default group.
 
+    After a forward pass `model.cut` is a `Cut`: which tokens each rank had.
+
     Raises RuntimeError without a process group; ValueError, on every rank, for other names, and if
     gradients are not averaged over all ranks of the group; NotImplementedError for dropout.
-    `forward` raises ValueError, on every rank, if the ranks have other batches, or tokens are fewer
-    than ranks; NotImplementedError for attention that is not causal, with a mask, or a dropout.
+    `forward` raises ValueError, on every rank, if the ranks have other batches, targets another
+    shape than tokens, or tokens are fewer than ranks; NotImplementedError for attention that is not
+    causal, has a mask, a dropout, or a scale of its own.
 
     Limits: documents are cut alike in all rows. Each replica's mean counts alike, however many
-    targets it has. No window of attention. Attention that a model computes itself, without torch's
-    function, is not seen; if it never calls that, `forward` raises RuntimeError. On GPUs a block's
-    scores are stored while it is computed. Of 16-bit keys the gradients are rounded at each hop.
+    targets it has. No window of attention; q, k and v have four dimensions. Attention that a model
+    computes itself is not seen, nor the fast path of nn.TransformerEncoder in evaluation: a model
+    that never calls torch's function raises RuntimeError. `F.dropout` is not seen. What a mask
+    leaves is found from all pairs of two ranks' tokens, a byte each. On GPUs a block's scores are
+    stored while it is computed. Of 16-bit keys the gradients are rounded at each hop.
     """
 
     cut: Cut
@@ -87,7 +94,9 @@ class ContextParallel(Wrapper):
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
         if any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules()):
-            raise NotImplementedError("ContextParallel: no dropout, each rank would draw its own")
+            raise NotImplementedError(
+                "ContextParallel: no dropout, its masks would depend on the ranks"
+            )
         averaging, own = _averaging_ranks(module), dist.get_process_group_ranks(group)
         if averaging is None:
             module = DistributedDataParallel(module, process_group=group)
@@ -114,6 +123,9 @@ class ContextParallel(Wrapper):
         """
         group, rank = self.process_group, dist.get_rank(self.process_group)
         _require_same_batch(group, dict(tokens=tokens, targets=targets, documents=documents))
+        if targets is not None and targets.shape != tokens.shape:
+            shapes = f"{tuple(tokens.shape)} and {tuple(targets.shape)}"
+            raise ValueError(f"tokens and targets have one shape, not {shapes}")
         if tokens.shape[1] < group.size():
             raise ValueError(f"{tokens.shape[1]} tokens cannot be cut over {group.size()} ranks")
         self.cut = cut = Cut.of(self._kind, tokens.shape[1], group.size(), documents)
@@ -129,7 +141,7 @@ class ContextParallel(Wrapper):
         logits = _AttendingAgain.apply(logits, attend)
         if targets is None:
             return logits
-        logits = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+        logits = logits.flatten(0, -2).to(at_least_float32(logits))
         loss = F.cross_entropy(logits, cut.take(targets, rank).flatten(), reduction="sum")
         count, total = (targets != -100).sum(), loss.detach().clone()
         dist.all_reduce(total, group=group)
@@ -151,7 +163,8 @@ class _AttendingAgain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        again = ExitStack()  # where backward fails, it is forgotten, and so ends by itself
+        # If backward fails, torch drops the callback, and the block ends with it.
+        again = ExitStack()
         again.enter_context(attention_by(ctx.attend))
         torch.autograd.Variable._execution_engine.queue_callback(again.close)
         return gradient, None
@@ -174,7 +187,7 @@ def attention_by(attend: Attention) -> Iterator[list[Any]]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        usual = scale in (None, query.shape[-1] ** -0.5)
+        usual = scale is None or isclose(scale, query.shape[-1] ** -0.5)
         asked = {"a mask": attn_mask is not None, "dropout": dropout_p > 0}
         asked |= {"a scale of its own": not usual, "no causality": not is_causal}
         if unknown := [name for name, here in asked.items() if here]:

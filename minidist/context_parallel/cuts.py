@@ -12,8 +12,12 @@ Lesson: long_sequences.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
+import torch.distributed as dist
+
+Group = dist.ProcessGroup | None
 
 
 def contiguous(length: int, ranks: int) -> list[torch.Tensor]:
@@ -59,7 +63,7 @@ class Cut:
 
     positions: (T_r,) of each rank, ascending: where in the whole sequence its tokens stand.
     documents: (T,), a number for each token of the whole sequence: no token sees another document.
-        None is one document.
+        The tokens of a document stand in a row. None is one document.
     """
 
     positions: list[torch.Tensor]
@@ -74,7 +78,9 @@ class Cut:
         if documents is not None and documents.shape != (length,):
             found = tuple(documents.shape)
             raise ValueError(f"documents are ({length},), one number a token, not {found}")
-        return cls(CUTS[kind](length, ranks), None if documents is None else documents.cpu())
+        if documents is None:
+            return _of_one_document(kind, length, ranks)
+        return cls(CUTS[kind](length, ranks), documents.cpu())
 
     def take(self, x: torch.Tensor, rank: int, dim: int = 1) -> torch.Tensor:
         """A rank's tokens of a whole tensor."""
@@ -108,6 +114,11 @@ class Cut:
         if (to, of) not in self._blocks:  # the same in every layer
             self._blocks[to, of] = _smallest(self.allowed(to, of))
         return self._blocks[to, of]
+
+
+@lru_cache  # what a rank computes need not be found again at each step
+def _of_one_document(kind: str, length: int, ranks: int) -> Cut:
+    return Cut(CUTS[kind](length, ranks))
 
 
 def _smallest(seen: torch.Tensor) -> Block | None:

@@ -1,8 +1,9 @@
-"""Keys and values of all tokens on every rank, as Llama 3 has it (arXiv 2407.21783, section 3.3.2).
+"""Keys and values of all tokens on every rank, as in Llama 3 (arXiv 2407.21783, section 3.3.2).
 
 Nothing is merged, and any mask would do. With few heads of keys, what is gathered is small beside
-what is computed. But autograd keeps all keys and values until backward, and attention begins only
-when all have come. Forward is an all_gather, backward a reduce_scatter. Lesson: long_sequences.
+what is computed. But autograd keeps all keys and values until backward (one could gather them
+again), attention begins only when all have come, and its mask is given whole: a kernel for CPUs
+takes twice as long. Forward is an all_gather, backward a reduce_scatter. Lesson: long_sequences.
 """
 
 from typing import Any
@@ -13,9 +14,7 @@ import torch.nn.functional as F
 from torch.nn.functional import scaled_dot_product_attention as whole_attention
 
 from minidist.common.single import all_gather_single, reduce_scatter_single
-from minidist.context_parallel.cuts import Cut
-
-Group = dist.ProcessGroup | None
+from minidist.context_parallel.cuts import Cut, Group
 
 
 def gathered_attention(

@@ -71,7 +71,7 @@ def _like_queries(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, block: Block) -> torch.Tensor:
-    scores = (q @ _like_queries(k, q).mT).to(_at_least_float32(q)) * q.shape[-1] ** -0.5
+    scores = (q @ _like_queries(k, q).mT).to(at_least_float32(q)) * q.shape[-1] ** -0.5
     seen = block.seen
     if block.causal:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
@@ -95,5 +95,5 @@ def _open_backward(
     return dscores @ _like_queries(k, q), dk, dv
 
 
-def _at_least_float32(x: torch.Tensor) -> torch.dtype:
+def at_least_float32(x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""The idea, in seventy lines: keys and values go round a ring, and each rank adds up what it sees.
+"""The idea, in one short file: keys and values go round a ring, and each rank adds up what it sees.
 
 A rank keeps the queries of its own tokens. N - 1 times, every rank passes the keys and values that
 it has to its right neighbour. What it has seen so far is an output and, for each query, the

@@ -16,16 +16,14 @@ import torch
 import torch.distributed as dist
 
 from minidist.context_parallel import kernel
-from minidist.context_parallel.cuts import Cut
-
-Group = dist.ProcessGroup | None
+from minidist.context_parallel.cuts import Cut, Group
 
 
 def ring_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cut: Cut, group: Group = None
 ) -> torch.Tensor:
     """Causal attention. q: (B, H, T_r, D), k, v: (B, Hkv, T_r, D), of this rank's tokens."""
-    attended: torch.Tensor = _Ring.apply(q, k, v, cut, group)
+    attended: torch.Tensor = _Ring.apply(q.contiguous(), k, v, cut, group)
     return attended
 
 
@@ -59,9 +57,11 @@ class _Ring(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cut: Cut, group: Group
     ) -> torch.Tensor:
-        rank, ranks, kv = dist.get_rank(group), dist.get_world_size(group), torch.stack([k, v])
-        own = kv
-        out = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        kv = own = torch.stack(
+            [k, v]
+        ).contiguous()  # the kernel wants each token's numbers in a row
+        out = torch.zeros_like(q, dtype=kernel.at_least_float32(q))
         lse = out.new_full(q.shape[:3], -torch.inf)
         for step in range(ranks):
             passing = None

@@ -13,9 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention as whole_attention
 
-from minidist.context_parallel.cuts import Cut
-
-Group = dist.ProcessGroup | None
+from minidist.context_parallel.cuts import Cut, Group
 
 
 def ulysses_attention(

@@ -32,8 +32,9 @@ class Layout:
         their inputs.
     context: ranks that share a sequence.
     context_attention: how these see each other's keys and values. "gathered": before attention, and
-        in backward again (Llama 3). "gathered once": they stay from forward to backward. "ring":
-        block by block, beside computing. "ulysses": all_to_alls, to all tokens of some heads.
+        in backward again (Llama 3). "gathered once": they stay from forward to backward, as by
+        "gathered" of ContextParallel. "ring": block by block, beside computing. "ulysses":
+        all_to_alls, to all tokens of some heads.
     context_cut: "zigzag": each rank has as much of causal attention to compute. "contiguous": the
         last of N has 2 - 1/N of the mean, but in Ulysses. Lesson: long_sequences.
     replicate: of ZeRO-3, how many copies of the shards there are: hybrid sharding.
