@@ -75,9 +75,11 @@ def attention(way, kind, length, heads, kv_heads, several):
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
     wanted = sdpa(*whole, (documents[:, None] == documents).tril(), enable_gqa=True)
     wanted.backward(dout)
-    own = [cut.take(x, rank, 2).requires_grad_() for x in (q, k, v)]
+    # As a convolution lays them out: a token's numbers are not in a row.
+    *own, dout = (cut.take(x, rank, 2).mT.contiguous().mT for x in (q, k, v, dout))
+    own = [x.requires_grad_() for x in own]
     found = WAYS[way](*own, cut)
-    found.backward(cut.take(dout, rank, 2))
+    found.backward(dout)
     pairs = [(found, wanted), *((a.grad, b.grad) for a, b in zip(own, whole, strict=True))]
     return worst((a, cut.take(b, rank, 2), b) for a, b in pairs)
 
@@ -487,6 +489,9 @@ def test_a_bug_is_seen(pools, bug):
 # ---- bad input ------------------------------------------------------------------------------
 
 
+WIDTH = 260  # 1 / WIDTH**0.5 is not WIDTH**-0.5, by a bit
+
+
 def attends(**options):
     """A model that calls attention with these options."""
 
@@ -495,7 +500,7 @@ def attends(**options):
             q = super().forward(tokens)[:, None]
             return F.scaled_dot_product_attention(q, q, q, **options)[:, 0] if options else q[:, 0]
 
-    return Attends(256, 8)
+    return Attends(256, WIDTH)
 
 
 def step(model=None, documents=None, length=12, **options):
@@ -537,6 +542,9 @@ REFUSED = {
     "cut tokens with dropout": lambda: step(attends(is_causal=True, dropout_p=0.1)),
     "cut tokens with a scale of its own": lambda: step(attends(is_causal=True, scale=1.0)),
     "RuntimeError: the module never called F.scaled_dot": lambda: step(attends()),
+    "ValueError: tokens and targets have one shape, not (2, 12) and (2, 13)": lambda: usual(
+        md.ContextParallel(decoder()), batch(length=12)[0], batch(length=13)[1]
+    ),
     "ContextParallel: no dropout": lambda: step(nn.Sequential(nn.Dropout(0.1))),
     "ranks 0 and 3 share a sequence, but were given other tokens": lambda: other_on_rank_3(
         0, batch(1, 12)
@@ -556,6 +564,11 @@ REFUSED = {
 def test_what_would_be_wrong_is_refused_on_every_rank(pools, said):
     told = pools(4)(raised, REFUSED[said])
     assert all(each and said in each for each in told), told
+
+
+def test_torchs_own_scale_may_be_given(pools):
+    model = attends(is_causal=True, scale=1 / WIDTH**0.5)
+    assert pools(2)(raised, step, model) == [None, None]
 
 
 def test_a_rank_must_be_in_the_group(pools):
