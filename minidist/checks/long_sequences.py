@@ -43,7 +43,7 @@ def contiguous_efficiency(answer: object) -> str:
             7 / 15: "that is what is lost",
         },
     )
-    return "8 · 8/2 blocks on 8 ranks are 4 for each, and the last has 7.5. 8 H800 reached 0.539."
+    return "8 · 8/2 blocks on 8 ranks are 4 for each, and the last has 7.5."
 
 
 @check
@@ -62,7 +62,7 @@ def ulysses_over_gather(answer: object) -> str:
         2,
         wrong={
             1 / 2: "that is the other way round",
-            9 / 8: "along tensor, each rank has an eighth of the heads only",
+            9 / 8: "tensor parallelism leaves each rank an eighth of the heads",
             17 / 16: "the one head of keys is needed on all 16 ranks: a copy for each",
             1: "queries and outputs travel, and so do keys and values",
             3 / 2: "queries, keys, values and outputs travel, all four",

@@ -1,4 +1,5 @@
 """minidist's ContextParallel: a sequence cut over the ranks."""
+
 import torch
 import torch.distributed as dist
 
