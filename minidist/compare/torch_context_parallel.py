@@ -47,12 +47,11 @@ def on_cpu() -> Iterator[Any]:
         )
         return _like(args[1], found[:3])
 
-    options, before = its._cp_options, its._cp_options.convert_to_f32
     its.custom_ops |= {FORWARD: forward, BACKWARD: backward}
     try:
-        yield options
+        yield its._cp_options
     finally:
-        options.convert_to_f32 = before
+        its._cp_options.convert_to_f32 = True  # as torch has it
         for operator in FORWARD, BACKWARD:
             its.custom_ops.pop(operator, None)
 
