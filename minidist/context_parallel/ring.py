@@ -23,7 +23,9 @@ def ring_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cut: Cut, group: Group = None
 ) -> torch.Tensor:
     """Causal attention. q: (B, H, T_r, D), k, v: (B, Hkv, T_r, D), of this rank's tokens."""
-    attended: torch.Tensor = _Ring.apply(q.contiguous(), k, v, cut, group)
+    if q.stride(-1) != 1:  # the kernel wants each token's numbers in a row
+        q = q.contiguous()
+    attended: torch.Tensor = _Ring.apply(q, k, v, cut, group)
     return attended
 
 
@@ -58,9 +60,7 @@ class _Ring(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cut: Cut, group: Group
     ) -> torch.Tensor:
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        kv = own = torch.stack(
-            [k, v]
-        ).contiguous()  # the kernel wants each token's numbers in a row
+        kv = own = torch.stack([k, v]).contiguous()  # it would keep another layout of k and v
         out = torch.zeros_like(q, dtype=kernel.at_least_float32(q))
         lse = out.new_full(q.shape[:3], -torch.inf)
         for step in range(ranks):
