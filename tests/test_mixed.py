@@ -465,7 +465,7 @@ def test_bytes_along_context(pools, data):
     for axes, nbytes in pools(2 * data)(traffic_with_context, data):
         sent = sum(n for call, (_, n) in axes["context"].items() if call != "all_reduce")
         assert sent == 3 * 2 * (2 + 4) * keys / 2
-        calls, summed = axes["data" if data > 1 else "context"]["all_reduce"]
+        calls, summed = axes["replicas" if data > 1 else "context"]["all_reduce"]
         assert nbytes <= summed < nbytes + 1000 and calls == 3
         assert ("all_reduce" in axes["context"]) is (data == 1)
 
@@ -511,7 +511,23 @@ def another_mesh_on_one_rank():
     MixedParallel(transformer(), other if dist.get_rank() == 3 else whole, 2)
 
 
+def targets_a_token_longer():
+    order = ["data", "pipeline", "context", "tensor"]
+    assert mesh(4, order=order).mesh_dim_names == AXES  # an order may name what is not there
+    inputs, targets = batch(0)
+    model = MixedParallel(transformer(), mesh(2, context=2, order=order), 2)
+    model.train_step(inputs[:, :-1], targets, model.cross_entropy)
+
+
 WRONG_MODELS = {
+    "targets of another shape": (
+        targets_a_token_longer,
+        "along context inputs and targets have one shape, not (8, 5) and (8, 6)",
+    ),
+    "attention": (
+        lambda: build((4, 1, 1), attention="flash"),
+        "ValueError: attention must be one of ring, gathered, ulysses, not 'flash'",
+    ),
     "axes": (other_axes, "ValueError: the mesh has data; 4 ranks: take data, pipeline, tensor"),
     "meshes": (another_mesh_on_one_rank, "ValueError: the ranks disagree about mesh: rank 0 says"),
     "heads": (

@@ -32,6 +32,7 @@ def mesh(
     agree.require_same(group, sizes | dict(order=tuple(order)))
     if context == 1:
         del sizes["context"]
+        order = [axis for axis in order if axis != "context"]
     order = tuple(sizes) if tuple(order) == AXES else order
     if sorted(order) != sorted(sizes):
         raise ValueError(f"order names {', '.join(sizes)}, each once, not {', '.join(order)}")
@@ -54,11 +55,11 @@ def traffic_by_axis(
     traffic: TrafficCounter, mesh: DeviceMesh
 ) -> dict[str, dict[str, tuple[int, int]]]:
     """What this rank has sent along each axis, and its collectives: {operation: (calls, bytes)},
-    as `TrafficCounter` counts them. What is summed along data and context counts for data, if there
-    are several ranks along it. Lesson: mixed_parallelism."""
+    as `TrafficCounter` counts them. "replicas" is along data and context, where both have several
+    ranks: the gradients. Lesson: mixed_parallelism."""
     names = mesh.mesh_dim_names or ()
     groups = {axis: mesh.get_group(axis) for axis in (*AXES, "context") if axis in names}
-    if groups["data"].size() > 1:
-        groups["data"] = replicas(mesh).get_group()
+    if "context" in names and groups["data"].size() > 1:
+        groups["replicas"] = replicas(mesh).get_group()
     ranks = {axis: tuple(dist.get_process_group_ranks(group)) for axis, group in groups.items()}
     return {axis: traffic.by_group.get(those, {}) for axis, those in ranks.items()}

@@ -104,6 +104,8 @@ class MixedParallel(Wrapper):
 
         super().__init__(module)
         self.mesh, self._names, self._device = mesh, list(module.state_dict()), device()
+        if attention not in ATTENTION:
+            raise ValueError(f"attention must be one of {', '.join(ATTENTION)}, not {attention!r}")
         averaging, self._attention = replicas(mesh), ATTENTION[attention]
         self._data, self._context = averaging.get_group(), None
         self._pipeline, self._tensor = (mesh.get_group(axis) for axis in AXES[1:])
@@ -141,7 +143,7 @@ class MixedParallel(Wrapper):
 
         inputs, targets: as in `Pipeline.train_step`, of this rank's replica: ranks that differ
             along `pipeline`, `context` and `tensor` only pass the same. Each replica counts by its
-            rows. With `context` both are (B, T), and -100 is no target.
+            rows. With `context` both are (B, T), and -100, no other number, is no target.
         loss_fn: as there. It gets this rank's words of the logits, as `cross_entropy` takes them.
 
         What fails in one replica raises in all. A layer must fail on all ranks along `tensor` and
@@ -161,7 +163,10 @@ class MixedParallel(Wrapper):
         trained = [p for p in self.parameters() if p.requires_grad and not self._sharded]
         mine = [loss.item(), problem is not None, *(p.grad is not None for p in trained)]
         sums = torch.tensor(mine, dtype=torch.float64, device=self._device)
-        dist.all_reduce(sums, group=self._data)
+        try:
+            dist.all_reduce(sums, group=self._data)
+        except Exception as waited:  # for a rank along context that waits for this one's keys
+            raise problem or waited from None
         if sums[1]:
             agree.pass_on(problem, self._data)
         if replicas > 1:
@@ -173,12 +178,15 @@ class MixedParallel(Wrapper):
     def _train(self, inputs: Any, targets: Any, loss_fn: Callable[..., Any]) -> torch.Tensor:
         if self._context is None:
             return self.pipeline.train_step(inputs, targets, loss_fn)
+        if inputs.shape != targets.shape:
+            shapes = f"{tuple(inputs.shape)} and {tuple(targets.shape)}"
+            raise ValueError(f"along context inputs and targets have one shape, not {shapes}")
         rank, ranks = dist.get_rank(self._context), self._context.size()
 
         def part(outputs: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor]) -> Any:
             """Of the mean over whole rows, times the ranks: the mean over them is taken later."""
             own, of_rows = ((targets != -100).sum() for targets in pair)
-            return loss_fn(outputs, pair[0]) * ranks * own / of_rows if own else outputs.sum() * 0
+            return loss_fn(outputs, pair[0]) * ranks * own / of_rows if own else outputs[:0].sum()
 
         with self._tokens_cut(inputs) as (cut, own):
             return self.pipeline.train_step(own, (cut.take(targets, rank), targets), part)
