@@ -29,6 +29,7 @@ PARTS = [  # each lesson: its name, what it is about, and how many minutes it ta
             ("pipeline_schedules", "who does what when", 85),
             ("feature_splitting", "parts of every layer", 85),
             ("sequence_parallel", "parts of every\nactivation", 95),
+            ("long_sequences", "a sequence that no\nrank holds whole", 95),
             ("mixed_parallelism", "a mesh of all three", 100),
         ],
     ),

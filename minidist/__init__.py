@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         checkpointing,
         collectives,
         compare,
+        context_parallel,
         data_parallel,
         distributed_data_parallel,
         fully_sharded,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
         zoo,
     )
     from minidist.checkpointing import checkpoint_wrapper
+    from minidist.context_parallel import ContextParallel
     from minidist.data_parallel import DataParallel
     from minidist.distributed_data_parallel import DistributedDataParallel
     from minidist.fully_sharded import FullyShardedDataParallel
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "ColumnParallelLinear",
+    "ContextParallel",
     "DataParallel",
     "DistributedDataParallel",
     "FullyShardedDataParallel",
@@ -81,6 +84,7 @@ __all__ = [
     "checkpointing",
     "collectives",
     "compare",
+    "context_parallel",
     "data_parallel",
     "distributed_data_parallel",
     "fully_shard",
@@ -109,6 +113,7 @@ __all__ = [
 ]
 STRATEGIES = {  # what lessons use by name, and the module that it is in
     "ColumnParallelLinear": "tensor_parallel",
+    "ContextParallel": "context_parallel",
     "DataParallel": "data_parallel",
     "DistributedDataParallel": "distributed_data_parallel",
     "FullyShardedDataParallel": "fully_sharded",

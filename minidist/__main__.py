@@ -90,12 +90,13 @@ def _plan(sub: argparse.ArgumentParser) -> None:
     lay.add_argument(
         "--no-reshard-after-forward", dest="reshard_after_forward", action="store_false"
     )
-    lay.add_argument(
-        "--recompute",
-        default="nothing",
-        choices=planner.RECOMPUTE,
-        help="norms and activation functions; stored scores; torchtitan's selective; layers",
-    )
+    again = "norms and activation functions; stored scores; torchtitan's selective; layers"
+    for name, choices, help in (
+        ("recompute", planner.RECOMPUTE, again),
+        ("context-attention", planner.CONTEXT_ATTENTION, "how keys come to the ranks of --context"),
+        ("context-cut", planner.CONTEXT_CUT, "contiguous: the last rank computes most"),
+    ):
+        lay.add_argument(f"--{name}", default=choices[0], choices=choices, help=help)
     lay.add_argument(
         "--rehearse", action="store_true", help="also run one rank of it here, without the others"
     )

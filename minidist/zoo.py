@@ -102,16 +102,16 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Module):
-    """The first layer of `Transformer`: a vector for each byte, and one for its place."""
+    """The first layer of `Transformer`: a vector for each byte, and one for its position."""
 
     def __init__(self, tokens: nn.Embedding, positions: nn.Embedding) -> None:
         super().__init__()
         self.tokens, self.positions = tokens, positions
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(B, T) to (B, T, C)."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.tokens(tokens) + self.positions(places)
+    def forward(self, given: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """(B, T) to (B, T, C); or such tokens and their positions, (T,) or (B, T)."""
+        tokens, positions = given if isinstance(given, tuple) else (given, None)
+        return self.tokens(tokens) + self.positions(_positions(tokens, positions))
 
 
 class Transformer(nn.Module):
@@ -138,18 +138,98 @@ class Transformer(nn.Module):
             self.norm = nn.LayerNorm(width)
             self.head = nn.Linear(width, vocabulary, bias=False)
             nn.init.normal_(self.tokens.weight, std=0.02)
+            # As small as the tokens: positions of torch's own size, 1, would drown them.
+            nn.init.normal_(self.positions.weight, std=0.02)
         self.head.weight = self.tokens.weight
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(B, T) to (B, T, V)."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.tokens(tokens) + self.positions(places)  # (B, T, C)
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """(B, T) to (B, T, V). positions: (T,) or (B, T), those of the tokens; None: 0, 1, …"""
+        x = self.tokens(tokens) + self.positions(_positions(tokens, positions))  # (B, T, C)
         return self.head(self.norm(self.blocks(x)))
 
     def sequential(self) -> nn.Sequential:
         """The same layers, with the same parameters, as a sequence that stages can cut."""
         embedding = Embedding(self.tokens, self.positions)
         return nn.Sequential(embedding, *self.blocks, self.norm, self.head)
+
+
+def _positions(tokens: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
+    return torch.arange(tokens.shape[1], device=tokens.device) if given is None else given
+
+
+class DecoderLayer(nn.Module):
+    """A layer of `Decoder`. Of `heads` heads of queries, heads / kv_heads in a row share one of
+    keys and values."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.head_size = width // heads
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q, self.k, self.v = (
+            nn.Linear(width, each * self.head_size, bias=False)
+            for each in (heads, kv_heads, kv_heads)
+        )
+        self.out = nn.Linear(width, width, bias=False)
+        up = nn.Linear(width, 4 * width, bias=False)
+        self.mlp = nn.Sequential(up, nn.SiLU(), nn.Linear(4 * width, width, bias=False))
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """(B, T, C) to (B, T, C)."""
+        normed = self.norm1(x)
+        q, k, v = (
+            each(normed).unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # (B, H, T, D)
+            for each in (self.q, self.k, self.v)
+        )
+        q, k = rotate(q, positions), rotate(k, positions)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
+def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """RoPE: x (B, H, T, D), of which each pair of features turns by an angle that grows with the
+    token's position, (T,) or (B, T). So a query times a key depends on their distance alone."""
+    a, b = x.chunk(2, dim=-1)
+    exact = torch.promote_types(x.dtype, torch.float32)  # bfloat16 has no 257
+    steps = torch.arange(a.shape[-1], dtype=exact, device=x.device) / a.shape[-1]
+    angles = positions[..., None, :, None] * 10_000.0**-steps  # (1, T, D / 2) or (B, 1, T, D / 2)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+class Decoder(nn.Module):
+    """A small language model of bytes with what Llama has: rotary positions, RMSNorm, grouped
+    queries, no biases. It has no table of positions, so T has no limit. Lesson: long_sequences.
+
+    (B, T) of values below `vocabulary` to logits (B, T, vocabulary).
+    """
+
+    def __init__(
+        self,
+        vocabulary: int = 256,
+        width: int = 32,
+        heads: int = 4,
+        kv_heads: int = 2,
+        layers: int = 2,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.tokens = nn.Embedding(vocabulary, width)
+            nn.init.normal_(self.tokens.weight, std=0.02)
+            made = (DecoderLayer(width, heads, kv_heads) for _ in range(layers))
+            self.layers = nn.ModuleList(made)
+            self.norm = nn.RMSNorm(width)
+            self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """(B, T) to (B, T, V). positions: (T,) or (B, T), those of the tokens; None: 0, 1, …"""
+        positions = _positions(tokens, positions)
+        x = self.tokens(tokens)  # (B, T, C)
+        for layer in self.layers:
+            x = layer(x, positions)
+        return self.head(self.norm(x))
 
 
 class Sleep(nn.Module):

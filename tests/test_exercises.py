@@ -174,6 +174,13 @@ def test_a_scan_with_one_message_for_each_rank_is_told_so(kept) -> None:
         assert said.startswith("Right") and not said.endswith(f"with {credit}")
 
 
+@by_day_if_changed("long_sequences")
+def test_the_common_faults_of_a_ring_are_named(kept) -> None:
+    answers = MODULES["long_sequences"]
+    for answer, told in answers.NAMED.items():
+        assert kept.verdict(answers.check.ring_backward, answer).says.endswith(told), answer
+
+
 def test_a_rounded_number_is_asked_for_exactly() -> None:
     for rounded in 0.18, 0.179, 0.1795:
         said = MODULES["layer_splitting"].check.idle_part(rounded)

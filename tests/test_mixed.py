@@ -2,6 +2,7 @@
 
 import copy
 import re
+from math import prod
 
 import pytest
 import torch
@@ -36,16 +37,16 @@ def apart(found):
     return [f"{name}: {d:.1e}" for name, d in differences.items() if not d <= 1e-12]
 
 
-def transformer(tied=True):
+def transformer(tied=True, length=LENGTH):
     """Of a vocabulary of 257 tokens, so that two ranks have different numbers of them."""
-    model = md.zoo.Transformer(257, LENGTH, width=8, heads=2, layers=3).double()
+    model = md.zoo.Transformer(257, length, width=8, heads=2, layers=3).double()
     if not tied:
         model.head.weight = nn.Parameter(2 * model.head.weight.detach())
     return model
 
 
-def batch(step, rows=8):
-    inputs, targets = md.zoo.text(LENGTH)
+def batch(step, rows=8, length=LENGTH):
+    inputs, targets = md.zoo.text(length)
     return inputs[step * rows :][:rows], targets[step * rows :][:rows]
 
 
@@ -96,15 +97,18 @@ def train(
     rows=8,
     make=None,
     opt=adam,
+    context=1,
+    length=LENGTH,
+    padding=0,
     **options,
 ):
     """Adam with clipping, beside one process: the loss, the norm, and all weights at each step.
     Each replica has rows of its own. Returns what differs."""
-    dense = make() if make else transformer(tied)
+    dense = make() if make else transformer(tied, length)
     of_rank_0 = [p for p in dense.parameters() if p.ndim == 1][-1]
     if dist.get_rank() == 0:
         of_rank_0.data += 1  # all ranks take it
-    whole = mesh(*sizes, order=order)
+    whole = mesh(*sizes, order=order, context=context)
     model = MixedParallel(copy.deepcopy(dense), whole, 2, **options)
     if dist.get_rank() > 0:
         of_rank_0.data += 1
@@ -112,7 +116,8 @@ def train(
     optimizer, alone = opt(model), adam(dense)
     replica, replicas = whole.get_local_rank("data"), whole["data"].size()
     for step in range(steps):
-        inputs, targets = batch(step, rows)
+        inputs, targets = batch(step, rows, length)
+        targets = targets.index_fill(1, torch.arange(length - padding, length), -100)
         own = slice(replica, None, replicas) if shares is None else shares[replica]
         optimizer.zero_grad()
         alone.zero_grad()
@@ -165,6 +170,27 @@ def test_all_three_train_as_one_process_does(pools, gloo):
 )
 def test_options_of_the_parts(pools, sizes, options):
     assert pools(4)(train, sizes, **options) == [[]] * 4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((2, 1, 1), {"padding": 4}),  # none of rank 1's tokens has a target
+        ((2, 1, 1), {"shares": [slice(0, 3), slice(3, 8)], "order": ("context", *AXES)}),
+        ((1, 2, 1), {"recompute": True, "length": 7}),
+        ((1, 2, 1), {"schedule": "interleaved"}),
+        ((1, 2, 1), {"schedule": "gpipe", "tied": False, "shard": md.FullyShardedDataParallel}),
+        ((2, 1, 1), {"tied": False, "shard": md.FullyShardedDataParallel, "length": 7}),
+        ((1, 1, 2), {"sequence_parallel": True, "length": 8}),
+        ((1, 1, 2), {"attention": "gathered", "length": 7, "padding": 2}),
+    ],
+)
+def test_ranks_along_context_share_the_tokens_of_each_row(pools, sizes, options):
+    assert pools(4)(train, sizes, context=2, **options) == [[]] * 4
+
+
+def test_context_beside_pipeline_and_tensor(pools):
+    assert pools(8)(train, (1, 2, 2), context=2, length=7) == [[]] * 8
 
 
 def test_layers_of_ones_own_by_a_plan(pools):
@@ -307,10 +333,10 @@ def test_a_rank_holds_its_features_of_its_layers_by_the_models_names(pools):
     assert all(count < whole / 2 for _, count in held)  # a quarter; a tied weight is there twice
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 1), (2, 1, 2), (1, 2, 2)])
+@pytest.mark.parametrize("sizes", [(2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 2, 1), (1, 1, 1)])
 def test_evaluation_gives_whole_outputs_on_every_rank(pools, sizes):
     def evaluate():
-        dense, whole = transformer(), mesh(*sizes)
+        dense, whole = transformer(), mesh(*sizes, context=4 // prod(sizes))
         model = MixedParallel(copy.deepcopy(dense), whole, 4).eval()
         inputs, _ = batch(whole.get_local_rank("data"), rows=3)  # fewer than micro-batches
         with torch.no_grad():
@@ -321,11 +347,12 @@ def test_evaluation_gives_whole_outputs_on_every_rank(pools, sizes):
     assert pools(4)(evaluate) == [([], False)] * 4
 
 
-def test_a_copy_is_on_the_same_mesh_and_has_values_of_its_own(pools):
+@pytest.mark.parametrize("context", [1, 2])
+def test_a_copy_is_on_the_same_mesh_and_has_values_of_its_own(pools, context):
     """As scripts keep a moving average of the weights."""
 
     def run():
-        model = MixedParallel(transformer(), mesh(*ALL), 2)
+        model = MixedParallel(transformer(), mesh(*ALL[context - 1 :], context=context), 2)
         copied, before = copy.deepcopy(model), model.full_state_dict()
         model.train_step(*batch(0), model.cross_entropy)
         torch.optim.SGD(model.parameters(), lr=0.1).step()
@@ -422,6 +449,27 @@ def test_bytes_by_axis(pools, gloo, sequence_parallel):
             assert axes["tensor"] == {"all_reduce": (2 * 7, 2 * (5 * activation + loss))}
 
 
+def traffic_with_context(data):
+    whole = mesh(data=data, context=2)
+    model = MixedParallel(transformer(), whole, 2)
+    with md.measure.TrafficCounter() as counter:
+        model.train_step(*batch(0, rows=4), model.cross_entropy)
+    return traffic_by_axis(counter, whole), sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_bytes_along_context(pools, data):
+    """Three blocks, two micro-batches of 2 rows of 6 tokens, of 8 features. Half of all keys and
+    values leave a rank forward, twice as many backward."""
+    keys = 2 * 6 * 8 * 8
+    for axes, nbytes in pools(2 * data)(traffic_with_context, data):
+        sent = sum(n for call, (_, n) in axes["context"].items() if call != "all_reduce")
+        assert sent == 3 * 2 * (2 + 4) * keys / 2
+        calls, summed = axes["replicas" if data > 1 else "context"]["all_reduce"]
+        assert nbytes <= summed < nbytes + 1000 and calls == 3
+        assert ("all_reduce" in axes["context"]) is (data == 1)
+
+
 # ---- mistakes -----------------------------------------------------------------------------
 
 
@@ -463,7 +511,23 @@ def another_mesh_on_one_rank():
     MixedParallel(transformer(), other if dist.get_rank() == 3 else whole, 2)
 
 
+def targets_a_token_longer():
+    order = ["data", "pipeline", "context", "tensor"]
+    assert mesh(4, order=order).mesh_dim_names == AXES  # an order may name what is not there
+    inputs, targets = batch(0)
+    model = MixedParallel(transformer(), mesh(2, context=2, order=order), 2)
+    model.train_step(inputs[:, :-1], targets, model.cross_entropy)
+
+
 WRONG_MODELS = {
+    "targets of another shape": (
+        targets_a_token_longer,
+        "along context inputs and targets have one shape, not (8, 5) and (8, 6)",
+    ),
+    "attention": (
+        lambda: build((4, 1, 1), attention="flash"),
+        "ValueError: attention must be one of ring, gathered, ulysses, not 'flash'",
+    ),
     "axes": (other_axes, "ValueError: the mesh has data; 4 ranks: take data, pipeline, tensor"),
     "meshes": (another_mesh_on_one_rank, "ValueError: the ranks disagree about mesh: rank 0 says"),
     "heads": (
@@ -509,6 +573,17 @@ def test_a_step_that_fails_in_one_replica_fails_in_all(pools, what):
 
     told = pools(4)(run)
     assert all(re.match(said, each) for each in told), told
+
+
+@pytest.mark.parametrize(("sizes", "length"), [((2, 1, 1), 1), ((1, 1, 2), 7)])
+def test_rows_that_cannot_be_cut_are_refused_on_every_rank(pools, sizes, length):
+    def run():
+        whole = mesh(*sizes, context=2)
+        model = MixedParallel(transformer(length=7), whole, 2, sequence_parallel=True)
+        return raised(model.train_step, *batch(0, length=length), model.cross_entropy)
+
+    told = pools(4)(run)
+    assert told == [f"ValueError: {length} tokens cannot be cut over 2 x {sizes[2]} ranks"] * 4
 
 
 def test_there_must_be_a_group():

@@ -15,6 +15,7 @@ from torch import nn
 import minidist as md
 from minidist import planner
 from minidist.__main__ import main
+from minidist.collectives import ALGORITHMS, cost
 from minidist.fully_sharded import by_class
 from minidist.pipeline import SCHEDULES, simulate
 from minidist.planner.advice import ALIKE, ERROR, fastest, fits
@@ -386,8 +387,8 @@ def calls_of_a_step(stage):
 
 
 def sent(calls, world_size):
-    cost = md.collectives.cost
-    return sum(cost(op, "ring", world_size, n).nbytes for op, (_, n) in calls.items())
+    each = [cost(op, ALGORITHMS[op][0], world_size, n) for op, (_, n) in calls.items()]
+    return sum(one.nbytes for one in each)
 
 
 def test_traffic_is_what_a_step_sends(pools):
@@ -663,6 +664,90 @@ def test_context_parallel():
         planner.peak(replace(shape, length=8191), shared)
 
 
+GROUPED = planner.Transformer(1, 48, 12, 32, 64, kv_heads=2)  # of keys and values, 2,048 bytes
+
+
+def along_context(way, flops=math.inf, ranks=4, shape=GROUPED, **others):
+    """Nanoseconds of a step: on a line that carries a byte in each."""
+    layout = planner.Layout(ranks, context=ranks, context_attention=way, **others)
+    device = planner.Device(flops, 1e9, md.Link(8, 0))
+    return 1e9 * planner.step_time(shape, layout, device, "float32").context
+
+
+def test_how_keys_go_round():
+    """By hand, b = 256 numbers: 6bf and 4bf; in Ulysses 12 heads of queries and 2 of keys that four
+    ranks share, 2bf/4 (6 + 2) each way. Layers that are computed again send forward again."""
+    bytes_of = {"gathered": 4608, "gathered once": 3072, "ring": 4608, "ulysses": 6144}
+    assert {way: along_context(way) for way in planner.CONTEXT_ATTENTION} == pytest.approx(bytes_of)
+    again = {"gathered": 6144, "gathered once": 4608, "ring": 6144, "ulysses": 9216}
+    found = {way: along_context(way, recompute="layers") for way in again}
+    assert found == pytest.approx(again)
+    assert {along_context(way, ranks=1) for way in again} == {0}
+    nodes = planner.Device(1, 1, md.Link(8e3, 0, inter=md.Link(8, 0)), per_node=2)
+    assert nodes.exchange(4, 100) == pytest.approx(2 * 50e-9)  # two ranks, each half to the other
+    kept = {
+        way: layer_activations(
+            GROUPED, planner.Layout(4, context=4, context_attention=way), "float32"
+        )
+        for way in again
+    }
+    more = {way: kept[way] - kept["gathered"] for way in again}  # 8 tokens, 4 bytes
+    # The others' keys; a second output, and a second copy of each rank's keys.
+    assert list(more.values()) == [0, 32 * 3 * 16, 0, 32 * (48 + 16)]
+
+
+def layer_on_a_rank(shape, way):
+    """Bytes that a rank sends in a step of a layer; and what the layer keeps until backward."""
+    ranks = dist.get_world_size()
+    layer, cut = Layer(shape), md.context_parallel.Cut.of("zigzag", shape.length, ranks)
+    layer.flash = partial(md.context_parallel.ATTENTION[way], cut=cut)
+    x = torch.randn(1, shape.length // ranks, shape.width, requires_grad=True)
+    with md.measure.TrafficCounter() as traffic:
+        kept, out = saved_by_autograd(layer, x)
+        out.sum().backward()
+    return traffic.sent_bytes + sent(traffic.calls, ranks), kept
+
+
+def test_what_a_layer_sends_and_keeps(pools):
+    """To the byte. Our gathered attention has masks, and joins its output of two runs."""
+    for kv_heads, ranks in (2, 2), (2, 4), (12, 4):
+        shape, tokens = replace(GROUPED, kv_heads=kv_heads, llama=True), 32 // ranks
+        for way in "ring", "gathered", "ulysses":
+            name = "gathered once" if way == "gathered" else way
+            nbytes, kept = pools(ranks)(layer_on_a_rank, shape, way)[0]
+            assert nbytes == pytest.approx(along_context(name, ranks=ranks, shape=shape)), name
+            layout = planner.Layout(ranks, context=ranks, context_attention=name)
+            small = (2 * (4 + 4 * 48) + 4 * 12) * tokens  # norms and flash attention, as above
+            if way == "gathered":
+                small += 4 * tokens * 48 + 4 * tokens // 2 * (tokens // 2 + 32)
+            assert kept == layer_activations(shape, layout, "float32") + small, (name, ranks)
+
+
+def test_what_a_ring_hides():
+    """A message takes 512 ns, a block 256 forward and 640 backward, or twice that in a contiguous
+    cut but for the first: as long as the longer one, and the last gradients behind no block."""
+    for cut, forward, backward in ("zigzag", 3 * 256, 1024 - 640 + 512), ("contiguous", 256, 512):
+        found = partial(along_context, "ring", 24e9, context_cut=cut)
+        assert found() == pytest.approx(forward + backward)
+        assert found(recompute="layers") == pytest.approx(2 * forward + backward)
+        pairs = md.context_parallel.cost.work(cut, 512, 4)  # a block is 512² / 32
+        room = md.context_parallel.cost.ring_time(pairs, 256 * 32 / 512**2, 512)
+        computing = 1024 * (7 / 4 if cut == "contiguous" else 1)
+        assert room == pytest.approx(computing + forward, rel=0.01)
+
+
+def test_a_contiguous_cut():
+    """Four ranks compute 1, 3, 5, 7 sixteenths of causal attention: the last, 7/4 of the mean."""
+    device, of = planner.Device(1e12, 1e9, md.Link(8)), partial(planner.Layout, 4, context=4)
+    flops = (2 + 5) / 2 * 2 * 32 * 48 * 8  # of seven products, half, of 8 tokens with 32
+    for way, more in ("gathered", 3 / 4), ("ring", 3 / 4), ("ulysses", 0):
+        even, last = (
+            planner.step_time(GROUPED, of(context_attention=way, context_cut=cut), device).compute
+            for cut in planner.CONTEXT_CUT
+        )
+        assert (last - even) * 1e12 == pytest.approx(more * flops, abs=1), way
+
+
 def test_what_is_recomputed():
     """From nothing to whole layers each way keeps less; what it costs stands beside it."""
     device = planner.Device(1e12, 1e9, md.Link(8))
@@ -814,6 +899,9 @@ MISTAKES = [
     (lambda: planner.Layout(8, 3), "8 ranks are no multiple of tensor 3 × pipeline 1"),
     (lambda: planner.peak(TINY, planner.Layout(3, 3)), "4 heads.* cut by tensor 3"),
     (lambda: planner.peak(TINY, planner.Layout(2, 1, 2)), "1 layers are too few"),
+    (lambda: along_context("ulysses", ranks=8), "8 ranks cannot share 12 heads, 2 of them of keys"),
+    (lambda: along_context("p2p"), "context_attention must be one of gathered, "),
+    (lambda: planner.Layout(context_cut="head"), "context_cut must be one of zigzag, contiguous"),
 ]
 AT_THE_COMMAND_LINE = {
     "": "which model",
@@ -830,6 +918,7 @@ AT_THE_COMMAND_LINE = {
     "--model gpt-2 --world-size 2 --stage 1 --replicate 2": "are of --stage 3",
     "--model gpt-2 --world-size 3 --context 3": "1024 tokens cannot be shared by 3",
     "--model gpt-2 --world-size 2 --replicate 3": "2 ranks cannot hold 3 copies",
+    "--model gpt-2 --world-size 8 --context 8 --context-attention ulysses": "8 ranks cannot share",
 }
 
 

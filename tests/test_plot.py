@@ -64,6 +64,7 @@ CHARTS = {  # name: what it draws, and inputs that have nothing to draw
     "sweep": ({"gpipe": {1: 2.0}}, [{}, {"gpipe": {}}]),
     "breakdown": ({"DDP": {"other": 8}}, [{}, {"DDP": {}}, {"DDP": {"other": 0}}]),
     "frontier": ({"time": {"plain": (8, 1.0)}}, [{}, {"time": {}}]),
+    "pairs": ([[0, 3], [1, 2]], [[], [[], []]]),
     "weights": ({"right": {"rank 0": (0.5, 0.5)}}, [{}]),
 }
 
@@ -422,6 +423,14 @@ def test_weights_are_white_where_they_are_right() -> None:
     red, _, blue, _ = ax.images[0].to_rgba([[1, 2]])[0, 1]
     assert red > blue and min(ax.images[0].to_rgba([[1, 1]])[0, 0]) > 0.95
     assert [ticks(ax.xaxis), ticks(ax.yaxis)] == [["0", "1"], ["a", "b"]]
+
+
+def test_pairs_have_the_colour_of_the_querys_rank_and_bars_count_them() -> None:
+    ax = plot.pairs([[0, 3], [1, 2]])
+    assert "".join(text.get_text() for text in ax.texts) == "0101000110"
+    assert legend(ax) == ["rank 0", "rank 1"]
+    assert shown(ax.patches[0]) == palette.RANKS[0] and shown(ax.patches[2]) == palette.RANKS[1]
+    assert [bar.get_height() for bar in ax.child_axes[0].patches] == [3, 3, 2, 2]
 
 
 def test_schedule_shows_predicted_and_measured_spans() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import minidist as md
 
@@ -17,6 +18,7 @@ MODELS = {
     "mlp": lambda seed: md.zoo.mlp(64, 32, 10, seed=seed),
     "convnet": lambda seed: md.zoo.convnet(seed=seed),
     "Transformer": lambda seed: md.zoo.Transformer(seed=seed),
+    "Decoder": lambda seed: md.zoo.Decoder(seed=seed),
 }
 
 
@@ -38,21 +40,77 @@ def test_models_map_what_they_say_to_what_they_say():
     assert md.zoo.mlp(64, 32, 10)(images).shape == (5, 10)
     assert md.zoo.mlp(64, 10)(images).shape == (5, 10)
     assert md.zoo.convnet(channels=3)(images).shape == (5, 10)
-    assert md.zoo.Transformer()(pieces).shape == (3, 20, 256)
+    assert md.zoo.Transformer()(pieces).shape == md.zoo.Decoder()(pieces).shape == (3, 20, 256)
     with pytest.raises(ValueError, match=r"at least an input and an output size, not \(64,\)"):
         md.zoo.mlp(64)
 
 
-def test_the_transformer_is_tied_and_sees_no_later_byte():
+def test_the_transformer_is_tied_and_no_model_sees_a_later_byte():
     model = md.zoo.Transformer(vocabulary=50, length=12, width=16, heads=4, layers=3).double()
     assert model.head.weight is model.tokens.weight
     assert sum(name.endswith("qkv.weight") for name, _ in model.named_parameters()) == 3
     pieces = torch.randint(50, (2, 12), generator=torch.Generator().manual_seed(0))
     other = pieces.clone()
     other[:, 7] = (other[:, 7] + 1) % 50
-    before, after = model(pieces), model(other)
-    torch.testing.assert_close(before[:, :7], after[:, :7], rtol=1e-12, atol=1e-12)
-    assert (before[:, 7:] - after[:, 7:]).abs().amax(-1).gt(1e-6).all()
+    for each in model, md.zoo.Decoder(50).double():
+        before, after = each(pieces), each(other)
+        torch.testing.assert_close(before[:, :7], after[:, :7], rtol=1e-12, atol=1e-12)
+        assert (before[:, 7:] - after[:, 7:]).abs().amax(-1).gt(1e-6).all()
+
+
+def test_positions_are_those_that_are_given():
+    tokens = md.zoo.text(8)[0][:3]
+    own = torch.tensor(
+        [[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 0, 1, 2, 3, 4], [4, 5, 6, 7, 3, 2, 1, 0]]
+    )
+    transformer = md.zoo.Transformer(length=8)
+    first = transformer.sequential()[0]
+    models = transformer, md.zoo.Decoder(), lambda x, positions: first((x, positions))
+    for model in models:
+        each = torch.cat([model(x[None], at) for x, at in zip(tokens, own, strict=True)])
+        torch.testing.assert_close(model(tokens, own), each)
+    for model, alone in zip(models, (*models[:2], first), strict=True):
+        assert torch.equal(model(tokens, own[0]), alone(tokens))
+        assert not torch.allclose(model(tokens, own)[1], alone(tokens)[1])
+
+
+def test_rotary_positions_are_relative():
+    model, tokens = md.zoo.Decoder().double(), md.zoo.text()[0][:3]
+    at = torch.arange(32)
+    close = dict(rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(model(tokens, at + 1000), model(tokens), **close)
+    assert (model(tokens, 2 * at) - model(tokens)).abs().max() > 1e-3
+    x, far = torch.randn(1, 2, 32, 16), at + 100_001
+    narrow = md.zoo.rotate(x.bfloat16(), far).float()
+    torch.testing.assert_close(narrow, md.zoo.rotate(x, far), rtol=0.02, atol=0.02)
+
+
+def test_grouped_queries_are_whole_heads_with_repeated_keys():
+    model, whole = md.zoo.Decoder(heads=8, kv_heads=2), md.zoo.Decoder(heads=8, kv_heads=8)
+    state = model.state_dict()
+    for name in state:
+        if name.endswith(("k.weight", "v.weight")):
+            heads = state[name].unflatten(0, (2, 4))  # (Hkv, D, C)
+            state[name] = heads.repeat_interleave(4, 0).flatten(0, 1)
+    whole.load_state_dict(state)
+    tokens = md.zoo.text()[0][:3]
+    torch.testing.assert_close(model(tokens), whole(tokens))
+
+
+@pytest.mark.parametrize("make", [md.zoo.Transformer, md.zoo.Decoder])
+def test_a_language_model_learns_more_than_how_frequent_bytes_are(make):
+    inputs, targets = md.zoo.text()
+    often = targets.flatten().bincount() / targets.numel()
+    frequent = -often[often > 0].log().mul(often[often > 0]).sum()  # 3.38: what it costs to know it
+    model = make()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    losses = []
+    for x, y in zip(inputs.split(32)[:120], targets.split(32), strict=False):
+        losses.append(F.cross_entropy(model(x).flatten(0, 1), y.flatten()))
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    assert torch.stack(losses[-10:]).mean() < frequent - 0.4
 
 
 def test_the_digits_are_scikit_learns_in_one_order():

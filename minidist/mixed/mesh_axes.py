@@ -15,10 +15,10 @@ AXES = "data", "pipeline", "tensor"
 
 
 def mesh(
-    data: int = 1, pipeline: int = 1, tensor: int = 1, order: Sequence[str] = AXES
+    data: int = 1, pipeline: int = 1, tensor: int = 1, order: Sequence[str] = AXES, context: int = 1
 ) -> DeviceMesh:
-    """All ranks as a mesh with these three axes, by torch's `init_device_mesh`.
-    Lesson: mixed_parallelism.
+    """All ranks as a mesh with these three axes, by torch's `init_device_mesh`; and with "context",
+    before "tensor", if there are several ranks along it. Lesson: mixed_parallelism.
 
         mesh = md.mixed.mesh(data=2, pipeline=2, tensor=2)     # on 8 ranks
 
@@ -28,10 +28,14 @@ def mesh(
     Every rank calls this. Raises ValueError, on every rank, if the sizes do not fit or differ.
     """
     group = require_group(None, "mixed.mesh")
-    sizes = dict(data=data, pipeline=pipeline, tensor=tensor)
+    sizes = dict(data=data, pipeline=pipeline, context=context, tensor=tensor)
     agree.require_same(group, sizes | dict(order=tuple(order)))
-    if sorted(order) != sorted(AXES):
-        raise ValueError(f"order names {', '.join(AXES)}, each once, not {', '.join(order)}")
+    if context == 1:
+        del sizes["context"]
+        order = [axis for axis in order if axis != "context"]
+    order = tuple(sizes) if tuple(order) == AXES else order
+    if sorted(order) != sorted(sizes):
+        raise ValueError(f"order names {', '.join(sizes)}, each once, not {', '.join(order)}")
     if prod(sizes.values()) != dist.get_world_size():
         text = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         ranks = f"{prod(sizes.values())} ranks, and there are {dist.get_world_size()}"
@@ -41,10 +45,21 @@ def mesh(
     )
 
 
+def replicas(mesh: DeviceMesh) -> DeviceMesh:
+    """Ranks with the same part of the model, as one axis: those of data, and of context."""
+    names = mesh.mesh_dim_names or ()
+    return mesh[tuple(axis for axis in names if axis in ("data", "context"))]._flatten()
+
+
 def traffic_by_axis(
     traffic: TrafficCounter, mesh: DeviceMesh
 ) -> dict[str, dict[str, tuple[int, int]]]:
     """What this rank has sent along each axis, and its collectives: {operation: (calls, bytes)},
-    as `TrafficCounter` counts them. Lesson: mixed_parallelism."""
-    groups = {axis: tuple(dist.get_process_group_ranks(mesh.get_group(axis))) for axis in AXES}
-    return {axis: traffic.by_group.get(ranks, {}) for axis, ranks in groups.items()}
+    as `TrafficCounter` counts them. "replicas" is along data and context, where both have several
+    ranks: the gradients. Lesson: mixed_parallelism."""
+    names = mesh.mesh_dim_names or ()
+    groups = {axis: mesh.get_group(axis) for axis in (*AXES, "context") if axis in names}
+    if "context" in names and groups["data"].size() > 1:
+        groups["replicas"] = replicas(mesh).get_group()
+    ranks = {axis: tuple(dist.get_process_group_ranks(group)) for axis, group in groups.items()}
+    return {axis: traffic.by_group.get(those, {}) for axis, those in ranks.items()}

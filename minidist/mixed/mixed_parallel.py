@@ -1,6 +1,7 @@
 """A model on a mesh: its features cut, its layers shared out, its replicas kept equal."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import compress
 from typing import Any
@@ -18,8 +19,9 @@ from minidist.common.norm import clip_grad_norm_
 from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.tensors_in import tensors_of
 from minidist.common.wrapper import Wrapper, copy_sharing
+from minidist.context_parallel import ATTENTION, Cut, attention_by
 from minidist.distributed_data_parallel.buckets import BUCKET_CAP_MB, Buckets, assign
-from minidist.mixed.mesh_axes import AXES
+from minidist.mixed.mesh_axes import AXES, replicas
 from minidist.pipeline import Pipeline, Schedule
 from minidist.rank import device
 from minidist.tensor_parallel.layers import gather_shards
@@ -43,20 +45,26 @@ class MixedParallel(Wrapper):
     data parallelism around all. Here features come first: so the two ends of a tie are one shard
     when `Pipeline` finds them, and a plan names parts of `module`. `recompute` is around `shard`.
 
-    mesh: from `mesh`, or any DeviceMesh of all ranks whose axes are data, pipeline and tensor.
+    mesh: from `mesh`, or any DeviceMesh of all ranks whose axes are data, pipeline and tensor, and
+        perhaps context. Ranks along that share the tokens of each row, by a zigzag `Cut`. The first
+        layer then gets a tuple: tokens (B, T_r), and their positions (B, T_r).
     plan, sequence_parallel: as `tensor_parallel.parallelize_module` takes them. No plan is for a
         `zoo.Transformer`, and for a mesh without tensor parallelism.
     microbatches, schedule, balance, recompute: those of `Pipeline`, for each replica. The layers
         are those of `module`, an nn.Sequential, or those of `module.sequential()`.
-    shard: what shards a stage along `data`, instead of averaging its gradients: called as
-        shard(stage, device_mesh=mesh["data"]), for instance `md.FullyShardedDataParallel`, or a
-        `functools.partial` of it. No parameter can be in two stages then.
+    shard: what shards a stage along `data` and `context`, instead of averaging its gradients:
+        called as shard(stage, device_mesh=mesh["data"]), or with both as one axis, for instance
+        `md.FullyShardedDataParallel`, or a `functools.partial` of it. No parameter can be in two
+        stages then.
+    attention: along `context`, one of those of `md.ContextParallel`.
 
-    Along `data` gradients are averaged once a step, so an optimizer may shard its states there: a
-    `md.ZeroRedundancyOptimizer` with `process_group=mesh.get_group("data")` (ZeRO, stage 1). After
-    a step all replicas have the buffers of the first, such as the running means of batch norm.
+    Along `data` (and `context`) gradients are averaged once a step, so an optimizer may shard its
+    states there: a `md.ZeroRedundancyOptimizer` with `process_group=mesh.get_group("data")` (ZeRO,
+    stage 1). After a step all replicas have the buffers of the first, such as the running means of
+    batch norm.
 
-    Limits: nobody compares the batches of ranks that must be given the same. Replace, compile and
+    Limits: nobody compares the batches of ranks that must be given the same. Along `context`, only
+    attention by `F.scaled_dot_product_attention` is that of all tokens. Replace, compile and
     hook layers before. An optimizer sees this rank's shards, so it must look at one element at a
     time: not Adafactor, Muon or LBFGS. In float16 take a `md.ShardedGradScaler`.
 
@@ -79,13 +87,16 @@ class MixedParallel(Wrapper):
         shard: Callable[..., nn.Module] | None = None,
         sequence_parallel: bool = False,
         recompute: bool = False,
+        attention: str = "ring",
     ) -> None:
         world = require_group(None, "MixedParallel")
         settings = dict(microbatches=microbatches, schedule=schedule, balance=balance)
-        settings |= dict(sequence_parallel=sequence_parallel, recompute=recompute)
+        settings |= dict(
+            sequence_parallel=sequence_parallel, recompute=recompute, attention=attention
+        )
         agree.require_same(world, settings | dict(mesh=(mesh.mesh_dim_names, mesh.mesh.tolist())))
         names = mesh.mesh_dim_names or ()
-        if sorted(names) != sorted(AXES) or mesh.size() != dist.get_world_size():
+        if sorted({*names} - {"context"}) != sorted(AXES) or mesh.size() != dist.get_world_size():
             found = f"{', '.join(names) or 'no names'}; {mesh.size()} ranks"
             raise ValueError(f"the mesh has {found}: take {', '.join(AXES)}, and all ranks")
         require_same_model(module, world)
@@ -93,7 +104,14 @@ class MixedParallel(Wrapper):
 
         super().__init__(module)
         self.mesh, self._names, self._device = mesh, list(module.state_dict()), device()
-        self._data, self._pipeline, self._tensor = (mesh.get_group(axis) for axis in AXES)
+        if attention not in ATTENTION:
+            raise ValueError(f"attention must be one of {', '.join(ATTENTION)}, not {attention!r}")
+        averaging, self._attention = replicas(mesh), ATTENTION[attention]
+        self._data, self._context = averaging.get_group(), None
+        self._pipeline, self._tensor = (mesh.get_group(axis) for axis in AXES[1:])
+        self._parts = self._tensor.size() if sequence_parallel else 1  # of the tokens of a rank
+        if "context" in names:
+            self._context = mesh.get_group("context")
         if self._tensor.size() > 1:
             with agree.together(world):
                 features.split(module, self._tensor, plan, sequence_parallel=sequence_parallel)
@@ -103,7 +121,7 @@ class MixedParallel(Wrapper):
         parted = isinstance(last, features.ColumnParallelLinear)
         self._words = [len(last.indices(r)) for r in range(self._tensor.size())] if parted else []
         in_layers = {*layers.parameters(), *layers.buffers()}
-        wrap = shard and partial(shard, device_mesh=mesh["data"])
+        wrap = shard and partial(shard, device_mesh=averaging)
         cut = Pipeline(layers, microbatches, schedule, balance, self._pipeline, recompute, wrap)
         own = cut.module
         _keep(module, {*own.modules()}, in_layers - {*own.parameters(), *own.buffers()})
@@ -124,11 +142,13 @@ class MixedParallel(Wrapper):
         loss, the mean over the whole batch of all replicas, on every rank. Every rank calls this.
 
         inputs, targets: as in `Pipeline.train_step`, of this rank's replica: ranks that differ
-            along `pipeline` and `tensor` only pass the same. Each replica counts by its rows.
+            along `pipeline`, `context` and `tensor` only pass the same. Each replica counts by its
+            rows. With `context` both are (B, T), and -100, no other number, is no target.
         loss_fn: as there. It gets this rank's words of the logits, as `cross_entropy` takes them.
 
-        What fails in one replica raises in all. A layer must fail on all ranks along `tensor`, and
-        with `shard` in all replicas, or the others wait for it until their group's timeout.
+        What fails in one replica raises in all. A layer must fail on all ranks along `tensor` and
+        `context`, and with `shard` in all replicas, or the others wait for it until their group's
+        timeout.
         """
         rows = next((len(x) for x in tensors_of(targets) if x.ndim), 1)
         of_all = torch.tensor(rows, device=self._device)
@@ -137,13 +157,16 @@ class MixedParallel(Wrapper):
         weight = rows * replicas / of_all.item()
         loss, problem = torch.zeros(()), None
         try:
-            loss = self.pipeline.train_step(inputs, targets, lambda y, t: loss_fn(y, t) * weight)
+            loss = self._train(inputs, targets, lambda y, t: loss_fn(y, t) * weight)
         except Exception as error:
             problem = error
         trained = [p for p in self.parameters() if p.requires_grad and not self._sharded]
         mine = [loss.item(), problem is not None, *(p.grad is not None for p in trained)]
         sums = torch.tensor(mine, dtype=torch.float64, device=self._device)
-        dist.all_reduce(sums, group=self._data)
+        try:
+            dist.all_reduce(sums, group=self._data)
+        except Exception as waited:  # for a rank along context that waits for this one's keys
+            raise problem or waited from None
         if sums[1]:
             agree.pass_on(problem, self._data)
         if replicas > 1:
@@ -151,6 +174,35 @@ class MixedParallel(Wrapper):
         if buffers := list(self.module.buffers()):  # now: a replica may evaluate alone
             broadcast_state(buffers, self._data)
         return sums[0] / replicas
+
+    def _train(self, inputs: Any, targets: Any, loss_fn: Callable[..., Any]) -> torch.Tensor:
+        if self._context is None:
+            return self.pipeline.train_step(inputs, targets, loss_fn)
+        if inputs.shape != targets.shape:
+            shapes = f"{tuple(inputs.shape)} and {tuple(targets.shape)}"
+            raise ValueError(f"along context inputs and targets have one shape, not {shapes}")
+        rank, ranks = dist.get_rank(self._context), self._context.size()
+
+        def part(outputs: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor]) -> Any:
+            """Of the mean over whole rows, times the ranks: the mean over them is taken later."""
+            own, of_rows = ((targets != -100).sum() for targets in pair)
+            return loss_fn(outputs, pair[0]) * ranks * own / of_rows if own else outputs[:0].sum()
+
+        with self._tokens_cut(inputs) as (cut, own):
+            return self.pipeline.train_step(own, (cut.take(targets, rank), targets), part)
+
+    @contextmanager
+    def _tokens_cut(self, inputs: torch.Tensor) -> Iterator[tuple[Cut, Any]]:
+        """How rows are cut, and what the first layer gets of them. Within the block attention is
+        that of all their tokens."""
+        rank, ranks = dist.get_rank(self._context), dist.get_world_size(self._context)
+        length = inputs.shape[1]
+        cut = Cut.of("zigzag", length, ranks)
+        if any(not len(own) or len(own) % self._parts for own in cut.positions):
+            raise ValueError(f"{length} tokens cannot be cut over {ranks} x {self._parts} ranks")
+        positions = cut.positions[rank].to(inputs.device).expand(len(inputs), -1)
+        with attention_by(partial(self._attention, cut=cut, group=self._context)):
+            yield cut, (cut.take(inputs, rank), positions)
 
     def _average(self, trained: list[nn.Parameter], used: torch.Tensor) -> None:
         """By DDP's buckets, but at the end: its hooks would fire at every micro-batch, before the
@@ -173,7 +225,12 @@ class MixedParallel(Wrapper):
     def forward(self, inputs: Any) -> torch.Tensor:
         """The outputs for the inputs, whole, on every rank of the replica, without gradients. Every
         rank of the replica calls this with the same inputs."""
-        own: torch.Tensor = self.pipeline(inputs)  # (B, T, V_r)
+        if self._context is None:
+            own: torch.Tensor = self.pipeline(inputs)  # (B, T, V_r)
+        else:
+            with self._tokens_cut(inputs) as (cut, tokens):
+                own = self.pipeline(tokens)
+            own = cut.join(gather_shards(own, 1, list(map(len, cut.positions)), self._context))
         if not self._words:
             return own
         return torch.cat(gather_shards(own, own.ndim - 1, self._words, self._tensor), -1)
@@ -204,7 +261,8 @@ class MixedParallel(Wrapper):
             features.load_full_state_dict(self.module, own)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MixedParallel":
-        return copy_sharing(self, memo, self.mesh, self._data, self._pipeline, self._tensor)
+        groups = self._data, self._pipeline, self._tensor, self._context
+        return copy_sharing(self, memo, self.mesh, *groups)
 
 
 def _keep(module: nn.Module, kept: set[nn.Module], elsewhere: set[torch.Tensor]) -> None:

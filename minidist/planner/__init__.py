@@ -21,7 +21,7 @@ step), `failures` (how often to save).
 
 from minidist.planner.device import GPUS, LATENCY_US, Device
 from minidist.planner.failures import daly, expected_time, run_with_failures, young
-from minidist.planner.layout import RECOMPUTE, Layout
+from minidist.planner.layout import CONTEXT_ATTENTION, CONTEXT_CUT, RECOMPUTE, Layout
 from minidist.planner.model_states import (
     OPTIMIZERS,
     PRECISIONS,
@@ -39,6 +39,8 @@ from minidist.planner.transformer import MODELS, Transformer
 from minidist.planner.zero_table import zero_table
 
 __all__ = [
+    "CONTEXT_ATTENTION",
+    "CONTEXT_CUT",
     "GPUS",
     "LATENCY_US",
     "MODELS",

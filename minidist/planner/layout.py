@@ -10,6 +10,8 @@ from minidist.planner.model_states import STAGES, require_one_of, require_whole
 from minidist.planner.transformer import Transformer
 
 RECOMPUTE = "nothing", "elementwise", "attention", "operations", "layers"
+CONTEXT_ATTENTION = "gathered", "gathered once", "ring", "ulysses"
+CONTEXT_CUT = "zigzag", "contiguous"
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,13 @@ class Layout:
         "attention": its stored scores, Megatron's "selective". "operations": torchtitan's
         "selective", all but attention and every second matrix product. "layers": "full", all but
         their inputs.
-    context: ranks that share a sequence; each gathers the others' keys and values.
+    context: ranks that share a sequence.
+    context_attention: how these see each other's keys and values. "gathered": before attention, and
+        in backward again (Llama 3). "gathered once": they stay from forward to backward, as by
+        "gathered" of ContextParallel. "ring": block by block, beside computing. "ulysses":
+        all_to_alls, to all tokens of some heads.
+    context_cut: "zigzag": each rank has as much of causal attention to compute. "contiguous": the
+        last of N has 2 - 1/N of the mean, but in Ulysses. Lesson: long_sequences.
     replicate: of ZeRO-3, how many copies of the shards there are: hybrid sharding.
     reshard_after_forward: of ZeRO-3. Without it, parameters stay from forward to backward; with
         several micro-batches, as in torch's pipelines, they and whole gradients stay for all.
@@ -48,6 +56,8 @@ class Layout:
     stored_attention: bool = False
     recompute: str = "nothing"
     context: int = 1
+    context_attention: str = "gathered"
+    context_cut: str = "zigzag"
     replicate: int = 1
     reshard_after_forward: bool = True
     loss_chunks: int = 1
@@ -58,6 +68,8 @@ class Layout:
                 require_whole(each.name, getattr(self, each.name))
         require_one_of("stage", self.stage, STAGES)
         require_one_of("recompute", self.recompute, RECOMPUTE)
+        require_one_of("context_attention", self.context_attention, CONTEXT_ATTENTION)
+        require_one_of("context_cut", self.context_cut, CONTEXT_CUT)
         if self.world_size % (self.tensor * self.pipeline * self.context):
             raise ValueError(
                 f"{self.world_size} ranks are no multiple of tensor {self.tensor} × pipeline "
@@ -140,6 +152,9 @@ def stages(model: Transformer, layout: Layout) -> list[Stage]:
     kv = model.kv_heads or model.heads
     if model.heads % t or model.mlp_width % t or (kv % t and t % kv):
         raise ValueError(f"{model.heads} heads, {kv} of them of keys, cannot be cut by tensor {t}")
+    heads, own, c = model.heads // t, model.kv_heads_of(t), layout.context
+    if layout.context_attention == "ulysses" and (heads % c or (own % c and c % own)):
+        raise ValueError(f"{c} ranks cannot share {heads} heads, {own} of them of keys: Ulysses")
     counts = _layers(model.layers, model.layer_flops, model.head_flops, p)
     return [Stage(i, count, i == 0, i == p - 1) for i, count in enumerate(counts)]
 

@@ -28,7 +28,7 @@ def layer_activations(model: Transformer, layout: Layout, precision: str = "mixe
     """Bytes that one layer keeps of one micro-batch for backward, if nothing is recomputed."""
     c, h, t, masks = PRECISIONS[precision].compute, model.width, layout.tensor, model.dropout
     whole = c * 4 * h + (2 * h if masks else 0)  # inputs and outputs of both norms; masks, a byte
-    attention = 2 * h // t + 2 * model.kv_width(t)  # queries and output, keys and values
+    attention = _attention(model, layout)
     mlp = (4 if model.llama else 2) * model.mlp_width // t  # gated: gate, up, silu(gate), product
     each = whole / _along(layout) + c * (attention + mlp)
     return _tokens(model, layout) * each + _scores(model, layout, c)
@@ -54,7 +54,7 @@ def kept_activations(model: Transformer, layout: Layout, precision: str = "mixed
             return tokens * c * (h / along + h / t + own + last)
         case "elementwise":
             mlp = (2 if model.llama else 1) * model.mlp_width // t
-            attention = 2 * h // t + 2 * model.kv_width(t)
+            attention = _attention(model, layout)
             masks = 2 * h / along if model.dropout else 0
             kept = tokens * (c * (2 * h / along + attention + mlp) + masks)
             return kept + _scores(model, layout, c)
@@ -134,6 +134,20 @@ def _tokens(model: Transformer, layout: Layout) -> float:
 def _along(layout: Layout) -> int:
     """Ranks that share what lies between matrices."""
     return layout.tensor if layout.sequence_parallel else 1
+
+
+def _attention(model: Transformer, layout: Layout) -> int:
+    """Numbers a token: queries and output, keys and values. In Ulysses the output is there twice,
+    of some heads and of all, and each rank has a head of keys at least."""
+    t, c, way = layout.tensor, layout.context, layout.context_attention
+    outputs = 2 if way == "ulysses" and c > 1 else 1
+    keys = {"gathered once": c, "ulysses": copies_of_keys(model, layout)}.get(way, 1)
+    return (1 + outputs) * model.width // t + 2 * model.kv_width(t) * keys
+
+
+def copies_of_keys(model: Transformer, layout: Layout) -> int:
+    """To how many ranks Ulysses sends a head of keys, where there are fewer heads than ranks."""
+    return max(1, layout.context // model.kv_heads_of(layout.tensor))
 
 
 def _scores(model: Transformer, layout: Layout, c: int) -> float:

@@ -7,7 +7,7 @@ from minidist.collectives.cost import cost
 from minidist.planner.device import Device
 from minidist.planner.layout import Layout, Stage, stages
 from minidist.planner.model_states import PRECISIONS, memory
-from minidist.planner.peak import kept_activations, layer_activations, logits
+from minidist.planner.peak import copies_of_keys, kept_activations, layer_activations, logits
 from minidist.planner.transformer import Transformer
 
 # Along data, of gradients, then of parameters. Stage 1 stands behind a DDP, as in the lesson `zero`
@@ -48,7 +48,8 @@ def _along_data(parameters: float, stage: int, precision: str) -> list[list[tupl
 class StepTime:
     """Seconds of a step. `bubble`: waiting for the pipeline to fill and to drain. `tensor`,
     `context`, `pipeline`, `data`: what travels along each axis; of the last, `hidden` behind
-    computing. `optimizer`: reading and writing what it updates."""
+    computing; of a ring along context, only what attention does not hide. `optimizer`: reading and
+    writing what it updates."""
 
     compute: float
     bubble: float = 0.0
@@ -86,7 +87,8 @@ def step_time(
     - Tensor: four all_reduces of the activations a layer and micro-batch, which nothing hides; with
       sequence parallel the same bytes (arXiv 2205.05198, section 4.2.2).
     - Context: keys and values are gathered in forward and in backward, and their gradients reduced
-      (arXiv 2407.21783, section 3.3.2). Nothing hides them.
+      (arXiv 2407.21783, section 3.3.2). Nothing hides them, nor the all_to_alls of Ulysses. A step
+      of the ring takes as long as its block or its messages. Of a contiguous cut, the last rank.
     - Data: a message a unit, which is a layer or an end. Gradients travel behind the last backward
       pass; in stages 2 and 3 behind every one, since no rank can keep them whole. Parameters are
       gathered behind the next forward pass: in stage 1 as with Megatron's --overlap-param-gather,
@@ -167,6 +169,8 @@ def _micro_batch(
     t, c, again = layout.tensor, layout.context, layout.recompute
     tokens, flash = layout.micro_batch * model.length / c, not layout.stored_attention
     attention = model.attention_flops / t / (2 if flash else 1)  # the causal half
+    if flash and layout.context_cut == "contiguous" and layout.context_attention != "ulysses":
+        attention *= 2 - 1 / c
     linear = (model.layer_flops - model.attention_flops) / t
     backward = 2.5 if flash else 2
     layer = [3 * linear, (1 + backward) * attention]
@@ -179,13 +183,13 @@ def _micro_batch(
     faster = device.float8 if PRECISIONS[precision].float8 else 1
     flops = stage.layers * layer[0] / faster
     flops += 3 * model.head_flops / t if stage.last else 0
-    scores = stage.layers * layer[1]
-    if flash and device.attention:  # as many operations at the usual speed would take as long
-        scores *= device.utilisation / device.attention
+    # As many operations at the usual speed would take as long.
+    slower = device.utilisation / device.attention if flash and device.attention else 1
+    scores = stage.layers * layer[1] * slower
     size = PRECISIONS[precision].compute
     all_reduces = stage.layers * (6 if again == "layers" else 4)
-    keys = 2 * layout.micro_batch * model.length * model.kv_width(t) * size
-    gathers = stage.layers * (4 if again == "layers" else 3)
+    scored = device.seconds(tokens * attention * slower)
+    context = _context(model, layout, device, size, (scored, backward * scored))
     whole = layer_activations(model, layout, precision)
     moved = 4 * whole + 2 * (whole - kept_activations(model, layout, precision))
     ends = 2 * logits(model, replace(layout, loss_chunks=1), precision) if stage.last else 0
@@ -193,5 +197,34 @@ def _micro_batch(
         device.seconds(tokens * (flops + scores))
         + (stage.layers * moved + ends) / device.bandwidth,
         all_reduces * device.collective("all_reduce", t, tokens * model.width * size),
-        gathers * device.collective("all_gather", c, keys, t),
+        stage.layers * context,
     )
+
+
+def _context(
+    model: Transformer, layout: Layout, device: Device, size: int, scores: tuple[float, float]
+) -> float:
+    """Seconds that a layer of a micro-batch waits for messages along context. `scores`: of its
+    attention, forward and backward."""
+    t, c, again = layout.tensor, layout.context, layout.recompute == "layers"
+    keys = 2 * layout.micro_batch * model.length * model.kv_width(t) * size  # and values
+    if layout.context_attention == "ulysses":  # queries and outputs, keys and values
+        sent = keys * copies_of_keys(model, layout)
+        sent += 2 * layout.micro_batch * model.length * model.width // t * size
+        return (3 if again else 2) * device.exchange(c, sent / c, t)
+    if layout.context_attention != "ring":
+        gathers = (2 if layout.context_attention == "gathered once" else 3) + again
+        return gathers * device.collective("all_gather", c, keys, t)
+    # The first block is the triangle of a rank's own tokens; of a contiguous cut, half a block.
+    first = 1 / (2 * c - 1) if layout.context_cut == "contiguous" else 1 / c
+    blocks = [first, *[(1 - first) / (c - 1)] * (c - 1), 0] if c > 1 else []
+    message = device.send(keys / c, t, c)
+
+    def waits(messages: list[int], seconds: float) -> float:
+        pairs = zip(messages, blocks, strict=False)
+        return sum(max(0.0, n * message - block * seconds) for n, block in pairs)
+
+    forward = waits([1] * (c - 1), scores[0])
+    # Gradients follow one block behind.
+    backward = waits([(step < c - 1) + (step > 1) for step in range(c + 1)], scores[1])
+    return (1 + again) * forward + backward

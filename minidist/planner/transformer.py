@@ -46,8 +46,10 @@ class Transformer:
 
     def kv_width(self, tensor: int = 1) -> int:
         """How wide the keys are, on one of `tensor` ranks. Each has one head at least."""
-        heads = self.kv_heads or self.heads
-        return self.width // self.heads * max(1, heads // tensor)
+        return self.width // self.heads * self.kv_heads_of(tensor)
+
+    def kv_heads_of(self, tensor: int = 1) -> int:
+        return max(1, (self.kv_heads or self.heads) // tensor)
 
     @property
     def mlp_width(self) -> int:

@@ -15,6 +15,7 @@
 | `sweep` | what was measured beside what was predicted, for each value of something |
 | `breakdown` | of what parts several things consist, as bars from left to right |
 | `frontier` | several ways to do one thing, by what each saves and what it costs |
+| `pairs` | which rank computes which pairs of tokens, and in which step of a ring |
 | `weights` | of whose gradients the gradients of several runs are made |
 
 Every chart draws into the axes that it is given, or into a new figure as wide as a notebook,
@@ -27,6 +28,7 @@ from minidist.plot.breakdown_chart import breakdown
 from minidist.plot.charts import loss, time_against_size, timeline, traffic
 from minidist.plot.frontier_chart import frontier
 from minidist.plot.memory_charts import memory, memory_by_rank
+from minidist.plot.pair_chart import pairs
 from minidist.plot.palette import RANKS, color, human_bytes, human_time, style
 from minidist.plot.schedule_chart import schedule
 from minidist.plot.sweep_chart import sweep
@@ -44,6 +46,7 @@ __all__ = [
     "loss",
     "memory",
     "memory_by_rank",
+    "pairs",
     "schedule",
     "stacked",
     "style",

@@ -110,6 +110,13 @@ def ink(background: str) -> str:
     return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 0.55 else "#FFFFFF"
 
 
+def paler(shade: str, times: int) -> str:
+    """The colour "#RRGGBB", nearer to white by one step or several."""
+    keep = 0.55**times
+    parts = (255 - keep * (255 - int(shade[i : i + 2], 16)) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(part):02X}" for part in parts)
+
+
 def _human(value: float, units: Sequence[tuple[float, str]]) -> str:
     rounded = float(f"{value:.3g}")  # first: 999.5 B round up to 1 kB
     for scale, unit in units:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from minidist.plot.frame import chart, legend, ticks
-from minidist.plot.palette import color, ink
+from minidist.plot.palette import color, ink, paler
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -86,7 +86,7 @@ def schedule(
         handles = [Patch(color=color(name), label=name) for name in [*named, "idle"]]
         if turns:
             label = "paler: later stages"
-            handles.append(Patch(fc=_paler(color("forward"), 1), ec=color("forward"), label=label))
+            handles.append(Patch(fc=paler(color("forward"), 1), ec=color("forward"), label=label))
         legend(ax, handles)
         return ax
 
@@ -94,10 +94,4 @@ def schedule(
 def _shade(instruction: Instruction, ranks: int) -> str:
     """The colour of what it does, paler for each stage that comes before it on its rank."""
     shade = color(KINDS[type(instruction).__name__])
-    return _paler(shade, instruction.stage // ranks)
-
-
-def _paler(shade: str, times: int) -> str:
-    keep = 0.55**times
-    parts = (255 - keep * (255 - int(shade[i : i + 2], 16)) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(part):02X}" for part in parts)
+    return paler(shade, instruction.stage // ranks)
