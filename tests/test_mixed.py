@@ -589,3 +589,15 @@ def test_rows_that_cannot_be_cut_are_refused_on_every_rank(pools, sizes, length)
 def test_there_must_be_a_group():
     with pytest.raises(RuntimeError, match=r"mixed\.mesh works within a process group"):
         mesh(data=2)
+
+
+def test_a_rank_along_context_that_fails_says_why():
+    """The other one waits for its keys, so nobody hears of it before the timeout."""
+
+    def run():
+        model = MixedParallel(transformer(), mesh(context=2), 2)
+        inputs = batch(0)[0].index_fill(1, torch.tensor(0), 300)  # of 257 words
+        return raised(model.train_step, inputs, inputs, model.cross_entropy)
+
+    with md.ranks(2, timeout=1) as pool:
+        assert "IndexError: index out of range" in pool(run)[0]

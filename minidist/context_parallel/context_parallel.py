@@ -219,13 +219,12 @@ def _require_same_batch(group: dist.ProcessGroup, batch: dict[str, torch.Tensor 
         digest = (x.flatten() * torch.arange(1, x.numel() + 1, device=x.device)).sum()
         told += [x.numel(), x.shape[-1], int(digest)]
     mine = torch.tensor(told, device=message_device(group))
-    everyone = mine.new_empty(group.size(), len(mine))
+    everyone = mine.new_empty(group.size(), len(batch), 3)
     all_gather_single(everyone.flatten(), mine, group).wait()
-    for rank, theirs in enumerate(everyone):
-        for i, name in enumerate(batch):
-            if not theirs[3 * i : 3 * i + 3].equal(everyone[0, 3 * i : 3 * i + 3]):
-                first, other = (dist.get_global_rank(group, r) for r in (0, rank))
-                raise ValueError(
-                    f"ranks {first} and {other} share a sequence, but were given other {name}: "
-                    "ranks of a context group take the same rows, whole"
-                )
+    if (differ := (everyone != everyone[0]).any(-1)).any():
+        rank, which = differ.nonzero()[0].tolist()
+        first, other = (dist.get_global_rank(group, r) for r in (0, rank))
+        raise ValueError(
+            f"ranks {first} and {other} share a sequence, but were given other {[*batch][which]}: "
+            "ranks of a context group take the same rows, whole"
+        )

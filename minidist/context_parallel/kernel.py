@@ -18,7 +18,7 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output (B, H, rows, D) of a block's rows and its log-sum-exp (B, H, rows)."""
-    q, (k, v) = q[:, :, block.rows], (x[:, :, block.columns] for x in (k, v))
+    q, (k, v) = _in_rows(q[:, :, block.rows]), (_in_rows(x[:, :, block.columns]) for x in (k, v))
     if q.device.type != _flash_on:
         scores, values = _scores(q, k, block), _like_queries(v, q)
         lse = scores.logsumexp(-1)
@@ -41,9 +41,14 @@ def backward(
     """The gradients of a block's rows of q, and of its columns of k and v. `out` and `lse` are of
     the whole sequence: so the weights are the true ones, not those within the block."""
     dout, q, out, lse = (x[:, :, block.rows].contiguous() for x in (dout, q, out, lse))
-    k, v = (x[:, :, block.columns] for x in (k, v))
+    k, v = (_in_rows(x[:, :, block.columns]) for x in (k, v))
     if q.device.type != _flash_on:
-        return _open_backward(dout, q, k, v, out, lse, block)
+        weights = (_scores(q, k, block) - lse[..., None]).exp().to(q.dtype)  # (B, H, rows, columns)
+        own = (dout * out).sum(-1, keepdim=True)  # what a row of softmax subtracts
+        dscores = weights * (dout @ _like_queries(v, q).mT - own) * q.shape[-1] ** -0.5
+        whole = dscores.mT @ q, weights.mT @ dout  # of each head of queries
+        dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in whole)
+        return dscores @ _like_queries(k, q), dk, dv
     result: tuple[torch.Tensor, ...] = _flash_backward(
         dout, q, k, v, out, lse, 0.0, block.causal, attn_mask=_bias(block, q)
     )
@@ -58,6 +63,11 @@ def merge(
     share = (more_lse - total).exp().nan_to_num().unsqueeze(-1)  # nan: nothing seen yet
     out[:, :, rows] = out[:, :, rows] * (1 - share) + more * share
     lse[:, :, rows] = total
+
+
+def _in_rows(x: torch.Tensor) -> torch.Tensor:
+    """The flash kernel reads a token's numbers one after the other, however they lie."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _bias(block: Block, like: torch.Tensor) -> torch.Tensor | None:
@@ -76,23 +86,6 @@ def _scores(q: torch.Tensor, k: torch.Tensor, block: Block) -> torch.Tensor:
     if block.causal:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
     return scores if seen is None else scores.masked_fill(~seen.to(q.device), -torch.inf)
-
-
-def _open_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    block: Block,
-) -> tuple[torch.Tensor, ...]:
-    weights = (_scores(q, k, block) - lse[..., None]).exp().to(q.dtype)  # (B, H, rows, columns)
-    own = (dout * out).sum(-1, keepdim=True)  # what a row of softmax subtracts
-    dscores = weights * (dout @ _like_queries(v, q).mT - own) * q.shape[-1] ** -0.5
-    whole = dscores.mT @ q, weights.mT @ dout  # of each head of queries
-    dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in whole)
-    return dscores @ _like_queries(k, q), dk, dv
 
 
 def at_least_float32(x: torch.Tensor) -> torch.dtype:

@@ -2,12 +2,8 @@
 
 While a rank computes with one block of keys and values, the next one is on its way. Backward sends
 the same blocks round again. Their gradients follow one step behind: those of rank s begin at its
-right neighbour, and arrive at s after N - 1 hops, where its own part is added. With b = B T Hkv D
-numbers in the keys of the whole sequence a rank sends
-
-    forward   2 b (N - 1) / N            backward   4 b (N - 1) / N
-
-numbers. Lesson: long_sequences.
+right neighbour, and arrive at s after N - 1 hops, where its own part is added. Lesson:
+long_sequences.
 """
 
 from typing import Any
@@ -23,8 +19,6 @@ def ring_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cut: Cut, group: Group = None
 ) -> torch.Tensor:
     """Causal attention. q: (B, H, T_r, D), k, v: (B, Hkv, T_r, D), of this rank's tokens."""
-    if q.stride(-1) != 1:  # the kernel wants each token's numbers in a row
-        q = q.contiguous()
     attended: torch.Tensor = _Ring.apply(q, k, v, cut, group)
     return attended
 
@@ -60,7 +54,7 @@ class _Ring(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cut: Cut, group: Group
     ) -> torch.Tensor:
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        kv = own = torch.stack([k, v]).contiguous()  # it would keep another layout of k and v
+        kv = own = torch.stack([k, v])
         out = torch.zeros_like(q, dtype=kernel.at_least_float32(q))
         lse = out.new_full(q.shape[:3], -torch.inf)
         for step in range(ranks):

@@ -71,12 +71,10 @@ def _all_to_all(
     leaving: list[list[torch.Tensor]], shapes: list[list[tuple[int, ...]]], group: Group
 ) -> list[list[torch.Tensor]]:
     """leaving: what goes to each rank. shapes: of what comes from each, which is returned."""
-    out = [sum(x.numel() for x in to) for to in leaving]
-    sizes = [prod(shape) for of in shapes for shape in of]
-    into = leaving[0][0].new_empty(sum(sizes))
-    each = len(shapes[0])
-    per_rank = [sum(sizes[i : i + each]) for i in range(0, len(sizes), each)]
     flat = torch.cat([x.flatten() for to in leaving for x in to])
-    dist.all_to_all_single(into, flat, per_rank, out, group=group)
-    arrived = iter(into.split(sizes))
+    sizes = [[prod(shape) for shape in of] for of in shapes]
+    into = flat.new_empty(sum(map(sum, sizes)))
+    out = [sum(x.numel() for x in to) for to in leaving]
+    dist.all_to_all_single(into, flat, [*map(sum, sizes)], out, group=group)
+    arrived = iter(into.split(sum(sizes, [])))
     return [[next(arrived).view(shape) for shape in of] for of in shapes]
