@@ -1,8 +1,8 @@
 """Which gradients are summed over which ranks, and divided by what.
 
 p ranks share a batch. The loss is the mean of their losses, each of which is a mean over the rank's
-own tokens. So a gradient is the sum of what the ranks' losses give, divided by p. For what all ranks
-have, data parallelism sees to that. An expert is on one of e ranks, and has p / e replicas. The
+own tokens. So a gradient is the sum of what the ranks' losses give, divided by p. Data parallelism
+sees to that for what all ranks have. An expert is on one of e ranks, and has p / e replicas. The
 tokens of e ranks have come to it, and backward has summed over them. What is left is the sum over
 the replicas, and the division by p. Who takes the mean over the replicas divides by p / e, and the
 gradient is e times too large. Adam divides it by its usual size, so a curve of losses hides it.
