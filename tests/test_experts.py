@@ -417,8 +417,8 @@ def test_a_model_trains_on_a_mesh_of_replicas_and_experts(pools, of, ddp):
 
 
 def times(n, model):
-    for p in ex.parameters(model):
-        p.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(n))
+    for each in ex.parameters(model):
+        each.register_hook(lambda gradient: n * gradient)
 
 
 def by_own_norm(model, most):
@@ -494,12 +494,12 @@ REFUSED = {
     "with a capacity, a token travels to each expert": lambda: layer(capacity=1.0, once=True),
     "10 experts cannot be shared by 4 ranks": lambda: ex.parallelize(layer(experts=10)),
     "3 experts cannot be shared by 4 ranks": lambda: ex.parallelize(layer(experts=3)),
-    "it takes a mesh with an axis experts, not ('data',)": lambda: ex.parallelize(
+    "a mesh with an axis experts, not ('data',)": lambda: ex.parallelize(
         layer(), init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
     ),
-    "and a model with MoE": lambda: ex.parallelize(nn.Linear(2, 2)),
-    "rank 3 EXPERTS": lambda: other_on_rank_3(experts=24),
-    "rank 3 K": lambda: other_on_rank_3(k=3),
+    "it takes a model with a MoE": lambda: ex.parallelize(nn.Linear(2, 2)),
+    "rank 3 says ['24 experts": lambda: other_on_rank_3(experts=24),
+    "k=3": lambda: other_on_rank_3(k=3),
 }
 
 
