@@ -140,8 +140,8 @@ def _trial(answer: Callable[..., Any], layers: list[Layer]) -> tuple[str, list[C
 def _on_a_layer(answer: Callable[..., Any], layer: Layer) -> tuple[str, Counted]:
     rank, size = dist.get_rank(), dist.get_world_size()
     n = EXPERTS // size
-    mine, theirs = [_Expert(seed) for seed in range(rank * n, rank * n + n)], _inputs(layer, rank)
-    x, weights, chosen, dy = theirs
+    mine = [_Expert(seed) for seed in range(rank * n, rank * n + n)]
+    x, weights, chosen, dy = _inputs(layer, rank)
     dist.barrier()
     before = Link.sent_by_node(rank)
     y = answer(x, weights, chosen, nn.ModuleList(mine))
