@@ -198,10 +198,11 @@ def test_some_ranks_have_no_rows(pools):
     assert all(counts[-3:] == [0] * 3 for counts, *_ in pools(4)(run, "none to the last 3"))
 
 
-def test_products_of_all_experts_at_once():
+@pytest.mark.parametrize("hidden", [16, 9])  # torch's product takes whole 16 bytes
+def test_products_of_all_experts_at_once(hidden):
     torch.manual_seed(0)
-    made, found = ex.Experts(4, C, 16), []
-    for compute in (ex.loop, ex.padded, ex.grouped_mm):
+    made, found = ex.Experts(4, C, hidden), []
+    for compute in (ex.loop, ex.padded, ex.grouped_mm if hidden == 16 else made.compute):
         made.compute, x = compute, torch.randn(40, C, generator=torch.Generator().manual_seed(1))
         made.zero_grad()
         y = made(x.requires_grad_(), [31, 0, 9, 0])
@@ -209,6 +210,28 @@ def test_products_of_all_experts_at_once():
         found.append([y.detach(), x.grad, made.up.grad, made.down.grad])
     for each in found[1:]:
         assert worst(zip(each, found[0], strict=True)) < 1e-5
+
+
+def in_lower_precision(case, way, by_autocast):
+    """How far this rank's output and gradients are from those in float64; its experts in float32
+    are computed by torch's product of all at once."""
+    rank, (tokens, how) = dist.get_rank(), CASES[case]
+    exact, rough = (ex.parallelize(layer_of(way, how)) for _ in range(2))
+    x, found = torch.randn(10, C, dtype=torch.float64)[: tokens(rank)], []
+    for each in (exact, rough.float()):
+        own = x.to(each.router.bias.dtype, copy=True).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=by_autocast and each is rough):
+            y = each(own)
+        y.float().sin().sum().backward()
+        found.append([y, own.grad, *(whole(p.grad) for p in each.parameters())])
+    return worst(zip(*[[t.detach().double() for t in each] for each in found], strict=True))
+
+
+def test_lower_precisions_are_near(pools):
+    """And each rank has a gradient of each parameter."""
+    for case, way in product(("7, 0, 13 and 1 tokens", "all to the first 3"), WAYS):
+        assert max(pools(4)(in_lower_precision, case, way, False)) < 1e-5, (case, way)
+        assert max(pools(4)(in_lower_precision, case, way, True)) < 0.1, (case, way)
 
 
 def with_places(factor, room):
@@ -505,7 +528,9 @@ REFUSED = {
     "it takes a model with a MoE": lambda: ex.parallelize(nn.Linear(2, 2)),
     "rank 3 says ['24 experts": lambda: other_on_rank_3(experts=24),
     "k=3": lambda: other_on_rank_3(k=3),
-    "rank 3 has (12, 8, 16)": lambda: other_on_rank_3(hidden=16),
+    "rank 3: parameter 1.weight, shape (4, 8)": lambda: ex.parallelize(
+        nn.Sequential(layer(), nn.Linear(C, 3 + dist.get_rank() // 3))
+    ),
 }
 
 
