@@ -48,7 +48,8 @@ def page(
     chosen = STAGES[stage] if stage is not None else (fitting or ["ZeRO-3"])[0]
     best = fastest(model, plans[chosen], device, **recipe)
     said = [
-        f"{name}: {model.parameters / 1e9:,.4g} billion parameters on {layout.world_size:,} "
+        f"{name}: {model.parameters / 1e9:,.4g} billion parameters{_active(model)} on "
+        f"{layout.world_size:,} "
         f"rank{'s' * (layout.world_size > 1)} = {_mesh(layout)}",
         f"A step: {_batch(model, layout)}; on each replica {layout.micro_batches} × "
         f"{layout.micro_batch}",
@@ -80,9 +81,16 @@ def page(
     return "\n".join(said)
 
 
+def _active(model: Transformer) -> str:
+    used = f", of which a token uses {model.active_parameters / 1e9:,.4g} billion,"
+    return used if model.experts else ""
+
+
 def _mesh(layout: Layout) -> str:
     context = f" × context {layout.context}" * (layout.context > 1)
-    return f"data {layout.data:,} × pipeline {layout.pipeline}{context} × tensor {layout.tensor}"
+    experts = f"; experts shared by {layout.experts}" * (layout.experts > 1)
+    mesh = f"data {layout.data:,} × pipeline {layout.pipeline}{context} × tensor {layout.tensor}"
+    return mesh + experts
 
 
 def _sequences(layout: Layout) -> str:
@@ -132,6 +140,7 @@ def _time(model: Transformer, layout: Layout, device: Device, **recipe: Any) -> 
     took = step_time(model, layout, device, **recipe)
     parts = {"computing": took.compute, "bubble": took.bubble, "tensor": took.tensor}
     parts |= {"context": took.context} if layout.context > 1 else {}
+    parts |= {"experts": took.experts} if layout.experts > 1 else {}
     parts |= {"pipeline": took.pipeline, "data": took.data - took.hidden}
     parts |= {"optimizer": took.optimizer}
     shares = ", ".join(f"{name} {each / took.total:.0%}" for name, each in parts.items())
