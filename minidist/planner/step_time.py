@@ -230,7 +230,7 @@ def sent_rows(model: Transformer, layout: Layout, per_node: int) -> float:
         return model.active
     if layout.experts > per_node:
         nodes = layout.experts // per_node
-        return touched(model.experts, model.active, nodes, model.nodes)
+        return touched(model.experts, model.active, nodes, model.of_nodes)
     return touched(model.experts, model.active, layout.experts)
 
 

@@ -24,7 +24,7 @@ class Transformer:
         is a router of E rows. Biases of experts are left out. Lesson: experts.
     shared: experts that every token uses, besides.
     dense_layers: the first ones have an MLP in place of experts, of k + `shared` times `hidden`.
-    nodes: a token's experts are on so many nodes at most, as by DeepSeek-V3.
+    of_nodes: a token's experts are on so many nodes at most, as by DeepSeek-V3.
 
     Raises ValueError for a number that is no whole one from 1 on, for heads that do not divide,
     and for k above E.
@@ -46,7 +46,7 @@ class Transformer:
     active: int = 1
     shared: int = 0
     dense_layers: int = 0
-    nodes: int | None = None
+    of_nodes: int | None = None
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -199,7 +199,7 @@ _GPT_OSS = {"vocabulary": 201088, "head_width": 64}
 # of queries by way of 1,536 numbers, of keys and values by way of 512, and 64 more of each key.
 _QUERIES, _KEYS = 7168 * 1536 + 1536 * (1 + 128 * 192), 7168 * 576 + 512 * (1 + 128 * 256)
 _DEEPSEEK = {"vocabulary": 129280, "kv_heads": 128, "head_width": 160, "shared": 1}
-_DEEPSEEK |= {"attention": _QUERIES + _KEYS + 128 * 128 * 7168, "dense_layers": 3, "nodes": 4}
+_DEEPSEEK |= {"attention": _QUERIES + _KEYS + 128 * 128 * 7168, "dense_layers": 3, "of_nodes": 4}
 _LLAMA_2 = {"length": 4096, "vocabulary": 32000}
 MODELS = {
     # Radford et al. (2019), and the released weights; Brown et al. (arXiv 2005.14165), Table 2.1;
