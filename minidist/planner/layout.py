@@ -88,11 +88,9 @@ class Layout:
             raise ValueError(
                 f"{self.data * self.context} ranks cannot hold {self.replicate} copies of shards"
             )
-        if self.shards * self.tensor % self.experts or self.imbalance < 1:
-            raise ValueError(
-                f"{self.shards * self.tensor} ranks cannot share experts by {self.experts}, or "
-                f"an imbalance of {self.imbalance} is below 1"
-            )
+        ranks = self.shards * self.tensor
+        if ranks % self.experts:
+            raise ValueError(f"of {ranks} ranks no {self.experts} can share experts")
         if self.recompute == "attention" and not self.stored_attention:
             raise ValueError("flash attention stores no scores: there is nothing to compute again")
 

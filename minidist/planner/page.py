@@ -47,9 +47,9 @@ def page(
     fitting = [key for key, each in plans.items() if fits(model, each, device, **recipe)]
     chosen = STAGES[stage] if stage is not None else (fitting or ["ZeRO-3"])[0]
     best = fastest(model, plans[chosen], device, **recipe)
+    used = f", {model.active_parameters / 1e9:,.4g} billion active," * bool(model.experts)
     said = [
-        f"{name}: {model.parameters / 1e9:,.4g} billion parameters{_active(model)} on "
-        f"{layout.world_size:,} "
+        f"{name}: {model.parameters / 1e9:,.4g} billion parameters{used} on {layout.world_size:,} "
         f"rank{'s' * (layout.world_size > 1)} = {_mesh(layout)}",
         f"A step: {_batch(model, layout)}; on each replica {layout.micro_batches} × "
         f"{layout.micro_batch}",
@@ -81,16 +81,11 @@ def page(
     return "\n".join(said)
 
 
-def _active(model: Transformer) -> str:
-    used = f", of which a token uses {model.active_parameters / 1e9:,.4g} billion,"
-    return used if model.experts else ""
-
-
 def _mesh(layout: Layout) -> str:
     context = f" × context {layout.context}" * (layout.context > 1)
-    experts = f"; experts shared by {layout.experts}" * (layout.experts > 1)
-    mesh = f"data {layout.data:,} × pipeline {layout.pipeline}{context} × tensor {layout.tensor}"
-    return mesh + experts
+    context += f" × tensor {layout.tensor}"
+    context += f"; experts shared by {layout.experts}" * (layout.experts > 1)
+    return f"data {layout.data:,} × pipeline {layout.pipeline}{context}"
 
 
 def _sequences(layout: Layout) -> str:
@@ -214,10 +209,9 @@ def sources(layout: Layout, device: Device, *, optimizer: str, precision: str) -
     ]
     if layout.experts > 1:
         said += [
-            "experts: rows go out and come back in forward and in backward, and nothing hides that "
-            f"(--once); the fullest rank has {layout.imbalance:g} of the mean (--imbalance). 3 of "
-            "10 published steps are as near as above, the others planned at 0.46 to 1.50 times "
-            "what they took: experts of 768 to 1,536 compute more slowly"
+            f"experts: the fullest rank has {layout.imbalance:g} of the mean (--imbalance); "
+            "nothing hides all_to_alls (--once). 3 of 10 published steps are as near as above, the others "
+            "planned at 0.46 to 1.49 times what they took: experts of 768 to 1,536 compute slower"
         ]
     if layout.stage == 3 and layout.shards > 128:
         said += [

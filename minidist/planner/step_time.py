@@ -113,17 +113,13 @@ def step_time(
     sent = activation * PRECISIONS[precision].compute / layout.tensor
     hops = 2 * v * m if layout.pipeline > 1 else 0  # forward and back, between neighbours
 
-    largest = max(
-        held,
-        key=lambda each: each.parameters(model, layout.tensor) + each.routed(model, layout),
-    )
+    largest = max(held, key=lambda s: s.parameters(model, layout.tensor) + s.routed(model, layout))
     data, hidden = _data(model, layout, device, largest, precision, slowest[0])
     held_by_all = largest.parameters(model, layout.tensor, layout.rows_in)
     own = held_by_all / (layout.shards if layout.stage else 1)
     own += largest.routed(model, layout) / (layout.expert_shards if layout.stage else 1)
-    apart = layout.tensor * layout.context
-    if layout.experts > 1:
-        apart = layout.world_size // layout.pipeline
+    outermost = layout.world_size // layout.pipeline
+    apart = outermost if layout.experts > 1 else layout.tensor * layout.context
     return StepTime(
         compute=compute,
         bubble=(sum(map(sum, parts)) - sum(slowest)) / v,
@@ -198,17 +194,16 @@ def _micro_batch(
         layer[0] += sum(flops for _, flops in model.products(t)[:-1][1::2])
     faster = device.float8 if PRECISIONS[precision].float8 else 1
     flops = stage.layers * layer[0] / faster
-    more = (layout.imbalance - 1) * model.expert_flops / t
-    flops += stage.sparse * (4 if again == "layers" else 3) * more / faster
+    more = (layout.imbalance - 1) * 2 * model.expert_parameters(model.active) / t
+    times = 6 if again == "layers" else 4  # messages, forward and backward
+    flops += stage.sparse * (times // 2 + 1) * more / faster
     flops += 3 * model.head_flops / t if stage.last else 0
     # As many operations at the usual speed would take as long.
     slower = device.utilisation / device.attention if flash and device.attention else 1
     scores = stage.layers * layer[1] * slower
     size = PRECISIONS[precision].compute
     # No tensor rank has a part of an expert.
-    halves = stage.layers - (0 if model.shared else stage.sparse / 2)
-    all_reduces = halves * (6 if again == "layers" else 4)
-    exchanges = stage.sparse * (6 if again == "layers" else 4)
+    all_reduces = times * (stage.layers - (0 if model.shared else stage.sparse / 2))
     rows = layout.imbalance * tokens / t * sent_rows(model, layout, device.per_node)
     scored = device.seconds(tokens * attention * slower)
     context = _context(model, layout, device, size, (scored, backward * scored))
@@ -220,18 +215,17 @@ def _micro_batch(
         + (stage.layers * moved + ends) / device.bandwidth,
         all_reduces * device.collective("all_reduce", t, tokens * model.width * size),
         stage.layers * context,
-        exchanges * device.exchange(layout.experts, rows * model.width * size),
+        times * stage.sparse * device.exchange(layout.experts, rows * model.width * size),
     )
 
 
 def sent_rows(model: Transformer, layout: Layout, per_node: int) -> float:
     """Of a token to its experts: k, or how many nodes or ranks are `touched`."""
-    if not (layout.once and model.experts and layout.experts > 1):
+    if not (layout.once and model.experts):
         return model.active
-    if layout.experts > per_node:
-        nodes = layout.experts // per_node
-        return touched(model.experts, model.active, nodes, model.of_nodes)
-    return touched(model.experts, model.active, layout.experts)
+    if layout.experts <= per_node:
+        return touched(model.experts, model.active, layout.experts)
+    return touched(model.experts, model.active, layout.experts // per_node, model.of_nodes)
 
 
 def touched(experts: int, active: int, parts: int, limit: int | None = None) -> float:

@@ -106,7 +106,7 @@ class Transformer:
         h, own, sparse = self.width, self.attention_width // tensor, self.experts and not dense
         f = (self.expert_width * self.shared if sparse else self.mlp_width) // tensor
         columns = own + 2 * self.kv_width(tensor), (2 if self.llama else 1) * f
-        matrices = [(columns[1], h), (h, f)] + ([(self.experts, h)] if sparse else [])
+        matrices = [(columns[1], h), (h, f), (self.experts or 0 if sparse else 0, h)]
         vectors = [h, h]
         if not self.llama:  # with biases, and those of norms
             vectors = [columns[0], h, *4 * [h]] + ([] if sparse else [columns[1], h])
@@ -151,11 +151,6 @@ class Transformer:
         return 4 * self.length * self.attention_width
 
     @property
-    def expert_flops(self) -> int:
-        """Operations a token, of its k experts in one layer, forward."""
-        return 2 * self.expert_parameters(self.active) if self.experts else 0
-
-    @property
     def layer_flops(self) -> int:
         """Operations a token, of one layer, forward: 2 a weight that it uses, and attention. A
         layer of `dense_layers` has as many, but for the router's."""
@@ -185,22 +180,18 @@ def _llama(layers: int, width: int, heads: int, hidden: int, **others: Any) -> T
     return Transformer(layers, width, heads, hidden=hidden, llama=True, tied=False, **sizes)
 
 
-def _moe(
-    layers: int, width: int, heads: int, hidden: int, experts: int, active: int, **others: Any
-) -> Transformer:
-    sizes = {"length": 4096} | others
-    return _llama(layers, width, heads, hidden, experts=experts, active=active, **sizes)
-
-
-_MIXTRAL = {"vocabulary": 32000}
-_QWEN = {"vocabulary": 151936, "kv_heads": 4, "head_width": 128}
-_GPT_OSS = {"vocabulary": 201088, "head_width": 64}
 # Of each of 128 heads, queries and keys are 192 wide, values 128: products as of 160. Parameters:
 # of queries by way of 1,536 numbers, of keys and values by way of 512, and 64 more of each key.
 _QUERIES, _KEYS = 7168 * 1536 + 1536 * (1 + 128 * 192), 7168 * 576 + 512 * (1 + 128 * 256)
-_DEEPSEEK = {"vocabulary": 129280, "kv_heads": 128, "head_width": 160, "shared": 1}
-_DEEPSEEK |= {"attention": _QUERIES + _KEYS + 128 * 128 * 7168, "dense_layers": 3, "of_nodes": 4}
+_DEEPSEEK = {"vocabulary": 129280, "experts": 256, "active": 8, "shared": 1, "dense_layers": 3}
+_DEEPSEEK |= {"attention": _QUERIES + _KEYS + 128 * 128 * 7168, "head_width": 160, "kv_heads": 128}
+_DEEPSEEK |= {"length": 4096, "of_nodes": 4}
+_GPT_OSS = {"length": 4096, "vocabulary": 201088, "active": 4, "head_width": 64}
+_QWEN = {"length": 4096, "vocabulary": 151936, "experts": 128, "active": 8, "head_width": 128}
+_QWEN |= {"kv_heads": 4}
+_OLMOE = {"length": 4096, "vocabulary": 50304, "experts": 64, "active": 8, "kv_heads": 16}
 _LLAMA_2 = {"length": 4096, "vocabulary": 32000}
+_MIXTRAL = _LLAMA_2 | {"experts": 8, "active": 2}
 MODELS = {
     # Radford et al. (2019), and the released weights; Brown et al. (arXiv 2005.14165), Table 2.1;
     # Smith et al. (arXiv 2201.11990), section 2.3, vocabulary padded.
@@ -221,14 +212,14 @@ MODELS = {
     "mistral-7b": _llama(32, 4096, 32, 14336, vocabulary=32000),
     # With experts, from released config.json files, the last one's without its extra layer that
     # predicts a second token. Left out are biases and norms of single heads: 0.05 % at most.
-    "mixtral-8x7b": _moe(32, 4096, 32, 14336, 8, 2, **_MIXTRAL),
-    "mixtral-8x22b": _moe(56, 6144, 48, 16384, 8, 2, **_MIXTRAL),
-    "olmoe-1b-7b": _moe(16, 2048, 16, 1024, 64, 8, kv_heads=16, vocabulary=50304),
-    "qwen3-30b-a3b": _moe(48, 2048, 32, 768, 128, 8, **_QWEN),
-    "qwen3-235b-a22b": _moe(94, 4096, 64, 1536, 128, 8, **_QWEN),
-    "gpt-oss-20b": _moe(24, 2880, 64, 2880, 32, 4, **_GPT_OSS),
-    "gpt-oss-120b": _moe(36, 2880, 64, 2880, 128, 4, **_GPT_OSS),
-    "deepseek-v3": _moe(61, 7168, 128, 2048, 256, 8, **_DEEPSEEK),
+    "mixtral-8x7b": _llama(32, 4096, 32, 14336, **_MIXTRAL),
+    "mixtral-8x22b": _llama(56, 6144, 48, 16384, **_MIXTRAL),
+    "olmoe-1b-7b": _llama(16, 2048, 16, 1024, **_OLMOE),
+    "qwen3-30b-a3b": _llama(48, 2048, 32, 768, **_QWEN),
+    "qwen3-235b-a22b": _llama(94, 4096, 64, 1536, **_QWEN),
+    "gpt-oss-20b": _llama(24, 2880, 64, 2880, experts=32, **_GPT_OSS),
+    "gpt-oss-120b": _llama(36, 2880, 64, 2880, experts=128, **_GPT_OSS),
+    "deepseek-v3": _llama(61, 7168, 128, 2048, **_DEEPSEEK),
 }
 
 

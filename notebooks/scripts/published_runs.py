@@ -3,8 +3,8 @@
     python published_runs.py
 
 Of each kind of GPU, one number is fitted to these runs, `utilisation`; of all, `float8`. All else
-is as published; what a source leaves open is noted. Runs with experts stand apart: nothing is fitted
-to them. Lessons: scaling_out, experts.
+is as published; what a source leaves open is noted. Runs with experts stand apart, and nothing is
+fitted to them. Lessons: scaling_out, experts.
 """
 
 from dataclasses import replace
