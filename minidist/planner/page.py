@@ -210,8 +210,8 @@ def sources(layout: Layout, device: Device, *, optimizer: str, precision: str) -
     if layout.experts > 1:
         said += [
             f"experts: the fullest rank has {layout.imbalance:g} of the mean (--imbalance); "
-            "nothing hides all_to_alls (--once). 3 of 10 published steps are as near as above, the others "
-            "planned at 0.46 to 1.49 times what they took: experts of 768 to 1,536 compute slower"
+            "nothing hides all_to_alls (--once). 3 of 10 published steps are as near as above, the "
+            "others planned at 0.46 to 1.49 times what they took: small experts compute slower"
         ]
     if layout.stage == 3 and layout.shards > 128:
         said += [
