@@ -331,11 +331,11 @@ def test_a_router_learns_of_the_auxiliary_loss_alone():
     assert worst(zip(found, wanted, strict=True)) < EXACT and wanted[0].abs().max() > 1e-3
 
 
-def biased():
+def biased(of):
     """Rows for each expert, and the bias after it, in two steps of two micro-batches that are
     computed again in backward."""
     torch.manual_seed(0)
-    layer, steps = ex.parallelize(ex.MoE(C, H, E, 2)), []
+    layer, steps = ex.parallelize(ex.MoE(C, H, E, 2), mesh(of)), []
     torch.manual_seed(dist.get_rank())
     for _ in range(2):
         rows = torch.zeros(E)
@@ -351,12 +351,13 @@ def biased():
     return steps
 
 
-def test_the_bias_follows_the_rows_of_all_ranks_since_the_last_call(pools):
+@pytest.mark.parametrize("of", [2, 4])
+def test_the_bias_follows_the_rows_of_all_ranks_since_the_last_call(pools, of):
     before = torch.zeros(E)
-    for each in zip(*pools(3)(biased), strict=True):
+    for each in zip(*pools(4)(biased, of), strict=True):
         rows = sum(rows for rows, _ in each)
         before += 0.01 * torch.sign(rows.mean() - rows)
-        assert rows.sum() == 3 * 2 * 5 * 2 and all(torch.equal(bias, before) for _, bias in each)
+        assert rows.sum() == 4 * 2 * 5 * 2 and all(torch.equal(bias, before) for _, bias in each)
 
 
 def test_the_bias_chooses_and_does_not_weigh():
@@ -385,6 +386,14 @@ def test_a_router_computes_in_float32():
     assert rough.scores.dtype == torch.float32
     logits = x.bfloat16().float() @ router.linear.weight.float().T
     assert torch.equal(rough.chosen.sort(1).values, logits.topk(6).indices.sort(1).values)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_layer_in_bfloat16_stays_so(way):
+    own, x = layer_of(way).bfloat16(), torch.randn(10, C).bfloat16()
+    y = own(x)
+    y.sum().backward()
+    assert y.dtype == torch.bfloat16 and all(p.grad.isfinite().all() for p in own.parameters())
 
 
 # ---- whole models ---------------------------------------------------------------------------
