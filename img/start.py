@@ -30,6 +30,7 @@ PARTS = [  # each lesson: its name, what it is about, and how many minutes it ta
             ("feature_splitting", "parts of every layer", 85),
             ("sequence_parallel", "parts of every\nactivation", 95),
             ("long_sequences", "a sequence that no\nrank holds whole", 95),
+            ("experts", "many networks,\nfew of them a token", 95),
             ("mixed_parallelism", "a mesh of all three", 100),
         ],
     ),
