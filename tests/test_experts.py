@@ -61,7 +61,7 @@ WAYS = {
     "padded": {},
     "once": dict(once=True),
     "places for all": dict(capacity=E / K),
-    "nodes": dict(sigmoid=True, nodes=4, of_nodes=2, aux=0.3),
+    "nodes": dict(k=4, sigmoid=True, nodes=4, of_nodes=2, aux=0.3),
     "nodes, once": dict(nodes=4, of_nodes=3, once=True, normalize=False),
     "k = 1": dict(k=1, shared=2, aux=0.3),
 }
@@ -145,7 +145,12 @@ def on_ranks(case, way, of=0):
     other experts; 0: all."""
     tokens, how = CASES[case]
     rank, p = dist.get_rank(), dist.get_world_size()
-    oracle, own = layer_of(way, how), ex.parallelize(layer_of(way, how), mesh(of) if of else None)
+    oracle, own = layer_of(way, how), layer_of(way, how)
+    if rank:  # all take rank 0's
+        for each in [own.router.bias, *own.parameters()]:
+            each.detach().normal_()
+    ex.parallelize(own, mesh(of) if of else None)
+    torch.manual_seed(1)
     xs = [torch.randn(tokens(r), C, dtype=torch.float64).requires_grad_() for r in range(p)]
     outputs, loss = one_process(oracle, xs)
     loss.backward()
@@ -417,8 +422,8 @@ def test_a_model_trains_on_a_mesh_of_replicas_and_experts(pools, of, ddp):
 
 
 def times(n, model):
-    for p in ex.parameters(model):
-        p.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(n))
+    for each in ex.parameters(model):
+        each.register_hook(lambda gradient: n * gradient)
 
 
 def by_own_norm(model, most):
@@ -494,12 +499,13 @@ REFUSED = {
     "with a capacity, a token travels to each expert": lambda: layer(capacity=1.0, once=True),
     "10 experts cannot be shared by 4 ranks": lambda: ex.parallelize(layer(experts=10)),
     "3 experts cannot be shared by 4 ranks": lambda: ex.parallelize(layer(experts=3)),
-    "it takes a mesh with an axis experts, not ('data',)": lambda: ex.parallelize(
+    "a mesh with an axis experts, not ('data',)": lambda: ex.parallelize(
         layer(), init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
     ),
-    "and a model with MoE": lambda: ex.parallelize(nn.Linear(2, 2)),
-    "rank 3 EXPERTS": lambda: other_on_rank_3(experts=24),
-    "rank 3 K": lambda: other_on_rank_3(k=3),
+    "it takes a model with a MoE": lambda: ex.parallelize(nn.Linear(2, 2)),
+    "rank 3 says ['24 experts": lambda: other_on_rank_3(experts=24),
+    "k=3": lambda: other_on_rank_3(k=3),
+    "rank 3 has (12, 8, 16)": lambda: other_on_rank_3(hidden=16),
 }
 
 
