@@ -188,7 +188,7 @@ def test_some_ranks_have_no_rows(pools):
 
     def run(case):
         own = ex.parallelize(layer_of("every choice", CASES[case][1]))
-        x = torch.randn(10, C, dtype=torch.float64)
+        x = torch.randn(4, 10, C, dtype=torch.float64)[dist.get_rank()]
         with torch.no_grad():
             assert torch.equal(own(x), copy.deepcopy(own)(x))
         return own.counts.tolist(), own.plan.sends, own.plan.receives
@@ -217,7 +217,7 @@ def in_lower_precision(case, way, by_autocast):
     are computed by torch's product of all at once."""
     rank, (tokens, how) = dist.get_rank(), CASES[case]
     exact, rough = (ex.parallelize(layer_of(way, how)) for _ in range(2))
-    x, found = torch.randn(10, C, dtype=torch.float64)[: tokens(rank)], []
+    x, found = torch.randn(4, 13, C, dtype=torch.float64)[rank, : tokens(rank)], []
     for each in (exact, rough.float()):
         own = x.to(each.router.bias.dtype, copy=True).requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=by_autocast and each is rough):
