@@ -2,6 +2,7 @@
 
 import copy
 import re
+from functools import partial
 from math import prod
 
 import pytest
@@ -76,6 +77,24 @@ OWN_PLAN = {
 }
 
 
+ATTENTION = {
+    "tokens": "vocabulary",
+    "blocks.*": tp.heads("heads"),
+    "blocks.*.qkv": tp.qkv(2),
+    "blocks.*.out": "rows",
+    "head": "vocabulary",
+}
+
+
+def of_experts(tied=True, aux=0.0):
+    """Three blocks, each with eight experts, of which a token takes two."""
+    model = transformer(tied)
+    torch.manual_seed(0)
+    for block in model.blocks:
+        block.mlp = md.experts.MoE(8, 12, experts=8, k=2, sigmoid=True, aux=aux).double()
+    return model
+
+
 def adam(model):
     return torch.optim.Adam(model.parameters(), lr=1e-3)
 
@@ -98,23 +117,29 @@ def train(
     make=None,
     opt=adam,
     context=1,
+    experts=1,
     length=LENGTH,
     padding=0,
     **options,
 ):
     """Adam with clipping, beside one process: the loss, the norm, and all weights at each step.
-    Each replica has rows of its own. Returns what differs."""
-    dense = make() if make else transformer(tied, length)
+    Each replica has rows of its own, and so has each rank along experts. Returns what differs."""
+    make = make or (
+        partial(of_experts, tied) if experts > 1 else partial(transformer, tied, length)
+    )
+    dense = make()
     of_rank_0 = [p for p in dense.parameters() if p.ndim == 1][-1]
     if dist.get_rank() == 0:
         of_rank_0.data += 1  # all ranks take it
-    whole = mesh(*sizes, order=order, context=context)
+    whole = mesh(*sizes, order=order, context=context, experts=experts)
     model = MixedParallel(copy.deepcopy(dense), whole, 2, **options)
     if dist.get_rank() > 0:
         of_rank_0.data += 1
     before = {name: tensor.clone() for name, tensor in dense.state_dict().items()}
     optimizer, alone = opt(model), adam(dense)
     replica, replicas = whole.get_local_rank("data"), whole["data"].size()
+    if experts > 1:
+        replica, replicas = replica * experts + whole.get_local_rank("experts"), replicas * experts
     for step in range(steps):
         inputs, targets = batch(step, rows, length)
         targets = targets.index_fill(1, torch.arange(length - padding, length), -100)
@@ -129,6 +154,8 @@ def train(
         assert expected > 0.1  # it does clip
         optimizer.step()
         alone.step()
+        for each in (model, dense) if experts > 1 else ():
+            md.experts.update_bias(each, 0.01)
         state, full = dense.state_dict(), model.full_state_dict()
         found = apart({"loss": (loss, wanted), "norm": (norm, expected)})
         found += apart({name: (full[name], tensor) for name, tensor in state.items()})
@@ -191,6 +218,57 @@ def test_ranks_along_context_share_the_tokens_of_each_row(pools, sizes, options)
 
 def test_context_beside_pipeline_and_tensor(pools):
     assert pools(8)(train, (1, 2, 2), context=2, length=7) == [[]] * 8
+
+
+def sharded(stage, device_mesh):
+    own = set(md.experts.parameters(stage))
+    return md.fully_shard(stage, mesh=device_mesh, ignored_params=own)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((1, 1, 1), {"experts": 4}),
+        ((2, 1, 1), {"shares": [slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 9)], "rows": 9}),
+        ((1, 2, 1), {"recompute": True, "balance": [4, 2]}),
+        ((1, 2, 1), {"schedule": "interleaved", "norm_type": float("inf")}),
+        pytest.param(
+            (1, 2, 1), {"schedule": "zero_bubble"}, marks=pytest.mark.newer_torch("edges")
+        ),
+        ((1, 1, 2), {"plan": ATTENTION}),
+        ((1, 1, 1), {"context": 2, "order": ("context", "experts", *AXES)}),
+        ((2, 1, 1), {"tied": False, "shard": sharded}),
+        ((1, 2, 1), {"tied": False, "shard": sharded, "schedule": "gpipe"}),
+    ],
+)
+def test_ranks_along_experts_have_other_rows_and_other_experts(pools, sizes, options):
+    assert pools(4)(train, sizes, **{"experts": 2, **options}) == [[]] * 4
+
+
+def test_experts_beside_the_other_axes(pools):
+    assert pools(8)(train, (1, 2, 1), context=2, experts=2) == [[]] * 8
+    assert pools(8)(train, (2, 1, 2), experts=2, plan=ATTENTION) == [[]] * 8
+
+
+def test_the_auxiliary_loss_is_the_mean_over_the_micro_batches(pools):
+    """In one process: of each micro-batch of all ranks together, a half."""
+
+    def run():
+        dense, whole = of_experts(aux=1.0), mesh(pipeline=2, experts=2)
+        model, own = MixedParallel(copy.deepcopy(dense), whole, 2), whole.get_local_rank("experts")
+        inputs, targets = batch(0)
+        model.train_step(inputs[own::2], targets[own::2], model.cross_entropy)
+        for block in dense.blocks:
+            block.mlp.aux = 0.5
+        for rows in slice(0, 4), slice(4, 8):
+            (md.parity.cross_entropy(dense(inputs[rows]), targets[rows]) / 2).backward()
+        ours = {
+            n: p.grad for n, p in model.module.named_parameters() if not hasattr(p, "placements")
+        }
+        wanted = dict(dense.named_parameters(remove_duplicate=False))
+        return apart({name: (grad, wanted[name].grad) for name, grad in ours.items()})
+
+    assert pools(4)(run) == [[]] * 4
 
 
 def test_layers_of_ones_own_by_a_plan(pools):

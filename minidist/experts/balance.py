@@ -49,6 +49,8 @@ def update_bias(model: nn.Module, rate: float) -> None:
     mode since the last call. One all_reduce, which all ranks must call. Wang et al. (arXiv
     2408.15664), as in DeepSeek-V3."""
     routers = [each for each in model.modules() if isinstance(each, Router)]
+    if not routers:  # a stage of a pipeline may have none
+        return
     counts = torch.cat([each.seen for each in routers])
     if routers[0].group is not None:
         dist.all_reduce(counts, group=routers[0].group)

@@ -12,13 +12,20 @@ from minidist.measure import TrafficCounter
 from minidist.rank import device
 
 AXES = "data", "pipeline", "tensor"
+REPLICAS = "data", "context", "experts"  # along these, ranks have the same part, but for experts
 
 
 def mesh(
-    data: int = 1, pipeline: int = 1, tensor: int = 1, order: Sequence[str] = AXES, context: int = 1
+    data: int = 1,
+    pipeline: int = 1,
+    tensor: int = 1,
+    order: Sequence[str] = AXES,
+    context: int = 1,
+    experts: int = 1,
 ) -> DeviceMesh:
-    """All ranks as a mesh with these three axes, by torch's `init_device_mesh`; and with "context",
-    before "tensor", if there are several ranks along it. Lesson: mixed_parallelism.
+    """All ranks as a mesh with these three axes, by torch's `init_device_mesh`; and with "context"
+    and "experts", before "tensor", if there are several ranks along them.
+    Lesson: mixed_parallelism.
 
         mesh = md.mixed.mesh(data=2, pipeline=2, tensor=2)     # on 8 ranks
 
@@ -28,11 +35,11 @@ def mesh(
     Every rank calls this. Raises ValueError, on every rank, if the sizes do not fit or differ.
     """
     group = require_group(None, "mixed.mesh")
-    sizes = dict(data=data, pipeline=pipeline, context=context, tensor=tensor)
+    sizes = dict(data=data, pipeline=pipeline, context=context, experts=experts, tensor=tensor)
     agree.require_same(group, sizes | dict(order=tuple(order)))
-    if context == 1:
-        del sizes["context"]
-        order = [axis for axis in order if axis != "context"]
+    absent = {axis for axis, size in sizes.items() if size == 1} - {*AXES}
+    sizes = {axis: size for axis, size in sizes.items() if axis not in absent}
+    order = [axis for axis in order if axis not in absent]
     order = tuple(sizes) if tuple(order) == AXES else order
     if sorted(order) != sorted(sizes):
         raise ValueError(f"order names {', '.join(sizes)}, each once, not {', '.join(order)}")
@@ -46,20 +53,28 @@ def mesh(
 
 
 def replicas(mesh: DeviceMesh) -> DeviceMesh:
-    """Ranks with the same part of the model, as one axis: those of data, and of context."""
-    names = mesh.mesh_dim_names or ()
-    return mesh[tuple(axis for axis in names if axis in ("data", "context"))]._flatten()
+    """Ranks with the same part of the model, as one axis: those of data, context and experts."""
+    return sharing_rows(mesh)._flatten()
+
+
+def sharing_rows(mesh: DeviceMesh) -> DeviceMesh:
+    """The axes along which ranks have other rows or tokens: data, context and experts."""
+    return mesh[tuple(axis for axis in mesh.mesh_dim_names or () if axis in REPLICAS)]
 
 
 def traffic_by_axis(
     traffic: TrafficCounter, mesh: DeviceMesh
 ) -> dict[str, dict[str, tuple[int, int]]]:
     """What this rank has sent along each axis, and its collectives: {operation: (calls, bytes)},
-    as `TrafficCounter` counts them. "replicas" is along data and context, where both have several
-    ranks: the gradients. Lesson: mixed_parallelism."""
+    as `TrafficCounter` counts them. "replicas" is along data, context and experts, where two of
+    them have several ranks: the gradients. Those of experts are along data, or context; where both
+    have several ranks, "copies" is along these two. Lesson: mixed_parallelism."""
     names = mesh.mesh_dim_names or ()
-    groups = {axis: mesh.get_group(axis) for axis in (*AXES, "context") if axis in names}
-    if "context" in names and groups["data"].size() > 1:
+    groups = {axis: mesh.get_group(axis) for axis in names}
+    several = [axis for axis in REPLICAS if axis in names and groups[axis].size() > 1]
+    if len(several) > 1:
         groups["replicas"] = replicas(mesh).get_group()
+    if len(several) > 2:
+        groups["copies"] = mesh[tuple(a for a in names if a in REPLICAS[:2])]._flatten().get_group()
     ranks = {axis: tuple(dist.get_process_group_ranks(group)) for axis, group in groups.items()}
     return {axis: traffic.by_group.get(those, {}) for axis, those in ranks.items()}

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from minidist import experts
 from minidist import tensor_parallel as features
 from minidist.common import agree
 from minidist.common.groups import require_group
@@ -21,7 +22,7 @@ from minidist.common.tensors_in import tensors_of
 from minidist.common.wrapper import Wrapper, copy_sharing
 from minidist.context_parallel import ATTENTION, Cut, attention_by
 from minidist.distributed_data_parallel.buckets import BUCKET_CAP_MB, Buckets, assign
-from minidist.mixed.mesh_axes import AXES, replicas
+from minidist.mixed.mesh_axes import AXES, replicas, sharing_rows
 from minidist.pipeline import Pipeline, Schedule
 from minidist.rank import device
 from minidist.tensor_parallel.layers import gather_shards
@@ -46,27 +47,31 @@ class MixedParallel(Wrapper):
     when `Pipeline` finds them, and a plan names parts of `module`. `recompute` is around `shard`.
 
     mesh: from `mesh`, or any DeviceMesh of all ranks whose axes are data, pipeline and tensor, and
-        perhaps context. Ranks along that share the tokens of each row, by a zigzag `Cut`. The first
-        layer then gets a tuple: tokens (B, T_r), and their positions (B, T_r).
+        perhaps context and experts. Ranks along context share the tokens of each row, by a zigzag
+        `Cut`. The first layer then gets a tuple: tokens (B, T_r), and their positions (B, T_r).
+        Ranks along experts have other rows, as those along data, and other experts of each
+        `md.experts.MoE`, whose `aux` is divided by the micro-batches.
     plan, sequence_parallel: as `tensor_parallel.parallelize_module` takes them. No plan is for a
         `zoo.Transformer`, and for a mesh without tensor parallelism.
     microbatches, schedule, balance, recompute: those of `Pipeline`, for each replica. The layers
         are those of `module`, an nn.Sequential, or those of `module.sequential()`.
     shard: what shards a stage along `data` and `context`, instead of averaging its gradients:
-        called as shard(stage, device_mesh=mesh["data"]), or with both as one axis, for instance
+        called as shard(stage, device_mesh=mesh["data"]), or with all such axes as one, for instance
         `md.FullyShardedDataParallel`, or a `functools.partial` of it. No parameter can be in two
-        stages then.
+        stages then. Along `experts` it is to leave them alone, as a function that calls
+        `md.fully_shard` with `ignored_params=set(md.experts.parameters(stage))` does.
     attention: along `context`, one of those of `md.ContextParallel`.
 
-    Along `data` (and `context`) gradients are averaged once a step, so an optimizer may shard its
-    states there: a `md.ZeroRedundancyOptimizer` with `process_group=mesh.get_group("data")` (ZeRO,
-    stage 1). After a step all replicas have the buffers of the first, such as the running means of
-    batch norm.
+    Along `data` (`context`, `experts`) gradients are averaged once a step, so an optimizer may
+    shard its states there: a `md.ZeroRedundancyOptimizer` with
+    `process_group=mesh.get_group("data")` (ZeRO, stage 1), for all but experts. After a step all
+    replicas have the buffers of the first, such as the running means of batch norm.
 
     Limits: nobody compares the batches of ranks that must be given the same. Along `context`, only
-    attention by `F.scaled_dot_product_attention` is that of all tokens. Replace, compile and
-    hook layers before. An optimizer sees this rank's shards, so it must look at one element at a
-    time: not Adafactor, Muon or LBFGS. In float16 take a `md.ShardedGradScaler`.
+    attention by `F.scaled_dot_product_attention` is that of all tokens. No plan cuts an expert:
+    along `tensor` each rank has the same ones. Replace, compile and hook layers before. An
+    optimizer sees this rank's shards, so it must look at one element at a time: not Adafactor, Muon
+    or LBFGS. In float16 take a `md.ShardedGradScaler`.
 
     Raises RuntimeError without a process group; ValueError, on every rank, if the mesh is not of
     all ranks, the model cannot be cut so, or the ranks disagree about any of this.
@@ -96,7 +101,8 @@ class MixedParallel(Wrapper):
         )
         agree.require_same(world, settings | dict(mesh=(mesh.mesh_dim_names, mesh.mesh.tolist())))
         names = mesh.mesh_dim_names or ()
-        if sorted({*names} - {"context"}) != sorted(AXES) or mesh.size() != dist.get_world_size():
+        needed = sorted({*names} - {"context", "experts"})
+        if needed != sorted(AXES) or mesh.size() != dist.get_world_size():
             found = f"{', '.join(names) or 'no names'}; {mesh.size()} ranks"
             raise ValueError(f"the mesh has {found}: take {', '.join(AXES)}, and all ranks")
         require_same_model(module, world)
@@ -112,6 +118,10 @@ class MixedParallel(Wrapper):
         self._parts = self._tensor.size() if sequence_parallel else 1  # of the tokens of a rank
         if "context" in names:
             self._context = mesh.get_group("context")
+        if "experts" in names and self._parts > 1:
+            raise ValueError(
+                "sequence_parallel cuts tokens, of which experts need all: leave it out"
+            )
         if self._tensor.size() > 1:
             with agree.together(world):
                 features.split(module, self._tensor, plan, sequence_parallel=sequence_parallel)
@@ -121,14 +131,24 @@ class MixedParallel(Wrapper):
         parted = isinstance(last, features.ColumnParallelLinear)
         self._words = [len(last.indices(r)) for r in range(self._tensor.size())] if parted else []
         in_layers = {*layers.parameters(), *layers.buffers()}
-        wrap = shard and partial(shard, device_mesh=averaging)
+        wrap = shard and (lambda s: shard(self._share_experts(s), device_mesh=averaging))
         cut = Pipeline(layers, microbatches, schedule, balance, self._pipeline, recompute, wrap)
-        own = cut.module
+        own = cut.module if shard else self._share_experts(cut.module)
+        self._experts = set(experts.parameters(own)) if "experts" in names else set()
+        for layer in own.modules():
+            if isinstance(layer, experts.MoE):
+                layer.aux /= microbatches
         _keep(module, {*own.modules()}, in_layers - {*own.parameters(), *own.buffers()})
         # Not a submodule: its layers are those of `module`, by other names.
         object.__setattr__(self, "pipeline", cut)
         self._sharded = [unit for unit in cut.wrapped if hasattr(unit, "fsdp_group")]
         self._buckets = Buckets([], self._data)
+
+    def _share_experts(self, stage: nn.Module) -> nn.Module:
+        """Those of a stage, if it has any, shared by the ranks of its pipeline and tensor place."""
+        if "experts" in (self.mesh.mesh_dim_names or ()) and experts.parameters(stage):
+            experts.parallelize(stage, sharing_rows(self.mesh))
+        return stage
 
     def train(self, mode: bool = True) -> "MixedParallel":
         """As nn.Module has it, for layers that the model's `sequential()` has made, too."""
@@ -146,9 +166,9 @@ class MixedParallel(Wrapper):
             rows. With `context` both are (B, T), and -100, no other number, is no target.
         loss_fn: as there. It gets this rank's words of the logits, as `cross_entropy` takes them.
 
-        What fails in one replica raises in all. A layer must fail on all ranks along `tensor` and
-        `context`, and with `shard` in all replicas, or the others wait for it until their group's
-        timeout.
+        What fails in one replica raises in all. A layer must fail on all ranks along `tensor`,
+        `context` and `experts`, and with `shard` in all replicas, or the others wait for it until
+        their group's timeout.
         """
         rows = next((len(x) for x in tensors_of(targets) if x.ndim), 1)
         of_all = torch.tensor(rows, device=self._device)
@@ -161,6 +181,7 @@ class MixedParallel(Wrapper):
         except Exception as error:
             problem = error
         trained = [p for p in self.parameters() if p.requires_grad and not self._sharded]
+        trained = [p for p in trained if p not in self._experts]
         mine = [loss.item(), problem is not None, *(p.grad is not None for p in trained)]
         sums = torch.tensor(mine, dtype=torch.float64, device=self._device)
         try:
@@ -238,9 +259,16 @@ class MixedParallel(Wrapper):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients so that their norm, that of the whole model, is at most `max_norm`;
         what it was is returned. Every rank calls this. What is replicated counts once, and so does
-        what two stages share. Along `data` all gradients are the same, or shards."""
+        what two stages share. Along `data` all gradients are the same, or shards; along `experts`
+        those of experts are others."""
         twice = self.pipeline.counted_elsewhere | counted_elsewhere(self.module, self._tensor)
-        groups = [self._data] * bool(self._sharded) + [self._pipeline, self._tensor]
+        groups = [self._data] * bool(self._sharded or self._experts)
+        groups += [self._pipeline, self._tensor]
+        if self._experts:
+            also = self.mesh.get_local_rank("data"), self._context and dist.get_rank(self._context)
+            twice |= self._experts if any(also) else set()
+            if not self._sharded and dist.get_rank(self._data) > 0:
+                twice |= {*self.parameters()} - self._experts
         options: Any = dict(groups=groups, device=self._device, elsewhere=twice)
         return clip_grad_norm_(self.parameters(), max_norm, norm_type, **options)
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from minidist.common.agree import gather
 from minidist.common.dtensor import distributed
@@ -148,8 +148,8 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         if name in cut:
             layer, key = cut[name]
             state[name] = layer.joined(key)
-        elif isinstance(value, torch.Tensor):
-            state[name] = local_of(value).clone()
+        elif isinstance(value, torch.Tensor):  # a DTensor may be of experts, in parts
+            state[name] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
     return state
 
 
@@ -167,8 +167,12 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
                 raise RuntimeError(f"size mismatch for {name}: {tuple(found)}, not {tuple(wanted)}")
             shards[name] = layer.shard_of(key, shards[name])
         if isinstance(own, DTensor) and name in shards:
-            here = shards[name].to(own.dtype)
-            shards[name] = DTensor(here, own._spec, requires_grad=False)
+            here, where = shards[name].to(own.dtype), (own.device_mesh, own.placements)
+            shards[name] = (
+                DTensor(here, own._spec, requires_grad=False)
+                if name in cut
+                else distribute_tensor(here, *where, src_data_rank=None)
+            )
     model.load_state_dict(shards)
 
 
