@@ -829,6 +829,30 @@ def test_time_of_experts():
     assert (uneven - even) * 1e12 == pytest.approx(more)
 
 
+def test_what_else_experts_change():
+    """By hand: copies of experts are averaged among themselves, the rest among all; a tensor rank
+    has no part of an expert, so that only attention sends along tensor; pipeline is outermost."""
+    device = planner.Device(1e12, 1e9, md.Link(8, 0), bandwidth=1e9)
+    took = planner.step_time(SPARSE, planner.Layout(8, experts=4), device, "float32")
+    routed = 2 * 8 * 2 * 32 * 64
+    rest = SPARSE.parameters - routed
+    assert 1e9 * took.data == pytest.approx(4 * rest * 2 * 7 / 8 + 4 * routed / 4)
+    assert 1e9 * took.optimizer == pytest.approx(28 * (rest + routed / 4))
+    cut = planner.step_time(SPARSE, planner.Layout(8, 2, experts=4), device, "float32")
+    assert 1e9 * cut.tensor == pytest.approx(2 * 2 * 4 * 12 * 32)
+    shared = planner.step_time(replace(SPARSE, shared=1), planner.Layout(2, 2), device, "float32")
+    assert shared.tensor == pytest.approx(2 * cut.tensor)
+    apart = replace(device, link=md.Link(8, 0, inter=md.Link(8e3, 0)), per_node=4)
+    layout = planner.Layout(8, pipeline=2)  # to the other node, by its faster cable
+    near, far = (
+        planner.step_time(SPARSE, replace(layout, experts=n), apart, "float32") for n in (1, 4)
+    )
+    assert far.pipeline == pytest.approx(near.pipeline * 4 / 1000)
+    assert far.data > 10 * near.data
+    first, *others = stages(planner.MODELS["deepseek-v3"], planner.Layout(16, pipeline=16))
+    assert first.layers - first.sparse == 3 and all(s.layers == s.sparse for s in others)
+
+
 def test_nodes_of_a_token():
     """Beside a router's choices among random scores. DeepSeek-V3 sends to at most 4 of 8 nodes."""
     torch.manual_seed(0)
@@ -986,6 +1010,15 @@ def test_the_command_with_a_model(monkeypatch, capsys):
     assert float(row(slower, "DDP")[-3]) > 3 * float(row(said, "DDP")[-3])
     own = plan(monkeypatch, capsys, *f"{EIGHT} --flops 500e12 --memory 40 --stage 0".split()).out
     assert "of 500 TFLOP/s" in own and "36.8 can be used" in own
+
+
+def test_the_command_with_experts(monkeypatch, capsys):
+    asked = "--model mixtral-8x7b --world-size 64 --experts 8 --imbalance 1.5 --once --stage 1"
+    said = plan(monkeypatch, capsys, *f"{asked} --micro-batches 4".split()).out
+    assert said.startswith("mixtral-8x7b: 46.7 billion parameters, 12.88 billion active, on 64")
+    assert "tensor 1; experts shared by 8\n" in said and "has 1.5 of the mean" in said
+    (flags,) = [each for each in said.splitlines() if each.startswith("    --")]
+    assert "--imbalance 1.5 --once" in flags
 
 
 def test_one_advice_a_page(monkeypatch, capsys):

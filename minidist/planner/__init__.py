@@ -11,6 +11,8 @@
 `python -m minidist plan` prints it all, a layout that fits and is as fast as any, and each
 number's source.
 
+    experts = md.planner.Layout(world_size=64, experts=8)     # of MODELS["mixtral-8x7b"], say
+
     md.planner.daly(save=60, between_failures=10_000)         # seconds between two checkpoints
 
 To read: `model_states` (the formulas of ZeRO), `transformer` and `layout` (a model's shape, and how
