@@ -52,8 +52,8 @@ def parallelize(model: nn.Module, device_mesh: DeviceMesh | None = None) -> nn.M
     layers = [each for each in model.modules() if isinstance(each, MoE)]
     if "experts" not in names or not layers:
         raise ValueError(f"it takes a mesh with an axis experts, not {names}, and a model with MoE")
-    own, others = mesh["experts"], tuple(name for name in names if name != "experts")
-    group = (mesh._flatten() if others else mesh).get_group()
+    own, group = mesh["experts"], mesh._flatten().get_group()
+    others = tuple(name for name in names if name != "experts" and mesh[name].size() > 1)
     replicas = mesh[others]._flatten().get_group() if others else None
     agree.require_same(group, {"the layers of experts": [repr(each) for each in layers]})
     require_same_model(model, group)
