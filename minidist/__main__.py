@@ -77,6 +77,7 @@ def _plan(sub: argparse.ArgumentParser) -> None:
         "tensor": "ranks that share each layer",
         "context": "ranks that share each sequence",
         "pipeline": "stages",
+        "experts": "ranks that share each layer's experts",
         "micro-batch": "sequences at once",
         "chunks": "of a pipeline rank: interleaved",
         "replicate": "copies of ZeRO-3's shards: hybrid sharding",
@@ -86,6 +87,8 @@ def _plan(sub: argparse.ArgumentParser) -> None:
     lay.add_argument("--micro-batches", type=int, help="of a step (1; 4 a stage in a pipeline)")
     lay.add_argument("--stage", type=int, choices=planner.STAGES, help="of ZeRO (what fits first)")
     lay.add_argument("--sequence-parallel", action="store_true")
+    lay.add_argument("--imbalance", type=float, default=1.0, help="fullest rank of experts / mean")
+    lay.add_argument("--once", action="store_true", help="tokens go once to each node with experts")
     lay.add_argument("--stored-attention", action="store_true", help="no flash attention")
     lay.add_argument(
         "--no-reshard-after-forward", dest="reshard_after_forward", action="store_false"

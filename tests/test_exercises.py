@@ -181,6 +181,13 @@ def test_the_common_faults_of_a_ring_are_named(kept) -> None:
         assert kept.verdict(answers.check.ring_backward, answer).says.endswith(told), answer
 
 
+@by_day_if_changed("experts")
+def test_the_common_faults_of_a_dispatch_are_named(kept) -> None:
+    answers = MODULES["experts"]
+    for answer, told in answers.NAMED.items():
+        assert kept.verdict(answers.check.dispatch_once, answer).says.endswith(told), answer
+
+
 def test_a_rounded_number_is_asked_for_exactly() -> None:
     for rounded in 0.18, 0.179, 0.1795:
         said = MODULES["layer_splitting"].check.idle_part(rounded)

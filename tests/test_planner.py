@@ -3,6 +3,7 @@ numbers, and what is counted in real steps: bytes that are held, kept for backwa
 
 import math
 import sys
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import minidist as md
 from minidist import planner
@@ -214,6 +216,8 @@ def built(shape):
 
 def test_parameters_of_the_presets():
     for name, shape in planner.MODELS.items():
+        if shape.experts:
+            continue
         with torch.device("meta"):
             model = built(replace(shape, layers=2))
         two = sum(p.numel() for p in model.parameters())
@@ -223,6 +227,37 @@ def test_parameters_of_the_presets():
             assert shape.parameters == PUBLISHED[name], name
         else:
             assert f"{shape.parameters / 1e9:.0f}b" in (name.rpartition("-")[2])
+
+
+# Billions, all and active, as the makers print them. Some leave the embedding out of the second.
+EXPERTS = {
+    "mixtral-8x7b": (46.7, 12.9, True),
+    "mixtral-8x22b": (141, 39, True),
+    "olmoe-1b-7b": (6.9, 1.3, True),
+    "qwen3-30b-a3b": (30.5, 3.3, True),
+    "qwen3-235b-a22b": (235, 22, True),
+    "gpt-oss-20b": (20.9, 3.6, False),
+    "gpt-oss-120b": (116.8, 5.1, False),
+    "deepseek-v3": (671, 36.6, False),
+}
+
+
+def test_parameters_of_models_with_experts():
+    assert EXPERTS.keys() == {name for name, shape in planner.MODELS.items() if shape.experts}
+    for name, (total, active, embedding) in EXPERTS.items():
+        shape = planner.MODELS[name]
+        assert shape.parameters / 1e9 == pytest.approx(total, rel=0.005), name
+        used = shape.active_parameters - (0 if embedding else shape.vocabulary * shape.width)
+        assert used / 1e9 == pytest.approx(active, rel=0.02), name
+    norms = 48 * 2 * 128  # of each head's queries and keys
+    assert planner.MODELS["qwen3-30b-a3b"].parameters + norms == 30_532_122_624  # torchtitan
+    # By hand: Mixtral's flops are those of a dense model with an MLP of two experts' width.
+    mixtral = planner.MODELS["mixtral-8x7b"]
+    dense = replace(mixtral, experts=None, active=1, hidden=2 * 14336)
+    assert mixtral.flops == dense.flops + 3 * 32 * 2 * 8 * 4096  # the router
+    shared = replace(mixtral, shared=1, dense_layers=2)
+    one, router = 3 * 4096 * 14336, 8 * 4096
+    assert shared.parameters - mixtral.parameters == (30 + 2 * (2 + 1 - 8)) * one - 2 * router
 
 
 def parameters_here(length, *shape):
@@ -748,6 +783,111 @@ def test_a_contiguous_cut():
         assert (last - even) * 1e12 == pytest.approx(more * flops, abs=1), way
 
 
+# ---- experts -----------------------------------------------------------------------------------
+
+SPARSE = planner.Transformer(2, 32, 4, 12, 64, hidden=64, experts=8, active=3, tied=True)
+
+
+def test_states_of_experts():
+    """Shared out by 4, each has 16 / 4 copies, which ZeRO shares out further."""
+    held = partial(planner.peak, SPARSE, precision="float32", optimizer="adam")
+    one = 2 * 8 * 2 * 32 * 64  # both layers' experts: two matrices of 32 x 64
+    rest = SPARSE.parameters - one
+    for stage in 0, 1, 2:
+        found = held(planner.Layout(16, stage=stage, experts=4))
+        apart = [(16, 4) if stage >= first else (1, 1) for first in (3, 2, 1)]
+        wanted = [4 * (rest / N + one / 4 / copies) for N, copies in apart]
+        wanted[2] *= 2
+        assert [*found.categories.values()][:3] == pytest.approx(wanted), stage
+    assert held(planner.Layout(16, stage=3, experts=4)).parameters < 4 * 1.4 * (rest + one) / 16
+
+
+def along_experts(flops=math.inf, per_node=4, ranks=4, **others):
+    """As `along_context`: nanoseconds, and of computing."""
+    layout = planner.Layout(ranks, experts=4, **others)
+    cable = md.Link(8 * per_node, 0)  # each rank's part carries a byte in a nanosecond
+    device = planner.Device(flops, 1e9, md.Link(8, 0, inter=cable), per_node)
+    took = planner.step_time(SPARSE, layout, device, "float32")
+    return 1e9 * took.experts, took.compute
+
+
+def test_time_of_experts():
+    """By hand: 12 tokens, of which 3 rows of 128 bytes go out, 3/4 of them to other ranks; two
+    layers, back, and the same in backward."""
+    row = 12 * 128 * 2 * 4
+    assert along_experts()[0] == pytest.approx(row * 3 * 3 / 4)
+    assert along_experts(imbalance=1.5)[0] == pytest.approx(1.5 * row * 3 * 3 / 4)
+    assert along_experts(recompute="layers")[0] == pytest.approx(6 / 4 * row * 3 * 3 / 4)
+    assert along_experts(ranks=8, tensor=2)[0] == pytest.approx(row / 2 * 3 * 3 / 4)
+    assert along_experts(ranks=8, pipeline=2)[0] == pytest.approx(row / 2 * 3 * 3 / 4)
+    distinct = 4 * (1 - math.comb(6, 3) / math.comb(8, 3))
+    assert along_experts(once=True)[0] == pytest.approx(row * distinct * 3 / 4)
+    nodes = 2 * (1 - math.comb(4, 3) / math.comb(8, 3))
+    assert along_experts(once=True, per_node=2)[0] == pytest.approx(row * nodes / 2)
+    even, uneven = (along_experts(1e12, imbalance=each)[1] for each in (1, 2))
+    more = 3 * 2 * 12 * 3 * 2 * 2 * 32 * 64  # forward and twice as much back, of 3 experts
+    assert (uneven - even) * 1e12 == pytest.approx(more)
+
+
+def test_nodes_of_a_token():
+    """Beside a router's choices among random scores. DeepSeek-V3 sends to at most 4 of 8 nodes."""
+    torch.manual_seed(0)
+    for experts, k, nodes, limit in (256, 8, 8, None), (256, 8, 8, 4), (64, 6, 4, None):
+        router = md.experts.Router(8, experts, k, nodes=nodes, of_nodes=limit)
+        chosen = router.choose(torch.rand(4096, experts)) // (experts // nodes)
+        met = F.one_hot(chosen, nodes).amax(1).sum(1).double().mean()
+        assert planner.touched(experts, k, nodes, limit) == pytest.approx(met.item(), rel=0.02)
+    assert planner.touched(256, 8, 8) == pytest.approx(5.29, abs=0.01)
+
+
+def calls_of_experts(replicas):
+    """Of a step: calls and bytes by operation and number of ranks; and this rank's parameters."""
+    torch.manual_seed(dist.get_rank())
+    model = md.zoo.Transformer(64, 12, 32, 4, 2)
+    for block in model.blocks:
+        block.mlp = md.experts.MoE(32, 64, experts=8, k=3)
+    shape = replicas, dist.get_world_size() // replicas
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "experts"))
+    model = md.DistributedDataParallel(md.experts.parallelize(model, mesh))
+    tokens = torch.randint(64, (5, 12))
+    with md.measure.TrafficCounter() as traffic:
+        model(tokens).sum().backward()
+    routed = sum(p.to_local().numel() for p in md.experts.parameters(model))
+    return traffic.by_group, routed, sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_goes_to_experts(pools, replicas):
+    """To the byte, and all parameters. Each rank's rows differ: all together are as planned."""
+    ranks, layout = 4, planner.Layout(4, micro_batch=5, experts=4 // replicas)
+    biases = 2 * 3 * 32  # of qkv, which the zoo has not
+    planned, found = Counter(), Counter()
+    for each in planner.messages(SPARSE, layout, "float32"):
+        planned[each.operation, each.ranks] += ranks * each.times * each.nbytes
+    planned["all_reduce", 4] -= ranks * 4 * biases
+    for groups, routed, whole in pools(ranks)(calls_of_experts, replicas):
+        assert whole == SPARSE.parameters - biases
+        assert routed == stages(SPARSE, layout)[0].routed(SPARSE, layout)
+        for group, calls in groups.items():
+            for operation, (_, nbytes) in calls.items():
+                if len(group) > 1 and operation != "broadcast":  # of the routers' biases, by DDP
+                    found[operation, len(group)] += nbytes
+    assert found == planned
+
+
+def test_what_experts_keep():
+    """The rows that arrive and those that go back, and hidden numbers. Eager torch keeps two more
+    rows of each, for index_copy and index_add."""
+    for k in 1, 2, 3:
+        shape = replace(SPARSE, active=k)
+        layer = md.experts.MoE(32, 64, experts=8, k=k)
+        x = torch.randn(36, 32, requires_grad=True)
+        layout = planner.Layout(micro_batch=3)
+        planned = layer_activations(shape, layout, "float32") - 4 * 36 * (4 + 4 - 1) * 32
+        kept = saved_by_autograd(layer, x)[0] - planned - 4 * 36 * 2 * k * 32
+        assert 0 < kept < 36 * (64 + 8 * 8 + 48 * k), k  # weights, scores and places of rows
+
+
 def test_what_is_recomputed():
     """From nothing to whole layers each way keeps less; what it costs stands beside it."""
     device = planner.Device(1e12, 1e9, md.Link(8))
@@ -894,6 +1034,10 @@ MISTAKES = [
     (lambda: replace(DEVICE, utilisation=2), "above 0 and 1 at most, not 2"),
     (lambda: planner.Transformer(2, 10, 3), "cannot be shared by 3 heads"),
     (lambda: planner.Transformer(2, 12, 4, kv_heads=3), "4 heads cannot share 3"),
+    (lambda: planner.Transformer(1, 4, 2, experts=2, active=3), "cannot use 3 of 2 experts"),
+    (lambda: planner.Layout(8, experts=3), "of 8 ranks no 3 can share experts"),
+    (lambda: planner.peak(SPARSE, planner.Layout(5, experts=5)), "5 ranks cannot share 8 experts"),
+    (lambda: planner.messages(SPARSE, planner.Layout(2, 2)), "tensor must be one of 1, not 2"),
     (lambda: planner.Transformer(0, 10, 2), "layers must be a whole number"),
     (lambda: planner.Layout(recompute="all"), "recompute must be one of"),
     (lambda: planner.Layout(8, 3), "8 ranks are no multiple of tensor 3 × pipeline 1"),
@@ -910,7 +1054,8 @@ AT_THE_COMMAND_LINE = {
     "--params 1e9 --memory 0": "more than 0 FLOP/s, memory",
     "--params 1e9 --model gpt-2": "only the size is known",
     "--model gpt-5": "there is no model gpt-5, but gpt-2, ",
-    "--model DeepSeek-V3": "has experts, and the planner knows dense models",
+    "--model deepseek-v3 --recompute operations": "is planned of dense layers",
+    "--model gpt-2 --world-size 2 --experts 2": "2 ranks cannot share no experts",
     "--model gpt-2 --world-size 6 --tensor 4": "no multiple of tensor 4",
     "--model gpt-2 --world-size 8 --tensor 8": "12 heads",
     "--model gpt-2 --gbps 1 2 3": "one number or two",

@@ -49,7 +49,8 @@ def refuse_dtensors(lines: Iterable[str]) -> None:
         if _DTENSOR in line:
             raise TypeError(
                 f"{line.partition(',')[0]} is a DTensor, which torch's own strategies take. The "
-                "ones here take plain tensors, such as those of md.tensor_parallel's layers"
+                "ones here take plain tensors, such as those of md.tensor_parallel's layers. Leave "
+                "out experts: fully_shard by ignored_params, DDP if it wraps what parallelize took"
             )
 
 

@@ -54,12 +54,13 @@ def with_places(
     boxes = rows.new_zeros(experts * room, C).index_copy(0, slot, rows[token])
     even = [experts * room // p] * p
     arrived = exchange(boxes, even, even, group)  # (p, E / p, room, C): by sender
-    done = compute(_swapped(arrived, p, room), [p * room] * (experts // p))
-    back = exchange(_swapped(done, experts // p, room), even, even, group)
+    done = compute(_swapped(arrived, p, experts // p), [p * room] * (experts // p))
+    back = exchange(_swapped(done, experts // p, p), even, even, group)
     weighted = back[slot] * weights[fits].unsqueeze(1)
     return torch.zeros_like(rows).index_add(0, token, weighted), int((~fits).sum())
 
 
-def _swapped(rows: Tensor, outer: int, room: int) -> Tensor:
+def _swapped(rows: Tensor, outer: int, inner: int) -> Tensor:
     """(outer · inner · room, C) to (inner · outer · room, C)."""
-    return rows.view(outer, -1, room, rows.shape[1]).transpose(0, 1).flatten(0, 2)
+    boxes = rows.view(outer, inner, len(rows) // (outer * inner), rows.shape[1])
+    return boxes.transpose(0, 1).flatten(0, 2)

@@ -25,7 +25,8 @@ def averaged(weight: Any, ranks: int, replicas: Group) -> torch.Tensor:
 
     In autograd and not in a hook: so it is right in any wrapper, and for several backward passes a
     step. Each of them sends a message, and waits for it."""
-    return weight if ranks == 1 else _Averaged.apply(local(weight), ranks, replicas)
+    own: torch.Tensor = local(weight)
+    return own if ranks == 1 else _Averaged.apply(own, ranks, replicas)
 
 
 class _Averaged(torch.autograd.Function):

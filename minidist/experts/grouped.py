@@ -27,7 +27,7 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """rows (R, C), sorted by expert, of which `counts[e]` are for this rank's expert e."""
         up, down = (averaged(each, self.ranks, self.replicas) for each in (self.up, self.down))
-        return self.compute(rows, counts, up, down)
+        return self.compute(rows, counts, up.to(rows.dtype), down.to(rows.dtype))
 
 
 def loop(rows: Tensor, counts: Sequence[int], up: Tensor, down: Tensor) -> Tensor:
@@ -59,6 +59,6 @@ KNOWN = ("cpu", torch.float32), ("cpu", torch.bfloat16), ("cuda", torch.bfloat16
 
 def fastest(rows: Tensor, counts: Sequence[int], up: Tensor, down: Tensor) -> Tensor:
     """The grouped product where torch has it for these, else the loop."""
-    known = rows.dtype == up.dtype and (rows.device.type, rows.dtype) in KNOWN
-    known = known and hasattr(F, "grouped_mm") and not torch.is_autocast_enabled(rows.device.type)
+    known = (rows.device.type, rows.dtype) in KNOWN and hasattr(F, "grouped_mm")
+    known = known and not torch.is_autocast_enabled(rows.device.type)
     return (grouped_mm if known else loop)(rows, counts, up, down)

@@ -74,8 +74,10 @@ class MoE(nn.Module):
         self.group: Group = None  # whose ranks have the experts; None: this process has them all
 
     def extra_repr(self) -> str:
-        options = f"aux={self.aux}, capacity={self.capacity}, once={self.once}"
-        return f"{len(self.counts)} experts, {options}"
+        names = "k", "sigmoid", "normalize", "nodes", "of_nodes", "aux", "capacity", "once"
+        options = vars(self.router) | vars(self)
+        sizes = f"{len(self.counts)} experts, {tuple(self.experts.up.shape[1:])}"
+        return ", ".join([sizes, *(f"{name}={options[name]}" for name in names)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.flatten(0, -2)  # (N, C)

@@ -30,16 +30,18 @@ def parallelize(model: nn.Module, device_mesh: DeviceMesh | None = None) -> nn.M
         md.experts.update_bias(model, 0.001)            # if it is DeepSeek-V3's
 
     All ranks of the mesh share a batch: each has other rows. Along its axis "experts" they have
-    other experts, and along the other axes the same ones. None: all ranks have other experts.
+    other experts, and along the other axes the same ones. None: all ranks have other experts. With
+    one rank along "experts", each rank has all of them, but balances those of all ranks' rows.
 
-    All ranks take the first one's parameters and buffers. Experts become DTensors. Both DDPs leave
-    them alone; `fully_shard` does with `ignored_params=set(md.experts.parameters(model))`. After
-    backward the gradient of an expert is that of the mean of all ranks' losses.
+    All ranks take the first one's parameters and buffers. Experts become DTensors, which
+    checkpoints take as they are. Both DDPs leave them alone, and `fully_shard` does with
+    `ignored_params=set(md.experts.parameters(model))`. After backward the gradient of an expert is
+    that of the mean of all ranks' losses.
 
-    Limits: experts are not sharded along the other axes. `md.saving` and
-    torch.distributed.checkpoint save DTensors, and load them on another number of ranks. Where
-    torch's optimizers take many tensors at once, on GPUs, they do not mix DTensors and plain ones:
-    give `parameters(model)` a group of their own. ZeRO's optimizers take no DTensors.
+    Limits: experts are not sharded along the other axes, and their gradients travel in each
+    backward pass, also in `no_sync`. ZeRO's optimizers take no DTensors. Where torch's optimizers
+    take many tensors at once, on GPUs, they do not mix DTensors and plain ones: give
+    `parameters(model)` a group of their own, and with a gradient scaler an optimizer.
 
     Raises RuntimeError without a process group; ValueError, on every rank, if the ranks have
     different models, or an expert would be on no rank.
@@ -51,11 +53,13 @@ def parallelize(model: nn.Module, device_mesh: DeviceMesh | None = None) -> nn.M
     names = mesh.mesh_dim_names or ()
     layers = [each for each in model.modules() if isinstance(each, MoE)]
     if "experts" not in names or not layers:
-        raise ValueError(f"it takes a mesh with an axis experts, not {names}, and a model with MoE")
+        raise ValueError(
+            f"it takes a model with a MoE, and a mesh with an axis experts, not {names}"
+        )
     own, group = mesh["experts"], mesh._flatten().get_group()
     others = tuple(name for name in names if name != "experts" and mesh[name].size() > 1)
     replicas = mesh[others]._flatten().get_group() if others else None
-    agree.require_same(group, {"the layers of experts": [repr(each) for each in layers]})
+    agree.require_same(group, {"a layer of experts": [each.extra_repr() for each in layers]})
     require_same_model(model, group)
     broadcast_state([*model.parameters(), *model.buffers()], group)
     for layer in layers:

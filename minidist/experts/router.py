@@ -71,10 +71,6 @@ class Router(nn.Module):
         self.seen = torch.zeros(experts, dtype=torch.long)
         self.group: dist.ProcessGroup | None = None
 
-    def extra_repr(self) -> str:
-        options = f"k={self.k}, sigmoid={self.sigmoid}, normalize={self.normalize}"
-        return f"{options}, nodes={self.nodes}, of_nodes={self.of_nodes}"
-
     def forward(self, x: torch.Tensor) -> Routing:
         exact = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):

@@ -34,7 +34,7 @@ from minidist.planner.model_states import (
 )
 from minidist.planner.peak import layer_activations, peak
 from minidist.planner.planned_messages import Planned, messages, most_sent
-from minidist.planner.step_time import StepTime, step_time, traffic
+from minidist.planner.step_time import StepTime, step_time, touched, traffic
 from minidist.planner.transformer import MODELS, Transformer
 from minidist.planner.zero_table import zero_table
 
@@ -66,6 +66,7 @@ __all__ = [
     "run_with_failures",
     "smallest_world_size",
     "step_time",
+    "touched",
     "traffic",
     "young",
     "zero_table",

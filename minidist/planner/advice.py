@@ -63,18 +63,20 @@ def enough_ranks(
 
 
 def _candidates(model: Transformer, layout: Layout, device: Device) -> Iterator[Layout]:
-    """`layout`; then tensor and context parallel, pipelines, ZeRO with its forms, what is
-    recomputed, and micro-batches of 1, 2, 4, 8: always of as many sequences."""
+    """`layout`; then tensor and context parallel, pipelines, experts on each rank, shared by a node
+    or as given, ZeRO with its forms, what is recomputed, and micro-batches of 1, 2, 4, 8: always of
+    as many sequences."""
     yield layout
     powers = [2**i for i in range(8)]
     tensors = [t for t in powers if t <= device.per_node]
     contexts = [c for c in powers if c == 1 or model.length // c >= SHORTEST]
-    for t, c, p in product(tensors, contexts, powers[:5]):
+    shared = sorted({1, layout.experts, device.per_node}) if model.experts else [1]
+    for t, c, p, e in product(tensors, contexts, powers[:5], shared):
         data, left = divmod(layout.world_size, t * c * p)
-        if left or not data or layout.sequences % data:
+        if left or not data or layout.sequences % data or layout.world_size // p % e:
             continue
         each = layout.sequences // data
-        axes = {"tensor": t, "context": c, "pipeline": p, "sequence_parallel": t > 1}
+        axes = {"tensor": t, "context": c, "pipeline": p, "sequence_parallel": t > 1, "experts": e}
         wide = replace(layout, **axes, **PLAIN)
         sizes = [b for b in powers[:4] if each % b == 0]
         for b, how in product(sizes, [*_zero(wide, device)] if p == 1 else PIPELINES):
@@ -89,5 +91,5 @@ def _zero(layout: Layout, device: Device) -> Iterator[dict[str, Any]]:
     ranks = layout.data * layout.context
     nodes = max(1, ranks * layout.tensor // device.per_node)
     for n, reshard in product(sorted({1, nodes}), (True, False)):
-        if ranks % n == 0:
+        if ranks % n == 0 and ranks // n * layout.tensor % layout.experts == 0:
             yield {"stage": 3, "replicate": n, "reshard_after_forward": reshard}

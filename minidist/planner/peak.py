@@ -26,10 +26,10 @@ from minidist.planner.transformer import Transformer
 
 def layer_activations(model: Transformer, layout: Layout, precision: str = "mixed") -> float:
     """Bytes that one layer keeps of one micro-batch for backward, if nothing is recomputed."""
-    c, h, t, masks = PRECISIONS[precision].compute, model.width, layout.tensor, model.dropout
+    c, h, masks = PRECISIONS[precision].compute, model.width, model.dropout
     whole = c * 4 * h + (2 * h if masks else 0)  # inputs and outputs of both norms; masks, a byte
     attention = _attention(model, layout)
-    mlp = (4 if model.llama else 2) * model.mlp_width // t  # gated: gate, up, silu(gate), product
+    mlp = _mlp(model, layout, 4 if model.llama else 2)  # gated: gate, up, silu(gate), product
     each = whole / _along(layout) + c * (attention + mlp)
     return _tokens(model, layout) * each + _scores(model, layout, c)
 
@@ -51,9 +51,9 @@ def kept_activations(model: Transformer, layout: Layout, precision: str = "mixed
             products = [width for width, _ in model.products(t)[::2]]
             last = h / along if model.llama else 0  # down's, the seventh of seven
             own = sum(products[:-1] if model.llama else products)
-            return tokens * c * (h / along + h / t + own + last)
+            return tokens * c * (h / along + model.attention_width / t + own + last)
         case "elementwise":
-            mlp = (2 if model.llama else 1) * model.mlp_width // t
+            mlp = _mlp(model, layout, 2 if model.llama else 1)
             attention = _attention(model, layout)
             masks = 2 * h / along if model.dropout else 0
             kept = tokens * (c * (2 * h / along + attention + mlp) + masks)
@@ -84,7 +84,7 @@ def copies(
     if layout.stage < 3:
         return size.compute * parameters if size.compute < size.parameter else 0
     t, shards = layout.tensor, layout.rows_in
-    layer = model.layer_parameters(t, shards)
+    layer = model.layer_parameters(t, shards) + model.expert_parameters() // layout.experts
     head = model.head_parameters(t, model.tied, shards)
     end = max(model.embedding_parameters(t, shards), head)
     units = end + 2 * layer if model.tied else layer + max(layer, end)
@@ -113,6 +113,11 @@ def peaks(
     for stage in stages(model, layout):
         own = stage.parameters(model, layout.tensor, layout.rows_in)
         states = memory(own, layout.shards, layout.stage, optimizer=optimizer, precision=precision)
+        if routed := stage.routed(model, layout):
+            ranks = layout.expert_shards
+            of_them = memory(routed, ranks, layout.stage, optimizer=optimizer, precision=precision)
+            pairs = zip(vars(states).values(), vars(of_them).values(), strict=True)
+            states, own = Memory(*map(sum, pairs)), own + routed
         loss = logits(model, layout, precision) if stage.last else 0.0
         live = layout.in_flight(stage.number) * stage.layers * kept
         each = replace(
@@ -142,7 +147,17 @@ def _attention(model: Transformer, layout: Layout) -> int:
     t, c, way = layout.tensor, layout.context, layout.context_attention
     outputs = 2 if way == "ulysses" and c > 1 else 1
     keys = {"gathered once": c, "ulysses": copies_of_keys(model, layout)}.get(way, 1)
-    return (1 + outputs) * model.width // t + 2 * model.kv_width(t) * keys
+    return (1 + outputs) * model.attention_width // t + 2 * model.kv_width(t) * keys
+
+
+def _mlp(model: Transformer, layout: Layout, results: int) -> float:
+    """Numbers a token, of so many results as wide as the MLP; with experts, on the fullest rank,
+    also of the rows that arrive for them and that they give."""
+    if not model.experts:
+        return results * model.mlp_width // layout.tensor
+    routed = model.active * (results * model.expert_width + 2 * model.width)
+    shared = results * model.expert_width * model.shared
+    return (layout.imbalance * routed + shared) / layout.tensor
 
 
 def copies_of_keys(model: Transformer, layout: Layout) -> int:

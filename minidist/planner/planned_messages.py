@@ -1,4 +1,4 @@
-"""The messages of a step, one by one: what `step_time` adds up. Lesson: scaling_out"""
+"""The messages of a step, one by one: what `step_time` adds up. Lessons: scaling_out, experts"""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -36,8 +36,8 @@ def messages(
     require_one_of("precision", precision, PRECISIONS)
     require_one_of("stage", layout.stage, STAGES)
     require_one_of("recompute", layout.recompute, ("nothing",))
-    for name in "chunks", "context", "replicate":
-        require_one_of(name, getattr(layout, name), (1,))
+    for name in "chunks", "context", "replicate", *(("tensor", "stage") if model.experts else ()):
+        require_one_of(name, getattr(layout, name), (0, 1) if name == "stage" else (1,))
     require_one_of("reshard_after_forward", layout.reshard_after_forward, (True,))
     held = stages(model, layout)
     require_one_of("number", number, range(len(held)))
@@ -54,7 +54,8 @@ def most_sent(model: Transformer, layout: Layout, precision: str = "mixed") -> f
             return 0
         if each.operation == "send":
             return each.times * each.nbytes
-        return each.times * cost(each.operation, "ring", each.ranks, each.nbytes).nbytes
+        way = "pairwise" if each.operation == "all_to_all" else "ring"
+        return each.times * cost(each.operation, way, each.ranks, each.nbytes).nbytes
 
     numbers = range(layout.pipeline)
     return max(sum(map(nbytes, messages(model, layout, precision, n))) for n in numbers)
@@ -79,7 +80,15 @@ def _all(model: Transformer, layout: Layout, precision: str, own: Stage) -> Iter
     hops = m * (2 - first - last)  # activations to the next stage, gradients to the one before
     yield Planned("send", sent, p, hops)
     yield Planned("receive", sent, p, hops)
-    held = own.parameters(model, t)
+    held, routed = own.parameters(model, t), own.routed(model, layout)
+    if layout.experts > 1:
+        rows, each = activation * model.active, m * own.sparse
+        yield Planned("all_to_all", 8 * (model.experts or 0), layout.experts, each)
+        yield Planned("all_to_all", round(layout.imbalance * rows), layout.experts, 4 * each)
+        one = size.gradient * routed // max(1, own.sparse)
+        yield Planned("all_reduce", one, layout.expert_shards, each)
+    else:
+        held += routed
     if layout.stage < 3:
         gradients = ("reduce_scatter", m) if layout.stage == 2 else ("all_reduce", 1)
         yield Planned(gradients[0], size.gradient * held, d, gradients[1])

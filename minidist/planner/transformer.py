@@ -1,7 +1,6 @@
 """The shape of a transformer: its parameters, and the operations of its forward pass. Models with
-published shapes are in MODELS. Lesson: zero."""
+published shapes are in MODELS. Lessons: zero, experts."""
 
-import re
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -10,18 +9,25 @@ from minidist.planner.model_states import require_whole
 
 @dataclass(frozen=True)
 class Transformer:
-    """A decoder of `layers` layers, `width` wide (h), with sequences of `length` tokens (s). It is
-    dense: a mixture of experts, of whose parameters a token uses a part, is not planned here.
+    """A decoder of `layers` layers, `width` wide (h), with sequences of `length` tokens (s).
 
     Like GPT: biases, layer norms, learned positions, an MLP of two matrices. With `llama`: no
     biases, RMS norms, rotary positions, a gated MLP of three matrices.
 
     kv_heads: of keys and values, for grouped queries; None means `heads`.
-    hidden: how wide the MLP is; None means 4h.
+    hidden: how wide the MLP is; None means 4h. With experts, each of them is as wide.
     tied: the head's weights are the embedding's.
     dropout: behind the attention scores, the attention, and the MLP; it only costs memory here.
+    head_width: of queries, keys and values; None means h / heads.
+    attention: parameters of a layer's attention, if it is of another kind, such as DeepSeek's.
+    experts, active: in place of an MLP, each layer has so many (E), of which a token uses k. There
+        is a router of E rows. Biases of experts are left out. Lesson: experts.
+    shared: experts that every token uses, besides.
+    dense_layers: the first ones have an MLP in place of experts, of k + `shared` times `hidden`.
+    of_nodes: a token's experts are on so many nodes at most, as by DeepSeek-V3.
 
-    Raises ValueError for a number that is no whole one from 1 on, and for heads that do not divide.
+    Raises ValueError for a number that is no whole one from 1 on, for heads that do not divide,
+    and for k above E.
     """
 
     layers: int
@@ -34,50 +40,86 @@ class Transformer:
     llama: bool = False
     tied: bool = True
     dropout: bool = False
+    head_width: int | None = None
+    attention: int | None = None
+    experts: int | None = None
+    active: int = 1
+    shared: int = 0
+    dense_layers: int = 0
+    of_nodes: int | None = None
 
     def __post_init__(self) -> None:
-        for name, number in [(each.name, getattr(self, each.name)) for each in fields(self)[:7]]:
-            if number is not None:
-                require_whole(name, number)
-        if self.width % self.heads:
+        for each in fields(self):
+            number = getattr(self, each.name)
+            if number is not None and each.type is not bool and (number or each.default != 0):
+                require_whole(each.name, number)
+        if self.width % self.heads and not self.head_width:
             raise ValueError(f"a width of {self.width} cannot be shared by {self.heads} heads")
         if self.heads % (self.kv_heads or 1):
             raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} key-value heads")
+        if self.experts and self.active > self.experts:
+            raise ValueError(f"a token cannot use {self.active} of {self.experts} experts")
+
+    @property
+    def attention_width(self) -> int:
+        """Of all heads together."""
+        return self.heads * (self.head_width or self.width // self.heads)
 
     def kv_width(self, tensor: int = 1) -> int:
         """How wide the keys are, on one of `tensor` ranks. Each has one head at least."""
-        return self.width // self.heads * self.kv_heads_of(tensor)
+        return self.attention_width // self.heads * self.kv_heads_of(tensor)
 
     def kv_heads_of(self, tensor: int = 1) -> int:
         return max(1, (self.kv_heads or self.heads) // tensor)
 
     @property
-    def mlp_width(self) -> int:
+    def expert_width(self) -> int:
         return self.hidden or 4 * self.width
 
-    def products(self, tensor: int = 1) -> list[tuple[int, int]]:
-        """A layer's matrix products in the order of forward, on one of `tensor` ranks: how wide the
-        result is, and operations a token. Queries, keys, values, output; (gate,) up, down."""
-        h, kv = self.width, self.kv_width(tensor)
-        own, f = h // tensor, self.mlp_width // tensor
-        up = [(f, f)] * (2 if self.llama else 1)
-        sizes = [(own, own), (kv, kv), (kv, kv), (h, own), *up, (h, f)]
-        return [(wide, 2 * h * cut) for wide, cut in sizes]
+    @property
+    def mlp_width(self) -> int:
+        """Of all that a token uses of it."""
+        return self.expert_width * (self.active + self.shared if self.experts else 1)
 
-    def layer_parameters(self, tensor: int = 1, shards: int = 1) -> int:
+    @property
+    def sparse_layers(self) -> int:
+        """How many have experts."""
+        return self.layers - self.dense_layers if self.experts else 0
+
+    def products(self, tensor: int = 1) -> list[tuple[int, int]]:
+        """A dense layer's matrix products in the order of forward, on one of `tensor` ranks: how
+        wide the result is, and operations a token. Queries, keys, values, output; (gate,) up,
+        down."""
+        h, kv = self.width, self.kv_width(tensor)
+        own, f = self.attention_width // tensor, self.mlp_width // tensor
+        up = [(f, h)] * (2 if self.llama else 1)
+        sizes = [(own, h), (kv, h), (kv, h), (h, own), *up, (h, f)]
+        return [(wide, 2 * wide * deep) for wide, deep in sizes]
+
+    def layer_parameters(self, tensor: int = 1, shards: int = 1, dense: bool = False) -> int:
         """Of one layer, on one of `tensor` ranks: qkv and the MLP's first matrices are cut by
         columns, the others by rows (arXiv 1909.08053, section 3). Lesson: feature_splitting.
+        Without its experts, which `expert_parameters` counts; `dense`: of one of `dense_layers`.
 
         shards: each of so many ranks gets as many rows of a parameter, some of them padding, as in
         ZeRO-3. Queries, keys and values are one matrix, and so are gate and up."""
-        h, f, own = self.width, self.mlp_width // tensor, self.width // tensor
+        h, own, sparse = self.width, self.attention_width // tensor, self.experts and not dense
+        f = (self.expert_width * self.shared if sparse else self.mlp_width) // tensor
         columns = own + 2 * self.kv_width(tensor), (2 if self.llama else 1) * f
-        matrices = [(columns[0], h), (h, own), (columns[1], h), (h, f)]
-        if self.llama:
-            vectors = [h, h]
-        else:  # with biases, and those of norms
-            vectors = [*columns, h, h, *4 * [h]]
+        matrices = [(columns[1], h), (h, f), (self.experts or 0 if sparse else 0, h)]
+        vectors = [h, h]
+        if not self.llama:  # with biases, and those of norms
+            vectors = [columns[0], h, *4 * [h]] + ([] if sparse else [columns[1], h])
+        if self.attention:
+            vectors.append(self.attention // tensor)
+        else:
+            matrices += [(columns[0], h), (h, own)]
         return _padded(matrices, vectors, shards)
+
+    def expert_parameters(self, number: int | None = None) -> int:
+        """Of so many experts of a layer; None: of all."""
+        one = (3 if self.llama else 2) * self.width * self.expert_width
+        return one * ((self.experts or 0) if number is None else number)
 
     def embedding_parameters(self, tensor: int = 1, shards: int = 1) -> int:
         places = [] if self.llama else [(self.length, self.width)]
@@ -92,20 +134,30 @@ class Transformer:
     def parameters(self) -> int:
         """All of them, each once."""
         ends = self.embedding_parameters() + self.head_parameters(tied=self.tied)
-        return self.layers * self.layer_parameters() + ends
+        sparse = self.sparse_layers
+        routed = sparse * (self.layer_parameters() + self.expert_parameters())
+        return routed + (self.layers - sparse) * self.layer_parameters(dense=True) + ends
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that a token uses, with all of the embedding, which some makers leave out."""
+        unused = (self.experts or 0) - self.active
+        return self.parameters - self.sparse_layers * self.expert_parameters(unused)
 
     @property
     def attention_flops(self) -> int:
         """Operations a token, of Q Kᵀ and of scores V in one layer, forward; the causal half is not
         taken off, as in most papers (arXiv 2104.04473, appendix; arXiv 2204.02311, appendix B)."""
-        return 4 * self.length * self.width
+        return 4 * self.length * self.attention_width
 
     @property
     def layer_flops(self) -> int:
-        """Operations a token, of one layer, forward: 2 a weight, and attention."""
+        """Operations a token, of one layer, forward: 2 a weight that it uses, and attention. A
+        layer of `dense_layers` has as many, but for the router's."""
         matrices = 3 if self.llama else 2
-        weights = 2 * self.width + 2 * self.kv_width() + matrices * self.mlp_width
-        return 2 * self.width * weights + self.attention_flops
+        attention = self.attention or 2 * self.width * (self.attention_width + self.kv_width())
+        mlp = self.width * (matrices * self.mlp_width + (self.experts or 0))
+        return 2 * (attention + mlp) + self.attention_flops
 
     @property
     def head_flops(self) -> int:
@@ -128,7 +180,18 @@ def _llama(layers: int, width: int, heads: int, hidden: int, **others: Any) -> T
     return Transformer(layers, width, heads, hidden=hidden, llama=True, tied=False, **sizes)
 
 
+# Of each of 128 heads, queries and keys are 192 wide, values 128: products as of 160. Parameters:
+# of queries by way of 1,536 numbers, of keys and values by way of 512, and 64 more of each key.
+_QUERIES, _KEYS = 7168 * 1536 + 1536 * (1 + 128 * 192), 7168 * 576 + 512 * (1 + 128 * 256)
+_DEEPSEEK = {"vocabulary": 129280, "experts": 256, "active": 8, "shared": 1, "dense_layers": 3}
+_DEEPSEEK |= {"attention": _QUERIES + _KEYS + 128 * 128 * 7168, "head_width": 160, "kv_heads": 128}
+_DEEPSEEK |= {"length": 4096, "of_nodes": 4}
+_GPT_OSS = {"length": 4096, "vocabulary": 201088, "active": 4, "head_width": 64}
+_QWEN = {"length": 4096, "vocabulary": 151936, "experts": 128, "active": 8, "head_width": 128}
+_QWEN |= {"kv_heads": 4}
+_OLMOE = {"length": 4096, "vocabulary": 50304, "experts": 64, "active": 8, "kv_heads": 16}
 _LLAMA_2 = {"length": 4096, "vocabulary": 32000}
+_MIXTRAL = _LLAMA_2 | {"experts": 8, "active": 2}
 MODELS = {
     # Radford et al. (2019), and the released weights; Brown et al. (arXiv 2005.14165), Table 2.1;
     # Smith et al. (arXiv 2201.11990), section 2.3, vocabulary padded.
@@ -147,17 +210,21 @@ MODELS = {
     "llama-3-70b": _llama(80, 8192, 64, 28672),
     "llama-3-405b": _llama(126, 16384, 128, 53248),
     "mistral-7b": _llama(32, 4096, 32, 14336, vocabulary=32000),
+    # With experts, from released config.json files, the last one's without its extra layer that
+    # predicts a second token. Left out are biases and norms of single heads: 0.05 % at most.
+    "mixtral-8x7b": _llama(32, 4096, 32, 14336, **_MIXTRAL),
+    "mixtral-8x22b": _llama(56, 6144, 48, 16384, **_MIXTRAL),
+    "olmoe-1b-7b": _llama(16, 2048, 16, 1024, **_OLMOE),
+    "qwen3-30b-a3b": _llama(48, 2048, 32, 768, **_QWEN),
+    "qwen3-235b-a22b": _llama(94, 4096, 64, 1536, **_QWEN),
+    "gpt-oss-20b": _llama(24, 2880, 64, 2880, experts=32, **_GPT_OSS),
+    "gpt-oss-120b": _llama(36, 2880, 64, 2880, experts=128, **_GPT_OSS),
+    "deepseek-v3": _llama(61, 7168, 128, 2048, **_DEEPSEEK),
 }
-WITH_EXPERTS = re.compile(r"moe|mixtral|deepseek-[vr]\d|llama-4|gpt-oss|\dx\d+b|-a\d+b")
 
 
 def named(name: str) -> Transformer:
-    """The model of MODELS. Raises ValueError if it is not there; of one with experts, says why."""
+    """The model of MODELS. Raises ValueError if it is not there."""
     if name in MODELS:
         return MODELS[name]
-    if WITH_EXPERTS.search(name.lower()):
-        raise ValueError(
-            f"{name} has experts, and the planner knows dense models only: a token uses a part of "
-            "the parameters, and all_to_alls bring it to the ranks that have them"
-        )
     raise ValueError(f"there is no model {name}, but {', '.join(MODELS)}")

@@ -97,8 +97,8 @@ class Llama(nn.Module):
     """
 
     def __init__(self, shape: Transformer) -> None:
-        if not shape.llama or shape.tied:
-            raise ValueError("Llama is a shape with llama=True and tied=False")
+        if not shape.llama or shape.tied or shape.experts:
+            raise ValueError("Llama is a shape with llama=True and tied=False, without experts")
         super().__init__()
         with torch.device("meta"):
             self.embedding = nn.Embedding(shape.vocabulary, shape.width)
