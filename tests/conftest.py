@@ -38,6 +38,7 @@ ON_BOTH = {
     "test_ddp_as_torch": "shm",
     "test_distributed_data_parallel": "gloo",
     "test_every_strategy": "shm",
+    "test_experts": "shm",
     "test_faults": "shm",
     "test_fully_shard": "gloo",
     "test_fully_sharded": "shm",

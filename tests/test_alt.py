@@ -33,6 +33,14 @@ def test_an_axis_of_values_tells_its_ends_as_they_are_written() -> None:
     )
 
 
+def test_a_scale_of_colours_is_told() -> None:
+    said = describe(plot.load([[1, 3], [3, 5]]).figure)
+    assert said == (
+        "Heat map: Load. Across: steps 0.00 to 2.00. Up: expert 0. "
+        "Colours: no title. Up: rows / even share 0 to 4."
+    )
+
+
 def test_every_chart_of_a_figure_is_told_and_plain_ones_too() -> None:
     figure, (left, right) = plt.subplots(1, 2)
     left.plot([0, 10], [0, 1])

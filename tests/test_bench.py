@@ -177,6 +177,7 @@ SMALL = {
     "averaging.STEPS": 48,
     "averaging.LINKS": {"fast": md.Link(gbps=100)},
     "saving.BYTES": 4 * 10**6,
+    "experts.ROW": 1e-5,
 }
 for each in "ddp", "zero", "fsdp", "pipeline", "tensor", "saving":
     SMALL[f"{each}.WORLD_SIZES"] = [2]

@@ -168,7 +168,8 @@ def test_the_exercise_as_the_lesson_has_it_is_no_try() -> None:
 
 # ---- rounded numbers ------------------------------------------------------------------------
 
-NUMERIC = [each for each in CHECKS if is_number(answers(*each)[0][0])]
+RIGHT = [(each, answers(*each)[0][0]) for each in CHECKS]
+NUMERIC = [each for each, right in RIGHT if is_number(right) and right]  # 0 has no digits to lose
 
 
 def roundings(right: float) -> set[float]:

@@ -188,7 +188,7 @@ def test_some_ranks_have_no_rows(pools):
 
     def run(case):
         own = ex.parallelize(layer_of("every choice", CASES[case][1]))
-        x = torch.randn(10, C, dtype=torch.float64)
+        x = torch.randn(4, 10, C, dtype=torch.float64)[dist.get_rank()]
         with torch.no_grad():
             assert torch.equal(own(x), copy.deepcopy(own)(x))
         return own.counts.tolist(), own.plan.sends, own.plan.receives
@@ -198,10 +198,11 @@ def test_some_ranks_have_no_rows(pools):
     assert all(counts[-3:] == [0] * 3 for counts, *_ in pools(4)(run, "none to the last 3"))
 
 
-def test_products_of_all_experts_at_once():
+@pytest.mark.parametrize("hidden", [16, 9])  # torch's product takes whole 16 bytes
+def test_products_of_all_experts_at_once(hidden):
     torch.manual_seed(0)
-    made, found = ex.Experts(4, C, 16), []
-    for compute in (ex.loop, ex.padded, ex.grouped_mm):
+    made, found = ex.Experts(4, C, hidden), []
+    for compute in (ex.loop, ex.padded, ex.grouped_mm if hidden == 16 else made.compute):
         made.compute, x = compute, torch.randn(40, C, generator=torch.Generator().manual_seed(1))
         made.zero_grad()
         y = made(x.requires_grad_(), [31, 0, 9, 0])
@@ -209,6 +210,28 @@ def test_products_of_all_experts_at_once():
         found.append([y.detach(), x.grad, made.up.grad, made.down.grad])
     for each in found[1:]:
         assert worst(zip(each, found[0], strict=True)) < 1e-5
+
+
+def in_lower_precision(case, way, by_autocast):
+    """How far this rank's output and gradients are from those in float64; its experts in float32
+    are computed by torch's product of all at once."""
+    rank, (tokens, how) = dist.get_rank(), CASES[case]
+    exact, rough = (ex.parallelize(layer_of(way, how)) for _ in range(2))
+    x, found = torch.randn(4, 13, C, dtype=torch.float64)[rank, : tokens(rank)], []
+    for each in (exact, rough.float()):
+        own = x.to(each.router.bias.dtype, copy=True).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=by_autocast and each is rough):
+            y = each(own)
+        y.float().sin().sum().backward()
+        found.append([y, own.grad, *(whole(p.grad) for p in each.parameters())])
+    return worst(zip(*[[t.detach().double() for t in each] for each in found], strict=True))
+
+
+def test_lower_precisions_are_near(pools):
+    """And each rank has a gradient of each parameter."""
+    for case, way in product(("7, 0, 13 and 1 tokens", "all to the first 3"), WAYS):
+        assert max(pools(4)(in_lower_precision, case, way, False)) < 1e-5, (case, way)
+        assert max(pools(4)(in_lower_precision, case, way, True)) < 0.1, (case, way)
 
 
 def with_places(factor, room):
@@ -308,11 +331,11 @@ def test_a_router_learns_of_the_auxiliary_loss_alone():
     assert worst(zip(found, wanted, strict=True)) < EXACT and wanted[0].abs().max() > 1e-3
 
 
-def biased():
+def biased(of):
     """Rows for each expert, and the bias after it, in two steps of two micro-batches that are
     computed again in backward."""
     torch.manual_seed(0)
-    layer, steps = ex.parallelize(ex.MoE(C, H, E, 2)), []
+    layer, steps = ex.parallelize(ex.MoE(C, H, E, 2), mesh(of)), []
     torch.manual_seed(dist.get_rank())
     for _ in range(2):
         rows = torch.zeros(E)
@@ -328,12 +351,13 @@ def biased():
     return steps
 
 
-def test_the_bias_follows_the_rows_of_all_ranks_since_the_last_call(pools):
+@pytest.mark.parametrize("of", [2, 4])
+def test_the_bias_follows_the_rows_of_all_ranks_since_the_last_call(pools, of):
     before = torch.zeros(E)
-    for each in zip(*pools(3)(biased), strict=True):
+    for each in zip(*pools(4)(biased, of), strict=True):
         rows = sum(rows for rows, _ in each)
         before += 0.01 * torch.sign(rows.mean() - rows)
-        assert rows.sum() == 3 * 2 * 5 * 2 and all(torch.equal(bias, before) for _, bias in each)
+        assert rows.sum() == 4 * 2 * 5 * 2 and all(torch.equal(bias, before) for _, bias in each)
 
 
 def test_the_bias_chooses_and_does_not_weigh():
@@ -362,6 +386,14 @@ def test_a_router_computes_in_float32():
     assert rough.scores.dtype == torch.float32
     logits = x.bfloat16().float() @ router.linear.weight.float().T
     assert torch.equal(rough.chosen.sort(1).values, logits.topk(6).indices.sort(1).values)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_layer_in_bfloat16_stays_so(way):
+    own, x = layer_of(way).bfloat16(), torch.randn(10, C).bfloat16()
+    y = own(x)
+    y.sum().backward()
+    assert y.dtype == torch.bfloat16 and all(p.grad.isfinite().all() for p in own.parameters())
 
 
 # ---- whole models ---------------------------------------------------------------------------
@@ -505,7 +537,9 @@ REFUSED = {
     "it takes a model with a MoE": lambda: ex.parallelize(nn.Linear(2, 2)),
     "rank 3 says ['24 experts": lambda: other_on_rank_3(experts=24),
     "k=3": lambda: other_on_rank_3(k=3),
-    "rank 3 has (12, 8, 16)": lambda: other_on_rank_3(hidden=16),
+    "rank 3: parameter 1.weight, shape (4, 8)": lambda: ex.parallelize(
+        nn.Sequential(layer(), nn.Linear(C, 3 + dist.get_rank() // 3))
+    ),
 }
 
 

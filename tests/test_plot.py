@@ -65,6 +65,8 @@ CHARTS = {  # name: what it draws, and inputs that have nothing to draw
     "breakdown": ({"DDP": {"other": 8}}, [{}, {"DDP": {}}, {"DDP": {"other": 0}}]),
     "frontier": ({"time": {"plain": (8, 1.0)}}, [{}, {"time": {}}]),
     "pairs": ([[0, 3], [1, 2]], [[], [[], []]]),
+    "routing": ([[[0, 3]], [[2, 5]]], [[], [[], []], [[[0]], [[1]], [[2]]]]),
+    "load": ([[1, 3]], [[], [[]]]),
     "weights": ({"right": {"rank 0": (0.5, 0.5)}}, [{}]),
 }
 
@@ -431,6 +433,25 @@ def test_pairs_have_the_colour_of_the_querys_rank_and_bars_count_them() -> None:
     assert legend(ax) == ["rank 0", "rank 1"]
     assert shown(ax.patches[0]) == palette.RANKS[0] and shown(ax.patches[2]) == palette.RANKS[1]
     assert [bar.get_height() for bar in ax.child_axes[0].patches] == [3, 3, 2, 2]
+
+
+def test_routing_has_the_colour_of_the_tokens_rank_and_counts_rows() -> None:
+    ax = plot.routing([[[0, 3], [2, 3]], [[1, 2]]], experts=4)
+    lines = [(shown(line), line.get_linestyle()) for line in ax.lines[:6]]
+    first, second = palette.RANKS[:2]
+    assert lines[:4] == [(first, style) for style in (":", "-", "-", "-")]
+    assert lines[4:] == [(second, "-"), (second, ":")]
+    said = [text.get_text() for text in ax.texts]
+    assert said[0] == "rank 0, tokens: 2"
+    assert "rank 0, rows: 2" in said and "rank 1, rows: 4" in said
+
+
+def test_load_is_white_where_it_is_even() -> None:
+    ax = plot.load([[1, 3], [3, 5], [0, 4]], every=2)
+    assert ax.images[0].get_array().tolist() == [[4 / 6, 0], [8 / 6, 2]]  # [expert][column]
+    assert min(ax.images[0].to_rgba([[1.0]])[0, 0]) > 0.99
+    blue, orange = (ax.images[0].to_rgba([[times]])[0, 0] for times in (0.0, 4.0))
+    assert blue[2] > blue[0] and orange[0] > orange[2]
 
 
 def test_schedule_shows_predicted_and_measured_spans() -> None:

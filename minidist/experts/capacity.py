@@ -62,5 +62,4 @@ def with_places(
 
 def _swapped(rows: Tensor, outer: int, inner: int) -> Tensor:
     """(outer · inner · room, C) to (inner · outer · room, C)."""
-    boxes = rows.view(outer, inner, len(rows) // (outer * inner), rows.shape[1])
-    return boxes.transpose(0, 1).flatten(0, 2)
+    return rows.view(outer, inner, -1, rows.shape[1]).transpose(0, 1).flatten(0, 2)

@@ -16,6 +16,8 @@
 | `breakdown` | of what parts several things consist, as bars from left to right |
 | `frontier` | several ways to do one thing, by what each saves and what it costs |
 | `pairs` | which rank computes which pairs of tokens, and in which step of a ring |
+| `routing` | which token goes to which expert, on which rank |
+| `load` | how full each expert is, over the steps of a training |
 | `weights` | of whose gradients the gradients of several runs are made |
 
 Every chart draws into the axes that it is given, or into a new figure as wide as a notebook,
@@ -26,6 +28,7 @@ a ValueError. matplotlib is imported by the first chart, not by `import minidist
 from minidist.plot.bar_charts import bars, bytes_per_rank, stacked
 from minidist.plot.breakdown_chart import breakdown
 from minidist.plot.charts import loss, time_against_size, timeline, traffic
+from minidist.plot.expert_charts import load, routing
 from minidist.plot.frontier_chart import frontier
 from minidist.plot.memory_charts import memory, memory_by_rank
 from minidist.plot.pair_chart import pairs
@@ -43,10 +46,12 @@ __all__ = [
     "frontier",
     "human_bytes",
     "human_time",
+    "load",
     "loss",
     "memory",
     "memory_by_rank",
     "pairs",
+    "routing",
     "schedule",
     "stacked",
     "style",

@@ -52,6 +52,8 @@ def _range(axis: Axis) -> str:
 
 
 def _kind(ax: Axes) -> str:
+    if ax.get_label() == "<colorbar>":
+        return "Colours"
     if ax.images:
         return "Heat map"
     if ax.containers or ax.patches:
