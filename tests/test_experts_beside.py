@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as dcs
-import torch.nn.functional as F
 from test_plan import raised
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import minidist as md
-from minidist.parity.differences import relative_difference
+from minidist.parity import cross_entropy, relative_difference, train_step
 
 LENGTH, ROWS, EXPERTS, K = 8, 12, 12, 3
 DATA = md.zoo.text(LENGTH)
@@ -54,10 +53,6 @@ def shared(wrap, replicas, model):
     return WRAPPERS[wrap](md.experts.parallelize(model, mesh))
 
 
-def cross_entropy(outputs, targets):
-    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
-
-
 def batch(step):
     """This rank's rows of a batch of twelve."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -76,6 +71,10 @@ def apart(found, wanted):
     return [name for name in wanted if not relative_difference(found[name], wanted[name]) <= 1e-12]
 
 
+def parity(pools, strategy, **options):
+    md.parity.check(strategy, data=DATA, batch_size=2 * ROWS, ranks=pools(4), **options)
+
+
 # ---- steps ------------------------------------------------------------------------------------
 
 
@@ -92,9 +91,7 @@ def clipped(model, optimizer, inputs, targets, loss_fn):
 @pytest.mark.parametrize("wrap", WRAPPERS)
 def test_every_data_parallelism_trains_and_clips_as_one_process(pools, wrap, replicas):
     options = dict(model=partial(transformer, 0.01), optimizer=adamw, step=clipped, clip=0.1)
-    md.parity.check(
-        partial(shared, wrap, replicas), data=DATA, batch_size=ROWS, ranks=pools(4), **options
-    )
+    parity(pools, partial(shared, wrap, replicas), **options)
 
 
 def in_two_parts(every_time, model, optimizer, inputs, targets, loss_fn):
@@ -116,14 +113,8 @@ def in_two_parts(every_time, model, optimizer, inputs, targets, loss_fn):
 @pytest.mark.parametrize("every_time", [True, False])
 @pytest.mark.parametrize("wrap", WRAPPERS)
 def test_accumulation(pools, wrap, every_time):
-    md.parity.check(
-        partial(shared, wrap, 2),
-        model=transformer,
-        step=partial(in_two_parts, every_time),
-        data=DATA,
-        batch_size=2 * ROWS,
-        ranks=pools(4),
-    )
+    step = partial(in_two_parts, every_time)
+    parity(pools, partial(shared, wrap, 2), model=transformer, step=step)
 
 
 def recomputed(kind, model):
@@ -137,7 +128,7 @@ def recomputed(kind, model):
 def counting(model, optimizer, inputs, targets, loss_fn):
     routers = [each for each in model.modules() if isinstance(each, md.experts.Router)]
     before = [int(router.seen.sum()) for router in routers]
-    loss = md.parity.train_step(model, optimizer, inputs, targets, loss_fn)
+    loss = train_step(model, optimizer, inputs, targets, loss_fn)
     added = [int(router.seen.sum()) - n for router, n in zip(routers, before, strict=True)]
     assert added == [inputs.numel() * K] * 2  # not twice as many
     return loss
@@ -145,14 +136,8 @@ def counting(model, optimizer, inputs, targets, loss_fn):
 
 @pytest.mark.parametrize("kind", ["ours", "torch's"])
 def test_blocks_that_are_computed_again_for_backward(pools, kind):
-    md.parity.check(
-        partial(recomputed, kind),
-        model=partial(transformer, 0.01),
-        step=counting,
-        data=DATA,
-        batch_size=ROWS,
-        ranks=pools(4),
-    )
+    model = partial(transformer, 0.01)
+    parity(pools, partial(recomputed, kind), model=model, step=counting)
 
 
 def test_a_copy_trains_by_itself(pools):
@@ -245,26 +230,18 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(pools, tmp_path):
 
 def test_torchs_functions_give_and_take_the_whole(pools):
     """Model and optimizer of a 2 x 2 mesh, in one process, and back on four ranks."""
-    options = dcs.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    whole_ones = dcs.StateDictOptions(full_state_dict=True)
 
     def run(states, replicas, steps):
         model = transformer()
         model = shared("torch's ddp", replicas, model) if dist.is_initialized() else model
         optimizer = adamw(model.parameters())
         if states:
-            given = dcs.StateDictOptions(full_state_dict=True)
-            dcs.set_state_dict(
-                model,
-                optimizer,
-                model_state_dict=states[0],
-                optim_state_dict=states[1],
-                options=given,
-            )
+            both = dict(zip(("model_state_dict", "optim_state_dict"), states, strict=True))
+            dcs.set_state_dict(model, optimizer, **both, options=whole_ones)
         for step in steps:
-            optimizer.zero_grad()
-            cross_entropy(model(batch(step)[0]), batch(step)[1]).backward()
-            optimizer.step()
-        return dcs.get_state_dict(model, optimizer, options=options)
+            train_step(model, optimizer, *batch(step), cross_entropy)
+        return copy.deepcopy(dcs.get_state_dict(model, optimizer, options=whole_ones))
 
     wanted = run(None, 1, range(3))
     states = pools(4)(run, None, 2, [0])[0]
@@ -324,16 +301,13 @@ def watched(divided_by):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def loss(model, batch):
-        return F.cross_entropy(
-            model(batch[0]).flatten(0, -2), batch[1].flatten(), reduction="sum"
-        ), batch[1].numel()
+        count = batch[1].numel()
+        return cross_entropy(model(batch[0]), batch[1]) * count, count
 
     watch = md.watch(model, optimizer, bare=transformer, loss=loss)
     for step in range(2):
         with watch([batch(step)]):
-            optimizer.zero_grad()
-            cross_entropy(model(batch(step)[0]), batch(step)[1]).backward()
-            optimizer.step()
+            train_step(model, optimizer, *batch(step), cross_entropy)
 
 
 def test_watch_says_nothing_of_a_right_loop_and_finds_a_wrong_factor(pools):
