@@ -86,12 +86,12 @@ ATTENTION = {
 }
 
 
-def of_experts(tied=True, aux=0.0):
+def of_experts(tied=True, aux=0.0, eight=8):
     """Three blocks, each with eight experts, of which a token takes two."""
     model = transformer(tied)
     torch.manual_seed(0)
     for block in model.blocks:
-        block.mlp = md.experts.MoE(8, 12, experts=8, k=2, sigmoid=True, aux=aux).double()
+        block.mlp = md.experts.MoE(8, 12, eight, k=2, sigmoid=True, aux=aux).double()
     return model
 
 
@@ -469,6 +469,27 @@ def test_a_checkpoint_of_one_mesh_loads_in_any_other_and_in_the_model(pools, the
     assert pools(4)(move) == [([], True, True)] * 4
 
 
+def test_a_checkpoint_of_experts_loads_in_any_mesh_and_in_the_model(pools):
+    def move():
+        dense = of_experts()
+        model = MixedParallel(of_experts(), mesh(pipeline=2, experts=2), 2)
+        model.train_step(*batch(0), model.cross_entropy)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        full = model.full_state_dict()
+        dense.load_state_dict(full)
+        other = MixedParallel(of_experts(), mesh(data=2, experts=2), 2)
+        other.load_full_state_dict(full)
+        inputs, _ = batch(dist.get_rank())  # whose rows are its own
+        with torch.no_grad():
+            found = apart({"outputs": (other(inputs), dense(inputs))})
+        copied = copy.deepcopy(other)
+        other.train_step(*batch(0), other.cross_entropy)
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+        return found + apart({n: (t, full[n]) for n, t in copied.full_state_dict().items()})
+
+    assert pools(4)(move) == [[]] * 4
+
+
 def test_ranks_along_tensor_are_neighbours_unless_order_says_otherwise(pools):
     def groups(**options):
         whole = mesh(*ALL, **options)
@@ -548,6 +569,32 @@ def test_bytes_along_context(pools, data):
         assert ("all_reduce" in axes["context"]) is (data == 1)
 
 
+def traffic_of_experts(**axes):
+    whole = mesh(**axes)
+    model = MixedParallel(of_experts(), whole, 1)
+    with md.measure.TrafficCounter() as counter:
+        model.train_step(*batch(dist.get_rank(), rows=4), model.cross_entropy)
+    plans = [block.mlp.plan for block in model.module.blocks]
+    own = sum(local_of(p).nbytes for p in md.experts.parameters(model))
+    return traffic_by_axis(counter, whole), sum(sum(map(sum, plan)) for plan in plans), own
+
+
+@pytest.mark.parametrize(
+    ("axes", "copies"),
+    [({"data": 2}, "data"), ({"data": 2, "context": 2}, "copies"), ({"pipeline": 1}, None)],
+)
+def test_bytes_along_experts(pools, axes, copies):
+    """Three layers of two tensors of 4 experts a rank. A row has 8 features; there and back, and so
+    do the gradients. The counts of 8 experts go before."""
+    nbytes = sum(p.nbytes for name, p in of_experts().named_parameters() if ".experts." not in name)
+    for found, rows, own in pools(2 * prod(axes.values()))(traffic_of_experts, experts=2, **axes):
+        assert found["experts"]["all_to_all"] == (3 * 5, 2 * rows * 64 + 3 * 8 * 8)
+        assert own == 3 * 2 * 4 * 8 * 12 * 8
+        summed = found["replicas" if copies else "experts"]["all_reduce"]
+        assert summed[0] == 3 and nbytes < summed[1] < nbytes + 1000
+        assert copies is None or found[copies] == {"all_reduce": (6, own)}
+
+
 # ---- mistakes -----------------------------------------------------------------------------
 
 
@@ -598,6 +645,14 @@ def targets_a_token_longer():
 
 
 WRONG_MODELS = {
+    "experts over tokens that are cut": (
+        lambda: MixedParallel(of_experts(), mesh(experts=2, tensor=2), 2, sequence_parallel=True),
+        "ValueError: sequence_parallel cuts tokens, of which experts need all: leave it out",
+    ),
+    "an expert on no rank": (
+        lambda: MixedParallel(of_experts(eight=6), mesh(experts=4), 2),
+        "ValueError: 6 experts cannot be shared by 4 ranks",
+    ),
     "targets of another shape": (
         targets_a_token_longer,
         "along context inputs and targets have one shape, not (8, 5) and (8, 6)",

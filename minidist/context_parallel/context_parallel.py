@@ -204,8 +204,10 @@ def attention_by(attend: Attention) -> Iterator[list[Any]]:
 
 def _averaging_ranks(module: nn.Module) -> set[int] | None:
     """Those over which gradients are averaged; None for a bare module."""
-    for parameter in module.parameters():
-        if isinstance(parameter, DTensor):  # sharded, along all axes of a mesh
+    inner = getattr(module, "module", module)
+    left_out = getattr(inner, "_ddp_params_and_buffers_to_ignore", ())  # such as experts
+    for name, parameter in inner.named_parameters():
+        if isinstance(parameter, DTensor) and name not in left_out:  # along all axes of a mesh
             return set(parameter.device_mesh.mesh.flatten().tolist())
     group = getattr(module, "process_group", None)
     return group and set(dist.get_process_group_ranks(group))

@@ -41,7 +41,7 @@ def parallelize(model: nn.Module, device_mesh: DeviceMesh | None = None) -> nn.M
     Limits: experts are not sharded along the other axes, and their gradients travel in each
     backward pass, also in `no_sync`. ZeRO's optimizers take no DTensors. Where torch's optimizers
     take many tensors at once, on GPUs, they do not mix DTensors and plain ones: give
-    `parameters(model)` a group of their own.
+    `parameters(model)` a group of their own, and with a gradient scaler an optimizer.
 
     Raises RuntimeError without a process group; ValueError, on every rank, if the ranks have
     different models, or an expert would be on no rank.
@@ -56,8 +56,8 @@ def parallelize(model: nn.Module, device_mesh: DeviceMesh | None = None) -> nn.M
         raise ValueError(
             f"it takes a model with a MoE, and a mesh with an axis experts, not {names}"
         )
-    own, others = mesh["experts"], tuple(name for name in names if name != "experts")
-    group = (mesh._flatten() if others else mesh).get_group()
+    own, group = mesh["experts"], mesh._flatten().get_group()
+    others = tuple(name for name in names if name != "experts" and mesh[name].size() > 1)
     replicas = mesh[others]._flatten().get_group() if others else None
     agree.require_same(group, {"a layer of experts": [each.extra_repr() for each in layers]})
     require_same_model(model, group)
