@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from minidist.common import agree
 from minidist.common.groups import message_device, require_group
@@ -204,10 +205,13 @@ def attention_by(attend: Attention) -> Iterator[list[Any]]:
 
 def _averaging_ranks(module: nn.Module) -> set[int] | None:
     """Those over which gradients are averaged; None for a bare module."""
-    for parameter in module.parameters():
-        if isinstance(parameter, DTensor):  # sharded, along all axes of a mesh
-            return set(parameter.device_mesh.mesh.flatten().tolist())
     group = getattr(module, "process_group", None)
+    if isinstance(module, DistributedDataParallel | TorchDDP):
+        return set(dist.get_process_group_ranks(group))
+    experts = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor) and name not in experts:  # along all axes of a mesh
+            return set(parameter.device_mesh.mesh.flatten().tolist())
     return group and set(dist.get_process_group_ranks(group))
 
 
