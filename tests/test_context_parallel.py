@@ -273,6 +273,30 @@ def test_a_mesh_of_data_and_context_trains_as_one_process_does(pools, name):
     assert max(far) < EXACT, far
 
 
+def with_experts(own_axis):
+    """Experts on all ranks of a sequence, or along an axis of their own."""
+    torch.manual_seed(0)
+    one, data = decoder(), batch()
+    for layer in one.layers:
+        layer.mlp = md.experts.MoE(48, 24, experts=8, k=2).double()
+    own, group, mesh = copy.deepcopy(one), None, None
+    if own_axis:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("experts", "context"))
+        group = mesh.get_group("context")
+    model = md.experts.parallelize(own, mesh)
+    model = md.DistributedDataParallel(model) if own_axis else model
+    usual(md.ContextParallel(model, process_group=group), *data)
+    alone(one, *data).backward()
+    found = [(a.grad, b.grad) for a, b in zip(own.parameters(), one.parameters(), strict=True)]
+    return worst((a.full_tensor() if hasattr(a, "full_tensor") else a, b) for a, b in found)
+
+
+@pytest.mark.parametrize("own_axis", [False, True])
+def test_experts_beside_it(pools, own_axis):
+    far = pools(4)(with_experts, own_axis)
+    assert max(far) < EXACT, far
+
+
 # ---- layers that are computed again ---------------------------------------------------------
 
 

@@ -80,7 +80,7 @@ class MoE(nn.Module):
         return ", ".join([sizes, *(f"{name}={options[name]}" for name in names)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.flatten(0, -2)  # (N, C)
+        rows = x.reshape(-1, x.shape[-1])  # (N, C)
         weights, chosen, scores = routing = self.router(rows)
         self.counts = routing.counts()
         if self.training and not in_backward():  # there a checkpoint computes it once more

@@ -38,10 +38,11 @@ def parallelize(model: nn.Module, device_mesh: DeviceMesh | None = None) -> nn.M
     `ignored_params=set(md.experts.parameters(model))`. After backward the gradient of an expert is
     that of the mean of all ranks' losses.
 
-    Limits: experts are not sharded along the other axes, and their gradients travel in each
-    backward pass, also in `no_sync`. ZeRO's optimizers take no DTensors. Where torch's optimizers
-    take many tensors at once, on GPUs, they do not mix DTensors and plain ones: give
-    `parameters(model)` a group of their own, and with a gradient scaler an optimizer.
+    Limits: an optimizer that was made before does not train experts; `md.watch` finds this. Load
+    one process's weights before. Experts are not sharded along the other axes, and their gradients
+    travel in each backward pass, also in `no_sync`. ZeRO's optimizers take no DTensors. Where
+    torch's optimizers take many tensors at once, on GPUs, they do not mix DTensors and plain ones:
+    give `parameters(model)` a group of their own, and with a gradient scaler an optimizer.
 
     Raises RuntimeError without a process group; ValueError, on every rank, if the ranks have
     different models, or an expert would be on no rank.

@@ -11,7 +11,7 @@ Fedus et al. (arXiv 2101.03961), Jiang et al. (arXiv 2401.04088), DeepSeek-AI (a
 section 2.1.2. Lesson: experts.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,13 @@ class Router(nn.Module):
         # The rows for each expert since `update_bias`, and the ranks that share a batch.
         self.seen = torch.zeros(experts, dtype=torch.long)
         self.group: dist.ProcessGroup | None = None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Router":
+        exact = self.bias
+        super()._apply(fn, recurse)
+        if self.bias.itemsize < 4:  # in bfloat16, steps of 0.001 would be lost from 0.5 on
+            self.bias = exact.to(self.bias.device)
+        return self
 
     def forward(self, x: torch.Tensor) -> Routing:
         exact = torch.promote_types(x.dtype, torch.float32)
