@@ -7,7 +7,6 @@ auxiliary loss, weights that are always 1, a router in low precision. Those have
 
 import copy
 from functools import partial
-from importlib import import_module
 from itertools import product
 from math import comb
 from unittest import mock
@@ -25,9 +24,8 @@ from torch.utils.checkpoint import checkpoint
 import minidist as md
 from minidist import experts as ex
 from minidist.experts import capacity
+from minidist.experts import dispatch as messages
 
-# `minidist.experts.exchange` is the function in it.
-messages = import_module("minidist.experts.exchange")
 E, C, H, K = 12, 8, 12, 3
 EXACT = 1e-12
 

@@ -308,7 +308,7 @@ def test_ranks_with_other_tokens_of_the_same_rows(pools):
 def watched(divided_by):
     model = shared("ddp", 2, transformer())
     for layer in model.blocks:
-        layer.mlp.experts.ranks = divided_by
+        layer.mlp.experts.divisor = divided_by
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def loss(model, batch):

@@ -123,7 +123,7 @@ def _few(layer: Layer, counted: Counted, size: int) -> None:
         near = [way for rows, way in ways.items() if rows <= sent <= rows * SOME]
         why = f": {near[0]} there is a row for each expert of a token" if near else ""
         raise NotYet(
-            f"on {ranks(size)}, {layer.says}all is right, but as much as {sent:.0f} rows of "
+            f"on {ranks(size)}, {layer.says}all is right, but {sent:.0f} rows of "
             f"{WIDTH} numbers leave the ranks, and {2 * once} suffice, there and back{why}."
         )
 

@@ -12,14 +12,14 @@
 
 Lesson: experts.
 
-To read, in this order: `naive` is the idea, `router` chooses, `exchange` brings rows to their
+To read, in this order: `naive` is the idea, `router` chooses, `dispatch` brings rows to their
 experts and back, `gradients` says what is summed over whom, `grouped` computes all experts of a
 rank, `capacity` has a fixed number of places for rows, `balance` keeps experts evenly busy; `moe`
 is the layer, and `parallelize` is for whole models.
 """
 
 from minidist.experts.balance import imbalance, switch_loss, update_bias
-from minidist.experts.exchange import Plan, exchange
+from minidist.experts.dispatch import Plan, exchange
 from minidist.experts.grouped import Experts, grouped_mm, loop, padded
 from minidist.experts.moe import MoE
 from minidist.experts.naive import NaiveExperts

@@ -29,8 +29,8 @@ def switch_loss(scores: Tensor, counts: Tensor) -> Tensor:
 
 
 class Inject(torch.autograd.Function):
-    """y as it is. In backward, `loss` is added to that with which backward has begun: so a layer
-    deep in a model needs not hand it out."""
+    """y as it is. Backward adds the gradient of `loss`, so a layer deep in a model need not return
+    it."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, loss: Tensor) -> Tensor:
@@ -52,8 +52,8 @@ def update_bias(model: nn.Module, rate: float) -> None:
     if not routers:  # a stage of a pipeline may have none
         return
     counts = torch.cat([each.seen for each in routers])
-    if routers[0].group is not None:
-        dist.all_reduce(counts, group=routers[0].group)
+    if routers[0].batch_group is not None:
+        dist.all_reduce(counts, group=routers[0].batch_group)
     for router, rows in zip(routers, counts.split([len(r.bias) for r in routers]), strict=True):
         loads = rows.double()
         router.bias += rate * (loads.mean() - loads).sign().to(router.bias.dtype)

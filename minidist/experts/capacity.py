@@ -1,9 +1,9 @@
 """A fixed number of places for each expert: even messages, whose shapes are known beforehand.
 
 No counts travel, and no GPU waits for a CPU that reads them. The price: empty places travel too,
-and a choice without a place is dropped. A token without any passes the layer by the residual
-connection alone. Which choices these are depends on what else is in the batch, and on the number of
-ranks: each rank's tokens have queues of their own. So one process computes something else.
+and a choice without a place is dropped. A token without any skips the layer: the residual
+connection alone carries it on. Each rank's tokens have queues of their own: one process drops
+others.
 
 Lepikhin et al., "GShard" (arXiv 2006.16668), section 2.2. Lesson: experts.
 """
@@ -15,11 +15,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from minidist.experts.exchange import Compute, Group, exchange, size_of
+from minidist.experts.dispatch import Compute, Group, exchange, size_of
 
 
 def places(tokens: int, k: int, experts: int, factor: float) -> int:
-    """Of an expert, for one rank's tokens: `factor` times what it would get if all got the same."""
+    """That an expert has for one rank's tokens: `factor` times an even share of them."""
     return math.ceil(factor * tokens * k / experts)
 
 
@@ -40,8 +40,8 @@ def with_places(
     group: Group,
     factor: float,
 ) -> tuple[Tensor, int]:
-    """As `every_choice`, of the choices for which there is a place. Returns (N, C), and how many
-    choices of this rank were dropped."""
+    """As `every_choice`, without the choices that find no place. Returns (N, C), and how many of
+    this rank's were dropped."""
     (N, k), C, p = chosen.shape, rows.shape[1], size_of(group)
     most = torch.tensor(N, device=rows.device)
     if group is not None:  # or the ranks' messages would not match

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minidist.experts.exchange import Group
+from minidist.experts.dispatch import Group
 from minidist.experts.gradients import averaged
 
 
@@ -21,12 +21,12 @@ class Experts(nn.Module):
         self.up = nn.Parameter((torch.rand(experts, width, hidden) * 2 - 1) / width**0.5)
         self.down = nn.Parameter((torch.rand(experts, hidden, width) * 2 - 1) / hidden**0.5)
         self.compute: Callable[..., Tensor] = fastest
-        self.ranks = 1  # that share a batch
+        self.divisor = 1  # of gradients: how many ranks share a batch
         self.replicas: Group = None  # the ranks with the same experts as this one, if it has others
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """rows (R, C), sorted by expert, of which `counts[e]` are for this rank's expert e."""
-        up, down = (averaged(each, self.ranks, self.replicas) for each in (self.up, self.down))
+        up, down = (averaged(each, self.divisor, self.replicas) for each in (self.up, self.down))
         return self.compute(rows, counts, up.to(rows.dtype), down.to(rows.dtype))
 
 

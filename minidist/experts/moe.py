@@ -9,7 +9,7 @@ from torch import nn
 from minidist.common.wrapper import copy_sharing, in_backward
 from minidist.experts.balance import Inject, switch_loss
 from minidist.experts.capacity import with_places
-from minidist.experts.exchange import Group, Plan, every_choice, once_to_each_rank
+from minidist.experts.dispatch import Group, Plan, every_choice, once_to_each_rank
 from minidist.experts.grouped import Experts
 from minidist.experts.router import Router
 
@@ -21,13 +21,13 @@ class MoE(nn.Module):
 
     width, hidden: C, and the features H of an expert's hidden layer.
     experts, k: how many there are, and how many a token takes.
-    sigmoid, normalize, nodes, of_nodes: as `Router` takes them.
     shared: so many times `hidden` features of a network that all tokens use.
     aux: the coefficient of the auxiliary loss (`switch_loss`), added in backward. On ranks its
         fractions are those of all ranks' tokens, by an all_reduce of E numbers.
     capacity: a factor. Each expert then has places for so many times its even share, and other
         choices are dropped. None: none is.
     once: a token travels once to each rank, and not once to each expert.
+    sigmoid, normalize, nodes, of_nodes: those of `Router`.
 
     After a forward pass of this rank's tokens: `counts` (E,), rows for each expert; `plan`, rows to
     and from each rank; `dropped`, choices without a place.
@@ -36,8 +36,9 @@ class MoE(nn.Module):
 
     Limits: the auxiliary loss does not see what the loss is multiplied by: for m micro-batches set
     `layer.aux` to its m-th part, and for a scaled loss to so many times. Its gradient for m
-    micro-batches is not that for their union. A rank that computes without gradients while others
-    train makes them wait: until the timeout on gloo, an error on "shm".
+    micro-batches is not that for their union; nor is it a mixture of the ranks' own, as `md.watch`
+    expects. A rank that computes without gradients while others train makes them wait: until the
+    timeout on gloo, an error on "shm".
     """
 
     plan: Plan | None = None
@@ -50,20 +51,16 @@ class MoE(nn.Module):
         experts: int,
         k: int,
         *,
-        sigmoid: bool = False,
-        normalize: bool | None = None,
-        nodes: int = 1,
-        of_nodes: int | None = None,
         shared: int = 0,
         aux: float = 0.0,
         capacity: float | None = None,
         once: bool = False,
+        **routing: Any,
     ) -> None:
         super().__init__()
         if once and capacity is not None:
             raise ValueError("with a capacity, a token travels to each expert, not once to a rank")
-        options: Any = dict(sigmoid=sigmoid, normalize=normalize, nodes=nodes, of_nodes=of_nodes)
-        self.router = Router(width, experts, k, **options)
+        self.router = Router(width, experts, k, **routing)
         self.experts = Experts(experts, width, hidden)
         self.shared = None
         if wide := shared * hidden:
@@ -100,9 +97,9 @@ class MoE(nn.Module):
         """The mean over the ranks of f P, with this f, is that of one process, and so is its
         gradient. With a rank's own f it is not."""
         counts = self.counts.clone()
-        if self.router.group is not None:
-            dist.all_reduce(counts, group=self.router.group)
+        if self.router.batch_group is not None:
+            dist.all_reduce(counts, group=self.router.batch_group)
         return counts
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MoE":
-        return copy_sharing(self, memo, self.group, self.router.group, self.experts.replicas)
+        return copy_sharing(self, memo, self.group, self.router.batch_group, self.experts.replicas)

@@ -69,8 +69,8 @@ def parallelize(model: nn.Module, device_mesh: DeviceMesh | None = None) -> nn.M
                 f"{len(layer.counts)} experts cannot be shared by {own.size()} ranks: each is to "
                 "have as many"
             )
-        layer.group, layer.router.group = own.get_group(), group
-        layer.experts.ranks, layer.experts.replicas = group.size(), replicas
+        layer.group, layer.router.batch_group = own.get_group(), group
+        layer.experts.divisor, layer.experts.replicas = group.size(), replicas
         for name, whole in list(layer.experts.named_parameters()):
             rows = whole.detach().chunk(own.size())[own.get_local_rank()].clone()
             cut = distributed(whole, rows, own, [Shard(0)], whole.shape)
@@ -93,10 +93,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     An expert counts once, and so does what all ranks have, or `fully_shard` has sharded over them.
     """
     layer = next(each for each in model.modules() if isinstance(each, MoE))
-    experts, group, replicas = set(parameters(model)), layer.router.group, layer.experts.replicas
+    experts, group = set(parameters(model)), layer.router.batch_group
 
     def another_counts(parameter: Any) -> bool:
         if parameter in experts:
+            replicas = layer.experts.replicas
             return replicas is not None and dist.get_rank(replicas) > 0
         if isinstance(parameter, DTensor):  # rows; of hybrid sharding, one replica's
             mesh: Any = parameter.device_mesh

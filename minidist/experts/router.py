@@ -36,7 +36,7 @@ class Router(nn.Module):
 
     sigmoid: scores as DeepSeek-V3 has them, else softmax.
     normalize: whether the k weights are divided by their sum; None: if k is more than 1.
-    nodes, of_nodes: on how many nodes the experts are, and of how many a token takes some.
+    nodes, of_nodes: the experts are on so many nodes, and a token takes those of so many at most.
 
     `bias` (E,) is a buffer: `update_bias` moves it, not autograd.
 
@@ -69,7 +69,7 @@ class Router(nn.Module):
         self.register_buffer("bias", torch.zeros(experts))
         # The rows for each expert since `update_bias`, and the ranks that share a batch.
         self.seen = torch.zeros(experts, dtype=torch.long)
-        self.group: dist.ProcessGroup | None = None
+        self.batch_group: dist.ProcessGroup | None = None
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Router":
         exact = self.bias
@@ -90,7 +90,7 @@ class Router(nn.Module):
         return Routing(weights, chosen, scores)
 
     def choose(self, scores: torch.Tensor) -> torch.Tensor:
-        """(N, E) to the k best of each row, (N, k): of equal ones the first. `topk` takes any."""
+        """(N, E) to the k best of each row, (N, k): of equal ones the first, as `topk` may not."""
         if self.of_nodes < self.nodes:  # the nodes whose best k / M scores have the largest sum
             by_node = scores.unflatten(1, (self.nodes, -1))  # (N, nodes, E / nodes)
             best = by_node.topk(max(1, self.k // self.of_nodes), -1).values.sum(-1)

@@ -1,5 +1,5 @@
-"""Rows change ranks: an all_to_all of uneven parts that autograd goes through, and the two ways to
-use it: a row for each expert that a token has chosen, or one for each rank that has some of them.
+"""Rows go to their experts and back, by an uneven all_to_all that autograd goes through: a row for
+each expert that a token has chosen, or one for each rank that has some of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -88,8 +88,6 @@ def exchange(rows: Tensor, sends: list[int], receives: list[int], group: Group) 
 
 
 class _Exchange(torch.autograd.Function):
-    """A permutation of all ranks' rows. Backward is the inverse one."""
-
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, sends: list[int], receives: list[int], group: Any
