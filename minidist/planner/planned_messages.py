@@ -1,12 +1,14 @@
 """The messages of a step, one by one: what `step_time` adds up. Lessons: scaling_out, experts"""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from minidist.collectives import cost
 from minidist.planner.layout import Layout, Stage, stages
 from minidist.planner.model_states import PRECISIONS, STAGES, require_one_of
 from minidist.planner.transformer import Transformer
+
+OF_EXPERTS = {"tensor": (1,), "stage": (0, 1)}  # with these, a model's experts are planned
 
 
 class Planned(NamedTuple):
@@ -35,10 +37,10 @@ def messages(
     """
     require_one_of("precision", precision, PRECISIONS)
     require_one_of("stage", layout.stage, STAGES)
-    require_one_of("recompute", layout.recompute, ("nothing",))
-    for name in "chunks", "context", "replicate", *(("tensor", "stage") if model.experts else ()):
-        require_one_of(name, getattr(layout, name), (0, 1) if name == "stage" else (1,))
-    require_one_of("reshard_after_forward", layout.reshard_after_forward, (True,))
+    known: dict[str, tuple[Any, ...]] = dict.fromkeys(("chunks", "context", "replicate"), (1,))
+    known |= {"recompute": ("nothing",), "reshard_after_forward": (True,), "once": (False,)}
+    for name, values in (known | (OF_EXPERTS if model.experts else {})).items():
+        require_one_of(name, getattr(layout, name), values)
     held = stages(model, layout)
     require_one_of("number", number, range(len(held)))
     planned = _all(model, layout, precision, held[number])
