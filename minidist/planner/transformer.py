@@ -26,8 +26,8 @@ class Transformer:
     dense_layers: the first ones have an MLP in place of experts, of k + `shared` times `hidden`.
     of_nodes: a token's experts are on so many nodes at most, as by DeepSeek-V3.
 
-    Raises ValueError for a number that is no whole one from 1 on, for heads that do not divide,
-    and for k above E.
+    Raises ValueError for a number that is no whole one from 1 on, for heads that do not divide, for
+    k above E, and if all layers are dense.
     """
 
     layers: int
@@ -59,6 +59,10 @@ class Transformer:
             raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} key-value heads")
         if self.experts and self.active > self.experts:
             raise ValueError(f"a token cannot use {self.active} of {self.experts} experts")
+        if self.dense_layers >= self.layers:
+            raise ValueError(
+                f"{self.layers} layers, {self.dense_layers} of them dense: none has experts"
+            )
 
     @property
     def attention_width(self) -> int:
