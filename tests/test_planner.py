@@ -1016,9 +1016,13 @@ def test_the_command_with_experts(monkeypatch, capsys):
     asked = "--model mixtral-8x7b --world-size 64 --experts 8 --imbalance 1.5 --once --stage 1"
     said = plan(monkeypatch, capsys, *f"{asked} --micro-batches 4".split()).out
     assert said.startswith("mixtral-8x7b: 46.7 billion parameters, 12.88 billion active, on 64")
-    assert "tensor 1; experts shared by 8\n" in said and "has 1.5 of the mean" in said
+    assert "tensor 1; experts shared by 8\n" in said
     (flags,) = [each for each in said.splitlines() if each.startswith("    --")]
-    assert "--imbalance 1.5 --once" in flags
+    assert "experts" not in flags and "imbalance" not in flags  # a rank that has all has the mean
+    few = "--model mixtral-8x22b --world-size 8 --experts 8 --imbalance 1.5 --once"
+    said = plan(monkeypatch, capsys, *few.split()).out  # nothing fits: on more ranks
+    (flags,) = [each for each in said.splitlines() if each.startswith("    --")]
+    assert "--experts 8 --imbalance 1.5 --once" in flags and "has 1.5 times the mean" in said
 
 
 def test_one_advice_a_page(monkeypatch, capsys):
@@ -1068,9 +1072,15 @@ MISTAKES = [
     (lambda: planner.Transformer(2, 10, 3), "cannot be shared by 3 heads"),
     (lambda: planner.Transformer(2, 12, 4, kv_heads=3), "4 heads cannot share 3"),
     (lambda: planner.Transformer(1, 4, 2, experts=2, active=3), "cannot use 3 of 2 experts"),
-    (lambda: planner.Layout(8, experts=3), "of 8 ranks no 3 can share experts"),
-    (lambda: planner.peak(SPARSE, planner.Layout(5, experts=5)), "5 ranks cannot share 8 experts"),
+    (lambda: planner.Layout(8, experts=3), "8 ranks are no multiple of the 3 that share experts"),
+    (lambda: planner.Layout(8, experts=4, imbalance=5), "has 1 to 4 times the mean, not 5"),
+    (lambda: planner.Layout(8, imbalance=1.5), "has 1 to 1 times the mean, not 1.5"),
+    (
+        lambda: planner.peak(SPARSE, planner.Layout(5, experts=5)),
+        "5 ranks cannot share a layer's 8 experts",
+    ),
     (lambda: planner.messages(SPARSE, planner.Layout(2, 2)), "tensor must be one of 1, not 2"),
+    (lambda: planner.messages(SPARSE, planner.Layout(2, once=True)), "once must be one of False"),
     (lambda: planner.Transformer(0, 10, 2), "layers must be a whole number"),
     (lambda: planner.Layout(recompute="all"), "recompute must be one of"),
     (lambda: planner.Layout(8, 3), "8 ranks are no multiple of tensor 3 × pipeline 1"),
@@ -1088,7 +1098,8 @@ AT_THE_COMMAND_LINE = {
     "--params 1e9 --model gpt-2": "only the size is known",
     "--model gpt-5": "there is no model gpt-5, but gpt-2, ",
     "--model deepseek-v3 --recompute operations": "is planned of dense layers",
-    "--model gpt-2 --world-size 2 --experts 2": "2 ranks cannot share no experts",
+    "--model gpt-2 --world-size 2 --experts 2": "2 ranks cannot share a layer's 0 experts",
+    "--model deepseek-v3 --layers 3": "3 layers, 3 of them dense: none has experts",
     "--model gpt-2 --world-size 6 --tensor 4": "no multiple of tensor 4",
     "--model gpt-2 --world-size 8 --tensor 8": "12 heads",
     "--model gpt-2 --gbps 1 2 3": "one number or two",

@@ -17,6 +17,7 @@ ALIKE = 0.02  # slower than the fastest: then the layout that is more like the g
 RECOMPUTED = "nothing", "elementwise", "operations", "layers"
 SHORTEST = 8192  # tokens on a rank, if ranks share a sequence
 PIPELINES = [{"stage": stage, "chunks": v} for stage in (0, 1) for v in (1, 2, 4)]
+EXPERTS = "experts", "imbalance", "once"
 PLAIN: dict[str, Any] = {
     **{"replicate": 1, "chunks": 1, "micro_batches": 1},
     **{"recompute": "nothing", "stored_attention": False},
@@ -56,7 +57,10 @@ def enough_ranks(
         if ranks % t or (model.kv_heads or model.heads) % t:
             t = 1
         m = max(1, layout.sequences * t // ranks)
-        best = fastest(model, Layout(ranks, t, micro_batches=m), device, **recipe)
+        more = Layout(
+            ranks, t, micro_batches=m, **{name: getattr(layout, name) for name in EXPERTS}
+        )
+        best = fastest(model, more, device, **recipe)
         if best:
             return best
     return None
@@ -77,6 +81,7 @@ def _candidates(model: Transformer, layout: Layout, device: Device) -> Iterator[
             continue
         each = layout.sequences // data
         axes = {"tensor": t, "context": c, "pipeline": p, "sequence_parallel": t > 1, "experts": e}
+        axes |= {"imbalance": min(layout.imbalance, e), "once": layout.once and e > 1}
         wide = replace(layout, **axes, **PLAIN)
         sizes = [b for b in powers[:4] if each % b == 0]
         for b, how in product(sizes, [*_zero(wide, device)] if p == 1 else PIPELINES):
