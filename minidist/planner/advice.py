@@ -17,7 +17,6 @@ ALIKE = 0.02  # slower than the fastest: then the layout that is more like the g
 RECOMPUTED = "nothing", "elementwise", "operations", "layers"
 SHORTEST = 8192  # tokens on a rank, if ranks share a sequence
 PIPELINES = [{"stage": stage, "chunks": v} for stage in (0, 1) for v in (1, 2, 4)]
-EXPERTS = "experts", "imbalance", "once"
 PLAIN: dict[str, Any] = {
     **{"replicate": 1, "chunks": 1, "micro_batches": 1},
     **{"recompute": "nothing", "stored_attention": False},
@@ -57,10 +56,8 @@ def enough_ranks(
         if ranks % t or (model.kv_heads or model.heads) % t:
             t = 1
         m = max(1, layout.sequences * t // ranks)
-        more = Layout(
-            ranks, t, micro_batches=m, **{name: getattr(layout, name) for name in EXPERTS}
-        )
-        best = fastest(model, more, device, **recipe)
+        asked = {name: getattr(layout, name) for name in ("experts", "imbalance", "once")}
+        best = fastest(model, Layout(ranks, t, micro_batches=m, **asked), device, **recipe)
         if best:
             return best
     return None
