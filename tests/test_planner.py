@@ -799,7 +799,9 @@ def test_states_of_experts():
         wanted = [4 * (rest / N + one / 4 / copies) for N, copies in apart]
         wanted[2] *= 2
         assert [*found.categories.values()][:3] == pytest.approx(wanted), stage
-    assert held(planner.Layout(16, stage=3, experts=4)).parameters < 4 * 1.4 * (rest + one) / 16
+    four, eight = (held(planner.Layout(16, stage=3, experts=n)) for n in (4, 8))
+    assert four.parameters < 4 * 1.4 * (rest + one) / 16
+    assert four.copies - eight.copies == (4 + 4) * 2 * one / 2 / 8  # of two layers at once
 
 
 def along_experts(flops=math.inf, per_node=4, ranks=4, **others):
@@ -824,9 +826,12 @@ def test_time_of_experts():
     assert along_experts(once=True)[0] == pytest.approx(row * distinct * 3 / 4)
     nodes = 2 * (1 - math.comb(4, 3) / math.comb(8, 3))
     assert along_experts(once=True, per_node=2)[0] == pytest.approx(row * nodes / 2)
-    even, uneven = (along_experts(1e12, imbalance=each)[1] for each in (1, 2))
-    more = 3 * 2 * 12 * 3 * 2 * 2 * 32 * 64  # forward and twice as much back, of 3 experts
-    assert (uneven - even) * 1e12 == pytest.approx(more)
+    for again, passes in ("nothing", 3), ("layers", 4):  # forward, and twice as much back
+        even, uneven = (along_experts(1e12, imbalance=n, recompute=again)[1] for n in (1, 2))
+        more = passes * 2 * 12 * 3 * 2 * 2 * 32 * 64  # of 3 experts
+        assert (uneven - even) * 1e12 == pytest.approx(more)
+    sent = planner.messages(SPARSE, planner.Layout(4, experts=4, imbalance=1.5), "float32")
+    assert ("all_to_all", 1.5 * 12 * 3 * 128, 4, 8) in sent
 
 
 def test_what_else_experts_change():
@@ -910,6 +915,10 @@ def test_what_experts_keep():
         planned = layer_activations(shape, layout, "float32") - 4 * 36 * (4 + 4 - 1) * 32
         kept = saved_by_autograd(layer, x)[0] - planned - 4 * 36 * 2 * k * 32
         assert 0 < kept < 36 * (64 + 8 * 8 + 48 * k), k  # weights, scores and places of rows
+    one, uneven = planner.Layout(4, experts=4), planner.Layout(4, experts=4, imbalance=2)
+    held, fullest = (layer_activations(SPARSE, each, "float32") for each in (one, uneven))
+    assert fullest - held == 4 * 12 * 3 * (2 * 64 + 2 * 32)
+    assert layer_activations(replace(SPARSE, shared=1), one, "float32") - held == 4 * 12 * 2 * 64
 
 
 def test_what_is_recomputed():
