@@ -44,7 +44,7 @@ class Layout:
     experts: ranks that share a layer's experts, of those along tensor, context and data, which are
         neighbours then: pipeline is the outermost axis, as in Megatron. No expert is cut: each
         tensor rank sends its part of the tokens. Nothing is dropped. Lesson: experts.
-    imbalance: rows for the experts of the fullest rank over the mean; of one rank 1.
+    imbalance: rows that the fullest of these ranks gets, over the mean: 1 to `experts`.
     once: a token travels once to each node that has some of its experts, or on one node to each
         rank, as by DeepEP. Otherwise once for each expert.
 
@@ -113,7 +113,7 @@ class Layout:
 
     @property
     def expert_shards(self) -> int:
-        """The same of an expert's states: ranks that have copies of it, but for ZeRO."""
+        """Ranks among which ZeRO shares out an expert: without ZeRO each has a copy of it."""
         return self.shards * self.tensor // self.experts
 
     @property
