@@ -90,14 +90,9 @@ class Layout:
             )
         ranks = self.shards * self.tensor
         if ranks % self.experts:
-            raise ValueError(
-                f"{ranks} ranks are no multiple of the {self.experts} that share experts"
-            )
+            raise ValueError(f"{ranks} ranks are no multiple of {self.experts} that share experts")
         if not 1 <= self.imbalance <= self.experts:
-            raise ValueError(
-                f"the fullest of {self.experts} ranks has 1 to {self.experts} times the mean, not "
-                f"{self.imbalance:g}"
-            )
+            raise ValueError(f"imbalance is from 1 to {self.experts}, not {self.imbalance:g}")
         if self.recompute == "attention" and not self.stored_attention:
             raise ValueError("flash attention stores no scores: there is nothing to compute again")
 
@@ -187,9 +182,7 @@ def stages(model: Transformer, layout: Layout) -> list[Stage]:
         raise ValueError(f"{model.length} tokens cannot be shared by {layout.context} ranks")
     kv = model.kv_heads or model.heads
     if (model.experts or 1) % layout.experts:
-        raise ValueError(
-            f"{layout.experts} ranks cannot share a layer's {model.experts or 0} experts"
-        )
+        raise ValueError(f"{layout.experts} ranks cannot share {model.experts or 0} experts")
     if (model.experts or model.attention) and layout.recompute == "operations":
         raise ValueError("recompute 'operations' is planned of dense layers, as of Llama 3")
     if model.heads % t or model.mlp_width % t or (kv % t and t % kv):

@@ -1,14 +1,12 @@
 """The messages of a step, one by one: what `step_time` adds up. Lessons: scaling_out, experts"""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from minidist.collectives import cost
 from minidist.planner.layout import Layout, Stage, stages
 from minidist.planner.model_states import PRECISIONS, STAGES, require_one_of
 from minidist.planner.transformer import Transformer
-
-OF_EXPERTS = {"tensor": (1,), "stage": (0, 1)}  # with these, a model's experts are planned
 
 
 class Planned(NamedTuple):
@@ -36,11 +34,10 @@ def messages(
     Raises ValueError for another layout, for a stage that is not there, and as `peak` does.
     """
     require_one_of("precision", precision, PRECISIONS)
-    require_one_of("stage", layout.stage, STAGES)
-    known: dict[str, tuple[Any, ...]] = dict.fromkeys(("chunks", "context", "replicate"), (1,))
-    known |= {"recompute": ("nothing",), "reshard_after_forward": (True,), "once": (False,)}
-    for name, values in (known | (OF_EXPERTS if model.experts else {})).items():
-        require_one_of(name, getattr(layout, name), values)
+    require_one_of("stage", layout.stage, (0, 1) if model.experts else STAGES)
+    plain = ["recompute", "chunks", "context", "replicate", "reshard_after_forward", "once"]
+    for name in plain + ["tensor"] * bool(model.experts):
+        require_one_of(name, getattr(layout, name), (getattr(Layout(), name),))
     held = stages(model, layout)
     require_one_of("number", number, range(len(held)))
     planned = _all(model, layout, precision, held[number])

@@ -65,8 +65,7 @@ class StepTime:
     @property
     def communication(self) -> float:
         """Seconds in which a rank only waits for messages."""
-        waits = self.tensor + self.context + self.pipeline + self.data - self.hidden
-        return waits + self.experts
+        return self.tensor + self.context + self.experts + self.pipeline + self.data - self.hidden
 
     @property
     def total(self) -> float:

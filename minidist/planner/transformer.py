@@ -60,9 +60,7 @@ class Transformer:
         if self.experts and self.active > self.experts:
             raise ValueError(f"a token cannot use {self.active} of {self.experts} experts")
         if self.dense_layers >= self.layers:
-            raise ValueError(
-                f"{self.layers} layers, {self.dense_layers} of them dense: none has experts"
-            )
+            raise ValueError(f"all {self.layers} layers are dense: none has experts")
 
     @property
     def attention_width(self) -> int:
