@@ -189,8 +189,7 @@ _DEEPSEEK = {"vocabulary": 129280, "experts": 256, "active": 8, "shared": 1, "de
 _DEEPSEEK |= {"attention": _QUERIES + _KEYS + 128 * 128 * 7168, "head_width": 160, "kv_heads": 128}
 _DEEPSEEK |= {"length": 4096, "of_nodes": 4}
 _GPT_OSS = {"length": 4096, "vocabulary": 201088, "active": 4, "head_width": 64}
-_QWEN = {"length": 4096, "vocabulary": 151936, "experts": 128, "active": 8, "head_width": 128}
-_QWEN |= {"kv_heads": 4}
+_QWEN = dict(length=4096, vocabulary=151936, experts=128, active=8, head_width=128, kv_heads=4)
 _OLMOE = {"length": 4096, "vocabulary": 50304, "experts": 64, "active": 8, "kv_heads": 16}
 _LLAMA_2 = {"length": 4096, "vocabulary": 32000}
 _MIXTRAL = _LLAMA_2 | {"experts": 8, "active": 2}
