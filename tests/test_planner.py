@@ -799,7 +799,9 @@ def test_states_of_experts():
         wanted = [4 * (rest / N + one / 4 / copies) for N, copies in apart]
         wanted[2] *= 2
         assert [*found.categories.values()][:3] == pytest.approx(wanted), stage
-    assert held(planner.Layout(16, stage=3, experts=4)).parameters < 4 * 1.4 * (rest + one) / 16
+    four, eight = (held(planner.Layout(16, stage=3, experts=n)) for n in (4, 8))
+    assert four.parameters < 4 * 1.4 * (rest + one) / 16
+    assert four.copies - eight.copies == (4 + 4) * 2 * one / 2 / 8  # of two layers at once
 
 
 def along_experts(flops=math.inf, per_node=4, ranks=4, **others):
@@ -824,9 +826,12 @@ def test_time_of_experts():
     assert along_experts(once=True)[0] == pytest.approx(row * distinct * 3 / 4)
     nodes = 2 * (1 - math.comb(4, 3) / math.comb(8, 3))
     assert along_experts(once=True, per_node=2)[0] == pytest.approx(row * nodes / 2)
-    even, uneven = (along_experts(1e12, imbalance=each)[1] for each in (1, 2))
-    more = 3 * 2 * 12 * 3 * 2 * 2 * 32 * 64  # forward and twice as much back, of 3 experts
-    assert (uneven - even) * 1e12 == pytest.approx(more)
+    for again, passes in ("nothing", 3), ("layers", 4):  # forward, and twice as much back
+        even, uneven = (along_experts(1e12, imbalance=n, recompute=again)[1] for n in (1, 2))
+        more = passes * 2 * 12 * 3 * 2 * 2 * 32 * 64  # of 3 experts
+        assert (uneven - even) * 1e12 == pytest.approx(more)
+    sent = planner.messages(SPARSE, planner.Layout(4, experts=4, imbalance=1.5), "float32")
+    assert ("all_to_all", 1.5 * 12 * 3 * 128, 4, 8) in sent
 
 
 def test_what_else_experts_change():
@@ -910,6 +915,10 @@ def test_what_experts_keep():
         planned = layer_activations(shape, layout, "float32") - 4 * 36 * (4 + 4 - 1) * 32
         kept = saved_by_autograd(layer, x)[0] - planned - 4 * 36 * 2 * k * 32
         assert 0 < kept < 36 * (64 + 8 * 8 + 48 * k), k  # weights, scores and places of rows
+    one, uneven = planner.Layout(4, experts=4), planner.Layout(4, experts=4, imbalance=2)
+    held, fullest = (layer_activations(SPARSE, each, "float32") for each in (one, uneven))
+    assert fullest - held == 4 * 12 * 3 * (2 * 64 + 2 * 32)
+    assert layer_activations(replace(SPARSE, shared=1), one, "float32") - held == 4 * 12 * 2 * 64
 
 
 def test_what_is_recomputed():
@@ -1016,9 +1025,13 @@ def test_the_command_with_experts(monkeypatch, capsys):
     asked = "--model mixtral-8x7b --world-size 64 --experts 8 --imbalance 1.5 --once --stage 1"
     said = plan(monkeypatch, capsys, *f"{asked} --micro-batches 4".split()).out
     assert said.startswith("mixtral-8x7b: 46.7 billion parameters, 12.88 billion active, on 64")
-    assert "tensor 1; experts shared by 8\n" in said and "has 1.5 of the mean" in said
+    assert "tensor 1; experts shared by 8\n" in said
     (flags,) = [each for each in said.splitlines() if each.startswith("    --")]
-    assert "--imbalance 1.5 --once" in flags
+    assert "experts" not in flags and "imbalance" not in flags  # a rank that has all has the mean
+    few = "--model mixtral-8x22b --world-size 8 --experts 8 --imbalance 1.5 --once"
+    said = plan(monkeypatch, capsys, *few.split()).out  # nothing fits: on more ranks
+    (flags,) = [each for each in said.splitlines() if each.startswith("    --")]
+    assert "--experts 8 --imbalance 1.5 --once" in flags and "has 1.5 times the mean" in said
 
 
 def test_one_advice_a_page(monkeypatch, capsys):
@@ -1068,9 +1081,15 @@ MISTAKES = [
     (lambda: planner.Transformer(2, 10, 3), "cannot be shared by 3 heads"),
     (lambda: planner.Transformer(2, 12, 4, kv_heads=3), "4 heads cannot share 3"),
     (lambda: planner.Transformer(1, 4, 2, experts=2, active=3), "cannot use 3 of 2 experts"),
-    (lambda: planner.Layout(8, experts=3), "of 8 ranks no 3 can share experts"),
-    (lambda: planner.peak(SPARSE, planner.Layout(5, experts=5)), "5 ranks cannot share 8 experts"),
+    (lambda: planner.Layout(8, experts=3), "8 ranks are no multiple of 3 that share experts"),
+    (lambda: planner.Layout(8, experts=4, imbalance=5), "imbalance is from 1 to 4, not 5"),
+    (lambda: planner.Layout(8, imbalance=1.5), "imbalance is from 1 to 1, not 1.5"),
+    (
+        lambda: planner.peak(SPARSE, planner.Layout(5, experts=5)),
+        "5 ranks cannot share 8 experts",
+    ),
     (lambda: planner.messages(SPARSE, planner.Layout(2, 2)), "tensor must be one of 1, not 2"),
+    (lambda: planner.messages(SPARSE, planner.Layout(2, once=True)), "once must be one of False"),
     (lambda: planner.Transformer(0, 10, 2), "layers must be a whole number"),
     (lambda: planner.Layout(recompute="all"), "recompute must be one of"),
     (lambda: planner.Layout(8, 3), "8 ranks are no multiple of tensor 3 × pipeline 1"),
@@ -1088,7 +1107,8 @@ AT_THE_COMMAND_LINE = {
     "--params 1e9 --model gpt-2": "only the size is known",
     "--model gpt-5": "there is no model gpt-5, but gpt-2, ",
     "--model deepseek-v3 --recompute operations": "is planned of dense layers",
-    "--model gpt-2 --world-size 2 --experts 2": "2 ranks cannot share no experts",
+    "--model gpt-2 --world-size 2 --experts 2": "2 ranks cannot share 0 experts",
+    "--model deepseek-v3 --layers 3": "all 3 layers are dense: none has experts",
     "--model gpt-2 --world-size 6 --tensor 4": "no multiple of tensor 4",
     "--model gpt-2 --world-size 8 --tensor 8": "12 heads",
     "--model gpt-2 --gbps 1 2 3": "one number or two",

@@ -53,7 +53,7 @@ def mesh(
 
 
 def replicas(mesh: DeviceMesh) -> DeviceMesh:
-    """Ranks with the same part of the model, as one axis: those of data, context and experts."""
+    """Ranks with the same part of the model, but for experts, as one axis."""
     return sharing_rows(mesh)._flatten()
 
 

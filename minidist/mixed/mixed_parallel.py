@@ -120,7 +120,7 @@ class MixedParallel(Wrapper):
             self._context = mesh.get_group("context")
         if "experts" in names and self._parts > 1:
             raise ValueError(
-                "sequence_parallel cuts tokens, of which experts need all: leave it out"
+                "experts are not combined with sequence_parallel, which cuts tokens: leave it out"
             )
         if self._tensor.size() > 1:
             with agree.together(world):
@@ -260,7 +260,7 @@ class MixedParallel(Wrapper):
         """Scale the gradients so that their norm, that of the whole model, is at most `max_norm`;
         what it was is returned. Every rank calls this. What is replicated counts once, and so does
         what two stages share. Along `data` all gradients are the same, or shards; along `experts`
-        those of experts are others."""
+        each rank has other experts."""
         twice = self.pipeline.counted_elsewhere | counted_elsewhere(self.module, self._tensor)
         groups = [self._data] * bool(self._sharded or self._experts)
         groups += [self._pipeline, self._tensor]

@@ -56,7 +56,8 @@ def enough_ranks(
         if ranks % t or (model.kv_heads or model.heads) % t:
             t = 1
         m = max(1, layout.sequences * t // ranks)
-        best = fastest(model, Layout(ranks, t, micro_batches=m), device, **recipe)
+        asked = {name: getattr(layout, name) for name in ("experts", "imbalance", "once")}
+        best = fastest(model, Layout(ranks, t, micro_batches=m, **asked), device, **recipe)
         if best:
             return best
     return None
@@ -77,6 +78,7 @@ def _candidates(model: Transformer, layout: Layout, device: Device) -> Iterator[
             continue
         each = layout.sequences // data
         axes = {"tensor": t, "context": c, "pipeline": p, "sequence_parallel": t > 1, "experts": e}
+        axes |= {"imbalance": min(layout.imbalance, e), "once": layout.once and e > 1}
         wide = replace(layout, **axes, **PLAIN)
         sizes = [b for b in powers[:4] if each % b == 0]
         for b, how in product(sizes, [*_zero(wide, device)] if p == 1 else PIPELINES):

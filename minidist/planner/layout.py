@@ -44,7 +44,7 @@ class Layout:
     experts: ranks that share a layer's experts, of those along tensor, context and data, which are
         neighbours then: pipeline is the outermost axis, as in Megatron. No expert is cut: each
         tensor rank sends its part of the tokens. Nothing is dropped. Lesson: experts.
-    imbalance: rows of the rank with most, for the experts, over the mean.
+    imbalance: rows that the fullest of these ranks gets, over the mean: 1 to `experts`.
     once: a token travels once to each node that has some of its experts, or on one node to each
         rank, as by DeepEP. Otherwise once for each expert.
 
@@ -90,7 +90,9 @@ class Layout:
             )
         ranks = self.shards * self.tensor
         if ranks % self.experts:
-            raise ValueError(f"of {ranks} ranks no {self.experts} can share experts")
+            raise ValueError(f"{ranks} ranks are no multiple of {self.experts} that share experts")
+        if not 1 <= self.imbalance <= self.experts:
+            raise ValueError(f"imbalance is from 1 to {self.experts}, not {self.imbalance:g}")
         if self.recompute == "attention" and not self.stored_attention:
             raise ValueError("flash attention stores no scores: there is nothing to compute again")
 
@@ -106,7 +108,7 @@ class Layout:
 
     @property
     def expert_shards(self) -> int:
-        """The same of an expert's states: ranks that have copies of it, but for ZeRO."""
+        """Ranks among which ZeRO shares out an expert: without ZeRO each has a copy of it."""
         return self.shards * self.tensor // self.experts
 
     @property
@@ -180,7 +182,7 @@ def stages(model: Transformer, layout: Layout) -> list[Stage]:
         raise ValueError(f"{model.length} tokens cannot be shared by {layout.context} ranks")
     kv = model.kv_heads or model.heads
     if (model.experts or 1) % layout.experts:
-        raise ValueError(f"{layout.experts} ranks cannot share {model.experts or 'no'} experts")
+        raise ValueError(f"{layout.experts} ranks cannot share {model.experts or 0} experts")
     if (model.experts or model.attention) and layout.recompute == "operations":
         raise ValueError("recompute 'operations' is planned of dense layers, as of Llama 3")
     if model.heads % t or model.mlp_width % t or (kv % t and t % kv):

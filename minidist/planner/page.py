@@ -82,10 +82,9 @@ def page(
 
 
 def _mesh(layout: Layout) -> str:
-    context = f" × context {layout.context}" * (layout.context > 1)
-    context += f" × tensor {layout.tensor}"
-    context += f"; experts shared by {layout.experts}" * (layout.experts > 1)
-    return f"data {layout.data:,} × pipeline {layout.pipeline}{context}"
+    said = f"data {layout.data:,} × pipeline {layout.pipeline}"
+    said += f" × context {layout.context}" * (layout.context > 1) + f" × tensor {layout.tensor}"
+    return said + f"; experts shared by {layout.experts}" * (layout.experts > 1)
 
 
 def _sequences(layout: Layout) -> str:
@@ -209,9 +208,10 @@ def sources(layout: Layout, device: Device, *, optimizer: str, precision: str) -
     ]
     if layout.experts > 1:
         said += [
-            f"experts: the fullest rank has {layout.imbalance:g} of the mean (--imbalance); "
-            "nothing hides all_to_alls (--once). 3 of 10 published steps are as near as above, the "
-            "others planned at 0.46 to 1.49 times what they took: small experts compute slower"
+            f"experts: the fullest rank has {layout.imbalance:g} times the mean (--imbalance); a "
+            f"token travels once to each {'rank or node' if layout.once else 'expert'} (--once), "
+            "and nothing hides that. 3 of 10 published steps are as near as above, the others "
+            "planned at 0.46 to 1.49 times what they took: small experts compute slower"
         ]
     if layout.stage == 3 and layout.shards > 128:
         said += [

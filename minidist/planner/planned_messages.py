@@ -34,11 +34,10 @@ def messages(
     Raises ValueError for another layout, for a stage that is not there, and as `peak` does.
     """
     require_one_of("precision", precision, PRECISIONS)
-    require_one_of("stage", layout.stage, STAGES)
-    require_one_of("recompute", layout.recompute, ("nothing",))
-    for name in "chunks", "context", "replicate", *(("tensor", "stage") if model.experts else ()):
-        require_one_of(name, getattr(layout, name), (0, 1) if name == "stage" else (1,))
-    require_one_of("reshard_after_forward", layout.reshard_after_forward, (True,))
+    require_one_of("stage", layout.stage, (0, 1) if model.experts else STAGES)
+    plain = ["recompute", "chunks", "context", "replicate", "reshard_after_forward", "once"]
+    for name in plain + ["tensor"] * bool(model.experts):
+        require_one_of(name, getattr(layout, name), (getattr(Layout(), name),))
     held = stages(model, layout)
     require_one_of("number", number, range(len(held)))
     planned = _all(model, layout, precision, held[number])

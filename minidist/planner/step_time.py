@@ -65,8 +65,7 @@ class StepTime:
     @property
     def communication(self) -> float:
         """Seconds in which a rank only waits for messages."""
-        waits = self.tensor + self.context + self.pipeline + self.data - self.hidden
-        return waits + self.experts
+        return self.tensor + self.context + self.experts + self.pipeline + self.data - self.hidden
 
     @property
     def total(self) -> float:
@@ -98,7 +97,8 @@ def step_time(
       in stage 3 a unit ahead, there again behind backward. Nothing hides the first gather and the
       last reduction. With copies of the shards, gradients are then averaged over these.
     - Experts: the fullest rank of `imbalance` decides. Its rows go to the experts and come back, in
-      forward and in backward, and nothing hides that. Each copy of them is one more unit of data.
+      forward and in backward, and nothing hides that. Along data, those of a layer are a unit of
+      their own, among the ranks that have the same ones.
     - Pipeline: each of the tensor ranks sends its part (arXiv 2104.04473, section 4.1).
     - Optimizer: the bytes of `Precision.touched`, at the device's bandwidth.
 

@@ -26,8 +26,8 @@ class Transformer:
     dense_layers: the first ones have an MLP in place of experts, of k + `shared` times `hidden`.
     of_nodes: a token's experts are on so many nodes at most, as by DeepSeek-V3.
 
-    Raises ValueError for a number that is no whole one from 1 on, for heads that do not divide,
-    and for k above E.
+    Raises ValueError for a number that is no whole one from 1 on, for heads that do not divide, for
+    k above E, and if all layers are dense.
     """
 
     layers: int
@@ -59,6 +59,8 @@ class Transformer:
             raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} key-value heads")
         if self.experts and self.active > self.experts:
             raise ValueError(f"a token cannot use {self.active} of {self.experts} experts")
+        if self.dense_layers >= self.layers:
+            raise ValueError(f"all {self.layers} layers are dense: none has experts")
 
     @property
     def attention_width(self) -> int:
@@ -187,8 +189,7 @@ _DEEPSEEK = {"vocabulary": 129280, "experts": 256, "active": 8, "shared": 1, "de
 _DEEPSEEK |= {"attention": _QUERIES + _KEYS + 128 * 128 * 7168, "head_width": 160, "kv_heads": 128}
 _DEEPSEEK |= {"length": 4096, "of_nodes": 4}
 _GPT_OSS = {"length": 4096, "vocabulary": 201088, "active": 4, "head_width": 64}
-_QWEN = {"length": 4096, "vocabulary": 151936, "experts": 128, "active": 8, "head_width": 128}
-_QWEN |= {"kv_heads": 4}
+_QWEN = dict(length=4096, vocabulary=151936, experts=128, active=8, head_width=128, kv_heads=4)
 _OLMOE = {"length": 4096, "vocabulary": 50304, "experts": 64, "active": 8, "kv_heads": 16}
 _LLAMA_2 = {"length": 4096, "vocabulary": 32000}
 _MIXTRAL = _LLAMA_2 | {"experts": 8, "active": 2}

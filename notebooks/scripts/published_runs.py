@@ -192,7 +192,8 @@ for _name, (_sizes, (_N, _t, _p, _v, _b, _batch), _full, _selective, _) in OF_KO
     _rest = A100, "mixed"
     STEPS[f"{_name}, full"] = KORTHIKANTI, _shape, _again, *_rest, seconds(_full)
     STEPS[f"{_name}, selective"] = KORTHIKANTI, _shape, _both, *_rest, seconds(_selective)
-# All but the last were routed evenly by force.
+# Routing is even by force in torchtitan's runs and Bridge's; of Megatron's and the zoo's it is not
+# said. DeepSeek's is real, on H800, whose NVLink is slower than that of the H100, which is planned.
 TITAN_EP = "torchtitan, distributed/deepep/README.md and qwen3_30b_a3b_with_deepep.toml"
 MEGATRON_EP = "Megatron-LM, moe/README.md: 468 TFLOP/s of v0.9 in the layout of v0.8"
 ZOO = "Megatron-MoE-ModelZoo, best_practice/Qwen3"
