@@ -46,8 +46,8 @@ class Inject(torch.autograd.Function):
 def update_bias(model: nn.Module, rate: float) -> None:
     """After a step of the optimizer: experts that had more rows than the mean become less likely,
     the others more, by `rate`. It counts the rows of all ranks in all forward passes in training
-    mode since the last call. One all_reduce, which all ranks must call. Wang et al. (arXiv
-    2408.15664), as in DeepSeek-V3."""
+    mode since the last call, or those of this process, without `parallelize`. One all_reduce, which
+    all ranks must call. Wang et al. (arXiv 2408.15664), as in DeepSeek-V3."""
     routers = [each for each in model.modules() if isinstance(each, Router)]
     if not routers:  # a stage of a pipeline may have none
         return

@@ -69,9 +69,9 @@ class MixedParallel(Wrapper):
 
     Limits: nobody compares the batches of ranks that must be given the same. Along `context`, only
     attention by `F.scaled_dot_product_attention` is that of all tokens. No plan cuts an expert:
-    along `tensor` each rank has the same ones. Replace, compile and hook layers before. An
-    optimizer sees this rank's shards, so it must look at one element at a time: not Adafactor, Muon
-    or LBFGS. In float16 take a `md.ShardedGradScaler`.
+    along `tensor` each rank has the same ones, and a plan names attention alone. Replace, compile
+    and hook layers before. An optimizer sees this rank's shards, so it must look at one element at
+    a time: not Adafactor, Muon or LBFGS. In float16 take a `md.ShardedGradScaler`.
 
     Raises RuntimeError without a process group; ValueError, on every rank, if the mesh is not of
     all ranks, the model cannot be cut so, or the ranks disagree about any of this.

@@ -212,7 +212,8 @@ MODELS = {
     "llama-3-405b": _llama(126, 16384, 128, 53248),
     "mistral-7b": _llama(32, 4096, 32, 14336, vocabulary=32000),
     # With experts, from released config.json files, the last one's without its extra layer that
-    # predicts a second token. Left out are biases and norms of single heads: 0.05 % at most.
+    # predicts a second token, on sequences of 4,096. Left out are biases and norms of single heads:
+    # 0.05 % at most.
     "mixtral-8x7b": _llama(32, 4096, 32, 14336, **_MIXTRAL),
     "mixtral-8x22b": _llama(56, 6144, 48, 16384, **_MIXTRAL),
     "olmoe-1b-7b": _llama(16, 2048, 16, 1024, **_OLMOE),
