@@ -79,6 +79,7 @@ class Checkpoints:
             self._gloo = dist.new_group(
                 ranks, backend="gloo", use_local_synchronization=not self._whole
             )
+            dist.barrier(self._gloo)  # who closes at once would cut off who still connects
 
     # ---- save ------------------------------------------------------------------------------
 
