@@ -75,10 +75,8 @@ class Checkpoints:
         self._gloo: Any = None  # for torch's thread: its messages must not meet those of training
         if group is not None:
             ranks = dist.get_process_group_ranks(group)
-            self._whole = process_group is None  # then all ranks are here to make a group
-            self._gloo = dist.new_group(
-                ranks, backend="gloo", use_local_synchronization=not self._whole
-            )
+            self._part = process_group is not None  # then not all ranks are here to make a group
+            self._gloo = dist.new_group(ranks, backend="gloo", use_local_synchronization=self._part)
             dist.barrier(self._gloo)  # who closes at once would cut off who still connects
 
     # ---- save ------------------------------------------------------------------------------
@@ -228,7 +226,7 @@ class Checkpoints:
             self.wait()
         finally:
             self._unlock()
-            if self._gloo is not None and self._whole and dist.is_initialized():
+            if self._gloo is not None and not self._part and dist.is_initialized():
                 dist.destroy_process_group(self._gloo)
                 self._gloo = None
 
