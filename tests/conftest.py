@@ -101,6 +101,13 @@ def pools(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Pool]]:
         opened.close()
 
 
+@pytest.fixture(scope="module")
+def gloo() -> Iterator[Pool]:
+    """Three ranks over gloo, where all others of a file are over shm."""
+    with md.ranks(3, backend="gloo") as pool:
+        yield pool
+
+
 @pytest.fixture(autouse=True, scope="module")
 def by_value(request: pytest.FixtureRequest) -> None:
     """Send a test's functions to the ranks by value, so that no rank imports pytest."""

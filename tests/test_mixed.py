@@ -581,7 +581,7 @@ def traffic_of_experts(**axes):
 
 @pytest.mark.parametrize(
     ("axes", "copies"),
-    [({"data": 2}, "data"), ({"data": 2, "context": 2}, "copies"), ({"pipeline": 1}, None)],
+    [({"data": 2}, "data"), ({"pipeline": 1}, None)],
 )
 def test_bytes_along_experts(pools, axes, copies):
     """Three layers of two tensors of 4 experts a rank. A row has 8 features; there and back, and so
@@ -647,7 +647,7 @@ def targets_a_token_longer():
 WRONG_MODELS = {
     "experts over tokens that are cut": (
         lambda: MixedParallel(of_experts(), mesh(experts=2, tensor=2), 2, sequence_parallel=True),
-        "ValueError: experts are not combined with sequence_parallel, which cuts tokens",
+        "ValueError: experts and sequence_parallel, which cuts tokens",
     ),
     "an expert on no rank": (
         lambda: MixedParallel(of_experts(eight=6), mesh(experts=4), 2),

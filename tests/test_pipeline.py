@@ -44,12 +44,6 @@ from minidist.pipeline.stage import Stage, backward_inputs
 apart = md.parity.relative_difference
 
 
-@pytest.fixture(scope="module")
-def gloo():
-    with md.ranks(3, backend="gloo") as pool:
-        yield pool
-
-
 # ---- the idea, in one function ------------------------------------------------------------------
 
 

@@ -253,7 +253,7 @@ def test_parameters_of_models_with_experts():
     assert planner.MODELS["qwen3-30b-a3b"].parameters + norms == 30_532_122_624  # torchtitan
     # By hand: Mixtral's flops are those of a dense model with an MLP of two experts' width.
     mixtral = planner.MODELS["mixtral-8x7b"]
-    dense = replace(mixtral, experts=None, active=1, hidden=2 * 14336)
+    dense = replace(mixtral, experts=0, active=1, hidden=2 * 14336)
     assert mixtral.flops == dense.flops + 3 * 32 * 2 * 8 * 4096  # the router
     shared = replace(mixtral, shared=1, dense_layers=2)
     one, router = 3 * 4096 * 14336, 8 * 4096

@@ -19,21 +19,20 @@ is the layer, and `parallelize` is for whole models.
 """
 
 from minidist.experts.balance import imbalance, switch_loss, update_bias
-from minidist.experts.dispatch import Plan, exchange
+from minidist.experts.dispatch import exchange
 from minidist.experts.grouped import Experts, grouped_mm, loop, padded
 from minidist.experts.moe import MoE
 from minidist.experts.naive import NaiveExperts
-from minidist.experts.parallelize import clip_grad_norm_, parallelize, parameters
-from minidist.experts.router import Router, Routing
+from minidist.experts.parallelize import clip_grad_norm_, counted_elsewhere, parallelize, parameters
+from minidist.experts.router import Router
 
 __all__ = [
     "Experts",
     "MoE",
     "NaiveExperts",
-    "Plan",
     "Router",
-    "Routing",
     "clip_grad_norm_",
+    "counted_elsewhere",
     "exchange",
     "grouped_mm",
     "imbalance",

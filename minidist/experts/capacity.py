@@ -35,14 +35,14 @@ def with_places(
     rows: Tensor,
     weights: Tensor,
     chosen: Tensor,
-    experts: int,
+    counts: Tensor,
     compute: Compute,
     group: Group,
     factor: float,
 ) -> tuple[Tensor, int]:
     """As `every_choice`, without the choices that find no place. Returns (N, C), and how many of
     this rank's were dropped."""
-    (N, k), C, p = chosen.shape, rows.shape[1], size_of(group)
+    (N, k), C, experts, p = chosen.shape, rows.shape[1], len(counts), size_of(group)
     most = torch.tensor(N, device=rows.device)
     if group is not None:  # or the ranks' messages would not match
         dist.all_reduce(most, dist.ReduceOp.MAX, group)

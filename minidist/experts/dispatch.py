@@ -26,14 +26,13 @@ class Plan(NamedTuple):
 
 
 def every_choice(
-    rows: Tensor, weights: Tensor, chosen: Tensor, experts: int, compute: Compute, group: Group
+    rows: Tensor, weights: Tensor, chosen: Tensor, counts: Tensor, compute: Compute, group: Group
 ) -> tuple[Tensor, Plan]:
     """A token's row (C,) goes out k times, and its weighted results are added up at home.
 
-    rows (N, C); weights, chosen (N, k). Returns (N, C)."""
+    rows (N, C); weights, chosen (N, k); counts (E,), of the choices. Returns (N, C)."""
     order = chosen.flatten().argsort(stable=True)  # by expert, and so by rank
     tokens = order // chosen.shape[1]
-    counts = chosen.flatten().bincount(minlength=experts)
     theirs = swap(counts.view(size_of(group), -1), group)  # (p, E / p): each rank's, for my experts
     plan = Plan(counts.view_as(theirs).sum(1).tolist(), theirs.sum(1).tolist())
     arrived = exchange(rows[tokens], *plan, group)
@@ -48,14 +47,14 @@ def every_choice(
 
 
 def once_to_each_rank(
-    rows: Tensor, weights: Tensor, chosen: Tensor, experts: int, compute: Compute, group: Group
+    rows: Tensor, weights: Tensor, chosen: Tensor, counts: Tensor, compute: Compute, group: Group
 ) -> tuple[Tensor, Plan]:
     """A token's row goes to a rank once, however many of its experts are there, beside its weights
     for these. Back comes their weighted sum. So p (1 - C(E - E/p, k) / C(E, k)) rows a token leave
     on average, not k: between nodes, this is what DeepSeek-V3 does (arXiv 2412.19437, 3.2.2)."""
-    p = size_of(group)
+    p, E = size_of(group), len(counts)
     # A weight of exactly 0 counts for nothing, nor has its score a gradient.
-    gates = weights.new_zeros(len(rows), experts).scatter(1, chosen, weights).unflatten(1, (p, -1))
+    gates = weights.new_zeros(len(rows), E).scatter(1, chosen, weights).unflatten(1, (p, -1))
     rank, token = (gates != 0).any(2).T.nonzero(as_tuple=True)  # by rank, and then by token
     sends = rank.bincount(minlength=p)
     plan = Plan(sends.tolist(), swap(sends, group).tolist())

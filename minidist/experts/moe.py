@@ -82,7 +82,7 @@ class MoE(nn.Module):
         self.counts = routing.counts()
         if self.training and not in_backward():  # there a checkpoint computes it once more
             self.router.seen = self.router.seen.to(x.device) + self.counts
-        given = rows, weights.to(rows.dtype), chosen, len(self.counts), self.experts, self.group
+        given = rows, weights.to(rows.dtype), chosen, self.counts, self.experts, self.group
         if self.capacity is not None:
             y, self.dropped = with_places(*given, self.capacity)
         else:

@@ -86,18 +86,17 @@ def parameters(model: nn.Module) -> list[nn.Parameter]:
     return [p for m in model.modules() if isinstance(m, Experts) for p in m.parameters()]
 
 
-def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Scale the gradients so that their norm, that of the whole model, is at most `max_norm`, and
-    return what it was, the same number on every rank. Every rank calls this.
-
-    An expert counts once, and so does what all ranks have, or `fully_shard` has sharded over them.
-    """
+def counted_elsewhere(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters that another rank of a batch has too, and counts in norms."""
     layer = next(each for each in model.modules() if isinstance(each, MoE))
-    experts, group = set(parameters(model)), layer.router.batch_group
+    experts, group, replicas = (
+        set(parameters(model)),
+        layer.router.batch_group,
+        layer.experts.replicas,
+    )
 
     def another_counts(parameter: Any) -> bool:
         if parameter in experts:
-            replicas = layer.experts.replicas
             return replicas is not None and dist.get_rank(replicas) > 0
         if isinstance(parameter, DTensor):  # rows; of hybrid sharding, one replica's
             mesh: Any = parameter.device_mesh
@@ -105,11 +104,16 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
             return any(place > 0 for placement, place in here if placement.is_replicate())
         return group is not None and dist.get_rank(group) > 0
 
-    return norm.clip_grad_norm_(
-        model.parameters(),
-        max_norm,
-        norm_type,
-        groups=[] if group is None else [group],
-        device=device(model),
-        elsewhere={p for p in model.parameters() if another_counts(p)},
-    )
+    return {p for p in model.parameters() if another_counts(p)}
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Scale the gradients so that their norm, that of the whole model, is at most `max_norm`, and
+    return what it was, the same number on every rank. Every rank calls this.
+
+    An expert counts once, and so does what all ranks have, or `fully_shard` has sharded over them.
+    """
+    group = next(each.router.batch_group for each in model.modules() if isinstance(each, MoE))
+    options: Any = dict(groups=[] if group is None else [group], device=device(model))
+    options |= dict(elsewhere=counted_elsewhere(model))
+    return norm.clip_grad_norm_(model.parameters(), max_norm, norm_type, **options)

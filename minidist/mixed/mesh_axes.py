@@ -67,14 +67,11 @@ def traffic_by_axis(
 ) -> dict[str, dict[str, tuple[int, int]]]:
     """What this rank has sent along each axis, and its collectives: {operation: (calls, bytes)},
     as `TrafficCounter` counts them. "replicas" is along data, context and experts, where two of
-    them have several ranks: the gradients. Those of experts are along data, or context; where both
-    have several ranks, "copies" is along these two. Lesson: mixed_parallelism."""
+    them have several ranks: the gradients. Lesson: mixed_parallelism."""
     names = mesh.mesh_dim_names or ()
     groups = {axis: mesh.get_group(axis) for axis in names}
     several = [axis for axis in REPLICAS if axis in names and groups[axis].size() > 1]
     if len(several) > 1:
         groups["replicas"] = replicas(mesh).get_group()
-    if len(several) > 2:
-        groups["copies"] = mesh[tuple(a for a in names if a in REPLICAS[:2])]._flatten().get_group()
     ranks = {axis: tuple(dist.get_process_group_ranks(group)) for axis, group in groups.items()}
     return {axis: traffic.by_group.get(those, {}) for axis, those in ranks.items()}

@@ -119,9 +119,7 @@ class MixedParallel(Wrapper):
         if "context" in names:
             self._context = mesh.get_group("context")
         if "experts" in names and self._parts > 1:
-            raise ValueError(
-                "experts are not combined with sequence_parallel, which cuts tokens: leave it out"
-            )
+            raise ValueError("experts and sequence_parallel, which cuts tokens: leave one out")
         if self._tensor.size() > 1:
             with agree.together(world):
                 features.split(module, self._tensor, plan, sequence_parallel=sequence_parallel)
@@ -180,8 +178,8 @@ class MixedParallel(Wrapper):
             loss = self._train(inputs, targets, lambda y, t: loss_fn(y, t) * weight)
         except Exception as error:
             problem = error
-        trained = [p for p in self.parameters() if p.requires_grad and not self._sharded]
-        trained = [p for p in trained if p not in self._experts]
+        trained = [p for p in self.parameters() if p.requires_grad and p not in self._experts]
+        trained = [] if self._sharded else trained
         mine = [loss.item(), problem is not None, *(p.grad is not None for p in trained)]
         sums = torch.tensor(mine, dtype=torch.float64, device=self._device)
         try:
@@ -264,11 +262,7 @@ class MixedParallel(Wrapper):
         twice = self.pipeline.counted_elsewhere | counted_elsewhere(self.module, self._tensor)
         groups = [self._data] * bool(self._sharded or self._experts)
         groups += [self._pipeline, self._tensor]
-        if self._experts:
-            also = self.mesh.get_local_rank("data"), self._context and dist.get_rank(self._context)
-            twice |= self._experts if any(also) else set()
-            if not self._sharded and dist.get_rank(self._data) > 0:
-                twice |= {*self.parameters()} - self._experts
+        twice |= experts.counted_elsewhere(self.module) if self._experts else set()
         options: Any = dict(groups=groups, device=self._device, elsewhere=twice)
         return clip_grad_norm_(self.parameters(), max_norm, norm_type, **options)
 

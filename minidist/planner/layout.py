@@ -182,7 +182,7 @@ def stages(model: Transformer, layout: Layout) -> list[Stage]:
         raise ValueError(f"{model.length} tokens cannot be shared by {layout.context} ranks")
     kv = model.kv_heads or model.heads
     if (model.experts or 1) % layout.experts:
-        raise ValueError(f"{layout.experts} ranks cannot share {model.experts or 0} experts")
+        raise ValueError(f"{layout.experts} ranks cannot share {model.experts} experts")
     if (model.experts or model.attention) and layout.recompute == "operations":
         raise ValueError("recompute 'operations' is planned of dense layers, as of Llama 3")
     if model.heads % t or model.mlp_width % t or (kv % t and t % kv):

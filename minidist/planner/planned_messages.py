@@ -82,7 +82,7 @@ def _all(model: Transformer, layout: Layout, precision: str, own: Stage) -> Iter
     held, routed = own.parameters(model, t), own.routed(model, layout)
     if layout.experts > 1:
         rows, each = activation * model.active, m * own.sparse
-        yield Planned("all_to_all", 8 * (model.experts or 0), layout.experts, each)
+        yield Planned("all_to_all", 8 * model.experts, layout.experts, each)
         yield Planned("all_to_all", round(layout.imbalance * rows), layout.experts, 4 * each)
         one = size.gradient * routed // max(1, own.sparse)
         yield Planned("all_reduce", one, layout.expert_shards, each)

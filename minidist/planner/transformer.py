@@ -42,7 +42,7 @@ class Transformer:
     dropout: bool = False
     head_width: int | None = None
     attention: int | None = None
-    experts: int | None = None
+    experts: int = 0
     active: int = 1
     shared: int = 0
     dense_layers: int = 0
@@ -108,7 +108,7 @@ class Transformer:
         h, own, sparse = self.width, self.attention_width // tensor, self.experts and not dense
         f = (self.expert_width * self.shared if sparse else self.mlp_width) // tensor
         columns = own + 2 * self.kv_width(tensor), (2 if self.llama else 1) * f
-        matrices = [(columns[1], h), (h, f), (self.experts or 0 if sparse else 0, h)]
+        matrices = [(columns[1], h), (h, f), (self.experts if sparse else 0, h)]
         vectors = [h, h]
         if not self.llama:  # with biases, and those of norms
             vectors = [columns[0], h, *4 * [h]] + ([] if sparse else [columns[1], h])
@@ -121,7 +121,7 @@ class Transformer:
     def expert_parameters(self, number: int | None = None) -> int:
         """Of so many experts of a layer; None: of all."""
         one = (3 if self.llama else 2) * self.width * self.expert_width
-        return one * ((self.experts or 0) if number is None else number)
+        return one * (self.experts if number is None else number)
 
     def embedding_parameters(self, tensor: int = 1, shards: int = 1) -> int:
         places = [] if self.llama else [(self.length, self.width)]
@@ -143,7 +143,7 @@ class Transformer:
     @property
     def active_parameters(self) -> int:
         """Those that a token uses, with all of the embedding, which some makers leave out."""
-        unused = (self.experts or 0) - self.active
+        unused = self.experts - self.active
         return self.parameters - self.sparse_layers * self.expert_parameters(unused)
 
     @property
@@ -158,7 +158,7 @@ class Transformer:
         layer of `dense_layers` has as many, but for the router's."""
         matrices = 3 if self.llama else 2
         attention = self.attention or 2 * self.width * (self.attention_width + self.kv_width())
-        mlp = self.width * (matrices * self.mlp_width + (self.experts or 0))
+        mlp = self.width * (matrices * self.mlp_width + self.experts)
         return 2 * (attention + mlp) + self.attention_flops
 
     @property
