@@ -128,7 +128,8 @@ def _written(rank: int, row: int, span: Span, first: int) -> dict[str, Any]:
     start, end = (round(time * 1e9) - first for time in (span.start, span.end))
     times = {"ts": start / 1e3, "dur": (end - start) / 1e3}
     detail = span.detail if isinstance(span, Event) else {}
-    spot = {"ph": "X", "name": span.name, "cat": span.category, "pid": rank, "tid": row}
+    spot: dict[str, Any] = {"ph": "X", "name": span.name, "cat": span.category}
+    spot |= {"pid": rank, "tid": row}
     return spot | times | ({"args": detail} if detail else {})
 
 
