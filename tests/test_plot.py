@@ -64,6 +64,7 @@ CHARTS = {  # name: what it draws, and inputs that have nothing to draw
     "sweep": ({"gpipe": {1: 2.0}}, [{}, {"gpipe": {}}]),
     "breakdown": ({"DDP": {"other": 8}}, [{}, {"DDP": {}}, {"DDP": {"other": 0}}]),
     "frontier": ({"time": {"plain": (8, 1.0)}}, [{}, {"time": {}}]),
+    "roofline": ({"memory": (1e11, 4e10)}, [{}]),
     "pairs": ([[0, 3], [1, 2]], [[], [[], []]]),
     "routing": ([[[0, 3]], [[2, 5]]], [[], [[], []], [[[0]], [[1]], [[2]]]]),
     "load": ([[1, 3]], [[], [[]]]),
@@ -414,6 +415,25 @@ def test_frontier_writes_no_name_upon_another() -> None:
     assert [text.get_text() for text in ax.texts] == ["b", "a", "c", "d"]
     assert all(not box.overlaps(other) for i, box in enumerate(boxes) for other in boxes[:i])
     assert ax.texts[3].xyann == (8, 0)
+
+
+def test_roofline_is_the_lower_of_peak_and_bandwidth() -> None:
+    points = [SimpleNamespace(name="linear", intensity=100, speed=8e10)]
+    points += [SimpleNamespace(name=name, intensity=0.5, speed=2e9) for name in ("add", "norm")]
+    ax = plot.roofline({"memory": (1e11, 4e10), "cache": (1e11, 1e11)}, points)
+    roofs = {line.get_label(): line.get_xydata() for line in ax.lines if len(line.get_xdata()) == 3}
+    assert {name: roof[1].tolist() for name, roof in roofs.items()} == {
+        "memory, 40 GB/s": [2.5, 1e11],  # the ridge: bytes come as fast as they are used
+        "cache, 100 GB/s": [1.0, 1e11],
+    }
+    (left, low), _, (_, high) = roofs["memory, 40 GB/s"]
+    assert left < 0.5 and low == 4e10 * left and high == 1e11
+    dots = [line.get_xydata().tolist() for line in ax.lines if line.get_marker() == "o"]
+    assert dots == [[[100, 8e10]], [[0.5, 2e9]], [[0.5, 2e9]]]
+    linear, add, norm = ax.texts
+    assert [text.get_text() for text in ax.texts] == ["linear", "add", "norm"]
+    assert not add.get_window_extent().overlaps(norm.get_window_extent())
+    assert {"1", "10", "100"} <= set(ticks(ax.xaxis)) and "100" in ticks(ax.yaxis)
 
 
 def test_weights_are_white_where_they_are_right() -> None:
