@@ -1,0 +1,229 @@
+"""The traces of several ranks side by side: one clock, who is late, what holds up a step (lesson:
+reading_a_step)."""
+
+from collections import Counter
+from collections.abc import Sequence
+from statistics import median
+from typing import Any, Literal, NamedTuple
+
+from minidist.tracing.account import both, computing, length, times, union
+from minidist.tracing.events import Event, Spans, Trace
+
+Key = tuple[Any, ...]
+# Nobody leaves one of these before all have come.
+MEETINGS = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"}
+
+
+class Met:
+    """What the traces say about one another: each collective's events, by rank, and each message's
+    two ends. Raises ValueError where they do not fit together."""
+
+    def __init__(self, traces: Sequence[Trace]) -> None:
+        ranks = [t.rank for t in traces]
+        if len(set(ranks)) < max(2, len(ranks)):
+            raise ValueError(f"who waits for whom takes a trace of each rank; these are of {ranks}")
+        steps = {t.rank: [step.name for step in t.steps()] for t in traces}
+        if other := [rank for rank in ranks if steps[rank] != steps[ranks[0]]]:
+            raise ValueError(
+                f"rank {ranks[0]} has the steps {steps[ranks[0]]}, rank {other[0]} "
+                f"{steps[other[0]]}: record the same ones on all ranks"
+            )
+        self.busy: dict[int, Spans] = {}
+        self.calls: dict[int, dict[Key, Event]] = {}
+        self.sent: dict[Key, Event] = {}  # by sender, receiver and index
+        for t in traces:
+            self.busy[t.rank] = computing(t, -float("inf"), float("inf"))
+            found = t.of("communication")
+            self.calls[t.rank] = {_key(e): e for e in found if e.detail["kind"] == "collective"}
+            for e in found:
+                if e.detail["kind"] == "sent":
+                    self.sent[t.rank, e.detail["peer"], e.detail["index"]] = e
+        if not self.sent and not any(self.calls.values()):
+            raise ValueError("the traces have no communication")
+        counts = {rank: Counter(key[:2] for key in calls) for rank, calls in self.calls.items()}
+        for name, group in {key for own in counts.values() for key in own}:
+            members = [rank for rank in ranks if rank in group or not group]
+            n = {rank: counts[rank][name, group] for rank in members}
+            if len(set(n.values())) > 1:
+                raise ValueError(f"calls of {name} by rank: {n}. One of the traces is cut short")
+
+    def shared(self) -> dict[Key, dict[int, Event]]:
+        """The collectives in which all wait for all, by rank. Raises ValueError without one."""
+        found: dict[Key, dict[int, Event]] = {}
+        for rank, calls in self.calls.items():
+            for key, e in calls.items():
+                if key[0] in MEETINGS:
+                    found.setdefault(key, {})[rank] = e
+        found = {key: events for key, events in found.items() if len(events) > 1}
+        if not found:
+            raise ValueError("these ranks share no collective, in which all wait for all")
+        return found
+
+    def source(self, e: Event, rank: int) -> tuple[int, float]:
+        """For whom it waited on this rank, and since when it could go on."""
+        came = rank, e.start
+        if e.detail["kind"] == "received":
+            sent = self.sent.get((e.detail["peer"], rank, e.detail["index"]))
+            came = (e.detail["peer"], sent.start) if sent else came
+        elif e.name in MEETINGS:
+            every = {r: calls[_key(e)].start for r, calls in self.calls.items() if _key(e) in calls}
+            last = max(every, key=every.__getitem__)
+            came = last, every[last]
+        if came[1] > e.end + 1e-3:
+            raise ValueError(
+                f"rank {came[0]} came to {e.name} {e.detail['index']} after rank {rank} had left: "
+                "put the traces on one clock by md.tracing.align"
+            )
+        return came[0], min(came[1], e.end)
+
+
+def _key(e: Event) -> Key:
+    return e.name, tuple(e.detail.get("group", ())), e.detail["index"]
+
+
+def whole(traces: Sequence[Trace], start: float | None, end: float | None) -> tuple[float, float]:
+    """From the first rank's start to the last rank's end, where none is given."""
+    windows = [t.window() for t in traces]
+    first, last = min(w[0] for w in windows), max(w[1] for w in windows)
+    return first if start is None else start, last if end is None else end
+
+
+def offset(of: Trace, to: Trace) -> tuple[float, float]:
+    """How far the clock of `of` is behind that of `to`, in seconds: at least, and at most. Nobody
+    leaves a collective before all have come, so each gives two bounds. Lesson: reading_a_step.
+    Raises ValueError where none fits."""
+    pairs = [(e[of.rank], e[to.rank]) for e in Met([of, to]).shared().values()]
+    low = max(theirs.start - own.end for own, theirs in pairs)
+    high = min(theirs.end - own.start for own, theirs in pairs)
+    if low > high:
+        raise ValueError(f"no offset fits: at least {low} s, at most {high} s. A clock was set?")
+    return low, high
+
+
+def align(traces: Sequence[Trace]) -> list[Trace]:
+    """All on the clock of the first one, right to half of what `offset` leaves open. Ranks of one
+    machine have one clock already. Lesson: reading_a_step."""
+    first, *others = traces
+    return [first, *(t.shifted(sum(offset(t, first)) / 2) for t in others)]
+
+
+def late(traces: Sequence[Trace]) -> dict[int, float]:
+    """By rank: how many seconds after the median of the others it comes to a collective, in the
+    median of all. Below 0: before them. Lesson: reading_a_step."""
+    found: dict[int, list[float]] = {t.rank: [] for t in traces}
+    for events in Met(traces).shared().values():
+        for rank, e in events.items():
+            found[rank].append(
+                e.start - median(other.start for r, other in events.items() if r != rank)
+            )
+    return {rank: median(each or [0.0]) for rank, each in found.items()}
+
+
+class Waits(NamedTuple):
+    """Seconds in which a rank has nothing to do but wait: for `others` that have not come, or have
+    not sent, and for the `transfer` from then on. A bar of NCCL is both in one."""
+
+    others: float
+    transfer: float
+
+
+def waits(
+    traces: Sequence[Trace], start: float | None = None, end: float | None = None
+) -> dict[int, Waits]:
+    """By rank, what its exposed communication is made of; between start and end, or the whole
+    steps. Lesson: reading_a_step."""
+    met, (start, end) = Met(traces), whole(traces, start, end)
+    found = {}
+    for t in traces:
+        sent, moving = times(t.of("communication"), start, end), Spans()
+        for e in t.of("communication"):
+            moving.append((max(e.start, met.source(e, t.rank)[1]), e.end))
+        exposed, transfer = (
+            length(each) - length(both(each, met.busy[t.rank]))
+            for each in (sent, both(union(moving), [(start, end)]))
+        )
+        found[t.rank] = Waits(exposed - transfer, transfer)
+    return found
+
+
+class Leg(NamedTuple):
+    """A piece of the critical path: on a rank, or with a message that comes to it."""
+
+    what: Literal["rank", "message"]
+    rank: int
+    start: float
+    end: float
+    name: str = ""
+
+
+def critical_path(
+    traces: Sequence[Trace], start: float | None = None, end: float | None = None
+) -> list[Leg]:
+    """What a step waited for, from start to end without a gap. Lesson: reading_a_step.
+
+    Found backwards: from the rank that computes last to the message that it last waited for, from
+    there to the rank that came last to it, or sent it, and so on. What is not on the path may
+    become faster without a change of the step.
+    """
+    met, (start, end) = Met(traces), whole(traces, start, end)
+    waited = {t.rank: [e for e in t.of("communication") if _waited(e, met, t)] for t in traces}
+    rank = max(met.busy, key=lambda r: max((e for _, e in met.busy[r] if e <= end), default=0.0))
+    path, now = list[Leg](), end
+    while now > start:
+        ended = [e for e in waited[rank] if start < e.end <= now]
+        if not ended:
+            path.append(Leg("rank", rank, start, now))
+            break
+        got = max(ended, key=lambda e: e.end)
+        waited[rank].remove(got)
+        source, left = met.source(got, rank)
+        left = max(left, start)
+        path.append(Leg("rank", rank, got.end, now))
+        path.append(Leg("message", rank, left, got.end, got.name))
+        rank, now = source, left
+    return path[::-1]
+
+
+def _waited(e: Event, met: Met, trace: Trace) -> bool:
+    """Whether the rank had nothing else to do when the message came. Computing may have begun
+    a moment before the end that was noted."""
+    before = e.end - 2e-4
+    return e.detail["kind"] != "sent" and not any(
+        s < before and e.end < t for s, t in met.busy[trace.rank]
+    )
+
+
+def seconds_of(path: Sequence[Leg]) -> dict[str, float]:
+    """Of a critical path, on each rank ("rank 2") and with "messages". Lesson: reading_a_step."""
+    spent: dict[str, float] = {}
+    for leg in path:
+        name = f"rank {leg.rank}" if leg.what == "rank" else "messages"
+        spent[name] = spent.get(name, 0.0) + leg.end - leg.start
+    return spent
+
+
+class Cause(NamedTuple):
+    """The rank for which the others wait, how many seconds at each collective, and why."""
+
+    why: Literal["slow device", "slow loader", "nobody"]
+    rank: int | None
+    seconds: float
+
+
+def cause(traces: Sequence[Trace]) -> Cause:
+    """Who holds up the others. "nobody": none is late by a tenth of a step in the median. "slow
+    device": the late one computes longer than the others, by 15 % at least; it may also have more
+    to do. "slow loader": it does not, and so begins late: it waits for data, or for Python.
+    Lesson: reading_a_step. Raises ValueError for ranks that send messages to each other, as the
+    stages of a pipeline do: one waits for another in turn, and `critical_path` says for which."""
+    if Met(traces).sent:
+        raise ValueError("these ranks wait for each other's messages: see their critical_path")
+    lateness = late(traces)
+    rank = max(lateness, key=lateness.__getitem__)
+    start, end = whole(traces, None, None)
+    if lateness[rank] < (end - start) / max(1, len(traces[0].steps())) / 10:
+        return Cause("nobody", None, 0.0)
+    busy = {t.rank: length(computing(t, start, end)) for t in traces}
+    others = median(seconds for r, seconds in busy.items() if r != rank)
+    slow = busy[rank] > 1.15 * others
+    return Cause("slow device" if slow else "slow loader", rank, lateness[rank])
