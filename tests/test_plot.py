@@ -6,6 +6,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -64,12 +65,13 @@ CHARTS = {  # name: what it draws, and inputs that have nothing to draw
     "sweep": ({"gpipe": {1: 2.0}}, [{}, {"gpipe": {}}]),
     "breakdown": ({"DDP": {"other": 8}}, [{}, {"DDP": {}}, {"DDP": {"other": 0}}]),
     "frontier": ({"time": {"plain": (8, 1.0)}}, [{}, {"time": {}}]),
-    "roofline": ({"memory": (1e11, 4e10)}, [{}]),
+    "roofline": ([SimpleNamespace(name="add", intensity=0.1, speed=1e9)], [[]]),
     "pairs": ([[0, 3], [1, 2]], [[], [[], []]]),
     "routing": ([[[0, 3]], [[2, 5]]], [[], [[], []], [[[0]], [[1]], [[2]]]]),
     "load": ([[1, 3]], [[], [[]]]),
     "weights": ({"right": {"rank 0": (0.5, 0.5)}}, [{}]),
 }
+BESIDE = {"roofline": {"peak": 1e11, "bandwidth": {"memory": 4e10}}}
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +102,7 @@ def test_a_chart_draws_where_it_is_told_and_changes_no_setting() -> None:
     assert CHARTS.keys() == set(plot.__all__) - set(vars(palette))
     settings = dict(matplotlib.rcParams)
     for name, (given, nothings) in CHARTS.items():
-        chart = getattr(plot, name)
+        chart = partial(getattr(plot, name), **BESIDE.get(name, {}))
         for nothing in nothings:
             with pytest.raises(ValueError, match=rf"^{name}: (no|nothing) .*(draw|step)"):
                 chart(nothing)
@@ -420,7 +422,7 @@ def test_frontier_writes_no_name_upon_another() -> None:
 def test_roofline_is_the_lower_of_peak_and_bandwidth() -> None:
     points = [SimpleNamespace(name="linear", intensity=100, speed=8e10)]
     points += [SimpleNamespace(name=name, intensity=0.5, speed=2e9) for name in ("add", "norm")]
-    ax = plot.roofline({"memory": (1e11, 4e10), "cache": (1e11, 1e11)}, points)
+    ax = plot.roofline(points, 1e11, {"memory": 4e10, "cache": 1e11})
     roofs = {line.get_label(): line.get_xydata() for line in ax.lines if len(line.get_xdata()) == 3}
     assert {name: roof[1].tolist() for name, roof in roofs.items()} == {
         "memory, 40 GB/s": [2.5, 1e11],  # the ridge: bytes come as fast as they are used
