@@ -130,7 +130,7 @@ from minidist.pipeline import Span as Step
 from minidist.pipeline.instructions import Forward, SendActivation
 for name, (given, _) in CHARTS.items():
     try:
-        getattr(plot, name)(given)
+        getattr(plot, name)(given, **BESIDE.get(name, {}))
     except ImportError as error:
         print(name, type(error).__name__, error.name, error)
 """
@@ -138,7 +138,7 @@ for name, (given, _) in CHARTS.items():
 
 def test_only_a_chart_needs_matplotlib_and_says_how_to_get_it() -> None:
     charts = repr(CHARTS).replace("Span(instruction", "Step(instruction")
-    code = WITHOUT_MATPLOTLIB.replace("CHARTS", charts)
+    code = WITHOUT_MATPLOTLIB.replace("CHARTS", charts).replace("BESIDE", repr(BESIDE))
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     says = "minidist.plot draws with matplotlib: pip install 'minidist[course]'"
     told = [f"{name} ModuleNotFoundError matplotlib {says}" for name in CHARTS]
