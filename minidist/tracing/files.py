@@ -103,8 +103,8 @@ def save(traces: Sequence[Row], path: Path) -> None:
                 out += [_written(trace.rank, row, span, first) for span in lane]
                 row += 1
     out += _arrows(out)
-    data = {"traceEvents": out, "displayTimeUnit": "ms", "otherData": OURS}
-    data |= {"baseTimeNanoseconds": first + EPOCH}
+    base = {"baseTimeNanoseconds": first + EPOCH, "otherData": OURS}
+    data = {"traceEvents": out, "displayTimeUnit": "ms"} | base
     with gzip.open(path, "wt") if str(path).endswith(".gz") else open(path, "w") as file:
         json.dump(data, file, separators=(",", ":"))
 
