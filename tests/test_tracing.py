@@ -206,7 +206,7 @@ def test_the_path_of_messages():
         *[("message", 0, 8, 9), ("rank", 0, 9, 11)],
     ]
     found = md.tracing.waits(traces)
-    assert [tuple(found[rank]) for rank in range(3)] == [(5, 1), (3, 1 + 1), (0, 0)]
+    assert [tuple(found[rank]) for rank in range(3)] == [(5, 1), (3, 1), (0, 0)]
     with pytest.raises(ValueError, match="see their critical_path"):
         md.tracing.cause(traces)
 
@@ -292,11 +292,6 @@ def cut_short():
     return [one, Trace(1, two.spans[:-3] + two.spans[-1:])]
 
 
-def on_other_clocks():
-    one, two = in_step([[3], [4]])
-    return [one, two.shifted(50)]
-
-
 BAD = {
     "of one rank": (lambda: in_step([[3], [4]])[:1], "takes a trace of each rank"),
     "one rank twice": (lambda: in_step([[3], [4]])[:1] * 2, r"these are of \[0, 0\]"),
@@ -314,11 +309,16 @@ def test_traces_that_say_nothing_together(case):
             getattr(md.tracing, analysis)(make())
 
 
-def test_traces_on_other_clocks():
-    for analysis in (md.tracing.waits, md.tracing.critical_path):
+@pytest.mark.parametrize("by", [-50, 50])
+def test_traces_on_other_clocks(by):
+    def moved():
+        one, two = in_step([[3], [4]])
+        return [one, two.shifted(by)]
+
+    for analysis in ("late", "waits", "critical_path", "cause"):
         with pytest.raises(ValueError, match=r"one clock by md\.tracing\.align"):
-            analysis(on_other_clocks())
-    assert md.tracing.waits(md.tracing.align(on_other_clocks()))
+            getattr(md.tracing, analysis)(moved())
+    assert md.tracing.waits(md.tracing.align(moved()))
 
 
 # ---- files ------------------------------------------------------------------------------------
@@ -538,6 +538,28 @@ def test_what_a_step_communicates_is_recorded_once(pools, strategy):
     for trace, waited in zip(traces, md.tracing.waits(traces).values(), strict=True):
         exposed = md.tracing.breakdown(trace, start, end).exposed
         assert 0 <= waited.transfer <= exposed + 1e-9
+
+
+def test_a_message_finds_its_other_end(pools):
+    """Of several calls for one pair of ranks, in two groups."""
+
+    def calls():
+        rank, pair = dist.get_rank(), dist.new_group([0, 1])
+        with md.tracing.record() as trace, trace.step():
+            for k, group in enumerate([None, pair, None, pair]):
+                if rank == 0:
+                    work = dist.isend(torch.ones(1 + k), 1, group) if k % 3 else None
+                    work.wait() if work else dist.send(torch.ones(1 + k), 1, group)
+                elif rank == 1:
+                    dist.recv(torch.ones(1 + k), 0, group)
+        return trace
+
+    traces = pools(3)(calls)
+    sent, received, nothing = (trace.of("communication") for trace in traces)
+    assert not nothing and len(sent) == len(received) == 4
+    ends = {(*e.detail["group"], e.detail["index"]): e.detail["nbytes"] for e in sent}
+    for e in received:
+        assert ends[*e.detail["group"], e.detail["index"]] == e.detail["nbytes"]
 
 
 def test_one_profiler_at_a_time(pools):
