@@ -58,9 +58,11 @@ def show(number: int) -> None:
 
     traces = load(number)
     rows = numbers(traces)
-    print("rank " + " ".join(f"{name:>9}" for name in rows[0]))
+    print("rank", *(f"{name:>6}" for name in rows[0]), " calls")
     for trace, row in zip(traces, rows, strict=True):
-        print(f"{trace.rank:4} " + " ".join(f"{each:9.1f}" for each in row.values()))
+        calls = sorted({e.name for e in trace.of("communication")})
+        cells = [f"{each:{max(6, len(name))}.1f}" for name, each in row.items()]
+        print(f"{trace.rank:4}", *cells, "", *calls)
     strips = map(md.tracing.strips, traces)
     md.plot.timeline(strips, title=f"Trace {number}: four steps", lanes=True)
     plt.show()
