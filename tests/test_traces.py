@@ -43,6 +43,9 @@ def diagnosis(number):
 def test_the_rules_name_the_cause_of_each_trace(number):
     cause, rank = diagnosis(number)
     assert (cause, rank) == record.SCENES[number][:2]
+    for row in traces.numbers(traces.load(number)):
+        parts = sum(row[name] for name in ("computing", "others", "transfer", "idle"))
+        assert abs(parts - row["step"]) < 1e-6
     assert traces.name(number, cause, rank).right
     others = [(other, rank) for other in traces.SHOWS if other != cause]
     others += [(cause, other) for other in [None, *range(4)] if other != rank]

@@ -37,10 +37,11 @@ def load(number: int) -> list[Trace]:
 def numbers(traces: list[Trace]) -> list[dict[str, float]]:
     """Of each rank and step: ms, and how many operations and messages; of an operation and of a
     message: ms and kB. All on average."""
-    steps, waits = len(traces[0].steps()), md.tracing.waits(traces)
-    found = []
+    steps, waits, found = len(traces[0].steps()), md.tracing.waits(traces), []
+    windows = [trace.window() for trace in traces]
+    start, end = min(first for first, _ in windows), max(last for _, last in windows)
     for trace in traces:
-        parts, waited = md.tracing.breakdown(trace), waits[trace.rank]
+        parts, waited = md.tracing.breakdown(trace, start, end), waits[trace.rank]
         ran, sent = len(trace.of("compute")), trace.of("communication")
         times = parts.step, parts.computing, waited.others, waited.transfer, parts.idle
         names = "step", "computing", "others", "transfer", "idle"
