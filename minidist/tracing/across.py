@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-from minidist.tracing.account import blocked, both, computing, cut, length, under_way
+from minidist.tracing.account import blocked, both, computing, length, under_way, union, without
 from minidist.tracing.events import Event, Spans, Trace
 
 Key = tuple[Any, ...]
@@ -138,17 +138,14 @@ def waits(
     met, (start, end) = Met(traces), whole(traces, start, end)
     found = {}
     for t in traces:
-        sent, moving = under_way(t, start, end), Spans()
-        for e in t.of("communication"):
-            if e.detail["kind"] == "sent":
-                moving += blocked(e)
-            else:
-                moving.append((max(e.start, met.source(e, t.rank)[1]), e.end))
-        exposed, transfer = (
-            length(each) - length(both(each, met.busy[t.rank]))
-            for each in (sent, cut(moving, start, end))
-        )
-        found[t.rank] = Waits(exposed - transfer, transfer)
+        exposed = without(under_way(t, start, end), met.busy[t.rank])
+        lacking = [
+            (e.start, met.source(e, t.rank)[1])
+            for e in t.of("communication")
+            if e.detail["kind"] != "sent"
+        ]
+        others = length(both(exposed, union(lacking)))
+        found[t.rank] = Waits(others, length(exposed) - others)
     return found
 
 
@@ -216,7 +213,7 @@ def seconds_of(path: Sequence[Leg]) -> dict[str, float]:
 
 
 class Cause(NamedTuple):
-    """The rank for which the others wait, how many seconds at each collective, and why."""
+    """The rank for which the others wait, how many seconds of a step, and why."""
 
     why: Literal["slow device", "slow loader", "nobody"]
     rank: int | None
@@ -224,20 +221,25 @@ class Cause(NamedTuple):
 
 
 def cause(traces: Sequence[Trace]) -> Cause:
-    """Who holds up the others. "nobody": they wait for none for a tenth of the time. "slow
-    device": the late one computes longer than the others, by 15 % at least; it may also have more
-    to do. "slow loader": it does not, and so begins late: it waits for data, or for Python.
-    Lesson: reading_a_step. Raises ValueError for ranks that send messages to each other, as the
-    stages of a pipeline do: one waits for another in turn, and `critical_path` says for which."""
-    if Met(traces).sent:
-        raise ValueError("these ranks wait for each other's messages: see their critical_path")
-    lateness, (start, end) = late(traces), whole(traces, None, None)
-    rank = max(lateness, key=lateness.__getitem__)
-    waited = {r: each.others for r, each in waits(traces).items()}
-    for_it = median(seconds for r, seconds in waited.items() if r != rank) - waited[rank]
-    if for_it < (end - start) / 10:
+    """Who holds up the others: the rank that waits less than they do, by 15 % of a step at least,
+    in the median of the steps; or "nobody". "slow device": it also computes longer than they do,
+    by 15 % at least; it may have more to do. "slow loader": it does not, and so begins late: it
+    waits for data, or for Python. Lesson: reading_a_step.
+
+    Limits: where ranks share cores, one that got less of them is a slow one.
+    """
+    ranks, of_step = [t.rank for t in traces], zip(*(t.steps() for t in traces), strict=False)
+    spans = [(min(e.start for e in each), max(e.end for e in each)) for each in of_step]
+    spans = spans or [whole(traces, None, None)]
+    waited = [{r: found.others for r, found in waits(traces, *span).items()} for span in spans]
+    busy = {t.rank: length(computing(t, *whole(traces, None, None))) for t in traces}
+
+    def others(of: dict[int, float], rank: int) -> float:
+        return median(seconds for r, seconds in of.items() if r != rank)
+
+    longer = {r: median(others(of, r) - of[r] for of in waited) for r in ranks}
+    rank = max(ranks, key=longer.__getitem__)
+    if longer[rank] < 0.15 * median(end - start for start, end in spans):
         return Cause("nobody", None, 0.0)
-    busy = {t.rank: length(computing(t, start, end)) for t in traces}
-    others = median(seconds for r, seconds in busy.items() if r != rank)
-    slow = busy[rank] > 1.15 * others
-    return Cause("slow device" if slow else "slow loader", rank, lateness[rank])
+    slow = busy[rank] > 1.15 * others(busy, rank)
+    return Cause("slow device" if slow else "slow loader", rank, longer[rank])
