@@ -13,7 +13,7 @@ SOLUTIONS = sorted(ROOT.glob("notebooks/solutions/*.ipynb"))
 LESSONS = {path.stem[3:]: int(path.stem[:2]) for path in NOTEBOOKS}  # name: number
 KOREAN = sorted(path for kind in ("ipynb", "md") for path in ROOT.glob(f"notebooks/ko/*.{kind}"))
 TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *NOTEBOOKS, *SOLUTIONS, *KOREAN]
-TEXTS.append(ROOT / "notebooks/museum/museum.ipynb")
+TEXTS += [ROOT / "notebooks/museum/museum.ipynb", ROOT / "notebooks/traces/ten_traces.ipynb"]
 SOURCES = [*ROOT.glob("minidist/**/*.py"), *ROOT.glob("tests/*.py"), *ROOT.glob("img/*.py")]
 
 
