@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.profiler import record_function
 from torch.utils._pytree import (
     tree_flatten,
     tree_is_leaf,
@@ -338,7 +339,9 @@ class Executor:
         self._start = time.perf_counter()
         if self._computes:
             try:
-                return work(*arguments)
+                kind, stage, i = type(self._now).__name__, self._now.stage, self._now.microbatch
+                with record_function(f"pipeline.{kind}({stage}, {i})"):
+                    return work(*arguments)
             except Exception as problem:
                 problem.add_note(f"(at {self._now} of the pipeline)")
                 self.problem, self._computes = problem, False

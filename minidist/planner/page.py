@@ -16,7 +16,7 @@ from minidist.planner.model_states import (
     smallest_world_size,
 )
 from minidist.planner.peak import peak
-from minidist.planner.step_time import step_time
+from minidist.planner.step_time import mfu, step_time
 from minidist.planner.transformer import Transformer
 
 
@@ -125,7 +125,7 @@ def _plans(model: Transformer, plans: dict[str, Layout], device: Device, **recip
         sizes = [held[name].categories.get(kind, 0) for kind in kinds]
         rows.append([name, *map(_gb, [*sizes, held[name].total])])
         rows[-1] += ["yes" if fits(model, layout, device, **recipe) else "no", f"{seconds:.3g}"]
-        rows[-1] += [f"{rate:,.0f}", f"{rate * model.flops / device.flops:.0%}"]
+        rows[-1] += [f"{rate:,.0f}", f"{mfu(model, layout, device, seconds):.0%}"]
     titles = [kind.removeprefix("optimizer ") for kind in kinds]
     return table(["", *titles, "total", "fits", "s a step", "tokens/s/rank", "MFU"], rows)
 
@@ -163,8 +163,7 @@ def _scaling(model: Transformer, layout: Layout, device: Device, **recipe: Any) 
     for times in 1, 2, 4, 8:
         more = replace(layout, world_size=times * layout.world_size)
         seconds = step_time(model, more, device, **recipe).total
-        work = more.sequences * model.length * model.flops / more.world_size
-        reached.append(f"{work / seconds / device.flops:.0%} on {more.world_size:,}")
+        reached.append(f"{mfu(model, more, device, seconds):.0%} on {more.world_size:,}")
     return f"MFU with as many sequences a rank: {', '.join(reached)} ranks.\n"
 
 
@@ -199,7 +198,8 @@ def sources(layout: Layout, device: Device, *, optimizer: str, precision: str) -
         f"{device.per_node} to others (--gbps). Of the presets, {REACHED:.0%} of the data sheets, "
         "and latencies of NCCL (src/graph/tuning.cc). ZeRO-1 sends what Megatron's sends; behind a "
         "DDP, as in torch, half as much again",
-        "MFU: the model's own operations, attention counted whole (arXiv 2204.02311, appendix B)",
+        "MFU: 6 operations a weight that multiplies a token, attention counted whole, nothing for "
+        "recomputing (arXiv 2204.02311, appendix B). Some also count the looked-up embedding",
         f"± {ERROR:.0%}: as near are 17 of 19 published steps on a100, 13 of 13 on h100, 1 of 1 on "
         "h200, 1 of 2 on b200, 21 of 21 on h100-500w (tests/test_published_runs.py). To these the "
         "presets' utilisation is fitted. Slower cards reach less: h100-500w is torchtitan's; "

@@ -40,15 +40,30 @@ def length(spans: Spans) -> float:
     return sum(end - start for start, end in spans)
 
 
-def times(events: list[Event], start: float, end: float) -> Spans:
-    """The union of these, cut to what lies between start and end."""
-    return both(union([(e.start, e.end) for e in events]), [(start, end)])
+def cut(spans: Spans, start: float, end: float) -> Spans:
+    """The union of these, of what lies between start and end."""
+    return both(union(spans), [(start, end)])
+
+
+def blocked(e: Event) -> Spans:
+    """When the rank stood still for this call."""
+    return [(start, end) for start, end in e.detail.get("blocked", [])]
+
+
+def under_way(trace: Trace, start: float, end: float) -> Spans:
+    """When messages are on their way: from the call to its end; but who sends one has to do with it
+    only while it stands still for it."""
+    calls = [e for e in trace.of("communication") if e.detail.get("kind") != "sent"]
+    sent = [e for e in trace.of("communication") if e.detail.get("kind") == "sent"]
+    spans = [(e.start, e.end) for e in calls] + [span for e in sent for span in blocked(e)]
+    return cut(spans, start, end)
 
 
 def computing(trace: Trace, start: float, end: float) -> Spans:
     """When operations run, but those by which a call of communication itself copies and adds."""
-    blocked = [span for e in trace.of("communication") for span in e.detail.get("blocked", [])]
-    return without(times(trace.of("compute"), start, end), union([(a, b) for a, b in blocked]))
+    still = [span for e in trace.of("communication") for span in blocked(e)]
+    busy = cut([(e.start, e.end) for e in trace.of("compute")], start, end)
+    return without(busy, union(still))
 
 
 @dataclass(frozen=True)
@@ -87,7 +102,7 @@ def breakdown(trace: Trace, start: float | None = None, end: float | None = None
     first, last = trace.window()
     start, end = first if start is None else start, last if end is None else end
     busy = computing(trace, start, end)
-    sent = times(trace.of("communication"), start, end)
+    sent = under_way(trace, start, end)
     overlapped = length(both(busy, sent))
     return Breakdown(end - start, length(busy), overlapped, length(sent) - overlapped)
 
@@ -113,7 +128,7 @@ def strips(trace: Trace) -> Trace:
     start, end = trace.window()
     parts = {
         "compute": computing(trace, start, end),
-        "communication": times(trace.of("communication"), start, end),
+        "communication": under_way(trace, start, end),
     }
     spans = [Event(name, name, *span) for name, part in parts.items() for span in part]
     return Trace(trace.rank, in_order(spans))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-from minidist.tracing.account import both, computing, length, times, union
+from minidist.tracing.account import blocked, both, computing, cut, length, under_way
 from minidist.tracing.events import Event, Spans, Trace
 
 Key = tuple[Any, ...]
@@ -135,12 +135,15 @@ def waits(
     met, (start, end) = Met(traces), whole(traces, start, end)
     found = {}
     for t in traces:
-        sent, moving = times(t.of("communication"), start, end), Spans()
+        sent, moving = under_way(t, start, end), Spans()
         for e in t.of("communication"):
-            moving.append((max(e.start, met.source(e, t.rank)[1]), e.end))
+            if e.detail["kind"] == "sent":
+                moving += blocked(e)
+            else:
+                moving.append((max(e.start, met.source(e, t.rank)[1]), e.end))
         exposed, transfer = (
             length(each) - length(both(each, met.busy[t.rank]))
-            for each in (sent, both(union(moving), [(start, end)]))
+            for each in (sent, cut(moving, start, end))
         )
         found[t.rank] = Waits(exposed - transfer, transfer)
     return found
@@ -166,7 +169,14 @@ def critical_path(
     become faster without a change of the step.
     """
     met, (start, end) = Met(traces), whole(traces, start, end)
-    waited = {t.rank: [e for e in t.of("communication") if _waited(e, met, t)] for t in traces}
+    waited = {
+        t.rank: [
+            e
+            for e in t.of("communication")
+            if e.detail["kind"] != "sent" and _waited(e, met.busy[t.rank])
+        ]
+        for t in traces
+    }
     rank = max(met.busy, key=lambda r: max((e for _, e in met.busy[r] if e <= end), default=0.0))
     path, now = list[Leg](), end
     while now > start:
@@ -184,13 +194,13 @@ def critical_path(
     return path[::-1]
 
 
-def _waited(e: Event, met: Met, trace: Trace) -> bool:
-    """Whether the rank had nothing else to do when the message came. Computing may have begun
-    a moment before the end that was noted."""
-    before = e.end - 2e-4
-    return e.detail["kind"] != "sent" and not any(
-        s < before and e.end < t for s, t in met.busy[trace.rank]
-    )
+def _waited(e: Event, busy: Spans) -> bool:
+    """Whether the rank had nothing to do when the message came: it stood still in `wait`, or, where
+    no `wait` was seen, computed nothing. (Both may be noted a moment late.)"""
+    moment = 2e-4
+    if still := blocked(e)[1:]:
+        return still[-1][1] - still[-1][0] > moment
+    return not any(start < e.end - moment and e.end < end for start, end in busy)
 
 
 def seconds_of(path: Sequence[Leg]) -> dict[str, float]:

@@ -103,8 +103,8 @@ def save(traces: Sequence[Row], path: Path) -> None:
                 out += [_written(trace.rank, row, span, first) for span in lane]
                 row += 1
     out += _arrows(out)
-    data = {"traceEvents": out, "displayTimeUnit": "ms", "otherData": OURS}
-    data |= {"baseTimeNanoseconds": first + EPOCH}
+    base = {"baseTimeNanoseconds": first + EPOCH, "otherData": OURS}
+    data = {"traceEvents": out, "displayTimeUnit": "ms"} | base
     with gzip.open(path, "wt") if str(path).endswith(".gz") else open(path, "w") as file:
         json.dump(data, file, separators=(",", ":"))
 
@@ -128,7 +128,8 @@ def _written(rank: int, row: int, span: Span, first: int) -> dict[str, Any]:
     start, end = (round(time * 1e9) - first for time in (span.start, span.end))
     times = {"ts": start / 1e3, "dur": (end - start) / 1e3}
     detail = span.detail if isinstance(span, Event) else {}
-    spot = {"ph": "X", "name": span.name, "cat": span.category, "pid": rank, "tid": row}
+    spot: dict[str, Any] = {"ph": "X", "name": span.name, "cat": span.category}
+    spot |= {"pid": rank, "tid": row}
     return spot | times | ({"args": detail} if detail else {})
 
 
