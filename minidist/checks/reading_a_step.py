@@ -91,10 +91,6 @@ def late(answer: Any) -> str:
         who = int(rank)
     except Exception:  # whatever an odd object raises
         raise NoTry(f"give (rank, milliseconds), not {shown(answer)}.") from None
-    if who == AHEAD:
-        raise NotYet(
-            f"the clock of rank {who} says so, but then the others left before it had come."
-        )
     if who != LATE:
         start, end = CALL.get(who, (0.0, 0.0))
         waits = f"rank {who} was in the call for {end - start:.2f} ms, so it waited for somebody"
