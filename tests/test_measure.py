@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minidist as md
-from minidist.measure import Span, Timeline, TrafficCounter, count_flops
+from minidist.measure import Span, Timeline, TrafficCounter, count_flops, record
 
 KINDS = ["send", "recv", "isend", "irecv", "batch_isend_irecv", "all_reduce", "barrier", "P2POp"]
 
@@ -328,6 +328,29 @@ def test_the_time_spent_waiting_belongs_to_the_message(pools):
 
     receive, send = pools(2)(late)
     assert receive.end > send.start > receive.start
+
+
+def test_the_record_says_when_the_caller_stood_still(pools):
+    def calls():
+        right, moments = (dist.get_rank() + 1) % 2, []
+        with record.observed() as events:
+            dist.all_reduce(torch.ones(8))
+            moments.append(time.perf_counter())
+            works = [dist.all_reduce(torch.ones(8), async_op=True)]
+            works += [dist.irecv(torch.ones(1), right), dist.isend(torch.ones(1), right)]
+            moments.append(time.perf_counter())
+            for work in works:
+                work.wait()
+            moments.append(time.perf_counter())
+        return events, moments
+
+    for (whole, *others), (first, between, last) in pools(2)(calls):
+        ((start, end),) = whole.blocked
+        assert whole.start == start < end < first
+        assert len(others) == 3
+        for event in others:
+            (call, left), (waits, came) = event.blocked
+            assert event.start == call < left < between < waits < came < last
 
 
 def test_a_span_is_kept_when_its_block_raises():

@@ -18,7 +18,7 @@ class Met:
     """What the traces say about one another: each collective's events, by rank, and each message's
     two ends. Raises ValueError where they do not fit together."""
 
-    def __init__(self, traces: Sequence[Trace]) -> None:
+    def __init__(self, traces: Sequence[Trace], one_clock: bool = True) -> None:
         ranks = [t.rank for t in traces]
         if len(set(ranks)) < max(2, len(ranks)):
             raise ValueError(f"who waits for whom takes a trace of each rank; these are of {ranks}")
@@ -30,14 +30,14 @@ class Met:
             )
         self.busy: dict[int, Spans] = {}
         self.calls: dict[int, dict[Key, Event]] = {}
-        self.sent: dict[Key, Event] = {}  # by sender, receiver and index
+        self.sent: dict[Key, Event] = {}  # by sender, receiver, group and index
         for t in traces:
             self.busy[t.rank] = computing(t, -float("inf"), float("inf"))
             found = t.of("communication")
             self.calls[t.rank] = {_key(e): e for e in found if e.detail["kind"] == "collective"}
             for e in found:
                 if e.detail["kind"] == "sent":
-                    self.sent[t.rank, e.detail["peer"], e.detail["index"]] = e
+                    self.sent[t.rank, e.detail["peer"], *_key(e)[1:]] = e
         if not self.sent and not any(self.calls.values()):
             raise ValueError("the traces have no communication")
         counts = {rank: Counter(key[:2] for key in calls) for rank, calls in self.calls.items()}
@@ -46,6 +46,9 @@ class Met:
             n = {rank: counts[rank][name, group] for rank in members}
             if len(set(n.values())) > 1:
                 raise ValueError(f"calls of {name} by rank: {n}. One of the traces is cut short")
+        for t in traces if one_clock else ():
+            for e in t.of("communication"):
+                self.source(e, t.rank)
 
     def shared(self) -> dict[Key, dict[int, Event]]:
         """The collectives in which all wait for all, by rank. Raises ValueError without one."""
@@ -63,7 +66,7 @@ class Met:
         """For whom it waited on this rank, and since when it could go on."""
         came = rank, e.start
         if e.detail["kind"] == "received":
-            sent = self.sent.get((e.detail["peer"], rank, e.detail["index"]))
+            sent = self.sent.get((e.detail["peer"], rank, *_key(e)[1:]))
             came = (e.detail["peer"], sent.start) if sent else came
         elif e.name in MEETINGS:
             every = {r: calls[_key(e)].start for r, calls in self.calls.items() if _key(e) in calls}
@@ -92,7 +95,7 @@ def offset(of: Trace, to: Trace) -> tuple[float, float]:
     """How far the clock of `of` is behind that of `to`, in seconds: at least, and at most. Nobody
     leaves a collective before all have come, so each gives two bounds. Lesson: reading_a_step.
     Raises ValueError where none fits."""
-    pairs = [(e[of.rank], e[to.rank]) for e in Met([of, to]).shared().values()]
+    pairs = [(e[of.rank], e[to.rank]) for e in Met([of, to], one_clock=False).shared().values()]
     low = max(theirs.start - own.end for own, theirs in pairs)
     high = min(theirs.end - own.start for own, theirs in pairs)
     if low > high:
@@ -221,17 +224,18 @@ class Cause(NamedTuple):
 
 
 def cause(traces: Sequence[Trace]) -> Cause:
-    """Who holds up the others. "nobody": none is late by a tenth of a step in the median. "slow
+    """Who holds up the others. "nobody": they wait for none for a tenth of the time. "slow
     device": the late one computes longer than the others, by 15 % at least; it may also have more
     to do. "slow loader": it does not, and so begins late: it waits for data, or for Python.
     Lesson: reading_a_step. Raises ValueError for ranks that send messages to each other, as the
     stages of a pipeline do: one waits for another in turn, and `critical_path` says for which."""
     if Met(traces).sent:
         raise ValueError("these ranks wait for each other's messages: see their critical_path")
-    lateness = late(traces)
+    lateness, (start, end) = late(traces), whole(traces, None, None)
     rank = max(lateness, key=lateness.__getitem__)
-    start, end = whole(traces, None, None)
-    if lateness[rank] < (end - start) / max(1, len(traces[0].steps())) / 10:
+    waited = {r: each.others for r, each in waits(traces).items()}
+    for_it = median(seconds for r, seconds in waited.items() if r != rank) - waited[rank]
+    if for_it < (end - start) / 10:
         return Cause("nobody", None, 0.0)
     busy = {t.rank: length(computing(t, start, end)) for t in traces}
     others = median(seconds for r, seconds in busy.items() if r != rank)

@@ -23,9 +23,9 @@ class Event(Span):
 
     category: "compute", an operation, or a block of `record_function` whose name begins with
     "compute"; "communication"; or "phase", any other block, which holds operations.
-    detail: of communication. "group": ranks. "index": the how manieth it is of its name, group and
-    peer. "kind", "peer", "nbytes", "blocked": as in `minidist.measure.record.Event`. Of a GPU's
-    trace also what NCCL says.
+    detail: of communication. "group": ranks. "index": how many of its name and group, or to or
+    from its peer in the group, came before it. "kind", "peer", "nbytes", "blocked": as in
+    `minidist.measure.record.Event`. Of a GPU's trace also what NCCL says.
     """
 
     detail: dict[str, Any] = field(default_factory=dict, hash=False, compare=False)
@@ -88,7 +88,9 @@ def numbered(spans: list[Event]) -> list[Event]:
     counts, spans = Counter[Any](), in_order(spans)
     for e in spans:
         if e.category == "communication":
-            key = e.name, tuple(e.detail.get("group", ())), e.detail.get("peer")
+            kind, peer = e.detail["kind"], e.detail.get("peer")
+            # A message may be sent by isend and received by recv.
+            key = e.name if peer is None else kind, tuple(e.detail.get("group", ())), peer
             e.detail["index"] = counts[key]
             counts[key] += 1
     return spans

@@ -134,15 +134,16 @@ def _written(rank: int, row: int, span: Span, first: int) -> dict[str, Any]:
 
 
 def _arrows(written: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    sent, arrows = dict[tuple[int, int, int], Any](), list[dict[str, Any]]()
+    sent, arrows = dict[Any, dict[str, Any]](), list[dict[str, Any]]()
     for kind in "sent", "received":
         for e in written:
             detail = e.get("args", {})
             if detail.get("kind") != kind or detail["peer"] is None:
                 continue
+            which = tuple(detail.get("group", ())), detail["index"]
             if kind == "sent":
-                sent[e["pid"], detail["peer"], detail["index"]] = e
-            elif put := sent.get((detail["peer"], e["pid"], detail["index"])):
+                sent[e["pid"], detail["peer"], which] = e
+            elif put := sent.get((detail["peer"], e["pid"], which)):
                 ends = [("s", put, put["ts"]), ("f", e, e["ts"] + max(0, e["dur"] - 0.001))]
                 for ph, at, ts in ends:
                     spot = {"ph": ph, "bp": "e", "pid": at["pid"], "tid": at["tid"], "ts": ts}
