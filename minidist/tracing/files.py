@@ -97,7 +97,7 @@ def save(traces: Sequence[Row], path: Path) -> None:
     for trace in traces:
         out.append(_label("process_name", trace.rank, 0, f"rank {trace.rank}"))
         row = 0
-        for category in dict.fromkeys(span.category for span in every):
+        for category in dict.fromkeys(["phase", *(span.category for span in every)]):
             for lane in _lanes([span for span in trace.spans if span.category == category]):
                 out.append(_label("thread_name", trace.rank, row, category))
                 out += [_written(trace.rank, row, span, first) for span in lane]
