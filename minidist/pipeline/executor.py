@@ -240,8 +240,7 @@ class Executor:
 
     def _gradients(self, stage: int, now: Instruction) -> list[TensorSpec]:
         """The specs of the gradients that come back to what a stage has given."""
-        specs = tensor_specs(self._specs.get(self._key(stage, now)))
-        return [spec for spec in specs if spec.gradient]
+        return [x for x in tensor_specs(self._specs.get(self._key(stage, now))) if x.gradient]
 
     def _send(self, to: int, specs: list[TensorSpec], tensors: Any) -> None:
         """Zeros in place of what is None."""
@@ -323,8 +322,7 @@ class Executor:
             floats = [spec for spec in specs if spec.dtype.is_floating_point]
             gradients: Gradients = [next(came) if spec.gradient else None for spec in floats]
         else:
-            weight = self._weight(now.microbatch)
-            gradients = [torch.full_like(loss, weight) for loss in self.losses[:1]]
+            gradients = [torch.full_like(x, self._weight(now.microbatch)) for x in self.losses[:1]]
         own = self._stages[now.stage]
         way = own.backward if isinstance(now, Backward) else own.backward_inputs
         found = self._compute(way, now.microbatch, gradients)

@@ -51,8 +51,8 @@ def page(
     said = [
         f"{name}: {model.parameters / 1e9:,.4g} billion parameters{used} on {layout.world_size:,} "
         f"rank{'s' * (layout.world_size > 1)} = {_mesh(layout)}",
-        f"A step: {_batch(model, layout)}; on each replica {layout.micro_batches} × "
-        f"{layout.micro_batch}",
+        f"A step: {_sequences(layout)} of {model.length:,} tokens; on each replica "
+        f"{layout.micro_batches} × {layout.micro_batch}",
         "\nGB at the peak of a step, on the fullest rank; "
         f"{_gb(USABLE * device.memory)} can be used",
         _plans(model, plans, device, **recipe),
@@ -76,9 +76,8 @@ def page(
         before, now = (step_time(model, each, device, **recipe).total for each in (given, advised))
         gain = before / now - 1
         said += [f"That is {gain:.0%} faster than {chosen} as above{_worth(gain)}."]
-    said += [_price(model, advised, device, **recipe)]
-    said += [_scaling(model, advised, device, **recipe), sources(advised, device, **recipe)]
-    return "\n".join(said)
+    said += [_price(model, advised, device, **recipe), _scaling(model, advised, device, **recipe)]
+    return "\n".join([*said, sources(advised, device, **recipe)])
 
 
 def _mesh(layout: Layout) -> str:
@@ -91,10 +90,6 @@ def _sequences(layout: Layout) -> str:
     return f"{layout.sequences:,} sequence{'s' * (layout.sequences > 1)}"
 
 
-def _batch(model: Transformer, layout: Layout) -> str:
-    return f"{_sequences(layout)} of {model.length:,} tokens"
-
-
 def _flags(layout: Layout) -> str:
     """What differs from the default, as the command takes it."""
     said = [f"--world-size {layout.world_size} --stage {layout.stage}"]
@@ -102,9 +97,8 @@ def _flags(layout: Layout) -> str:
         if name in ("world_size", "stage") or (value == getattr(Layout(), name)):
             continue
         flag = f"--{name.replace('_', '-')}"
-        said.append(
-            f"--no-{flag[2:]}" if value is False else flag if value is True else f"{flag} {value}"
-        )
+        given = flag if value is True else f"{flag} {value}"
+        said.append(f"--no-{flag[2:]}" if value is False else given)
     if layout.pipeline > 1 and layout.micro_batches == 1:
         said.append("--micro-batches 1")
     return " ".join(said)
