@@ -88,12 +88,12 @@ def test_spans_as_sets_of_slices(seed):
 
 def drawn(draw, rank=0):
     """A trace of operations and calls at random, which overlap as they like."""
-    spans = [step(5, 50), *(computes(*span) for span in drawn_spans(draw, 8))]
+    spans = [computes(*span) for span in drawn_spans(draw, 8)]
     for index, (start, end) in enumerate(sorted(drawn_spans(draw, 6))):
         stood = [(start, draw.randrange(start, end + 1)), (end - 1, end)][: draw.randrange(3)]
         kind = draw.choice(["collective", "sent"])
         spans.append(call(start, end, index, kind=kind, blocked=stood))
-    return Trace(rank, spans)
+    return Trace(rank, [*spans, step(5, 50)])
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -182,8 +182,9 @@ def test_a_step_whose_critical_path_is_known(seed, transfer):
     for own, last in zip(zip(*seconds, strict=True), slowest, strict=True):
         expected[f"rank {own.index(last)}"] += last
     assert md.tracing.seconds_of(path).items() <= expected.items()
-    part = md.tracing.seconds_of(md.tracing.critical_path(traces, 25, end - 1))
-    assert sum(part.values()) == end - 1 - 25
+    start = slowest[0] + transfer - 1  # within the first message
+    part = md.tracing.seconds_of(md.tracing.critical_path(traces, start, end - 1))
+    assert sum(part.values()) == end - 1 - start
     for rank, found in md.tracing.waits(traces).items():
         assert found == (sum(slowest) - sum(seconds[rank]), 6 * transfer)
 
@@ -311,8 +312,9 @@ def test_traces_that_say_nothing_together(case):
 def test_a_file_of_all_ranks(name, tmp_path):
     draw, path = random.Random(0), tmp_path / name
     traces = [drawn(draw, rank).shifted(1e7 + 1e-9) for rank in range(3)]
-    traces[0].spans.append(message("sent", 1e7, 1e7 + 1, 0, 1))
-    traces[1].spans.append(message("received", 1e7, 1e7 + 2, 0, 0))
+    for k in range(2):
+        traces[0].spans.append(message("sent", 1e7 + k, 1e7 + k + 1, k, 1))
+        traces[1].spans.append(message("received", 1e7, 1e7 + 2 + k, k, 0))
     md.tracing.save(traces, path)
     found = md.tracing.load(path)
     assert [trace.rank for trace in found] == [0, 1, 2]
@@ -324,9 +326,11 @@ def test_a_file_of_all_ranks(name, tmp_path):
             assert abs(own.start - e.start) < 2e-9 and abs(own.end - e.end) < 2e-9
     written = read(path)["traceEvents"]
     assert md.tracing.validate(path) == len(written)
-    put, got = [e for e in written if e["ph"] in "sf"]
-    assert (put["pid"], got["pid"], put["id"] == got["id"]) == (0, 1, True)
-    assert got["ts"] - put["ts"] == pytest.approx(2e6)
+    assert [e["args"]["name"] for e in written if e["ph"] == "M"][:2] == ["rank 0", "phase"]
+    arrows = [e for e in written if e["ph"] in "sf"]
+    assert [(e["pid"], e["id"]) for e in arrows] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    for put, got in zip(arrows[::2], arrows[1::2], strict=True):
+        assert got["ts"] - put["ts"] == pytest.approx(2e6)
     for change, words in BROKEN.items():
         events = [dict(e) for e in written]
         broken = [e for e in events if change(e) is not True]
@@ -468,6 +472,7 @@ EACH_STEP = {  # what rank 0 calls in a step, and its phases
         ["ddp.forward", "ddp.reduce 0", "ddp.reduce 3", "ddp.wait 3"],
     ),
     "torch's": (partial(by_ddp, TorchDDP), {"all_reduce": 1}, ["DistributedDataParallel.forward"]),
+    "a ring": (partial(recorded, md.collectives.all_reduce), {"all_reduce": 1}, []),
     "fully_shard": (by_fully_shard, {"all_gather": 4, "reduce_scatter": 2}, []),
     "pipeline": (by_pipeline, {"isend": 3, "irecv": 3, "all_reduce": 1}, PASSES),
     "features": (
