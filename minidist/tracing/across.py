@@ -1,7 +1,6 @@
 """The traces of several ranks side by side: one clock, who is late, what holds up a step (lesson:
 reading_a_step)."""
 
-from collections import Counter
 from collections.abc import Sequence
 from statistics import median
 from typing import Any, Literal, NamedTuple
@@ -28,56 +27,47 @@ class Met:
                 f"rank {ranks[0]} has the steps {steps[ranks[0]]}, rank {other[0]} "
                 f"{steps[other[0]]}: record the same ones on all ranks"
             )
-        self.busy: dict[int, Spans] = {}
-        self.calls: dict[int, dict[Key, Event]] = {}
+        self.busy = {t.rank: computing(t, -float("inf"), float("inf")) for t in traces}
+        self.calls: dict[Key, dict[int, Event]] = {}
         self.sent: dict[Key, Event] = {}  # by sender, receiver, group and index
-        for t in traces:
-            self.busy[t.rank] = computing(t, -float("inf"), float("inf"))
-            found = t.of("communication")
-            self.calls[t.rank] = {_key(e): e for e in found if e.detail["kind"] == "collective"}
-            for e in found:
-                if e.detail["kind"] == "sent":
-                    self.sent[t.rank, e.detail["peer"], *_key(e)[1:]] = e
-        if not self.sent and not any(self.calls.values()):
-            raise ValueError("the traces have no communication")
-        counts = {rank: Counter(key[:2] for key in calls) for rank, calls in self.calls.items()}
-        for name, group in {key for own in counts.values() for key in own}:
-            members = [rank for rank in ranks if rank in group or not group]
-            n = {rank: counts[rank][name, group] for rank in members}
-            if len(set(n.values())) > 1:
-                raise ValueError(f"calls of {name} by rank: {n}. One of the traces is cut short")
-        for t in traces if one_clock else ():
-            for e in t.of("communication"):
-                self.source(e, t.rank)
-
-    def shared(self) -> dict[Key, dict[int, Event]]:
-        """The collectives in which all wait for all, by rank. Raises ValueError without one."""
-        found: dict[Key, dict[int, Event]] = {}
-        for rank, calls in self.calls.items():
-            for key, e in calls.items():
-                if key[0] in MEETINGS:
-                    found.setdefault(key, {})[rank] = e
-        found = {key: events for key, events in found.items() if len(events) > 1}
+        found = [(t.rank, e) for t in traces for e in t.of("communication")]
+        for rank, e in found:
+            if e.detail["kind"] == "collective":
+                self.calls.setdefault(_key(e), {})[rank] = e
+            elif e.detail["kind"] == "sent":
+                self.sent[rank, e.detail["peer"], *_key(e)[1:]] = e
         if not found:
+            raise ValueError("the traces have no communication")
+        for (name, group, index), events in self.calls.items():
+            if lacks := [r for r in ranks if (r in group or not group) and r not in events]:
+                raise ValueError(
+                    f"rank {min(events)} has {name} {index} of the ranks {group or ranks}, rank "
+                    f"{lacks[0]} has not: its trace is cut short, or begins elsewhere"
+                )
+        for rank, e in found if one_clock else ():
+            self.source(e, rank)
+
+    def shared(self) -> list[dict[int, Event]]:
+        """Collectives in which all wait for all, each by rank. Raises ValueError without one."""
+        found = [events for key, events in self.calls.items() if key[0] in MEETINGS]
+        if not (shared := [events for events in found if len(events) > 1]):
             raise ValueError("these ranks share no collective, in which all wait for all")
-        return found
+        return shared
 
     def source(self, e: Event, rank: int) -> tuple[int, float]:
         """For whom it waited on this rank, and since when it could go on."""
-        came = rank, e.start
+        last, came = rank, e
         if e.detail["kind"] == "received":
             sent = self.sent.get((e.detail["peer"], rank, *_key(e)[1:]))
-            came = (e.detail["peer"], sent.start) if sent else came
+            last, came = (e.detail["peer"], sent) if sent else (rank, e)
         elif e.name in MEETINGS:
-            every = {r: calls[_key(e)].start for r, calls in self.calls.items() if _key(e) in calls}
-            last = max(every, key=every.__getitem__)
-            came = last, every[last]
-        if came[1] > e.end + 1e-3:
+            last, came = max(self.calls[_key(e)].items(), key=lambda call: call[1].start)
+        if came.start > e.end + 1e-3:
             raise ValueError(
-                f"rank {came[0]} came to {e.name} {e.detail['index']} after rank {rank} had left: "
+                f"rank {last} came to {e.name} {e.detail['index']} after rank {rank} had left: "
                 "put the traces on one clock by md.tracing.align"
             )
-        return came[0], min(came[1], e.end)
+        return last, min(came.start, e.end)
 
 
 def _key(e: Event) -> Key:
@@ -95,7 +85,7 @@ def offset(of: Trace, to: Trace) -> tuple[float, float]:
     """How far the clock of `of` is behind that of `to`, in seconds: at least, and at most. Nobody
     leaves a collective before all have come, so each gives two bounds. Lesson: reading_a_step.
     Raises ValueError where none fits."""
-    pairs = [(e[of.rank], e[to.rank]) for e in Met([of, to], one_clock=False).shared().values()]
+    pairs = [(e[of.rank], e[to.rank]) for e in Met([of, to], one_clock=False).shared()]
     low = max(theirs.start - own.end for own, theirs in pairs)
     high = min(theirs.end - own.start for own, theirs in pairs)
     if low > high:
@@ -114,7 +104,7 @@ def late(traces: Sequence[Trace]) -> dict[int, float]:
     """By rank: how many seconds after the median of the others it comes to a collective, in the
     median of all. Below 0: before them. Lesson: reading_a_step."""
     found: dict[int, list[float]] = {t.rank: [] for t in traces}
-    for events in Met(traces).shared().values():
+    for events in Met(traces).shared():
         for rank, e in events.items():
             found[rank].append(
                 e.start - median(other.start for r, other in events.items() if r != rank)
