@@ -248,8 +248,8 @@ class Sleep(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         seconds = self.ms_per_row * len(x) / 1e3
         for_weights = seconds if x.requires_grad else 2 * seconds  # nothing for the first inputs
-        x = _sleep(x, seconds, seconds)
-        return x + _sleep(self.weight, 0.0, for_weights)
+        slept: torch.Tensor = _Sleep.apply(x, seconds, seconds)
+        return slept + _Sleep.apply(self.weight, 0.0, for_weights)
 
 
 class _Sleep(torch.autograd.Function):
@@ -265,8 +265,3 @@ class _Sleep(torch.autograd.Function):
         with record_function("compute backward"):
             time.sleep(ctx.seconds)
         return gradient, None, None
-
-
-def _sleep(x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
-    slept: torch.Tensor = _Sleep.apply(x, forward, backward)
-    return slept

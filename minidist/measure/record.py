@@ -154,7 +154,7 @@ def finish(events: Iterable[Event]) -> None:
 
 
 def hold(events: Iterable[Event], since: float | None = None) -> None:
-    """Record that the caller has stood still for these until now, since then or their start."""
+    """Record that the caller has stood still for these until now: `since` then, or their start."""
     now = time.perf_counter()
     for event in events:
         event.blocked.append((event.start if since is None else since, now))

@@ -339,8 +339,7 @@ class Executor:
         self._start = time.perf_counter()
         if self._computes:
             try:
-                kind, stage, i = type(self._now).__name__, self._now.stage, self._now.microbatch
-                with record_function(f"pipeline.{kind}({stage}, {i})"):
+                with record_function(f"pipeline.{self._now}"):
                     return work(*arguments)
             except Exception as problem:
                 problem.add_note(f"(at {self._now} of the pipeline)")

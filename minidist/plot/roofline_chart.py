@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from minidist.plot.frame import chart, legend, ticks, write
 from minidist.plot.palette import INK, colors
@@ -11,16 +11,7 @@ from minidist.plot.palette import INK, colors
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-
-class Point(Protocol):
-    """What `roofline` reads of a `minidist.tracing.Point`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def intensity(self) -> float: ...  # FLOP for each byte that it must read or write
-    @property
-    def speed(self) -> float: ...  # FLOP/s
+    from minidist.tracing import Point
 
 
 def roofline(

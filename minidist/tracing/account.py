@@ -53,9 +53,9 @@ def blocked(e: Event) -> Spans:
 def under_way(trace: Trace, start: float, end: float) -> Spans:
     """When messages are on their way: from the call to its end; but who sends one has to do with it
     only while it stands still for it."""
-    calls = [e for e in trace.of("communication") if e.detail.get("kind") != "sent"]
-    sent = [e for e in trace.of("communication") if e.detail.get("kind") == "sent"]
-    spans = [(e.start, e.end) for e in calls] + [span for e in sent for span in blocked(e)]
+    spans: Spans = []
+    for e in trace.of("communication"):
+        spans += blocked(e) if e.detail.get("kind") == "sent" else [(e.start, e.end)]
     return cut(spans, start, end)
 
 

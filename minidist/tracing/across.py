@@ -129,11 +129,7 @@ def waits(
     found = {}
     for t in traces:
         exposed = without(under_way(t, start, end), met.busy[t.rank])
-        lacking = [
-            (e.start, met.source(e, t.rank)[1])
-            for e in t.of("communication")
-            if e.detail["kind"] != "sent"
-        ]
+        lacking = [(e.start, met.source(e, t.rank)[1]) for e in t.of("communication")]
         others = length(both(exposed, union(lacking)))
         found[t.rank] = Waits(others, length(exposed) - others)
     return found
@@ -160,12 +156,7 @@ def critical_path(
     """
     met, (start, end) = Met(traces), whole(traces, start, end)
     waited = {
-        t.rank: [
-            e
-            for e in t.of("communication")
-            if e.detail["kind"] != "sent" and _waited(e, met.busy[t.rank])
-        ]
-        for t in traces
+        t.rank: [e for e in t.of("communication") if _waited(e, met.busy[t.rank])] for t in traces
     }
     rank = max(met.busy, key=lambda r: max((e for _, e in met.busy[r] if e <= end), default=0.0))
     path, now = list[Leg](), end
@@ -188,6 +179,8 @@ def _waited(e: Event, busy: Spans) -> bool:
     """Whether the rank had nothing to do when the message came: it stood still in `wait`, or, where
     no `wait` was seen, computed nothing. (Both may be noted a moment late.)"""
     moment = 2e-4
+    if e.detail["kind"] == "sent":
+        return False
     if still := blocked(e)[1:]:
         return still[-1][1] - still[-1][0] > moment
     return not any(start < e.end - moment and e.end < end for start, end in busy)

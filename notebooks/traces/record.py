@@ -133,12 +133,7 @@ SCENES = {
     5: Scene("slow device", 3, replicas, {"on": {3: {"ms": 2.2}}}),
     6: Scene("small messages", None, replicas, {"layer": {"tensors": 16}, "cap": 0.001}),
     7: Scene("pauses in turn", None, replicas, {"pause": {0: 2, 1: 0, 2: 3, 3: 1}}),
-    8: Scene(
-        "bound by Python",
-        None,
-        replicas,
-        {"layer": SHORT},
-    ),
+    8: Scene("bound by Python", None, replicas, {"layer": SHORT}),
     9: Scene("more rows", 0, replicas, {"on": {0: {"rows": 3}}}),
     10: Scene("slow link", None, replicas, link=md.Link(gbps=0.2, latency_us=200)),
 }

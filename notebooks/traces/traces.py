@@ -11,8 +11,8 @@ SHOWS = {
     "healthy": "all ranks compute for most of the step, and most of the communication is hidden",
     "slow device": "one rank has as many operations as the others, each of them takes longer, and "
     "the others wait for it",
-    "more rows": "one rank has more operations than the others, none of them takes longer, and the "
-    "others wait for it",
+    "more rows": "all ranks do the same, but one has more operations than the others, none of them "
+    "takes longer, and the others wait for it",
     "slow loader": "one rank computes as long as the others, but stands idle before it begins, in "
     "each step, and they wait for it",
     "pauses in turn": "in each step another rank stands idle, and the others wait for it",
@@ -80,5 +80,6 @@ def name(number: int, cause: str | None, rank: int | None = None) -> Verdict:
         return Verdict(False, f'Not yet: a trace of "{cause}" shows that {SHOWS[cause]}.')
     if rank != right.rank:
         which = "there is a rank to name" if rank is None else f"rank {rank} is not the one"
+        which = "there is no rank to name" if right.rank is None else which
         return Verdict(False, f"Not yet: the cause is right, but {which}.")
     return Verdict(True, f"Right: {SHOWS[cause]}.")
