@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Point(Protocol):
-    """What `roofline` reads of a `minidist.tracing.Point`."""
+    """What `roofline` reads of a `minidist.tracing.roofline.Point`."""
 
     @property
     def name(self) -> str: ...

@@ -53,9 +53,9 @@ def blocked(e: Event) -> Spans:
 def under_way(trace: Trace, start: float, end: float) -> Spans:
     """When messages are on their way: from the call to its end; but who sends one has to do with it
     only while it stands still for it."""
-    calls = [e for e in trace.of("communication") if e.detail.get("kind") != "sent"]
-    sent = [e for e in trace.of("communication") if e.detail.get("kind") == "sent"]
-    spans = [(e.start, e.end) for e in calls] + [span for e in sent for span in blocked(e)]
+    spans: Spans = []
+    for e in trace.of("communication"):
+        spans += blocked(e) if e.detail.get("kind") == "sent" else [(e.start, e.end)]
     return cut(spans, start, end)
 
 
@@ -125,10 +125,7 @@ def by_name(trace: Trace, first: int = 8) -> dict[str, float]:
 def strips(trace: Trace) -> Trace:
     """To be drawn: computing and communication of its steps, each as spans that do not overlap.
     Lesson: reading_a_step."""
-    start, end = trace.window()
-    parts = {
-        "compute": computing(trace, start, end),
-        "communication": under_way(trace, start, end),
-    }
+    window = trace.window()
+    parts = {"compute": computing(trace, *window), "communication": under_way(trace, *window)}
     spans = [Event(name, name, *span) for name, part in parts.items() for span in part]
     return Trace(trace.rank, in_order(spans))
