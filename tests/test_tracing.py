@@ -561,6 +561,8 @@ def test_what_torchs_ddp_averages_within_a_call_is_another():
     of_gloo = [call(1, 3, 0), call(3, 5, 1), call(4, 6, 0, "all_to_all"), call(11, 13, 2)]
     of_gloo += [call(12, 13, 0, "recv", kind="message"), call(12, 15, 3), computes(3, 4)]
     assert joined(calls, of_gloo) == [*calls, *(of_gloo[k] for k in (0, 1, 5, 6))]
+    two = [call(20, 30, 0), call(21, 23, 1)]  # gloo's threads begin with the second
+    assert joined(two, [call(22, 23, 0), call(25, 29, 1)]) == two
 
 
 def test_one_profiler_at_a_time(pools):

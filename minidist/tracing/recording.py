@@ -74,7 +74,7 @@ def joined(calls: list[Event], seen: list[Event]) -> list[Event]:
     none in C++), and for each collective one that begins within it. Another one may begin then as
     well: torch's DDP averages meanwhile."""
     gloo = [e for e in seen if e.detail.get("kind") == "collective"]
-    for call in calls:
+    for call in sorted(calls, key=lambda call: call.end):
         began = [e for e in gloo if call.start <= e.start <= call.end]
         if began and call.detail["kind"] == "collective":
             gloo.remove(min(began, key=lambda e: (e.name != call.name, e.start)))
