@@ -23,6 +23,7 @@ from torch.profiler import profile, record_function
 import minidist as md
 from minidist.measure import Span, Timeline, record
 from minidist.tracing import Event, Trace
+from minidist.tracing.recording import joined
 
 
 def computes(start, end, name="aten::mm"):
@@ -338,8 +339,9 @@ def test_a_file_of_all_ranks(name, tmp_path):
         with pytest.raises(ValueError, match=words):
             md.tracing.validate(tmp_path / "broken.json")
     (tmp_path / name).write_bytes(path.read_bytes()[:-200])
-    with pytest.raises(ValueError, match=f"{name} is no trace, or was cut short"):
-        md.tracing.load(path)
+    for read_it in md.tracing.load, md.tracing.validate:
+        with pytest.raises(ValueError, match=f"{name} is no trace, or was cut short"):
+            read_it(path)
 
 
 BROKEN = {  # True: the event is left out
@@ -528,6 +530,16 @@ def test_a_call_finds_its_other_end(pools):
         for each in ([e for e in t.spans if e.detail.get("peer") in (0, 1)] for t in traces[:2])
     )
     assert sent == received and len(sent) == 4
+
+
+def test_what_torchs_ddp_averages_within_a_call_is_another():
+    """Layers call all_to_all and all_reduce while gloo does these, and three for DDP."""
+    calls = [call(2, 9, 0, "all_to_all"), call(10, 14, 0), call(11, 19, 0, kind="received")]
+    of_gloo = [call(1, 3, 0), call(3, 5, 1), call(4, 6, 0, "all_to_all"), call(11, 13, 2)]
+    of_gloo += [call(12, 13, 0, "recv", kind="message"), call(12, 15, 3), computes(3, 4)]
+    assert joined(calls, of_gloo) == [*calls, *(of_gloo[k] for k in (0, 1, 5, 6))]
+    two = [call(20, 30, 0), call(21, 23, 1)]  # gloo's threads begin with the second
+    assert joined(two, [call(22, 23, 0), call(25, 29, 1)]) == two
 
 
 def test_one_profiler_at_a_time(pools):

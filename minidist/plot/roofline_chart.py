@@ -11,7 +11,7 @@ from minidist.plot.palette import INK, colors
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from minidist.tracing import Point
+    from minidist.tracing.roofline import Point
 
 
 def roofline(

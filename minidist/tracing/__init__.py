@@ -17,33 +17,17 @@ To read: `events` (a trace), `account` (one rank's time), `across` (all ranks), 
 Lesson: reading_a_step
 """
 
-from minidist.tracing.account import Breakdown, both, breakdown, by_name, length, strips, union
-from minidist.tracing.across import (
-    Cause,
-    Leg,
-    Waits,
-    align,
-    cause,
-    critical_path,
-    late,
-    offset,
-    seconds_of,
-    waits,
-)
+from minidist.tracing.account import both, breakdown, by_name, length, strips, union
+from minidist.tracing.across import align, cause, critical_path, late, offset, seconds_of, waits
 from minidist.tracing.events import Event, Trace
 from minidist.tracing.files import load, save, validate
 from minidist.tracing.recording import record
-from minidist.tracing.roofline import Point, bandwidth, own_time, point, product
+from minidist.tracing.roofline import bandwidth, own_time, point, product
 from minidist.tracing.utilisation import mfu, model_flops
 
 __all__ = [
-    "Breakdown",
-    "Cause",
     "Event",
-    "Leg",
-    "Point",
     "Trace",
-    "Waits",
     "align",
     "bandwidth",
     "both",

@@ -125,10 +125,7 @@ def by_name(trace: Trace, first: int = 8) -> dict[str, float]:
 def strips(trace: Trace) -> Trace:
     """To be drawn: computing and communication of its steps, each as spans that do not overlap.
     Lesson: reading_a_step."""
-    start, end = trace.window()
-    parts = {
-        "compute": computing(trace, start, end),
-        "communication": under_way(trace, start, end),
-    }
+    window = trace.window()
+    parts = {"compute": computing(trace, *window), "communication": under_way(trace, *window)}
     spans = [Event(name, name, *span) for name, part in parts.items() for span in part]
     return Trace(trace.rank, in_order(spans))

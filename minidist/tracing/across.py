@@ -29,12 +29,15 @@ class Met:
             )
         self.busy = {t.rank: computing(t, -float("inf"), float("inf")) for t in traces}
         self.calls: dict[Key, dict[int, Event]] = {}
+        self.got: dict[int, list[Event]] = {rank: [] for rank in ranks}  # what it may wait for
         self.sent: dict[Key, Event] = {}  # by sender, receiver, group and index
         found = [(t.rank, e) for t in traces for e in t.of("communication")]
         for rank, e in found:
             if e.detail["kind"] == "collective":
                 self.calls.setdefault(_key(e), {})[rank] = e
-            elif e.detail["kind"] == "sent":
+            if e.detail["kind"] != "sent":
+                self.got[rank].append(e)
+            else:
                 self.sent[rank, e.detail["peer"], *_key(e)[1:]] = e
         if not found:
             raise ValueError("the traces have no communication")
@@ -124,12 +127,16 @@ def waits(
     traces: Sequence[Trace], start: float | None = None, end: float | None = None
 ) -> dict[int, Waits]:
     """By rank, what its exposed communication is made of; between start and end, or the whole
-    steps. Lesson: reading_a_step."""
+    steps. Lesson: reading_a_step.
+
+    Limits: of broadcast, reduce, gather and scatter it does not say for whom: all is transfer. So
+    it is of fully sharded models on gloo.
+    """
     met, (start, end) = Met(traces), whole(traces, start, end)
     found = {}
     for t in traces:
         exposed = without(under_way(t, start, end), met.busy[t.rank])
-        lacking = [(e.start, met.source(e, t.rank)[1]) for e in t.of("communication")]
+        lacking = [(e.start, met.source(e, t.rank)[1]) for e in met.got[t.rank]]
         others = length(both(exposed, union(lacking)))
         found[t.rank] = Waits(others, length(exposed) - others)
     return found
@@ -155,9 +162,7 @@ def critical_path(
     become faster without a change of the step.
     """
     met, (start, end) = Met(traces), whole(traces, start, end)
-    waited = {
-        t.rank: [e for e in t.of("communication") if _waited(e, met.busy[t.rank])] for t in traces
-    }
+    waited = {r: [e for e in got if _waited(e, met.busy[r])] for r, got in met.got.items()}
     rank = max(met.busy, key=lambda r: max((e for _, e in met.busy[r] if e <= end), default=0.0))
     path, now = list[Leg](), end
     while now > start:

@@ -1,10 +1,8 @@
 """A trace: what one rank did, and when (lesson: reading_a_step)."""
 
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from itertools import count
 from typing import Any
 
 from torch.profiler import record_function
@@ -12,7 +10,7 @@ from torch.profiler import record_function
 from minidist.measure import Span
 
 Spans = list[tuple[float, float]]  # from when to when
-# Times are seconds since 2026 began: so they are small enough to keep nanoseconds.
+# Times are seconds since 2026 began: so they are small enough to be right to 4 ns.
 EPOCH = 1_767_225_600 * 10**9  # nanoseconds of the wall clock
 
 
@@ -37,11 +35,12 @@ class Trace:
 
     rank: int
     spans: list[Event] = field(default_factory=list)
-    _steps: Iterator[int] = field(default_factory=count, repr=False, compare=False)
+    _steps: int = field(default=0, repr=False, compare=False)
 
     def step(self) -> AbstractContextManager[Any]:
         """The block is the next step, a phase named as torch names it: ProfilerStep#0, #1, …"""
-        return record_function(f"ProfilerStep#{next(self._steps)}")
+        self._steps += 1
+        return record_function(f"ProfilerStep#{self._steps - 1}")
 
     def of(self, category: str) -> list[Event]:
         """By start."""
@@ -71,12 +70,6 @@ class Trace:
             return replace(e, start=e.start + seconds, end=e.end + seconds, detail=detail)
 
         return Trace(self.rank, list(map(moved, self.spans)))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"rank": self.rank, "spans": self.spans}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
 
 
 def in_order(spans: list[Event]) -> list[Event]:

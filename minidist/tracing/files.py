@@ -5,9 +5,9 @@ import gzip
 import json
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from minidist.measure import Span
+from minidist.measure import Span, Timeline
 from minidist.tracing.events import EPOCH, Event, Trace, in_order, numbered
 
 Path = str | os.PathLike[str]
@@ -23,15 +23,6 @@ NAMES = {
 COMPUTES = ("aten::", "torch::distributed", "torch.distributed")  # the last two: copies by DDP
 
 
-class Row(Protocol):
-    """A `Trace`, or a `minidist.measure.Timeline`."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def spans(self) -> Sequence[Span]: ...
-
-
 def load(*paths: Path) -> list[Trace]:
     """The traces of these files, by rank: one file of `save`, or those that torch's profiler has
     written on each rank (`export_chrome_trace`), of a CPU or of a GPU; .json or .json.gz. Lesson:
@@ -45,12 +36,8 @@ def load(*paths: Path) -> list[Trace]:
     """
     found: list[Trace] = []
     for path in paths:
-        try:
-            with gzip.open(path, "rt") if str(path).endswith(".gz") else open(path) as file:
-                data = json.load(file)
-            events = [e for e in data["traceEvents"] if e.get("ph") == "X"]
-        except (ValueError, EOFError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is no trace, or was cut short: {error}") from None
+        data = _read(path)
+        events = [e for e in data["traceEvents"] if e.get("ph") == "X"]
         base = (data.get("baseTimeNanoseconds", 0) - EPOCH) / 1e9
         if data.get("otherData") == OURS:
             of: dict[int, list[Event]] = {}
@@ -61,6 +48,15 @@ def load(*paths: Path) -> list[Trace]:
             rank = data.get("distributedInfo", {}).get("rank", 0)
             found.append(Trace(rank, numbered(list(_of_torch(events, base)))))
     return sorted(found, key=lambda trace: trace.rank)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with gzip.open(path, "rt") if str(path).endswith(".gz") else open(path) as file:
+            data: dict[str, Any] = json.load(file)
+        return data | {"traceEvents": list(data["traceEvents"])}
+    except (ValueError, EOFError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no trace, or was cut short: {error}") from None
 
 
 def _event(e: dict[str, Any], category: str, base: float, detail: dict[str, Any]) -> Event:
@@ -88,7 +84,7 @@ def _of_torch(events: list[dict[str, Any]], base: float) -> Iterator[Event]:
             yield _event(e, "compute" if computes else "phase", base, {})
 
 
-def save(traces: Sequence[Row], path: Path) -> None:
+def save(traces: Sequence[Trace | Timeline], path: Path) -> None:
     """One file for ui.perfetto.dev: each rank is a process, with rows for each category, and an
     arrow from each message sent to where it is received. Lesson: reading_a_step."""
     every = [span for trace in traces for span in trace.spans]
@@ -160,8 +156,7 @@ def validate(path: Path) -> int:
     """How many events a file of `save` has. Lesson: reading_a_step. Raises ValueError if a viewer
     would not show them all: one lacks a field, lasts less than nothing or overlaps another of its
     row, or an arrow has one end."""
-    with gzip.open(path, "rt") if str(path).endswith(".gz") else open(path) as file:
-        events: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    events: list[dict[str, Any]] = _read(path)["traceEvents"]
     needed = {"X": {"ts", "dur", "name", "pid", "tid"}, "M": {"name", "pid", "args"}}
     rows: dict[Any, list[Span]] = {}
     ends: dict[str, set[int]] = {"s": set(), "f": set()}

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,7 @@ def record() -> Iterator[Trace]:
         prof.export_chrome_trace(str(path))
         seen = load(path)[0].spans
     if not torch.cuda.is_available():  # there the profiler has seen them all, as kernels
-        seen = _joined(list(_communications(sent)), seen)
+        seen = joined(list(_communications(sent)), seen)
     trace.spans = numbered(seen)
 
 
@@ -62,22 +63,18 @@ def _communications(sent: list[messages.Event]) -> Iterator[Event]:
     wall = (max(time.time_ns() - time.perf_counter_ns() for _ in range(9)) - EPOCH) / 1e9
     for m in sent:
         if m.end is not None and not m.control and m.scope is None:
-            kind = "collective" if m.kind == "scope" else m.kind
-            blocked = [(start + wall, end + wall) for start, end in m.blocked]
-            detail = {"group": list(m.group), "kind": kind, "peer": m.peer, "nbytes": m.nbytes}
-            yield Event(
-                m.operation,
-                "communication",
-                *(m.start + wall, m.end + wall, detail | {"blocked": blocked}),
-            )
+            detail: dict[str, Any] = {"group": list(m.group), "peer": m.peer, "nbytes": m.nbytes}
+            detail["kind"] = "collective" if m.kind == "scope" else m.kind
+            detail["blocked"] = [(start + wall, end + wall) for start, end in m.blocked]
+            yield Event(m.operation, "communication", m.start + wall, m.end + wall, detail)
 
 
-def _joined(calls: list[Event], seen: list[Event]) -> list[Event]:
+def joined(calls: list[Event], seen: list[Event]) -> list[Event]:
     """Calls, and what the profiler saw but for what gloo does for them: all messages (torch sends
     none in C++), and for each collective one that begins within it. Another one may begin then as
     well: torch's DDP averages meanwhile."""
     gloo = [e for e in seen if e.detail.get("kind") == "collective"]
-    for call in calls:
+    for call in sorted(calls, key=lambda call: call.end):
         began = [e for e in gloo if call.start <= e.start <= call.end]
         if began and call.detail["kind"] == "collective":
             gloo.remove(min(began, key=lambda e: (e.name != call.name, e.start)))
