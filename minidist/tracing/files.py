@@ -71,17 +71,20 @@ def _of_torch(events: list[dict[str, Any]], base: float) -> Iterator[Event]:
         if kind == "kernel" and "nccl" in name.lower():
             called = detail.get("Collective name", name)
             ranks = json.loads(detail.get("Process Group Ranks") or "[]")
-            detail = detail | {"group": ranks, "kind": "collective"}
+            detail = detail | {"group": ranks, "kind": _kind(called)}
             yield _event(e | {"name": NAMES.get(called, called)}, "communication", base, detail)
         elif name.startswith("gloo:") and not on_gpu:
             name = name[len("gloo:") :]
-            kind = "message" if name in ("send", "recv") else "collective"
-            yield _event(e | {"name": name}, "communication", base, {"kind": kind})
+            yield _event(e | {"name": name}, "communication", base, {"kind": _kind(name)})
         elif kind == "kernel" or (kind == "cpu_op" and not on_gpu and name.startswith(COMPUTES)):
             yield _event(e, "compute", base, {})
         elif kind == "user_annotation":
             computes = not on_gpu and name.startswith("compute")
             yield _event(e, "compute" if computes else "phase", base, {})
+
+
+def _kind(name: str) -> str:
+    return "message" if "send" in name.lower() or "recv" in name.lower() else "collective"
 
 
 def save(traces: Sequence[Trace | Timeline], path: Path) -> None:
