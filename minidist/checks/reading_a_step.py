@@ -53,9 +53,8 @@ def mfu(answer: object) -> str:
     """MFU in percent: MPT-7B, 6,658,859,008 weights, 32 layers of width 4,096, sequences of 2,048
     tokens, of which 10,643 a second on each H100 of 989.5 TFLOP/s."""
     weights = 100 * utilisation(6 * MPT[0] * MPT[1], 1, PEAK)
-    rounded = isinstance(answer, float) and abs(answer - MPT_MFU) < 0.05
     number(
-        MPT_MFU if rounded else answer,
+        answer,
         MPT_MFU,
         "percent",
         {

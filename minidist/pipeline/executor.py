@@ -53,6 +53,7 @@ from minidist.pipeline.stage import Gradients, Stage
 Loss = Callable[[Any, Any], torch.Tensor]
 Travelling = tuple[list[torch.Tensor], list[dist.Work | None]]  # tensors, and handles to wait for
 PLAIN = type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size
+PHASE = "pipeline.{0.__class__.__name__}({0.stage}, {0.microbatch})"  # for torch's profiler
 MOST_LEAVING = 2  # messages to one rank: each holds its tensors until it has arrived
 
 
@@ -337,7 +338,7 @@ class Executor:
         self._start = time.perf_counter()
         if self._computes:
             try:
-                with record_function(f"pipeline.{self._now}"):
+                with record_function(PHASE.format(self._now)):
                     return work(*arguments)
             except Exception as problem:
                 problem.add_note(f"(at {self._now} of the pipeline)")
