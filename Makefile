@@ -106,7 +106,7 @@ compiler:
 	install g++ (Debian: apt install g++; macOS: xcode-select --install), set CXX, or: \
 	make test WITHOUT_TOOLS=1"; exit 1; }
 
-LESSONS := notebooks/*.ipynb notebooks/museum/*.ipynb
+LESSONS := notebooks/*.ipynb notebooks/museum/*.ipynb notebooks/traces/*.ipynb
 
 # What nbval compares, and how long a cell may take.
 NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=120 \

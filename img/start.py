@@ -49,6 +49,7 @@ PARTS = [  # each lesson: its name, what it is about, and how many minutes it ta
         "At work",
         [
             ("real_tools", "torch, DeepSpeed,\nLightning, others", 100),
+            ("reading_a_step", "where the time\nof a step goes", 85),
             ("wrong_in_silence", "faults that\nraise no error", 85),
             ("scaling_out", "a thousand ranks,\nand failures", 80),
             ("beyond_gradients", "averages now and then,\nservers", 90),

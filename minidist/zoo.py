@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.profiler import record_function
 
 
 def digits(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -237,7 +238,7 @@ class Sleep(nn.Module):
     half for the inputs and one for the weights. (rows, …) comes out as it went in.
 
     Sleeping needs no core. So ranks on two cores take the time that they would on their own ones.
-    Lesson: layer_splitting.
+    In a trace it counts as computing. Lesson: layer_splitting.
     """
 
     def __init__(self, ms_per_row: float) -> None:
@@ -247,23 +248,20 @@ class Sleep(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         seconds = self.ms_per_row * len(x) / 1e3
         for_weights = seconds if x.requires_grad else 2 * seconds  # nothing for the first inputs
-        x = _sleep(x, seconds, seconds)
-        return x + _sleep(self.weight, 0.0, for_weights)
+        slept: torch.Tensor = _Sleep.apply(x, seconds, seconds)
+        return slept + _Sleep.apply(self.weight, 0.0, for_weights)
 
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
         ctx.seconds = backward
-        time.sleep(forward)
+        with record_function("compute forward"):
+            time.sleep(forward)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        time.sleep(ctx.seconds)
+        with record_function("compute backward"):
+            time.sleep(ctx.seconds)
         return gradient, None, None
-
-
-def _sleep(x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
-    slept: torch.Tensor = _Sleep.apply(x, forward, backward)
-    return slept

@@ -85,7 +85,7 @@ def shorten_paths(text: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run notebooks in place.")
     parser.add_argument("notebooks", nargs="*", type=Path, help="all notebooks by default")
-    folders = HERE, HERE / "solutions", HERE / "museum"
+    folders = HERE, HERE / "solutions", HERE / "museum", HERE / "traces"
     everything = [path for folder in folders for path in sorted(folder.glob("*.ipynb"))]
     paths = [path.resolve() for path in parser.parse_args().notebooks] or everything
     if any(path.parent == HERE / "ko" for path in paths):

@@ -17,12 +17,12 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 LIST = ".copied.json"
 WHAT = ["*.ipynb", "solutions/*.ipynb", "scripts/*.*", "ko/*.ipynb", "ko/*.md", "AGENTS.md"]
-WHAT += ["museum/*.*", "museum/exhibits/*.py"]
+WHAT += ["museum/*.*", "museum/exhibits/*.py", "traces/*.*"]
 
 
 def lessons() -> list[Path]:
     """What a learner needs of this folder: lessons, the Korean ones, solutions, the scripts that
-    they run, the museum, and a word for an AI assistant."""
+    they run, the museum, ten traces, and a word for an AI assistant."""
     found = [path for what in WHAT for path in HERE.glob(what)]
     return sorted(path.relative_to(HERE) for path in found)
 

@@ -47,6 +47,7 @@ ON_BOTH = {
     "test_memory": "shm",
     "test_mixed_precision": "gloo",
     "test_offload": "shm",
+    "test_tracing": "shm",
     "test_zero": "gloo",
 }
 

@@ -174,18 +174,22 @@ def test_a_scan_with_one_message_for_each_rank_is_told_so(kept) -> None:
         assert said.startswith("Right") and not said.endswith(f"with {credit}")
 
 
-@by_day_if_changed("long_sequences")
-def test_the_common_faults_of_a_ring_are_named(kept) -> None:
-    answers = MODULES["long_sequences"]
-    for answer, told in answers.NAMED.items():
-        assert kept.verdict(answers.check.ring_backward, answer).says.endswith(told), answer
+NAMED = {
+    "long_sequences": "ring_backward",
+    "experts": "dispatch_once",
+    "reading_a_step": "breakdown",
+}
 
 
-@by_day_if_changed("experts")
-def test_the_common_faults_of_a_dispatch_are_named(kept) -> None:
-    answers = MODULES["experts"]
+@pytest.mark.parametrize(
+    "lesson",
+    [pytest.param(each, marks=() if each in CHANGED else pytest.mark.soak) for each in NAMED],
+)
+def test_the_common_faults_in_an_exercise_are_named(lesson, kept) -> None:
+    answers = MODULES[lesson]
     for answer, told in answers.NAMED.items():
-        assert kept.verdict(answers.check.dispatch_once, answer).says.endswith(told), answer
+        said = kept.verdict(getattr(answers.check, NAMED[lesson]), answer).says
+        assert said.endswith(told), answer
 
 
 def test_a_rounded_number_is_asked_for_exactly() -> None:

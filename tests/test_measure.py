@@ -1,6 +1,5 @@
 """The meters: what is counted, when, and that nothing of them stays behind."""
 
-import json
 import os
 import pickle
 import subprocess
@@ -15,13 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minidist as md
-from minidist.measure import (
-    Span,
-    Timeline,
-    TrafficCounter,
-    count_flops,
-    save_chrome_trace,
-)
+from minidist.measure import Span, Timeline, TrafficCounter, count_flops, record
 
 KINDS = ["send", "recv", "isend", "irecv", "batch_isend_irecv", "all_reduce", "barrier", "P2POp"]
 
@@ -337,34 +330,34 @@ def test_the_time_spent_waiting_belongs_to_the_message(pools):
     assert receive.end > send.start > receive.start
 
 
+def test_the_record_says_when_the_caller_stood_still(pools):
+    def calls():
+        right, moments = (dist.get_rank() + 1) % 2, []
+        with record.observed() as events:
+            dist.all_reduce(torch.ones(8))
+            moments.append(time.perf_counter())
+            works = [dist.all_reduce(torch.ones(8), async_op=True)]
+            works += [dist.irecv(torch.ones(1), right), dist.isend(torch.ones(1), right)]
+            moments.append(time.perf_counter())
+            for work in works:
+                work.wait()
+            moments.append(time.perf_counter())
+        return events, moments
+
+    for (whole, *others), (first, between, last) in pools(2)(calls):
+        ((start, end),) = whole.blocked
+        assert whole.start == start < end < first
+        assert len(others) == 3
+        for event in others:
+            (call, left), (waits, came) = event.blocked
+            assert event.start == call < left < between < waits < came < last
+
+
 def test_a_span_is_kept_when_its_block_raises():
     with pytest.raises(KeyError), Timeline() as timeline, timeline.span("forward"):
         raise KeyError
     assert [span.name for span in timeline.spans] == ["forward"]
     assert repr(timeline) == "Timeline(rank 0: 1 spans)"
-
-
-def test_chrome_trace(pools, tmp_path):
-    timelines = pools(2)(_a_step)
-    save_chrome_trace(timelines, tmp_path / "trace.json")
-    trace = json.loads((tmp_path / "trace.json").read_text())
-    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    spans = [(timeline.rank, span) for timeline in timelines for span in timeline.spans]
-    first = min(span.start for _, span in spans)
-    assert first == timelines[0].spans[0].start or first == timelines[1].spans[0].start
-    for event, (rank, span) in zip(events, spans, strict=True):
-        assert (event["pid"], event["name"], event["cat"]) == (rank, span.name, span.category)
-        assert event["ts"] == pytest.approx((span.start - first) * 1e6)
-        assert event["dur"] == pytest.approx((span.end - span.start) * 1e6)
-    labels = [event for event in trace["traceEvents"] if event["ph"] == "M"]
-    assert {e["args"]["name"] for e in labels if e["name"] == "process_name"} == {
-        "rank 0",
-        "rank 1",
-    }
-    rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in labels if e["name"] == "thread_name"}
-    assert all(rows[event["pid"], event["tid"]] == event["cat"] for event in events)
-    save_chrome_trace([], tmp_path / "empty.json")
-    assert json.loads((tmp_path / "empty.json").read_text())["traceEvents"] == []
 
 
 @pytest.mark.soak

@@ -14,7 +14,7 @@ from nbformat import NotebookNode
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
-NOTEBOOKS += sorted(ROOT.glob("notebooks/[ms]*/*.ipynb"))  # the museum, solutions
+NOTEBOOKS += sorted(ROOT.glob("notebooks/[mst]*/*.ipynb"))  # the museum, solutions, traces
 
 MACHINE_PATHS = ["/tmp/ipykernel_", "/home/", "/root/", "/Users/"]
 THIS_MACHINE = [str(ROOT), sys.prefix, sys.base_prefix, str(Path.home())]

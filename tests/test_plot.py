@@ -6,6 +6,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -64,11 +65,13 @@ CHARTS = {  # name: what it draws, and inputs that have nothing to draw
     "sweep": ({"gpipe": {1: 2.0}}, [{}, {"gpipe": {}}]),
     "breakdown": ({"DDP": {"other": 8}}, [{}, {"DDP": {}}, {"DDP": {"other": 0}}]),
     "frontier": ({"time": {"plain": (8, 1.0)}}, [{}, {"time": {}}]),
+    "roofline": ([SimpleNamespace(name="add", intensity=0.1, speed=1e9)], [[]]),
     "pairs": ([[0, 3], [1, 2]], [[], [[], []]]),
     "routing": ([[[0, 3]], [[2, 5]]], [[], [[], []], [[[0]], [[1]], [[2]]]]),
     "load": ([[1, 3]], [[], [[]]]),
     "weights": ({"right": {"rank 0": (0.5, 0.5)}}, [{}]),
 }
+BESIDE = {"roofline": {"peak": 1e11, "bandwidth": {"memory": 4e10}}}
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +102,7 @@ def test_a_chart_draws_where_it_is_told_and_changes_no_setting() -> None:
     assert CHARTS.keys() == set(plot.__all__) - set(vars(palette))
     settings = dict(matplotlib.rcParams)
     for name, (given, nothings) in CHARTS.items():
-        chart = getattr(plot, name)
+        chart = partial(getattr(plot, name), **BESIDE.get(name, {}))
         for nothing in nothings:
             with pytest.raises(ValueError, match=rf"^{name}: (no|nothing) .*(draw|step)"):
                 chart(nothing)
@@ -127,7 +130,7 @@ from minidist.pipeline import Span as Step
 from minidist.pipeline.instructions import Forward, SendActivation
 for name, (given, _) in CHARTS.items():
     try:
-        getattr(plot, name)(given)
+        getattr(plot, name)(given, **BESIDE.get(name, {}))
     except ImportError as error:
         print(name, type(error).__name__, error.name, error)
 """
@@ -135,7 +138,7 @@ for name, (given, _) in CHARTS.items():
 
 def test_only_a_chart_needs_matplotlib_and_says_how_to_get_it() -> None:
     charts = repr(CHARTS).replace("Span(instruction", "Step(instruction")
-    code = WITHOUT_MATPLOTLIB.replace("CHARTS", charts)
+    code = WITHOUT_MATPLOTLIB.replace("CHARTS", charts).replace("BESIDE", repr(BESIDE))
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     says = "minidist.plot draws with matplotlib: pip install 'minidist[course]'"
     told = [f"{name} ModuleNotFoundError matplotlib {says}" for name in CHARTS]
@@ -414,6 +417,25 @@ def test_frontier_writes_no_name_upon_another() -> None:
     assert [text.get_text() for text in ax.texts] == ["b", "a", "c", "d"]
     assert all(not box.overlaps(other) for i, box in enumerate(boxes) for other in boxes[:i])
     assert ax.texts[3].xyann == (8, 0)
+
+
+def test_roofline_is_the_lower_of_peak_and_bandwidth() -> None:
+    points = [SimpleNamespace(name="linear", intensity=100, speed=8e10)]
+    points += [SimpleNamespace(name=name, intensity=0.5, speed=2e9) for name in ("add", "norm")]
+    ax = plot.roofline(points, 1e11, {"memory": 4e10, "cache": 1e11})
+    roofs = {line.get_label(): line.get_xydata() for line in ax.lines if len(line.get_xdata()) == 3}
+    assert {name: roof[1].tolist() for name, roof in roofs.items()} == {
+        "memory, 40 GB/s": [2.5, 1e11],  # the ridge: bytes come as fast as they are used
+        "cache, 100 GB/s": [1.0, 1e11],
+    }
+    (left, low), _, (_, high) = roofs["memory, 40 GB/s"]
+    assert left < 0.5 and low == 4e10 * left and high == 1e11
+    dots = [line.get_xydata().tolist() for line in ax.lines if line.get_marker() == "o"]
+    assert dots == [[[100, 8e10]], [[0.5, 2e9]], [[0.5, 2e9]]]
+    linear, add, norm = ax.texts
+    assert [text.get_text() for text in ax.texts] == ["linear", "add", "norm"]
+    assert not add.get_window_extent().overlaps(norm.get_window_extent())
+    assert {"1", "10", "100"} <= set(ticks(ax.xaxis)) and "100" in ticks(ax.yaxis)
 
 
 def test_weights_are_white_where_they_are_right() -> None:

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 from programs import HERE
 
-from minidist import planner
+from minidist import planner, tracing
 from minidist.planner import GPUS, Layout
 from minidist.planner.advice import ERROR, fits
 from minidist.planner.page import page, sources
@@ -21,7 +21,8 @@ A100, H100 = GPUS["a100"], GPUS["h100"]
 RUNS = runpy.run_path(str(HERE / "notebooks" / "scripts" / "published_runs.py"))
 STEPS, OF_KORTHIKANTI, ratio = RUNS["STEPS"], RUNS["OF_KORTHIKANTI"], RUNS["ratio"]
 WITH_EXPERTS = RUNS["WITH_EXPERTS"]
-TITAN, FSDP_TP, L8, L405 = RUNS["TITAN"], RUNS["FSDP_TP"], RUNS["L8"], RUNS["L405"]
+TITAN, FSDP_TP = RUNS["TITAN"], RUNS["FSDP_TP"]
+L8, L70, L405 = RUNS["L8"], RUNS["L70"], RUNS["L405"]
 
 # Further off than 25 %: predicted / published, and why.
 DEEPSPEED = "ZeRO-3 of 2021: 3 × 350 GB through a rank's own card of 25 GB/s would take 42 s, not 7"
@@ -108,11 +109,26 @@ def test_what_the_page_says_of_its_errors():
 def test_what_korthikanti_counts():
     """The model's own operations, to the last digit of the utilisation; and that it fits 80 GB."""
     for name, (*_, utilisation) in OF_KORTHIKANTI.items():
-        _, shape, layout, *_, took = STEPS[f"{name}, selective"]
-        found = layout.sequences * shape.length * shape.flops
-        found /= took(shape, layout) * layout.world_size * A100.flops
-        assert found == pytest.approx(utilisation, abs=0.0017)
+        _, shape, layout, *_ = STEPS[f"{name}, selective"]
+        assert RUNS["mfu"](f"{name}, selective") == pytest.approx(utilisation, abs=0.0017)
         assert planner.peak(shape, layout).total < 80e9
+
+
+def test_the_formula_of_tracing_counts_the_same():
+    for shape in L8, L70, L405:
+        norms = (2 * shape.layers + 1) * shape.width
+        weights = shape.parameters - norms - shape.vocabulary * shape.width  # but one is looked up
+        sizes = shape.layers, shape.attention_width, shape.length
+        assert tracing.model_flops(weights, 5, *sizes) == 5 * shape.flops
+
+
+def test_a_source_that_counts_the_embedding():
+    """torchtitan's page of 2024 has the table in N, though it is only looked up."""
+    for name, published in {"8B, 64 A100": 0.582, "70B, 64 A100": 0.517}.items():
+        shape, found = STEPS[name][1], RUNS["mfu"](name)
+        more = 1 + 6 * shape.vocabulary * shape.width / shape.flops
+        assert found * more == pytest.approx(published, abs=0.0006)
+    assert RUNS["mfu"]("8B, 64 A100") == pytest.approx(0.552, abs=0.0006)  # `planner.mfu` says so
 
 
 # Iterations a second of attention alone, forward and backward: 8,192 tokens on one GPU; a ring of

@@ -11,7 +11,7 @@ from minidist.measure.soft import NOT_TIMED, assertions, rounds, timed
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
-NOTEBOOKS += sorted(ROOT.glob("notebooks/[ms]*/*.ipynb"))  # the museum, solutions
+NOTEBOOKS += sorted(ROOT.glob("notebooks/[mst]*/*.ipynb"))  # the museum, solutions, traces
 
 
 def code(source: str, *tags: str) -> nbformat.NotebookNode:

@@ -33,7 +33,7 @@ from minidist.bench.turns import Times, alone, in_turns
 __all__ = ["NAMES", "Noise", "Row", "Target", "Times", "alone", "draw", "in_turns", "run", "show"]
 
 NAMES = ["launch", "collectives", "link", "ddp", "pipeline", "tensor", "zero", "fsdp", "averaging"]
-NAMES += ["saving", "watching", "long_sequences", "experts"]
+NAMES += ["saving", "watching", "long_sequences", "experts", "tracing"]
 
 
 def about(name: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.profiler import record_function
 
 from minidist import backend
 
@@ -143,7 +144,8 @@ class Buckets:
         bucket.hold(parameter, 1 if self.comm_hook else self.scale)  # a hook divides itself
         bucket.missing.discard(parameter)
         while self._sent < len(self._buckets) and not self._buckets[self._sent].missing:
-            self._send(self._buckets[self._sent])
+            with record_function(f"ddp.reduce {self._sent}"):
+                self._send(self._buckets[self._sent])
             self._sent += 1
 
     def _send(self, bucket: Bucket) -> None:
@@ -157,7 +159,8 @@ class Buckets:
     def wait(self) -> None:
         """Until all have come back."""
         for bucket, handle in self._travelling:
-            average = handle.wait()
+            with record_function(f"ddp.wait {bucket.index()}"):
+                average = handle.wait()
             if self.comm_hook:
                 bucket.set_buffer(average)
         self._travelling = []

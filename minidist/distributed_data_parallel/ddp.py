@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from minidist.common.groups import require_group
@@ -128,7 +129,8 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
         sync = self._begin_step(torch.is_grad_enabled() and self.require_backward_grad_sync)
         if self._moves_inputs:
             inputs, kwargs = tree_map_only(torch.Tensor, self._move, (inputs, kwargs))
-        output = self.module(*inputs, **kwargs)
+        with record_function("ddp.forward"):
+            output = self.module(*inputs, **kwargs)
         if sync:
             for tensor in filter(torch.is_tensor, tree_leaves(output)):
                 self._reducer.watch(tensor)

@@ -6,7 +6,7 @@ from minidist.measure.flops import count_flops
 from minidist.measure.memory import MemoryTracker, Phase
 from minidist.measure.ping_pong import fastest, fit, medians, ping_pong, tie_to_cores
 from minidist.measure.soft import rounds
-from minidist.measure.timeline import Span, Timeline, save_chrome_trace
+from minidist.measure.timeline import Span, Timeline
 from minidist.measure.torch_calls import TorchCalls
 from minidist.measure.traffic import TrafficCounter
 
@@ -25,7 +25,6 @@ __all__ = [
     "ping_pong",
     "rounds",
     "tie_to_cores",
-    "save_chrome_trace",
 ]
 
 record.SOURCES.append(TorchCalls())

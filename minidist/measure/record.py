@@ -9,7 +9,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 Kind = Literal["sent", "received", "collective", "scope"]
@@ -29,6 +29,8 @@ class Event:
     control: not the user's data, but minidist's own agreement on the call.
     scope: the collective of minidist that the event is part of.
     group: the ranks, counted in the whole world, of the group that communicates.
+    blocked: from when to when the caller stood still for it: in the call, and in each `wait`. Of a
+    synchronous call that is all of its time.
     """
 
     operation: str
@@ -40,6 +42,7 @@ class Event:
     control: bool = False
     scope: str | None = None
     group: tuple[int, ...] = ()
+    blocked: list[tuple[float, float]] = field(default_factory=list)
 
 
 class Source(Protocol):
@@ -150,6 +153,13 @@ def finish(events: Iterable[Event]) -> None:
             event.end = now
 
 
+def hold(events: Iterable[Event], since: float | None = None) -> None:
+    """Record that the caller has stood still for these until now: `since` then, or their start."""
+    now = time.perf_counter()
+    for event in events:
+        event.blocked.append((event.start if since is None else since, now))
+
+
 def forget(events: Iterable[Event]) -> None:
     """Take back events whose call raised before it communicated."""
     gone = {id(event) for event in events}
@@ -175,6 +185,7 @@ def scope(operation: str, nbytes: int = 0, control: bool = False) -> Iterator[No
     finally:
         _scopes().pop()
         finish([event])
+        hold([event])
 
 
 def _scopes() -> list[tuple[str, bool]]:

@@ -2,12 +2,9 @@
 
 import contextlib
 import copy
-import json
-import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from minidist.measure.meter import Meter
 from minidist.measure.record import Event
@@ -41,6 +38,8 @@ class Timeline(Meter):
     - "agreement": before each collective of md.collectives, the ranks agree on the call. A rank
       that comes early waits here for the others;
     - "compute", or what `span` was given.
+
+    `md.tracing.save` writes the timelines of all ranks into a file for a trace viewer.
     """
 
     def __init__(self) -> None:
@@ -81,37 +80,3 @@ class Timeline(Meter):
 
     def __repr__(self) -> str:
         return f"Timeline(rank {self.rank}: {len(self.spans)} spans)"
-
-
-def save_chrome_trace(timelines: Sequence[Timeline], path: str | os.PathLike[str]) -> None:
-    """Write the timelines of several ranks as one trace for chrome://tracing or ui.perfetto.dev.
-    Lesson: collectives.
-
-    Each rank is a process of the trace, with one row for each category; times are microseconds
-    since the first span of all.
-    """
-    spans = [(timeline.rank, span) for timeline in timelines for span in timeline.spans]
-    first = min((span.start for _, span in spans), default=0.0)
-    rows = {name: row for row, name in enumerate(dict.fromkeys(s.category for _, s in spans))}
-    events: list[dict[str, Any]] = []
-    for rank in sorted({timeline.rank for timeline in timelines}):
-        events.append(_label("process_name", rank, 0, f"rank {rank}"))
-        events += [_label("thread_name", rank, row, name) for name, row in rows.items()]
-    for rank, span in spans:
-        events.append(
-            {
-                "name": span.name,
-                "cat": span.category,
-                "ph": "X",  # a complete event: start and duration
-                "pid": rank,
-                "tid": rows[span.category],
-                "ts": (span.start - first) * 1e6,
-                "dur": (span.end - span.start) * 1e6,
-            }
-        )
-    with open(path, "w") as file:
-        json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
-
-
-def _label(kind: str, rank: int, row: int, name: str) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": rank, "tid": row, "args": {"name": name}}

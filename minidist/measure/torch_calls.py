@@ -9,6 +9,7 @@ own DistributedDataParallel: unless the backend is "shm", which records them its
 import contextlib
 import functools
 import inspect
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +81,7 @@ class _Watched:
         except BaseException:
             record.forget(events)
             raise
+        record.hold(events)
         return _follow(self.name, result, events)
 
 
@@ -152,7 +154,9 @@ class _WatchedWork(dist.Work):
         self._events = events
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
+        since = time.perf_counter()
         result = self._work.wait(*args, **kwargs)
+        record.hold(self._events, since)
         for event in self._events:
             if event.kind == "received" and event.peer is None:
                 event.peer = self._work._source_rank()

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.profiler import record_function
 from torch.utils._pytree import (
     tree_flatten,
     tree_is_leaf,
@@ -52,6 +53,7 @@ from minidist.pipeline.stage import Gradients, Stage
 Loss = Callable[[Any, Any], torch.Tensor]
 Travelling = tuple[list[torch.Tensor], list[dist.Work | None]]  # tensors, and handles to wait for
 PLAIN = type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size
+PHASE = "pipeline.{0.__class__.__name__}({0.stage}, {0.microbatch})"  # for torch's profiler
 MOST_LEAVING = 2  # messages to one rank: each holds its tensors until it has arrived
 
 
@@ -239,8 +241,7 @@ class Executor:
 
     def _gradients(self, stage: int, now: Instruction) -> list[TensorSpec]:
         """The specs of the gradients that come back to what a stage has given."""
-        specs = tensor_specs(self._specs.get(self._key(stage, now)))
-        return [spec for spec in specs if spec.gradient]
+        return [x for x in tensor_specs(self._specs.get(self._key(stage, now))) if x.gradient]
 
     def _send(self, to: int, specs: list[TensorSpec], tensors: Any) -> None:
         """Zeros in place of what is None."""
@@ -322,8 +323,7 @@ class Executor:
             floats = [spec for spec in specs if spec.dtype.is_floating_point]
             gradients: Gradients = [next(came) if spec.gradient else None for spec in floats]
         else:
-            weight = self._weight(now.microbatch)
-            gradients = [torch.full_like(loss, weight) for loss in self.losses[:1]]
+            gradients = [torch.full_like(x, self._weight(now.microbatch)) for x in self.losses[:1]]
         own = self._stages[now.stage]
         way = own.backward if isinstance(now, Backward) else own.backward_inputs
         found = self._compute(way, now.microbatch, gradients)
@@ -338,7 +338,8 @@ class Executor:
         self._start = time.perf_counter()
         if self._computes:
             try:
-                return work(*arguments)
+                with record_function(PHASE.format(self._now)):
+                    return work(*arguments)
             except Exception as problem:
                 problem.add_note(f"(at {self._now} of the pipeline)")
                 self.problem, self._computes = problem, False

@@ -36,7 +36,7 @@ from minidist.planner.model_states import (
 )
 from minidist.planner.peak import layer_activations, peak
 from minidist.planner.planned_messages import Planned, messages, most_sent
-from minidist.planner.step_time import StepTime, step_time, touched, traffic
+from minidist.planner.step_time import StepTime, mfu, step_time, touched, traffic
 from minidist.planner.transformer import MODELS, Transformer
 from minidist.planner.zero_table import zero_table
 
@@ -63,6 +63,7 @@ __all__ = [
     "layer_activations",
     "memory",
     "messages",
+    "mfu",
     "most_sent",
     "peak",
     "run_with_failures",

@@ -16,7 +16,7 @@ from minidist.planner.model_states import (
     smallest_world_size,
 )
 from minidist.planner.peak import peak
-from minidist.planner.step_time import step_time
+from minidist.planner.step_time import mfu, step_time
 from minidist.planner.transformer import Transformer
 
 
@@ -51,8 +51,8 @@ def page(
     said = [
         f"{name}: {model.parameters / 1e9:,.4g} billion parameters{used} on {layout.world_size:,} "
         f"rank{'s' * (layout.world_size > 1)} = {_mesh(layout)}",
-        f"A step: {_batch(model, layout)}; on each replica {layout.micro_batches} × "
-        f"{layout.micro_batch}",
+        f"A step: {_sequences(layout)} of {model.length:,} tokens; on each replica "
+        f"{layout.micro_batches} × {layout.micro_batch}",
         "\nGB at the peak of a step, on the fullest rank; "
         f"{_gb(USABLE * device.memory)} can be used",
         _plans(model, plans, device, **recipe),
@@ -76,9 +76,8 @@ def page(
         before, now = (step_time(model, each, device, **recipe).total for each in (given, advised))
         gain = before / now - 1
         said += [f"That is {gain:.0%} faster than {chosen} as above{_worth(gain)}."]
-    said += [_price(model, advised, device, **recipe)]
-    said += [_scaling(model, advised, device, **recipe), sources(advised, device, **recipe)]
-    return "\n".join(said)
+    said += [_price(model, advised, device, **recipe), _scaling(model, advised, device, **recipe)]
+    return "\n".join([*said, sources(advised, device, **recipe)])
 
 
 def _mesh(layout: Layout) -> str:
@@ -91,10 +90,6 @@ def _sequences(layout: Layout) -> str:
     return f"{layout.sequences:,} sequence{'s' * (layout.sequences > 1)}"
 
 
-def _batch(model: Transformer, layout: Layout) -> str:
-    return f"{_sequences(layout)} of {model.length:,} tokens"
-
-
 def _flags(layout: Layout) -> str:
     """What differs from the default, as the command takes it."""
     said = [f"--world-size {layout.world_size} --stage {layout.stage}"]
@@ -102,9 +97,8 @@ def _flags(layout: Layout) -> str:
         if name in ("world_size", "stage") or (value == getattr(Layout(), name)):
             continue
         flag = f"--{name.replace('_', '-')}"
-        said.append(
-            f"--no-{flag[2:]}" if value is False else flag if value is True else f"{flag} {value}"
-        )
+        given = flag if value is True else f"{flag} {value}"
+        said.append(f"--no-{flag[2:]}" if value is False else given)
     if layout.pipeline > 1 and layout.micro_batches == 1:
         said.append("--micro-batches 1")
     return " ".join(said)
@@ -125,7 +119,7 @@ def _plans(model: Transformer, plans: dict[str, Layout], device: Device, **recip
         sizes = [held[name].categories.get(kind, 0) for kind in kinds]
         rows.append([name, *map(_gb, [*sizes, held[name].total])])
         rows[-1] += ["yes" if fits(model, layout, device, **recipe) else "no", f"{seconds:.3g}"]
-        rows[-1] += [f"{rate:,.0f}", f"{rate * model.flops / device.flops:.0%}"]
+        rows[-1] += [f"{rate:,.0f}", f"{mfu(model, layout, device, seconds):.0%}"]
     titles = [kind.removeprefix("optimizer ") for kind in kinds]
     return table(["", *titles, "total", "fits", "s a step", "tokens/s/rank", "MFU"], rows)
 
@@ -163,8 +157,7 @@ def _scaling(model: Transformer, layout: Layout, device: Device, **recipe: Any) 
     for times in 1, 2, 4, 8:
         more = replace(layout, world_size=times * layout.world_size)
         seconds = step_time(model, more, device, **recipe).total
-        work = more.sequences * model.length * model.flops / more.world_size
-        reached.append(f"{work / seconds / device.flops:.0%} on {more.world_size:,}")
+        reached.append(f"{mfu(model, more, device, seconds):.0%} on {more.world_size:,}")
     return f"MFU with as many sequences a rank: {', '.join(reached)} ranks.\n"
 
 
@@ -199,7 +192,8 @@ def sources(layout: Layout, device: Device, *, optimizer: str, precision: str) -
         f"{device.per_node} to others (--gbps). Of the presets, {REACHED:.0%} of the data sheets, "
         "and latencies of NCCL (src/graph/tuning.cc). ZeRO-1 sends what Megatron's sends; behind a "
         "DDP, as in torch, half as much again",
-        "MFU: the model's own operations, attention counted whole (arXiv 2204.02311, appendix B)",
+        "MFU: 6 operations a weight that multiplies a token, attention counted whole, nothing for "
+        "recomputing (arXiv 2204.02311, appendix B). Some also count the looked-up embedding",
         f"± {ERROR:.0%}: as near are 17 of 19 published steps on a100, 13 of 13 on h100, 1 of 1 on "
         "h200, 1 of 2 on b200, 21 of 21 on h100-500w (tests/test_published_runs.py). To these the "
         "presets' utilisation is fitted. Slower cards reach less: h100-500w is torchtitan's; "

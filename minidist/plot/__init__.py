@@ -15,6 +15,7 @@
 | `sweep` | what was measured beside what was predicted, for each value of something |
 | `breakdown` | of what parts several things consist, as bars from left to right |
 | `frontier` | several ways to do one thing, by what each saves and what it costs |
+| `roofline` | how fast operations are, under what memory and arithmetic allow |
 | `pairs` | which rank computes which pairs of tokens, and in which step of a ring |
 | `routing` | which token goes to which expert, on which rank |
 | `load` | how full each expert is, over the steps of a training |
@@ -33,6 +34,7 @@ from minidist.plot.frontier_chart import frontier
 from minidist.plot.memory_charts import memory, memory_by_rank
 from minidist.plot.pair_chart import pairs
 from minidist.plot.palette import RANKS, color, human_bytes, human_time, style
+from minidist.plot.roofline_chart import roofline
 from minidist.plot.schedule_chart import schedule
 from minidist.plot.sweep_chart import sweep
 from minidist.plot.weight_chart import weights
@@ -51,6 +53,7 @@ __all__ = [
     "memory",
     "memory_by_rank",
     "pairs",
+    "roofline",
     "routing",
     "schedule",
     "stacked",

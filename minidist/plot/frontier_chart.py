@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from minidist.plot.frame import chart, legend, ticks
+from minidist.plot.frame import chart, legend, ticks, write
 from minidist.plot.palette import PALE, colors
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ def frontier(
         raise ValueError("frontier: nothing measured to draw")
     shades = colors(measured)
     with chart(ax, title, 8, 3.8) as ax:
-        from matplotlib.transforms import Bbox
-
         handles: list[Any] = []
         for i, (name, points) in enumerate(measured.items()):
             look: dict[str, Any] = {"marker": "oDs^vPX*"[i % 8], "lw": 0, "ms": 7, "alpha": 0.85}
@@ -50,15 +48,6 @@ def frontier(
         ax.set_xlabel(xlabel)
         ax.set_ylabel(ylabel)
         legend(ax, handles)
-        figure: Any = ax.figure
-        figure.draw_without_rendering()  # now the axes have their size
         dots = [dot for points in measured.values() for dot in points.values()]
-        taken = [Bbox([dot - 4, dot + 4]) for dot in ax.transData.transform(dots)]
-        for way in sorted(highest, key=lambda way: -highest[way][1]):
-            place: dict[str, Any] = {"xytext": (8, 0), "textcoords": "offset points"}
-            label = ax.annotate(way, highest[way], va="center", size=9, **place)
-            for there in sorted(taken, key=lambda box: -box.y1):  # where one is, it goes below it
-                if (box := label.get_window_extent()).overlaps(there):
-                    label.xyann = (8, label.xyann[1] - (box.y1 - there.y0) * 72 / figure.dpi - 1)
-            taken.append(label.get_window_extent())
+        write(ax, dict(sorted(highest.items(), key=lambda way: -way[1][1])), dots)
         return ax

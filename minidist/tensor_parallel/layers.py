@@ -21,6 +21,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.profiler import record_function
 
 from minidist.common.dtensor import parameter_like
 from minidist.common.groups import require_group
@@ -97,6 +98,10 @@ class ParallelLayer(nn.Module):
                 own = parameter_like(whole, self.shard_of(name, here))
             self.register_parameter(name, own)
         self.train(dense.training)
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        with record_function(f"tensor_parallel.{type(self).__name__}"):
+            return super().__call__(*inputs, **kwargs)
 
     def require_split(self) -> None:
         """Raises ValueError if the ranks cannot share the layer."""

@@ -40,6 +40,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+from torch.profiler import record_function
 
 from minidist.common.single import all_gather_single, reduce_scatter_single
 
@@ -195,6 +196,7 @@ class ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @record_function("tensor_parallel.ColumnLinear.backward")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad

@@ -263,11 +263,10 @@ def ratio(name, gpu=None):
 
 
 def mfu(name):
-    """Model FLOPs utilisation, as published: of the GPUs' peak in 16 bits, what the model's own
-    operations used."""
+    """Model FLOPs utilisation, of the time that was published: what `planner.mfu` counts, whatever
+    the source's own MFU counts."""
     _, model, layout, device, _, took = (STEPS | WITH_EXPERTS)[name]
-    used = layout.sequences * model.length * model.flops / took(model, layout)
-    return used / (layout.world_size * device.flops)
+    return planner.mfu(model, layout, device, took(model, layout))
 
 
 if __name__ == "__main__":
