@@ -132,7 +132,10 @@ def waits(
     Limits: of broadcast, reduce, gather and scatter it does not say for whom: all is transfer. So
     it is of fully sharded models on gloo.
     """
-    met, (start, end) = Met(traces), whole(traces, start, end)
+    return _waits(traces, Met(traces), *whole(traces, start, end))
+
+
+def _waits(traces: Sequence[Trace], met: Met, start: float, end: float) -> dict[int, Waits]:
     found = {}
     for t in traces:
         exposed = without(under_way(t, start, end), met.busy[t.rank])
@@ -216,17 +219,18 @@ def cause(traces: Sequence[Trace]) -> Cause:
 
     Limits: where ranks share cores, one that got less of them is a slow one.
     """
-    ranks, of_step = [t.rank for t in traces], zip(*(t.steps() for t in traces), strict=False)
+    met, window = Met(traces), whole(traces, None, None)
+    of_step = zip(*(t.steps() for t in traces), strict=False)
     spans = [(min(e.start for e in each), max(e.end for e in each)) for each in of_step]
-    spans = spans or [whole(traces, None, None)]
-    waited = [{r: found.others for r, found in waits(traces, *span).items()} for span in spans]
-    busy = {t.rank: length(computing(t, *whole(traces, None, None))) for t in traces}
+    spans = spans or [window]
+    waited = [{r: each.others for r, each in _waits(traces, met, *span).items()} for span in spans]
+    busy = {rank: length(both(spent, [window])) for rank, spent in met.busy.items()}
 
     def others(of: dict[int, float], rank: int) -> float:
         return median(seconds for r, seconds in of.items() if r != rank)
 
-    longer = {r: median(others(of, r) - of[r] for of in waited) for r in ranks}
-    rank = max(ranks, key=longer.__getitem__)
+    longer = {r: median(others(of, r) - of[r] for of in waited) for r in busy}
+    rank = max(longer, key=longer.__getitem__)
     if longer[rank] < 0.15 * median(end - start for start, end in spans):
         return Cause("nobody", None, 0.0)
     slow = busy[rank] > 1.15 * others(busy, rank)

@@ -57,9 +57,6 @@ class Trace:
             raise ValueError(f"rank {self.rank}'s trace is empty")
         return within[0].start, max(e.end for e in within)
 
-    def within(self, start: float, end: float) -> "Trace":
-        return Trace(self.rank, [e for e in self.spans if start <= e.start and e.end <= end])
-
     def shifted(self, seconds: float) -> "Trace":
         """On a clock that is so much ahead."""
 

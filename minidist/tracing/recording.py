@@ -43,7 +43,7 @@ def record() -> Iterator[Trace]:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else Kineto prints two lines a profile
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
     activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         activities.append(ProfilerActivity.CUDA)
     trace = Trace(rank)
     with profile(activities=activities) as prof, messages.observed() as sent:
@@ -52,9 +52,7 @@ def record() -> Iterator[Trace]:
         path = Path(folder) / "trace.json"
         prof.export_chrome_trace(str(path))
         seen = load(path)[0].spans
-    if not torch.cuda.is_available():  # there the profiler has seen them all, as kernels
-        seen = joined(list(_communications(sent)), seen)
-    trace.spans = numbered(seen)
+    trace.spans = numbered(joined(list(_communications(sent)), seen))
 
 
 def _communications(sent: list[messages.Event]) -> Iterator[Event]:
@@ -70,9 +68,12 @@ def _communications(sent: list[messages.Event]) -> Iterator[Event]:
 
 
 def joined(calls: list[Event], seen: list[Event]) -> list[Event]:
-    """Calls, and what the profiler saw but for what gloo does for them: all messages (torch sends
-    none in C++), and for each collective one that begins within it. Another one may begin then as
-    well: torch's DDP averages meanwhile."""
+    """What the profiler saw, if it has NCCL's kernels, which are all there is. Else the calls, and
+    what it saw but for what gloo does for them: all messages (torch sends none in C++), and for
+    each collective one that begins within it. Another one may begin then as well: torch's DDP
+    averages meanwhile."""
+    if any(e.detail.get("group") for e in seen):
+        return seen
     gloo = [e for e in seen if e.detail.get("kind") == "collective"]
     for call in sorted(calls, key=lambda call: call.end):
         began = [e for e in gloo if call.start <= e.start <= call.end]

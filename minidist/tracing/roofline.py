@@ -39,9 +39,9 @@ def bandwidth(megabytes: float = 64) -> float:
     return 3 * x.nbytes / own_time(lambda: y.add_(x))
 
 
-def product(n: int, dtype: torch.dtype = torch.float32) -> float:
-    """FLOP/s of the product of two n × n matrices. Lesson: reading_a_step."""
-    a, b = torch.randn(2, n, n).to(dtype)
+def product(n: int) -> float:
+    """FLOP/s of the product of two n × n matrices of float32. Lesson: reading_a_step."""
+    a, b = torch.randn(2, n, n)
     return 2 * n**3 / own_time(lambda: a @ b)
 
 
