@@ -6,7 +6,7 @@ from pathlib import Path
 
 from style import save
 
-from minidist.compare.results import draw, rows_of
+from minidist.instruments.compare.results import draw, rows_of
 
 FIGURES = Path(__file__).with_suffix(".json")
 

@@ -2,7 +2,7 @@
 
 from style import EMPTY, PALE, RANKS, Axes, arrow, bar, box, ink, name, paper, save, words
 
-from minidist.plot import color
+from minidist.instruments.plot import color
 
 PARAMETERS, GRADIENTS = color("parameters"), color("gradients")
 TRAVEL, STEP = color("communication"), color("step")

@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import minidist as md
-from minidist import bench, doctor, planner
-from minidist.compare import command as compare
-from minidist.planner.page import page, states_page
-from minidist.planner.transformer import named
-from minidist.scaling.beside import beside
+from minidist.instruments import bench, doctor, planner
+from minidist.instruments.compare import command as compare
+from minidist.instruments.planner.page import page, states_page
+from minidist.instruments.planner.transformer import named
+from minidist.instruments.scaling.beside import beside
 
 
 def main() -> None:

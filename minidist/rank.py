@@ -25,9 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import minidist.backend  # noqa: F401 - it registers the backend "shm"
-from minidist.link import Link
-from minidist.runtime import Pool
+import minidist.machine.backend  # noqa: F401 - it registers the backend "shm"
+from minidist.instruments.link import Link
+from minidist.machine.runtime import Pool
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ def ranks(
         raise ValueError(f'only backend "shm" emulates a link, not {backend!r}')
     places = [Place.of(rank, world_size, nodes) for rank in range(world_size)]
     environs = [_environ(place, threads) | Link.environ(link) for place in places]
-    shm = ["minidist.backend.process_group"] if backend in ("auto", "shm") else []
+    shm = ["minidist.machine.backend.process_group"] if backend in ("auto", "shm") else []
     return Pool(environs, partial(_stage, backend, timeout, threads), timeout, shm)
 
 

@@ -13,8 +13,19 @@ import pytest
 import torch.distributed as dist
 
 import minidist as md
-from minidist import __main__, bench
-from minidist.bench import Noise, Row, Target, Times, ddp, quiet, shared, training, turns
+from minidist import __main__
+from minidist.instruments import bench
+from minidist.instruments.bench import (
+    Noise,
+    Row,
+    Target,
+    Times,
+    ddp,
+    quiet,
+    shared,
+    training,
+    turns,
+)
 
 # ---- moments in which others take the machine ---------------------------------------------
 
@@ -95,7 +106,7 @@ def test_every_target_is_of_a_row_that_is_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(ddp, "measure", lambda *_: times(*ddp.WRAPPERS))
     rows, targets = shared.rows(2, 1) + ddp.run(1, tmp_path / "a.png"), shared.TARGETS + ddp.TARGETS
     for name in "pipeline", "tensor", "fsdp":
-        module = import_module(f"minidist.bench.{name}")
+        module = import_module(f"minidist.instruments.bench.{name}")
         monkeypatch.setattr(module, "measure", lambda pool, ways, *_: times(*ways))
         rows, targets = rows + module.run(1, tmp_path / "a.png"), targets + module.TARGETS
     assert len(targets) == 10
@@ -189,7 +200,7 @@ for each in "ddp", "zero", "fsdp":
 @pytest.mark.parametrize("name", bench.NAMES)
 def test_a_benchmark_runs(monkeypatch, tmp_path, name):
     for constant, value in SMALL.items():
-        monkeypatch.setattr(f"minidist.bench.{constant}", value)
+        monkeypatch.setattr(f"minidist.instruments.bench.{constant}", value)
     bench.run([name], 1, tmp_path, tmp_path / "found.json")
     assert (tmp_path / f"bench_{name}.png").stat().st_size > 1000
     rows = json.loads((tmp_path / "found.json").read_text())["benchmarks"][name]

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 import minidist as md
-from minidist.parity.differences import differences
+from minidist.instruments.parity.differences import differences
 
 SGD = torch.optim.SGD
 

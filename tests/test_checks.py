@@ -16,8 +16,8 @@ from test_exercises import CHECKS, LESSONS, MODULES, sources
 from torch import nn
 
 import minidist as md
-from minidist.checks import progress, solved
-from minidist.checks.verdict import Check, NotYet, check, hints, number
+from minidist.course.checks import progress, solved
+from minidist.course.checks.verdict import Check, NotYet, check, hints, number
 
 ROOT = Path(__file__).resolve().parents[1]
 

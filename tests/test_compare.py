@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch import nn
 
 import minidist as md
-from minidist import __main__, compare
-from minidist.compare import Row, System, replicas, systems, table
-from minidist.compare.model_parts import shape_of
-from minidist.compare.results import record, rows_of
-from minidist.compare.task import Task
-from minidist.compare.watched_steps import HOST, sent
+from minidist import __main__
+from minidist.instruments import compare
+from minidist.instruments.compare import Row, System, replicas, systems, table
+from minidist.instruments.compare.model_parts import shape_of
+from minidist.instruments.compare.results import record, rows_of
+from minidist.instruments.compare.task import Task
+from minidist.instruments.compare.watched_steps import HOST, sent
 
 matplotlib.use("Agg")
 
@@ -160,7 +161,7 @@ def killed(task, watch):
 @pytest.fixture
 def strange(monkeypatch):
     """Systems of another room, by the seam."""
-    from minidist.compare import tool_systems
+    from minidist.instruments.compare import tool_systems
 
     made = [System(train.__name__, train, peer=True) for train in (wrong, broken, killed)]
     made.append(System("absent", wrong, peer=True, needs=("torch", "no_such_package")))

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim.swa_utils import AveragedModel
 
 import minidist as md
-from minidist.parity.differences import differences
+from minidist.instruments.parity.differences import differences
 
 OURS = md.DistributedDataParallel
 TINY = 1e-4  # MiB: a bucket of some 13 float64 parameters

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
 import minidist as md
-from minidist.parity.differences import differences
+from minidist.instruments.parity.differences import differences
 
 OURS = md.DistributedDataParallel
 TINY = 1e-4  # MiB: a bucket of some 13 float64 parameters, so that models of a few have several

@@ -8,7 +8,7 @@ import pytest
 import torch
 from programs import few
 
-from minidist.doctor.feed import joined
+from minidist.instruments.doctor.feed import joined
 
 pytestmark = [
     pytest.mark.timeout(280),

@@ -18,9 +18,9 @@ import nbformat
 import pytest
 
 import minidist as md
-from minidist.checks import Verdict
-from minidist.checks.solved import SHARED
-from minidist.language import in_korean
+from minidist.course.checks import Verdict
+from minidist.course.checks.solved import SHARED
+from minidist.course.language import in_korean
 
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS = sorted(
@@ -110,7 +110,7 @@ class Kept:
             self.close()
             self.check = check
         self.last = None
-        with mock.patch("minidist.checks.verdict.launch", self.launch):
+        with mock.patch("minidist.course.checks.verdict.launch", self.launch):
             verdict = said_of(check, answer)
         if self.last and not verdict.right:
             if pool := self.pools.pop(self.last, None):  # None: it did not start in time
@@ -133,10 +133,10 @@ def kept():
 def test_an_answer_gets_its_verdict(check, answer, right, kept, monkeypatch) -> None:
     check.forget()
     if right:  # a busy machine takes longer
-        monkeypatch.setattr("minidist.checks.verdict.WAIT", 20)
-        monkeypatch.setattr("minidist.checks.verdict.DEADLINE", 40)
+        monkeypatch.setattr("minidist.course.checks.verdict.WAIT", 20)
+        monkeypatch.setattr("minidist.course.checks.verdict.DEADLINE", 40)
     elif not check.__module__.endswith((".rank", ".fully_sharded")):  # they say who waits for what
-        monkeypatch.setattr("minidist.checks.verdict.WAIT", 1.5)
+        monkeypatch.setattr("minidist.course.checks.verdict.WAIT", 1.5)
     verdict = kept.verdict(check, answer)
     assert verdict.right == right, verdict
     # A number that is rounded, or a word or a class in the answer's place, is no try.
@@ -248,7 +248,7 @@ ENDS = [gone, left, no_parameters]  # of a rank, which are the same for all chec
 def refuse(lesson, check, answers, monkeypatch) -> None:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     if lesson != "rank":  # one waits as long as a learner does
-        monkeypatch.setattr("minidist.checks.verdict.DEADLINE", 1.5)
+        monkeypatch.setattr("minidist.course.checks.verdict.DEADLINE", 1.5)
     for answer in answers:
         assert not said_of(check, answer).right, (check.__name__, name(answer))
 
@@ -279,7 +279,7 @@ def sources(path: Path) -> str:
 
 
 def has_checks(lesson: str) -> list[str]:
-    module = importlib.import_module(f"minidist.checks.{lesson}")
+    module = importlib.import_module(f"minidist.course.checks.{lesson}")
     return [
         name
         for name, thing in vars(module).items()
@@ -303,7 +303,7 @@ def test_every_check_is_listed_used_and_solved() -> None:
             if set(re.findall(r"^(Right|Not yet): ", shown(path), re.MULTILINE)) != {verdict}:
                 wrong.append(f"{folder}/{lesson} does not show {verdict!r} throughout")
     assert wrong == []
-    there = {path.stem for path in ROOT.glob("minidist/checks/*.py")}
+    there = {path.stem for path in ROOT.glob("minidist/course/checks/*.py")}
     assert there - {"__init__", *SHARED} == set(LESSONS)
 
 

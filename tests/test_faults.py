@@ -21,7 +21,7 @@ import torch.distributed as dist
 from programs import SEED, eventually, few
 
 import minidist as md
-from minidist.backend.meeting import life
+from minidist.machine.backend.meeting import life
 
 SOON = 5  # seconds
 PYTHON_ENDS = 60  # seconds, on a busy machine: alone it takes one, and that is not ours
@@ -204,7 +204,9 @@ def test_a_killed_rank_is_named_and_where_the_others_were(
 
 @pytest.mark.parametrize("victim", [2, *(pytest.param(each, marks=soak) for each in (0, 1, 3))])
 def test_of_errors_at_different_times_the_first_is_named(ranks, monkeypatch, victim):
-    monkeypatch.setattr("minidist.runtime.processes.GRACE", 10)  # each has an error of its own
+    monkeypatch.setattr(
+        "minidist.machine.runtime.processes.GRACE", 10
+    )  # each has an error of its own
     start = time.monotonic()  # one clock for all processes
 
     def fail():
@@ -434,7 +436,7 @@ def test_an_interrupted_call_ends_soon_and_tells_each_ranks_line(to, tmp_path):
 ROUND = """
 import gc, multiprocessing, os, signal, sys, time, warnings
 import minidist as md, torch.distributed as dist
-from minidist.runtime.processes import Processes
+from minidist.machine.runtime.processes import Processes
 
 def meet():
     dist.barrier()

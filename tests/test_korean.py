@@ -12,7 +12,7 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
-from minidist.language import CATALOGUE
+from minidist.course.language import CATALOGUE
 
 ROOT = Path(__file__).resolve().parents[1]
 ENGLISH = ROOT / "notebooks"

@@ -14,19 +14,19 @@ from test_exercises import KOREAN, MODULES, english_in
 from test_prediction import SAYS, WRONG
 
 import minidist as md
-from minidist import language
-from minidist.language import in_korean, spoken
+from minidist.course import language
+from minidist.course.language import in_korean, spoken
 
 ROOT = Path(__file__).resolve().parents[1]
 CATALOGUE = json.loads(language.CATALOGUE.read_text(encoding="utf-8"))
 
 # Where sentences stand; of some files only in these functions.
 SOURCES: dict[str, Set[str]] = {
-    **{f"checks/{each}.py": set() for each in (*KOREAN, "verdict")},
-    "prediction.py": set(),
+    **{f"course/checks/{each}.py": set() for each in (*KOREAN, "verdict")},
+    "course/prediction.py": set(),
     "pipeline/instructions.py": set(),
     "pipeline/schedules.py": {"simulate"},
-    "runtime/report.py": {"where", "_ending", "_blame"},
+    "machine/runtime/report.py": {"where", "_ending", "_blame"},
 }
 # Strings that look like sentences: two are looked for in what others say.
 NOT_SAID = {"Your lines", "Pair is not connected", "{0} is no message"}
@@ -192,7 +192,7 @@ def test_a_learners_copy_of_a_korean_lesson(in_folder) -> None:
     folder = in_folder("ko")
     cells = [
         "import torch\nimport minidist as md\n%load_ext minidist\n"
-        "from minidist.checks import layer_splitting as check",
+        "from minidist.course.checks import layer_splitting as check",
         "check.idle_part(None)",
         "check.idle_part(7 / 32)",
         "check.idle_part(7 / 39)",

@@ -19,14 +19,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import minidist as md
-from minidist import bench
-from minidist.bench import Row
-from minidist.bench import link as table
 from minidist.collectives import cost
 from minidist.collectives.cost import sent
-from minidist.link import steps
-from minidist.link.lines import LIMIT, Lines, occupy
-from minidist.link.link import VARIABLE, Link, Network
+from minidist.instruments import bench
+from minidist.instruments.bench import Row
+from minidist.instruments.bench import link as table
+from minidist.instruments.link import steps
+from minidist.instruments.link.lines import LIMIT, Lines, occupy
+from minidist.instruments.link.link import VARIABLE, Link, Network
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -109,7 +109,7 @@ def test_a_line_is_never_idle_while_a_message_waits(messages):
 
 def booked(count, threads):
     """Rank by rank and thread by thread, so many seconds on one line, from time 0 on."""
-    from minidist.backend.members import LINES
+    from minidist.machine.backend.members import LINES
 
     def book():
         for _ in range(count):
@@ -137,7 +137,7 @@ def test_ranks_and_threads_book_one_after_another(ranks):
 
 def tokens():
     """What the lines of this rank are called, after each of several groups was made."""
-    from minidist.backend.members import LINES
+    from minidist.machine.backend.members import LINES
 
     rank, found = dist.get_rank(), [LINES._token]
     for groups in [[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 2, 3]], [[1, 2], [0, 3]]:

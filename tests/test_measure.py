@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minidist as md
-from minidist.measure import Span, Timeline, TrafficCounter, count_flops, record
+from minidist.instruments.measure import Span, Timeline, TrafficCounter, count_flops, record
 
 KINDS = ["send", "recv", "isend", "irecv", "batch_isend_irecv", "all_reduce", "barrier", "P2POp"]
 
@@ -363,7 +363,7 @@ def test_a_span_is_kept_when_its_block_raises():
 @pytest.mark.soak
 def test_importing_the_meters_is_light():
     program = """
-import sys, minidist.collectives, minidist.measure
+import sys, minidist.collectives, minidist.instruments.measure
 heavy = {"matplotlib", "sklearn", "IPython", "pandas"} & set(sys.modules)
 assert not heavy, heavy
 """

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.utils.checkpoint import checkpoint
 
 import minidist as md
-from minidist.measure import MemoryTracker
+from minidist.instruments.measure import MemoryTracker
 
 P = 4 * (8 * 16 + 16 + 16 * 4 + 4)  # bytes of the parameters of mlp(8, 16, 4), float32
 HIDDEN, LOGITS = 4 * 10 * 16, 4 * 10 * 4  # of its results for 10 inputs

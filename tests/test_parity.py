@@ -16,9 +16,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minidist as md
-from minidist import parity
-from minidist.parity import ParityError, relative_difference
-from minidist.parity.differences import missing
+from minidist.instruments import parity
+from minidist.instruments.parity import ParityError, relative_difference
+from minidist.instruments.parity.differences import missing
 
 MODELS = {
     "mlp": (parity.digits_mlp, None),

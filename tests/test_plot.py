@@ -19,8 +19,9 @@ from matplotlib.colors import to_hex
 from PIL import Image
 from torch import nn
 
-from minidist import plot
-from minidist.measure import MemoryTracker, Phase, Span, Timeline, TrafficCounter
+from minidist.instruments import plot
+from minidist.instruments.measure import MemoryTracker, Phase, Span, Timeline, TrafficCounter
+from minidist.instruments.plot import color, human_bytes, human_time, palette
 from minidist.pipeline import SCHEDULES, simulate
 from minidist.pipeline import Span as Step
 from minidist.pipeline.instructions import (
@@ -30,7 +31,6 @@ from minidist.pipeline.instructions import (
     Forward,
     SendActivation,
 )
-from minidist.plot import color, human_bytes, human_time, palette
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -121,11 +121,11 @@ def test_a_chart_draws_where_it_is_told_and_changes_no_setting() -> None:
 WITHOUT_MATPLOTLIB = """
 import sys
 import minidist
-from minidist import plot
+from minidist.instruments import plot
 print({"matplotlib", "sklearn", "IPython"} & sys.modules.keys())
 sys.modules["matplotlib"] = None  # its import now fails
 from types import SimpleNamespace as namespace
-from minidist.measure import Span
+from minidist.instruments.measure import Span
 from minidist.pipeline import Span as Step
 from minidist.pipeline.instructions import Forward, SendActivation
 for name, (given, _) in CHARTS.items():
@@ -140,7 +140,7 @@ def test_only_a_chart_needs_matplotlib_and_says_how_to_get_it() -> None:
     charts = repr(CHARTS).replace("Span(instruction", "Step(instruction")
     code = WITHOUT_MATPLOTLIB.replace("CHARTS", charts).replace("BESIDE", repr(BESIDE))
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    says = "minidist.plot draws with matplotlib: pip install 'minidist[course]'"
+    says = "minidist.instruments.plot draws with matplotlib: pip install 'minidist[course]'"
     told = [f"{name} ModuleNotFoundError matplotlib {says}" for name in CHARTS]
     assert ran.stdout.splitlines() == ["set()", *told], ran.stderr
 
@@ -544,7 +544,7 @@ def test_three_digits_and_a_unit() -> None:
 # ---- the pictures -------------------------------------------------------------------------
 
 
-WHERE_THEY_COME_FROM = ["img", "minidist/plot", "constraints.txt"]
+WHERE_THEY_COME_FROM = ["img", "minidist/instruments/plot", "constraints.txt"]
 CHANGED = changed.files()
 if_changed = pytest.mark.soak
 if CHANGED is None or changed.among(CHANGED, WHERE_THEY_COME_FROM):

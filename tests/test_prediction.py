@@ -133,5 +133,5 @@ def test_it_waits_for_no_other_module():
     code = "import sys, minidist as md; before = set(sys.modules); md.predict(4).against(4); "
     code += "print(sorted(set(sys.modules) - before))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    loaded = "['minidist.language', 'minidist.prediction']"
+    loaded = "['minidist.course.language', 'minidist.course.prediction']"
     assert shown.stdout.splitlines()[1:] == [loaded], shown.stderr

@@ -28,9 +28,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 import minidist as md
-from minidist.runtime import forkserver, pickling, worker
-from minidist.runtime.cell import run_cell
-from minidist.runtime.system import uninterrupted
+from minidist.machine.runtime import forkserver, pickling, worker
+from minidist.machine.runtime.cell import run_cell
+from minidist.machine.runtime.system import uninterrupted
 
 Program = partial(programs.Program, light=True)
 

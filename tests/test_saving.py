@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import minidist as md
+from minidist.instruments.parity.differences import relative_difference
 from minidist.mixed import MixedParallel
-from minidist.parity.differences import relative_difference
 from minidist.saving import Batches, Checkpoints, commit, rank_states, writing
 from minidist.saving.parts import Part
 from minidist.saving.parts import whole as whole_of
@@ -725,7 +725,7 @@ def save_and_fail(folder):
 
 
 def test_a_save_becomes_whole_though_the_run_fails(pools, monkeypatch, tmp_path):
-    monkeypatch.setattr("minidist.runtime.processes.GRACE", 20)  # of a disk that is slow
+    monkeypatch.setattr("minidist.machine.runtime.processes.GRACE", 20)  # of a disk that is slow
     with pytest.raises(md.RankError, match="after the save"):
         pools(2)(save_and_fail, tmp_path)
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step-00000001"]

@@ -14,11 +14,11 @@ from programs import few
 from torch import nn
 
 import minidist as md
-from minidist import planner, scaling
 from minidist.__main__ import main
 from minidist.fully_sharded import by_class
-from minidist.planner.peak import peaks
-from minidist.scaling.llama_shape import plan_of
+from minidist.instruments import planner, scaling
+from minidist.instruments.planner.peak import peaks
+from minidist.instruments.scaling.llama_shape import plan_of
 
 LLAMA = planner.MODELS["llama-3-8b"]
 SMALL = planner.Transformer(4, 64, 8, 16, 96, 2, 96, llama=True, tied=False)

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from programs import eventually
 
 import minidist as md
-from minidist.backend import meeting
-from minidist.backend.arena import SPARE, Arena, available
-from minidist.backend.meeting import life, machine
-from minidist.backend.members import HEAD, SLOT, STAGE, STAGES, Members
-from minidist.backend.segment import Segment, hide
+from minidist.machine.backend import meeting
+from minidist.machine.backend.arena import SPARE, Arena, available
+from minidist.machine.backend.meeting import life, machine
+from minidist.machine.backend.members import HEAD, SLOT, STAGE, STAGES, Members
+from minidist.machine.backend.segment import Segment, hide
 
 SOON = 5  # seconds
 MIB, GIB = 1 << 20, 1 << 30

@@ -32,11 +32,11 @@ from torch.distributed.tensor.parallel import (
 )
 
 import minidist as md
-from minidist.backend.engine import Engine
-from minidist.backend.handle import Handle
-from minidist.backend.members import SLOT, STAGE
-from minidist.backend.queues import Task, Wait
-from minidist.backend.words import Bell
+from minidist.machine.backend.engine import Engine
+from minidist.machine.backend.handle import Handle
+from minidist.machine.backend.members import SLOT, STAGE
+from minidist.machine.backend.queues import Task, Wait
+from minidist.machine.backend.words import Bell
 
 SOON = 5  # seconds
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]

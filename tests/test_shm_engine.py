@@ -14,11 +14,11 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 import minidist as md
-from minidist.backend import empty, words
-from minidist.backend.handle import Handle
-from minidist.backend.members import STAGE, STAGES
-from minidist.backend.queues import Queues, Task, Wait
-from minidist.backend.segment import HEAD
+from minidist.machine.backend import empty, words
+from minidist.machine.backend.handle import Handle
+from minidist.machine.backend.members import STAGE, STAGES
+from minidist.machine.backend.queues import Queues, Task, Wait
+from minidist.machine.backend.segment import HEAD
 
 SOON = 5  # seconds
 

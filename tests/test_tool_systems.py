@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 import minidist as md
-from minidist import compare
-from minidist.compare import tool_systems
-from minidist.compare.build_locks import stale
+from minidist.instruments import compare
+from minidist.instruments.compare import tool_systems
+from minidist.instruments.compare.build_locks import stale
 
 pytestmark = pytest.mark.soak  # by day the notebook of the lesson real_tools runs them
 

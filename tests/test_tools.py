@@ -11,7 +11,7 @@ import nbformat
 import needs
 import pytest
 
-from minidist.compare.build_locks import remove_stale
+from minidist.instruments.compare.build_locks import remove_stale
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "notebooks/scripts/build_deepspeed.py"

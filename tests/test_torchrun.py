@@ -21,7 +21,7 @@ from agents import FAR, free_port
 from programs import HERE, eventually, few
 from torch.utils.data import TensorDataset
 
-from minidist import zoo
+from minidist.course import zoo
 from minidist.saving import Batches, Checkpoints, commit
 
 SCRIPTS = HERE / "notebooks" / "scripts"

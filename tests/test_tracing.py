@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.profiler import profile, record_function
 
 import minidist as md
-from minidist.measure import Span, Timeline, record
-from minidist.tracing import Event, Trace
-from minidist.tracing.recording import joined
+from minidist.instruments.measure import Span, Timeline, record
+from minidist.instruments.tracing import Event, Trace
+from minidist.instruments.tracing.recording import joined
 
 
 def computes(start, end, name="aten::mm"):

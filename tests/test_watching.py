@@ -20,9 +20,9 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
 import minidist as md
 from minidist.fully_sharded import by_class
-from minidist.watching import SilentError
-from minidist.watching.mixture import seen_by
-from minidist.watching.naive import mixture
+from minidist.instruments.watching import SilentError
+from minidist.instruments.watching.mixture import seen_by
+from minidist.instruments.watching.naive import mixture
 
 # ---- right runs of every strategy ---------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils._pytree import tree_map_only
 
 import minidist as md
-from minidist.parity.differences import differences
+from minidist.instruments.parity.differences import differences
 
 ADAM = torch.optim.Adam, {"lr": 1e-3}
 SGD = torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}

@@ -131,12 +131,13 @@ def test_the_digits_are_scikit_learns_in_one_order():
 
 @pytest.mark.soak
 def test_the_digits_do_not_wait_for_an_import():
-    code = "import sys, minidist.zoo as zoo; zoo.digits(); assert 'sklearn' not in sys.modules"
+    digits = "import sys; from minidist.course import zoo; zoo.digits()"
+    code = f"{digits}; assert 'sklearn' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
 
 
 def test_the_digits_say_what_they_need(monkeypatch):
-    monkeypatch.setattr("minidist.zoo.find_spec", lambda name: None)
+    monkeypatch.setattr("minidist.course.zoo.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r'pip install "minidist\[course\]"'):
         md.zoo.digits()
 

@@ -16,7 +16,7 @@ from minidist.collectives import algorithms
 from minidist.collectives.cost import ALGORITHMS
 from minidist.collectives.peers import Peers
 from minidist.collectives.reduce_op import Reduction
-from minidist.measure import record
+from minidist.instruments.measure import record
 
 
 class Row(NamedTuple):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
 
-from minidist import backend
+from minidist.machine import backend
 
 CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]  # (state, bucket), as torch's
 

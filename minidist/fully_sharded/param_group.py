@@ -29,9 +29,9 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
-from minidist import backend
 from minidist.common.dtensor import distributed, of_local, relist
 from minidist.common.materialize import Named, Place
+from minidist.machine import backend
 from minidist.zero.shards import Cut, all_gather_each, by_rank, reduce_scatter
 
 EMPTY = 2**30  # the version of full parameters without memory

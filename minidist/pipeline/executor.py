@@ -34,7 +34,7 @@ from torch.utils._pytree import (
 
 from minidist.collectives.peers import Peers, wait_for
 from minidist.common.tensors_in import tensors_of
-from minidist.measure import record
+from minidist.instruments.measure import record
 from minidist.pipeline.instructions import (
     Backward,
     BackwardInputs,

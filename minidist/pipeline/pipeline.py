@@ -21,7 +21,7 @@ from minidist.common.norm import clip_grad_norm_
 from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.tensors_in import tensors_of
 from minidist.common.wrapper import Wrapper, copy_sharing
-from minidist.measure import record
+from minidist.instruments.measure import record
 from minidist.pipeline.cut import fill, find_ties, require_known, schedule_and_balance
 from minidist.pipeline.executor import (
     Executor,

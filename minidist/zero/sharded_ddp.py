@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from minidist import backend
 from minidist.distributed_data_parallel.ddp import DistributedDataParallel
 from minidist.distributed_data_parallel.reducer import remove
+from minidist.machine import backend
 from minidist.zero.sharded_optimizer import ZeroRedundancyOptimizer
 from minidist.zero.shards import Cut, by_rank, reduce_scatter
 

@@ -11,7 +11,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from minidist.compare.build_locks import remove_stale
+from minidist.instruments.compare.build_locks import remove_stale
 
 FOLDER = Path(os.environ.get("TORCH_EXTENSIONS_DIR", f"{sys.prefix}/torch_extensions"))
 

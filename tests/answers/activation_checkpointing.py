@@ -13,7 +13,7 @@ from torch.utils.checkpoint import (
 )
 
 import minidist as md
-from minidist.checks import activation_checkpointing as check
+from minidist.course.checks import activation_checkpointing as check
 
 aten = torch.ops.aten
 ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default

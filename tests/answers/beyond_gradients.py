@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 import minidist as md
-from minidist.checks import beyond_gradients as check
+from minidist.course.checks import beyond_gradients as check
 
 
 def go(anchors, gradients, parameters, outer):

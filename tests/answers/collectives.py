@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 
 from minidist import collectives
-from minidist.checks import collectives as check
 from minidist.common.single import all_gather_single, reduce_scatter_single
+from minidist.course.checks import collectives as check
 
 
 def chain(x):

@@ -2,7 +2,7 @@
 
 import torch
 
-from minidist.checks import data_parallel as check
+from minidist.course.checks import data_parallel as check
 
 
 class Joining(torch.autograd.Function):

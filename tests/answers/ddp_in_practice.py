@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from minidist.checks import ddp_in_practice as check
+from minidist.course.checks import ddp_in_practice as check
 
 
 def all_images(labels):

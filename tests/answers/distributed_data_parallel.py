@@ -7,7 +7,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minidist as md
-from minidist.checks import distributed_data_parallel as check
+from minidist.course.checks import distributed_data_parallel as check
 
 
 class Wrapped(nn.Module):

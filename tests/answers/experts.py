@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from minidist.checks import experts as check
+from minidist.course.checks import experts as check
 
 
 class Exchange(torch.autograd.Function):

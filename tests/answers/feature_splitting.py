@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import minidist as md
 from minidist import tensor_parallel
-from minidist.checks import feature_splitting as check
+from minidist.course.checks import feature_splitting as check
 
 
 def mine(whole, dim):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
 import minidist as md
-from minidist.checks import fsdp_in_practice as check
+from minidist.course.checks import fsdp_in_practice as check
 from minidist.fully_sharded import by_class, by_size
 
 

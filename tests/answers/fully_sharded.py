@@ -13,8 +13,8 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import minidist as md
-from minidist.checks import fully_sharded as check
 from minidist.common.single import all_gather_single
+from minidist.course.checks import fully_sharded as check
 
 
 class Again(torch.autograd.Function):

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from minidist.checks import layer_splitting as check
+from minidist.course.checks import layer_splitting as check
 
 
 class Passes:

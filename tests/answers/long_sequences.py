@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 import minidist as md
-from minidist.checks import long_sequences as check
+from minidist.course.checks import long_sequences as check
 
 
 def here():

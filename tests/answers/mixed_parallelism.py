@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from minidist.checks import mixed_parallelism as check
+from minidist.course.checks import mixed_parallelism as check
 
 
 def squares(parts):

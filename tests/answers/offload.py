@@ -2,7 +2,7 @@
 
 import torch
 
-from minidist.checks import offload as check
+from minidist.course.checks import offload as check
 from minidist.offload import on_host
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from minidist.checks import pipeline_schedules as check
+from minidist.course.checks import pipeline_schedules as check
 from minidist.pipeline import instructions as do
 
 

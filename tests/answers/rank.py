@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from minidist import collectives
-from minidist.checks import rank as check
+from minidist.course.checks import rank as check
 
 
 def neighbours():

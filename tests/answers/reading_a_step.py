@@ -1,7 +1,7 @@
 """Answers to the puzzles and the exercise of the lesson reading_a_step."""
 
 import minidist as md
-from minidist.checks import reading_a_step as check
+from minidist.course.checks import reading_a_step as check
 
 
 def union(spans):

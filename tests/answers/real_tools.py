@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from minidist.checks import real_tools as check
+from minidist.course.checks import real_tools as check
 
 
 def loss_of(model, inputs, targets, reduction):

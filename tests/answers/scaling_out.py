@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from minidist.checks import scaling_out as check
+from minidist.course.checks import scaling_out as check
 from minidist.saving import naive
 
 

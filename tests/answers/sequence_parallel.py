@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 import minidist as md
 from minidist import tensor_parallel
-from minidist.checks import sequence_parallel as check
+from minidist.course.checks import sequence_parallel as check
 from minidist.tensor_parallel.operators import ColumnLinear
 
 

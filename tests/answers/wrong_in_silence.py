@@ -2,8 +2,8 @@
 
 import torch
 
-from minidist.checks import wrong_in_silence as check
-from minidist.watching.naive import mixture
+from minidist.course.checks import wrong_in_silence as check
+from minidist.instruments.watching.naive import mixture
 
 
 def wanted(own, counts, name):

@@ -5,7 +5,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from minidist.checks import zero as check
+from minidist.course.checks import zero as check
 
 
 class Flat:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 import minidist as md
 from fuzz.habits import HABITS
 from fuzz.trials import Options, Trial
-from minidist.parity import cross_entropy
+from minidist.instruments.parity import cross_entropy
 
 OPTIMIZERS: dict[str, tuple[type[Optimizer], Options]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),

@@ -11,7 +11,7 @@ from fuzz.alone import Alone
 from fuzz.random_models import data, make
 from fuzz.strategies import STRATEGIES
 from fuzz.trials import Trial
-from minidist.parity.differences import differences
+from minidist.instruments.parity.differences import differences
 from minidist.saving import Checkpoints
 
 TOLERANCE = 1e-9  # relative, of float64: Adam divides by gradients that may be tiny

@@ -15,7 +15,7 @@ from fuzz.random_models import LlamaBlock, llama_plan
 from fuzz.trials import Trial
 from minidist.fully_sharded import by_class, by_size, register_fsdp_forward_method
 from minidist.fully_sharded.fully_sharded_data_parallel import chosen
-from minidist.parity import cross_entropy
+from minidist.instruments.parity import cross_entropy
 
 
 class Data(Alone):

@@ -1,0 +1,236 @@
+"""The puzzles and the exercise of the lesson fully_sharded."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from minidist.course.checks.units_in_a_row import UNITS, gathers_otherwise, in_a_row, parts
+from minidist.course.checks.verdict import (
+    NotYet,
+    check,
+    function,
+    hints,
+    number,
+    require_right,
+    shown,
+)
+from minidist.course.zoo import Block, mlp
+from minidist.instruments.measure.storages import Ledger
+
+
+@check
+@hints(
+    '"The peak, predicted", above, says what is there at the worst moment: the shards, and '
+    "two neighbours.",
+    "A rank has its shard of all four units. For the neighbours, look at the pairs in the "
+    "order of the model.",
+    "In millions: an Nth of all parameters, and the largest pair of neighbours. Then take "
+    "the bytes of a float32 number.",
+)
+def peak(answer: object) -> str:
+    """Megabytes of parameters at most: units of 30, 50, 20 and 60 million, float32, 4 ranks."""
+    number(
+        answer,
+        480,
+        "MB",
+        {
+            600: "50 and 60 are the two largest, but they are never gathered together",
+            400: "while a unit computes, the next one is there too",
+            320: "each rank also keeps its shard of everything",
+            120: "that is how many million parameters; each has 4 bytes",
+            800: "that is one unit around everything, and the shard",
+            640: "that is the whole model, as in DDP",
+            480e6: "give megabytes",
+        },
+    )
+    return "(160 / 4 + 30 + 50) million: the shard and the two largest neighbours, 4 bytes each."
+
+
+@check
+@hints(
+    'See "How many tokens hide a gather": the time of a gather and the time to compute must be'
+    " equal. Which line is the slowest of the ring?",
+    "A rank receives (N - 1)/N of a unit, 2 bytes a parameter. The ring leaves a node by the cards "
+    "of all its GPUs. Forward takes 2 operations for each parameter and token.",
+    "Tokens = operations a second, over 2, times the bytes that come for a parameter, over the "
+    "bytes a second that leave a node.",
+)
+def tokens(answer: object) -> str:
+    """Tokens of a GPU that hide its gathers: two nodes of 8, 640 TFLOP/s, 25 GB/s, bfloat16."""
+    number(
+        answer,
+        3_000,
+        "tokens",
+        {
+            24_000: "a ring leaves a node once, by all of its 8 cards",
+            3_200: "a rank has its own sixteenth: 15/16 of a unit travel to it",
+            6_000: "a number has 2 bytes here, and costs a token two operations",
+            1_500: "a number has 2 bytes in bfloat16",
+            48_000: "that is on all 16 GPUs together",
+        },
+    )
+    return "2 × 640e12 / (2 × 8 × 25e9) × 15/16. Units of any size need as many."
+
+
+@check
+@hints(
+    "`TinyUnit` shows the way: an autograd function whose forward and backward gather, use "
+    "and free. What in it is special to a linear layer?",
+    "Lay all parameters end to end, with zeros until N divides the length, and keep your "
+    'piece as the only `nn.Parameter`. The module must lose its own: `to("meta")` keeps '
+    "their shapes alone.",
+    "Forward gathers, calls the module by `functional_call`, and saves x alone. Backward "
+    "gathers and computes forward again, with gradients enabled, takes `autograd.grad`, and"
+    " reduce_scatters it, divided by N.",
+)
+def unit(answer: object) -> str:
+    """A unit around any module: a shard in memory, all of it only while it computes."""
+    if not callable(answer):
+        raise NotYet(f"give the class itself, not {shown(answer)}.")
+    require_right(_trial, answer, world_size=3, of_rank=": ")
+    return "it trains as one process does, and holds a shard whenever it does not compute."
+
+
+def _block() -> nn.Module:
+    torch.manual_seed(0)
+    return Block(32, 2).double()
+
+
+def _mlp() -> nn.Module:
+    return mlp(32, 90, 33, 32, dtype=torch.float64)
+
+
+def _trial(unit: Callable[..., Any]) -> str:
+    """What is wrong on this rank, if anything."""
+    gc.freeze()  # what is there now is no garbage: so to look for garbage is quick
+    for make in (_block, _mlp):
+        alone, data = make(), torch.randn(4, 6, 2, 32, dtype=torch.float64)
+        with Ledger(torch.device("cpu")) as ledger:
+            module = unit(make())
+            wrong = (
+                _holds_more(module, alone, ledger)
+                or _trains_otherwise(module, alone, data)
+                or _keeps(module, alone, data[0], ledger)
+            )
+        if wrong:
+            return wrong
+    return ""
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _share(module: nn.Module) -> int:
+    """The most elements of it that a rank may have, if whole rows are dealt out."""
+    size = dist.get_world_size()
+    return sum(-(-len(p) // size) * p[0].numel() for p in module.parameters())
+
+
+def _live(ledger: Ledger) -> int:
+    """Bytes of all tensors that were made since it began, and are still there."""
+    gc.collect()
+    return ledger.live()
+
+
+def _holds_more(module: Any, alone: nn.Module, ledger: Ledger) -> str:
+    if not isinstance(module, nn.Module):
+        return f"the unit is {shown(module)}, not an nn.Module"
+    most = _share(alone)
+    of = f"more than this rank's part of all {_numel(alone):,}"
+    held = sum(getattr(p, "_local_tensor", p).numel() for p in module.parameters())
+    if not held:
+        return "its parameters() are empty: an optimizer would have nothing to train"
+    if held > most:
+        return f"its parameters() have {held:,} elements, {of}"
+    if (there := _live(ledger) // 8) > most + 200:
+        return f"after wrapping, {there:,} numbers are still in memory, {of}"
+    return ""
+
+
+def _trains_otherwise(module: nn.Module, alone: nn.Module, data: torch.Tensor) -> str:
+    """Each rank trains on its rows, one process on all: data (steps, rows, T, C)."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (module, alone)]
+    for step, rows in enumerate(data):
+        x, y = (each.clone().requires_grad_() for each in (rows[rank::size], rows))
+        found, wanted = module(x), alone(y)
+        if not _same(found, wanted[rank::size]):
+            if step == 0:
+                return "its output is not that of the module"
+            return (
+                f"after {step} step{'s' if step > 1 else ''} its output is not that of one process "
+                "that trained on all rows: is .grad this rank's shard of the ranks' mean gradient"
+            )
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        found.square().mean().backward()
+        wanted.square().mean().backward()
+        if x.grad is None or y.grad is None or not _same(x.grad, y.grad[rank::size] * size):
+            return "the gradient of its input is not that of the module"
+        for optimizer in optimizers:
+            optimizer.step()
+    return ""
+
+
+def _same(found: Any, wanted: torch.Tensor) -> bool:
+    alike = isinstance(found, torch.Tensor) and found.shape == wanted.shape
+    return alike and torch.allclose(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+def _keeps(module: nn.Module, alone: nn.Module, x: torch.Tensor, ledger: Ledger) -> str:
+    """Whether it still has full parameters between steps, after forward, or after backward."""
+    full, share, live = 8 * _numel(alone), 8 * _share(alone), []
+    for each in alone, module:
+        for both in alone, module:
+            both.zero_grad(set_to_none=True)
+        live.append(_live(ledger) - share)
+        y = each(x)
+        live.append(_live(ledger) - share)
+        y.square().mean().backward()
+        del y
+    idle, plain, _, kept = live
+    for when, more in {
+        "between two steps": idle,
+        "after forward": kept - plain,
+        "after backward": _live(ledger) - 2 * share,
+    }.items():
+        if more > 0.4 * full:
+            return (
+                f"{when} {more / full:.0%} of the full parameters are in memory, beside the "
+                "shard: free them, also those that autograd has saved"
+            )
+    return ""
+
+
+@check
+@hints(
+    "Which unit comes after a unit, forward, and which backward? Each must know the other, and "
+    "begin its gather before it computes itself.",
+    "Divide the gather into two: one part begins it, with `async_op=True`, and keeps its handle and"
+    " its tensor; the other waits. Whoever comes first, begins.",
+    "Make the units first, then give each its neighbours. In forward: wait for your own, begin the "
+    "one after, compute. In backward: wait, begin the one before, compute.",
+)
+def prefetch(answer: object) -> str:
+    """A function that makes of modules a list of units: one computes, the next is gathered."""
+    require_right(_in_a_row, function(answer), world_size=2, of_rank=": ")
+    return "while a unit computes, the next one is on its way, and no other."
+
+
+def _in_a_row(make: Callable[..., Any]) -> str:
+    """What is wrong on this rank, if anything."""
+    made = make(parts())
+    try:
+        units = list(made)
+    except TypeError:
+        return f"it must return a list of units, not {shown(made)}"
+    if len(units) != UNITS or not all(isinstance(each, nn.Module) for each in units):
+        return f"it must return {UNITS} units, one of each module, not {shown(made)}"
+    data = torch.randn(3, 6, 2, 32, dtype=torch.float64)
+    row = in_a_row(units)
+    return _trains_otherwise(row, nn.Sequential(*parts()), data) or gathers_otherwise(row, data[0])

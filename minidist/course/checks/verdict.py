@@ -1,0 +1,228 @@
+"""What a check is made of: the verdict, the sentence that a wrong answer gets, ranks to try it on.
+
+A lesson's check is a function with the decorator `check`. It raises `NotYet`, with a sentence that
+helps, or returns a sentence for the right answer:
+
+    @check
+    def bytes_sent(answer: object) -> str:
+        number(answer, 6_000_000, "bytes", {24e6: "all ranks together send that"})
+        return "every rank sends 2 (N - 1)/N of the vector."
+
+That sentence says what is wrong with this answer. Hints lead on, whatever the answer: the first
+says where in the lesson to look, the second the step, the third the shape of the answer, which
+none of them gives away. They stand between `@check` and the function, as `@hints("…", "…", "…")`.
+Each wrong answer of a session gets the next one. What is no try gets none, and does not count: no
+answer, or a malformed one (`NoTry`), and the cell of an exercise as the lesson has it.
+"""
+
+import functools
+import linecache
+import math
+import signal
+import textwrap
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from minidist.course.checks import solved
+from minidist.course.language import spoken
+from minidist.machine.runtime import RankError
+from minidist.rank import launch
+
+WAIT = 3.0  # seconds that a rank waits for another
+DEADLINE = 6.0  # seconds that an answer may take, once
+
+Judge = TypeVar("Judge", bound=Callable[..., str])
+
+
+class NotYet(Exception):  # noqa: N818 (it is what a check says, not a fault)
+    """The answer is wrong, for this reason."""
+
+
+class NoTry(NotYet):
+    """So is this one, but it is no try at the question: it gets no hint."""
+
+
+class Verdict(NamedTuple):
+    """Whether an answer is right, what to say about it, and a hint. A notebook shows both, in the
+    learner's language: see `course.language`."""
+
+    right: bool
+    says: str
+    hint: str = ""
+
+    def __repr__(self) -> str:
+        return "\n".join(spoken(each) for each in (self.says, self.hint) if each)
+
+
+class Check:
+    """Gives the verdict of `judge` on an answer, and counts the wrong ones of this process."""
+
+    __name__: str
+
+    def __init__(self, judge: Callable[..., str]) -> None:
+        functools.update_wrapper(self, judge)
+        self.judge = judge
+        self.hints: tuple[str, ...] = getattr(judge, "hints", ())
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew, as in a new session."""
+        self.wrong, self.is_solved, self.unwritten = 0, False, ""
+
+    def __call__(self, answer: object) -> Verdict:
+        try:
+            if answer is None:
+                raise NoTry("the answer is None. Put yours in its place.")
+            right = Verdict(True, f"Right: {self.judge(answer)}")
+        except NotYet as reason:
+            hint = "" if isinstance(reason, NoTry) else self._next_hint(answer)
+            return Verdict(False, f"Not yet: {reason}", hint)
+        self.wrong, self.is_solved = 0, True
+        solved.remember(self.__module__.rpartition(".")[2], self.__name__)
+        return right
+
+    def _next_hint(self, answer: object) -> str:
+        # Who has solved it needs no hint: other answers are tried to see what the check says.
+        if not self.hints or self.is_solved or self._is_unwritten(answer):
+            return ""
+        self.wrong += 1
+        number = min(self.wrong, len(self.hints))
+        return f"Hint {number} of {len(self.hints)}: {self.hints[number - 1]}"
+
+    def _is_unwritten(self, answer: object) -> bool:
+        """Whether its cell is as the lesson has it: with `# Your lines here`. One may leave that
+        comment and write below it; so only the first cell that has it counts, until it changes."""
+        cell = _cell_of(answer)
+        if "Your lines" not in cell:
+            return False
+        self.unwritten = self.unwritten or cell
+        return cell == self.unwritten
+
+
+check = Check  # the decorator
+
+
+def hints(first: str, second: str, third: str) -> Callable[[Judge], Judge]:
+    """What leads to the answer, step by step. It stands below `@check`."""
+
+    def give(judge: Judge) -> Judge:
+        judge.hints = (first, second, third)  # type: ignore[attr-defined]
+        return judge
+
+    return give
+
+
+def _cell_of(answer: object) -> str:
+    """The source of the cell or file in which a function or a class is written, else ""."""
+    for thing in vars(answer).values() if isinstance(answer, type) else [answer]:
+        code = getattr(getattr(thing, "__func__", thing), "__code__", None)
+        if code is not None:
+            return "".join(linecache.getlines(code.co_filename))
+    return ""
+
+
+def number(
+    answer: Any, right: float, unit: str = "", wrong: Mapping[float, str] | None = None
+) -> None:
+    """Refuse all but the number `right` (to a millionth). `wrong` has hints for other numbers,
+    which may be rounded."""
+    what = f"a number ({unit})" if unit else "a number"
+    try:
+        if isinstance(answer, str | bool):
+            raise TypeError
+        value = float(answer)
+    except Exception:  # whatever an odd object raises
+        raise NoTry(f"give {what}, not {shown(answer)}.") from None
+    if math.isclose(value, right, rel_tol=1e-6):
+        return
+
+    def mistaken(same: Callable[[float, float], bool]) -> None:
+        for other, hint in (wrong or {}).items():
+            if same(value, other):
+                raise NotYet(f"{value:,g} is not it: {hint}.")
+
+    mistaken(functools.partial(math.isclose, rel_tol=1e-6))
+    if _is_rounded(value, right):
+        raise NoTry(
+            f"{value:,g} is close, but it is rounded: give the exact number, or an expression such "
+            "as 1 / 3."
+        )
+    mistaken(_is_rounded)
+    raise NotYet(f"it is not {value:,g} {unit}." if unit else f"it is not {value:,g}.")
+
+
+def _is_rounded(value: float, exact: float) -> bool:
+    """Whether it is the exact number, rounded or cut to 2 to 6 digits."""
+    if exact <= 0:
+        return False
+    for digits in range(2, 7):
+        unit = 10.0 ** (math.floor(math.log10(exact)) - digits + 1)
+        near = math.floor(exact / unit), math.floor(exact / unit + 0.5 + 1e-9)
+        if any(math.isclose(value, each * unit, rel_tol=1e-9) for each in near):
+            return True
+    return False
+
+
+def shown(thing: object) -> str:
+    """The thing in a few characters, for a sentence."""
+    try:
+        text = " ".join(repr(thing).split())
+    except Exception:
+        text = f"this {type(thing).__name__}"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def function(answer: object) -> Callable[..., Any]:
+    """Refuse what cannot be called."""
+    if not callable(answer) or isinstance(answer, type):
+        raise NoTry(f"give the function itself, not {shown(answer)}.")
+    return answer
+
+
+def ranks(world_size: int) -> str:
+    """1 rank, 2 ranks."""
+    return "1 rank" if world_size == 1 else f"{world_size} ranks"
+
+
+def on_ranks(
+    trial: Callable[..., Any], *args: Any, world_size: int, where: str = "", **options: Any
+) -> list[Any]:
+    """`trial(*args)` on so many ranks. `trial` calls the answer; if it fails, the answer did."""
+    try:
+        sized = dict(world_size=world_size, timeout=WAIT, **options)
+        return launch(_in_time, DEADLINE, trial, args, **sized)
+    except RankError as error:
+        first, _, rest = str(error).partition("\n\n")
+        line = rest.strip().partition("\n\n")[0].split("\n")[-1].strip()
+        if "Pair is not connected" in first:  # gloo's words
+            first = "a rank sends to itself, or receives from itself"
+        said = textwrap.shorten(first, 240, placeholder=" …").rstrip(".")
+        said = f"{said}, in the line `{line}`" if rest.startswith("  ") else said
+        raise NotYet(f"on {ranks(world_size)}{where}: {said}.") from None
+    except TypeError as error:  # it cannot be sent to the ranks
+        raise NotYet(f"{error}.") from None
+
+
+def require_right(
+    trial: Callable[..., Any], *args: Any, world_size: int, of_rank: str = " ", **options: Any
+) -> None:
+    """Refuse the answer if `trial`, on so many ranks, returns on one of them what is wrong. The
+    sentence has the rank as its subject; if it has one of its own, `of_rank` is ": ". If it is the
+    whole sentence, `of_rank` is ""."""
+    results = on_ranks(trial, *args, world_size=world_size, **options)
+    for rank, wrong in enumerate(results):
+        if wrong:
+            on_rank = f"on {ranks(world_size)}, rank {rank}{of_rank}{wrong}."
+            raise NotYet(on_rank if of_rank else f"{wrong}.")
+
+
+def _in_time(seconds: float, trial: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def late(*_: object) -> None:
+        raise TimeoutError(f"it did not end within {seconds:g} s")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        return trial(*args)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)

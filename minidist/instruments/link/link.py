@@ -1,0 +1,167 @@
+"""An emulated network: messages that take as long as they would on lines of that speed.
+
+A message of n bytes occupies its line for nβ seconds, 1/β being the bandwidth, and each byte comes
+out at the other end α later: the latency is a delay, and the line carries the next message
+meanwhile. So five messages that are sent at once arrive after α + nβ, α + 2nβ, ... α + 5nβ.
+
+Within a node each rank has a line of its own to each other. A node has one cable, out of it and
+into it at once: all messages between its ranks and those of other nodes share it, of whatever
+group. First come, first served; what comes to a node while the cable into it is busy waits outside,
+and keeps nobody else from sending. (`lines` knows when which line is busy, `steps` which messages a
+collective is made of.)
+
+The bytes themselves are in shared memory at once, but no rank reads them before that time. A rank
+that waits uses no processor meanwhile, so what it computes beside the message is as free as beside
+a real cable.
+"""
+
+import json
+import os
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from minidist.instruments.link.lines import LIMIT, LINES, Busy, Lines, occupy
+from minidist.instruments.link.steps import Step
+
+VARIABLE = "MINIDIST_LINK"
+
+
+@dataclass(frozen=True)
+class Link:
+    """A network of so many gigabits a second, and so many microseconds until a byte arrives.
+
+        md.ranks(4, link=md.Link(gbps=10, latency_us=20))           # a node with 4 × 3 lines
+        md.ranks(4, nodes=4, link=md.Link(gbps=10, latency_us=20))  # 4 nodes with a cable each
+        md.ranks(4, nodes=2, link=md.Link(100, 5, inter=md.Link(10, 20)))
+
+    inter: the cable of each node, if it is not like the lines within a node.
+    jitter_us: a message takes up to so many microseconds more, at random.
+    loss: the fraction of messages that get lost. Such a one is sent again, a round trip (2α) after
+        its end, until it arrives.
+    slow: (rank, factor): the messages from and to this rank occupy a line so many times as long.
+    seed: of what is random. The same calls in the same order have the same luck.
+
+    Raises ValueError for numbers that make no sense. Lesson: communication.
+    """
+
+    gbps: float
+    latency_us: float = 0.0
+    inter: "Link | None" = None
+    jitter_us: float = 0.0
+    loss: float = 0.0
+    slow: tuple[int, float] | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.gbps > 0 or not self.latency_us >= 0:
+            raise ValueError(
+                f"a link has more than 0 Gb/s, and 0 µs or more of latency, not {self.gbps} Gb/s "
+                f"and {self.latency_us} µs"
+            )
+        if not self.jitter_us >= 0 or not 0 <= self.loss < 1:
+            raise ValueError(
+                "a link has 0 µs or more of jitter, and loses less than all messages, not "
+                f"{self.jitter_us} µs and {self.loss}"
+            )
+        if self.slow is not None and not self.slow[1] > 0:
+            raise ValueError(f"a rank is slower by a factor above 0, not {self.slow[1]}")
+        if self.inter is not None and self.inter.inter is not None:
+            raise ValueError("the link between nodes has no other link between nodes")
+
+    def seconds(self, nbytes: float, messages: int = 1) -> float:
+        """How long such messages take, of so many bytes together, if each waits for the one
+        before."""
+        return messages * self.latency_us * 1e-6 + nbytes * 8 / (self.gbps * 1e9)
+
+    @staticmethod
+    def environ(link: "Link | None") -> dict[str, str]:
+        """The variable that says to a rank which link to emulate, if any."""
+        return {VARIABLE: json.dumps(link and asdict(link))}
+
+    @classmethod
+    def here(cls) -> "Link | None":
+        """The link that this rank emulates."""
+        return cls._of(json.loads(os.environ.get(VARIABLE, "null")))
+
+    @staticmethod
+    def sent_by_node(node: int) -> float:
+        """The bytes that have left this node so far, of all its ranks and in whatever group: called
+        on any rank that emulates a link, else 0. What a collective counts is the messages of
+        `steps`, when rank 0 of its group books them. Lesson: mixed_parallelism."""
+        return LINES.carried(_out_of(node))
+
+    @classmethod
+    def _of(cls, fields: dict[str, Any] | None) -> "Link | None":
+        if fields is None:
+            return None
+        slow, inter = fields.pop("slow", None), fields.pop("inter", None)
+        return cls(**fields, inter=cls._of(inter), slow=slow and tuple(slow))
+
+
+class Trip(NamedTuple):
+    """When a message's first byte arrives; when its last byte has left; and when that arrives."""
+
+    first: float
+    left: float
+    due: float
+
+    def part(self, fraction: float) -> float:
+        """When so much of it has arrived."""
+        return self.first + fraction * (self.due - self.first)
+
+
+class Network:
+    """The link as the ranks of a group use it: `ranks` of the world, on these `nodes`. Times are
+    those of one clock, in seconds."""
+
+    def __init__(self, link: Link, ranks: Sequence[int], nodes: Sequence[int], lines: Lines):
+        self._within, self._between = link, link.inter or link
+        self._ranks, self._nodes, self._lines = ranks, nodes, lines
+        self._random = random.Random(repr((link.seed, *ranks)))
+
+    def send(self, sender: int, receiver: int, nbytes: float, at: float) -> Trip:
+        """A message from one rank of the group to another, sent at this time."""
+        with self._lines.open() as busy:
+            return self._send(busy, sender, receiver, nbytes, at)
+
+    def travel(self, steps: Iterable[Step], ready: Sequence[float]) -> list[float]:
+        """The messages of a collective, which each rank begins as soon as it is `ready`: when each
+        rank has sent and received all of its own."""
+        has, free = list(ready), list(ready)  # all messages so far; nothing more on its way out
+        with self._lines.open() as busy:
+            for step in steps:
+                now = list(has)
+                for sender, receiver, nbytes in step:
+                    _, left, due = self._send(busy, sender, receiver, nbytes, now[sender])
+                    free[sender] = max(free[sender], left)
+                    has[receiver] = max(has[receiver], due)
+        return [max(times) for times in zip(has, free, strict=True)]
+
+    def _send(self, busy: Busy, sender: int, receiver: int, nbytes: float, at: float) -> Trip:
+        source, target = self._nodes[sender], self._nodes[receiver]
+        link = self._within if source == target else self._between
+        latency = 1e-6 * (link.latency_us + link.jitter_us * self._random.random())
+        seconds = link.seconds(nbytes, messages=0)
+        if link.slow and link.slow[0] in (self._ranks[sender], self._ranks[receiver]):
+            seconds *= link.slow[1]
+        if source == target:
+            out = LIMIT * (self._ranks[sender] % LIMIT) + self._ranks[receiver] % LIMIT
+        else:
+            out = _out_of(source)
+        self._lines.carry(out, nbytes)
+        begin, left = occupy(busy[out], at, seconds)
+        while self._random.random() < link.loss:
+            self._lines.carry(out, nbytes)
+            begin, left = occupy(busy[out], left + 2 * latency, seconds)
+        first, due = begin + latency, left + latency
+        if source != target:
+            first, end = occupy(busy[_out_of(target) + 1], first, seconds)
+            due = max(due, end)
+        return Trip(first, left, due)
+
+
+def _out_of(node: int) -> int:
+    """The number of the line that is a node's cable, in the way out; the next is the way in."""
+    return LIMIT * LIMIT + 2 * (node % LIMIT)
