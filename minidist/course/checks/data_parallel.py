@@ -5,44 +5,16 @@ from typing import Any
 
 import torch
 
-from minidist.course.checks.verdict import NotYet, check, hints, number, require_right, shown
+from minidist.course.checks.verdict import NotYet, check, puzzle, require_right, shown
 
 # The numbers of rows of the outputs to gather.
 SIZES = [[4], [2, 2], [3, 3, 3, 1], [3, 1, 2], [2, 0, 1]]
 
 
-@check
-@hints(
-    'The formula is under "Who sends how much": look at its part for the model, by flat copies.',
-    "Device 0 itself sends the whole model to every other device. The gradients are sent by"
-    " the others.",
-    "It is (n − 1) P, with n devices and P megabytes. Leave out the images and outputs.",
-)
-def device_0_sends(answer: object) -> str:
-    """MB that device 0 sends in a step: a model of 100 MB, 8 devices, small images and outputs."""
-    number(
-        answer,
-        700,
-        "MB",
-        {
-            175: "that is what each rank of a ring sends",
-            100: "passed on from device to device it would be; here each copy comes from device 0",
-            800: "it sends no copy to itself",
-            1400: "that is what all devices send together, gradients included",
-            700e6: "give MB",
-        },
-    )
-    return "7 copies of 100 MB. A rank of a ring sends 2 × 7/8 × 100 = 175 MB."
+device_0_sends = puzzle(__name__, "device_0_sends")
 
 
 @check
-@hints(
-    "It is the puzzle of unequal shares again, from the lesson on collectives: every image "
-    "must count the same.",
-    "The mean loss of a share, times its number of images, is the sum of their losses.",
-    "Each weight is a fraction: the images of the share, divided by the images of the "
-    "batch. The four must add up to one.",
-)
 def weights_of_losses(answer: Any) -> str:
     """By what to multiply four mean losses, of 3, 3, 3 and 1 images, to get the mean of all."""
     try:
@@ -68,18 +40,9 @@ def _close(ours: list[float], wanted: tuple[float, ...]) -> bool:
 
 
 @check
-@hints(
-    "Forward puts each output into its own rows of the joined tensor. Which rows of "
-    "`gradient` belong to it, then?",
-    "The outputs may have different numbers of rows. As `Double` does with its factor, "
-    "forward must keep in `ctx` what backward will need.",
-    "Backward cuts `gradient` along dimension 0 into pieces of just these lengths, and "
-    "returns the tuple of them. Equal chunks will not do.",
-)
-def gather(answer: Any) -> str:
+def gather(answer: Any) -> None:
     """An autograd Function that joins outputs, with a backward of its own."""
     _require_right(_gather, answer, "Gather")
-    return "also where an output is smaller than those around it, or empty."
 
 
 def _require_right(trial: Any, answer: Any, name: str) -> None:
@@ -120,18 +83,9 @@ def _gather(gather: Any) -> str:
 
 
 @check
-@hints(
-    "Each copy is used by another replica, and the loss depends on the parameter through all of "
-    "them. What is its derivative, then?",
-    "`gradients` holds a gradient for each copy. The parameter is one tensor and gets one gradient "
-    "in which all of them count.",
-    "Return two values. For `x`: one tensor of its shape, into which all of `gradients` go. For "
-    "`n`: what autograd wants for a number.",
-)
-def broadcast(answer: Any) -> str:
+def broadcast(answer: Any) -> None:
     """An autograd Function that copies a parameter, with a backward of its own."""
     _require_right(_broadcast, answer, "Broadcast")
-    return "one operation copies, and its backward adds up: also where a copy was not used."
 
 
 def _broadcast(broadcast: Any) -> str:

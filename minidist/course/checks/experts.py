@@ -1,6 +1,5 @@
 """The puzzles and the exercise of the lesson experts."""
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,52 +7,29 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minidist.course.checks.verdict import NotYet, check, function, hints, number, on_ranks, ranks
+from minidist.course.checks.verdict import (
+    NotYet,
+    check,
+    function,
+    number,
+    puzzle,
+    ranks,
+    require_right,
+)
 from minidist.instruments.link import Link
 
 WIDTH, EXPERTS = 256, 12
 SOME = 1.1  # times the bytes of the rows: with them go counts, weights and numbers of experts
 
 
-@check
-@hints(
-    "Look at one node. Which of the ways to choose 8 experts of 256 leave it out?",
-    "A node has 32 experts. It gets nothing if all 8 are among the other 224. Which part of all "
-    "ways to choose 8 is that? The answer is a mean, so each node may be looked at alone.",
-    "A node is left out with the probability comb(224, 8) / comb(256, 8). Take it from 1, and "
-    "multiply by the number of nodes.",
-)
-def nodes_a_token(answer: object) -> str:
-    """On how many of 8 nodes 8 of 256 experts are, on average, if chosen at random."""
-    number(
-        answer,
-        8 * (1 - math.comb(224, 8) / math.comb(256, 8)),
-        wrong={
-            8: "8 experts are not always on 8 different nodes",
-            4: "that is the limit that DeepSeek-V3 sets, and here there is none",
-            8 * (1 - (7 / 8) ** 8): "that is for experts that may be chosen twice, and a token "
-            "chooses 8 different ones",
-            8 * math.comb(224, 8) / math.comb(256, 8): "so many nodes get nothing",
-            1 - math.comb(224, 8) / math.comb(256, 8): "that is the part of the nodes",
-            1: "each node has one of the token's experts on average, but some have two and others "
-            "none",
-        },
-    )
-    return "a node gets nothing only if all 8 experts are among the 224 of other nodes."
+nodes_a_token = puzzle(__name__, "nodes_a_token")
 
 
 @check
-@hints(
-    "Write down the weight of the one expert that a token has chosen, when the weights are divided "
-    "by their sum.",
-    "It is p / p. By how much does that change if the router's scores change a little?",
-    "p / p is 1, whatever the router says. A constant has which derivative?",
-)
-def router_gradient(answer: object) -> str:
+def router_gradient(answer: object) -> None:
     """The gradient of the router's weights if k = 1, and a token's weights are made to sum to 1."""
     rounded = isinstance(answer, float) and abs(answer) < 1e-12  # it was measured
     number(0 if rounded else answer, 0, wrong={1: "that is the weight, not how it changes"})
-    return "the weight is p / p = 1, whatever the router says: it learns nothing."
 
 
 # ---- the exercise -----------------------------------------------------------------------------
@@ -76,15 +52,7 @@ class Counted(NamedTuple):
 
 
 @check
-@hints(
-    "Look at `x[order // k]`: it has a row for each expert of a token. Which of these rows go to "
-    "the same rank? What does that rank have to know besides the row?",
-    "Send a row for each pair of a token and a rank, and with it a number for each expert of that "
-    "rank: its weight, or 0. So weights travel through the autograd function, as part of the row.",
-    "There, a row goes through each expert whose weight is not 0. Add the results, times their "
-    "weights, in one row, send that back, and add it to its token.",
-)
-def dispatch_once(answer: object) -> str:
+def dispatch_once(answer: object) -> None:
     """`dispatch_once(x, weights, chosen, experts)`: y of this rank's tokens. x (N, C), weights and
     chosen (N, k); experts: this rank's own. Their gradients are the sum over all ranks' tokens."""
     for size in (2, 3, 4):
@@ -95,13 +63,9 @@ def dispatch_once(answer: object) -> str:
         ]
         link = Link(100, 1)  # it counts what leaves a node, and here each rank is one
         trial = _trial, function(answer), layers
-        results = on_ranks(*trial, world_size=size, nodes=size, link=link)
-        for rank, (wrong, _) in enumerate(results):
-            if wrong:
-                raise NotYet(f"on {ranks(size)}, rank {rank}, {wrong}.")
+        results = require_right(*trial, world_size=size, of_rank=", ", nodes=size, link=link)
         for layer, counted in zip(layers, results[0][1], strict=True):
             _few(layer, counted, size)
-    return "each token travels once to each rank, and so does what comes back."
 
 
 def _few(layer: Layer, counted: Counted, size: int) -> None:

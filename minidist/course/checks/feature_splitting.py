@@ -11,10 +11,9 @@ from minidist.course.checks.verdict import (
     NotYet,
     check,
     function,
-    hints,
-    number,
-    on_ranks,
+    puzzle,
     ranks,
+    require_right,
     shown,
 )
 from minidist.course.zoo import Block
@@ -32,15 +31,7 @@ OPERATORS = {  # those that the weight of a norm within a head does not need
 
 
 @check
-@hints(
-    'Look at "Four states of a tensor", and at the table above the puzzle. In which state '
-    "is γ, and what does each rank make of it?",
-    "Forward, each rank needs all of γ, and has it. Backward, each finds a gradient from "
-    "its own heads alone.",
-    "So nothing is sent forward, and backward the gradients of all ranks are summed. One "
-    "line of the table has just these two.",
-)
-def operator(answer: object) -> str:
+def operator(answer: object) -> None:
     """The operator that a replicated weight needs if each rank uses it for its own heads."""
     named = getattr(answer, "__self__", answer)  # of Copy.apply, Copy
     name = answer if isinstance(answer, str) else getattr(named, "__name__", None)
@@ -51,62 +42,22 @@ def operator(answer: object) -> str:
     if name not in ("copy_to_group", "Copy"):
         hint = OPERATORS["reduce_from_group" if name == "Sum" else name]
         raise NotYet(f"it is not {name}: {hint}.")
-    return "γ is replicated and becomes copied, so its gradient is partial, and has to be summed."
+
+
+bytes_sent = puzzle(__name__, "bytes_sent")
 
 
 @check
-@hints(
-    'The formula is under "Does it halve, in bytes?": columns, then rows. There the '
-    "features in the middle do not count.",
-    "There is an all_reduce forward and one backward. Each is of an activation: tokens "
-    "times features, outside the pair.",
-    "Bytes of the activation, times 2(N − 1)/N for a ring, times two all_reduces.",
-)
-def bytes_sent(answer: object) -> str:
-    """What a rank of 8 sends in a step of 4096 → 16384 → 4096 features, 2048 tokens, 2 bytes."""
-    activation = 2048 * 4096 * 2
-    one = 2 * 7 / 8 * activation
-    number(
-        answer,
-        2 * one,
-        "bytes",
-        {
-            one: "that is forward only, and backward needs as much",
-            2 * activation: "that is what the two all_reduces add up, and a ring sends 2 (N - 1)/N "
-            "of it",
-            activation: "that is one activation",
-            one / 2: "an all_reduce in a ring has two rounds, and there are two all_reduces",
-            8 * one: "the hidden features do not travel",
-            16 * one: "all ranks together send that",
-            4 * one: "there is one all_reduce forward, and one backward",
-            2 * one * 2: "a number takes 2 bytes",
-        },
-    )
-    return "two all_reduces of 2048 × 4096 numbers, of which a ring sends 2 × 7/8."
-
-
-@check
-@hints(
-    'Under "A transformer block, by heads" it says which weight is cut into columns and '
-    "which into rows.",
-    "First split `block.qkv.weight` into its queries, keys and values. Take `mine` of each "
-    "of the three, and join these. x goes through `Copy` before it meets them.",
-    "The rank's heads are a part of the input of `block.out`: take `mine` of its weight "
-    "along dimension 1, and no bias. Then `Sum`, and the bias once, after it.",
-)
-def attention(answer: object) -> str:
+def attention(answer: object) -> None:
     """Attention of a `zoo.Block`, of which each rank computes its heads."""
-    own = function(answer)
     for world_size, heads in (2, 4), (3, 3), (4, 8):
-        results = on_ranks(_trial, own, heads, world_size=world_size)
-        on = f"{ranks(world_size)}, with {heads} heads"
-        for rank, (wrong, _, _) in enumerate(results):
-            if wrong:
-                raise NotYet(f"on {on}, rank {rank}: {wrong}.")
+        where = f", with {heads} heads"
+        results = require_right(
+            _trial, function(answer), heads, world_size=world_size, where=where, of_rank=": "
+        )
         _, found, wanted = zip(*results, strict=True)
         if wrong := _of_weights(found, wanted[0]):
-            raise NotYet(f"on {on}: {wrong}.")
-    return "on 2, 3 and 4 ranks: the output and all gradients, with a rank's share of the work."
+            raise NotYet(f"on {ranks(world_size)}{where}: {wrong}.")
 
 
 def _of_weights(found: tuple[Gradients, ...], wanted: Gradients) -> str:

@@ -7,16 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from minidist.course.checks.verdict import (
-    NotYet,
-    check,
-    function,
-    hints,
-    number,
-    on_ranks,
-    ranks,
-    shown,
-)
+from minidist.course.checks.verdict import NotYet, check, function, on_ranks, puzzle, ranks, shown
 from minidist.course.zoo import mlp
 from minidist.instruments.link import Link
 from minidist.pipeline import Pipeline, Schedule, ScheduleError, simulate, validate, with_messages
@@ -26,63 +17,14 @@ SIZES = (1, 3), (2, 2), (3, 7), (4, 2), (8, 20), (4, 16), (4, 8)  # ranks, micro
 FAR = Link(gbps=1e6, latency_us=1e6)  # a message arrives one forward pass later
 
 
-@check
-@hints(
-    'Read "Interleaving" again: how many stages does the model have in all, over all ranks?',
-    "An activation is sent wherever two stages meet. How many such boundaries are there? "
-    "One fewer than there are stages.",
-    "Each micro-batch crosses each boundary once in forward. Multiply the two numbers.",
-)
-def activations_sent(answer: object) -> str:
-    """Messages forward, in a step of 8 ranks with 4 stages each and 16 micro-batches."""
-    number(
-        answer,
-        496,
-        "messages",
-        {
-            112: "that is with one stage a rank; here there are 32 stages",
-            512: "the last stage sends nothing onward",
-            992: "that counts the gradients too",
-            448: "the last rank has four stages, and only the last of them sends nothing onward",
-            31: "each micro-batch crosses each boundary",
-        },
-    )
-    return "31 boundaries × 16 micro-batches. With one stage a rank there are 7 boundaries."
+activations_sent = puzzle(__name__, "activations_sent")
+
+
+recomputed_time = puzzle(__name__, "recomputed_time")
 
 
 @check
-@hints(
-    "Count the units that one micro-batch takes in one stage: first without recomputation, "
-    "then with it.",
-    "Without it: forward and backward, which is twice as long. With it forward comes once more.",
-    "Divide the one by the other. With its bubble, a step takes m + N − 1 times as long "
-    "either way, so that cancels.",
-)
-def recomputed_time(answer: object) -> str:
-    """How many times as long a 1F1B step takes, if all activations are recomputed."""
-    number(
-        answer,
-        4 / 3,
-        wrong={
-            2: "forward comes twice, but backward, which takes twice as long, only once",
-            1.5: "backward takes twice as long as forward",
-            1 / 3: "that is by how much it is longer",
-            1: "forward runs twice",
-        },
-    )
-    return "1 + 1 + 2 units for 1 + 2. The bubble grows in the same ratio."
-
-
-@check
-@hints(
-    "Write down 1F1B's list for rank 0 of four. How many forward passes come first, and for"
-    " which rank is each of them?",
-    "Each of these forward passes covers the work of one rank behind this one. Here a "
-    "message to that rank takes one more unit, and that wants a forward pass as well.",
-    "So begin with twice as many forward passes as 1F1B, but at most m. Then take forward "
-    "and backward in turns. At the end the rest goes backward.",
-)
-def far_away(answer: object) -> str:
+def far_away(answer: object) -> None:
     """An order as fast as GPipe where messages arrive late, with few activations in flight."""
     (given,) = on_ranks(_orders, function(answer), world_size=1)
     for (world_size, m), orders in given:
@@ -103,10 +45,6 @@ def far_away(answer: object) -> str:
     results = on_ranks(_trial, schedule, world_size=4)
     if max(results) > 1e-9:
         raise NotYet("the order is valid, but the gradients are not those of one process.")
-    return (
-        "as fast as GPipe, with 2 (N - s) - 1 micro-batches in flight at most; and it trains. "
-        "This is eager 1F1B (Zhuang et al., 2022)."
-    )
 
 
 def _orders(order: Callable[..., Any]) -> list[tuple[tuple[int, int], Any]]:

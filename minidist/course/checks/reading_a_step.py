@@ -14,8 +14,8 @@ from minidist.course.checks.verdict import (
     NotYet,
     check,
     function,
-    hints,
     number,
+    puzzle,
     require_right,
     shown,
 )
@@ -41,50 +41,11 @@ AHEAD, LATE = 6, 5  # whose clock is ahead, and who is late
 SLACK = 1e-6  # seconds
 
 
-@check
-@hints(
-    "How many operations does a token cost: for each weight, and for attention in each layer?",
-    "Six operations a weight, and 12 · length · width a layer. Times the tokens of a second, that "
-    "is what the model needs of this GPU in a second.",
-    "Divide that by what the GPU could do in a second, 989.5 × 10¹² operations, and give it in "
-    "percent.",
-)
-def mfu(answer: object) -> str:
-    """MFU in percent: MPT-7B, 6,658,859,008 weights, 32 layers of width 4,096, sequences of 2,048
-    tokens, of which 10,643 a second on each H100 of 989.5 TFLOP/s."""
-    weights = 100 * utilisation(6 * MPT[0] * MPT[1], 1, PEAK)
-    number(
-        answer,
-        MPT_MFU,
-        "percent",
-        {
-            MPT_MFU / 100: "give it in percent",
-            weights: "attention multiplies, too, though it has no weights there",
-            (weights + MPT_MFU) / 2: "that is with the causal half of attention, and by PaLM's "
-            "convention it counts whole",
-            MPT_MFU * 4 / 3: "that is for a forward that is computed twice, and MFU counts nothing "
-            "twice",
-            weights * 4 / 3: "6 operations a weight and token, not 8, and attention besides",
-            MPT_MFU / 3: "that is forward alone",
-            weights / 3: "that is forward alone, without attention",
-            MPT_MFU / 2: "that is of the peak for sparse matrices, and these are dense",
-            MPT_MFU * PEAK / 312e12: "that is of the peak of an A100",
-            MPT_MFU / 8: "the tokens are those of one GPU",
-        },
-    )
-    return (
-        "6 operations a weight and 12 · length · width a layer, times 10,643 tokens, of 989.5e12."
-    )
+mfu = puzzle(__name__, "mfu")
 
 
 @check
-@hints(
-    "Nobody leaves an all_reduce before all have come. Did everybody leave after the last start?",
-    "A clock may be wrong, a duration is not. Who comes first waits longest. Who waits least?",
-    "Put the clock right whose end is not that of the others. Then take the start of the rank that "
-    "waits least, and the median of the other starts from it.",
-)
-def late(answer: Any) -> str:
+def late(answer: Any) -> None:
     """(rank, milliseconds): who is late in CALL, and how long after the median of the others."""
     try:
         rank, value = answer
@@ -114,7 +75,6 @@ def late(answer: Any) -> str:
             (came - median(others)) / 1000: "give milliseconds",
         },
     )
-    return "it waits least: the others wait for it. The clock of rank 6 is 6.5 ms ahead."
 
 
 # ---- the exercise -----------------------------------------------------------------------------
@@ -131,18 +91,9 @@ NAMES = "computing", "overlapped", "exposed", "idle"
 
 
 @check
-@hints(
-    "Events may overlap, and begin before the window or end after it. What is left of them if you "
-    "cut them, and join those that overlap?",
-    "Make a union of each category: sorted, cut, and joined as long as the next one begins before "
-    "the last one has ended. Mind an event within another: the union ends with the longer one.",
-    "overlapped is the time of both unions at once. Computing has it, exposed is the other union "
-    "without it, and idle is what is left of the window.",
-)
-def breakdown(answer: object) -> str:
+def breakdown(answer: object) -> None:
     """`breakdown(trace, start, end)`: the seconds computing, overlapped, exposed and idle."""
     require_right(_trial, function(answer), world_size=2, of_rank="", backend="gloo")
-    return "computing, exposed and idle fill the window, and every slice of it is in one of them."
 
 
 def _trial(answer: Callable[..., Any]) -> str:

@@ -16,62 +16,15 @@ from typing import Any
 
 import torch
 
-from minidist.course.checks.verdict import NotYet, check, function, hints, number, on_ranks
+from minidist.course.checks.verdict import check, function, puzzle, require_right
 
 Save = Callable[[Any, str], Any]
 
 
-@check
-@hints(
-    "See **Devices, strong**, above: one part of a step shrinks with the ranks, the other "
-    "does not.",
-    "With very many ranks computing takes no time. What does 2(N − 1)/N come to, and how "
-    "long does the ring take then?",
-    "Divide the time of one rank by the time that is left with very many ranks.",
-)
-def most_speed_up(answer: object) -> str:
-    """What no number of ranks exceeds: 8 s of computing alone; a ring; 0.1 s for the gradients to
-    cross a line once."""
-    number(
-        answer,
-        40,
-        "times one rank",
-        {
-            80: "in a ring, twice the vector crosses each line",
-            0.2: "that is the time which is left; the step was 8 s",
-            8: "that many ranks are as fast as without any ring",
-            1 / 40: "turn it over: the speed-up is above 1",
-            41: "with many ranks computing takes no time; what is left is 0.2 s",
-        },
-    )
-    return "computing goes to 0, and 2 (N - 1)/N × 0.1 s goes to 0.2 s: 8/0.2 is the limit."
+most_speed_up = puzzle(__name__, "most_speed_up")
 
 
-@check
-@hints(
-    'Young\'s formula is under "Machines fail": √(2δM). What are δ and M?',
-    "M is the time between two failures anywhere. A thousand GPUs fail a thousand times as "
-    "often as one.",
-    "Divide the hours of one GPU by the number of GPUs, and turn that into seconds. δ is "
-    "how long a save takes. Then the root of 2δM.",
-)
-def save_every(answer: object) -> str:
-    """Young's interval in seconds: 16,384 GPUs, each fails once in 49,152 hours; a save is 24 s."""
-    number(
-        answer,
-        720,
-        "seconds",
-        {
-            92160: "that is for one GPU; 16,384 of them fail 16,384 times as often",
-            12: "give seconds, with both times in seconds",
-            10800: "that is the time between failures, M; the interval is √(2δM)",
-            3: "that is M, in hours; the interval is √(2δM)",
-            518400: "it has no root",
-            259200**0.5: "√(2δM) has a 2 in it",
-            11796480: "16,384 GPUs fail more often than one, not less",
-        },
-    )
-    return "M is 49,152/16,384 = 3 hours, and √(2 × 24 × 10,800) = 720 s."
+save_every = puzzle(__name__, "save_every")
 
 
 # ---- a save that survives -----------------------------------------------------------------------
@@ -88,20 +41,9 @@ CHANGES = NAMINGS | {
 
 
 @check
-@hints(
-    "A kill in the middle of writing leaves half a file. So where must the new bytes not be"
-    " written?",
-    "Write them beside the old checkpoint, in the same folder, and give the file its name "
-    "when it is complete. The first of the two facts does that.",
-    "The second fact comes before it: open the file yourself, save into it, flush, and wait"
-    " for the disk with `os.fsync`. Only then replace the old one.",
-)
-def save(answer: object) -> str:
+def save(answer: object) -> None:
     """`save(state, path)`: a kill at any moment leaves the old checkpoint or the new one."""
-    (said,) = on_ranks(_trial, function(answer), world_size=1)
-    if said:
-        raise NotYet(f"{said}.")
-    return "wherever it is killed, the path has the old checkpoint or the new one, whole."
+    require_right(_trial, function(answer), world_size=1, of_rank="")
 
 
 def _trial(given: Save) -> str:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from minidist.course.checks.verdict import NotYet, check, function, hints, number, on_ranks
+from minidist.course.checks.verdict import check, function, puzzle, require_right
 from minidist.course.zoo import mlp
 
 Tensors = dict[str, torch.Tensor]
@@ -14,53 +14,10 @@ FIRST, LAST, BIASES = {"0.weight", "0.bias"}, {"2.weight", "2.bias"}, {"0.bias",
 ALL, LR = FIRST | LAST, 0.1
 
 
-@check
-@hints(
-    "See `owners`, in the last cell of faults: what does the optimizer of a rank get, and who has"
-    " computed that?",
-    "The bucket has the mean over all ranks. Is it read again?",
-    "Of a weight's owner only its own gradient is used: count the rows behind it.",
-)
-def owner_learns(answer: object) -> str:
-    """Rows that teach one weight: 16 ranks with 32 rows each, each weight from its owner."""
-    number(
-        answer,
-        32,
-        "rows",
-        {
-            512: "all of them are in the bucket, which nobody reads",
-            16: "so many ranks get what the owner says",
-            1: "so many ranks own the weight; each has 32 rows",
-            480: "those are the rows that are lost",
-        },
-    )
-    return "the owner's gradient is its own, of 32 rows; the other 480 teach other weights."
+owner_learns = puzzle(__name__, "owner_learns")
 
 
-@check
-@hints(
-    "See `each_time`: when is a gradient divided that was there before?",
-    "With four micro-batches there are four divisions by 4. How many of them does the first one"
-    " go through, and how many the last one?",
-    "Then comes the mean over the ranks, which divides by their number.",
-)
-def first_weighs(answer: object) -> str:
-    """The weight of a rank's first micro-batch, if each division goes over all that is there: four
-    micro-batches on eight ranks."""
-    number(
-        answer,
-        1 / 2048,
-        "of the gradient",
-        {
-            1 / 32: "that is right, and the last one has it; the first one is divided again",
-            1 / 512: "that is the second one's: the first one is there at all four divisions",
-            1 / 256: "the mean over eight ranks divides, too",
-            1 / 1024: "count the divisions once more: 4 × 4 × 4 × 4, and the ranks",
-            1 / 8192: "four micro-batches, four divisions",
-            2048: "turn it over",
-        },
-    )
-    return "four divisions by 4, one by 8: 1/2,048, where 1/32 would be right."
+first_weighs = puzzle(__name__, "first_weighs")
 
 
 # ---- an oracle for one step ---------------------------------------------------------------------
@@ -81,21 +38,10 @@ EVEN, UNEVEN = [[4, 4], [4, 4]], [[7, 1], [5, 3]]
 
 
 @check
-@hints(
-    "What did the optimizer of each rank see? SGD tells by its step: see **What the optimizer"
-    " saw**.",
-    "One process takes the mean over all rows. So a micro-batch weighs as many parts as it has"
-    " rows, of the rows of all ranks.",
-    "Compare by norms, each rank and each parameter: a difference above a thousandth of what is"
-    " wanted is a fault, and so are weights that were not the same before.",
-)
-def find(answer: object) -> str:
+def find(answer: object) -> None:
     """`find(before, after, own, counts, lr)` gives the names of all parameters that moved, or
     began, otherwise than in one process: twelve faults, four right runs."""
-    (said,) = on_ranks(_trial, function(answer), world_size=1)
-    if said:
-        raise NotYet(f"{said}.")
-    return "twelve faults are found, with their parameters, and four right runs pass."
+    require_right(_trial, function(answer), world_size=1, of_rank="")
 
 
 def _trial(find: Callable[..., Any]) -> str:
