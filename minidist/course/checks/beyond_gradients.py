@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minidist.course.checks.verdict import NotYet, check, function, on_ranks, puzzle
+from minidist.course.checks.verdict import NotYet, check, function, on_ranks, puzzle, same
 
 MEETINGS = 3
 OUTER: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -17,8 +17,6 @@ OUTER: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 
 
 period = puzzle(__name__, "period")
-
-
 gathered_bits = puzzle(__name__, "gathered_bits")
 
 
@@ -67,20 +65,15 @@ def _compare(
     mean: list[torch.Tensor],
 ) -> str:
     """What is wrong with the parameters and anchors of this rank, if anything."""
-    if _equal(anchors, right):
-        if _equal(parameters, right):
+    if same(anchors, right):
+        if same(parameters, right):
             return ""
         return "the anchors are right, and the parameters are not where the anchors are"
-    if _equal(anchors, before):
+    if same(anchors, before):
         met = [a + m for a, m in zip(before, mean, strict=True)]
         local = "; the parameters are their mean, and that is local SGD"
-        return f"the anchors have not moved{local if _equal(parameters, met) else ''}"
+        return f"the anchors have not moved{local if same(parameters, met) else ''}"
     mirrored = [2 * a - r for a, r in zip(before, right, strict=True)]
-    if _equal(anchors, mirrored):
+    if same(anchors, mirrored):
         return "the anchors went the wrong way: the gradient is anchor - parameter"
     return "the anchors are not those of one process that has the mean of all differences"
-
-
-def _equal(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
-    pairs = zip(found, wanted, strict=True)
-    return all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in pairs)

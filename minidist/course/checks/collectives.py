@@ -8,7 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minidist.course.checks.verdict import NotYet, check, function, puzzle, shown
+from minidist.course.checks.verdict import (
+    NotYet,
+    check,
+    function,
+    puzzle,
+    require_right,
+    shown,
+)
 from minidist.instruments.measure import TrafficCounter
 
 # What each of the four situations asks for.

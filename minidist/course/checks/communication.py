@@ -10,8 +10,6 @@ from minidist.course.checks.verdict import NotYet, check, function, puzzle, rank
 from minidist.instruments.measure import TrafficCounter
 
 twice_an_empty_one = puzzle(__name__, "twice_an_empty_one")
-
-
 bus_bandwidth = puzzle(__name__, "bus_bandwidth")
 
 

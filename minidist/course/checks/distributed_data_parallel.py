@@ -10,17 +10,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from minidist.course import zoo
-from minidist.course.checks.verdict import NotYet, check, on_ranks, puzzle, ranks, shown
+from minidist.course.checks.verdict import NotYet, check, on_ranks, puzzle, ranks, same, shown
 from minidist.instruments.link import Link
 from minidist.instruments.measure import record
-from minidist.instruments.parity import relative_difference
 
 SLOW = Link(gbps=10, latency_us=20_000)  # each message travels for 20 ms, and so can be seen to
 
 
 bytes_of_a_step = puzzle(__name__, "bytes_of_a_step")
-
-
 last_bucket = puzzle(__name__, "last_bucket")
 
 
@@ -71,7 +68,7 @@ def _training(answer: Callable[..., Any]) -> str:
         return f"gets {shown(wrapped)} from MyDDP(model), not a module"
     if {*model.parameters()} - {*wrapped.parameters()}:
         return "misses the parameters of the model: self.module = module"
-    if not _same(model.parameters(), single.parameters()):
+    if not same(model.parameters(), single.parameters()):
         wrong.append("begins with weights of its own, not with those of rank 0")
     for step in range(4):
         rows = slice(8 * step * world_size, 8 * (step + 1) * world_size)
@@ -102,38 +99,18 @@ def _complaint(model: nn.Module, single: nn.Module, world_size: int) -> str:
     wanted = [p.grad for p in single.parameters() if p.grad is not None]
     if len(ours) < len(wanted):
         return f"has a gradient for {len(ours)} of {len(wanted)} parameters"
-    if _same(ours, wanted):
+    if same(ours, wanted):
         return ""
-    if _same(ours, [world_size * gradient for gradient in wanted]):
+    if same(ours, [world_size * gradient for gradient in wanted]):
         return "has the sum of the gradients, not the mean"
-    if _same(ours, [gradient / world_size for gradient in wanted]):
+    if same(ours, [gradient / world_size for gradient in wanted]):
         return "has divided twice by the number of ranks"
-    right = sum(_same([a], [b]) for a, b in zip(ours, wanted, strict=True))
+    right = sum(same([a], [b]) for a, b in zip(ours, wanted, strict=True))
     return f"has the mean gradient in {right} of {len(wanted)} parameters"
 
 
-def _same(ours: Any, wanted: Any) -> bool:
-    pairs = zip(ours, wanted, strict=True)
-    return all(a.shape == b.shape and relative_difference(a, b) < 1e-10 for a, b in pairs)
-
-
-class _Mark(torch.autograd.Function):
-    """The identity, which notes when backward comes by."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, times: list[float]) -> torch.Tensor:
-        ctx.times = times
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        time.sleep(0.005)  # to compute takes time, too
-        ctx.times.append(time.perf_counter())
-        return gradients[0], None
-
-
 class _Marked(nn.Module):
-    """Six layers, with a mark between each two."""
+    """Six layers. It notes when backward comes by between two of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,8 +119,14 @@ class _Marked(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = layer(_Mark.apply(x, self.times))
+            x = x.view_as(x)
+            x.register_hook(self.mark)
+            x = layer(x)
         return x
+
+    def mark(self, _: torch.Tensor) -> None:
+        time.sleep(0.005)  # to compute takes time, too
+        self.times.append(time.perf_counter())
 
 
 def _overlap(answer: Callable[..., Any]) -> float:

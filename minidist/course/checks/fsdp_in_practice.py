@@ -17,8 +17,6 @@ BLOCKS = 4
 
 
 leaves_a_node = puzzle(__name__, "leaves_a_node")
-
-
 accumulated = puzzle(__name__, "accumulated")
 
 

@@ -9,13 +9,19 @@ import torch.distributed as dist
 from torch import nn
 
 from minidist.course.checks.units_in_a_row import UNITS, gathers_otherwise, in_a_row, parts
-from minidist.course.checks.verdict import NotYet, check, function, puzzle, require_right, shown
+from minidist.course.checks.verdict import (
+    NotYet,
+    check,
+    function,
+    puzzle,
+    require_right,
+    same,
+    shown,
+)
 from minidist.course.zoo import Block, mlp
 from minidist.instruments.measure.storages import Ledger
 
 peak = puzzle(__name__, "peak")
-
-
 tokens = puzzle(__name__, "tokens")
 
 
@@ -91,7 +97,7 @@ def _trains_otherwise(module: nn.Module, alone: nn.Module, data: torch.Tensor) -
     for step, rows in enumerate(data):
         x, y = (each.clone().requires_grad_() for each in (rows[rank::size], rows))
         found, wanted = module(x), alone(y)
-        if not _same(found, wanted[rank::size]):
+        if not same(found, wanted[rank::size]):
             if step == 0:
                 return "its output is not that of the module"
             return (
@@ -102,16 +108,11 @@ def _trains_otherwise(module: nn.Module, alone: nn.Module, data: torch.Tensor) -
             optimizer.zero_grad()
         found.square().mean().backward()
         wanted.square().mean().backward()
-        if x.grad is None or y.grad is None or not _same(x.grad, y.grad[rank::size] * size):
+        if y.grad is None or not same(x.grad, y.grad[rank::size] * size):
             return "the gradient of its input is not that of the module"
         for optimizer in optimizers:
             optimizer.step()
     return ""
-
-
-def _same(found: Any, wanted: torch.Tensor) -> bool:
-    alike = isinstance(found, torch.Tensor) and found.shape == wanted.shape
-    return alike and torch.allclose(found, wanted, rtol=1e-9, atol=1e-12)
 
 
 def _keeps(module: nn.Module, alone: nn.Module, x: torch.Tensor, ledger: Ledger) -> str:

@@ -16,6 +16,7 @@ from minidist.course.checks.verdict import (
     puzzle,
     ranks,
     require_right,
+    same,
     shown,
 )
 from minidist.pipeline import instructions as do
@@ -26,8 +27,6 @@ Passes = list[tuple[str, int]]  # ("forward" or "backward", the micro-batch), in
 
 
 idle_part = puzzle(__name__, "idle_part")
-
-
 slow_stage = puzzle(__name__, "slow_stage")
 
 
@@ -100,10 +99,9 @@ def _trial(step: Callable[..., Any], m: int) -> tuple[str, Passes]:
         return f"runs forward on micro-batches of {rows or 'no'} rows, not {[2] * m}", passes
     if len(found) < len(wanted):
         return "has no gradients", passes
-    pairs = list(zip(found, wanted, strict=True))
-    if all(torch.allclose(a, m * b, rtol=1e-9, atol=1e-12) for a, b in pairs) and m > 1:
+    if m > 1 and same(found, [m * each for each in wanted]):
         return f"has gradients {m} times as large as those of one process", passes
-    if not all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in pairs):
+    if not same(found, wanted):
         return "has other gradients than one process", passes
     if sorted(passes) != sorted((kind, i) for kind in ("forward", "backward") for i in range(m)):
         return "does not run each micro-batch forward once and backward once", passes

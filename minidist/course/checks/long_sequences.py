@@ -10,7 +10,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from minidist.context_parallel.cuts import contiguous, zigzag
-from minidist.course.checks.verdict import NotYet, check, function, puzzle, ranks, require_right
+from minidist.course.checks.verdict import (
+    NotYet,
+    check,
+    function,
+    puzzle,
+    ranks,
+    require_right,
+    same,
+)
 from minidist.instruments.measure import TrafficCounter
 from minidist.machine.backend.group import Group
 
@@ -19,8 +27,6 @@ NAMES = "dq", "dk", "dv"
 
 
 contiguous_efficiency = puzzle(__name__, "contiguous_efficiency")
-
-
 ulysses_over_gather = puzzle(__name__, "ulysses_over_gather")
 
 
@@ -94,12 +100,7 @@ def _differs(
         }
         for rank, tokens in enumerate(cut):
             wrong[f"belongs to the tokens of rank {rank}"] = wholes[i].index_select(2, tokens)
-        if not _close(found[i], right):
-            near = [says for says, other in wrong.items() if _close(found[i], other)]
+        if not same(found[i], right):
+            near = [says for says, other in wrong.items() if same(found[i], other)]
             return f"{name} {near[0] if near else 'is not that of one process'}"
     return ""
-
-
-def _close(found: torch.Tensor, right: torch.Tensor) -> bool:
-    same = found.shape == right.shape and found.dtype == right.dtype
-    return same and bool((found - right).abs().max() <= 1e-12 * right.abs().max())

@@ -1,12 +1,19 @@
 """The puzzles and the exercise of the lesson mixed_parallelism."""
 
 from collections.abc import Callable
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from minidist.course.checks.verdict import NotYet, check, function, on_ranks, shown
+from minidist.course.checks.verdict import (
+    NotYet,
+    check,
+    function,
+    require_right,
+    shown,
+)
 
 Sizes = tuple[int, int, int]  # data, pipeline, tensor
 
@@ -61,12 +68,11 @@ def norm(answer: object) -> None:
     """`my_norm(parts, data, pipeline, tensor)`: the gradient norm of the whole model."""
     for sizes in (8, 1, 1), (2, 2, 2), (1, 2, 4), (1, 4, 2):
         on = " × ".join(map(str, sizes))
-        results = on_ranks(_trial, function(answer), sizes, world_size=8, where=f", {on}")
-        if strange := [odd for odd, _ in results if odd]:
-            raise NotYet(strange[0])
-        found = [value for _, value in results]
+        results = require_right(
+            _trial, function(answer), sizes, world_size=8, where=f", {on}", of_rank=""
+        )
         wanted, hints = _norms(sizes)
-        for rank, value in enumerate(found):
+        for rank, (_, value) in enumerate(results):
             if not abs(value / wanted - 1) <= 1e-12:  # nor is it nan
                 near = [says for says, other in hints.items() if abs(value / other - 1) < 1e-6]
                 hint = f": {near[0]}" if near else ""
@@ -86,13 +92,13 @@ def _trial(my_norm: Callable[..., Any], sizes: Sizes) -> tuple[str, float]:
     found = my_norm(parts, *groups)
     pairs = zip(parts, _parts(sizes, p, t), strict=True)
     if not all(torch.equal(part.gradient, before.gradient) for part, before in pairs):
-        return "my_norm changes the gradients, and the optimizer still needs them.", 0.0
+        return "my_norm changes the gradients, and the optimizer still needs them", 0.0
     try:
         if isinstance(found, str | bool):
             raise TypeError
         return "", float(found)
     except Exception:  # whatever an odd object raises
-        return f"give a tensor with the norm, or a number, not {shown(found)}.", 0.0
+        return f"give a tensor with the norm, or a number, not {shown(found)}", 0.0
 
 
 def _whole(sizes: Sizes) -> list[tuple[torch.Tensor, int, bool]]:
@@ -135,12 +141,7 @@ def _norms(sizes: Sizes) -> tuple[float, dict[str, float]]:
 
 def _whole_numbers(answer: Any, what: str) -> list[int]:
     try:
-        if isinstance(answer, str | dict):
-            raise TypeError
-        given = answer.tolist() if isinstance(answer, torch.Tensor) else list(answer)
-        numbers = [int(each) for each in given]
-        if any(isinstance(each, bool) or each != n for each, n in zip(given, numbers, strict=True)):
-            raise TypeError
+        numbers = [index(each) for each in answer]
     except Exception:  # whatever an odd object raises
         raise NotYet(f"give {what}, not {shown(answer)}.") from None
     return numbers

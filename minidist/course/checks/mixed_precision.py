@@ -17,8 +17,6 @@ WORLD_SIZE = 3
 
 
 stuck = puzzle(__name__, "stuck")
-
-
 of_momentum = puzzle(__name__, "of_momentum")
 
 

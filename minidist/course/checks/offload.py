@@ -7,13 +7,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from minidist.course.checks.verdict import check, function, puzzle, require_right, shown
+from minidist.course.checks.verdict import check, function, puzzle, require_right, same, shown
 from minidist.course.zoo import Block
 from minidist.offload import Budget, Crossings
 
 largest = puzzle(__name__, "largest")
-
-
 tokens = puzzle(__name__, "tokens")
 
 
@@ -41,8 +39,7 @@ def _trial(hooks: Callable[..., Any]) -> str:
 
     found, crossed, left, back = _measured(model, x, (pair[0], unpack))
     for name, right in wanted.items():
-        got = found[name]
-        if got is None or got.shape != right.shape or not torch.allclose(got, right):
+        if not same(found[name], right):
             return f"the gradient of {name} is not that without hooks"
     if left > kept / 10:
         return f"{left / kept:.0%} of the activations are on the device still"

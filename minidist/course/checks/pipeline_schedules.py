@@ -18,8 +18,6 @@ FAR = Link(gbps=1e6, latency_us=1e6)  # a message arrives one forward pass later
 
 
 activations_sent = puzzle(__name__, "activations_sent")
-
-
 recomputed_time = puzzle(__name__, "recomputed_time")
 
 

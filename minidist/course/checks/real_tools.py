@@ -16,8 +16,6 @@ TOKENS = [(4, 4), (7, 1), (6, 0), (5, 2, 1)]  # on each rank, by case
 
 
 held = puzzle(__name__, "held")
-
-
 global_batch = puzzle(__name__, "global_batch")
 
 

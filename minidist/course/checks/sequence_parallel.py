@@ -7,15 +7,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minidist.course.checks.verdict import check, function, puzzle, require_right, shown
+from minidist.course.checks.verdict import (
+    check,
+    function,
+    puzzle,
+    require_right,
+    same,
+    shown,
+)
 from minidist.instruments.measure import MemoryTracker
 
 B, OWN, C, F = 3, 4, 16, 2  # rows, tokens of a rank, features, hidden features of a rank
 
 
 gathered_logits = puzzle(__name__, "gathered_logits")
-
-
 of_sixteen = puzzle(__name__, "of_sixteen")
 
 
@@ -63,32 +68,28 @@ def _trial(answer: Callable[..., Any]) -> str:
         backward = next(phase for phase in memory.phases if phase.name == "backward")
         live = {name: nbytes[backward.start] for name, nbytes in memory.history.items()}
         kept.append((sum(live.values()) - live["parameters"] - y.nbytes - x.nbytes) / x.nbytes)
-    if not torch.allclose(y, whole @ columns[rank], rtol=1e-10, atol=1e-12):
+    if not same(y, whole @ columns[rank]):
         return "the output is not that of all tokens, in the order of the ranks, times A"
 
     parts = torch.stack([grad @ A.T for grad, A in zip(grads, columns, strict=True)])
     right, mine = parts.sum(0)[:, tokens], parts[rank][:, tokens]
-    if wrong := _differs("x", leaf.grad, right, {"what the other ranks add": mine}):
+    if wrong := _differs("x", leaf.grad, right, mine, "what the other ranks add"):
         return wrong
     rows, mine = whole.flatten(0, 1), own_x[rank].flatten(0, 1)
     right, mine = rows.T @ grads[rank].flatten(0, 1), mine.T @ grads[rank][:, tokens].flatten(0, 1)
-    if wrong := _differs("A", model.columns.grad, right, {"the tokens of the other ranks": mine}):
+    if wrong := _differs("A", model.columns.grad, right, mine, "the tokens of the other ranks"):
         return wrong
-
     more = min(kept)
     if more > 1.5:  # a copy of its own tokens may be there; those of two other ranks may not
         return f"all is right, but besides x it keeps {more:.1f} times the size of x for backward"
     return ""
 
 
-def _differs(
-    name: str, found: torch.Tensor | None, right: torch.Tensor, lacks: dict[str, torch.Tensor]
-) -> str:
+def _differs(name: str, found: Any, right: torch.Tensor, mine: torch.Tensor, others: str) -> str:
     if found is None:
         return f"{name} gets no gradient"
-    if found.shape == right.shape and torch.allclose(found, right, rtol=1e-10, atol=1e-12):
+    if same(found, right):
         return ""
-    for what, part in lacks.items():
-        if found.shape == part.shape and torch.allclose(found, part, rtol=1e-10, atol=1e-12):
-            return f"the gradient of {name} lacks {what}"
+    if same(found, mine):
+        return f"the gradient of {name} lacks {others}"
     return f"the gradient of {name} is not that of one process"

@@ -2,12 +2,13 @@
 `prefetch` of the lesson fully_sharded.
 
 Each unit tells when it computes (`_Part`), and how many bytes of gathers have begun by then. Rank 1
-begins with a unit only when rank 0 has computed it (`_Gate`): so rank 0 must not wait for the
-gather of the next one.
+begins with a unit only when rank 0 has computed it: so rank 0 must not wait for the gather of the
+next one, which rank 1 begins there.
 """
 
 import itertools
-import time
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 
 from minidist.instruments.measure.record import Event, observed
 
-UNITS, PATIENCE = 4, 2.0  # of a row; seconds that rank 1 waits for rank 0 to compute
+UNITS, PATIENCE = 4, timedelta(seconds=2)  # of a row; how long rank 1 waits for rank 0 to compute
 
 
 class _Watch:
@@ -45,16 +46,12 @@ class _Watch:
                 _store().set(f"{self.number} {way} {number}", "")
 
     def follow(self, way: str, number: int) -> None:
-        """Rank 1 begins with a unit when rank 0 has computed it. So rank 0 must not wait for what
-        rank 1 begins there, the gather of the next one."""
-        if not self.on or self.late or dist.get_rank() == 0:
-            return
-        end = time.monotonic() + PATIENCE
-        while not _store().check([f"{self.number} {way} {number}"]):
-            time.sleep(1e-3)
-            if time.monotonic() > end:
+        """Rank 1 waits here until rank 0 has computed this unit."""
+        if self.on and not self.late and dist.get_rank() == 1:
+            try:
+                _store().wait([f"{self.number} {way} {number}"], PATIENCE)
+            except dist.DistStoreError:
                 self.late = way
-                return
 
 
 _watch = _Watch()
@@ -62,22 +59,6 @@ _watch = _Watch()
 
 def _store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
-
-
-class _Told(torch.autograd.Function):
-    """Changes nothing. `forward` and `backward` are what is said where it stands."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, say: str, forward: int, backward: int) -> torch.Tensor:
-        ctx.said = say, backward
-        getattr(_watch, say)("forward", forward)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        say, number = ctx.said
-        getattr(_watch, say)("backward", number)
-        return gradient, None, None, None
 
 
 class _Part(nn.Module):
@@ -88,18 +69,11 @@ class _Part(nn.Module):
         self.number, self.linear = number, nn.Linear(32, 32).double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(_Told.apply(x, "computes", self.number, self.number)).tanh()
-
-
-class _Gate(nn.Module):
-    """Stands before unit `number`."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number = number
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Told.apply(x, "follow", self.number, self.number - 1)
+        _watch.computes("forward", self.number)
+        x = x.view_as(x)
+        if x.requires_grad:
+            x.register_hook(lambda _: _watch.computes("backward", self.number))
+        return self.linear(x).tanh()
 
 
 def parts() -> list[nn.Module]:
@@ -109,13 +83,19 @@ def parts() -> list[nn.Module]:
 
 
 def in_a_row(units: list[nn.Module]) -> nn.Module:
-    """One module of them, with a gate before each but the first. Nothing is watched yet."""
+    """One module of them. Nothing is watched yet."""
     global _watch
     _watch = _Watch()
-    row = nn.Sequential()
-    for i, each in enumerate(units):
-        row.extend([_Gate(i), each] if i else [each])
-    return row
+
+    def follow(way: str, number: int, *_: Any) -> None:
+        _watch.follow(way, number)
+
+    for i, unit in enumerate(units):
+        if i > 0:  # the first unit has nobody who gathers it ahead
+            unit.register_forward_pre_hook(partial(follow, "forward", i), prepend=True)
+        if i < UNITS - 1:
+            unit.register_full_backward_pre_hook(partial(follow, "backward", i))
+    return nn.Sequential(*units)
 
 
 def gathers_otherwise(row: nn.Module, x: torch.Tensor) -> str:

@@ -31,6 +31,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from minidist.course.checks import solved
 from minidist.course.language import spoken
 from minidist.machine.runtime import RankError
@@ -162,21 +164,19 @@ def number(
         value = float(answer)
     except Exception:  # whatever an odd object raises
         raise NoTry(f"give {what}, not {shown(answer)}.") from None
-    if math.isclose(value, right, rel_tol=1e-6):
+    if math.isclose(value, right, rel_tol=1e-6, abs_tol=1e-12):
         return
 
-    def mistaken(same: Callable[[float, float], bool]) -> None:
-        for other, hint in (wrong or {}).items():
-            if same(value, other):
-                raise NotYet(f"{value:,g} is not it: {hint}.")
-
-    mistaken(functools.partial(math.isclose, rel_tol=1e-6))
-    if _is_rounded(value, right):
+    wrong = wrong or {}
+    said = [hint for other, hint in wrong.items() if math.isclose(value, other, rel_tol=1e-6)]
+    if not said and _is_rounded(value, right):
         raise NoTry(
             f"{value:,g} is close, but it is rounded: give the exact number, or an expression such "
             "as 1 / 3."
         )
-    mistaken(_is_rounded)
+    said += [hint for other, hint in wrong.items() if _is_rounded(value, other)]
+    if said:
+        raise NotYet(f"{value:,g} is not it: {said[0]}.")
     raise NotYet(f"it is not {value:,g} {unit}." if unit else f"it is not {value:,g}.")
 
 
@@ -206,6 +206,14 @@ def function(answer: object) -> Callable[..., Any]:
     if not callable(answer) or isinstance(answer, type):
         raise NoTry(f"give the function itself, not {shown(answer)}.")
     return answer
+
+
+def same(found: Any, wanted: Any) -> bool:
+    """Whether a tensor is the wanted one, in float64; or each of several is."""
+    if not isinstance(wanted, torch.Tensor):
+        return all(same(a, b) for a, b in zip(found, wanted, strict=True))
+    alike = isinstance(found, torch.Tensor) and found.shape == wanted.shape
+    return alike and found.dtype == wanted.dtype and found.allclose(wanted, 1e-9, 1e-12)
 
 
 def ranks(world_size: int) -> str:

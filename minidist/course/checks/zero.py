@@ -25,8 +25,6 @@ COUNTS = 10  # numbers that Adam may keep besides: its steps, one for each tenso
 
 
 stage_1_of_a_billion = puzzle(__name__, "stage_1_of_a_billion")
-
-
 accumulated_in_stage_2 = puzzle(__name__, "accumulated_in_stage_2")
 
 
