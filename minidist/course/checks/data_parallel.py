@@ -54,31 +54,28 @@ def _require_right(trial: Any, answer: Any, name: str) -> None:
 def _gather(gather: Any) -> str:
     """What is wrong, if anything."""
     generator = torch.Generator().manual_seed(0)
-    for shape in ((), (5,), (2, 3)):
-        for sizes in SIZES:
-            outputs = [
-                torch.randn(rows, *shape, generator=generator, requires_grad=True) for rows in sizes
-            ]
-            weight = torch.randn(sum(sizes), *shape, generator=generator)
-            joined, wanted = gather.apply(*outputs), torch.cat(outputs)
-            gather.apply(torch.ones(1), torch.ones(1))  # what it keeps must be in its own ctx
-            on = f"with outputs of {', '.join(map(str, sizes))} rows,"
-            if not isinstance(joined, torch.Tensor) or not torch.equal(joined, wanted):
-                return f"{on} forward gives other values than torch.cat"
-            if not joined.requires_grad:
-                return f"{on} autograd cannot go back through what comes out"
-            try:
-                (joined * weight).sum().backward()
-            except RuntimeError as error:
-                if "invalid gradient" not in str(error):
-                    raise
-                return f"{on} an output gets a gradient of another shape than its own"
-            for i, right in enumerate(weight.split(sizes)):
-                gradient = outputs[i].grad
-                if gradient is None:
-                    return f"{on} output {i} gets no gradient"
-                if not torch.equal(gradient, right):
-                    return f"{on} output {i} gets another gradient than from torch.cat"
+    for sizes in SIZES:
+        outputs = [torch.randn(rows, 5, generator=generator).requires_grad_() for rows in sizes]
+        weight = torch.randn(sum(sizes), 5, generator=generator)
+        joined, wanted = gather.apply(*outputs), torch.cat(outputs)
+        gather.apply(torch.ones(1), torch.ones(1))  # what it keeps must be in its own ctx
+        on = f"with outputs of {', '.join(map(str, sizes))} rows,"
+        if not isinstance(joined, torch.Tensor) or not torch.equal(joined, wanted):
+            return f"{on} forward gives other values than torch.cat"
+        if not joined.requires_grad:
+            return f"{on} autograd cannot go back through what comes out"
+        try:
+            (joined * weight).sum().backward()
+        except RuntimeError as error:
+            if "invalid gradient" not in str(error):
+                raise
+            return f"{on} an output gets a gradient of another shape than its own"
+        for i, right in enumerate(weight.split(sizes)):
+            gradient = outputs[i].grad
+            if gradient is None:
+                return f"{on} output {i} gets no gradient"
+            if not torch.equal(gradient, right):
+                return f"{on} output {i} gets another gradient than from torch.cat"
     return ""
 
 
@@ -91,28 +88,27 @@ def broadcast(answer: Any) -> None:
 def _broadcast(broadcast: Any) -> str:
     """What is wrong, if anything."""
     generator = torch.Generator().manual_seed(0)
-    for shape in ((), (5,), (2, 3)):
-        for used, unused in ((1, 0), (4, 0), (3, 1)):
-            n = used + unused
-            on = f"with {n} {'copy' if n == 1 else 'copies'}"
-            on += f", {unused} of them not used," if unused else ","
-            parameter = torch.randn(shape, generator=generator, requires_grad=True)
-            copies = broadcast.apply(parameter, n)
-            if not isinstance(copies, tuple) or len(copies) != n:
-                return f"{on} forward must return a tuple of {n}"
-            if not all(isinstance(x, torch.Tensor) and x.equal(parameter) for x in copies):
-                return f"{on} forward gives other values than the parameter's"
-            if len({x.data_ptr() for x in copies}) < n:
-                return f"{on} two of them share their memory"
-            if not all(x.requires_grad for x in copies):
-                return f"{on} autograd cannot go back through what comes out"
-            weights = [torch.randn(shape, generator=generator) for _ in range(used)]
-            sum((x * w).sum() for x, w in zip(copies, weights, strict=False)).backward()
-            total, found = torch.stack(weights).sum(0), parameter.grad
-            if found is None:
-                return f"{on} the parameter gets no gradient"
-            if used > 1 and torch.allclose(found, total / n):
-                return f"{on} the parameter gets the mean of their gradients, not their sum"
-            if not torch.allclose(found, total):
-                return f"{on} the parameter gets another gradient than the sum of theirs"
+    for used, unused in ((1, 0), (4, 0), (3, 1)):
+        n = used + unused
+        on = f"with {n} {'copy' if n == 1 else 'copies'}"
+        on += f", {unused} of them not used," if unused else ","
+        parameter = torch.randn(5, generator=generator, requires_grad=True)
+        copies = broadcast.apply(parameter, n)
+        if not isinstance(copies, tuple) or len(copies) != n:
+            return f"{on} forward must return a tuple of {n}"
+        if not all(isinstance(x, torch.Tensor) and x.equal(parameter) for x in copies):
+            return f"{on} forward gives other values than the parameter's"
+        if len({x.data_ptr() for x in copies}) < n:
+            return f"{on} two of them share their memory"
+        if not all(x.requires_grad for x in copies):
+            return f"{on} autograd cannot go back through what comes out"
+        weights = [torch.randn(5, generator=generator) for _ in range(used)]
+        sum((x * w).sum() for x, w in zip(copies, weights, strict=False)).backward()
+        total, found = torch.stack(weights).sum(0), parameter.grad
+        if found is None:
+            return f"{on} the parameter gets no gradient"
+        if used > 1 and torch.allclose(found, total / n):
+            return f"{on} the parameter gets the mean of their gradients, not their sum"
+        if not torch.allclose(found, total):
+            return f"{on} the parameter gets another gradient than the sum of theirs"
     return ""

@@ -66,14 +66,11 @@ def _complaints(
 ) -> list[str]:
     if len(ours) < len(wanted):
         return ["has no gradients"]
-    ratios = {
+    for ratio, hint in {
         1 / world_size: "DDP has divided by the number of ranks already",
-        world_size: "it is multiplied by the number of ranks",
         total: "divide by the number of all images",
-        total / world_size: "that is the sum over the images, divided by the number of ranks",
-    }
-    for ratio, hint in ratios.items():
-        if ratio != 1 and _same(ours, [ratio * gradient for gradient in wanted]):
+    }.items():
+        if _same(ours, [ratio * gradient for gradient in wanted]):
             return [f"has {ratio:g} × the gradient: {hint}"]
     return [] if _same(ours, wanted) else ["has other gradients than one process"]
 

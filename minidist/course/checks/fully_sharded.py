@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minidist.course.checks.units_in_a_row import UNITS, gathers_otherwise, in_a_row, parts
+from minidist.course.checks.units_in_a_row import SLOW, UNITS, gathers_otherwise, parts
 from minidist.course.checks.verdict import (
     NotYet,
     check,
@@ -143,7 +143,7 @@ def _keeps(module: nn.Module, alone: nn.Module, x: torch.Tensor, ledger: Ledger)
 @check
 def prefetch(answer: object) -> None:
     """A function that makes of modules a list of units: one computes, the next is gathered."""
-    require_right(_in_a_row, function(answer), world_size=2, of_rank=": ")
+    require_right(_in_a_row, function(answer), world_size=2, of_rank=": ", link=SLOW)
 
 
 def _in_a_row(make: Callable[..., Any]) -> str:
@@ -156,5 +156,5 @@ def _in_a_row(make: Callable[..., Any]) -> str:
     if len(units) != UNITS or not all(isinstance(each, nn.Module) for each in units):
         return f"it must return {UNITS} units, one of each module, not {shown(made)}"
     data = torch.randn(3, 6, 2, 32, dtype=torch.float64)
-    row = in_a_row(units)
+    row = nn.Sequential(*units)
     return _trains_otherwise(row, nn.Sequential(*parts()), data) or gathers_otherwise(row, data[0])

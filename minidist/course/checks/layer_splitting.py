@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -45,7 +46,8 @@ def _judge(passes: list[Passes], m: int, on: str) -> None:
     """Refuse what keeps more than 1F1B, or waits longer."""
     world_size = len(passes)
     for rank, mine in enumerate(passes):
-        kept, limit = _most_in_flight(mine), min(m, world_size - rank)
+        kept = max(accumulate(1 if kind == "forward" else -1 for kind, _ in mine))
+        limit = min(m, world_size - rank)
         if kept > limit:
             raise NotYet(
                 f"the gradients are right, but {on}, rank {rank} keeps {kept} micro-batches, "
@@ -59,14 +61,6 @@ def _judge(passes: list[Passes], m: int, on: str) -> None:
             f"the gradients are right, but {on}, the ranks are idle for {idle:.0%} of the "
             f"time, with 1F1B {wanted:.0%}."
         )
-
-
-def _most_in_flight(passes: Passes) -> int:
-    kept = most = 0
-    for kind, _ in passes:
-        kept += 1 if kind == "forward" else -1
-        most = max(most, kept)
-    return most
 
 
 def _trial(step: Callable[..., Any], m: int) -> tuple[str, Passes]:
