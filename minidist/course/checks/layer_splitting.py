@@ -39,7 +39,7 @@ def one_f_one_b(answer: object) -> None:
         results = require_right(
             _trial, function(answer), m, world_size=world_size, where=where, backend="gloo"
         )
-        _judge([passes for _, passes in results], m, f"on {ranks(world_size)}{where}")
+        _judge([passes for _, passes in results], m, f"{ranks(world_size)}{where}")
 
 
 def _judge(passes: list[Passes], m: int, on: str) -> None:
@@ -50,7 +50,7 @@ def _judge(passes: list[Passes], m: int, on: str) -> None:
         limit = min(m, world_size - rank)
         if kept > limit:
             raise NotYet(
-                f"the gradients are right, but {on}, rank {rank} keeps {kept} micro-batches, "
+                f"the gradients are right, but on {on}, rank {rank} keeps {kept} micro-batches, "
                 f"not {limit}."
             )
     kinds = {"forward": do.Forward, "backward": do.Backward}
@@ -58,7 +58,7 @@ def _judge(passes: list[Passes], m: int, on: str) -> None:
     idle = simulate(with_messages("yours", orders, world_size, m)).idle
     if idle > (wanted := (world_size - 1) / (m + world_size - 1)) + 1e-9:
         raise NotYet(
-            f"the gradients are right, but {on}, the ranks are idle for {idle:.0%} of the "
+            f"the gradients are right, but on {on}, the ranks are idle for {idle:.0%} of the "
             f"time, with 1F1B {wanted:.0%}."
         )
 
