@@ -51,7 +51,6 @@ SAYS = [
     (math.nan, 4.2, "said nan, measured 4.2: these cannot be compared"),
     (4.2, math.nan, "measured nan: these cannot be compared"),
     (4.2, math.inf, "measured inf: these cannot be compared"),
-    (10**400, 1, "said inf, measured 1: these cannot be compared"),
     # One element.
     (4, torch.tensor([4]), "said 4, measured 4: exactly"),
     (4.2, torch.tensor(4.2), "said 4.2, measured 4.2: exactly"),

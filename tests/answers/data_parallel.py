@@ -152,6 +152,10 @@ class OneTooFew(Summed):
         return tuple(x.clone() for _ in range(n - 1))
 
 
+NAMED = {  # what an answer is told
+    check.gather: {Detached: "autograd cannot go back through what comes out."},
+    check.broadcast: {CopiesDetached: "autograd cannot go back through what comes out."},
+}
 ANSWERS = {
     check.device_0_sends: ([700, 700.0], [175, 100, 800, 1400, 700e6, 350, "700 MB"]),
     check.weights_of_losses: (

@@ -199,16 +199,18 @@ leaves_the_graph = once(back=only_where_rows_are)
 mean_of_experts = once(by=averaged_experts)
 
 NAMED = {  # what an answer is told
-    naive: "both ways there is a row for each expert of a token.",
-    comes_back_for_each: "one way there is a row for each expert of a token.",
-    through_all_experts: "rows, and 36 have chosen them.",
-    weights_forgotten: "y lacks the weights of the experts.",
-    largest_of_a_rank: "y has one expert of a rank where a token has chosen several.",
-    own_experts_alone: "y has only what the experts of this rank add.",
-    weights_without_autograd: "no gradient reaches weights: it travels without a function of "
-    "autograd.",
-    nothing_to_go_back: "in backward the other ranks would wait.",
-    mean_of_experts: "the gradient of an expert is not the sum over the tokens of all ranks.",
+    check.dispatch_once: {
+        naive: "both ways there is a row for each expert of a token.",
+        comes_back_for_each: "one way there is a row for each expert of a token.",
+        through_all_experts: "rows, and 36 have chosen them.",
+        weights_forgotten: "y lacks the weights of the experts.",
+        largest_of_a_rank: "y has one expert of a rank where a token has chosen several.",
+        own_experts_alone: "y has only what the experts of this rank add.",
+        weights_without_autograd: "no gradient reaches weights: it travels without a function of "
+        "autograd.",
+        nothing_to_go_back: "in backward the other ranks would wait.",
+        mean_of_experts: "the gradient of an expert is not the sum over the tokens of all ranks.",
+    }
 }
 RIGHT = 8 * (1 - comb(224, 8) / comb(256, 8))
 ANSWERS = {
@@ -220,7 +222,7 @@ ANSWERS = {
     check.dispatch_once: (
         [right, torchs_function, one_message_each],
         [
-            *NAMED,
+            *NAMED[check.dispatch_once],
             comes_in_float32,
             nothing_without_tokens,
             rows_without_autograd,

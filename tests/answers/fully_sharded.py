@@ -357,6 +357,9 @@ def three_of_four(modules):
     return chain(modules)[:3]
 
 
+NAMED = {  # what an answer is told
+    check.prefetch: {in_turn: "wait for it where the unit is used."},
+}
 ANSWERS = {
     check.tokens: (
         [3_000, 2 * 640e12 / (2 * 8 * 25e9) * 15 / 16],

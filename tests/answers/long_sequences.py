@@ -145,12 +145,14 @@ def contiguous_alone(q, k, v, out, lse, dout, positions):
 
 
 NAMED = {  # what an answer is told
-    n_hops: "gradients can be home after 1 hop.",
-    keys_come_home: "keys and values are everywhere after 1 hop.",
-    stays_at_the_left_neighbour: "dk belongs to the tokens of rank 1.",
-    own_part_forgotten: "dk lacks what this rank's own queries add.",
-    without_the_scale: "dq lacks the factor D ** -0.5 of the scores.",
-    nothing_travels_home: "dk lacks what the other ranks' queries add.",
+    check.ring_backward: {
+        n_hops: "gradients can be home after 1 hop.",
+        keys_come_home: "keys and values are everywhere after 1 hop.",
+        stays_at_the_left_neighbour: "dk belongs to the tokens of rank 1.",
+        own_part_forgotten: "dk lacks what this rank's own queries add.",
+        without_the_scale: "dq lacks the factor D ** -0.5 of the scores.",
+        nothing_travels_home: "dk lacks what the other ranks' queries add.",
+    }
 }
 ANSWERS = {
     check.contiguous_efficiency: (
@@ -163,6 +165,12 @@ ANSWERS = {
     ),
     check.ring_backward: (
         [right, leftwards, one_message, gathered],
-        [*NAMED, two_of_them, other_positions, comes_home_the_other_way, contiguous_alone],
+        [
+            *NAMED[check.ring_backward],
+            two_of_them,
+            other_positions,
+            comes_home_the_other_way,
+            contiguous_alone,
+        ],
     ),
 }
