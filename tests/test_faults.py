@@ -21,7 +21,7 @@ import torch.distributed as dist
 from programs import SEED, eventually, few
 
 import minidist as md
-from minidist.machine.backend.meeting import life
+from minidist.machine.backend.segment import life
 
 SOON = 5  # seconds
 PYTHON_ENDS = 60  # seconds, on a busy machine: alone it takes one, and that is not ours

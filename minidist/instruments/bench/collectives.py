@@ -94,11 +94,11 @@ def by_checking(world_size: int, rounds: int) -> Row:
 
 def _checking_here(rounds: int) -> tuple[list[float], list[float]]:
     """Of an all_reduce of 1 kB: the seconds it takes, and those of them that its check takes."""
-    from minidist.machine.backend.group import Group, caller
+    from minidist.machine.backend.process_group import ShmProcessGroup, caller
     from minidist.machine.backend.tensors import describe
 
     group, x = dist.new_group(backend="shm"), torch.zeros(250)
-    assert isinstance(group, Group)
+    assert isinstance(group, ShmProcessGroup)
     whole, check = [], []
     for _ in range(rounds):
         dist.barrier()

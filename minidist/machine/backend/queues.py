@@ -7,19 +7,15 @@ another. Those of one queue go one after the other; those of other queues go on 
 A task is an operation that has been called, and how the call ends.
 """
 
-import contextlib
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Hashable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from minidist.machine.backend.handle import Reservation
 
 
 class Wait:
@@ -66,14 +62,12 @@ NAP = 0.01  # seconds, the longest sleep of a driver: bounds the delay if a ring
 WAKE = 1e-4  # seconds that a sleep may last longer than it was asked to
 AT_ONCE = 4  # steps of a short operation that the call itself takes
 
-
-SETTLING = threading.Lock()  # guards how a task ends, and its future, made on first request
+_settling = threading.Lock()  # guards how a task ends, and its future, made on first request
 
 
 class Task:
     """An operation that has been called, with `timeout` seconds for each of its waits; and how that
-    ends. Threads that work hold this, and not the handle: once it has ended well it holds no
-    tensor.
+    ends. Threads that work hold this, and not the handle: once it has ended it holds no tensor.
 
     `what()` describes the call. Neither that text nor a future is made before somebody asks.
     """
@@ -87,10 +81,9 @@ class Task:
         self.result: list[Any] | None = result
         self.error: BaseException | None = None
         self.ended = False  # no step is left
-        self.settled = False  # the result, or the error, is known
         self.is_complete = False  # and its callbacks have run
-        self.promise: torch.futures.Future[Any] | None = None  # its value may be an error
-        self.reservation: Reservation | None = None  # for what its callbacks call
+        self._settled = False  # the result, or the error, is known
+        self._promise: torch.futures.Future[Any] | None = None  # its value may be an error
 
     def step(self) -> bool:
         """Go on with the operation. False if it has to wait."""
@@ -103,33 +96,41 @@ class Task:
         except StopIteration:
             self.ended = True
         except BaseException as error:
-            self.error, self.ended = self.error or error, True  # the group may have failed
+            self.error, self.ended = error, True
         return True
+
+    def future(self, result: list[Any]) -> torch.futures.Future[Any]:
+        """Its value is the result. Ask once."""
+        promise: torch.futures.Future[Any] = torch.futures.Future()
+        future = promise.then(_raise)  # set_exception, called from Python, would end the process
+        with _settling:
+            settled = self._settled
+            self._promise = None if settled else promise
+        if settled:
+            promise.set_result(self.error or result)
+        return future
 
     def complete(self, error: BaseException | None = None) -> None:
         """Make it complete, with this error if any. A second call changes nothing: where a group
         fails, several threads may finish what is under way."""
-        mine = False
+        with _settling:
+            if self._settled:
+                return
+            self.error, self._settled = error or self.error, True
         try:
-            with SETTLING:
-                if self.settled:
-                    return
-                self.error, self.settled = error or self.error, True
-                mine = True  # whatever interrupts us from here on, it becomes complete
-            if self.promise is not None:
-                with self.reservation or contextlib.nullcontext():
-                    self.promise.set_result(self.result if self.error is None else self.error)
+            if self._promise is not None:
+                self._promise.set_result(self.error or self.result)
         finally:
-            if mine:
-                try:
-                    if self.promise is not None and not self.promise.done():  # we were interrupted
-                        self.promise.set_result(self.result if self.error is None else self.error)
-                    if self.reservation is not None:
-                        self.reservation.release()
-                finally:
-                    self.result = self.promise = None
-                    del self.operation
-                    self.is_complete = True  # after the future: who has waited may take its value
+            self.result = self._promise = None
+            del self.operation
+            self.is_complete = True  # after the future: who has waited may take its value
+
+
+def _raise(future: torch.futures.Future[Any]) -> Any:
+    value = future.value()
+    if isinstance(value, BaseException):
+        raise value
+    return value
 
 
 class Queues:
@@ -157,21 +158,20 @@ class Queues:
         with self._lock:
             return [tasks[0] for tasks in self._queues.values()]
 
-    def waits(self) -> list[Wait]:
-        """What the first tasks wait for, of those that have begun."""
-        return [task.wait for task in self.firsts() if task.wait is not None]
+    def dues(self) -> list[float]:
+        """The times that the tasks under way wait for, each 0 if unknown."""
+        return [task.wait.due() for task in self.firsts() if task.wait is not None]
 
     def rest(self, now: float) -> tuple[float, bool]:
         """The seconds until the first of them may go on, NAP if none waits for a known time; and
         whether all of them wait for known times."""
-        dues = [wait.due() for wait in self.waits()]
+        dues = self.dues()
         seconds = min([due - now - WAKE for due in dues if due > now], default=NAP)
         return seconds, bool(dues) and all(due > now for due in dues)
 
     def round(self) -> tuple[bool, Task | None]:
         """Take a step of each queue, until a task has ended. Returns whether any step could be
-        taken, and that task, if any. Only one: its callbacks may wait for a second one, which
-        nobody else would end."""
+        taken, and that task, if any."""
         moved = False
         for name in list(self._queues):
             with self._stepping:
@@ -190,7 +190,7 @@ class Queues:
         first that begins gets the first message."""
         if self._stepping.locked():
             return False, None
-        with self._stepping:  # not `acquire`: an interrupt after it would leave it locked
+        with self._stepping:
             if task.ended or (
                 len(self._queues) > 1
                 and any([each.wait is None for each in self.firsts() if each is not task])

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from minidist.machine.backend.meeting import ended, life
+from minidist.machine.backend.segment import ended, life
 from minidist.machine.runtime import forkserver, worker
 from minidist.machine.runtime.system import as_socket
 
