@@ -10,7 +10,6 @@ import torch.distributed._functional_collectives as functional
 
 import minidist as md
 from minidist.machine.backend import empty, words
-from minidist.machine.backend.engine import Handle
 from minidist.machine.backend.group import STAGE, STAGES
 from minidist.machine.backend.queues import Queues, Task
 from minidist.machine.backend.segment import HEAD
@@ -67,7 +66,7 @@ def test_threads_that_wait_at_once_each_get_their_own(ranks):
 
 
 def called(result=()):
-    return Task(iter(()), SOON, lambda: "a call", list(result))
+    return Task(iter(()), SOON, lambda: "a call", list(result), None)
 
 
 def test_what_one_thread_has_ended_no_other_ends_again():
@@ -79,11 +78,11 @@ def test_what_one_thread_has_ended_no_other_ends_again():
 
 
 def test_completing_a_task_a_second_time_changes_nothing():
-    handle, found = Handle(called(["here"]), None), []
-    handle.get_future().add_done_callback(lambda future: found.append(future.value()))
-    handle.task.complete()
-    handle.task.complete(RuntimeError("too late"))
-    assert handle.wait() and found == [["here"]]
+    task, found = called(["here"]), []
+    task.get_future().add_done_callback(lambda future: found.append(future.value()))
+    task.complete()
+    task.complete(RuntimeError("too late"))
+    assert task.wait() and found == [["here"]]
 
 
 # ---- fences -------------------------------------------------------------------------------

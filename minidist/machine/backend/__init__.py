@@ -6,8 +6,8 @@ What a call does, from Python to the other rank's memory: `dist.all_reduce(x)`, 
 
 1. torch calls `ShmProcessGroup.allreduce` (process_group). That checks that x is a dense tensor of
    the CPU, and names the call: "all_reduce(float32(250000,), op=SUM)".
-2. `_collective` makes an operation of it, which is a generator, and puts a `Task` into the queue of
-   collectives (queues). torch gets a `Handle`, and waits for it.
+2. `_collective` makes an operation of it, which is a generator, and puts a `Task` of it into the
+   queue of collectives (queues). torch gets the task, and calls its `wait`.
 3. `Engine.wait` (engine): the thread that waits takes the steps. Of a call that nobody waits for,
    the engine's own thread takes them.
 4. The first step begins `collectives.all_reduce`. It copies x into this rank's staging area: a part
@@ -19,7 +19,7 @@ What a call does, from Python to the other rank's memory: `dist.all_reduce(x)`, 
 8. Rank r reads the r-th quarter of all four staging areas, adds it up (`Reduction`, in tensors),
    and leaves the total in its own. One more barrier.
 9. Each rank copies the three quarters that others have added up into x. The generator ends.
-10. `Engine._complete` runs the callbacks, and the handle's `wait` returns.
+10. `Engine._complete` runs the callbacks, and the task's `wait` returns.
 
 A tensor made by `empty` lies in a segment itself: step 4 copies nothing, and in step 8 a rank
 writes its quarter into the tensors of all. `send` and `recv` go by slots instead (point_to_point).

@@ -1,4 +1,4 @@
-"""Who goes on with the operations of a rank, and what a call gives back.
+"""Who goes on with the operations of a rank.
 
 Whoever waits does the work. A thread that waits for an operation goes on with all of them until its
 own has ended: it is the *driver*. No other thread has to be woken for that. While nobody waits, the
@@ -12,7 +12,7 @@ A task, which is an operation that has been called, goes through these states:
     ready      the first in its queue               whoever takes its first step
     waiting    the first; it has yielded a `Wait`   whoever takes a step once that is over
     ended      in no queue                          whoever took its last step, in `_complete`
-    complete   its handle has it, for the error     nobody
+    complete   its caller has it                    nobody
 
 Steps are taken by the driver, or else by our own thread (both by `Queues.round`); the first steps
 of a short task by the call itself (`Queues.begin`). The first task that fails ends the others:
@@ -29,13 +29,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Hashable
-from datetime import timedelta
-from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from minidist.common.uncompiled import uncompiled
 from minidist.machine.backend.queues import NAP, Explain, Queues, Task, give_way, plain
 from minidist.machine.backend.words import THREAD, WAITER, Bell
 
@@ -99,7 +93,7 @@ class Engine:
             if ended:
                 self._complete(ended)
                 return True
-            if not begun or task.wait is None or task.wait.due():
+            if not begun or task.awaits is None or task.awaits.due():
                 break
             self._listen()
         else:
@@ -279,47 +273,3 @@ class Engine:
             self._looked = now
             if error := self._queues.hopeless(now, self._explain):
                 self._fail(error)
-
-
-# ---- what a call gives back ---------------------------------------------------------------------
-
-
-@uncompiled
-class Handle(dist.Work):
-    """What a call gives back: `wait` for its end, or take its future. It is made before its task is
-    submitted, and keeps the result."""
-
-    def __init__(self, task: Task, engine: Engine) -> None:
-        super().__init__()
-        self.task, self._engine, self._result = task, engine, task.result or []
-        self._future: torch.futures.Future[Any] | None = None
-        self.source = -1  # of a message
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for the end. Raises what went wrong."""
-        task = self.task
-        if not task.is_complete:
-            self._engine.wait(task, timeout.total_seconds())
-            if not task.is_complete:
-                raise RuntimeError(f"Timed out waiting {timeout.total_seconds():g} s")
-        if task.error is not None:
-            raise task.error
-        return True
-
-    def is_completed(self) -> bool:
-        return self.task.is_complete
-
-    def is_success(self) -> bool:
-        return self.task.is_complete and self.task.error is None
-
-    def result(self) -> list[Any]:
-        return self._result
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """Its value is the result. It raises the error. In a callback, wait for no other future."""
-        if self._future is None:
-            self._future = self.task.future(self._result)
-        return self._future
-
-    def _source_rank(self) -> int:
-        return self.source

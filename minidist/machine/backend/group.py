@@ -34,7 +34,7 @@ from minidist.instruments.link.lines import LINES
 from minidist.instruments.link.link import Network
 from minidist.instruments.link.steps import Step
 from minidist.machine.backend.queues import Operation, Until, Wait
-from minidist.machine.backend.segment import HEAD, Arena, Segment, ended, hide, life, unreachable
+from minidist.machine.backend.segment import HEAD, Arena, Segment, has_ended, hide, unreachable
 from minidist.machine.backend.words import Bell, publish, reached
 
 Caller = tuple[str, int] | None  # a file, and a line of it
@@ -93,28 +93,27 @@ class Members:
             raise ValueError(f'backend "shm" takes up to {LIMIT} ranks in a group, not {size}')
         self.rank, self.size, self.timeout = rank, size, timeout.total_seconds()
         self.network = Network(link, ranks, nodes, LINES) if link is not None else None
-        self._lives: dict[int, tuple[int, str]] = {}  # of the others: process, and when it began
+        self._processes: dict[int, int] = {}  # of the other ranks
         self.segments: list[Segment] = []
         nbytes = SLOTS + 2 * size * SLOT
         with contextlib.ExitStack() as opened, contextlib.ExitStack() as shown:
             self.mine, address = Segment.create(nbytes)
             opened.callback(self.mine.close)
             shown.callback(hide, address)
-            meeting, me = Meeting(store, rank, size, timeout), os.getpid()
-            found = meeting.exchange("segment", f"{me}\n{life(me)}\n{address}")
-            for r, each in enumerate(found):
-                process, born, address = each.split("\n")
+            meeting = Meeting(store, rank, size, timeout)
+            for r, each in enumerate(meeting.exchange("segment", f"{os.getpid()}\n{address}")):
+                process, address = each.split("\n")
                 self.segments.append(self.mine if r == rank else _attach(r, address, nbytes))
                 opened.callback(self.segments[r].close)
-                self._lives[r] = int(process), born
-            del self._lives[rank]
+                self._processes[r] = int(process)
+            del self._processes[rank]
             if link is not None:
                 shown.callback(LINES.join(rank, meeting.exchange))
             meeting.exchange("attached", "")
             self._opened = opened.pop_all()  # until we leave; an error before closes it now
         self.heads = {r: segment.words for r, segment in enumerate(self.segments)}
         self.bell = Bell(self.heads[rank])
-        self._bells = {r: Bell(self.heads[r]) for r in self._lives}
+        self._bells = {r: Bell(self.heads[r]) for r in self._processes}
         self.arena = Arena(self.mine)
         self._calls = self._pieces = self._shared = 0
         self._due = 0.0  # when the last call was over, on an emulated link
@@ -242,7 +241,7 @@ class Members:
 
     def _gone(self, rank: int) -> str:
         """ "died" or "left" if the rank is gone, else ""."""
-        if rank in self._lives and ended(*self._lives[rank]):
+        if rank in self._processes and has_ended(self._processes[rank]):
             return "died"
         return "left" if self.heads[rank][LEFT] else ""
 
@@ -250,7 +249,7 @@ class Members:
         """Tell the others that this rank leaves the group, and close what it has opened."""
         self.mine.words[LEFT] = 1
         self.ring(*self._bells)
-        self._lives.clear()
+        self._processes.clear()
         self._opened.close()
 
 

@@ -24,7 +24,7 @@ from minidist.common.uncompiled import uncompiled
 from minidist.instruments.link import Link, steps
 from minidist.instruments.measure import record
 from minidist.machine.backend import collectives
-from minidist.machine.backend.engine import Engine, Handle
+from minidist.machine.backend.engine import Engine
 from minidist.machine.backend.group import Caller, Members, at_line
 from minidist.machine.backend.point_to_point import Post
 from minidist.machine.backend.queues import Operation, Task
@@ -104,7 +104,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         opts: Any,
         cost: Cost,
         result: Sequence[Any] | None = None,
-    ) -> Handle:
+    ) -> Task:
         """Begin a call. `collective` gets the outs and ins as (n,), and fills the outs. On an
         emulated link the call takes the time that it costs. `result`: the value of its future, if
         other than the outs."""
@@ -120,22 +120,19 @@ class ShmProcessGroup(dist.ProcessGroup):
                 put_back(out, flat)
             yield from self.members.travel(cost.steps)
 
-        handle = self._handle(run(), what, where, outs if result is None else result)
-        self._record(what, "collective", None, cost.size, handle)
+        task = self._task(run(), what, where, outs if result is None else result)
+        self._record(what, "collective", None, cost.size, task)
         awaited = not getattr(opts, "asyncOp", True)
-        self._engine.submit("collectives", handle.task, cost.size <= SHORT, awaited)
-        return handle
+        self._engine.submit("collectives", task, cost.size <= SHORT, awaited)
+        return task
 
-    def _handle(
-        self, operation: Operation, what: str, where: Caller, result: Sequence[Any]
-    ) -> Handle:
+    def _task(self, operation: Operation, what: str, where: Caller, result: Sequence[Any]) -> Task:
         self._number += 1
-        timeout = self.members.timeout
-        task = Task(operation, timeout, lambda: what + at_line(where), list(result))
-        return Handle(task, self._engine)
+        named, timeout = lambda: what + at_line(where), self.members.timeout
+        return Task(operation, timeout, named, list(result), self._engine)
 
     def _record(
-        self, what: str, kind: record.Kind, peer: int | None, nbytes: int, handle: Handle
+        self, what: str, kind: record.Kind, peer: int | None, nbytes: int, task: Task
     ) -> None:
         """Record a call that torch makes in C++; a call in Python is recorded where it is made."""
         if not record.active() or record.within_call():
@@ -143,11 +140,11 @@ class ShmProcessGroup(dist.ProcessGroup):
         event = record.begin(what.partition("(")[0], kind, peer, nbytes, self._global_ranks)
 
         def end(_: object) -> None:
-            if handle.source >= 0:
-                event.peer = self._global_ranks[handle.source]
+            if task.source >= 0:
+                event.peer = self._global_ranks[task.source]
             record.finish([event])
 
-        handle.get_future().add_done_callback(end)
+        task.get_future().add_done_callback(end)
 
     # What calls cost on an emulated link.
 
@@ -162,13 +159,13 @@ class ShmProcessGroup(dist.ProcessGroup):
 
     # ---- collectives -----------------------------------------------------------------------
 
-    def allreduce(self, tensors: Tensors, opts: Any = ALL_REDUCE) -> Handle:
+    def allreduce(self, tensors: Tensors, opts: Any = ALL_REDUCE) -> Task:
         (x,), by = tensors, reduction("all_reduce", opts.reduceOp, self.size())
         what, cost = f"all_reduce({describe(x)}, op={by.name})", self._ring(x.nbytes, 2)
         how = partial(collectives.all_reduce, reduction=by)
         return self._collective(what, [x], [], how, opts, cost)
 
-    def reduce(self, tensors: Tensors, opts: Any = REDUCE) -> Handle:
+    def reduce(self, tensors: Tensors, opts: Any = REDUCE) -> Task:
         (x,), root = tensors, opts.rootRank
         by = reduction("reduce", opts.reduceOp, self.size())
         total = x if root == self.rank() else x.clone()
@@ -178,19 +175,19 @@ class ShmProcessGroup(dist.ProcessGroup):
             what, [total], [], how, opts, self._tree(x.nbytes, root, steps.back)
         )
 
-    def broadcast(self, tensors: Tensors, opts: Any = BROADCAST) -> Handle:
+    def broadcast(self, tensors: Tensors, opts: Any = BROADCAST) -> Task:
         (x,), root = tensors, opts.rootRank
         what, cost = f"broadcast({describe(x)}, src={root})", self._tree(x.nbytes, root)
         how = partial(collectives.broadcast, root=root)
         return self._collective(what, [x], [], how, opts, cost)
 
-    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Handle:
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Task:
         (outs,), (x,) = outputs, inputs
         one_each("all_gather", outs, x, self.size())
         what, cost = f"all_gather({describe(x)})", self._ring(self.size() * x.nbytes)
         return self._collective(what, outs, [x], collectives.all_gather, opts, cost, outputs)
 
-    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = GATHER) -> Handle:
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = GATHER) -> Task:
         (x,), root = inputs, opts.rootRank
         outs: Tensors = outputs[0] if root == self.rank() else []
         if root == self.rank():
@@ -199,19 +196,19 @@ class ShmProcessGroup(dist.ProcessGroup):
         cost = self._flat(self.size() * x.nbytes, root, steps.back)
         return self._collective(what, outs, [x], collectives.all_gather, opts, cost, outputs)
 
-    def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Handle:
+    def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Task:
         return self.all_gather_single_coalesced([output], [x], opts)
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> Handle:
+    ) -> Task:
         """Several tensors of one dtype, in one message."""
         for output, x in zip(outputs, inputs, strict=True):
             together("all_gather_single", output, x, self.size())
         what, cost = f"all_gather_single({describe(*inputs)})", self._ring(nbytes_of(outputs))
         return self._collective(what, outputs, inputs, collectives.all_gather_single, opts, cost)
 
-    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = SCATTER) -> Handle:
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = SCATTER) -> Task:
         (x,), root = outputs, opts.rootRank
         parts: Tensors = inputs[0] if root == self.rank() else []
         if root == self.rank():
@@ -222,14 +219,14 @@ class ShmProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter(
         self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = REDUCE_SCATTER
-    ) -> Handle:
+    ) -> Task:
         (x,), (parts,) = outputs, inputs
         one_each("reduce_scatter", parts, x, self.size())
         return self._reduce_scatter("reduce_scatter", x, parts, opts)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, x: torch.Tensor, opts: Any = REDUCE_SCATTER
-    ) -> Handle:
+    ) -> Task:
         together("reduce_scatter_single", x, output, self.size())
         on_cpu("reduce_scatter_single", [x])
         parts = list(flatten(x).view(self.size(), -1))
@@ -237,17 +234,17 @@ class ShmProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = REDUCE_SCATTER
-    ) -> Handle:
+    ) -> Task:
         """What torch's functional collectives call, with one tensor."""
         (output,), (x,) = outputs, inputs
         return self.reduce_scatter_single(output, x, opts)
 
-    def _reduce_scatter(self, name: str, x: torch.Tensor, parts: Tensors, opts: Any) -> Handle:
+    def _reduce_scatter(self, name: str, x: torch.Tensor, parts: Tensors, opts: Any) -> Task:
         by, cost = reduction(name, opts.reduceOp, self.size()), self._ring(self.size() * x.nbytes)
         what, how = f"{name}({describe(x)}, op={by.name})", collectives.reduce_scatter
         return self._collective(what, [x], parts, partial(how, reduction=by), opts, cost)
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Handle:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Task:
         for tensors in (outputs, inputs):
             if len(tensors) != self.size() or {x.dtype for x in tensors} != {inputs[0].dtype}:
                 raise ValueError(
@@ -263,7 +260,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         output_splits: Sequence[int],
         input_splits: Sequence[int],
         opts: Any = None,
-    ) -> Handle:
+    ) -> Task:
         if output.dtype != x.dtype:
             raise ValueError(f"all_to_all_single: {describe(output)} from {describe(x)}")
         given = splits("all_to_all_single", x, input_splits, self.size())
@@ -281,7 +278,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         inputs: Tensors,
         cut: Callable[[Tensors, bool], Tensors],
         opts: Any,
-    ) -> Handle:
+    ) -> Task:
         """`cut(tensors, are_outputs)`: flat ones, one for each rank."""
         sizes: list[list[int]] = []  # from each rank to each, in bytes, once they are known
 
@@ -293,7 +290,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         cost = Cost(nbytes_of(inputs), lambda: steps.pairwise(sizes))
         return self._collective(what, outputs, inputs, exchange, opts, cost)
 
-    def barrier(self, opts: Any = None) -> Handle:
+    def barrier(self, opts: Any = None) -> Task:
         cost = Cost(0, lambda: steps.dissemination(self.size()))
         return self._collective("barrier()", [], [], lambda *_: self.members.agree(), opts, cost)
 
@@ -305,37 +302,35 @@ class ShmProcessGroup(dist.ProcessGroup):
 
     # ---- messages --------------------------------------------------------------------------
 
-    def send(self, tensors: Tensors, to: int, tag: int) -> Handle:
+    def send(self, tensors: Tensors, to: int, tag: int) -> Task:
         (x,) = tensors
         take("send", tensors)
         operation = self._post.send(flatten(x), to, tag, time.monotonic())
-        what = f"send({describe(x)}, dst={to}, tag={tag})"  # now: the task keeps no tensor
-        handle = self._handle(operation, what, caller(), [])
-        self._record("send", "sent", self._global_ranks[to], x.nbytes, handle)
-        self._engine.submit(("to", to), handle.task, short=True)
-        return handle
+        task = self._task(operation, f"send({describe(x)}, dst={to}, tag={tag})", caller(), [])
+        self._record("send", "sent", self._global_ranks[to], x.nbytes, task)
+        self._engine.submit(("to", to), task, short=True)
+        return task
 
-    def recv(self, tensors: Tensors, source: int, tag: int) -> Handle:
+    def recv(self, tensors: Tensors, source: int, tag: int) -> Task:
         return self._receive(tensors, [source], tag, source)
 
-    def recv_anysource(self, tensors: Tensors, tag: int) -> Handle:
+    def recv_anysource(self, tensors: Tensors, tag: int) -> Task:
         others = [rank for rank in range(self.size()) if rank != self.rank()]
         return self._receive(tensors, others, tag, None)
 
-    def _receive(self, tensors: Tensors, sources: list[int], tag: int, src: int | None) -> Handle:
+    def _receive(self, tensors: Tensors, sources: list[int], tag: int, src: int | None) -> Task:
         (x,) = tensors
         take("recv", tensors)
 
         def run() -> Operation:
             flat = flatten(x)
-            handle.source = yield from self._post.receive(flat, sources, tag)
+            task.source = yield from self._post.receive(flat, sources, tag)
             put_back(x, flat)
 
-        what = f"recv({describe(x)}, src={src}, tag={tag})"
-        handle = self._handle(run(), what, caller(), [x])
-        self._record("recv", "received", None, x.nbytes, handle)
-        self._engine.submit(object(), handle.task, short=True)  # none waits behind another
-        return handle
+        task = self._task(run(), f"recv({describe(x)}, src={src}, tag={tag})", caller(), [x])
+        self._record("recv", "received", None, x.nbytes, task)
+        self._engine.submit(object(), task, short=True)  # none waits behind another
+        return task
 
     # ---- the group itself ------------------------------------------------------------------
 

@@ -15,8 +15,6 @@ There the same path leads to another file, or nowhere. So each segment holds a n
 which its address names too.
 """
 
-import bisect
-import contextlib
 import ctypes
 import mmap
 import os
@@ -30,7 +28,7 @@ import torch
 
 HEAD = 1 << 16  # bytes at its beginning that hold flags and descriptions, see `group`
 TOKEN = 3  # the word of the head that no other segment has
-PAGE = mmap.PAGESIZE
+LARGEST = 48  # no tensor, and no chunk, has 2^48 bytes
 KEPT = 1 << 26  # most bytes of short-lived tensors that are kept for later
 
 
@@ -114,90 +112,52 @@ def _map(file: int, start: int, nbytes: int) -> tuple[mmap.mmap, int]:
 
 
 class Arena:
-    """Makes tensors in the chunks of this rank's own segment, where the others read them, and
-    reuses the memory of those that are gone. It takes one more chunk when a tensor finds no
-    room."""
+    """Makes tensors in the chunks of this rank's own segment, where the others read them. Each has
+    a place of 2^k bytes, whole pages; a place whose tensor is gone serves the next of its size."""
 
     def __init__(self, segment: Segment) -> None:
-        self._segment, self._owner = segment, os.getpid()
-        self._untouched = list(range(segment.first, 48))  # chunks
-        self._free: list[tuple[int, int]] = []  # offsets (from, to), in order
-        # A tensor may be freed at any moment, in any thread, even during `empty`: so its finalizer
-        # only appends here.
-        self._given_back: deque[tuple[int, int]] = deque()
-        self._kept: deque[tuple[int, int]] = deque()  # of short-lived tensors
-        self._lock = threading.Lock()
+        self._segment, self._owner, self._lock = segment, os.getpid(), threading.Lock()
+        self._chunk = segment.first - 1  # the last one that was begun
+        self._next = self._end = 0  # what is left of it
+        # Offsets of places, by k. A tensor may be gone at any moment, in any thread, even during
+        # `empty`: so its finalizer only appends here.
+        self._free: list[deque[int]] = [deque() for _ in range(LARGEST)]
+        self._kept: list[deque[int]] = [deque() for _ in range(LARGEST)]  # with their memory
 
     def empty(self, numel: int, dtype: torch.dtype, short_lived: bool = False) -> torch.Tensor:
         """(numel,), uninitialized. If it is `short_lived`, its memory is kept for the next such
         tensor of its size, since the machine takes time to give pages."""
-        size = _pages(numel * dtype.itemsize)
+        k = (max(numel * dtype.itemsize, mmap.PAGESIZE) - 1).bit_length()
         with self._lock:
-            start = (short_lived and self._find_kept(size)) or self._find_room(size)
+            free = self._kept[k] if short_lived and self._kept[k] else self._free[k]
+            start = free.pop() if free else self._new_place(1 << k)
         tensor = self._segment.at(start, max(numel, 1), dtype)
-        chunk = self._segment.chunk(start.bit_length() - 1)
-        gone = self._keep if short_lived else self._take_back
-        weakref.finalize(tensor.untyped_storage(), gone, chunk, start, start + size)
+        gone = self._keep if short_lived else self._give_back
+        weakref.finalize(tensor.untyped_storage(), gone, start, k)
         # A no-op, by which torch's modes see that there is a new tensor.
         return torch.ops.aten.lift_fresh.default(tensor)[:numel]
 
-    def _find_kept(self, size: int) -> int:
-        """The offset of so much memory of a short-lived tensor, or 0."""
-        for _ in range(len(self._kept)):
-            start, end = self._kept.popleft()
-            if end - start == size:
-                return start
-            self._kept.append((start, end))
-        return 0
+    def _new_place(self, size: int) -> int:
+        if self._next + size > self._end:
+            self._chunk = max(self._chunk + 1, size.bit_length() - 1)
+            self._segment.chunk(self._chunk, grow=True)
+            self._next, self._end = 1 << self._chunk, 2 << self._chunk
+        self._next += size
+        return self._next - size
 
-    def _find_room(self, size: int) -> int:
-        """The offset of so much free memory, which is taken."""
-        while self._given_back:
-            self._merge(*self._given_back.popleft())
-        found = next((i for i, (a, b) in enumerate(self._free) if b - a >= size), None)
-        if found is None:  # the smallest chunk that has so much room
-            number = next(k for k in self._untouched if 1 << k >= size)
-            self._segment.chunk(number, grow=True)
-            self._untouched.remove(number)
-            self._merge(1 << number, 2 << number)
-            found = self._free.index((1 << number, 2 << number))
-        start, end = self._free.pop(found)
-        if start + size < end:
-            self._free.insert(found, (start + size, end))
-        return start
-
-    def _take_back(self, chunk: mmap.mmap, start: int, end: int) -> None:
+    def _give_back(self, start: int, k: int) -> None:
         if os.getpid() != self._owner:
             return  # a child that was forked: the memory is its parent's
         if hasattr(mmap, "MADV_REMOVE"):
-            chunk.madvise(mmap.MADV_REMOVE, start - len(chunk), end - start)
-        self._given_back.append((start, end))
+            chunk = self._segment.chunk(start.bit_length() - 1)
+            chunk.madvise(mmap.MADV_REMOVE, start - len(chunk), 1 << k)
+        self._free[k].append(start)
 
-    def _keep(self, chunk: mmap.mmap, start: int, end: int) -> None:
-        kept = sum([b - a for a, b in tuple(self._kept)])  # a copy, for it may change meanwhile
-        if os.getpid() != self._owner or kept + end - start > KEPT:
-            self._take_back(chunk, start, end)
+    def _keep(self, start: int, k: int) -> None:
+        if sum([len(places) << i for i, places in enumerate(self._kept)]) + (1 << k) > KEPT:
+            self._give_back(start, k)
         else:
-            self._kept.append((start, end))
-
-    def _merge(self, start: int, end: int) -> None:
-        """Add this to the free memory, joined with what is free beside it in its chunk."""
-        at = bisect.bisect(self._free, (start, end))
-        if at < len(self._free) and self._free[at][0] == end and not _begins_chunk(end):
-            end = self._free.pop(at)[1]
-        if at and self._free[at - 1][1] == start and not _begins_chunk(start):
-            at -= 1
-            start = self._free.pop(at)[0]
-        self._free.insert(at, (start, end))
-
-
-def _pages(nbytes: int) -> int:
-    """Bytes, rounded up to whole pages."""
-    return -(-max(nbytes, 1) // PAGE) * PAGE
-
-
-def _begins_chunk(offset: int) -> bool:
-    return offset & (offset - 1) == 0
+            self._kept[k].append(start)
 
 
 # ---- what other processes find ------------------------------------------------------------------
@@ -236,25 +196,13 @@ def unreachable(rank: int, error: OSError) -> RuntimeError:
     )
 
 
-def life(number: int) -> str:
-    """When the process of this number began, by the kernel's clock; "" if it has ended. So two
-    processes that had the number one after the other are told apart."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        with open(f"/proc/{number}/stat") as file:
-            state, *fields = file.read().rpartition(")")[2].split()  # behind its name
-        return "" if state in "ZXx" else fields[18]
-    if os.path.isdir("/proc/self"):
-        return ""
-    try:  # macOS
-        os.kill(number, 0)
-    except ProcessLookupError:
-        return ""
-    return "?"
-
-
-def ended(number: int, born: str) -> bool:
-    """Whether the process that had this life has ended."""
+def has_ended(number: int) -> bool:
+    """Whether the process of this number has ended, even if its parent has not asked yet."""
     try:
-        return life(number) != born
-    except OSError:  # no file is left to look with
+        os.kill(number, 0)
+        with open(f"/proc/{number}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "ZX"  # behind its name
+    except ProcessLookupError:
+        return True
+    except OSError:  # macOS has no such file; or no file is left to look with
         return False
