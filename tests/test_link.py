@@ -101,7 +101,7 @@ def test_a_line_is_never_idle_while_a_message_waits(messages):
 
 def booked(count, threads):
     """Rank by rank and thread by thread, so many seconds on one line, from time 0 on."""
-    from minidist.machine.backend.members import LINES
+    from minidist.machine.backend.group import LINES
 
     def book():
         for _ in range(count):
@@ -129,7 +129,7 @@ def test_ranks_and_threads_book_one_after_another(ranks):
 
 def tokens():
     """What the lines of this rank are called, after each of several groups was made."""
-    from minidist.machine.backend.members import LINES
+    from minidist.machine.backend.group import LINES
 
     rank, found = dist.get_rank(), [LINES._token]
     for groups in [[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 2, 3]], [[1, 2], [0, 3]]:

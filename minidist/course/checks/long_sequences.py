@@ -20,7 +20,7 @@ from minidist.course.checks.verdict import (
     same,
 )
 from minidist.instruments.measure import TrafficCounter
-from minidist.machine.backend.group import Group
+from minidist.machine.backend.process_group import ShmProcessGroup as Group
 
 B, H, D = 2, 3, 5
 NAMES = "dq", "dk", "dv"

@@ -19,8 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 
-from minidist.machine.backend.meeting import unreachable
-from minidist.machine.backend.segment import hide, new_file, reach, show
+from minidist.machine.backend.segment import hide, new_file, reach, show, unreachable
 
 Busy = MutableMapping[int, list[float]]  # by the number of a line
 
@@ -86,7 +85,7 @@ class SharedLines(Lines):
         shown, file = "", -1
         with ExitStack() as failed:
             if rank == 0:
-                file, name = new_file(COUNT * ROOM)  # of which only what is used takes memory
+                file, name = new_file()  # of which only what is used takes memory
                 failed.callback(os.close, file)
                 os.ftruncate(file, COUNT * ROOM)
                 shown = show(file, name)

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from minidist.machine.backend.meeting import ended, life
+from minidist.machine.backend.segment import has_ended
 from minidist.machine.runtime import forkserver, worker
 from minidist.machine.runtime.system import as_socket
 
@@ -132,8 +132,8 @@ def _be_rank(line: Connection, bell: "_Bell", *args: Any) -> None:
 
 def _watch(line: Connection, bell: "_Bell", program: int, running: dict[int, BaseProcess]) -> None:
     """Say which rank has ended, until the pool hangs up or its program ends."""
-    exit_of_program, born = _exit_of(program), life(program)
-    if not born:
+    exit_of_program = _exit_of(program)
+    if has_ended(program):
         raise EOFError
     while True:
         for rank, process in list(running.items()):
@@ -141,7 +141,7 @@ def _watch(line: Connection, bell: "_Bell", program: int, running: dict[int, Bas
                 del running[rank]
                 line.send((rank, process.exitcode))
         ready = wait([line, bell.hears, *exit_of_program], None if exit_of_program else 1)
-        if not ready and ended(program, born):
+        if not ready and has_ended(program):
             raise EOFError
         if line in ready:
             _next_message(line)
