@@ -20,7 +20,7 @@ from minidist.course.checks.verdict import (
     same,
 )
 from minidist.instruments.measure import TrafficCounter
-from minidist.machine.backend.group import Group
+from minidist.machine.backend.process_group import ShmProcessGroup
 
 B, H, D = 2, 3, 5
 NAMES = "dq", "dk", "dv"
@@ -63,13 +63,13 @@ def _case(answer: Callable[..., Any], cut: list[torch.Tensor]) -> tuple[str, tup
     q, k, v, dout = torch.randn(4, B, H, length, D, dtype=torch.float64)
     scores = (q @ k.mT * D**-0.5).masked_fill(~torch.ones(length, length).tril().bool(), -torch.inf)
     tensors = q, k, v, scores.softmax(-1) @ v, scores.logsumexp(-1), dout
-    keys, of_keys, send = torch.stack([k, v]), [], Group.send
+    keys, of_keys, send = torch.stack([k, v]), [], ShmProcessGroup.send
 
-    def noted(group: Group, sent: Any, *args: Any) -> Any:
+    def noted(group: ShmProcessGroup, sent: Any, *args: Any) -> Any:
         of_keys.append(int(torch.isin(sent[0], keys).sum()))
         return send(group, sent, *args)
 
-    with TrafficCounter() as traffic, mock.patch.object(Group, "send", noted):
+    with TrafficCounter() as traffic, mock.patch.object(ShmProcessGroup, "send", noted):
         found = answer(*(x.index_select(2, cut[rank]) for x in tensors), cut)
     whole = [((name == "all_reduce") + 1) * nbytes for name, (_, nbytes) in traffic.calls.items()]
     sent = traffic.sent_bytes + (1 - 1 / len(cut)) * sum(whole)
