@@ -19,7 +19,7 @@ from minidist.distributed_data_parallel.ddp import DistributedDataParallel
 from minidist.distributed_data_parallel.reducer import remove
 from minidist.machine import backend
 from minidist.zero.sharded_optimizer import ZeroRedundancyOptimizer
-from minidist.zero.shards import Cut, by_rank, reduce_scatter
+from minidist.zero.shards import Cut, deal, reduce_scatter
 
 
 class PassingBucket:
@@ -44,8 +44,7 @@ class PassingBucket:
         if parameter.grad is None:
             self.flat[:, place] = 0
         else:
-            for part, source in by_rank(self.flat[:, place], parameter.grad):
-                torch.mul(source, scale, out=part)
+            deal(self.flat[:, place], parameter.grad, scale)
         parameter.grad = None
 
     def leave(self) -> None:

@@ -90,12 +90,12 @@ class Habit:
 
 HABITS = {
     "none": Habit("", nothing, ALL),
-    "a hook of a gradient": Habit("wrapped", double, ALL),
+    "a hook of a gradient": Habit("wrapped", double, [*DATA, "pipeline", "tensor"]),
     "a hook after a gradient": Habit("wrapped", leave_nothing, ALL[3:]),
     "a gradient is removed": Habit("gradients", remove, ALL),
     "frozen for a step": Habit("step", freeze, ALL),
     "a layer is added": Habit("step", add, DATA, ("mlp",)),
-    "a method computes": Habit("outputs", by_a_method, [*DATA, *UNITS, "tensor"], OWN),
+    "a method computes": Habit("outputs", by_a_method, [*DATA, "tensor"], OWN),
     "two forward passes": Habit("outputs", twice, [*DATA, *UNITS, "tensor"], (*OWN, "transformer")),
     "gradients of inputs": Habit("outputs", adversarial, [*DATA, *UNITS], ("mlp", "lstm")),
     "two wrappers": Habit("", nothing, [*DATA, "fsdp"], ("mlp",)),

@@ -13,7 +13,7 @@ import minidist as md
 from fuzz.alone import Alone, optimizers_of
 from fuzz.random_models import LlamaBlock, llama_plan
 from fuzz.trials import Trial
-from minidist.fully_sharded import by_class, by_size, register_fsdp_forward_method
+from minidist.fully_sharded import by_class, by_size
 from minidist.fully_sharded.fully_sharded_data_parallel import chosen
 from minidist.instruments.parity import cross_entropy
 
@@ -112,8 +112,6 @@ class ShardedInPlace(ShardedParameters):
         policy, mesh = self.policy(module, options.pop("units")), self.mesh(options.pop("hybrid"))
         for part in [*(chosen(module, policy).values() if policy else ()), module]:
             md.fully_shard(part, mesh=mesh, **options)
-        if self.trial.habit == "a method computes":
-            register_fsdp_forward_method(module, "predict")
         return module, optimizers_of(self.trial, module)
 
     def waits(self, waits: bool) -> Any:

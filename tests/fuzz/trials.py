@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fuzz.habits import fitting
+from fuzz.habits import UNITS, fitting
 
 Options = dict[str, Any]
 
@@ -144,5 +144,7 @@ def draw(number: int) -> Trial:
     habit = chance.choice(fitting(strategy, model))
     if habit == "frozen for a step" and "find_unused_parameters" in options:
         options["find_unused_parameters"] = True
-    averaged = trial.averaged and habit != "a layer is added"  # which a copy would not have
+    # A copy would not have an added layer, and there are none of sharded parameters.
+    sharded = strategy in UNITS or options.get("shard") == "units"
+    averaged = trial.averaged and habit != "a layer is added" and not sharded
     return replace(trial, habit=habit, averaged=averaged)
