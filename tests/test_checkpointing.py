@@ -443,10 +443,6 @@ def test_inputs_and_weights_that_have_changed():
         model.module.bias += 1
     with pytest.raises(RuntimeError, match="the weights of a checkpointed Linear were changed"):
         y.backward()
-    y = model(x).exp().sum()
-    model.module.weight = nn.Parameter(model.module.weight * 3)
-    with pytest.raises(RuntimeError, match="weight of a checkpointed Linear is another tensor in"):
-        y.backward()
 
 
 def test_no_module():

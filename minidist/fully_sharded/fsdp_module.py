@@ -3,8 +3,6 @@
 Lesson: fully_sharded
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,24 +40,6 @@ class FSDPModule(nn.Module):
     def flat_shard(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """What this rank keeps of the unit; and the parameters' rows, of which it consists."""
         return self.fsdp_group.shard, [each.local for each in self.fsdp_group.parameters]
-
-    @contextmanager
-    def summon_full_params(self) -> Iterator[None]:
-        """Within the block the modules have whole parameters, to read and to write. There is no
-        forward pass in it. After it each rank keeps its rows of what they have become. All ranks
-        enter it."""
-        every = [each for group in groups_in(self) for each in group.parameters]
-        whole = [nn.Parameter(p.sharded.full_tensor(), p.sharded.requires_grad) for p in every]
-        for group in groups_in(self):
-            group.reshard()
-        try:
-            for each, full in zip(every, whole, strict=True):
-                each.set_on_modules(full)
-            yield
-        finally:
-            for each, full in zip(every, whole, strict=True):
-                each.set_on_modules(each.sharded)
-                each.local.copy_(each.rows_of(full.detach())._local_tensor)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         if self.fsdp_state.running or in_backward():

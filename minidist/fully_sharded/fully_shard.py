@@ -162,9 +162,6 @@ def _distribute(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> Non
     """Before a unit is loaded: of whole tensors this rank's rows. No rank needs the others."""
     module.fsdp_group.reshard()
     for each in module.fsdp_group.parameters:
-        owner, short = each.places[0]
-        if owner._parameters[short] is not each.sharded:  # it is summoned
-            continue
         for name in (prefix + name for name in each.names):
             value = state.get(name)
             if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):

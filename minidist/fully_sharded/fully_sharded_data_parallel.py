@@ -124,12 +124,6 @@ class FullyShardedDataParallel(Synchronized):
         for unit in groups_in(module):
             unit.prefetches = prefetch
 
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        """The ranks that have a shard each."""
-        group: dist.ProcessGroup = self.module.fsdp_group.group
-        return group
-
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """By the names of the bare module, as torch's `get_optimizer_state_dict` needs them."""
         yield from self.module.named_parameters(*args, **kwargs)
@@ -139,26 +133,17 @@ class FullyShardedDataParallel(Synchronized):
         return {"": "module"}
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's own, between gathering its parameters and freeing them."""
+        """The module's own, between gathering its parameters and freeing them. Within `no_sync` the
+        backward pass that follows reduces nothing: see `set_requires_gradient_sync`."""
+        self.module.set_requires_gradient_sync(self.require_backward_grad_sync)
         return self.module(*inputs, **kwargs)
-
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """False does what `no_sync` does, until it is True again: the backward passes that follow
-        reduce nothing, see `set_requires_gradient_sync` of `FSDPModule`. As with torch's class, the
-        backward pass decides, not its forward pass."""
-        sync: bool = self.module.fsdp_group.syncs
-        return sync
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, sync: bool) -> None:
-        self.module.set_requires_gradient_sync(sync)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Torch's function, which takes DTensors: scale the gradients so that their norm, that of
         all ranks' rows together, is at most `max_norm`. Returns what it was, a number. All ranks
         must call it."""
-        return clip_grad_norm_(self.parameters(), max_norm, norm_type).full_tensor()
+        norm: Any = clip_grad_norm_(self.parameters(), max_norm, norm_type)
+        return norm.full_tensor()  # type: ignore[no-any-return]
 
 
 def _make_whole(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
