@@ -81,8 +81,8 @@ def checkpoint_wrapper(module: nn.Module) -> CheckpointWrapper:
 
     Inputs and outputs are tensors, nested in tuples, lists and dicts, and anything else. Wrapped
     modules may contain others, share weights, be used several times, and be parts of any strategy
-    of the course, or contain one. With `retain_graph` or `create_graph`, each backward pass computes
-    forward again. Without gradients (`torch.no_grad`) it is the module.
+    of the course, or contain one. With `retain_graph` or `create_graph`, each backward pass
+    computes forward again. Without gradients (`torch.no_grad`) it is the module.
 
     The module must do the same each time. RuntimeError in forward, if it overwrites its inputs; in
     backward, if inputs or weights have been changed in place since, or if the second pass saves
@@ -158,8 +158,8 @@ class _Pass:
         still waited for."""
         if any(weight._version != version for weight, version in self._weights):
             raise RuntimeError(
-                f"the weights of a checkpointed {type(self._module).__name__} were changed in place "
-                "between forward and backward: its activations cannot be computed again"
+                f"the weights of a checkpointed {type(self._module).__name__} were changed in "
+                "place between forward and backward: its activations cannot be computed again"
             )
         kinds: list[str] = []
 
