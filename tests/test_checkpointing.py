@@ -298,22 +298,20 @@ def stage2(module, optimizer):
     return md.ShardedDataParallel(module, zero), zero
 
 
-def units_of(kind, model, **options):
-    return md.FullyShardedDataParallel(model, auto_wrap_policy=by_class(kind), **options)
+def units_of(kind, model):
+    return md.FullyShardedDataParallel(model, auto_wrap_policy=by_class(kind))
 
 
-def units_of_checkpoints(**options):
-    return lambda model: units_of(CheckpointWrapper, blocks(model), **options)
+def units_of_checkpoints(model):
+    return units_of(CheckpointWrapper, blocks(model))
 
 
 STRATEGIES = {
     "DDP": lambda model: md.DistributedDataParallel(blocks(model), bucket_cap_mb=0.01),
-    "checkpoint of DDP": lambda model: wrap(md.DistributedDataParallel(model)),
     "torch DDP": lambda model: TorchDDP(blocks(model)),
     "ZeRO 2": lambda model: stage2(blocks(model), torch.optim.SGD),
     "fully sharded, checkpoints of units": lambda model: units_of(md.zoo.Block, blocks(model)),
-    "fully sharded, units of checkpoints": units_of_checkpoints(),
-    "and not freed after forward": units_of_checkpoints(reshard_after_forward=False),
+    "fully sharded, units of checkpoints": units_of_checkpoints,
     "fully sharded, one checkpoint": lambda model: units_of(md.zoo.Block, wrap(model)),
 }
 

@@ -202,9 +202,7 @@ def test_accumulation_holds_no_more_than_torchs(pools):
 
 POLICIES = {
     "class": by_class(nn.Linear),
-    "torch's class": wrap.ModuleWrapPolicy({nn.Linear}),
     "size": by_size(20),
-    "torch's size": partial(wrap.size_based_auto_wrap_policy, min_num_params=20),
 }
 
 

@@ -66,7 +66,7 @@ class ShardedStates(Data):
 class ShardedGradients(Data):
     def wrap_one(self, module: nn.Module) -> tuple[Any, list[Any]]:
         optimizers = optimizers_of(self.trial, module, process_group=None)
-        return md.ShardedDataParallel(module, optimizers, **self.options), optimizers
+        return md.ShardedDataParallel(module, optimizers[0], **self.options), optimizers
 
     def average(self) -> Alone:
         other = copy.copy(self)  # gradients have one optimizer

@@ -127,13 +127,14 @@ def draw(number: int) -> Trial:
     if options.get("shard") == "units":  # which take no tied model, and no backward in two parts
         model, options["sequence_parallel"] = "llama", False
         options["schedule"] = options["schedule"].replace("zero_bubble", "1f1b")
+    counts = [1] if strategy == "zero2" else [1, 1, 2]
     trial = Trial(
         number,
         world_size,
         chance.choice(["gloo", "shm"]),
         model,
         strategy,
-        optimizers=tuple(chance.choices(OPTIMIZERS, k=chance.choice([1, 1, 2]))),
+        optimizers=tuple(chance.choices(OPTIMIZERS, k=chance.choice(counts))),
         batch=4 if strategy in ("pipeline", "mixed") else chance.randint(1, 4),
         passes=chance.choice([1, 1, 2, 3]),
         waiting=chance.choice(["no_sync", "attribute", "nothing"]),
