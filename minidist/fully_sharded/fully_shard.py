@@ -72,8 +72,6 @@ def fully_shard(
     if not isinstance(module, nn.Module) or isinstance(module, nn.ModuleList | nn.ModuleDict):
         name = type(module).__name__
         raise TypeError(f"fully_shard takes one module, with a forward pass, not a {name}")
-    if not isinstance(reshard_after_forward, bool | None):
-        raise ValueError(f"reshard_after_forward={reshard_after_forward}: True, False or None")
     groups = groups_of(None, mesh, "fully_shard", most_axes=2)
     offloads = isinstance(offload_policy, CPUOffloadPolicy)
     options = Options(
@@ -86,13 +84,7 @@ def fully_shard(
     )
     with agree.together(*groups):
         lines = list(_describe(module, options.ignored))
-    problem: Exception | None = None
-    for group in groups:
-        try:
-            require_same_lines(lines, group)
-        except (TypeError, ValueError) as error:
-            problem = error
-    agree.pass_on(problem, *groups)
+    require_same_lines(lines, *groups)
     own = list(own_modules(module))
     given = state_of(own, options.ignored)
     for group in groups[::-1]:

@@ -106,8 +106,6 @@ class FullyShardedDataParallel(Synchronized):
         given = mixed_precision or MixedPrecision()
         with agree.together(*groups):
             parts = chosen(module, auto_wrap_policy) if auto_wrap_policy else {}
-        for group in groups:
-            agree.require_same(group, {"units": [*parts]})
         for part in [*parts.values(), module]:
             own = list(own_modules(part))
             there = (tensor.device for tensor in state_of(own) if not tensor.is_meta)
