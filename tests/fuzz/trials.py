@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fuzz.habits import UNITS, fitting
+from fuzz.habits import fitting
 
 Options = dict[str, Any]
 
@@ -19,7 +19,6 @@ class Trial:
     passes: backward passes a step.
     waiting: what those before the last do: "no_sync"; "attribute", as scripts of torch have it; or
         nothing: each reduces its own gradients.
-    averaged: a copy by `copy.deepcopy` becomes the moving average of the weights.
     habit: what the script does besides, of `habits.HABITS`.
     options: those of the strategy.
     evaluation: after each step: "no_grad"; or "inference_mode", which then comes before the first
@@ -37,7 +36,6 @@ class Trial:
     passes: int
     waiting: str
     clip: float | None
-    averaged: bool
     habit: str = "none"
     options: Options = field(default_factory=dict)
     evaluation: str = "no_grad"
@@ -139,13 +137,9 @@ def draw(number: int) -> Trial:
         passes=chance.choice([1, 1, 2, 3]),
         waiting=chance.choice(["no_sync", "attribute", "nothing"]),
         clip=chance.choice([None, 0.1, 1.0]),
-        averaged=chance.random() < 0.4,
         options=options,
     )
     habit = chance.choice(fitting(strategy, model))
     if habit == "frozen for a step" and "find_unused_parameters" in options:
         options["find_unused_parameters"] = True
-    # A copy would not have an added layer, and there are none of sharded parameters.
-    sharded = strategy in UNITS or options.get("shard") == "units"
-    averaged = trial.averaged and habit != "a layer is added" and not sharded
-    return replace(trial, habit=habit, averaged=averaged)
+    return replace(trial, habit=habit)
