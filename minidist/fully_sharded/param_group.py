@@ -30,6 +30,7 @@ from torch.distributed.tensor import (
 )
 
 from minidist.common.dtensor import distributed, of_local, relist
+from minidist.common.groups import is_rehearsal
 from minidist.common.materialize import Named, Place
 from minidist.machine import backend
 from minidist.zero.shards import Cut, all_gather_each, by_rank, reduce_scatter
@@ -211,7 +212,7 @@ class ParamGroup:
         if self.unsharded:
             return
         meta = [each.names[0] for each in self.parameters if each.local.is_meta]
-        if meta and ON_META:  # a rehearsal on meta, in the room scaling, empties it
+        if meta and not is_rehearsal(self.group):
             raise RuntimeError(f"parameter {self.prefix}{meta[0]} {ON_META}")
         self.unsharded, self.gathered_version = True, self.version
         self.full.untyped_storage().resize_(self.full.nbytes)
