@@ -22,6 +22,7 @@ MODEL = "nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)"
 DDP_STEPS = "        optimizer.step()\n"
 DIVIDES = "        param.grad /= dist.get_world_size()\n"
 AVERAGES = "    average_gradients(model)\n"
+ADAM = {"SGD(": "Adam(", ", momentum=0.5": ""}
 SGD, RATE = "torch.optim.SGD(model.parameters(), lr=0.1)", "lr=0.1)\n"
 SCHEDULED = f"{RATE}scheduler = torch.optim.lr_scheduler."
 MINIDIST = "    model = md.ShardedDataParallel(model, optimizer)\n"
@@ -66,7 +67,7 @@ MADE_WRONG = {
     "averages_parameters": (
         BY_HAND,
         {
-            AVERAGES: "",
+            **{AVERAGES: "", **ADAM},
             "    optimizer.step()\n": "    optimizer.step()\n"
             "    for p in model.parameters():\n"
             "        dist.all_reduce(p.data)\n"
@@ -76,7 +77,10 @@ MADE_WRONG = {
     "buffers": (BY_HAND, {MODEL: "nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 4)"}),
     "clip_first": (
         BY_HAND,
-        {AVERAGES: f"    nn.utils.clip_grad_norm_(model.parameters(), 0.2)\n{AVERAGES}"},
+        {
+            AVERAGES: f"    nn.utils.clip_grad_norm_(model.parameters(), 0.2)\n{AVERAGES}",
+            "x, y = digits()\n": "x, y = digits()\nx = x * (1 + rank)\n",
+        },
     ),
     "divided_twice": (
         DDP,
@@ -133,20 +137,20 @@ MADE_WRONG = {
             DDP_STEPS: f"{DDP_STEPS}        if rank == 0:\n            scheduler.step()\n",
         },
     ),
-    "sum": (BY_HAND, {DIVIDES: "", "SGD(": "Adam(", ", momentum=0.5": ""}),
+    "sum": (BY_HAND, {DIVIDES: "", **ADAM}),
 }
 FAULTS = {  # what the sentence names
-    "always_no_sync": r"rank 0 part 0: 0.25 for 0.125, .*rank 1 part 0: 0 for 0.125",
+    "always_no_sync": "rank 0 part 0: 1 for 0.5, .*rank 1 part 0: 0 for 0.5",
     "averages_parameters": "rank 0: 1 for 0.5, rank 1: 0 for 0.5: was nothing averaged",
     "buffers": "running means of batch norm are others",
-    "clip_first": "rank 0: 0.0848 for 0.142, rank 1: 0.125 for 0.142",
+    "clip_first": r"rank 0: 0[\d.]+ for 0[\d.]+, rank 1: 0[\d.]+ for 0",
     "divided_twice": "0.5 times what they should be: divided twice",
     "mean_of_means": "rank 0: 0.5 for 0.235, rank 1: 0.5 for 0.765: a mean of means",
     "never_zeroed": "Step 2: the gradient of 0.weight still has that of step 1",
     "no_broadcast": r"0.weight \(and 3 more\) of rank 1 begin with other weights than rank 0's",
     "no_group": r"0.bias \(and 1 more\) .* in no optimizer's groups",
     "no_sampler": "8 of the 8 examples of rank 1 are rank 0's as well",
-    "no_sync_last": "rank 1 part 0: 0.125 for 0.125, rank 1 part 1: 0 for 0.125",
+    "no_sync_last": "rank 1 part 0: 0.5 for 0.5, rank 1 part 1: 0 for 0.5",
     "optimizer_first": r"0.0.weight \(and 7 more\) .* in no optimizer's groups",
     "past_the_wrapper": "rank 0: 1 for 0.5, rank 1: 0 for 0.5: was nothing averaged",
     "rank_skips": "rank1 takes 0 of them in 4 forward passes",
