@@ -142,12 +142,6 @@ def no_backward(model, images, labels):
     return F.cross_entropy(model(images), labels, reduction="sum") / all_images(labels)
 
 
-def by_join(model, images, labels):
-    with model.join(divide_by_initial_world_size=False):
-        if len(labels):
-            plain(model, images, labels)
-
-
 ANSWERS = {
     check.memory_of_a_replica: ([84, 84.0], [10.5, 112, 672, 28, 56, 12, 84e9, "84 GB"]),
     check.steps_of_an_epoch: ([4, 4.0], [32, 31, 3, 125, 256, 3.9, "4"]),
@@ -159,7 +153,7 @@ ANSWERS = {
         [
             *(plain, summed, divided_by_all, divided_by_my_own, averaged_twice),
             *(share_of_the_images, as_many_as_all_have, not_averaged),
-            *(on_all_images, left_out, no_backward, by_join, lambda model, images, labels: None),
+            *(on_all_images, left_out, no_backward, lambda model, images, labels: None),
         ],
     ),
 }
