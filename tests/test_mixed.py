@@ -188,11 +188,7 @@ def test_all_three_train_as_one_process_does(pools, gloo):
         ((2, 1, 2), {"tied": False, "order": ("tensor", "pipeline", "data")}),
         ((1, 2, 2), {"schedule": "interleaved", "sequence_parallel": True}),
         ((1, 2, 2), {"schedule": "gpipe", "recompute": True, "balance": [4, 2]}),
-        pytest.param(
-            (1, 2, 2),
-            {"schedule": "zero_bubble", "order": ("tensor", "data", "pipeline")},
-            marks=pytest.mark.newer_torch("edges"),
-        ),
+        ((1, 2, 2), {"schedule": "zero_bubble", "order": ("tensor", "data", "pipeline")}),
     ],
 )
 def test_options_of_the_parts(pools, sizes, options):
@@ -232,9 +228,7 @@ def sharded(stage, device_mesh):
         ((2, 1, 1), {"shares": [slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 9)], "rows": 9}),
         ((1, 2, 1), {"recompute": True, "balance": [4, 2]}),
         ((1, 2, 1), {"schedule": "interleaved", "norm_type": float("inf")}),
-        pytest.param(
-            (1, 2, 1), {"schedule": "zero_bubble"}, marks=pytest.mark.newer_torch("edges")
-        ),
+        ((1, 2, 1), {"schedule": "zero_bubble"}),
         ((1, 1, 2), {"plan": ATTENTION}),
         ((1, 1, 1), {"context": 2, "order": ("context", "experts", *AXES)}),
         ((2, 1, 1), {"tied": False, "shard": sharded}),

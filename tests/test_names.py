@@ -1,5 +1,6 @@
 """Code names a lesson by its name, and each of its files stands for one thing."""
 
+import importlib
 import re
 from collections import Counter
 from pathlib import Path
@@ -27,3 +28,12 @@ def test_no_two_files_have_one_name() -> None:
     found = Counter(file.name for file in FILES if file.parent.name not in ("bench", "checks"))
     twice = {name for name, count in found.items() if count > 1}
     assert twice <= {"__init__.py", "naive.py"}
+
+
+def test_the_map_of_the_house_has_each_room(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "img"))
+    house = importlib.import_module("house")
+    first = {name for names in house.FIRST.values() for name in names}
+    assert first | {"common"} | house.BELOW.keys() == house.rooms(ROOT / "minidist")
+    for folder, (_, within) in house.BELOW.items():
+        assert within.keys() == house.rooms(ROOT / "minidist" / folder), folder

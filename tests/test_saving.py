@@ -169,12 +169,9 @@ def on_ranks(pools, strategy, folder, until, save=True):
     return pools(ranks)(run, make, folder, until, save)[0]
 
 
-FUSED = pytest.mark.newer_torch("fused")  # `whole` asks torch for what is split
-
-
 @pytest.mark.parametrize(
     "strategy",
-    ["zero_2", "fsdp", pytest.param("features", marks=FUSED), "mixed", "mixed_zero"],
+    ["zero_2", "fsdp", "features", "mixed", "mixed_zero"],
 )
 def test_a_run_goes_on_to_the_bit(pools, tmp_path, strategy):
     wanted = on_ranks(pools, strategy, tmp_path / "uninterrupted", 6, save=False)
@@ -188,7 +185,7 @@ CHAINS = [
     pytest.param(
         ["mixed_fsdp", "zero_2", "bare", "in_place", "mixed_zero"], marks=pytest.mark.soak
     ),
-    pytest.param(["features", "offload", "fsdp4", "fsdp", "zero_2"], marks=FUSED),
+    ["features", "offload", "fsdp4", "fsdp", "zero_2"],
 ]
 
 

@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import minidist as md
 from minidist import tensor_parallel as tp
-from minidist.common.single import ALL_GATHER, REDUCE_SCATTER
 
 ALLOWED = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.03}
 
@@ -597,7 +596,7 @@ def order_of_backward(sequence_parallel):
 
     layer = md.ColumnParallelLinear(4, 4, sequence_parallel=sequence_parallel)
     y = layer(torch.ones(3, 4, requires_grad=True))
-    names = "all_reduce", ALL_GATHER, REDUCE_SCATTER
+    names = "all_reduce", "all_gather_single", "reduce_scatter_single"
     before = [getattr(dist, name) for name in names]
     for name, function in zip(names, before, strict=True):
         setattr(dist, name, watched(function))
@@ -613,8 +612,9 @@ def order_of_backward(sequence_parallel):
 def test_gradients_travel_while_others_are_computed(pools):
     wanted = ["product", "all_reduce", "product", "wait all_reduce"]
     assert pools(2)(order_of_backward, False) == [wanted] * 2
-    wanted = [ALL_GATHER, "product", REDUCE_SCATTER, f"wait {ALL_GATHER}", "product"]
-    assert pools(2)(order_of_backward, True) == [[*wanted, f"wait {REDUCE_SCATTER}"]] * 2
+    gathers = "all_gather_single", "product", "reduce_scatter_single"
+    wanted = [*gathers, "wait all_gather_single", "product"]
+    assert pools(2)(order_of_backward, True) == [[*wanted, "wait reduce_scatter_single"]] * 2
 
 
 # ---- random numbers ---------------------------------------------------------------------------

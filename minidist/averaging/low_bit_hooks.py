@@ -22,8 +22,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from minidist.common.single import all_gather_single
-
 SCALE = 4  # bytes of a row's scale, a float32
 
 
@@ -97,7 +95,7 @@ def _averaged(
     mean = _decompress(received, flat.dtype, code).mean(0, keepdim=True)  # (1, S), of our block
     own = _compress(mean, of_mean, real[rank : rank + 1], code)
     whole = torch.empty_like(sent)
-    all_gather_single(whole, own, group).wait()
+    dist.all_gather_single(whole, own, group=group)
     flat.copy_(_decompress(whole, flat.dtype, code).flatten()[: len(flat)])
 
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 
 from minidist.common import agree
 from minidist.common.groups import message_device, require_group
-from minidist.common.single import all_gather_single
 from minidist.common.wrapper import Wrapper, copy_sharing
 from minidist.context_parallel.cuts import CUTS, Cut
 from minidist.context_parallel.gathered import gathered_attention
@@ -222,7 +221,7 @@ def _require_same_batch(group: dist.ProcessGroup, batch: dict[str, torch.Tensor 
         told += [x.numel(), x.shape[-1], int(digest)]
     mine = torch.tensor(told, device=message_device(group))
     everyone = mine.new_empty(group.size(), len(batch), 3)
-    all_gather_single(everyone.flatten(), mine, group).wait()
+    dist.all_gather_single(everyone.flatten(), mine, group=group)
     if (differ := (everyone != everyone[0]).any(-1)).any():
         rank, which = differ.nonzero()[0].tolist()
         first, other = (dist.get_global_rank(group, r) for r in (0, rank))

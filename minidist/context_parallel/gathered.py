@@ -13,7 +13,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.functional import scaled_dot_product_attention as whole_attention
 
-from minidist.common.single import all_gather_single, reduce_scatter_single
 from minidist.context_parallel.cuts import Cut, Group
 
 
@@ -51,7 +50,7 @@ class _Gather(torch.autograd.Function):
         ctx.cut, ctx.group = cut, group
         own = _padded(kv, cut)
         whole = own.new_empty(len(cut.positions), *own.shape)
-        all_gather_single(whole.flatten(0, 1), own, group).wait()
+        dist.all_gather_single(whole.flatten(0, 1), own, group=group)
         parts = [part[..., : len(of), :] for part, of in zip(whole, cut.positions, strict=True)]
         return cut.join(parts, 3)
 
@@ -60,7 +59,7 @@ class _Gather(torch.autograd.Function):
         cut, group = ctx.cut, ctx.group
         parts = [_padded(cut.take(gradient, r, 3), cut) for r in range(len(cut.positions))]
         own = torch.empty_like(parts[0])
-        reduce_scatter_single(own, torch.cat(parts), group).wait()
+        dist.reduce_scatter_single(own, torch.cat(parts), group=group)
         return own[..., : len(cut.positions[dist.get_rank(group)]), :], None, None
 
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from minidist.common.single import all_gather_single, reduce_scatter_single
 from minidist.machine import backend
 
 # Gloo makes an all_gather of copies, and a reduce_scatter of a whole all_reduce. N broadcasts, or N
@@ -109,7 +108,9 @@ def all_gather(
             for rank, shard in enumerate(shards)
         ]
     else:
-        works = [all_gather_single(x, place if own is None else own, group)]
+        works = [
+            dist.all_gather_single(x, place if own is None else own, group=group, async_op=True)
+        ]
     return lambda: _wait(works)
 
 
@@ -149,7 +150,7 @@ def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], to
             for rank, shard in enumerate(shards)
         ]
     else:
-        works = [reduce_scatter_single(total, x, group)]
+        works = [dist.reduce_scatter_single(total, x, group=group, async_op=True)]
 
     def wait() -> torch.Tensor:
         _wait(works)

@@ -4,7 +4,6 @@ import torch
 import torch.distributed as dist
 
 from minidist import collectives
-from minidist.common.single import all_gather_single, reduce_scatter_single
 from minidist.course.checks import collectives as check
 
 
@@ -118,7 +117,7 @@ ANSWERS = {
     check.which: (
         [
             ["broadcast", "all_gather", "reduce_scatter", "all_to_all"],
-            (dist.broadcast, all_gather_single, reduce_scatter_single, dist.all_to_all),
+            (dist.broadcast, dist.all_gather_single, dist.reduce_scatter_single, dist.all_to_all),
             ["Broadcast", "all-gather", "dist.reduce_scatter_tensor", "all to all"],
             ["Broadcast", "AllGather", "reducescatter", "alltoall"],
         ],

@@ -13,7 +13,6 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import minidist as md
-from minidist.common.single import all_gather_single
 from minidist.course.checks import fully_sharded as check
 
 
@@ -380,7 +379,7 @@ class OneTensor(Ahead):
     def begin(self):
         own = self.shard.data
         self.flat = own.new_empty(len(own) * dist.get_world_size())
-        self.pending = [self.flat], all_gather_single(self.flat, own, None)
+        self.pending = [self.flat], dist.all_gather_single(self.flat, own, async_op=True)
 
 
 def one_tensor(modules):

@@ -31,10 +31,6 @@ CASES = {  # collective: bytes of the whole vector, multiples of 16
 GLOO, SHM, ARENA = "gloo", "shm", "shm in its arena"
 SMALL = "send/recv", "barrier"  # no tensor of theirs need lie in an arena
 
-# torch 2.13 has deprecated the names of 2.11. Lists are what gloo is faster with.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 
 def case(name: str, world_size: int, size: int) -> str:
     """What a row says, but for the backend and how it was timed."""
@@ -114,13 +110,13 @@ def _subject(
 
     def all_gather() -> None:
         if how == ARENA:
-            _all_gather_single(whole, part, group=group)
+            dist.all_gather_single(whole, part, group=group)
         else:
             dist.all_gather(list(whole.chunk(p)), part, group=group)
 
     def reduce_scatter() -> None:
         if how == ARENA:
-            _reduce_scatter_single(part, whole, group=group)
+            dist.reduce_scatter_single(part, whole, group=group)
         else:
             dist.reduce_scatter(part, list(whole.chunk(p)), group=group)
 

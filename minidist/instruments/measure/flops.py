@@ -13,7 +13,7 @@ def count_flops(function: Callable[..., Any], *args: Any) -> int:
     product of an m × k matrix and a k × n one. Lesson: activation_checkpointing.
 
     Counted are matrix products, convolutions and attention, which have nearly all the arithmetic of
-    a model. (It is torch's counter, with our own formulas for attention: those of torch 2.11 know
+    a model. (It is torch's counter, with our own formulas for attention: those of torch 2.13 know
     neither the attention for CPUs nor heads that share keys and values.)
     """
     with FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter:

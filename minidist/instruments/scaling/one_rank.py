@@ -19,7 +19,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any
 
-from minidist.common import single
 from minidist.distributed_data_parallel.reducer import Reducer
 from minidist.fully_sharded import fully_sharded_data_parallel as wrapper
 from minidist.fully_sharded import param_group
@@ -230,8 +229,8 @@ def _stand_ins(trace: Trace) -> dict[str, Callable[..., Any]]:
 
     def unknown(name: str, *_: Any, **__: Any) -> Any:
         raise NotImplementedError(
-            f"one_rank_of cannot note {name}. It knows all_reduce, broadcast, {single.ALL_GATHER}, "
-            f"{single.REDUCE_SCATTER}, isend and irecv"
+            f"one_rank_of cannot note {name}. It knows all_reduce, broadcast, all_gather_single, "
+            "reduce_scatter_single, isend and irecv"
         )
 
     return {
@@ -241,8 +240,8 @@ def _stand_ins(trace: Trace) -> dict[str, Callable[..., Any]]:
         # By torch's old names too, which would call the new ones behind our back.
         "all_gather_into_tensor": all_gather,
         "reduce_scatter_tensor": reduce_scatter,
-        single.ALL_GATHER: all_gather,
-        single.REDUCE_SCATTER: reduce_scatter,
+        "all_gather_single": all_gather,
+        "reduce_scatter_single": reduce_scatter,
         "isend": isend,
         "irecv": irecv,
         "all_gather_object": all_gather_object,
