@@ -122,7 +122,7 @@ class ParallelLayer(nn.Module):
 
     def whole_shape(self, name: str) -> torch.Size:
         """The shape of a parameter of the dense layer."""
-        shape = list(local_of(getattr(self, name)).shape)
+        shape = list(getattr(self, name).shape)
         if name in self.sharded:
             shape[self.sharded[name]] = getattr(self, self.split)
         return torch.Size(shape)
@@ -137,9 +137,9 @@ class ParallelLayer(nn.Module):
 
     def joined(self, name: str) -> torch.Tensor:
         """A parameter of the dense layer, on every rank, as a copy. All ranks must call it."""
-        own = local_of(getattr(self, name)).detach()
-        if name not in self.sharded:
-            return own.clone()
+        own = getattr(self, name).detach()
+        if isinstance(own, DTensor):  # of this layer; or of FSDP, which has cut this rank's shard
+            own = own.to_local() if own.shape == self.whole_shape(name) else own.full_tensor()
         dim = self.sharded[name]
         places = [self.indices(rank) for rank in range(self.world_size)]
         shards = gather_shards(own, dim, list(map(len, places)), self.process_group)

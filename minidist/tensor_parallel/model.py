@@ -169,9 +169,9 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
         if isinstance(own, DTensor) and name in shards:
             here, where = shards[name].to(own.dtype), (own.device_mesh, own.placements)
             shards[name] = (
-                DTensor(here, own._spec, requires_grad=False)
-                if name in cut
-                else distribute_tensor(here, *where, src_data_rank=None)
+                distribute_tensor(here, *where, src_data_rank=None)
+                if here.shape == own.shape
+                else DTensor(here, own._spec, requires_grad=False)
             )
     model.load_state_dict(shards)
 
