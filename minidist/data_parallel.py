@@ -16,14 +16,13 @@ of devices may name one device several times: `["cpu", "cpu"]` is two replicas.
 
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import reduce
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from minidist.common.wrapper import Wrapper
 
@@ -97,15 +96,12 @@ def scatter(inputs: Any, devices: Sequence[Device], dim: int = 0) -> list[Any]:
     `inputs` is a tensor, or tuples, lists and dicts, nested in any way; each share has the same
     form, and in the place of whatever is no tensor the same object. Tensors are cut as
     `torch.chunk` does: the last share can be smaller, and there can be fewer shares than devices.
-    Without any tensor there is one share (torch: one for each device). Raises ValueError if the
-    tensors' sizes differ.
+    Without any tensor there is one share. Raises ValueError if the tensors' sizes differ.
     Lesson: data_parallel.
     """
     devices = _devices(devices)
     leaves, form = tree_flatten(inputs)
     shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    if not all(-len(shape) <= dim < len(shape) for shape in shapes):
-        raise ValueError(f"tensors of shapes {shapes} cannot all be cut along dimension {dim}")
     if len({shape[dim] for shape in shapes}) > 1:
         raise ValueError(f"tensors of shapes {shapes} have different sizes in dimension {dim}")
     count = len(devices)
@@ -156,56 +152,39 @@ def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
 
 def parallel_apply(
     replicas: Sequence[nn.Module],
-    inputs: Sequence[Any],
-    kwargs: Sequence[dict[str, Any]] | None = None,
-    devices: Sequence[Device] | None = None,
+    inputs: Sequence[tuple[Any, ...]],
+    kwargs: Sequence[dict[str, Any]],
+    devices: Sequence[torch.device],
 ) -> list[Any]:
     """Run `replicas[i](*inputs[i], **kwargs[i])` for all i at once: the list of outputs.
 
-    Each call has a thread of its own, named "replica i", in which grad mode, inference mode and
-    autocast are as in the caller's; a single call runs in the caller's thread. An input that is
-    no tuple or list is the only argument. `devices` None means that of each call's first tensor.
-    If calls fail, the exception of the first of them is raised, with a note of replica and device.
-    Lesson: data_parallel.
+    Each call has a thread of its own, named "replica i", in which grad mode and autocast are as in
+    the caller's. If calls fail, the exception of the first of them is raised, with a note of
+    replica and device. Lesson: data_parallel.
     """
-    kwargs = [{}] * len(replicas) if kwargs is None else kwargs
-    if devices is None:
-        devices = [_device_of((args, kw)) for args, kw in zip(inputs, kwargs, strict=True)]
-    places = _devices(devices)
-    if not len(replicas) == len(inputs) == len(kwargs) == len(places):
-        raise ValueError(
-            f"{len(replicas)} replicas need as many inputs, kwargs and devices, "
-            f"not {len(inputs)}, {len(kwargs)} and {len(places)}"
-        )
-    modes = [_modes(device) for device in places]
+    trains, kinds = torch.is_grad_enabled(), [device.type for device in devices]
+    # Made here, and so in our dtype: another thread knows nothing of it.
+    autocast = [torch.autocast(kind, enabled=torch.is_autocast_enabled(kind)) for kind in kinds]
     outputs: list[Any] = [None] * len(replicas)
     failures: list[BaseException | None] = [None] * len(replicas)
 
     def work(i: int) -> None:
-        args = inputs[i] if isinstance(inputs[i], tuple | list) else (inputs[i],)
         try:
-            with ExitStack() as stack:
-                for mode in modes[i]:
-                    stack.enter_context(mode)
-                outputs[i] = replicas[i](*args, **kwargs[i])
+            with torch.set_grad_enabled(trains), autocast[i]:
+                outputs[i] = replicas[i](*inputs[i], **kwargs[i])
         except BaseException as error:
-            error.add_note(f"This was replica {i}, on device {places[i]}.")
+            error.add_note(f"This was replica {i}, on device {devices[i]}.")
             failures[i] = error
 
-    if len(replicas) == 1:
-        work(0)
-    else:
-        threads = [
-            threading.Thread(target=work, args=(i,), name=f"replica {i}")
-            for i in range(len(replicas))
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    for failure in failures:
-        if failure is not None:
-            raise failure
+    threads = [
+        threading.Thread(target=work, args=(i,), name=f"replica {i}") for i in range(len(replicas))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for failure in filter(None, failures):
+        raise failure
     return outputs
 
 
@@ -214,20 +193,14 @@ def gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Any:
 
     An output is a tensor, or tuples, lists and dicts of tensors, nested in any way but the same
     in each replica. Tensors without a dimension, such as losses, become a vector, an element a
-    replica (torch warns of that; there is no other way). None stays None. Raises TypeError for
-    anything else, ValueError if the forms differ. Lesson: data_parallel.
+    replica (torch warns of that; there is no other way). None stays None. Raises ValueError if the
+    forms differ. Lesson: data_parallel.
     """
     device = _device(output_device)
 
     def join(*parts: Any) -> Any:
         if all(part is None for part in parts):
             return None
-        for part in parts:
-            if not isinstance(part, torch.Tensor):
-                raise TypeError(
-                    f"a replica must return tensors, or tuples, lists and dicts of them, "
-                    f"not {type(part).__name__}"
-                )
         parts = tuple(part.to(device) for part in parts)
         return torch.cat(parts, dim) if any(part.dim() for part in parts) else torch.stack(parts)
 
@@ -250,23 +223,7 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         here = [gradient.to(ctx.home) for gradient in gradients if gradient is not None]
-        # A sparse one can be added to a dense one, and not the other way round.
-        if not here:
-            return None, None
-        return reduce(torch.add, sorted(here, key=lambda gradient: gradient.is_sparse)), None
-
-
-def _modes(device: torch.device) -> list[Any]:
-    """Contexts in which another thread computes on `device` as ours would now."""
-    kind = device.type
-    modes: list[Any] = [
-        torch.inference_mode(torch.is_inference_mode_enabled()),
-        torch.set_grad_enabled(torch.is_grad_enabled()),
-        torch.autocast(kind, enabled=torch.is_autocast_enabled(kind)),  # in our dtype
-    ]
-    if kind != "cpu":  # a GPU has streams: ours, and the device is then the current one
-        modes.append(torch.accelerator.current_stream(device))
-    return modes
+        return (reduce(torch.add, here) if here else None), None
 
 
 def _devices(devices: Sequence[Device]) -> list[torch.device]:
@@ -281,8 +238,3 @@ def _device(device: Device) -> torch.device:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:  # the latter if torch has no CUDA at all
         raise ValueError(f"there is no device {device!r} here: {error}") from error
-
-
-def _device_of(call: Any) -> torch.device:
-    tensors = (leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor))
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))

@@ -6,14 +6,12 @@ import itertools
 import math
 import queue
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import partial
 from functools import reduce as fold
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import minidist as md
 from minidist import collectives
@@ -466,20 +464,3 @@ def test_the_table_names_global_ranks():
 def test_gpu_tensors_over_nccl():
     with md.ranks(min(8, torch.cuda.device_count())) as pool:
         assert not any(pool(lambda: against_gloo(device=md.rank.device())))
-
-
-def _over_gloo():
-    """What messages of a GPU's tensor say; of a fake one, where there is no GPU."""
-    peers = Peers()
-    with nullcontext() if torch.cuda.is_available() else FakeTensorMode():
-        x = torch.ones(4, device="cuda")
-    for message in peers.send, peers.recv, peers.isend, peers.irecv:
-        with pytest.raises(ValueError, match="gloo sends no message from a GPU's memory"):
-            message(x, 1 - dist.get_rank())
-    with pytest.raises(ValueError, match="rank 1: all_reduce  <- gloo sends no message from a GPU"):
-        collectives.all_reduce(x if dist.get_rank() == 1 else torch.ones(4))
-
-
-def test_a_gpus_memory_does_not_go_over_gloo_and_every_rank_hears_it():
-    with md.ranks(2, backend="gloo") as pool:
-        pool(_over_gloo)

@@ -494,20 +494,6 @@ def test_the_dense_models_weights_are_loaded_in_place(pools):
     assert pools(2)(load) == [[]] * 2
 
 
-def test_torchs_encoder_layer_evaluates_as_in_one_process(pools):
-    """It has a fast way that reads the weights of its parts, and does not call them."""
-
-    def run():
-        torch.manual_seed(0)
-        layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True).eval()
-        ours = tp.split(copy.deepcopy(layer), None, {"linear1": "columns", "linear2": "rows"})
-        x = random(2, 3, 8, dtype=torch.float32)
-        with torch.no_grad():
-            return apart({"output": (ours(x), layer(x))})
-
-    assert pools(2)(run) == [[]] * 2
-
-
 # ---- what it costs ----------------------------------------------------------------------------
 
 

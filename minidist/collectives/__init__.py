@@ -13,7 +13,8 @@ differs from the others', all ranks of the group raise the same ValueError. A ra
 gets one of its own.
 
 Limits: tensors are dense, and one that is written to is not expanded: torch says so, on the rank
-that has it. A list on another rank than the root is not looked at.
+that has it. A list on another rank than the root is not looked at. gloo sends nothing from a GPU's
+memory, and ends the process.
 """
 
 from collections.abc import Sequence

@@ -99,7 +99,6 @@ def look(
         like = each[0][1]
         if not isinstance(x, torch.Tensor):
             raise ValueError(f"{name} must be a tensor, not {type(x).__name__}")
-        peers.require_sendable(x)
         if (x.dtype, x.device) != (like.dtype, like.device) or (fits and x.shape != like.shape):
             raise ValueError(f"{name} is {shown(x)}, not {shown(like)}")
 

@@ -218,19 +218,20 @@ class VocabParallelEmbedding(ParallelLayer):
     sum over the ranks is the embedding (*, embedding_dim), replicated. With `sequence_parallel` the
     output is (B, T / t, embedding_dim).
 
-    Raises ValueError if a rank would have no token, and for an embedding with `padding_idx`,
-    `max_norm`, `scale_grad_by_freq` or `sparse`; `forward`, IndexError for a token that is not in
-    the vocabulary.
+    Raises ValueError if a rank would have no token, and for an embedding with `padding_idx` or
+    `max_norm`; `forward`, IndexError for a token that is not in the vocabulary.
     """
 
     dense, split, sharded, uneven = nn.Embedding, "num_embeddings", {"weight": 0}, True
     num_embeddings: int
 
+    padding_idx: int | None
+    max_norm: float | None
+
     def require_split(self) -> None:
         super().require_split()
-        for name in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
-            if getattr(self, name) is not None and getattr(self, name) is not False:
-                raise ValueError(f"a VocabParallelEmbedding has no {name}")
+        if self.padding_idx is not None or self.max_norm is not None:
+            raise ValueError("a VocabParallelEmbedding has no padding_idx and no max_norm")
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         if tokens.numel() and not 0 <= tokens.min() <= tokens.max() < self.num_embeddings:
