@@ -140,7 +140,7 @@ def test_only_a_chart_needs_matplotlib_and_says_how_to_get_it() -> None:
     charts = repr(CHARTS).replace("Span(instruction", "Step(instruction")
     code = WITHOUT_MATPLOTLIB.replace("CHARTS", charts).replace("BESIDE", repr(BESIDE))
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    says = "minidist.instruments.plot draws with matplotlib: pip install 'minidist[course]'"
+    says = "minidist.plot draws with matplotlib: pip install 'minidist[course]'"
     told = [f"{name} ModuleNotFoundError matplotlib {says}" for name in CHARTS]
     assert ran.stdout.splitlines() == ["set()", *told], ran.stderr
 

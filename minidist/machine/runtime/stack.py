@@ -16,7 +16,7 @@ from types import FrameType, TracebackType
 
 # Code that is not the reader's own: the standard library, installed packages, and minidist.
 _RUNTIME = os.path.dirname(__file__)
-_MINIDIST = os.path.dirname(os.path.realpath(_RUNTIME))
+_MINIDIST = os.path.dirname(os.path.dirname(os.path.realpath(_RUNTIME)))
 _INSTALLED = [
     os.path.realpath(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")
 ]
