@@ -38,7 +38,7 @@ class DataParallel(Wrapper):
     The arguments are those of torch's class. `device_ids` are numbers of CUDA devices, or names
     such as "cpu"; None means all CUDA devices, or, where there is none, the CPU as the only one.
     With one device the module itself runs, without a replica. The parameters and buffers of
-    `module` must be on the first. Inputs are scattered and outputs gathered along `dim`; the output
+    `module` must be on the first. Inputs are scattered and outputs gathered by rows; the output
     goes to `output_device`, or else to the first device.
 
     A forward pass makes new replicas, so what `forward` stores in a module is lost. What it writes
@@ -48,28 +48,25 @@ class DataParallel(Wrapper):
     wrong: have a device for each replica there.
 
     Raises ValueError if there is no device, or not this one; if the module is elsewhere; and if
-    the inputs' sizes along `dim` differ. An exception of a replica is raised with a note that
+    the inputs have different numbers of rows. An exception of a replica is raised with a note that
     names the replica.
     Lesson: data_parallel.
     """
 
     devices: list[torch.device]
     output_device: torch.device
-    dim: int
 
     def __init__(
         self,
         module: nn.Module,
         device_ids: Sequence[Device] | None = None,
         output_device: Device | None = None,
-        dim: int = 0,
     ) -> None:
         super().__init__(module)
         if device_ids is None:
             device_ids = range(torch.cuda.device_count()) or ["cpu"]
         self.devices = _devices(device_ids)
         self.output_device = self.devices[0] if output_device is None else _device(output_device)
-        self.dim = dim
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         first = self.devices[0]
@@ -79,7 +76,7 @@ class DataParallel(Wrapper):
                     f"the module must be on {first}, its first device, but its {name!r} is on "
                     f"{tensor.device}: call module.to({str(first)!r}) before"
                 )
-        shares = scatter((inputs, kwargs), self.devices, self.dim)
+        shares = scatter((inputs, kwargs), self.devices)
         if len(self.devices) == 1:
             ((inputs, kwargs),) = shares  # on that device now
             return self.module(*inputs, **kwargs)
@@ -87,26 +84,27 @@ class DataParallel(Wrapper):
         replicas = replicate(self.module, devices)
         args, kws = zip(*shares, strict=True)
         outputs = parallel_apply(replicas, args, kws, devices)
-        return gather(outputs, self.output_device, self.dim)
+        return gather(outputs, self.output_device)
 
 
-def scatter(inputs: Any, devices: Sequence[Device], dim: int = 0) -> list[Any]:
-    """Cut every tensor among `inputs` along `dim`: the list of the devices' shares.
+def scatter(inputs: Any, devices: Sequence[Device]) -> list[Any]:
+    """Cut every tensor among `inputs` by rows: the list of the devices' shares.
 
     `inputs` is a tensor, or tuples, lists and dicts, nested in any way; each share has the same
     form, and in the place of whatever is no tensor the same object. Tensors are cut as
     `torch.chunk` does: the last share can be smaller, and there can be fewer shares than devices.
-    Without any tensor there is one share. Raises ValueError if the tensors' sizes differ.
+    Without any tensor there is one share. Raises ValueError if tensors have
+    other numbers of rows.
     Lesson: data_parallel.
     """
     devices = _devices(devices)
     leaves, form = tree_flatten(inputs)
     shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    if len({shape[dim] for shape in shapes}) > 1:
-        raise ValueError(f"tensors of shapes {shapes} have different sizes in dimension {dim}")
+    if len({shape[:1] for shape in shapes}) > 1:
+        raise ValueError(f"tensors of shapes {shapes} have different numbers of rows")
     count = len(devices)
     pieces = [
-        [piece.to(device) for piece, device in zip(leaf.chunk(count, dim), devices, strict=False)]
+        [piece.to(device) for piece, device in zip(leaf.chunk(count), devices, strict=False)]
         if isinstance(leaf, torch.Tensor)
         else [leaf] * count
         for leaf in leaves
@@ -188,8 +186,8 @@ def parallel_apply(
     return outputs
 
 
-def gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Any:
-    """Join the outputs of the replicas, tensor by tensor, along `dim`: the reverse of `scatter`.
+def gather(outputs: Sequence[Any], output_device: Device) -> Any:
+    """Join the outputs of the replicas, tensor by tensor, by rows: the reverse of `scatter`.
 
     An output is a tensor, or tuples, lists and dicts of tensors, nested in any way but the same
     in each replica. Tensors without a dimension, such as losses, become a vector, an element a
@@ -202,7 +200,7 @@ def gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Any:
         if all(part is None for part in parts):
             return None
         parts = tuple(part.to(device) for part in parts)
-        return torch.cat(parts, dim) if any(part.dim() for part in parts) else torch.stack(parts)
+        return torch.cat(parts) if any(part.dim() for part in parts) else torch.stack(parts)
 
     first, *others = outputs
     return tree_map(join, first, *others)

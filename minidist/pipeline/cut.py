@@ -5,7 +5,7 @@ tied parameter. And where a model on the device "meta" gets its values.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import accumulate
 from statistics import median
@@ -58,7 +58,6 @@ def balance_by_cost(
     module: nn.Sequential,
     example: torch.Tensor,
     stages: int,
-    process_group: dist.ProcessGroup | None = None,
 ) -> list[int]:
     """How many layers each stage takes, so that the slowest stage is as fast as can be.
     Lesson: layer_splitting
@@ -73,8 +72,8 @@ def balance_by_cost(
             seconds[number] = median([_seconds(layer, x) for _ in range(5)])
             x = layer(x)
     if dist.is_available() and dist.is_initialized():
-        times: list[torch.Tensor] = [seconds] * dist.get_world_size(process_group)
-        dist.all_gather_object(times, seconds, group=process_group)
+        times: list[torch.Tensor] = [seconds] * dist.get_world_size()
+        dist.all_gather_object(times, seconds)
         seconds = torch.stack(times).mean(0)
     return balance(seconds.tolist(), stages)
 
@@ -136,7 +135,6 @@ def fill(
     ties: Ties,
     peers: Peers,
     device: torch.device,
-    init: Callable[[nn.Module], object] | None,
 ) -> Ties:
     """Give this rank's stages memory and values, one stage after another over all ranks. Returns
     this rank's ties, now of the filled parameters. Each has the values of its first rank."""
@@ -144,7 +142,7 @@ def fill(
     places = places_of([named for stage in stages.values() for named in stage.named_modules()])
     for number in range(plan.stages):
         if number in stages:
-            materialize(list(stages[number].named_modules()), device, init)
+            materialize(list(stages[number].named_modules()), device, None)
         state = [torch.get_rng_state()]
         dist.broadcast_object_list(state, group=peers.group, group_src=plan.rank_of(number))
         torch.set_rng_state(state[0])

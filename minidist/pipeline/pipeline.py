@@ -59,12 +59,11 @@ class Pipeline(Wrapper):
     wrap: `md.FullyShardedDataParallel` or `md.fully_shard` along another axis of a mesh. It is
         given the layers of each stage, and what it returns is run in their place. Then no parameter
         can be in two stages, and no schedule can go back in two parts, as "zero_bubble" does.
-    param_init_fn: gives memory and values to a module on the device "meta"; None calls its
-        `to_empty` and `reset_parameters()`.
 
     A model that no rank could hold is made on the device "meta": each rank then fills its own
-    stages only. The stages are filled in their order, each with the random state of the CPU that
-    the one before has left, so the values are those that one process would draw by rank 0's seed.
+    stages only, by `reset_parameters()`. The stages are filled in their order, each with the random
+    state of the CPU that the one before has left, so the values are those that one process would
+    draw by rank 0's seed.
 
     A layer takes what the one before it gives, as in any nn.Sequential: a tensor, or tensors in
     tuples, lists and dicts; tensors of whole numbers and masks get no gradient. What is no tensor
@@ -110,7 +109,6 @@ class Pipeline(Wrapper):
         process_group: dist.ProcessGroup | None = None,
         recompute: bool = False,
         wrap: Callable[[nn.Module], nn.Module] | None = None,
-        param_init_fn: Callable[[nn.Module], object] | None = None,
     ) -> None:
         group = require_group(process_group, "Pipeline")
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -138,7 +136,7 @@ class Pipeline(Wrapper):
                 own.add_module(name, layer)
         self._peers = Peers(group)
         if len(filled) < len(tensors):
-            ties = fill(parts, plan, ties, self._peers, self._device, param_init_fn)
+            ties = fill(parts, plan, ties, self._peers, self._device)
         super().__init__(own)
         self.process_group, self.schedule, self.balance = group, plan, counts
         self.trace = []
