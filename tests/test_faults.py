@@ -21,7 +21,7 @@ import torch.distributed as dist
 from programs import SEED, eventually, few
 
 import minidist as md
-from minidist.machine.backend.meeting import life
+from minidist.machine.backend.segment import has_ended
 
 SOON = 5  # seconds
 PYTHON_ENDS = 60  # seconds, on a busy machine: alone it takes one, and that is not ours
@@ -138,7 +138,7 @@ def killed_inside(library, operation, victim, pid):
     rank = dist.get_rank()
     if rank == victim:
         threading.Timer(0.15, os.kill, (pid, signal.SIGKILL)).start()
-    while rank == (victim - 1) % SIZE and life(pid):
+    while rank == (victim - 1) % SIZE and not has_ended(pid):
         time.sleep(0.01)
     call(md.collectives if library == "minidist" else dist, operation)
     if rank == victim:  # a victim that waits for nobody: a root that sends
@@ -434,7 +434,7 @@ def test_an_interrupted_call_ends_soon_and_tells_each_ranks_line(to, tmp_path):
 
 # One round is run again and again, with an interrupt at line after line of its Python.
 ROUND = """
-import gc, multiprocessing, os, signal, sys, time, warnings
+import gc, os, signal, sys, time, warnings
 import minidist as md, torch.distributed as dist
 from minidist.machine.runtime.processes import Processes
 
@@ -533,8 +533,6 @@ AFTERWARDS = """
 gc.collect()
 print("done", flush=True)
 sys.stdin.readline()
-while multiprocessing.active_children():  # the forkserver says a moment later that one has ended
-    time.sleep(0.01)
 with md.ranks(2) as r:
     print(r(dist.get_rank), flush=True)
 r = None
@@ -556,7 +554,7 @@ print("closed", flush=True)
 def test_interrupts_leave_nothing_and_the_next_pool_starts(how, tmp_path):
     with Program(ROUND + how.replace("SEED", repr(SEED)) + AFTERWARDS, tmp_path) as program:
         assert program.line() == "done"
-        assert eventually(lambda: len(program.alive()) == 3, 3 * SOON)  # with forkserver, tracker
+        assert eventually(lambda: len(program.alive()) == 2, 3 * SOON)  # with its forkserver
         assert program.temporary() == []
         program.say("go on")
         assert program.line() == "[0, 1]"
@@ -601,7 +599,7 @@ r = md.ranks(3)
     with Program(source, tmp_path) as program:
         assert program.line() == "now"
         if when == "while ranks start":
-            assert eventually(lambda: len(program.alive()) in (9, 10, 11, 12), 30)
+            assert eventually(lambda: len(program.alive()) in (8, 9, 10, 11), 30)
         else:
             time.sleep(0.5)
         os.kill(program.process.pid, signal.SIGKILL)

@@ -235,12 +235,12 @@ class Pipeline(Wrapper):
         `max_norm`; what it was is returned. As `torch.nn.utils.clip_grad_norm_` of the whole
         module in one process: parameters on several ranks count once. Every rank calls this, and
         if the stages are fully sharded, every rank that has shards of them."""
-        shards = [unit.fsdp_group.group for unit in self.wrapped if hasattr(unit, "fsdp_group")]
+        units: list[Any] = [unit for unit in self.wrapped if hasattr(unit, "fsdp_group")]
         return clip_grad_norm_(
             self.parameters(),
             max_norm,
             norm_type,
-            groups=[*shards[:1], self.process_group],
+            groups=[*(unit.fsdp_group.group for unit in units[:1]), self.process_group],
             device=self._peers.device,
             elsewhere=self.counted_elsewhere,
         )

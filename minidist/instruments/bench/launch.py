@@ -7,20 +7,17 @@ import os.path
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import minidist as md
-from minidist.instruments.bench import Row, Target, draw, in_turns, show
+from minidist.instruments.bench import Row, Target, in_turns
 from minidist.machine.runtime import Pool
 from minidist.machine.runtime.cell import run_cell
 
 WORLD_SIZE = 4
-
-
 FIRST, WHOLE = "4 warm ranks, first all_reduce", "a whole launch of 4 ranks"
 SPAWN = "spawn, gloo"
 TARGETS = [
@@ -29,7 +26,7 @@ TARGETS = [
 ]
 
 
-def run(rounds: int, picture: Path) -> list[Row]:
+def run(rounds: int) -> list[Row]:
     """Time 4 ranks to their first all_reduce and to their end, and a call of kept ranks."""
     launched()  # the forkserver is warm from here on, as in a notebook after its first cell
     whole: dict[str, float] = {}
@@ -50,15 +47,11 @@ def run(rounds: int, picture: Path) -> list[Row]:
     with md.ranks(WORLD_SIZE) as pool:
         _cell(pool)
         trips = [_cell(pool) for _ in range(20 * rounds)]
-    rows = [
+    return [
         times.row(FIRST, "ours, first", "theirs, first", SPAWN),
         times.row(WHOLE, "ours, whole", "theirs, whole", SPAWN),
         Row("a %%ranks cell, there and back", trips),
     ]
-    title = "launch: 4 ranks"
-    show(title, rows)
-    draw(title, rows, picture)
-    return rows
 
 
 def _first_all_reduce() -> float:

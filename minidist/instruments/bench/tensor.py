@@ -4,7 +4,6 @@ Lesson: feature_splitting
 """
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +24,16 @@ from torch.distributed.tensor.parallel import (
 )
 
 import minidist as md
-from minidist.instruments.bench import Row, Target, draw, show
-from minidist.instruments.bench.training import BACKENDS, Make, Trainer, measure, text, transformer
+from minidist.instruments.bench import Row, Target
+from minidist.instruments.bench.training import (
+    BACKENDS,
+    Make,
+    Trainer,
+    measure,
+    sgd,
+    text,
+    transformer,
+)
 
 LAYERS, WIDTH, LENGTH, ROWS = 2, 256, 64, 4  # 1.7 million parameters; tokens a row, rows a batch
 WORLD_SIZES = [2, 4]
@@ -41,7 +48,7 @@ TARGETS = [
 ]
 
 
-def run(rounds: int, picture: Path) -> list[Row]:
+def run(rounds: int) -> list[Row]:
     """Time forward and backward in turns, by backend and world size."""
     rows = []
     for world_size in WORLD_SIZES:
@@ -55,29 +62,23 @@ def run(rounds: int, picture: Path) -> list[Row]:
                         f"minidist, {backend}{kind}",
                     )
                     rows.append(taken.row(what, ours, there + kind, there))
-    title = "tensor: forward and backward of a transformer split by features"
-    show(title, rows)
-    draw(title, rows, picture)
     return rows
 
 
-def ways(**sizes: int) -> dict[str, Make]:
+def ways() -> dict[str, Make]:
     """Ours and torch's over each backend, with and without sequence parallel."""
     found: dict[str, Make] = {}
     for kind, sequence_parallel in KINDS.items():
         for backend in BACKENDS:
-            options: dict[str, Any] = dict(sequence_parallel=sequence_parallel, **sizes)
-            found[f"minidist, {backend}{kind}"] = partial(by_minidist, backend, **options)
-            found[f"torch, {backend}{kind}"] = partial(by_torch, backend, **options)
+            found[f"minidist, {backend}{kind}"] = partial(by_minidist, backend, sequence_parallel)
+            found[f"torch, {backend}{kind}"] = partial(by_torch, backend, sequence_parallel)
     return found
 
 
-def by_minidist(
-    backend: str, sequence_parallel: bool, layers: int = LAYERS, width: int = WIDTH
-) -> Trainer:
+def by_minidist(backend: str, sequence_parallel: bool) -> Trainer:
     """`md.tensor_parallel.parallelize_module`."""
     group = dist.new_group(backend=backend)
-    mesh, model = DeviceMesh.from_group(group, "cpu"), transformer(layers, width, LENGTH)
+    mesh, model = DeviceMesh.from_group(group, "cpu"), transformer(LAYERS, WIDTH, LENGTH)
     md.tensor_parallel.parallelize_module(model, mesh, sequence_parallel=sequence_parallel)
 
     def step(inputs: torch.Tensor, targets: torch.Tensor) -> float:
@@ -85,14 +86,12 @@ def by_minidist(
         loss.backward()
         return loss.item()
 
-    return Trainer(list(model.parameters()), step)
+    return Trainer(step, sgd(model))
 
 
-def by_torch(
-    backend: str, sequence_parallel: bool, layers: int = LAYERS, width: int = WIDTH
-) -> Trainer:
+def by_torch(backend: str, sequence_parallel: bool) -> Trainer:
     """The same model by torch, as its tutorial has it."""
-    model = transformer(layers, width, LENGTH)
+    model = transformer(LAYERS, WIDTH, LENGTH)
     group = dist.new_group(backend=backend)
     split_by_torch(model, DeviceMesh.from_group(group, "cpu"), sequence_parallel)
 
@@ -102,7 +101,7 @@ def by_torch(
             loss.backward()
         return loss.full_tensor().item() if isinstance(loss, DTensor) else loss.item()
 
-    return Trainer(list(model.parameters()), step)
+    return Trainer(step, sgd(model))
 
 
 def split_by_torch(

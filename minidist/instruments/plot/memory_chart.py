@@ -1,39 +1,20 @@
-"""The charts: what a rank's memory holds. Bytes go in; kB and MB are shown."""
+"""The chart: what a rank's memory holds, over a step. Bytes go in; kB and MB are shown."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from minidist.instruments.plot.bar_charts import handles, kinds_of, stacked
+from minidist.instruments.plot.bar_charts import handles, kinds_of
 from minidist.instruments.plot.frame import chart, legend, ticks
 from minidist.instruments.plot.palette import PALE, colors, human_bytes, ink
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-
-class Phase(Protocol):
-    """A part of a training step, from one place in the lists of a history to another."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def end(self) -> int: ...
+    from minidist.instruments.measure import MemoryTracker, Phase
 
 
-class Tracker(Protocol):
-    """What `memory` reads of a `md.measure.MemoryTracker`."""
-
-    @property
-    def history(self) -> Mapping[str, Sequence[int]]: ...
-    @property
-    def phases(self) -> Iterable[Phase]: ...
-
-
-def memory(tracker: Tracker, ax: Axes | None = None) -> Axes:
+def memory(tracker: MemoryTracker, ax: Axes | None = None) -> Axes:
     """The live bytes of one rank, stacked by what they are, over its allocations.
 
     Each allocation and each free is one place to the right, however long it took: the picture is
@@ -64,26 +45,6 @@ def memory(tracker: Tracker, ax: Axes | None = None) -> Axes:
         ticks(ax.yaxis, human_bytes)
         legend(ax, handles(kinds))
         return ax
-
-
-def memory_by_rank(
-    measured: Mapping[str, Mapping[str, int]],
-    predicted: Mapping[str, Mapping[str, float]] | None = None,
-    ax: Axes | None = None,
-) -> Axes:
-    """A stacked bar of bytes a rank, by what they are; black lines mark the formula.
-
-    Both mappings go from a bar's name to {category: bytes}: {"rank 0": tracker.after("backward")}.
-    The lines stand where the parts of the bar would end by the formula, and its sum beside them.
-    Lesson: distributed_data_parallel.
-    """
-    predicted = predicted or {}
-    kinds = kinds_of([*measured.values(), *predicted.values()])
-    if not measured or not kinds:
-        raise ValueError("memory_by_rank: nothing measured to draw")
-    if strange := [name for name in predicted if name not in measured]:
-        raise ValueError(f"memory_by_rank: {', '.join(strange)} is predicted and not measured")
-    return stacked(measured, predicted, ax, "Memory by rank", "live bytes", human_bytes, kinds)
 
 
 def _strip(ax: Axes, phase: Phase, length: int) -> None:
