@@ -143,7 +143,7 @@ class FullyShardedDataParallel(Synchronized):
         all ranks' rows together, is at most `max_norm`. Returns what it was, a number. All ranks
         must call it."""
         norm: Any = clip_grad_norm_(self.parameters(), max_norm, norm_type)
-        return norm.full_tensor()  # type: ignore[no-any-return]
+        return norm.full_tensor()
 
 
 def _make_whole(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:

@@ -28,7 +28,6 @@ from minidist.machine import backend
 from minidist.zero.shards import Cut, all_gather_each, deal, reduce_scatter
 
 EMPTY = 2**30  # the version of full parameters without memory
-ON_META = ""
 
 
 @dataclass(frozen=True, eq=False)
