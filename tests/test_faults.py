@@ -21,7 +21,7 @@ import torch.distributed as dist
 from programs import SEED, eventually, few
 
 import minidist as md
-from minidist.machine.backend.meeting import life
+from minidist.machine.backend.segment import has_ended
 
 SOON = 5  # seconds
 PYTHON_ENDS = 60  # seconds, on a busy machine: alone it takes one, and that is not ours
@@ -138,7 +138,7 @@ def killed_inside(library, operation, victim, pid):
     rank = dist.get_rank()
     if rank == victim:
         threading.Timer(0.15, os.kill, (pid, signal.SIGKILL)).start()
-    while rank == (victim - 1) % SIZE and life(pid):
+    while rank == (victim - 1) % SIZE and not has_ended(pid):
         time.sleep(0.01)
     call(md.collectives if library == "minidist" else dist, operation)
     if rank == victim:  # a victim that waits for nobody: a root that sends
