@@ -165,11 +165,11 @@ class Checkpoints:
         steps = self._gather(own)[0]
         if not steps:
             return None
-        *_, before, (step, folder) = None, *steps.items()
+        (step, folder), *older = reversed(steps.items())
         try:
             self._load(step, folder, states, others)
         except (ValueError, RuntimeError) as error:
-            onward = f". To go on from {before[1]}, move it away" if before else ""
+            onward = f". To go on from {older[0][1]}, move it away" if older else ""
             raise type(error)(f"{folder} does not load: {error}{onward}") from error
         return step
 
