@@ -298,22 +298,20 @@ def stage2(module, optimizer):
     return md.ShardedDataParallel(module, zero), zero
 
 
-def units_of(kind, model, **options):
-    return md.FullyShardedDataParallel(model, auto_wrap_policy=by_class(kind), **options)
+def units_of(kind, model):
+    return md.FullyShardedDataParallel(model, auto_wrap_policy=by_class(kind))
 
 
-def units_of_checkpoints(**options):
-    return lambda model: units_of(CheckpointWrapper, blocks(model), **options)
+def units_of_checkpoints(model):
+    return units_of(CheckpointWrapper, blocks(model))
 
 
 STRATEGIES = {
     "DDP": lambda model: md.DistributedDataParallel(blocks(model), bucket_cap_mb=0.01),
-    "checkpoint of DDP": lambda model: wrap(md.DistributedDataParallel(model)),
     "torch DDP": lambda model: TorchDDP(blocks(model)),
     "ZeRO 2": lambda model: stage2(blocks(model), torch.optim.SGD),
     "fully sharded, checkpoints of units": lambda model: units_of(md.zoo.Block, blocks(model)),
-    "fully sharded, units of checkpoints": units_of_checkpoints(),
-    "and not freed after forward": units_of_checkpoints(reshard_after_forward=False),
+    "fully sharded, units of checkpoints": units_of_checkpoints,
     "fully sharded, one checkpoint": lambda model: units_of(md.zoo.Block, wrap(model)),
 }
 
@@ -351,15 +349,13 @@ def test_states_of_sharded_checkpoints_are_those_of_the_bare_module(pools):
     def saved():
         model = units_of(CheckpointWrapper, blocks(md.zoo.Transformer(seed=1)))
         other = md.zoo.Transformer(seed=2).state_dict()
-        names = [name for name, _ in model.named_parameters()]
         first = model.state_dict()
         model.load_state_dict(other)
-        return names, first, model.state_dict()
+        return first, model.state_dict()
 
     plain, other = md.zoo.Transformer(seed=1), md.zoo.Transformer(seed=2).state_dict()
     wanted = plain.state_dict()
-    for names, first, second in pools(2)(saved):
-        assert set(names) == {name for name, _ in plain.named_parameters()}
+    for first, second in pools(2)(saved):
         for found, expected in (first, wanted), (second, other):
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -442,10 +438,6 @@ def test_inputs_and_weights_that_have_changed():
     with torch.no_grad():
         model.module.bias += 1
     with pytest.raises(RuntimeError, match="the weights of a checkpointed Linear were changed"):
-        y.backward()
-    y = model(x).exp().sum()
-    model.module.weight = nn.Parameter(model.module.weight * 3)
-    with pytest.raises(RuntimeError, match="weight of a checkpointed Linear is another tensor in"):
         y.backward()
 
 

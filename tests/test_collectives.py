@@ -371,7 +371,6 @@ def test_what_is_counted_is_what_was_predicted(pools, world_size):
             each = [(counter.sent_messages, counter.sent_bytes) for counter in counters]
             for r, counter in enumerate(counters):
                 assert each[r] == sent(operation, algorithm, p, r, numel, 8, p // 2), (case, r)
-                assert counter.received_from == [c.sent_to[r] for c in counters], (case, r)
                 assert counter.calls == {}
             if operation != "scatter":  # whose root has another block than rank 0
                 added = Cost(*map(sum, zip(*each, strict=True)))

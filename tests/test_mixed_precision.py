@@ -213,22 +213,6 @@ def test_unscaled_gradients_are_clipped(pools):
         assert max(pools(2)(clipped, strategy)) <= 1e-12, strategy
 
 
-def test_torchs_own_scaler_hears_of_an_infinity_in_another_ranks_rows(pools):
-    def scaled_by_torch():
-        model, optimizer = stage2(net())
-        before = [p.detach().clone() for p in model.parameters()]
-        scaler = torch.amp.GradScaler("cpu")
-        scaler.scale(loss_of(model, 0, dist.get_rank())).backward()
-        if dist.get_rank() == 1:
-            next(model.parameters()).grad.to_local()[0] = float("inf")
-        scaler.step(optimizer)
-        scaler.update()
-        same = all(map(torch.equal, before, model.parameters()))
-        return same, scaler.get_scale()
-
-    assert pools(2)(scaled_by_torch) == [(True, 2.0**15)] * 2
-
-
 def test_autocast_needs_nothing_of_ours(pools):
     def both(dtype):
         found = []
@@ -320,10 +304,6 @@ def before_backward(rank, module, optimizer, scaler):
     scaler.step(optimizer)
 
 
-def before_scale(rank, module, optimizer, scaler):
-    scaler.step(optimizer)
-
-
 def of_another(rank, module, optimizer, scaler):
     scaler.scale(loss_of(module, 0, 0)).backward()
     scaler.step(Adam(net().parameters()))
@@ -348,7 +328,6 @@ def other_scales(rank, module, optimizer, scaler):
 
 MISTAKES = {
     "step before backward": (before_backward, "no rank has a gradient to unscale"),
-    "step before scale": (before_scale, "no rank has a gradient to unscale"),
     "another optimizer": (of_another, "no rank has a gradient to unscale"),
     "unscale_ twice": (unscaled_twice, "already been called on this optimizer"),
     "scales": (other_scales, "the ranks' scales differ, from 128 to 65536"),

@@ -193,9 +193,7 @@ def test_fresh_ranks_know_nothing_and_another_number_makes_fresh_ones(kernel):
         "[rank 0] '20'\n[rank 1] '21'\n"
     )
     assert kernel.run("%%ranks\n1 + 1").stdout == by_rank("2", (0, 1))
-    assert eventually(
-        lambda: len(kernel.alive()) == 6, SOON
-    )  # with forkserver, tracker, supervisor
+    assert eventually(lambda: len(kernel.alive()) == 5, SOON)  # with forkserver, supervisor
 
 
 def test_the_kernel_calls_the_ranks_and_fetches_values(kept):
@@ -559,7 +557,7 @@ def test_an_interrupted_cell_is_free_soon_and_tells_each_ranks_line(kept):
     )
     assert shown.stdout == by_rank("begun", (1, 2))  # rank 0's was seen above
     assert kept.run("%%ranks\n3 + 3").stdout == by_rank("6")
-    assert eventually(lambda: len(kept.alive()) == 7, SOON)  # with forkserver, tracker, supervisor
+    assert eventually(lambda: len(kept.alive()) == 6, SOON)  # with forkserver, supervisor
 
 
 # ---- kernels that end ---------------------------------------------------------------------
@@ -611,8 +609,8 @@ def test_restarts_show_the_same_each_time_and_leave_nothing(own_kernel):
         with_ranks = turn % 4 in (0, 3)
         if with_ranks:
             check_cells(kernel)
-            # Kernel, forkserver, tracker, supervisor, three ranks.
-            assert eventually(lambda: len(kernel.alive()) == 7, SOON)
+            # Kernel, forkserver, supervisor, three ranks.
+            assert eventually(lambda: len(kernel.alive()) == 6, SOON)
         else:  # restarted while the forkserver still imports torch
             assert kernel.run("%load_ext minidist") == Shown()
         before = set(kernel.alive())
