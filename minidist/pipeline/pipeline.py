@@ -219,10 +219,8 @@ class Pipeline(Wrapper):
         if not trains:
             plan = forward_only(peers.size, plan.stages, microbatches)
         of_first = split_into_microbatches(inputs, rows) if 0 in self._stages else []
-        has_last = trains and plan.stages - 1 in self._stages
-        of_last = split_into_microbatches(targets, rows) if has_last else []
         executor = Executor(
-            plan, self._stages, peers, self._device, rows, of_first, of_last, loss_fn, self._specs
+            plan, self._stages, peers, self._device, rows, of_first, targets, loss_fn, self._specs
         )
         with torch.set_grad_enabled(trains):
             executor.run()
