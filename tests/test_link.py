@@ -200,9 +200,6 @@ def test_who_waits_for_a_cable_into_a_node_keeps_nobody_from_another():
     on = network(LINK, 0, 1, 2, 3)
     found = arrivals(on, (0, 1), (0, 1), (0, 2), (3, 2))
     assert found == pytest.approx([ONE, TWO, LINK.seconds(3 * NBYTES), ONE])
-
-
-def test_a_message_that_is_sent_late_leaves_late():
     on = network(LINK, 0, 0)
     assert on.send(0, 1, NBYTES, 5.0).due == pytest.approx(5 + ONE)
     assert on.send(0, 1, NBYTES, 1.0).due == pytest.approx(1 + ONE)  # asked later, sent before
@@ -227,7 +224,7 @@ MADE = {
 }
 
 
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 7, 8])
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("operation", MADE)
 def test_ranks_send_in_steps_what_the_algorithms_send(operation, p):
     n = 840 * p
@@ -241,7 +238,7 @@ def test_ranks_send_in_steps_what_the_algorithms_send(operation, p):
         assert sent(*operation, p, rank, n, root=1 % p) == pytest.approx(tuple(found[rank]))
 
 
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("p", [1, 3, 4, 6])
 def test_after_a_collectives_steps_all_have_what_they_wait_for(p):
     def heard(made):
         """Of whom each rank has heard, directly or through others."""
@@ -281,13 +278,6 @@ def test_collectives_take_what_their_formulas_say(p, apart):
     for name in "scatter", "gather":
         expected = ALPHA * (p > 1) + blocks * NBYTES * SECONDS_A_BYTE
         assert max(ends(LINK, nodes, MADE[name, "flat"](p, NBYTES))) == pytest.approx(expected)
-
-
-def test_a_tree_of_three():
-    """The root has two children, to which it sends at once."""
-    made = steps.tree(3, NBYTES, 0)
-    assert ends(LINK, [0, 0, 0], made) == pytest.approx([ONE - ALPHA, ONE, ONE])
-    assert ends(LINK, [0, 1, 2], made) == pytest.approx([TWO - ALPHA, TWO, ONE])
 
 
 INTER = Link(gbps=1e6, inter=LINK)  # within a node no time passes
@@ -344,12 +334,6 @@ def test_a_rank_that_comes_late_holds_up_those_that_wait_for_it():
     found = on.travel(steps.tree(4, NBYTES, 0), [0, 0, 9, 0])
     n = NBYTES * SECONDS_A_BYTE
     assert found == pytest.approx([n, ALPHA + n, 9 + n, 9 + ALPHA + n])
-
-
-def test_an_all_to_all_is_charged_by_what_each_sends():
-    sizes = [[9, NBYTES], [0, 9]]
-    assert ends(LINK, [0, 0], steps.pairwise(sizes)) == pytest.approx([ONE, ONE], abs=0.03)
-    assert max(ends(LINK, [0, 0], steps.pairwise(sizes))) == pytest.approx(ONE)
 
 
 def test_a_line_counts_what_it_carries():
@@ -411,24 +395,6 @@ def messages(start, n, *pairs):
     return since(start, run)
 
 
-@pytest.mark.soak
-def test_messages_take_their_time(ranks):
-    for n in N, 5 * N:
-        takes(ranks, messages, n, (0, 1), seconds=LINK.seconds(4 * n), tolerance=0.08)
-
-
-@pytest.mark.soak
-def test_both_ways_and_to_several_at_once(ranks):
-    takes(ranks, messages, 2 * N, (0, 1), (1, 0), (2, 3), (0, 3), seconds=TWO)
-
-
-@pytest.mark.soak
-def test_the_cable_of_a_node_is_shared(nodes):
-    takes(nodes, messages, 2 * N, (0, 2), (3, 1), seconds=TWO)
-    takes(nodes, messages, N, (0, 2), (1, 3), seconds=TWO)
-    takes(nodes, messages, N, (0, 2), (1, 3), (2, 0), (3, 1), (0, 1), seconds=TWO)
-
-
 def collective(start, name):
     size = dist.get_world_size()
     x, part = torch.zeros(N), torch.zeros(N // size)
@@ -461,41 +427,26 @@ def predicted(operation):
 OPERATIONS = [operation for operation, _ in MADE] + ["barrier"]
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_a_collective_takes_its_steps(ranks, name):
-    expected = predicted(name)
-    takes(ranks, collective, name, seconds=expected, tolerance=max(0.05, 0.015 / expected))
-
-
 def by_hand(start, algorithm):
     x = torch.zeros(N)
     return since(start, lambda: md.collectives.all_reduce(x, algorithm=algorithm))
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("algorithm", ["ring", "tree", "halving_doubling", "recursive_doubling"])
-def test_algorithms_of_messages_take_what_their_formulas_say(ranks, algorithm):
+def test_messages_and_collectives_take_what_their_formulas_say(ranks, nodes):
+    takes(ranks, messages, N, (0, 1), seconds=ONE, tolerance=0.08)
+    takes(ranks, messages, 2 * N, (0, 1), (1, 0), (2, 3), (0, 3), seconds=TWO)
+    for name in OPERATIONS:
+        expected = predicted(name)
+        takes(ranks, collective, name, seconds=expected, tolerance=max(0.05, 0.015 / expected))
     agreement = 4 * ALPHA  # before each call: up the tree, and down again
-    expected = cost("all_reduce", algorithm, 4, NBYTES).seconds(ALPHA, SECONDS_A_BYTE)
-    takes(ranks, by_hand, algorithm, seconds=agreement + expected)
-
-
-def along(start, dim):
-    """An all_reduce along one side of a mesh of nodes and their ranks, in both groups at once."""
-    x, group = torch.zeros(N), dist.init_device_mesh("cpu", (2, 2)).get_group(dim)
-    return since(start + 0.5, lambda: dist.all_reduce(x, group=group))
-
-
-@pytest.mark.soak
-def test_collectives_on_two_nodes(nodes):
-    takes(nodes, messages, N, (1, 2), seconds=ONE, tolerance=0.08)
+    for algorithm in "ring", "tree", "halving_doubling", "recursive_doubling":
+        expected = cost("all_reduce", algorithm, 4, NBYTES).seconds(ALPHA, SECONDS_A_BYTE)
+        takes(ranks, by_hand, algorithm, seconds=agreement + expected)
+    takes(nodes, messages, N, (0, 2), (1, 3), (2, 0), (3, 1), (0, 1), seconds=TWO)  # one cable
     ring = 6 * NBYTES / 4 * SECONDS_A_BYTE + ALPHA  # a block waits for the cable, not for latency
     takes(nodes, collective, "all_reduce", seconds=ring)
     takes(nodes, by_hand, "ring", seconds=ring + 2 * ALPHA, tolerance=0.12)
-    takes(nodes, along, 0, seconds=LINK.seconds(2 * NBYTES, 2))  # two groups, one cable
-    within = (max(nodes(along, time.monotonic(), 1)) for _ in range(TRIES))
-    assert any(longest < ALPHA / 2 for longest in within)
 
 
 def left_the_nodes(how):
@@ -520,15 +471,11 @@ def test_nodes_count_what_leaves_them(nodes):
     ring = nodes(left_the_nodes, "ring")[1][1]  # rank 1 sends it all
     assert nodes(left_the_nodes, "torch")[0][0] == [ring, ring] == [1.5 * 4800] * 2
     for how in "ring", "recursive_doubling":
-        require_what_ranks_sent(nodes, how)
-
-
-def require_what_ranks_sent(nodes, how):
-    counted, far, most = zip(*nodes(left_the_nodes, how), strict=True)
-    assert counted == (counted[0],) * 4  # every rank sees the same
-    for node, nbytes in enumerate(counted[0]):
-        ranks = slice(2 * node, 2 * node + 2)
-        assert 0 < sum(far[ranks]) <= nbytes <= sum(most[ranks])
+        counted, far, most = zip(*nodes(left_the_nodes, how), strict=True)
+        assert counted == (counted[0],) * 4  # every rank sees the same
+        for node, nbytes in enumerate(counted[0]):
+            ranks = slice(2 * node, 2 * node + 2)
+            assert 0 < sum(far[ranks]) <= nbytes <= sum(most[ranks])
 
 
 def test_without_a_link_nothing_leaves_a_node(pools):

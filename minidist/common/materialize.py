@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence, Set
 import torch
 from torch import nn
 
+from minidist.common.groups import is_rehearsal
+
 Modules = Sequence[tuple[str, nn.Module]]  # by name, the outer ones first
 Place = tuple[nn.Module, str]  # a module, and what it calls the parameter
 Named = tuple[tuple[str, ...], tuple[Place, ...], nn.Parameter]
@@ -38,6 +40,8 @@ def materialize(
 
     Raises ValueError for a module that is still on "meta" after that.
     """
+    if is_rehearsal():  # it stays there
+        return
     ties = places_of(own)
     for name, module in own:
         alone = [("", module)]

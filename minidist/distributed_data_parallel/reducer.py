@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from minidist.common.agree import on_any_rank
+from minidist.common.groups import message_device
 
 
 class Reducer:
@@ -126,7 +127,7 @@ class Reducer:
         for all ranks to make buckets by it."""
         position = {parameter: i for i, parameter in enumerate(self.parameters)}
         order = torch.tensor([position[each] for each in self.order or ()])
-        order = order.to(self.parameters[0].device)
+        order = order.to(message_device(self._group))
         dist.broadcast(order, group=self._group, group_src=0)
         self.order = None
         return [self.parameters[i] for i in order.tolist()]

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 
 from minidist.collectives.peers import Peers, wait_for
 from minidist.common import agree
-from minidist.common.groups import require_group
+from minidist.common.groups import is_rehearsal, require_group
 from minidist.common.norm import clip_grad_norm_
 from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.tensors_in import tensors_of
@@ -119,7 +119,8 @@ class Pipeline(Wrapper):
         tensors = [*module.parameters(), *module.buffers()]
         filled = [tensor for tensor in tensors if not tensor.is_meta]
         broadcast_state(filled, group)
-        self._device = device(module)
+        alone = is_rehearsal(group)  # what has no memory needs none
+        self._device = torch.device("meta") if alone else device(module)
 
         layers = list(module._modules.items())  # by name: a layer that comes twice has two
         stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
@@ -135,7 +136,7 @@ class Pipeline(Wrapper):
                 parts[stage].add_module(name, layer)
                 own.add_module(name, layer)
         self._peers = Peers(group)
-        if len(filled) < len(tensors):
+        if len(filled) < len(tensors) and not alone:
             ties = fill(parts, plan, ties, self._peers, self._device)
         super().__init__(own)
         self.process_group, self.schedule, self.balance = group, plan, counts

@@ -150,12 +150,8 @@ NAMED = {  # what an answer is told
     check.breakdown: {
         sums: "where an operation holds another, computing comes to 10 s, and it is 8 s.",
         wrong_union: "where an operation holds another, computing comes to 3 s, and it is 8 s.",
-        counts_whole: (
-            "where events stick out of the window, computing comes to 10 s, and it is 6 s."
-        ),
-        counts_nothing: (
-            "where events stick out of the window, computing comes to 0 s, and it is 6 s."
-        ),
+        counts_whole: "stick out of the window, computing comes to 10 s, and it is 6 s.",
+        counts_nothing: "stick out of the window, computing comes to 0 s, and it is 6 s.",
         with_phases: "at once, computing comes to 12 s, and it is 4 s.",
         exposed_with_overlapped: "at once, exposed comes to 5 s, and it is 3 s.",
         another_order: "right four, but not (computing, overlapped, exposed, idle).",

@@ -103,8 +103,6 @@ def _complaint(model: nn.Module, single: nn.Module, world_size: int) -> str:
         return ""
     if same(ours, [world_size * gradient for gradient in wanted]):
         return "has the sum of the gradients, not the mean"
-    if same(ours, [gradient / world_size for gradient in wanted]):
-        return "has divided twice by the number of ranks"
     right = sum(same([a], [b]) for a, b in zip(ours, wanted, strict=True))
     return f"has the mean gradient in {right} of {len(wanted)} parameters"
 

@@ -7,7 +7,6 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -46,39 +45,23 @@ def _trial(given: Save) -> str:
         path = os.path.join(watch.folder, "checkpoint.pt")
         for step, which in (1, "first"), (2, "second"):
             watch.done.clear()
-            _Pickled.left = -1
             with watch.syncs():
                 given(_state(step), path)
             if _step_in(path) != step:
                 return f"after the {which} save, {_found(path)}"
         if said := watch.unsynced(path):
             return said
-        half, pickled = os.path.getsize(path) // 2, -1 - _Pickled.left
+        half = os.path.getsize(path) // 2
         kills = [(f"after {n:,} bytes", partial(_die_after, n)) for n in (0, 1, half, 2 * half - 1)]
         for n, change in enumerate(each for each in watch.done if isinstance(each, str)):
             kills.append((f"before {change}", partial(watch.at, n, _die)))
             if change in ("open", "shutil.copyfile"):
                 halved = partial(_die_after, half)
                 kills.append((f"within {change}", partial(watch.at, n, halved)))
-        for n in range(pickled):  # torch.save(state, path) empties the file, and then pickles
-            kills.append((f"in pickling {n + 1}", partial(setattr, _Pickled, "left", n)))
         for when, arm in kills:
             if not _survives(given, path, arm):
                 return f"killed {when}, {_found(path)}"
     return ""
-
-
-class _Pickled:
-    """A part of a state. It is pickled so many times, and then kills its process; below 0, always
-    again."""
-
-    left = -1
-
-    def __reduce__(self) -> Any:
-        if self.left == 0:
-            _die()
-        _Pickled.left -= 1
-        return OrderedDict, ()
 
 
 class _Watch:
@@ -160,7 +143,7 @@ def _die_after(nbytes: int) -> None:
 
 
 def _state(step: int) -> dict[str, Any]:
-    return {"step": step, "weights": torch.full((20_000,), float(step)), "last": _Pickled()}
+    return {"step": step, "weights": torch.full((20_000,), float(step))}
 
 
 def _step_in(path: str) -> int | None:

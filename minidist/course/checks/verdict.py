@@ -12,13 +12,12 @@ it:
     hints = ["where in the lesson to look", "the step", "the shape of the answer"]
     wrong."7/32" = "that is …" # what this number is instead
 
-Other puzzles and the exercises are functions with the decorator `check`, which takes `right` and
-`hints` from there. Such a function raises `NotYet`, with a sentence that helps. If it returns a
-sentence, that is said in place of `right`.
+Other puzzles and the exercises are functions with the decorator `check`, and have `right` and
+`hints` in the text file. Such a function raises `NotYet`, with a sentence that says what is wrong
+with this answer; or it returns None, or what is to be said in place of `right`.
 
-A sentence says what is wrong with this answer. Hints lead on, whatever the answer, and give nothing
-away. Each wrong answer of a session gets the next one. What is no try gets none, and does not
-count: no answer, or a malformed one (`NoTry`), and the cell of an exercise as the lesson has it.
+Each wrong answer of a session gets the next hint. What is no try gets none, and does not count: no
+answer, or a malformed one (`NoTry`), and the cell of an exercise as the lesson has it.
 """
 
 import functools

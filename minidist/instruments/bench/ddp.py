@@ -20,10 +20,10 @@ BATCHES = [8, 64, 256]  # examples a rank
 PLAIN = "no communication"
 
 
-def by(backend: str, wrap: Callable[..., nn.Module], **options: bool) -> Trainer:
+def by(backend: str, wrap: Callable[..., nn.Module]) -> Trainer:
     """A model that is wrapped, and the group of its messages."""
     group = dist.new_group(backend=backend)
-    model = wrap(md.zoo.mlp(*SIZES), process_group=group, **options)
+    model = wrap(md.zoo.mlp(*SIZES), process_group=group)
     return Trainer(partial(mean_of_squares, model), sgd(model))
 
 
@@ -36,14 +36,12 @@ def plain() -> Trainer:
 WAYS: dict[str, Callable[[], Trainer]] = {
     "minidist": partial(by, "gloo", md.DistributedDataParallel),
     "torch": partial(by, "gloo", TorchDDP),
-    # with gradients that are views of its buckets, as ours always are
-    "torch, views": partial(by, "gloo", TorchDDP, gradient_as_bucket_view=True),
     "minidist, shm": partial(by, "shm", md.DistributedDataParallel),
     "torch, shm": partial(by, "shm", TorchDDP),
     PLAIN: plain,
 }
 PAIRS = [
-    *[("minidist", there) for there in ("torch", "torch, views", PLAIN)],
+    *[("minidist", there) for there in ("torch", PLAIN)],
     *[("minidist, shm", there) for there in ("torch", PLAIN)],
     ("torch, shm", "torch"),
 ]

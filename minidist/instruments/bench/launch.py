@@ -14,8 +14,6 @@ import torch.multiprocessing as mp
 
 import minidist as md
 from minidist.instruments.bench import Row, Target, in_turns
-from minidist.machine.runtime import Pool
-from minidist.machine.runtime.cell import run_cell
 
 WORLD_SIZE = 4
 FIRST, WHOLE = "4 warm ranks, first all_reduce", "a whole launch of 4 ranks"
@@ -27,7 +25,7 @@ TARGETS = [
 
 
 def run(rounds: int) -> list[Row]:
-    """Time 4 ranks to their first all_reduce and to their end, and a call of kept ranks."""
+    """Time 4 ranks to their first all_reduce and to their end."""
     launched()  # the forkserver is warm from here on, as in a notebook after its first cell
     whole: dict[str, float] = {}
 
@@ -44,13 +42,9 @@ def run(rounds: int) -> list[Row]:
         },
         rounds,
     )
-    with md.ranks(WORLD_SIZE) as pool:
-        _cell(pool)
-        trips = [_cell(pool) for _ in range(20 * rounds)]
     return [
         times.row(FIRST, "ours, first", "theirs, first", SPAWN),
         times.row(WHOLE, "ours, whole", "theirs, whole", SPAWN),
-        Row("a %%ranks cell, there and back", trips),
     ]
 
 
@@ -82,9 +76,3 @@ def _spawned(rank: int, rendezvous: str, ends: torch.Tensor) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
     ends[rank] = _first_all_reduce()
     dist.destroy_process_group()
-
-
-def _cell(pool: Pool) -> float:
-    start = time.monotonic()
-    pool(run_cell, "x = 1", "a cell")
-    return time.monotonic() - start

@@ -38,11 +38,7 @@ def add(sub: argparse.ArgumentParser) -> None:
 so in a sentence. Exit code 0: it does, 1: it does not, 2: the doctor cannot say."""
     sub.add_argument("--world-size", type=int, default=2, help="how many ranks (2)")
     sub.add_argument("--steps", type=int, default=3, help="how many steps are looked at (3)")
-    sub.add_argument(
-        "--tolerance", type=float, help="by which part of a step weights may differ (by dtype)"
-    )
     sub.add_argument("--seconds", type=float, default=120, help="the longest for one run (120)")
-    sub.add_argument("--cuda", action="store_true", help="let it see the GPUs")
     sub.add_argument("script", type=Path)
     sub.add_argument("words", nargs=argparse.REMAINDER, help="the script's own arguments")
 
@@ -54,15 +50,15 @@ so in a sentence. Exit code 0: it does, 1: it does not, 2: the doctor cannot say
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its processes end with it
         words = [str(given.script), *given.words]
         with TemporaryDirectory() as folder:
-            runs = Runs(Path(folder), words, given.steps, given.seconds, given.cuda)
-            code, said = consult(runs, given.world_size, given.tolerance)
+            runs = Runs(Path(folder), words, given.steps, given.seconds)
+            code, said = consult(runs, given.world_size)
         print(said)
         sys.exit(code)
 
     sub.set_defaults(run=begin)
 
 
-def consult(runs: Runs, world_size: int, tolerance: float | None = None) -> tuple[int, str]:
+def consult(runs: Runs, world_size: int) -> tuple[int, str]:
     """The exit code, and the sentence."""
     ranks = runs.ranks(world_size)
     fast = max(ranks, key=lambda rank: len(rank.steps))
@@ -79,10 +75,10 @@ def consult(runs: Runs, world_size: int, tolerance: float | None = None) -> tupl
         _require_no_error(ranks, f"on {world_size} ranks")
         fed = [f"rank{rank}" for rank in verdict.sources(steps[0])]
         for number, step in enumerate(steps, start=1):
-            torch.save(verdict.whole(step, "before")[0], runs.folder / f"begin.{number}")
+            torch.save(verdict.joined(step, "before")[0], runs.folder / f"begin.{number}")
         alone = _alone(runs, fed, steps[0][0]["forwards"])
         for number, (step, one) in enumerate(zip(steps, alone, strict=False), start=1):
-            if words := _parted(runs, step, one, number, fed, tolerance):
+            if words := _parted(runs, step, one, number, fed):
                 return NO, f"Step {number}: {words}"
     except UnclearError as error:
         return UNKNOWN, str(error)
@@ -127,17 +123,13 @@ def _alone(runs: Runs, fed: list[str], forwards: int) -> list[verdict.Step]:
 
 
 def _parted(
-    runs: Runs,
-    step: list[verdict.Step],
-    one: verdict.Step,
-    number: int,
-    fed: list[str],
-    tolerance: float | None,
+    runs: Runs, step: list[verdict.Step], one: verdict.Step, number: int, fed: list[str]
 ) -> str:
     """What parts in a step, and why; nothing if nothing does."""
-    if {name for each in step for name in each["after"]} != one["after"].keys():
+    theirs, alone = ({key[0] for each in of for key in each["after"]} for of in (step, [one]))
+    if theirs != alone:
         raise UnclearError("The ranks have other parameters than one process.")
-    parted, kind, by = verdict.beside(step, one, tolerance)
+    parted, kind, by = verdict.beside(step, one)
     if not parted:
         return ""
     rows = [row for who in fed for row in step[int(who.removeprefix("rank"))]["rows"]]

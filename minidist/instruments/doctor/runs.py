@@ -30,13 +30,12 @@ class Process:
 
 @dataclass
 class Runs:
-    """words: the script, and its own arguments. cuda: whether it may see GPUs."""
+    """words: the script, and its own arguments."""
 
     folder: Path
     words: list[str]
     steps: int
     seconds: float
-    cuda: bool = False
 
     def ranks(self, world_size: int) -> list[Process]:
         jobs = [Job(str(self.folder), f"rank{r}", self.steps) for r in range(world_size)]
@@ -55,9 +54,7 @@ class Runs:
             MASTER_PORT={port} GROUP_RANK=0 GROUP_WORLD_SIZE=1 TORCHELASTIC_RUN_ID=doctor
             OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 ACCELERATE_USE_CPU=true"""
         environ = os.environ | dict(each.split("=") for each in told.split())
-        environ |= {"TMPDIR": str(self.folder)} | (
-            {} if self.cuda else {"CUDA_VISIBLE_DEVICES": ""}
-        )
+        environ |= {"TMPDIR": str(self.folder), "CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, "-m", "minidist.instruments.doctor.witness", *self.words]
         started = []
         for rank, job in enumerate(jobs):

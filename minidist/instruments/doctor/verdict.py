@@ -7,10 +7,10 @@ import torch
 
 from minidist.instruments.watching.mixture import Share, explain, find, percent
 from minidist.instruments.watching.naive import mixture
-from minidist.instruments.watching.snapshot import MODEL, box
+from minidist.instruments.watching.snapshot import MODEL, Pieces, whole
 
 Step = dict[str, Any]
-Whole = dict[str, torch.Tensor]
+Tensors = dict[str, torch.Tensor]
 TOLERANCES = {torch.float64: (1e-7, 1e-6), torch.float32: (1e-3, 1e-2)}  # gradients, movements
 LOW = 5e-2, 1e-1  # where numbers of 16 bits are computed with
 NEGLIGIBLE = 1e-6  # of the largest gradient: noise alone
@@ -20,23 +20,17 @@ class UnclearError(Exception):
     """The doctor cannot say, and says why."""
 
 
-def whole(ranks: Sequence[Step], what: str) -> tuple[Whole, dict[str, tuple[int, float]]]:
+def joined(ranks: Sequence[Step], what: str) -> tuple[Tensors, dict[str, tuple[int, float]]]:
     """Whole tensors from the pieces of all ranks; and those of which two ranks have the same piece
     with other values: by name the rank, and how far it is from the first that has it."""
-    found: Whole = {}
-    first: dict[Any, torch.Tensor] = {}
+    pieces: Pieces = {}
     differ: dict[str, tuple[int, float]] = {}
     for rank, step in enumerate(ranks):
-        for name, (shape, pieces) in step[what].items():
-            for at, x in pieces.items():
-                theirs = first.setdefault((name, at, x.shape), x)
-                off = far(x, theirs)
-                if not off <= 1e-6:
-                    differ.setdefault(name, (rank, off))
-                if theirs is x:
-                    full = found.setdefault(name, torch.zeros(shape, dtype=x.dtype))
-                    full[box(at, x.shape)] = x
-    return found, differ
+        for key, x in step[what].items():
+            off = far(x, pieces.setdefault(key, x))
+            if not off <= 1e-6:
+                differ.setdefault(key[0], (rank, off))
+    return whole(pieces), differ
 
 
 def size(x: torch.Tensor) -> float:
@@ -71,7 +65,7 @@ def among_ranks(ranks: Sequence[Step], last: Sequence[Step], number: int) -> str
         outside = [name for name in step["outside"] if name in end["outside"]]
         if still := [name for name in outside if _still(step, name)]:
             return f"{names(still)} with a gradient, in no optimizer's groups, did not move"
-    _, differ = whole(ranks, "before")
+    _, differ = joined(ranks, "before")
     if differ and number == 1:
         name, (rank, off) = next(iter(differ.items()))
         return (
@@ -93,8 +87,8 @@ def among_ranks(ranks: Sequence[Step], last: Sequence[Step], number: int) -> str
 
 
 def _still(step: Step, name: str) -> bool:
-    before, after = (step[when][name][1] for when in ("before", "after"))
-    return all(torch.equal(x, after[at]) for at, x in before.items())
+    own = [key for key in step["before"] if key[0] == name]
+    return all(torch.equal(step["before"][key], step["after"][key]) for key in own)
 
 
 def _options(step: Step, other: Step) -> str:
@@ -125,18 +119,15 @@ def _rows(ranks: Mapping[int, Step]) -> str:
 # ---- beside one process ------------------------------------------------------------------------
 
 
-def beside(
-    ranks: Sequence[Step], one: Step, tolerance: float | None
-) -> tuple[list[str], str, float]:
+def beside(ranks: Sequence[Step], one: Step) -> tuple[list[str], str, float]:
     """The tensors that part in this step; of what kind; and how far, relative to the step."""
-    after, differ = whole(ranks, "after")
-    grads, local = whole(ranks, "grads")
-    begin, end, wanted = (whole([one], what)[0] for what in ("before", "after", "grads"))
+    after, differ = joined(ranks, "after")
+    grads, local = joined(ranks, "grads")
+    begin, end, wanted = (joined([one], what)[0] for what in ("before", "after", "grads"))
     largest = max(map(size, wanted.values()), default=0.0)
     found: dict[str, dict[str, float]] = {"gradient": {}, "movement": {}}
     for name, w1 in end.items():
-        allowed = LOW if one["low"] else TOLERANCES.get(w1.dtype, LOW)
-        of_gradient, of_movement = (tolerance, tolerance) if tolerance else allowed
+        of_gradient, of_movement = LOW if one["low"] else TOLERANCES.get(w1.dtype, LOW)
         g, g1 = grads.get(name), wanted.get(name)
         trained = torch.ones_like(w1, dtype=torch.bool)
         if g1 is not None:
@@ -162,13 +153,13 @@ def cause(ranks: Sequence[Step], one: Step, parted: list[str], solos: Sequence[S
     """Why they part. solos: of each rank with examples of its own, one process that had those."""
     if words := _options(ranks[0], one):
         return f"the optimizer has {words} in one process"
-    seen, local = whole(ranks, "grads")
-    own, _ = whole([one], "grads")
+    seen, local = joined(ranks, "grads")
+    own, _ = joined([one], "grads")
     shares = []
     for rank, solo in zip(sources(ranks), solos, strict=False):
-        before: Whole = {}
+        before: Tensors = {}
         for part, held in enumerate(solo["backwards"]):
-            now, _ = whole([{"held": held}], "held")
+            now, _ = joined([{"held": held}], "held")
             label = f"rank {rank}" + f" part {part}" * (len(solo["backwards"]) > 1)
             shares.append(Share(label, {n: g - before.get(n, 0) for n, g in now.items()}, 1))
             before = now
@@ -181,14 +172,7 @@ def cause(ranks: Sequence[Step], one: Step, parted: list[str], solos: Sequence[S
         raise UnclearError(
             "In one process examples act on each other, or they are not the first dimension."
         )
-    keys = [
-        [
-            (MODEL + n, at, tuple(x.shape))
-            for n, (_, pieces) in step["grads"].items()
-            for at, x in pieces.items()
-        ]
-        for step in ranks
-    ]
+    keys = [[(MODEL + n, *piece) for n, *piece in step["grads"]] for step in ranks]
     found = {n: find(n, seen[n], own[n], shares, keys, 1e-3) for n in told}
     words = "; ".join(explain(found, wanted, shares, len(own)))
     return f"on rank 0 {words}" if local else words

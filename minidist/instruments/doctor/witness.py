@@ -28,11 +28,10 @@ from torch.utils._pytree import tree_leaves
 import minidist as md
 from minidist.instruments.doctor.feed import Feed
 from minidist.instruments.watching.ranks import rows_of
-from minidist.instruments.watching.snapshot import bare_name, box, fingerprint
+from minidist.instruments.watching.snapshot import Pieces, bare_name, box, fingerprint
 from minidist.saving.parts import cuts_of, part_of
 
 JOB = "MINIDIST_DOCTOR"
-Held = dict[str, tuple[torch.Size, dict[tuple[int, ...], torch.Tensor]]]  # this rank's pieces
 
 
 @dataclass
@@ -161,17 +160,16 @@ class Witness:
             if own is not None and own.shape == p.shape and not partial:
                 yield name, part_of(own, cut)
 
-    def copies(self, grads: bool = False) -> Held:
+    def copies(self, grads: bool = False) -> Pieces:
         return {
-            name: (part.shape, {at: x.to("cpu", copy=True) for at, x in part.pieces.items()})
+            (name, at, tuple(x.shape)): x.to("cpu", copy=True)
             for name, part in self.parts(grads)
+            for at, x in part.pieces.items()
         }
 
     def shares(self, modules: list[nn.Module]) -> bool:
         """Whether ranks may share layers, and so see the same examples."""
         if any(getattr(getattr(p, "device_mesh", None), "ndim", 1) > 1 for _, p, _ in self.named()):
-            return True
-        if any(isinstance(each, md.ContextParallel) for each in modules):
             return True
         units = (FSDPModule, md.FullyShardedDataParallel)
         pieces = ((x, part) for _, part in self.parts() for x in part.pieces.values())

@@ -26,16 +26,13 @@ def bytes_per_rank(
     predicted = predicted or {}
     if not measured or not all(map(len, measured.values())):
         raise ValueError("bytes_per_rank: nothing measured to draw")
-    for name, marks in predicted.items():
-        if len(marks) != len(measured.get(name, ())):
-            raise ValueError(f"bytes_per_rank: {name!r} is predicted and measured on other ranks")
     shades, wide = colors(measured), 0.8 / len(measured)
     with chart(ax, "Bytes by rank", 8, 3.4) as ax:
         handles: list[Any] = []
         for i, (name, counts) in enumerate(measured.items()):
             middle = [rank + (i + 0.5) * wide - 0.4 for rank in range(len(counts))]
             handles.append(ax.bar(middle, counts, 0.86 * wide, color=shades[name], label=name))
-            for x, mark in zip(middle, predicted.get(name, ()), strict=False):
+            for x, mark in zip(middle, predicted.get(name, ()), strict=name in predicted):
                 ax.plot([x - wide / 2, x + wide / 2], [mark, mark], color="black", lw=1.8)
         if predicted:
             handles += ax.plot([], [], color="black", lw=1.8, label="predicted")

@@ -27,8 +27,6 @@ def traffic(counters: Iterable[TrafficCounter], ax: Axes | None = None) -> Axes:
     world = max(counter.world_size for counter in counters)
     if absent := [str(rank) for rank in range(world) if rank not in sent]:
         raise ValueError(f"traffic: the counter of rank {', '.join(absent)} is missing")
-    if len(counters) != world or any(len(row) != world for row in sent.values()):
-        raise ValueError(f"traffic: draw {world} counters, each of {world} receivers, at a time")
     rows = [sent[rank] for rank in range(world)]
     side = min(0.8 * world, 6.5)  # inches
     font, gap = (9.5, " ") if world <= 8 else (6.5, "\n")

@@ -56,11 +56,8 @@ def time_against_size(
     shows its median in a band from the fastest to the slowest; a prediction is dashed.
     """
     predicted = predicted or {}
-    points = [pair for line in (*measured.values(), *predicted.values()) for pair in line]
-    if not points or not all(map(len, measured.values())):
+    if not (measured or predicted) or not all(map(len, measured.values())):
         raise ValueError("time_against_size: nothing measured to draw")
-    if any(nbytes <= 0 or seconds <= 0 for nbytes, seconds in points):
-        raise ValueError("time_against_size: bytes and seconds must be above 0 on log axes")
     shades = colors([*measured, *predicted])
     with chart(ax, title, 8, 4) as ax:
         handles: list[Any] = []

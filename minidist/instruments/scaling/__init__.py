@@ -7,12 +7,8 @@
     step.memory, step.sent                              # the planner says the same
     scaling.play(step.trace, md.planner.GPUS["h100"])   # how long it would take
 
-    python -m minidist plan --model llama-3-8b --world-size 1024 --stage 3 \\
-        --precision autocast --rehearse                 # the planner's page, and the rank beside it
-
 To read: `one_rank` (a rank without the others), `llama_shape` (a model without numbers),
-`rehearsal` (a step of it), `play_step` (the time it would take), `beside` (planner and rank, side
-by side).
+`rehearsal` (a step of it), `play_step` (the time it would take).
 Lesson: scaling_out
 """
 

@@ -1,14 +1,16 @@
+# torch's stubs declare overloads, of which it calls one.
+# mypy: disable-error-code="override"
 """One rank of a thousand, alone in its process: it talks to nobody, and its tensors have no memory.
 
-The group is torch's own "fake" one, which knows all ranks and sends nothing. The tensors are on the
-device "meta", of which torch computes shapes alone. So the strategies run as they are, and what
-would travel is noted. Lesson: scaling_out
+Its process group knows all ranks and sends nothing: it notes what would travel. The tensors are on
+the device "meta", of which torch computes shapes alone. So the strategies run as they are; where
+they would give a model memory, they ask `is_rehearsal`. Lesson: scaling_out
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partialmethod
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -19,11 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any
 
-from minidist.distributed_data_parallel.reducer import Reducer
-from minidist.fully_sharded import fully_sharded_data_parallel as wrapper
-from minidist.fully_sharded import param_group
+from minidist.common.groups import REHEARSAL
 from minidist.instruments.measure.flops import FORMULAS
-from minidist.pipeline import pipeline
 
 aten = torch.ops.aten
 
@@ -47,10 +46,9 @@ class Waited(NamedTuple):
 class Trace:
     """What a rank has done, in order: a number is so many floating-point operations, a Message
     begins here, a Waited ends one. Agreement between ranks (objects, rows of a batch) is not in
-    it. `noting`: whether it is written now."""
+    it."""
 
     events: list[float | Message | Waited] = field(default_factory=list)
-    noting: bool = True
 
     @property
     def messages(self) -> list[Message]:
@@ -65,13 +63,13 @@ class Trace:
 
 
 @contextmanager
-def one_rank_of(world_size: int, rank: int = 0) -> Iterator[Trace]:
-    """Within the block this process is one of `world_size` ranks, alone. Lesson: scaling_out.
+def one_rank_of(world_size: int) -> Iterator[Trace]:
+    """Within the block this process is rank 0 of `world_size` ranks, alone. Lesson: scaling_out.
 
         with scaling.one_rank_of(1024) as trace:
             with torch.device("meta"):
                 model = Model()
-            model = md.FullyShardedDataParallel(model, param_init_fn=lambda module: None)
+            model = md.FullyShardedDataParallel(model)
             model(torch.empty(8, 128, device="meta")).sum().backward()
         trace.messages
 
@@ -80,37 +78,23 @@ def one_rank_of(world_size: int, rank: int = 0) -> Iterator[Trace]:
     wrong?" gets False. A message begins and is there. So shapes, bytes, messages and their order
     are what they are on a cluster, unless they depend on values, and nothing else is.
 
-    In a pipeline this is true of rank 0 only: the others learn from it what will come to them.
-
-    Raises RuntimeError if this process is in a group already, ValueError if there is no such rank;
+    Raises RuntimeError if this process is in a group already, ValueError for less than one rank;
     within the block, NotImplementedError for a collective that it cannot note.
     """
     if dist.is_initialized():
         raise RuntimeError("this process is a rank already: call one_rank_of outside of md.ranks")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"there is no rank {rank} of {world_size}")
+    if world_size < 1:
+        raise ValueError(f"there is no rank 0 of {world_size}")
     trace = Trace()
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    OneRank.trace = trace
+    # Torch's groups need a store on which ranks meet; in this one nobody is awaited.
+    dist.init_process_group(REHEARSAL, store=FakeStore(), rank=0, world_size=world_size)
     try:
-        with ExitStack() as block:
-            for name, stand_in in _stand_ins(trace).items():
-                block.enter_context(mock.patch.object(dist, name, stand_in))
-            # A model stays on "meta", which is no mistake here. Agreement stays on the CPU.
-            block.enter_context(mock.patch.object(param_group, "ON_META", ""))
-            block.enter_context(mock.patch.object(wrapper, "materialize", lambda *_: None))
-            block.enter_context(
-                mock.patch.object(pipeline, "fill", lambda stages, plan, ties, *_: ties)
-            )
-            meta = torch.device("meta")
-            block.enter_context(mock.patch.object(pipeline, "device", lambda _: meta))
-            # The order of its buckets would be learnt from numbers of rank 0.
-            block.enter_context(mock.patch.object(Reducer, "may_rebuild", False))
-            no = partial(_no_autocast, torch.is_autocast_enabled)
-            block.enter_context(mock.patch.object(torch, "is_autocast_enabled", no))
-            block.enter_context(
-                mock.patch.object(fx_config, "meta_nonzero_assume_all_nonzero", True)
-            )
-            block.enter_context(_WithoutNumbers(trace))
+        with (
+            fx_config.patch(meta_nonzero_assume_all_nonzero=True),  # type: ignore[attr-defined]
+            mock.patch.object(torch, "is_autocast_enabled", _no_autocast_on_meta),
+            _WithoutNumbers(trace),
+        ):
             yield trace
     finally:
         dist.destroy_process_group()
@@ -137,7 +121,7 @@ class _WithoutNumbers(TorchDispatchMode):
             if torch.device(kwargs.get("device") or "meta").type == "cpu":
                 return torch.ones(x.shape, dtype=kwargs.get("dtype") or x.dtype)
         result = func(*args, **kwargs)
-        if op in FORMULAS and self._trace.noting:
+        if op in FORMULAS:
             self._trace.events.append(FORMULAS[op](*args, **kwargs, out_val=result))
         return result
 
@@ -146,25 +130,23 @@ def _on_meta(args: Any) -> bool:
     return tree_any(lambda x: isinstance(x, torch.Tensor) and x.is_meta, args)
 
 
-def _no_autocast(ask: Callable[..., bool], *device: str) -> bool:
+_is_autocast_enabled = torch.is_autocast_enabled
+
+
+def _no_autocast_on_meta(*device: str) -> bool:
     """Torch raises an error if asked about "meta"."""
-    return device != ("meta",) and ask(*device)
+    return device != ("meta",) and _is_autocast_enabled(*device)
 
 
-# ---- in place of torch's functions -------------------------------------------------------------
-
-UNKNOWN = (  # torch's fake group would let them pass unseen
-    *("all_gather", "reduce_scatter", "all_to_all", "all_to_all_single", "reduce", "gather"),
-    *("scatter", "send", "recv", "batch_isend_irecv"),
-)
+# ---- the process group -------------------------------------------------------------------------
 
 
-class _Done(dist.Work):
+class Done(dist.Work):
     """The handle of a message that is there."""
 
-    def __init__(self, end: Callable[[], None]) -> None:
+    def __init__(self, end: Callable[[], None] | None = None) -> None:
         super().__init__()
-        self._end: Callable[[], None] | None = end
+        self._end = end
 
     def wait(self, *_: Any) -> bool:
         if self._end is not None:
@@ -176,74 +158,84 @@ class _Done(dist.Work):
         return True
 
 
-def _stand_ins(trace: Trace) -> dict[str, Callable[..., Any]]:
-    """Functions of torch.distributed as this rank sees them."""
+class OneRank(dist.ProcessGroup):
+    """Torch calls these methods, with tensors and an object of options. Of a tensor on the CPU, by
+    which ranks agree, every rank has what this one has; nothing of it is noted."""
 
-    def begin(operation: str, tensor: torch.Tensor, group: Any) -> _Done:
-        if not (trace.noting and tensor.is_meta):
-            return _Done(lambda: None)
-        number = len(trace.messages)
-        ranks = tuple(dist.get_process_group_ranks(group))
-        trace.events.append(Message(operation, tensor.nbytes, ranks))
-        return _Done(lambda: trace.events.append(Waited(number)))
+    trace: Trace
 
-    def now_or_later(work: _Done, async_op: bool) -> _Done | None:
-        if async_op:
-            return work
-        work.wait()
-        return None
+    def __init__(self, options: Any) -> None:
+        super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
+        self._ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+        self._name = ""
 
-    def all_reduce(
-        tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
-    ) -> Any:
-        if tensor.dtype is torch.uint8:  # flags, on which the ranks agree
-            return now_or_later(_Done(lambda: None), async_op)
-        return now_or_later(begin("all_reduce", tensor, group), async_op)
+    def _begin(self, operation: str, whole: torch.Tensor) -> Done:
+        if not whole.is_meta:
+            return Done()
+        trace, number = self.trace, len(self.trace.messages)
+        trace.events.append(Message(operation, whole.nbytes, self._ranks))
+        return Done(lambda: trace.events.append(Waited(number)))
 
-    def broadcast(
-        tensor: Any, src: Any = None, group: Any = None, async_op: bool = False, **_: Any
-    ) -> Any:
-        return now_or_later(begin("broadcast", tensor, group), async_op)
+    def allreduce(self, tensors: Any, _: Any = None) -> Done:
+        return self._begin("all_reduce", tensors[0])
 
-    def all_gather(whole: Any, own: Any, group: Any = None, async_op: bool = False) -> Any:
-        for piece in whole.chunk(dist.get_world_size(group)) if not whole.is_meta else ():
+    def broadcast(self, tensors: Any, _: Any = None) -> Done:
+        return self._begin("broadcast", tensors[0])
+
+    def allgather(self, outputs: Any, inputs: Any, _: Any = None) -> Done:
+        if inputs[0].is_meta:
+            _unknown(self, "all_gather")
+        for each in outputs[0]:
+            each.copy_(inputs[0])
+        return Done()
+
+    def all_gather_single(self, whole: torch.Tensor, own: torch.Tensor, _: Any = None) -> Done:
+        for piece in whole.chunk(self.size()) if not whole.is_meta else ():
             piece.copy_(own)
-        return now_or_later(begin("all_gather", whole, group), async_op)
+        return self._begin("all_gather", whole)
 
-    def reduce_scatter(
-        own: Any, whole: Any, op: Any = None, group: Any = None, async_op: bool = False
-    ) -> Any:
-        return now_or_later(begin("reduce_scatter", whole, group), async_op)
+    def reduce_scatter_single(self, own: torch.Tensor, whole: torch.Tensor, _: Any = None) -> Done:
+        return self._begin("reduce_scatter", whole)
 
-    def isend(tensor: Any, dst: Any = None, group: Any = None, *_: Any, **__: Any) -> Any:
-        return begin("send", tensor, group)
+    def send(self, tensors: Any, *_: Any) -> Done:
+        return self._begin("send", tensors[0])
 
-    def irecv(tensor: Any, src: Any = None, group: Any = None, *_: Any, **__: Any) -> Any:
-        return begin("receive", tensor, group)
+    def recv(self, tensors: Any, *_: Any) -> Done:
+        return self._begin("receive", tensors[0])
 
-    def all_gather_object(everyone: list[Any], mine: Any, group: Any = None) -> None:
-        everyone[:] = [mine] * len(everyone)
+    # ---- what torch asks a group -----------------------------------------------------------
 
-    def broadcast_object_list(told: list[Any], *_: Any, **__: Any) -> None:
-        """Rank 0's own, or nothing that it would use."""
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
 
-    def unknown(name: str, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError(
-            f"one_rank_of cannot note {name}. It knows all_reduce, broadcast, all_gather_single, "
-            "reduce_scatter_single, isend and irecv"
-        )
+    def getBackendName(self) -> str:  # noqa: N802
+        return REHEARSAL
 
-    return {
-        **{name: partial(unknown, name) for name in UNKNOWN},
-        "all_reduce": all_reduce,
-        "broadcast": broadcast,
-        # By torch's old names too, which would call the new ones behind our back.
-        "all_gather_into_tensor": all_gather,
-        "reduce_scatter_tensor": reduce_scatter,
-        "all_gather_single": all_gather,
-        "reduce_scatter_single": reduce_scatter,
-        "isend": isend,
-        "irecv": irecv,
-        "all_gather_object": all_gather_object,
-        "broadcast_object_list": broadcast_object_list,
-    }
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+
+def _unknown(_: OneRank, name: str, *__: Any) -> None:
+    raise NotImplementedError(
+        f"one_rank_of cannot note {name}. It knows all_reduce, broadcast, all_gather_single, "
+        "reduce_scatter_single, send and recv"
+    )
+
+
+for _name in (  # torch's own class would let them pass unseen
+    *("all_to_all_single", "alltoall", "reduce", "gather", "scatter", "reduce_scatter"),
+    *("all_gather_single_coalesced", "reduce_scatter_single_coalesced"),
+):
+    setattr(OneRank, _name, partialmethod(_unknown, _name))
+
+dist.Backend.register_backend(
+    REHEARSAL, lambda options, _: OneRank(options), extended_api=True, devices=["cpu", "meta"]
+)

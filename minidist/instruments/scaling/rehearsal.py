@@ -1,11 +1,10 @@
 """A training step of one rank of many, without the others: its bytes, its messages, in their order.
 
-Our FullyShardedDataParallel, ZeRO and MixedParallel run as they are. Ranks of later pipeline stages
+Our FullyShardedDataParallel and MixedParallel run as they are. Ranks of later pipeline stages
 cannot: they learn from the first one what will come to them. Lesson: scaling_out
 """
 
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +14,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
-from minidist.distributed_data_parallel import DistributedDataParallel
 from minidist.fully_sharded import FullyShardedDataParallel, by_class
 from minidist.instruments.measure import MemoryTracker
 from minidist.instruments.measure.storages import Ledger
@@ -26,7 +24,6 @@ from minidist.instruments.scaling.llama_shape import Llama, LlamaHead, LlamaLaye
 from minidist.instruments.scaling.one_rank import Trace, one_rank_of
 from minidist.mixed import MixedParallel, mesh
 from minidist.tensor_parallel import VocabParallelEmbedding
-from minidist.zero import ShardedDataParallel, ZeroRedundancyOptimizer
 
 UNITS = by_class(LlamaLayer, nn.Embedding, VocabParallelEmbedding, LlamaHead)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "autocast": torch.float32}
@@ -53,28 +50,25 @@ class Rehearsed:
 
 def rehearse(shape: Transformer, layout: Layout, precision: str = "autocast") -> Rehearsed:
     """A step of rank 0, with Adam, in this process, in seconds. It is the second step, as all later
-    ones are. Along data alone the stages of ZeRO are those of the lessons: DistributedDataParallel
-    and ZeroRedundancyOptimizer; ShardedDataParallel; FullyShardedDataParallel. All else is
-    MixedParallel.
+    ones are. ZeRO-3 along data alone is FullyShardedDataParallel, all else MixedParallel.
     Lesson: scaling_out.
 
         layout = md.planner.Layout(world_size=1024, stage=3)
         rehearse(md.planner.MODELS["llama-3-8b"], layout).memory["parameters"]   # 31 MB
 
     shape: of a Llama. precision: "float32", "bfloat16", or with stage 3 "autocast", of
-    `planner.PRECISIONS`.
+        `planner.PRECISIONS`.
 
-    Raises ValueError for another layout: stage 1 or 2 on a mesh, recomputation, chunks, stored
-    attention.
+    Raises ValueError for another layout: stage 1 or 2, recomputation, chunks, stored attention.
     """
-    alone = layout.data == layout.world_size
-    require_one_of("stage", layout.stage, range(4) if alone else (0, 3))
+    require_one_of("stage", layout.stage, (0, 3))
     dtypes = DTYPES if layout.stage == 3 else ("float32", "bfloat16")
     require_one_of("precision", precision, dtypes)
     if (layout.recompute, layout.chunks, layout.stored_attention) != ("nothing", 1, False):
         raise ValueError("a rehearsal recomputes nothing, and has one chunk a rank, no scores")
     with one_rank_of(layout.world_size) as trace:
-        model, optimizer, step = _build(shape, layout, precision)
+        model, step = _build(shape, layout, precision)
+        optimizer = torch.optim.Adam(model.parameters())
         step()
         optimizer.step()
         optimizer.zero_grad()
@@ -87,37 +81,26 @@ def rehearse(shape: Transformer, layout: Layout, precision: str = "autocast") ->
     return Rehearsed(trace, {kind: held[kind] for kind in kinds}, memory.peak)
 
 
-def _build(shape: Transformer, layout: Layout, precision: str) -> tuple[Any, Any, Any]:
-    """The wrapped model, its optimizer, and a function that goes forward and backward."""
+def _build(shape: Transformer, layout: Layout, precision: str) -> tuple[Any, Any]:
+    """The wrapped model, and a function that goes forward and backward."""
     model: Any = Llama(shape).to(DTYPES[precision])
-    tokens = torch.empty(layout.micro_batch, shape.length, dtype=torch.long, device="meta")
     dtype = torch.bfloat16 if precision == "autocast" else None
     shard = partial(
         FullyShardedDataParallel,
         auto_wrap_policy=UNITS,
         mixed_precision=MixedPrecision(dtype, dtype and torch.float32),  # as torchtitan has it
-        param_init_fn=lambda _: None,  # it stays on "meta"
     )
-    m, adam = layout.micro_batches, torch.optim.Adam
-    if layout.stage and layout.data == layout.world_size:
-        if layout.stage == 1:
-            model = DistributedDataParallel(model)
-            optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), adam)
-        elif layout.stage == 2:
-            optimizer = ZeroRedundancyOptimizer(model.parameters(), adam)
-            model = ShardedDataParallel(model, optimizer)
-        else:
-            model = shard(model)
-            optimizer = adam(model.parameters())
+    b, m = layout.micro_batch, layout.micro_batches
+    if layout.stage == 3 and layout.data == layout.world_size:
+        model = shard(model)
+        tokens = torch.empty(b, shape.length, dtype=torch.long, device="meta")
 
         def train() -> None:
-            for number in range(m):
-                waits = layout.stage == 1 and number < m - 1
-                with model.no_sync() if waits else nullcontext():
-                    logits = model(tokens).flatten(0, 1).float()
-                    F.cross_entropy(logits, tokens.flatten()).backward()
+            for _ in range(m):
+                logits = model(tokens).flatten(0, 1).float()
+                F.cross_entropy(logits, tokens.flatten()).backward()
 
-        return model, optimizer, train
+        return model, train
     mixed = MixedParallel(
         model,
         mesh(layout.data, layout.pipeline, layout.tensor),
@@ -127,9 +110,8 @@ def _build(shape: Transformer, layout: Layout, precision: str) -> tuple[Any, Any
         shard=shard if layout.stage == 3 else None,
         sequence_parallel=layout.sequence_parallel,
     )
-    batch = torch.empty(len(tokens) * m, shape.length, dtype=torch.long, device="meta")
-    step = partial(mixed.train_step, batch, batch, mixed.cross_entropy)
-    return mixed, adam(mixed.parameters()), step
+    batch = torch.empty(b * m, shape.length, dtype=torch.long, device="meta")
+    return mixed, partial(mixed.train_step, batch, batch, mixed.cross_entropy)
 
 
 def _balance(shape: Transformer, layout: Layout) -> list[int]:

@@ -74,8 +74,6 @@ class Watch:
         tensor parallel share that of the first one.
     examples: how many different examples an epoch has, for `end_of_epoch`, which then knows those
         of steps without a look, too.
-    tolerance: how far gradients may be from those of one process, and the step from its step,
-        relatively. None goes by the dtype: 1e-8 for both in float64.
 
     Raises SilentError, on every rank, with what is wrong in one sentence each; ValueError and
     TypeError for arguments that make no sense. Where it cannot look, it warns, and the training
@@ -105,7 +103,6 @@ class Watch:
         clip: float | None = None,
         sources: Sequence[int] | None = None,
         examples: int | None = None,
-        tolerance: tuple[float, float] | None = None,
     ) -> None:
         if every < 1 or (clip is not None and clip <= 0):
             raise ValueError(f"every must be 1 or more, and clip more than 0: {every}, {clip}")
@@ -115,7 +112,7 @@ class Watch:
         self.optimizer = getattr(optimizer, "optimizer", optimizer)  # of Accelerate's
         self.every, self.make_optimizer, self.clip = every, make_optimizer, clip
         self.sources = range(dist.get_world_size()) if sources is None else sources
-        self.examples, self.tolerance, self.step, self.noise = examples, tolerance, 0, 0.0
+        self.examples, self.step, self.noise = examples, 0, 0.0
         self._rows: list[str] = []  # of this epoch
         self._orders: set[str] = set()  # of earlier ones
 
@@ -148,11 +145,8 @@ class Watch:
         with ExitStack() as hooks:
             hooks.callback(self.model.register_forward_pre_hook(forward).remove)
             hooks.callback(register_module_forward_hook(output).remove)
-            if hookable := isinstance(self.optimizer, torch.optim.Optimizer):
-                hooks.callback(self.optimizer.register_step_pre_hook(step).remove)
+            hooks.callback(self.optimizer.register_step_pre_hook(step).remove)
             yield
-        if not hookable:
-            step(self.optimizer)
         seen.drew = _stream(start) != _stream(capture())
         if len(states) != len(micro_batches):
             if states and seen.drew:
@@ -239,11 +233,11 @@ class Watch:
 
     def _oracle(self, pieces: list[Any], own: list[Any], everyone: Sequence[Seen]) -> list[str]:
         """On rank 0: what one process would have done otherwise."""
-        before, after = (Whole(*each) for each in pieces)
+        before, after = map(Whole, pieces)
         reference = Reference(self.bare().to(device(self.model)), before, self.model)
         if problems := reference.difference(after):
             return problems
-        tolerance = self.tolerance or TOLERANCES[everyone[0].dtype]
+        tolerance = TOLERANCES[everyone[0].dtype]
         for rank, parts in enumerate(own):
             for number, (batch, state) in enumerate(parts):
                 label = f"rank {rank}" + f" part {number}" * (len(parts) > 1)

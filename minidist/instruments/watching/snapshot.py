@@ -36,7 +36,8 @@ def fingerprint(tensor: torch.Tensor) -> int:
 
 
 class Snapshot:
-    """This rank's pieces of weights, buffers and optimizer states, copied.
+    """This rank's pieces of weights, buffers and optimizer states, copied. shapes: of the whole
+    tensors.
 
     Of minidist's strategies, torch's DDP, `fully_shard`, FSDP1 and ZeRO. No rank waits for another,
     except with FSDP1, whose ranks must all call this. Raises ValueError if the optimizer has a
@@ -116,23 +117,35 @@ def box(offsets: Sizes, sizes: Sizes) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
 
 
+def whole(pieces: Pieces) -> dict[str, torch.Tensor]:
+    """Whole tensors, by entry, of the pieces of all ranks."""
+    shapes: dict[str, Sizes] = {}
+    for entry, offsets, sizes in pieces:
+        ends = tuple(map(sum, zip(offsets, sizes, strict=True)))
+        shapes[entry] = tuple(map(max, ends, shapes.get(entry, ends)))
+    found: dict[str, torch.Tensor] = {}
+    for (entry, offsets, sizes), piece in pieces.items():
+        if sizes == shapes[entry]:
+            found[entry] = piece
+        else:
+            full = found.setdefault(entry, piece.new_zeros(shapes[entry]))
+            full[box(offsets, sizes)] = piece
+    return found
+
+
 class Whole:
     """Weights and states of all ranks together, on one: by names of the bare model."""
 
-    def __init__(self, pieces: Pieces, shapes: Mapping[str, Sizes]) -> None:
+    def __init__(self, pieces: Pieces) -> None:
         self.weights: dict[str, torch.Tensor] = {}  # and buffers
         self.states: dict[str, dict[str, torch.Tensor]] = {}
-        for (entry, offsets, sizes), piece in pieces.items():
+        for entry, tensor in whole(pieces).items():
             kind, name = entry.split(".", 1)
-            held = self.weights
-            if kind + "." == OPTIMIZER:
-                state, parameter = name.split(".", 1)
-                held, name = self.states.setdefault(parameter, {}), state
-            if sizes == shapes[entry]:
-                held[name] = piece
+            if kind + "." == MODEL:
+                self.weights[name] = tensor
             else:
-                full = held.setdefault(name, torch.zeros(shapes[entry], dtype=piece.dtype))
-                full[box(offsets, sizes)] = piece
+                state, parameter = name.split(".", 1)
+                self.states.setdefault(parameter, {})[state] = tensor
 
 
 def gather(mine: Any) -> list[Any]:
@@ -144,24 +157,23 @@ def gather(mine: Any) -> list[Any]:
 
 def to_rank_0(
     snapshots: Sequence[Snapshot], prints: Sequence[Mapping[Key, int]], more: Any
-) -> tuple[list[tuple[Pieces, dict[str, Sizes]]], list[Any]] | None:
-    """Of each snapshot all pieces and shapes, and `more` of each rank, on rank 0; None elsewhere.
-    All ranks call this. The first rank that has a piece sends it, if that is not rank 0. prints: of
-    all ranks."""
+) -> tuple[list[Pieces], list[Any]] | None:
+    """Of each snapshot all pieces, and `more` of each rank, on rank 0; None elsewhere. All ranks
+    call this. The first rank that has a piece sends it, if that is not rank 0. prints: of all
+    ranks."""
     rank, here = dist.get_rank(), {key for each in prints[: dist.get_rank()] for key in each}
     mine = [  # rank 0 keeps its own: it need not travel
-        (_packed({k: v for k, v in each.pieces.items() if rank and k not in here}), each.shapes)
+        _packed({k: v for k, v in each.pieces.items() if rank and k not in here})
         for each in snapshots
     ]
     parts: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
     dist.gather_object((mine, more), parts, 0)
     if parts is None:
         return None
-    made = [(dict(each.pieces), dict(each.shapes)) for each in snapshots]
+    made = [dict(each.pieces) for each in snapshots]
     for theirs, _ in parts:
-        for (pieces, shapes), (more_pieces, more_shapes) in zip(made, theirs, strict=True):
-            pieces.update(_unpacked(*more_pieces))
-            shapes.update(more_shapes)
+        for pieces, packed in zip(made, theirs, strict=True):
+            pieces.update(_unpacked(*packed))
     return made, [each for _, each in parts]
 
 
