@@ -111,7 +111,7 @@ class Executor:
     loss_fn: for the last stage, in training. specs: of what stages give for such a batch, by stage
     and rows; the run adds those that are new. After the run:
 
-    losses: of the last stage, one for each micro-batch: a mean over its rows.
+    losses: of the last stage, for each micro-batch the sum over its rows.
     outputs: of the last stage, without a loss. trace: each instruction with its start and end; a
     computation starts after the wait for its message.
     """
@@ -227,7 +227,8 @@ class Executor:
             self._made[SendActivation(stage, i)] = self._compute(forward, i, x)
         elif torch.is_grad_enabled():
             loss = self._compute(forward, i, x, partial(self._loss, i))
-            self.losses.append(loss.detach())
+            # Another tensor: a view of the loss would hold its graph, and what came in.
+            self.losses.append(loss.detach() * self._rows[i])
         else:
             self.outputs.append(self._compute(forward, i, x))
 

@@ -170,8 +170,8 @@ class Pipeline(Wrapper):
         """
         with added_up(self._ties, self._peers):
             executor, rows = self._run(inputs, targets, loss_fn)
-        losses = zip(executor.losses, rows, strict=bool(executor.losses))
-        ended = [sum(loss.item() * n for loss, n in losses), sum(rows) * bool(executor.losses)]
+        losses = [loss.item() for loss in executor.losses]  # on the rank of the last stage
+        ended = [sum(losses), sum(rows) if losses else 0]
         sums = torch.tensor(ended, dtype=torch.float64, device=self._peers.device)
         dist.all_reduce(sums, group=self.process_group)
         return sums[0] / sums[1]
