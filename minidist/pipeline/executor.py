@@ -16,7 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -107,11 +107,11 @@ class Executor:
     """Interprets the instructions of one rank, for one batch.
 
     plan: for the batch's micro-batches. stages: of this rank. device: of the tensors. rows: of each
-    micro-batch. inputs: of each, on the rank of the first stage. targets: of each, and loss_fn: for
-    the last stage, in training. specs: of what stages give for such a batch, by stage and rows; the
-    run adds those that are new. After the run:
+    micro-batch. inputs: of each, on the rank of the first stage. targets, of the whole batch, and
+    loss_fn: for the last stage, in training. specs: of what stages give for such a batch, by stage
+    and rows; the run adds those that are new. After the run:
 
-    losses: of the last stage, one for each micro-batch: a mean over its rows.
+    losses: of the last stage, for each micro-batch the sum over its rows.
     outputs: of the last stage, without a loss. trace: each instruction with its start and end; a
     computation starts after the wait for its message.
     """
@@ -124,13 +124,13 @@ class Executor:
         device: torch.device,
         rows: Sequence[int],
         inputs: Sequence[Any],
-        targets: Sequence[Any],
+        targets: Any,
         loss_fn: Loss | None,
         specs: dict[tuple[int, int], Any],
     ) -> None:
         self._plan, self._stages, self._peers, self._device = plan, stages, peers, device
         self._rows, self._specs = rows, specs
-        self._inputs, self._targets, self._loss_fn = inputs, targets, loss_fn
+        self._inputs, self._all_targets, self._loss_fn = inputs, targets, loss_fn
         self._made: dict[Instruction, Any] = {}  # by the send
         self._coming: dict[Instruction, Travelling] = {}  # by the receive
         self._leaving: dict[int, deque[Travelling]] = defaultdict(deque)  # by the rank they go to
@@ -227,7 +227,8 @@ class Executor:
             self._made[SendActivation(stage, i)] = self._compute(forward, i, x)
         elif torch.is_grad_enabled():
             loss = self._compute(forward, i, x, partial(self._loss, i))
-            self.losses.append(loss.detach())
+            # Another tensor: a view of the loss would hold its graph, and what came in.
+            self.losses.append(loss.detach() * self._rows[i])
         else:
             self.outputs.append(self._compute(forward, i, x))
 
@@ -238,6 +239,10 @@ class Executor:
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise ValueError("the loss needs no gradient: loss_fn is to make it of the outputs")
         return loss
+
+    @cached_property
+    def _targets(self) -> list[Any]:
+        return split_into_microbatches(self._all_targets, self._rows)
 
     def _backward(self, now: Backward | BackwardInputs) -> None:
         if now.stage < self._plan.stages - 1:

@@ -170,8 +170,8 @@ class Pipeline(Wrapper):
         """
         with added_up(self._ties, self._peers):
             executor, rows = self._run(inputs, targets, loss_fn)
-        losses = zip(executor.losses, rows, strict=bool(executor.losses))
-        ended = [sum(loss.item() * n for loss, n in losses), sum(rows) * bool(executor.losses)]
+        losses = [loss.item() for loss in executor.losses]  # on the rank of the last stage
+        ended = [sum(losses), sum(rows) if losses else 0]
         sums = torch.tensor(ended, dtype=torch.float64, device=self._peers.device)
         dist.all_reduce(sums, group=self.process_group)
         return sums[0] / sums[1]
@@ -220,10 +220,8 @@ class Pipeline(Wrapper):
         if not trains:
             plan = forward_only(peers.size, plan.stages, microbatches)
         of_first = split_into_microbatches(inputs, rows) if 0 in self._stages else []
-        has_last = trains and plan.stages - 1 in self._stages
-        of_last = split_into_microbatches(targets, rows) if has_last else []
         executor = Executor(
-            plan, self._stages, peers, self._device, rows, of_first, of_last, loss_fn, self._specs
+            plan, self._stages, peers, self._device, rows, of_first, targets, loss_fn, self._specs
         )
         with torch.set_grad_enabled(trains):
             executor.run()
