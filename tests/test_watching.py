@@ -708,19 +708,6 @@ def test_where_it_cannot_look_training_goes_on(pools, what):
     assert words in found[0]
 
 
-def test_arguments_that_make_no_sense(pools):
-    def run():
-        model, optimizer, _, _ = ddp()
-        watch = md.watch(model, optimizer, bare=mlp, loss=loss_sum)
-        with pytest.raises(ValueError, match="how many `examples`"):
-            watch.end_of_epoch()
-        for options in {"every": 0}, {"clip": -1.0}, {"bare": mlp()}:
-            with pytest.raises((ValueError, TypeError), match="must be"):
-                md.watch(model, optimizer, **{"bare": mlp, "loss": loss_sum} | options)
-
-    pools(2)(run)
-
-
 # ---- the idea -----------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ number's source. Models with experts are not laid out: of them the parameters ar
 
 To read: `model_states` (the formulas of ZeRO), `transformer` and `layout` (a model's shape, and how
 it is laid out), `peak` (what a step adds), `device` and `step_time` (how long it takes), `advice`
-(which layout to take), `page` and `command` (both in words), `zero_table` (the paper's table),
+(which layout to take), `page` and `plan_command` (both in words), `zero_table` (the paper's table),
 `planned_messages` (each message of a step), `failures` (how often to save).
 """
 

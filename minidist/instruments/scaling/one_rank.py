@@ -91,7 +91,7 @@ def one_rank_of(world_size: int) -> Iterator[Trace]:
     dist.init_process_group(REHEARSAL, store=FakeStore(), rank=0, world_size=world_size)
     try:
         with (
-            fx_config.patch(meta_nonzero_assume_all_nonzero=True),
+            fx_config.patch(meta_nonzero_assume_all_nonzero=True),  # type: ignore[attr-defined]
             mock.patch.object(torch, "is_autocast_enabled", _no_autocast_on_meta),
             _WithoutNumbers(trace),
         ):
