@@ -32,12 +32,11 @@ def main() -> None:
 
 def _bench(sub: argparse.ArgumentParser) -> None:
     sub.description = """Times ours and others' in one run. Says at the end how each target stands.
-Rounds in which other processes took part of the machine are thrown away and counted."""
+Rounds in which other processes took part of the machine are taken again."""
     sub.epilog = "\n".join(["benchmarks:"] + [f"  {n:12} {bench.about(n)}" for n in bench.NAMES])
     sub.formatter_class = argparse.RawDescriptionHelpFormatter
     sub.add_argument("names", nargs="*", default=bench.NAMES, help="benchmarks (all of them)")
     sub.add_argument("--rounds", type=int, default=7, help="how often each is timed (7)")
-    sub.add_argument("--out", type=Path, default=Path("."), help="the folder for pictures (.)")
     sub.add_argument("--json", type=Path, metavar="FILE", help="also write all figures here")
 
     def run(arguments: argparse.Namespace) -> None:
@@ -48,11 +47,9 @@ Rounds in which other processes took part of the machine are thrown away and cou
             )
         if arguments.rounds < 1:
             sub.error("--rounds must be 1 or more")
-        if not arguments.out.is_dir():
-            sub.error(f"--out {arguments.out}: no such folder")
         if arguments.json and (arguments.json.is_dir() or not arguments.json.parent.is_dir()):
             sub.error(f"--json {arguments.json}: no file can be written there")
-        bench.run(arguments.names, arguments.rounds, arguments.out, arguments.json)
+        bench.run(arguments.names, arguments.rounds, arguments.json)
 
     sub.set_defaults(run=run)
 

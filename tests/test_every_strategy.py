@@ -69,7 +69,6 @@ def trial_of(strategy, model="transformer", loop="plain", folder=""):
         model,
         strategy,
         batch=4,
-        averaged=False,
         options=OPTIONS[strategy](i),
         checkpoint=folder if loop == "save and load" else "",
         **LOOPS[loop],

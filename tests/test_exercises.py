@@ -36,10 +36,6 @@ CHANGED = changed.lessons()
 pytestmark = pytest.mark.timeout(60)
 
 
-def by_day_if_changed(lesson: str):
-    return (lambda test: test) if lesson in CHANGED else pytest.mark.soak
-
-
 @pytest.fixture(autouse=True, scope="module")
 def answers_by_value():
     for module in MODULES.values():
@@ -145,40 +141,7 @@ def test_an_answer_gets_its_verdict(check, answer, right, kept, monkeypatch) -> 
     assert right or hinted, verdict
 
 
-@by_day_if_changed("fully_sharded")
-def test_a_unit_that_waits_for_the_next_gather_is_told_so(kept) -> None:
-    answers = MODULES["fully_sharded"]
-    said = kept.verdict(answers.check.prefetch, answers.in_turn).says
-    assert "in forward it waits for the gather of the next unit before it computes" in said
-
-
-@by_day_if_changed("data_parallel")
-def test_an_answer_that_autograd_cannot_go_back_through_is_told_so(kept) -> None:
-    answers = MODULES["data_parallel"]
-    check = answers.check
-    for asked, answer in (
-        (check.gather, answers.Detached),
-        (check.broadcast, answers.CopiesDetached),
-    ):
-        said = kept.verdict(asked, answer).says
-        assert said.endswith("autograd cannot go back through what comes out."), said
-
-
-@by_day_if_changed("collectives")
-def test_a_scan_with_one_message_for_each_rank_is_told_so(kept) -> None:
-    answers = MODULES["collectives"]
-    credit = "one message for each rank."
-    assert kept.verdict(answers.check.scan, answers.chain).says.endswith(f"with {credit}")
-    for other in answers.doubling, answers.by_a_table, answers.by_broadcasts:
-        said = kept.verdict(answers.check.scan, other).says
-        assert said.startswith("Right") and not said.endswith(f"with {credit}")
-
-
-NAMED = {
-    "long_sequences": "ring_backward",
-    "experts": "dispatch_once",
-    "reading_a_step": "breakdown",
-}
+NAMED = [lesson for lesson in LESSONS if hasattr(MODULES[lesson], "NAMED")]
 
 
 @pytest.mark.parametrize(
@@ -186,10 +149,9 @@ NAMED = {
     [pytest.param(each, marks=() if each in CHANGED else pytest.mark.soak) for each in NAMED],
 )
 def test_the_common_faults_in_an_exercise_are_named(lesson, kept) -> None:
-    answers = MODULES[lesson]
-    for answer, told in answers.NAMED.items():
-        said = kept.verdict(getattr(answers.check, NAMED[lesson]), answer).says
-        assert said.endswith(told), answer
+    for check, named in MODULES[lesson].NAMED.items():
+        for answer, told in named.items():
+            assert kept.verdict(check, answer).says.endswith(told), answer
 
 
 def test_a_rounded_number_is_asked_for_exactly() -> None:

@@ -11,7 +11,7 @@ import pytest
 from fuzz import __main__ as command
 from programs import SEED
 
-from minidist.fully_sharded import param_group
+from minidist.fully_sharded import state
 
 
 def of(strategy):
@@ -32,12 +32,13 @@ def test_hundreds_of_trials_are_equal_to_one_process():
 
 
 def with_a_mean_that_is_too_large(trial):
-    accumulate = param_group._accumulate
+    deliver = state.deliver
 
-    def larger(parameter, mean):
-        accumulate(parameter, mean * (1 + 1e-8))
+    def larger(parameter, anywhere):
+        parameter.mean *= 1 + 1e-8
+        deliver(parameter, anywhere)
 
-    with mock.patch.object(param_group, "_accumulate", larger):
+    with mock.patch.object(state, "deliver", larger):
         return fuzz.on_a_rank(trial)
 
 

@@ -266,13 +266,6 @@ def test_it_is_plain_data():
         read.after("sleep")
 
 
-def test_arguments_that_are_wrong():
-    with pytest.raises(TypeError, match="needs an nn.Module, not list"):
-        MemoryTracker([])
-    with pytest.raises(TypeError, match="with `state`, which object has not"):
-        MemoryTracker(nn.Linear(1, 1), object())
-
-
 def tracked(wrap, steps, within=False, hook=None):
     """Train on 10 inputs on rank 0 and 16 on rank 1; `wrap` is called in the block if `within`."""
     model, x, y = small(10 + 6 * dist.get_rank())

@@ -1,7 +1,8 @@
 """The learner's language: the sentences of checks and of predictions, in Korean.
 
-A sentence stands in the code in English, and that code knows of no other language. Where a learner
-reads it, `spoken` looks it up. `korean.json` has a template for each: the f-string
+A sentence is English in the code and in the text files of checks, and knows of no other language.
+Where a learner reads it, `spoken` looks it up. The catalogue is the table `korean` of each text
+file, and of `korean.toml`, which has what all lessons share: the f-string
 f"it is not {value} {unit}." has the key "it is not {0} {1}.", and its Korean says where the values
 go. A value that is a sentence itself is looked up as well. A number, code, or the text of an error
 stays as it is, and so does what the checks of the other lessons say.
@@ -14,12 +15,12 @@ tests/test_language.py holds the catalogue complete.
 """
 
 import functools
-import json
 import os
 import re
+import tomllib
 from pathlib import Path
 
-CATALOGUE = Path(__file__).with_name("korean.json")
+HERE = Path(__file__).parent
 
 
 def spoken(text: str) -> str:
@@ -31,7 +32,7 @@ def spoken(text: str) -> str:
 def in_korean(text: str) -> str:
     """An English sentence in Korean; as it is, if the catalogue has none like it. Where several
     templates fit, it is the one that leaves the fewest English words."""
-    fits = ((pattern.fullmatch(text), korean) for pattern, korean in _catalogue())
+    fits = ((pattern.fullmatch(text), korean) for pattern, korean in _patterns())
     forms = [korean.format(*map(in_korean, found.groups())) for found, korean in fits if found]
     return min(forms, key=lambda form: len(re.findall("[A-Za-z]{2,}", form)), default=text)
 
@@ -44,9 +45,16 @@ def _language() -> str:
 
 
 @functools.cache
-def _catalogue() -> list[tuple[re.Pattern[str], str]]:
+def catalogue() -> dict[str, str]:
+    """The Korean form of each template."""
+    files = [HERE / "korean.toml", *sorted(HERE.glob("checks/*.toml"))]
+    tables = (tomllib.loads(file.read_text(encoding="utf-8")).get("korean", {}) for file in files)
+    return {key: korean for table in tables for key, korean in table.items()}
+
+
+@functools.cache
+def _patterns() -> list[tuple[re.Pattern[str], str]]:
     """The templates as patterns: first those that begin with a word, and the longest."""
-    catalogue = json.loads(CATALOGUE.read_text(encoding="utf-8"))
-    patterns = {key: re.sub(r"\\\{\d\\\}", "(.+?)", re.escape(key)) for key in catalogue}
-    keys = sorted(catalogue, key=lambda key: (key[0] == "{", -len(key)))
-    return [(re.compile(patterns[key], re.DOTALL), catalogue[key]) for key in keys]
+    keys = sorted(catalogue(), key=lambda key: (key[0] == "{", -len(key)))
+    patterns = (re.sub(r"\\\{\d\\\}", "(.+?)", re.escape(key)) for key in keys)
+    return [(re.compile(p, re.DOTALL), catalogue()[k]) for p, k in zip(patterns, keys, strict=True)]

@@ -63,11 +63,7 @@ def _answer(value: Any) -> Answer:
     if isinstance(plain, bool):
         return plain
     if isinstance(plain, Real):
-        try:
-            size = float(plain)
-        except OverflowError:
-            return -math.inf if plain < 0.0 else math.inf
-        return plain if isinstance(plain, int) else size
+        return plain if isinstance(plain, int) else float(plain)
     shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
     kind = "None" if value is None else f"{type(value).__name__}{shape}"
     raise TypeError(f"A prediction is about one number, True or False, or one word: not {kind}.")

@@ -5,7 +5,7 @@ torch's `DTensor` with the placement `Shard(0)` does, so that a rank's rows are 
 several parameters each rank's rows of all of them are together: (N, S).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -79,15 +79,14 @@ class FlatParameters:
         return waits
 
 
-def by_rank(
-    place: torch.Tensor, whole: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Of a place (N, n) for all ranks' rows the parts, and what of a whole tensor belongs there."""
+def deal(place: torch.Tensor, whole: torch.Tensor, scale: float) -> None:
+    """Copy a whole tensor, times scale, to a place (N, n) for all ranks' rows. What is behind its
+    last row stays as it was: nobody reads it."""
     flat, length = whole.reshape(-1), place.shape[1]
     ranks, rest = divmod(len(flat), length or 1)  # so many have all of their rows
-    yield place[:ranks], flat[: ranks * length].view(ranks, length)
+    torch.mul(flat[: ranks * length].view(ranks, length), scale, out=place[:ranks])
     if rest:
-        yield place[ranks, :rest], flat[ranks * length :]
+        torch.mul(flat[ranks * length :], scale, out=place[ranks, :rest])
 
 
 # ---- the two collectives -----------------------------------------------------------------------

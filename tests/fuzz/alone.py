@@ -1,7 +1,6 @@
 """A trial's training in one process: what its script does, and what strategies are held against."""
 
 import contextlib
-import copy
 from collections import Counter
 from typing import Any
 
@@ -74,11 +73,6 @@ class Alone:
         named = self.model.named_parameters()
         return [p for name, p in named if name.replace("module.", "") == wanted]
 
-    def add(self, layer: nn.Module) -> None:
-        """Another layer at the end."""
-        self.model.append(layer)
-        self.optimizers = self.wrap(self.model)
-
     # ---- training --------------------------------------------------------------------------
 
     def share(self) -> slice:
@@ -134,15 +128,3 @@ class Alone:
     def state(self) -> dict[str, torch.Tensor]:
         """The weights and buffers of the whole model, on every rank."""
         return dict(self.model.state_dict())
-
-    def average(self) -> "Alone":
-        """A copy, to become the moving average of the weights."""
-        other = copy.copy(self)
-        other.model = copy.deepcopy(self.model)
-        return other
-
-    @torch.no_grad()
-    def follow(self, other: "Alone") -> None:
-        """A step of the moving average."""
-        for mine, theirs in zip(self.model.parameters(), other.model.parameters(), strict=True):
-            mine.lerp_(theirs, 0.3)

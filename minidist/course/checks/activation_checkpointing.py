@@ -1,14 +1,13 @@
 """The puzzles and the exercise of the lesson activation_checkpointing."""
 
 import copy
-import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from minidist.course.checks.verdict import check, function, hints, number, require_right, shown
+from minidist.course.checks.verdict import check, function, puzzle, require_right, same, shown
 from minidist.course.zoo import Block
 from minidist.instruments.measure import MemoryTracker, count_flops
 
@@ -16,63 +15,14 @@ DEAR = ["mm", "attention"]  # what the exercise finds: these cost arithmetic
 ROOM = 10.5  # what a selective block may keep, in sizes of its input
 
 
-@check
-@hints(
-    'Under "How many layers to a checkpoint?" there is the peak for n layers in segments of'
-    " k, where a layer keeps a times its input: n/k + ak.",
-    "Put in n and a. It is least where both terms are equal.",
-    "Where n/k and ak are equal, k is the root of n/a.",
-)
-def segment(answer: object) -> str:
-    """Layers in a segment for the least peak: 64 layers that each keep 4 times their input."""
-    number(
-        answer,
-        4,
-        "layers",
-        {
-            8: "√64 is for layers that keep once their input",
-            16: "that is how many segments there are",
-            32: "that is the peak, in sizes of an input",
-            1: "that is best where a = 64",
-        },
-    )
-    return "√(64 / 4). Then the peak is 64/4 + 4 × 4 = 32 inputs' worth; 256 without checkpoints."
+segment = puzzle(__name__, "segment")
+of_gpt3 = puzzle(__name__, "of_gpt3")
 
 
 @check
-@hints(
-    "The formula is in the puzzle itself, and the three numbers are, too.",
-    "First the second term: five times the heads times the length, divided by the width.",
-    "Add the constant 34 to it.",
-)
-def of_gpt3(answer: object) -> str:
-    """34 + 5 heads × length / width, the bytes for each element of a block's input, of GPT-3."""
-    number(
-        answer,
-        114,
-        "bytes",
-        {
-            80: "that is 5as/h alone",
-            34: "that is what is left without the scores of attention",
-            30: "that is the percentage that is left",
-        },
-    )
-    return "5 × 96 × 2048 / 12288 = 80 of them go with the scores of attention; 34, or 30%, stay."
-
-
-@check
-@hints(
-    "`Selective` above keeps what its list names. There attention is kept, and all the rest"
-    " is computed again.",
-    "The matrix products and attention are dear, and only those must not be done twice. "
-    "Which of the ops in the exercise are matrix products?",
-    "Name attention and a part of a name that both products have in common. Norms and GELU "
-    "are cheap: leave them out.",
-)
-def selective(answer: object) -> str:
+def selective(answer: object) -> None:
     """A block that keeps at most 10.5 inputs' worth, and does no matrix product twice."""
     require_right(_trial, function(answer), world_size=1, of_rank="")
-    return "the gradients are the same, much less is kept, and no matrix product is done twice."
 
 
 def _trial(selective: Callable[..., Any]) -> str:
@@ -92,14 +42,12 @@ def _trial(selective: Callable[..., Any]) -> str:
         if not y.requires_grad:
             return "the output has no gradient: autograd has lost x"
         del y
-        wanted, all_kept, plain_flops = _measured(plain, plain, dict(plain.named_parameters()), x)
+        wanted, _, plain_flops = _measured(plain, plain, dict(plain.named_parameters()), x)
         found, kept, flops = _measured(block, module, names, x)
         if wrong := _differs(found, wanted):
             return wrong
         if kept > ROOM:
-            said = f"it keeps {kept:.1f} times its input for backward, and may keep {ROOM:g} times"
-            also = ": views and sums count, too, where a policy keeps them"
-            return said + (also if kept > 1.05 * all_kept else "")
+            return f"it keeps {kept:.1f} times its input for backward, and may keep {ROOM:g} times"
         if flops > plain_flops:
             more = flops / plain_flops - 1
             where = "in matrix products and attention"
@@ -109,11 +57,9 @@ def _trial(selective: Callable[..., Any]) -> str:
 
 def _differs(found: dict[str, Any], wanted: dict[str, Any]) -> str:
     for name, right in wanted.items():
-        got = found[name]
-        if got is None:
-            return f"{name} is missing"
-        if got.shape != right.shape or not torch.allclose(got, right, rtol=1e-10, atol=1e-12):
-            return f"{name} is not that of the block"
+        if not same(found[name], right):
+            missing = found[name] is None
+            return f"{name} is {'missing' if missing else 'not that of the block'}"
     return ""
 
 
@@ -127,15 +73,11 @@ def _measured(
     inputs, again = (x.clone().requires_grad_() for _ in range(2))
     weights = torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view(x.shape)
     with MemoryTracker(block) as memory:
-        tracemalloc.start()  # no tensor's memory, but that of bytes, lists and numpy
         y = module(inputs)
-        outside, _ = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
         y.backward(weights)
     backward = next(phase for phase in memory.phases if phase.name == "backward")
     live = {name: nbytes[backward.start] for name, nbytes in memory.history.items()}
     kept = sum(live.values()) - live["parameters"] - y.nbytes
-    kept += outside if outside > x.nbytes else 0  # less are nodes, hooks and numbers
     results = {"the output": y.detach(), "the gradient of x": inputs.grad}
     for name, parameter in parameters.items():
         results[f"the gradient of {name}"] = parameter.grad

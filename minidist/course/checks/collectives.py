@@ -1,6 +1,7 @@
 """The puzzles and the exercise of the lesson collectives."""
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,96 +12,50 @@ from minidist.course.checks.verdict import (
     NotYet,
     check,
     function,
-    hints,
-    number,
-    on_ranks,
-    ranks,
+    puzzle,
+    require_right,
     shown,
 )
 from minidist.instruments.measure import TrafficCounter
 
 # What each of the four situations asks for.
-WANTED = ["broadcast", "all_gather", "reduce_scatter", "all_to_all"]
+WANTED = ["broadcast", "allgather", "reducescatter", "alltoall"]
 
 
 @check
-@hints(
-    'Look at the pictures under "Nine operations": who has what before, and who has what after?',
-    "Ask of each case: is it with one rank at first, or with all? Does a rank end with the "
-    "whole or with a part? Is anything added up?",
-    "In 1 one rank has it, and all get it. In 2 parts become a whole, on all. In 3 there is"
-    " a sum, and each keeps a part of it. In 4 each has something else for each.",
-)
-def which(answer: Any) -> str:
+def which(answer: Any) -> None:
     """Which collective serves in each of four situations."""
     try:
-        names = [_plain(each) for each in answer]
+        names = [each if isinstance(each, str) else each.__name__ for each in answer]
     except Exception:
         raise NotYet(f"give a list of four names, not {shown(answer)}.") from None
     if len(names) != len(WANTED):
         raise NotYet(f"give four names, not {len(names)}.")
     for place, (name, wanted) in enumerate(zip(names, WANTED, strict=True), start=1):
-        if _bare(name) == "allreduce" and wanted == "reduce_scatter":
+        if _plain(name) == "allreduce" and wanted == "reducescatter":
             raise NotYet("in 3 all_reduce gives every rank the whole sum: more than it needs.")
-        if _bare(name) != _bare(wanted):
+        if _plain(name) != wanted:
             raise NotYet(f"in {place} it is not {shown(name)}.")
-    return "the last three are what FSDP and mixtures of experts consist of."
 
 
-def _bare(name: str) -> str:
-    """MPI and NCCL write allgather, AllGather."""
-    return name.replace("_", "")
-
-
-def _plain(name: Any) -> str:
-    """`dist.all_gather_single`, "all-gather", "All gather": all are all_gather."""
-    text = name if isinstance(name, str) else name.__name__
-    text = text.lower().strip().replace("-", "_").replace(" ", "_").rpartition(".")[2]
-    for ending in ("_into_tensor", "_tensor", "_single"):
-        text = text.removesuffix(ending)
+def _plain(name: str) -> str:
+    """Of dist.all_gather_single, "all-gather", NCCL's AllGather: allgather."""
+    text = re.sub(r"[\W_]", "", name.rpartition(".")[2].lower())
+    for ending in ("into", "tensor", "single"):
+        text = text.replace(ending, "")
     return text
 
 
-@check
-@hints(
-    "In the training on four ranks the mean of the ranks' gradients was right because all "
-    "had equally many images. Here they have not.",
-    "Each of the four images must count the same. Turn the mean of rank 0 back into a sum "
-    "over its images.",
-    "Add the sums of both ranks, and divide by the number of all images.",
-)
-def whole_gradient(answer: object) -> str:
-    """The gradient of four images: three with mean 4 on rank 0, one with 8 on rank 1."""
-    number(
-        answer,
-        5,
-        wrong={
-            6: "the mean of the means counts the image on rank 1 three times as much as the others",
-            12: "that is the sum of the two means",
-            20: "that is the sum over all four images",
-            7: "rank 0 has three of the images, not one",
-        },
-    )
-    return "(3 × 4 + 1 × 8) / 4. With unequal shares, weigh each rank by its images."
+whole_gradient = puzzle(__name__, "whole_gradient")
 
 
 @check
-@hints(
-    "Think of two ranks first. Which of them has to change its x, and what must it know for that?",
-    "A rank needs the sum over all ranks before it. Its left neighbour has that, as soon as"
-    " its own x is right.",
-    "A chain: receive from the left and add it to x, in place; then send x to the right. "
-    "The first rank receives nothing, the last one sends nothing.",
-)
 def scan(answer: object) -> str:
     """x becomes the sum over the ranks up to this one."""
-    scan, most = function(answer), 0.0
+    most = 0.0
     for world_size in range(1, 6):
-        told = on_ranks(_scan, scan, world_size=world_size, where=" over gloo", backend="gloo")
-        for rank, (wrong, messages) in enumerate(told):
-            if wrong:
-                raise NotYet(f"on {ranks(world_size)}, rank {rank} {wrong}.")
-            most = max(most, messages)
+        told = require_right(_scan, function(answer), world_size=world_size, backend="gloo")
+        most = max(most, *(messages for _, messages in told))
     if most <= 1:
         return "on 1, 2, 3, 4 and 5 ranks, and with one message for each rank."
     return "on 1, 2, 3, 4 and 5 ranks. One message for each rank would do."

@@ -5,44 +5,16 @@ from typing import Any
 
 import torch
 
-from minidist.course.checks.verdict import NotYet, check, hints, number, require_right, shown
+from minidist.course.checks.verdict import NotYet, check, puzzle, require_right, shown
 
 # The numbers of rows of the outputs to gather.
 SIZES = [[4], [2, 2], [3, 3, 3, 1], [3, 1, 2], [2, 0, 1]]
 
 
-@check
-@hints(
-    'The formula is under "Who sends how much": look at its part for the model, by flat copies.',
-    "Device 0 itself sends the whole model to every other device. The gradients are sent by"
-    " the others.",
-    "It is (n − 1) P, with n devices and P megabytes. Leave out the images and outputs.",
-)
-def device_0_sends(answer: object) -> str:
-    """MB that device 0 sends in a step: a model of 100 MB, 8 devices, small images and outputs."""
-    number(
-        answer,
-        700,
-        "MB",
-        {
-            175: "that is what each rank of a ring sends",
-            100: "passed on from device to device it would be; here each copy comes from device 0",
-            800: "it sends no copy to itself",
-            1400: "that is what all devices send together, gradients included",
-            700e6: "give MB",
-        },
-    )
-    return "7 copies of 100 MB. A rank of a ring sends 2 × 7/8 × 100 = 175 MB."
+device_0_sends = puzzle(__name__, "device_0_sends")
 
 
 @check
-@hints(
-    "It is the puzzle of unequal shares again, from the lesson on collectives: every image "
-    "must count the same.",
-    "The mean loss of a share, times its number of images, is the sum of their losses.",
-    "Each weight is a fraction: the images of the share, divided by the images of the "
-    "batch. The four must add up to one.",
-)
 def weights_of_losses(answer: Any) -> str:
     """By what to multiply four mean losses, of 3, 3, 3 and 1 images, to get the mean of all."""
     try:
@@ -68,18 +40,9 @@ def _close(ours: list[float], wanted: tuple[float, ...]) -> bool:
 
 
 @check
-@hints(
-    "Forward puts each output into its own rows of the joined tensor. Which rows of "
-    "`gradient` belong to it, then?",
-    "The outputs may have different numbers of rows. As `Double` does with its factor, "
-    "forward must keep in `ctx` what backward will need.",
-    "Backward cuts `gradient` along dimension 0 into pieces of just these lengths, and "
-    "returns the tuple of them. Equal chunks will not do.",
-)
-def gather(answer: Any) -> str:
+def gather(answer: Any) -> None:
     """An autograd Function that joins outputs, with a backward of its own."""
     _require_right(_gather, answer, "Gather")
-    return "also where an output is smaller than those around it, or empty."
 
 
 def _require_right(trial: Any, answer: Any, name: str) -> None:
@@ -91,74 +54,61 @@ def _require_right(trial: Any, answer: Any, name: str) -> None:
 def _gather(gather: Any) -> str:
     """What is wrong, if anything."""
     generator = torch.Generator().manual_seed(0)
-    for shape in ((), (5,), (2, 3)):
-        for sizes in SIZES:
-            outputs = [
-                torch.randn(rows, *shape, generator=generator, requires_grad=True) for rows in sizes
-            ]
-            weight = torch.randn(sum(sizes), *shape, generator=generator)
-            joined, wanted = gather.apply(*outputs), torch.cat(outputs)
-            gather.apply(torch.ones(1), torch.ones(1))  # what it keeps must be in its own ctx
-            on = f"with outputs of {', '.join(map(str, sizes))} rows,"
-            if not isinstance(joined, torch.Tensor) or not torch.equal(joined, wanted):
-                return f"{on} forward gives other values than torch.cat"
-            if not joined.requires_grad:
-                return f"{on} autograd cannot go back through what comes out"
-            try:
-                (joined * weight).sum().backward()
-            except RuntimeError as error:
-                if "invalid gradient" not in str(error):
-                    raise
-                return f"{on} an output gets a gradient of another shape than its own"
-            for i, right in enumerate(weight.split(sizes)):
-                gradient = outputs[i].grad
-                if gradient is None:
-                    return f"{on} output {i} gets no gradient"
-                if not torch.equal(gradient, right):
-                    return f"{on} output {i} gets another gradient than from torch.cat"
+    for sizes in SIZES:
+        outputs = [torch.randn(rows, 5, generator=generator).requires_grad_() for rows in sizes]
+        weight = torch.randn(sum(sizes), 5, generator=generator)
+        joined, wanted = gather.apply(*outputs), torch.cat(outputs)
+        gather.apply(torch.ones(1), torch.ones(1))  # what it keeps must be in its own ctx
+        on = f"with outputs of {', '.join(map(str, sizes))} rows,"
+        if not isinstance(joined, torch.Tensor) or not torch.equal(joined, wanted):
+            return f"{on} forward gives other values than torch.cat"
+        if not joined.requires_grad:
+            return f"{on} autograd cannot go back through what comes out"
+        try:
+            (joined * weight).sum().backward()
+        except RuntimeError as error:
+            if "invalid gradient" not in str(error):
+                raise
+            return f"{on} an output gets a gradient of another shape than its own"
+        for i, right in enumerate(weight.split(sizes)):
+            gradient = outputs[i].grad
+            if gradient is None:
+                return f"{on} output {i} gets no gradient"
+            if not torch.equal(gradient, right):
+                return f"{on} output {i} gets another gradient than from torch.cat"
     return ""
 
 
 @check
-@hints(
-    "Each copy is used by another replica, and the loss depends on the parameter through all of "
-    "them. What is its derivative, then?",
-    "`gradients` holds a gradient for each copy. The parameter is one tensor and gets one gradient "
-    "in which all of them count.",
-    "Return two values. For `x`: one tensor of its shape, into which all of `gradients` go. For "
-    "`n`: what autograd wants for a number.",
-)
-def broadcast(answer: Any) -> str:
+def broadcast(answer: Any) -> None:
     """An autograd Function that copies a parameter, with a backward of its own."""
     _require_right(_broadcast, answer, "Broadcast")
-    return "one operation copies, and its backward adds up: also where a copy was not used."
 
 
 def _broadcast(broadcast: Any) -> str:
     """What is wrong, if anything."""
     generator = torch.Generator().manual_seed(0)
-    for shape in ((), (5,), (2, 3)):
-        for used, unused in ((1, 0), (4, 0), (3, 1)):
-            n = used + unused
-            on = f"with {n} {'copy' if n == 1 else 'copies'}"
-            on += f", {unused} of them not used," if unused else ","
-            parameter = torch.randn(shape, generator=generator, requires_grad=True)
-            copies = broadcast.apply(parameter, n)
-            if not isinstance(copies, tuple) or len(copies) != n:
-                return f"{on} forward must return a tuple of {n}"
-            if not all(isinstance(x, torch.Tensor) and x.equal(parameter) for x in copies):
-                return f"{on} forward gives other values than the parameter's"
-            if len({x.data_ptr() for x in copies}) < n:
-                return f"{on} two of them share their memory"
-            if not all(x.requires_grad for x in copies):
-                return f"{on} autograd cannot go back through what comes out"
-            weights = [torch.randn(shape, generator=generator) for _ in range(used)]
-            sum((x * w).sum() for x, w in zip(copies, weights, strict=False)).backward()
-            total, found = torch.stack(weights).sum(0), parameter.grad
-            if found is None:
-                return f"{on} the parameter gets no gradient"
-            if used > 1 and torch.allclose(found, total / n):
-                return f"{on} the parameter gets the mean of their gradients, not their sum"
-            if not torch.allclose(found, total):
-                return f"{on} the parameter gets another gradient than the sum of theirs"
+    for used, unused in ((1, 0), (4, 0), (3, 1)):
+        n = used + unused
+        on = f"with {n} {'copy' if n == 1 else 'copies'}"
+        on += f", {unused} of them not used," if unused else ","
+        parameter = torch.randn(5, generator=generator, requires_grad=True)
+        copies = broadcast.apply(parameter, n)
+        if not isinstance(copies, tuple) or len(copies) != n:
+            return f"{on} forward must return a tuple of {n}"
+        if not all(isinstance(x, torch.Tensor) and x.equal(parameter) for x in copies):
+            return f"{on} forward gives other values than the parameter's"
+        if len({x.data_ptr() for x in copies}) < n:
+            return f"{on} two of them share their memory"
+        if not all(x.requires_grad for x in copies):
+            return f"{on} autograd cannot go back through what comes out"
+        weights = [torch.randn(5, generator=generator) for _ in range(used)]
+        sum((x * w).sum() for x, w in zip(copies, weights, strict=False)).backward()
+        total, found = torch.stack(weights).sum(0), parameter.grad
+        if found is None:
+            return f"{on} the parameter gets no gradient"
+        if used > 1 and torch.allclose(found, total / n):
+            return f"{on} the parameter gets the mean of their gradients, not their sum"
+        if not torch.allclose(found, total):
+            return f"{on} the parameter gets another gradient than the sum of theirs"
     return ""

@@ -11,17 +11,17 @@ from minidist.course.checks.verdict import (
     NotYet,
     check,
     function,
-    hints,
-    number,
-    on_ranks,
+    puzzle,
     ranks,
+    require_right,
+    same,
     shown,
 )
 from minidist.course.zoo import Block
 from minidist.instruments.measure import TrafficCounter, count_flops
 
 ROWS, LENGTH, HEAD = 2, 12, 4  # a batch (ROWS, LENGTH, heads × HEAD)
-Gradients = dict[str, torch.Tensor | None]
+Gradients = dict[str, Any]
 OPERATORS = {  # those that the weight of a norm within a head does not need
     "reduce_from_group": "forward, it would add up the weights of all ranks",
     "scatter_to_group": "forward, each rank needs the whole weight",
@@ -32,15 +32,7 @@ OPERATORS = {  # those that the weight of a norm within a head does not need
 
 
 @check
-@hints(
-    'Look at "Four states of a tensor", and at the table above the puzzle. In which state '
-    "is γ, and what does each rank make of it?",
-    "Forward, each rank needs all of γ, and has it. Backward, each finds a gradient from "
-    "its own heads alone.",
-    "So nothing is sent forward, and backward the gradients of all ranks are summed. One "
-    "line of the table has just these two.",
-)
-def operator(answer: object) -> str:
+def operator(answer: object) -> None:
     """The operator that a replicated weight needs if each rank uses it for its own heads."""
     named = getattr(answer, "__self__", answer)  # of Copy.apply, Copy
     name = answer if isinstance(answer, str) else getattr(named, "__name__", None)
@@ -51,98 +43,39 @@ def operator(answer: object) -> str:
     if name not in ("copy_to_group", "Copy"):
         hint = OPERATORS["reduce_from_group" if name == "Sum" else name]
         raise NotYet(f"it is not {name}: {hint}.")
-    return "γ is replicated and becomes copied, so its gradient is partial, and has to be summed."
+
+
+bytes_sent = puzzle(__name__, "bytes_sent")
 
 
 @check
-@hints(
-    'The formula is under "Does it halve, in bytes?": columns, then rows. There the '
-    "features in the middle do not count.",
-    "There is an all_reduce forward and one backward. Each is of an activation: tokens "
-    "times features, outside the pair.",
-    "Bytes of the activation, times 2(N − 1)/N for a ring, times two all_reduces.",
-)
-def bytes_sent(answer: object) -> str:
-    """What a rank of 8 sends in a step of 4096 → 16384 → 4096 features, 2048 tokens, 2 bytes."""
-    activation = 2048 * 4096 * 2
-    one = 2 * 7 / 8 * activation
-    number(
-        answer,
-        2 * one,
-        "bytes",
-        {
-            one: "that is forward only, and backward needs as much",
-            2 * activation: "that is what the two all_reduces add up, and a ring sends 2 (N - 1)/N "
-            "of it",
-            activation: "that is one activation",
-            one / 2: "an all_reduce in a ring has two rounds, and there are two all_reduces",
-            8 * one: "the hidden features do not travel",
-            16 * one: "all ranks together send that",
-            4 * one: "there is one all_reduce forward, and one backward",
-            2 * one * 2: "a number takes 2 bytes",
-        },
-    )
-    return "two all_reduces of 2048 × 4096 numbers, of which a ring sends 2 × 7/8."
-
-
-@check
-@hints(
-    'Under "A transformer block, by heads" it says which weight is cut into columns and '
-    "which into rows.",
-    "First split `block.qkv.weight` into its queries, keys and values. Take `mine` of each "
-    "of the three, and join these. x goes through `Copy` before it meets them.",
-    "The rank's heads are a part of the input of `block.out`: take `mine` of its weight "
-    "along dimension 1, and no bias. Then `Sum`, and the bias once, after it.",
-)
-def attention(answer: object) -> str:
+def attention(answer: object) -> None:
     """Attention of a `zoo.Block`, of which each rank computes its heads."""
-    own = function(answer)
     for world_size, heads in (2, 4), (3, 3), (4, 8):
-        results = on_ranks(_trial, own, heads, world_size=world_size)
-        on = f"{ranks(world_size)}, with {heads} heads"
-        for rank, (wrong, _, _) in enumerate(results):
-            if wrong:
-                raise NotYet(f"on {on}, rank {rank}: {wrong}.")
+        where = f", with {heads} heads"
+        results = require_right(
+            _trial, function(answer), heads, world_size=world_size, where=where, of_rank=": "
+        )
         _, found, wanted = zip(*results, strict=True)
         if wrong := _of_weights(found, wanted[0]):
-            raise NotYet(f"on {on}: {wrong}.")
-    return "on 2, 3 and 4 ranks: the output and all gradients, with a rank's share of the work."
+            raise NotYet(f"on {ranks(world_size)}{where}: {wrong}.")
 
 
 def _of_weights(found: tuple[Gradients, ...], wanted: Gradients) -> str:
     """What is wrong with the gradients that the ranks have found together, if anything."""
-    size = len(found)
     for name, right in wanted.items():
-        assert right is not None
         own = [each[name] for each in found]
         for rank, gradient in enumerate(own):
             if gradient is None:
                 return f"{name} has no gradient on rank {rank}"
-        if name == "out.bias":  # every rank has it
-            for rank, gradient in enumerate(own):
-                if not _close(gradient, right):
-                    times = _times(gradient, right)
-                    return f"rank {rank} finds another gradient of {name} than one process{times}"
-            continue
-        if not _close(total := sum(own), right):  # type: ignore[arg-type]
-            return f"{name} has another gradient than in one process{_times(total, right)}"
-        if name == "qkv.weight":
-            for rank, gradient in enumerate(own):
-                rows = int((gradient != 0).any(1).sum())  # type: ignore[union-attr]
-                if rows != len(right) // size:
-                    return f"rank {rank} uses {rows} of the {len(right)} rows of {name}"
+            if name == "out.bias" and not same(gradient, right):  # every rank has it
+                return f"rank {rank} finds another gradient of {name} than one process"
+            rows = int((gradient != 0).flatten(1).any(1).sum()) if name == "qkv.weight" else 0
+            if rows > len(right) // len(found):
+                return f"rank {rank} uses {rows} of the {len(right)} rows of {name}"
+        if name != "out.bias" and not same(sum(own), right):
+            return f"{name} has another gradient than in one process"
     return ""
-
-
-def _close(found: Any, right: torch.Tensor) -> bool:
-    return found.shape == right.shape and torch.allclose(found, right, rtol=1e-9, atol=1e-12)
-
-
-def _times(found: Any, right: torch.Tensor) -> str:
-    if found.shape != right.shape:
-        return ""
-    times = ((found * right).sum() / right.square().sum()).item()
-    return f": {times:g} times it" if times and _close(found, times * right) else ""
 
 
 def _trial(attempt: Callable[..., Any], heads: int) -> tuple[str, Gradients, Gradients]:
@@ -176,14 +109,14 @@ def _trial(attempt: Callable[..., Any], heads: int) -> tuple[str, Gradients, Gra
     wrong = ""
     if not torch.is_tensor(y) or y.shape != right.shape:
         wrong = f"my_attention returns {_said(y)}, not a tensor of shape {tuple(right.shape)}"
-    elif not _close(y, right):
+    elif not same(y, right):
         wrong = "the output is not that of one process"
     elif not y.requires_grad:
         wrong = "the output has no gradient: autograd cannot see what made it"
     elif flops > 1.02 * whole / size:
         share = f"{flops / whole:.0%} of the arithmetic of one process"
         wrong = f"it does {share}, in place of {1 / size:.0%}: a rank has its own heads only"
-    elif of_x is None or not _close(of_x, right_x):  # type: ignore[arg-type]
+    elif not same(of_x, right_x):
         wrong = "the gradient of x is not that of one process"
     elif _sent(traffic, size) > 1.3 * (limit := 4 * (size - 1) / size * x.nbytes):
         wrong = f"it sends {_sent(traffic, size):,.0f} bytes, two all_reduces send {limit:,.0f}"

@@ -8,91 +8,29 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minidist.course.checks.units_in_a_row import UNITS, gathers_otherwise, in_a_row, parts
+from minidist.course.checks.units_in_a_row import SLOW, UNITS, gathers_otherwise, parts
 from minidist.course.checks.verdict import (
     NotYet,
     check,
     function,
-    hints,
-    number,
+    puzzle,
     require_right,
+    same,
     shown,
 )
 from minidist.course.zoo import Block, mlp
 from minidist.instruments.measure.storages import Ledger
 
-
-@check
-@hints(
-    '"The peak, predicted", above, says what is there at the worst moment: the shards, and '
-    "two neighbours.",
-    "A rank has its shard of all four units. For the neighbours, look at the pairs in the "
-    "order of the model.",
-    "In millions: an Nth of all parameters, and the largest pair of neighbours. Then take "
-    "the bytes of a float32 number.",
-)
-def peak(answer: object) -> str:
-    """Megabytes of parameters at most: units of 30, 50, 20 and 60 million, float32, 4 ranks."""
-    number(
-        answer,
-        480,
-        "MB",
-        {
-            600: "50 and 60 are the two largest, but they are never gathered together",
-            400: "while a unit computes, the next one is there too",
-            320: "each rank also keeps its shard of everything",
-            120: "that is how many million parameters; each has 4 bytes",
-            800: "that is one unit around everything, and the shard",
-            640: "that is the whole model, as in DDP",
-            480e6: "give megabytes",
-        },
-    )
-    return "(160 / 4 + 30 + 50) million: the shard and the two largest neighbours, 4 bytes each."
+peak = puzzle(__name__, "peak")
+tokens = puzzle(__name__, "tokens")
 
 
 @check
-@hints(
-    'See "How many tokens hide a gather": the time of a gather and the time to compute must be'
-    " equal. Which line is the slowest of the ring?",
-    "A rank receives (N - 1)/N of a unit, 2 bytes a parameter. The ring leaves a node by the cards "
-    "of all its GPUs. Forward takes 2 operations for each parameter and token.",
-    "Tokens = operations a second, over 2, times the bytes that come for a parameter, over the "
-    "bytes a second that leave a node.",
-)
-def tokens(answer: object) -> str:
-    """Tokens of a GPU that hide its gathers: two nodes of 8, 640 TFLOP/s, 25 GB/s, bfloat16."""
-    number(
-        answer,
-        3_000,
-        "tokens",
-        {
-            24_000: "a ring leaves a node once, by all of its 8 cards",
-            3_200: "a rank has its own sixteenth: 15/16 of a unit travel to it",
-            6_000: "a number has 2 bytes here, and costs a token two operations",
-            1_500: "a number has 2 bytes in bfloat16",
-            48_000: "that is on all 16 GPUs together",
-        },
-    )
-    return "2 × 640e12 / (2 × 8 × 25e9) × 15/16. Units of any size need as many."
-
-
-@check
-@hints(
-    "`TinyUnit` shows the way: an autograd function whose forward and backward gather, use "
-    "and free. What in it is special to a linear layer?",
-    "Lay all parameters end to end, with zeros until N divides the length, and keep your "
-    'piece as the only `nn.Parameter`. The module must lose its own: `to("meta")` keeps '
-    "their shapes alone.",
-    "Forward gathers, calls the module by `functional_call`, and saves x alone. Backward "
-    "gathers and computes forward again, with gradients enabled, takes `autograd.grad`, and"
-    " reduce_scatters it, divided by N.",
-)
-def unit(answer: object) -> str:
+def unit(answer: object) -> None:
     """A unit around any module: a shard in memory, all of it only while it computes."""
     if not callable(answer):
         raise NotYet(f"give the class itself, not {shown(answer)}.")
     require_right(_trial, answer, world_size=3, of_rank=": ")
-    return "it trains as one process does, and holds a shard whenever it does not compute."
 
 
 def _block() -> nn.Module:
@@ -159,7 +97,7 @@ def _trains_otherwise(module: nn.Module, alone: nn.Module, data: torch.Tensor) -
     for step, rows in enumerate(data):
         x, y = (each.clone().requires_grad_() for each in (rows[rank::size], rows))
         found, wanted = module(x), alone(y)
-        if not _same(found, wanted[rank::size]):
+        if not same(found, wanted[rank::size]):
             if step == 0:
                 return "its output is not that of the module"
             return (
@@ -170,16 +108,11 @@ def _trains_otherwise(module: nn.Module, alone: nn.Module, data: torch.Tensor) -
             optimizer.zero_grad()
         found.square().mean().backward()
         wanted.square().mean().backward()
-        if x.grad is None or y.grad is None or not _same(x.grad, y.grad[rank::size] * size):
+        if y.grad is None or not same(x.grad, y.grad[rank::size] * size):
             return "the gradient of its input is not that of the module"
         for optimizer in optimizers:
             optimizer.step()
     return ""
-
-
-def _same(found: Any, wanted: torch.Tensor) -> bool:
-    alike = isinstance(found, torch.Tensor) and found.shape == wanted.shape
-    return alike and torch.allclose(found, wanted, rtol=1e-9, atol=1e-12)
 
 
 def _keeps(module: nn.Module, alone: nn.Module, x: torch.Tensor, ledger: Ledger) -> str:
@@ -208,18 +141,9 @@ def _keeps(module: nn.Module, alone: nn.Module, x: torch.Tensor, ledger: Ledger)
 
 
 @check
-@hints(
-    "Which unit comes after a unit, forward, and which backward? Each must know the other, and "
-    "begin its gather before it computes itself.",
-    "Divide the gather into two: one part begins it, with `async_op=True`, and keeps its handle and"
-    " its tensor; the other waits. Whoever comes first, begins.",
-    "Make the units first, then give each its neighbours. In forward: wait for your own, begin the "
-    "one after, compute. In backward: wait, begin the one before, compute.",
-)
-def prefetch(answer: object) -> str:
+def prefetch(answer: object) -> None:
     """A function that makes of modules a list of units: one computes, the next is gathered."""
-    require_right(_in_a_row, function(answer), world_size=2, of_rank=": ")
-    return "while a unit computes, the next one is on its way, and no other."
+    require_right(_in_a_row, function(answer), world_size=2, of_rank=": ", link=SLOW)
 
 
 def _in_a_row(make: Callable[..., Any]) -> str:
@@ -232,5 +156,5 @@ def _in_a_row(make: Callable[..., Any]) -> str:
     if len(units) != UNITS or not all(isinstance(each, nn.Module) for each in units):
         return f"it must return {UNITS} units, one of each module, not {shown(made)}"
     data = torch.randn(3, 6, 2, 32, dtype=torch.float64)
-    row = in_a_row(units)
+    row = nn.Sequential(*units)
     return _trains_otherwise(row, nn.Sequential(*parts()), data) or gathers_otherwise(row, data[0])

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from minidist.course.checks.verdict import NotYet, check, function, hints, number, on_ranks, shown
+from minidist.course.checks.verdict import NotYet, check, function, on_ranks, puzzle, shown
 from minidist.course.zoo import mlp
 from minidist.fully_sharded import NaiveFullySharded
 from minidist.mixed_precision import ShardedGradScaler
@@ -16,64 +16,12 @@ from minidist.mixed_precision import ShardedGradScaler
 WORLD_SIZE = 3
 
 
-@check
-@hints(
-    "The formula above says how far the next bfloat16 is: 2^(e-7), for numbers between 2^e "
-    "and 2^(e+1).",
-    "As long as the next number is 1 away, adding 1 works. From which power of two on is it"
-    " 2 away?",
-    "There a sum with 1 lies half way to the next number, and is rounded back to the even "
-    "one. So it stays at that power of two.",
-)
-def stuck(answer: object) -> str:
-    """Where a bfloat16 number ends that begins at 0 and to which 1 is added 1,000 times."""
-    number(
-        answer,
-        256,
-        "",
-        {
-            1000: "from somewhere on, adding 1 changes nothing",
-            128: "the next number after 128 is 129",
-            257: "after 256 comes 258",
-            512: "a step of 2 at 256 is too much already",
-        },
-    )
-    return "after 256 comes 258; 257 is half way, and is rounded to 256."
+stuck = puzzle(__name__, "stuck")
+of_momentum = puzzle(__name__, "of_momentum")
 
 
 @check
-@hints(
-    'Look at the table under "Where the bytes go": the line with 16-bit weights and a master copy.',
-    "That line is for Adam, whose two states have 32 bits each. SGD with momentum has one of them.",
-    "Add four things: a weight and a gradient in 16 bits, the master copy and the momentum in 32.",
-)
-def of_momentum(answer: object) -> str:
-    """Bytes a parameter: SGD with momentum, 16-bit weights and gradients, 32 bits for the rest."""
-    number(
-        answer,
-        12,
-        "bytes",
-        {
-            16: "that is Adam, which has two states",
-            8: "the master copy is missing, or the momentum is",
-            10: "the momentum is in 32 bits",
-            4: "the master copy and the momentum are missing",
-            6: "the momentum and the master copy are in 32 bits",
-        },
-    )
-    return "2 + 2 + (4 + 4): weight, gradient, master copy, momentum."
-
-
-@check
-@hints(
-    "The text above says what `md.ShardedGradScaler` does before each step. `careful_step` "
-    "asks its own rank alone.",
-    "Unscale, and note in a tensor of one number whether this rank has found something. "
-    "Then every rank calls the same collective, also one that has found nothing.",
-    "An all_reduce with the maximum, before anybody steps. If it says that some rank has "
-    "found something, all return half of the scale. Else all step.",
-)
-def agreed(answer: object) -> str:
+def agreed(answer: object) -> None:
     """A step that all ranks take, or none."""
     step = function(answer)
     inf, nan = float("inf"), float("nan")
@@ -84,7 +32,6 @@ def agreed(answer: object) -> str:
         results = on_ranks(_trial, step, *spoilt, world_size=WORLD_SIZE, where=f", {where}")
         for said in sorted(filter(None, results), key=lambda said: "scales" not in said):
             raise NotYet(f"{where}, {said}.")
-    return "all ranks step, or none, and the scale is the same everywhere."
 
 
 def _trial(step: Callable[..., Any], bad_rank: int | None, bad: float, place: int) -> str:

@@ -7,70 +7,18 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from minidist.course.checks.verdict import check, function, hints, number, require_right, shown
+from minidist.course.checks.verdict import check, function, puzzle, require_right, same, shown
 from minidist.course.zoo import Block
 from minidist.offload import Budget, Crossings
 
-
-@check
-@hints(
-    'See "What stays, what travels", and leave out all that is with the host.',
-    "Gradients leave at once, and the master copy and Adam's states are elsewhere. How many"
-    " bytes of a parameter stay?",
-    "Divide the GPU's memory in GB by the bytes of one weight. GB, divided by bytes, are billions.",
-)
-def largest(answer: object) -> str:
-    """Billions of parameters on a GPU of 32 GB, with only the 16-bit weights on it."""
-    number(
-        answer,
-        16,
-        "billion",
-        {
-            2: "that is with all 16 bytes on the GPU",
-            8: "gradients leave as soon as they are made: 2 bytes a parameter stay",
-            16e9: "give billions",
-            32: "a 16-bit weight takes 2 bytes",
-        },
-    )
-    return "32 GB / 2 bytes. The paper trains 13 billion: activations need room, too."
+largest = puzzle(__name__, "largest")
+tokens = puzzle(__name__, "tokens")
 
 
 @check
-@hints(
-    "Above are the times of the link and of computing.",
-    "Set the two equal. Ψ is on both sides, and cancels.",
-    "T is 4F, divided by 6B: F in operations a second, B in bytes a second.",
-)
-def tokens(answer: object) -> str:
-    """Tokens a step at which computing takes as long as 4 bytes a parameter at 25 GB/s."""
-    number(
-        answer,
-        4000,
-        "tokens",
-        {
-            2000: "2 bytes travel down and 2 up: 4 in all",
-            12000: "forward and backward take 6 operations a parameter and token, not 2",
-            6000: "4 bytes travel, and a parameter and token take 6 operations",
-            4e-9: "give tokens",
-        },
-    )
-    return "4Ψ / 25 GB/s = 6Ψ × tokens / 150 TFLOP/s: the size of the model plays no part."
-
-
-@check
-@hints(
-    "The check says that too many bytes travel. For backward autograd keeps activations, "
-    "and also something that is on the device anyway.",
-    "`pack` must know a weight when it sees one. Often it gets the transpose: another "
-    "tensor, but in the same memory.",
-    "Note where the memory of each parameter begins: `untyped_storage().data_ptr()`. What "
-    "lies there stays as it is, and all else goes to the host. `unpack` must tell the two "
-    "apart.",
-)
-def activations(answer: object) -> str:
+def activations(answer: object) -> None:
     """Hooks that leave activations, and nothing else, with the host until backward."""
     require_right(_trial, function(answer), world_size=1, of_rank="")
-    return "the gradients are the same, the activations are on the host, and no parameter travels."
 
 
 def _trial(hooks: Callable[..., Any]) -> str:
@@ -91,8 +39,7 @@ def _trial(hooks: Callable[..., Any]) -> str:
 
     found, crossed, left, back = _measured(model, x, (pair[0], unpack))
     for name, right in wanted.items():
-        got = found[name]
-        if got is None or got.shape != right.shape or not torch.allclose(got, right):
+        if not same(found[name], right):
             return f"the gradient of {name} is not that without hooks"
     if left > kept / 10:
         return f"{left / kept:.0%} of the activations are on the device still"

@@ -13,7 +13,6 @@ is anything kept among the originals, where the course is tested.
 import contextlib
 import importlib
 import json
-import os
 import pkgutil
 from pathlib import Path
 
@@ -23,21 +22,13 @@ SHARED = {"solved", "units_in_a_row", "verdict"}  # what is no lesson
 
 def remember(name: str, check: str) -> None:
     """Write down, if this is a learner's copy, that a check of the lesson of this name is solved.
-
-    The file is there as a whole or not at all. Where it cannot be written, nothing is kept: the
-    check has answered all the same.
-    """
+    Where it cannot be written, nothing is kept: the check has answered all the same."""
     with contextlib.suppress(OSError):
         folder = _copy()
         found = read(folder) if folder else {}
         if folder and check not in found.get(name, []):
             found[name] = sorted([*found.get(name, []), check])
-            beside = folder / f"{SOLVED}.{os.getpid()}"
-            try:
-                beside.write_text(json.dumps(found, indent=1, sort_keys=True))
-                beside.replace(folder / SOLVED)
-            finally:
-                beside.unlink(missing_ok=True)  # it is there still, if something has failed
+            (folder / SOLVED).write_text(json.dumps(found, indent=1, sort_keys=True))
 
 
 def read(folder: Path) -> dict[str, list[str]]:

@@ -1,105 +1,41 @@
 """Units in a row, each of which gathers the next while it computes: whether it does. For the check
 `prefetch` of the lesson fully_sharded.
 
-Each unit tells when it computes (`_Part`), and how many bytes of gathers have begun by then. Rank 1
-begins with a unit only when rank 0 has computed it (`_Gate`): so rank 0 must not wait for the
-gather of the next one.
+Each unit notes when it computes (`_Part`). Afterwards we know how many bytes of gathers had begun
+by then, and how many had arrived. Messages travel for a while, so who computes after the next
+gather has arrived has waited for it.
 """
 
-import itertools
 import time
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from minidist.instruments.link import Link
 from minidist.instruments.measure.record import Event, observed
 
-UNITS, PATIENCE = 4, 2.0  # of a row; seconds that rank 1 waits for rank 0 to compute
+UNITS = 4  # of a row
+SLOW = Link(gbps=10, latency_us=20_000)
 
-
-class _Watch:
-    """What this rank has gathered when a unit computes. While it is on, rank 1 follows rank 0."""
-
-    numbers = itertools.count()
-
-    def __init__(self) -> None:
-        self.number = next(self.numbers)
-        self.events: list[Event] = []
-        self.on = False
-        self.late = ""
-        self.gathered: dict[tuple[str, int], int] = {}
-
-    def bytes(self) -> int:
-        """Of gathers that have begun."""
-        sums = [e for e in self.events if "reduce" in (e.scope or e.operation)]
-        other = [e for e in self.events if e.kind in ("collective", "sent") and e not in sums]
-        return sum(event.nbytes for event in other)
-
-    def computes(self, way: str, number: int) -> None:
-        """Unit `number` computes forward, or has just computed backward."""
-        if self.on and (way, number) not in self.gathered:
-            self.gathered[way, number] = self.bytes()
-            if dist.get_rank() == 0:
-                _store().set(f"{self.number} {way} {number}", "")
-
-    def follow(self, way: str, number: int) -> None:
-        """Rank 1 begins with a unit when rank 0 has computed it. So rank 0 must not wait for what
-        rank 1 begins there, the gather of the next one."""
-        if not self.on or self.late or dist.get_rank() == 0:
-            return
-        end = time.monotonic() + PATIENCE
-        while not _store().check([f"{self.number} {way} {number}"]):
-            time.sleep(1e-3)
-            if time.monotonic() > end:
-                self.late = way
-                return
-
-
-_watch = _Watch()
-
-
-def _store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()
-
-
-class _Told(torch.autograd.Function):
-    """Changes nothing. `forward` and `backward` are what is said where it stands."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, say: str, forward: int, backward: int) -> torch.Tensor:
-        ctx.said = say, backward
-        getattr(_watch, say)("forward", forward)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        say, number = ctx.said
-        getattr(_watch, say)("backward", number)
-        return gradient, None, None, None
+_moments: dict[tuple[str, int], float] = {}  # when a unit computed forward, and backward
 
 
 class _Part(nn.Module):
-    """A linear layer that tells when it computes."""
+    """A linear layer that notes when it computes."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
         self.number, self.linear = number, nn.Linear(32, 32).double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(_Told.apply(x, "computes", self.number, self.number)).tanh()
+        self.note("forward")
+        x = x.view_as(x)
+        if x.requires_grad:
+            x.register_hook(lambda _: self.note("backward"))
+        return self.linear(x).tanh()
 
-
-class _Gate(nn.Module):
-    """Stands before unit `number`."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number = number
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Told.apply(x, "follow", self.number, self.number - 1)
+    def note(self, way: str) -> None:
+        _moments.setdefault((way, self.number), time.perf_counter())
 
 
 def parts() -> list[nn.Module]:
@@ -108,52 +44,52 @@ def parts() -> list[nn.Module]:
     return [_Part(number) for number in range(UNITS)]
 
 
-def in_a_row(units: list[nn.Module]) -> nn.Module:
-    """One module of them, with a gate before each but the first. Nothing is watched yet."""
-    global _watch
-    _watch = _Watch()
-    row = nn.Sequential()
-    for i, each in enumerate(units):
-        row.extend([_Gate(i), each] if i else [each])
-    return row
-
-
 def gathers_otherwise(row: nn.Module, x: torch.Tensor) -> str:
-    """What is wrong in a step of the row, if anything."""
-    dist.barrier()
-    with observed() as _watch.events:
-        _watch.on = True
+    """What is wrong in a step of the row, if anything: in each of three, as one may be held up."""
+    said = [_wrong_in_a_step(row, x) for _ in range(3)]
+    return said[0] if all(said) else ""
+
+
+def _wrong_in_a_step(row: nn.Module, x: torch.Tensor) -> str:
+    _moments.clear()
+    with observed() as events:
         y = row(x.requires_grad_())
-        of_forward = _watch.bytes()
+        between = time.perf_counter()
         y.square().mean().backward()
-        _watch.on = False
-        of_all = _watch.bytes()
-    if _watch.late:
-        return (
-            f"in {_watch.late} it waits for the gather of the next unit before it computes: begin "
-            "that with async_op=True, and wait for it where the unit is used"
-        )
-    wrong = _wrong_in("forward", of_forward)
-    return wrong or _wrong_in("backward", of_all - of_forward, of_forward)
+    sent = [e for e in events if e.kind in ("collective", "sent")]
+    gathers = [e for e in sent if "reduce" not in (e.scope or e.operation)]
+    forward = [e for e in gathers if e.start < between]
+    unit = sum(e.nbytes for e in forward) / UNITS
+    backward = [e for e in gathers if e.start > between]
+    return _wrong_in("forward", forward, unit) or _wrong_in("backward", backward, unit)
 
 
-def _wrong_in(way: str, total: int, before: int = 0) -> str:
-    """Whether a unit computes before the next gather has begun, or after one that is not next."""
-    if not total:
+def _wrong_in(way: str, gathers: list[Event], unit: float) -> str:
+    """Whether a unit computes before the next gather has begun, when it has arrived, or after one
+    that is not next."""
+    if not gathers:
         return f"{way} gathers nothing"
-    each = (before or total) / UNITS
-    order = range(UNITS) if way == "forward" else range(UNITS)[::-1]
-    kept = UNITS - total / each  # the last unit may stay from forward to backward
+    times = sum(e.nbytes for e in gathers) / unit
+    kept = UNITS - times  # the last unit may stay from forward to backward
     if kept not in (0, 1):
-        return f"{way} gathers {total / each:.3g} times a unit, and there are {UNITS}"
+        return f"{way} gathers {times:.3g} times a unit, and there are {UNITS}"
+    order = range(UNITS) if way == "forward" else range(UNITS)[::-1]
     for place, i in enumerate(order):
-        ahead = (_watch.gathered[way, i] - before) / each - (place + 1 - kept)
-        if ahead < 1 and place + 1 < UNITS:
+        moment = _moments[way, i]
+        own = place + 1 - kept  # gathers, with that of this unit
+        begun = sum(e.nbytes for e in gathers if e.start < moment) / unit
+        there = sum(e.nbytes for e in gathers if e.end and e.end < moment) / unit
+        if begun > own + 1:
+            return (
+                f"in {way}, when unit {i} computes, {begun - own:.3g} more have been gathered: one "
+                "is enough, and takes less memory"
+            )
+        if place + 1 < UNITS and begun < own + 1:
             following = order[place + 1]
             return f"in {way}, when unit {i} computes, the gather of unit {following} has not begun"
-        if ahead > 1:
+        if place + 1 < UNITS and there == own + 1:
             return (
-                f"in {way}, when unit {i} computes, {ahead:.3g} more have been gathered: one "
-                "is enough, and takes less memory"
+                f"in {way} it waits for the gather of the next unit before it computes: begin that "
+                "with async_op=True, and wait for it where the unit is used"
             )
     return ""

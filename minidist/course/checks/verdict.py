@@ -1,17 +1,22 @@
 """What a check is made of: the verdict, the sentence that a wrong answer gets, ranks to try it on.
 
-A lesson's check is a function with the decorator `check`. It raises `NotYet`, with a sentence that
-helps, or returns a sentence for the right answer:
+What the checks of a lesson say stands in a text file beside them, in English and, of some lessons,
+in Korean. A puzzle whose answer is a number stands there as a whole, and `puzzle` makes a check of
+it:
 
-    @check
-    def bytes_sent(answer: object) -> str:
-        number(answer, 6_000_000, "bytes", {24e6: "all ranks together send that"})
-        return "every rank sends 2 (N - 1)/N of the vector."
+    [idle_part]                # the name of the check
+    asks = "Of the total time, for 8 ranks and 32 micro-batches."
+    number = "7/39"            # the answer: a number, or a fraction of products such as "2*7/39"
+    unit = "ms"                # if it has one
+    right = "7 / (32 + 7)."    # said after "Right:"
+    hints = ["where in the lesson to look", "the step", "the shape of the answer"]
+    wrong."7/32" = "that is …" # what this number is instead
 
-That sentence says what is wrong with this answer. Hints lead on, whatever the answer: the first
-says where in the lesson to look, the second the step, the third the shape of the answer, which
-none of them gives away. They stand between `@check` and the function, as `@hints("…", "…", "…")`.
-Each wrong answer of a session gets the next one. What is no try gets none, and does not count: no
+Other puzzles and the exercises are functions with the decorator `check`, and have `right` and
+`hints` in the text file. Such a function raises `NotYet`, with a sentence that says what is wrong
+with this answer; or it returns None, or what is to be said in place of `right`.
+
+Each wrong answer of a session gets the next hint. What is no try gets none, and does not count: no
 answer, or a malformed one (`NoTry`), and the cell of an exercise as the lesson has it.
 """
 
@@ -20,8 +25,12 @@ import linecache
 import math
 import signal
 import textwrap
+import tomllib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
 
 from minidist.course.checks import solved
 from minidist.course.language import spoken
@@ -31,7 +40,7 @@ from minidist.rank import launch
 WAIT = 3.0  # seconds that a rank waits for another
 DEADLINE = 6.0  # seconds that an answer may take, once
 
-Judge = TypeVar("Judge", bound=Callable[..., str])
+Judge = Callable[..., str | None]
 
 
 class NotYet(Exception):  # noqa: N818 (it is what a check says, not a fault)
@@ -55,14 +64,15 @@ class Verdict(NamedTuple):
 
 
 class Check:
-    """Gives the verdict of `judge` on an answer, and counts the wrong ones of this process."""
+    """Gives the verdict of `judge` on an answer, and counts the wrong ones of this process. `says`
+    is what the text file has of it."""
 
     __name__: str
 
-    def __init__(self, judge: Callable[..., str]) -> None:
+    def __init__(self, judge: Judge, says: Mapping[str, Any]) -> None:
         functools.update_wrapper(self, judge)
-        self.judge = judge
-        self.hints: tuple[str, ...] = getattr(judge, "hints", ())
+        self.judge, self.says = judge, says
+        self.hints: list[str] = says.get("hints", [])
         self.forget()
 
     def forget(self) -> None:
@@ -73,12 +83,12 @@ class Check:
         try:
             if answer is None:
                 raise NoTry("the answer is None. Put yours in its place.")
-            right = Verdict(True, f"Right: {self.judge(answer)}")
+            right = Verdict(True, f"Right: {self.judge(answer) or self.says['right']}")
         except NotYet as reason:
             hint = "" if isinstance(reason, NoTry) else self._next_hint(answer)
             return Verdict(False, f"Not yet: {reason}", hint)
         self.wrong, self.is_solved = 0, True
-        solved.remember(self.__module__.rpartition(".")[2], self.__name__)
+        solved.remember(_lesson(self.__module__), self.__name__)
         return right
 
     def _next_hint(self, answer: object) -> str:
@@ -99,17 +109,37 @@ class Check:
         return cell == self.unwritten
 
 
-check = Check  # the decorator
+def check(judge: Judge) -> Check:
+    """The decorator of an exercise, or of a puzzle whose answer is not one number."""
+    return Check(judge, _texts(_lesson(judge.__module__))[judge.__name__])
 
 
-def hints(first: str, second: str, third: str) -> Callable[[Judge], Judge]:
-    """What leads to the answer, step by step. It stands below `@check`."""
+def puzzle(module: str, name: str) -> Check:
+    """The check of a puzzle that stands in the text file as a whole: its answer is a number."""
+    says = _texts(_lesson(module))[name]
 
-    def give(judge: Judge) -> Judge:
-        judge.hints = (first, second, third)  # type: ignore[attr-defined]
-        return judge
+    def judge(answer: object) -> None:
+        wrong = {_value(other): hint for other, hint in says.get("wrong", {}).items()}
+        number(answer, _value(says["number"]), says.get("unit", ""), wrong)
 
-    return give
+    judge.__module__, judge.__name__, judge.__doc__ = module, name, says["asks"]
+    return Check(judge, says)
+
+
+def _lesson(module: str) -> str:
+    return module.rpartition(".")[2]
+
+
+@functools.cache
+def _texts(lesson: str) -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name(f"{lesson}.toml").read_text(encoding="utf-8"))
+
+
+def _value(text: str) -> float:
+    """Of "480", "7/39" or "100*7/39"."""
+    above, _, below = text.partition("/")
+    product, divisor = (math.prod(map(float, each.split("*"))) for each in (above, below or "1"))
+    return product / divisor
 
 
 def _cell_of(answer: object) -> str:
@@ -133,21 +163,19 @@ def number(
         value = float(answer)
     except Exception:  # whatever an odd object raises
         raise NoTry(f"give {what}, not {shown(answer)}.") from None
-    if math.isclose(value, right, rel_tol=1e-6):
+    if math.isclose(value, right, rel_tol=1e-6, abs_tol=1e-12):
         return
 
-    def mistaken(same: Callable[[float, float], bool]) -> None:
-        for other, hint in (wrong or {}).items():
-            if same(value, other):
-                raise NotYet(f"{value:,g} is not it: {hint}.")
-
-    mistaken(functools.partial(math.isclose, rel_tol=1e-6))
-    if _is_rounded(value, right):
+    wrong = wrong or {}
+    said = [hint for other, hint in wrong.items() if math.isclose(value, other, rel_tol=1e-6)]
+    if not said and _is_rounded(value, right):
         raise NoTry(
             f"{value:,g} is close, but it is rounded: give the exact number, or an expression such "
             "as 1 / 3."
         )
-    mistaken(_is_rounded)
+    said += [hint for other, hint in wrong.items() if _is_rounded(value, other)]
+    if said:
+        raise NotYet(f"{value:,g} is not it: {said[0]}.")
     raise NotYet(f"it is not {value:,g} {unit}." if unit else f"it is not {value:,g}.")
 
 
@@ -179,6 +207,14 @@ def function(answer: object) -> Callable[..., Any]:
     return answer
 
 
+def same(found: Any, wanted: Any) -> bool:
+    """Whether a tensor is the wanted one, in float64; or each of several is."""
+    if not isinstance(wanted, torch.Tensor):
+        return all(same(a, b) for a, b in zip(found, wanted, strict=True))
+    alike = isinstance(found, torch.Tensor) and found.shape == wanted.shape
+    return alike and found.dtype == wanted.dtype and found.allclose(wanted, 1e-9, 1e-12)
+
+
 def ranks(world_size: int) -> str:
     """1 rank, 2 ranks."""
     return "1 rank" if world_size == 1 else f"{world_size} ranks"
@@ -204,16 +240,25 @@ def on_ranks(
 
 
 def require_right(
-    trial: Callable[..., Any], *args: Any, world_size: int, of_rank: str = " ", **options: Any
-) -> None:
-    """Refuse the answer if `trial`, on so many ranks, returns on one of them what is wrong. The
-    sentence has the rank as its subject; if it has one of its own, `of_rank` is ": ". If it is the
-    whole sentence, `of_rank` is ""."""
-    results = on_ranks(trial, *args, world_size=world_size, **options)
-    for rank, wrong in enumerate(results):
-        if wrong:
-            on_rank = f"on {ranks(world_size)}, rank {rank}{of_rank}{wrong}."
+    trial: Callable[..., Any],
+    *args: Any,
+    world_size: int,
+    where: str = "",
+    of_rank: str = " ",
+    **options: Any,
+) -> list[Any]:
+    """Refuse the answer if `trial`, on so many ranks, returns on one of them what is wrong: a
+    sentence, or a tuple that begins with it. Else return what all of them return.
+
+    The sentence has the rank as its subject; if it has one of its own, `of_rank` is ": " or ", ".
+    If it is the whole sentence, `of_rank` is "". where: ", with 4 heads", if there is more to say.
+    """
+    results = on_ranks(trial, *args, world_size=world_size, where=where, **options)
+    for rank, result in enumerate(results):
+        if wrong := result[0] if isinstance(result, tuple) else result:
+            on_rank = f"on {ranks(world_size)}{where}, rank {rank}{of_rank}{wrong}."
             raise NotYet(on_rank if of_rank else f"{wrong}.")
+    return results
 
 
 def _in_time(seconds: float, trial: Callable[..., Any], args: tuple[Any, ...]) -> Any:

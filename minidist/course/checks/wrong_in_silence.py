@@ -1,12 +1,13 @@
 """The puzzles and the exercise of the lesson wrong_in_silence."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from minidist.course.checks.verdict import NotYet, check, function, hints, number, on_ranks
+from minidist.course.checks.verdict import check, function, puzzle, require_right
 from minidist.course.zoo import mlp
 
 Tensors = dict[str, torch.Tensor]
@@ -14,53 +15,8 @@ FIRST, LAST, BIASES = {"0.weight", "0.bias"}, {"2.weight", "2.bias"}, {"0.bias",
 ALL, LR = FIRST | LAST, 0.1
 
 
-@check
-@hints(
-    "See `owners`, in the last cell of faults: what does the optimizer of a rank get, and who has"
-    " computed that?",
-    "The bucket has the mean over all ranks. Is it read again?",
-    "Of a weight's owner only its own gradient is used: count the rows behind it.",
-)
-def owner_learns(answer: object) -> str:
-    """Rows that teach one weight: 16 ranks with 32 rows each, each weight from its owner."""
-    number(
-        answer,
-        32,
-        "rows",
-        {
-            512: "all of them are in the bucket, which nobody reads",
-            16: "so many ranks get what the owner says",
-            1: "so many ranks own the weight; each has 32 rows",
-            480: "those are the rows that are lost",
-        },
-    )
-    return "the owner's gradient is its own, of 32 rows; the other 480 teach other weights."
-
-
-@check
-@hints(
-    "See `each_time`: when is a gradient divided that was there before?",
-    "With four micro-batches there are four divisions by 4. How many of them does the first one"
-    " go through, and how many the last one?",
-    "Then comes the mean over the ranks, which divides by their number.",
-)
-def first_weighs(answer: object) -> str:
-    """The weight of a rank's first micro-batch, if each division goes over all that is there: four
-    micro-batches on eight ranks."""
-    number(
-        answer,
-        1 / 2048,
-        "of the gradient",
-        {
-            1 / 32: "that is right, and the last one has it; the first one is divided again",
-            1 / 512: "that is the second one's: the first one is there at all four divisions",
-            1 / 256: "the mean over eight ranks divides, too",
-            1 / 1024: "count the divisions once more: 4 × 4 × 4 × 4, and the ranks",
-            1 / 8192: "four micro-batches, four divisions",
-            2048: "turn it over",
-        },
-    )
-    return "four divisions by 4, one by 8: 1/2,048, where 1/32 would be right."
+owner_learns = puzzle(__name__, "owner_learns")
+first_weighs = puzzle(__name__, "first_weighs")
 
 
 # ---- an oracle for one step ---------------------------------------------------------------------
@@ -75,156 +31,125 @@ class Step(NamedTuple):
     own: list[list[Tensors]]
     counts: list[list[int]]
 
+    def sum(self, name: str, weights: Sequence[Sequence[float]]) -> Any:
+        """Of the gradients of all micro-batches, with these weights by rank."""
+        pairs = zip(chain(*weights), chain(*self.own), strict=True)
+        return sum(weight * gradient[name] for weight, gradient in pairs)
 
-Fault = Callable[[list[Tensors], Step], None]  # changes what the optimizer of each rank sees
-EVEN, UNEVEN = [[4, 4], [4, 4]], [[7, 1], [5, 3]]
+
+class Run(NamedTuple):
+    """seen(g, step, name, rank): what the optimizer of a rank sees in place of the gradient g that
+    one process has, of these names. dead: no row reaches the first layer."""
+
+    says: str
+    names: set[str] = set()
+    counts: Sequence[Sequence[int]] = ((4, 4), (4, 4))
+    seen: Callable[[Any, Step, str, int], Any] = lambda g, *_: g
+    other_biases: bool = False
+    dead: bool = False
+    dtype: torch.dtype = torch.float64
+
+
+UNEVEN = ((7, 1), (5, 3))
+RIGHT = [
+    Run("an ordinary one"),
+    Run("with 7, 1, 5 and 3 rows", counts=UNEVEN),
+    Run("in which no row reaches the first layer", dead=True),
+    Run("in float32", counts=UNEVEN, dtype=torch.float32),
+]
+FAULTS = [
+    Run("gradients are added up, and not averaged", ALL, seen=lambda g, *_: 2 * g),
+    Run("the sign is wrong", ALL, seen=lambda g, *_: -g),
+    Run("the first layer's gradients are divided twice", FIRST, seen=lambda g, *_: g / 2),
+    Run(
+        "7 rows, 1, 5 and 3 count the same",
+        *(ALL, UNEVEN),
+        lambda g, step, name, rank: step.sum(name, [[0.25, 0.25]] * 2),
+    ),
+    Run(
+        "an earlier micro-batch is divided again",
+        ALL,
+        seen=lambda g, step, name, rank: step.sum(name, [[0.125, 0.25]] * 2),
+    ),
+    Run(
+        "rank 1 keeps its own gradient of the last layer",
+        LAST,
+        seen=lambda g, step, name, rank: step.sum(name, [[0, 0], [0.5, 0.5]]) if rank else g,
+    ),
+    Run(
+        "all ranks take the gradient of rank 0",
+        ALL,
+        seen=lambda g, step, name, rank: step.sum(name, [[0.5, 0.5], [0, 0]]),
+    ),
+    Run(
+        "rank 1 weighs a hundredth too much in one bias",
+        {"2.bias"},
+        seen=lambda g, step, name, rank: step.sum(name, [[0.25, 0.25], [0.2525, 0.2525]]),
+    ),
+    Run(
+        "half of a weight's gradient did not arrive",
+        {"0.weight"},
+        seen=lambda g, *_: torch.cat([g[:3], 0 * g[3:]]),
+    ),
+    Run(
+        "an earlier step's gradient of the last layer was left",
+        LAST,
+        seen=lambda g, step, name, rank: g + step.own[1][0][name].flip(0),
+    ),
+    Run(
+        "biases have weight decay",
+        BIASES,
+        seen=lambda g, step, name, rank: g + 0.1 * step.before[rank][name],
+    ),
+    Run("the ranks began with other biases", {"2.bias"}, other_biases=True),
+]
 
 
 @check
-@hints(
-    "What did the optimizer of each rank see? SGD tells by its step: see **What the optimizer"
-    " saw**.",
-    "One process takes the mean over all rows. So a micro-batch weighs as many parts as it has"
-    " rows, of the rows of all ranks.",
-    "Compare by norms, each rank and each parameter: a difference above a thousandth of what is"
-    " wanted is a fault, and so are weights that were not the same before.",
-)
-def find(answer: object) -> str:
+def find(answer: object) -> None:
     """`find(before, after, own, counts, lr)` gives the names of all parameters that moved, or
     began, otherwise than in one process: twelve faults, four right runs."""
-    (said,) = on_ranks(_trial, function(answer), world_size=1)
-    if said:
-        raise NotYet(f"{said}.")
-    return "twelve faults are found, with their parameters, and four right runs pass."
+    require_right(_trial, function(answer), world_size=1, of_rank="")
 
 
 def _trial(find: Callable[..., Any]) -> str:
     """What is wrong with it, if anything."""
-    for says, counts, options in RIGHT:
-        if found := _named(find, _step(counts, **options)):
-            return f"it finds {', '.join(sorted(found))} in a right run, {says}"
-    for says, (wanted, counts, fault) in FAULTS.items():
-        found = _named(find, _step(counts, fault))
-        if not found:
-            return f"it passes a run in which {says}"
-        if found != wanted:
-            both = [", ".join(sorted(names)) for names in (found, wanted)]
-            return f"where {says}, it names {both[0]}; it should name {both[1]}"
+    for run in [*RIGHT, *FAULTS]:
+        found = find(*_step(run), LR)
+        if isinstance(found, str) or not isinstance(found, Iterable | None):
+            found = ["what is no list of names"]
+        names = {str(each) for each in found or []}
+        it_names, wanted = (", ".join(sorted(each)) for each in (names, run.names))
+        if names and not wanted:
+            return f"it finds {it_names} in a right run, {run.says}"
+        if wanted and not names:
+            return f"it passes a run in which {run.says}"
+        if names != run.names:
+            return f"where {run.says}, it names {it_names}; it should name {wanted}"
     return ""
 
 
-def _named(find: Callable[..., Any], step: Step) -> set[str]:
-    found = find(*step, LR)
-    if isinstance(found, str) or not isinstance(found, Iterable | None):
-        return {"what is no list of names"}
-    return {str(each) for each in found or []}
-
-
-def _step(
-    counts: list[list[int]],
-    fault: Fault | None = None,
-    dtype: torch.dtype = torch.float64,
-    dead: bool = False,
-) -> Step:
-    """dead: no row reaches the first layer."""
+def _step(run: Run) -> Step:
     draw = torch.Generator().manual_seed(0)
-    before, own = list[Tensors](), list[list[Tensors]]()
-    for rank, of_rank in enumerate(counts):
-        model = mlp(8, 6, 3, dtype=dtype)
+    step = Step([], [], [], [[*counts] for counts in run.counts])
+    for rank, counts in enumerate(run.counts):
+        model = mlp(8, 6, 3, dtype=run.dtype)
         parameters = dict(model.named_parameters())
         with torch.no_grad():
-            parameters["0.bias"].add_(-9 if dead else 0.3)
-            parameters["2.bias"].add_(0.01 * rank * (fault is _another_start))
-        before.append({name: p.detach().clone() for name, p in parameters.items()})
-        own.append([])
-        for count in of_rank:
-            inputs = torch.rand(count, 8, generator=draw).to(dtype)
+            parameters["0.bias"].add_(-9 if run.dead else 0.3)
+            parameters["2.bias"].add_(0.01 * rank * run.other_biases)
+        step.before.append({name: p.detach().clone() for name, p in parameters.items()})
+        step.own.append([])
+        for count in counts:
+            inputs = torch.rand(count, 8, generator=draw).to(run.dtype)
             targets = torch.randint(3, (count,), generator=draw)
             loss = F.cross_entropy(model(inputs), targets)
             gradients = torch.autograd.grad(loss, list(parameters.values()))
-            own[-1].append(dict(zip(parameters, gradients, strict=True)))
-    step = Step(before, [], own, counts)
-    rows = sum(map(sum, counts))
-    shares = [[count / rows for count in each] for each in counts]
-    seen = [_sum(step, shares) for _ in counts]  # of each rank
-    if fault:
-        fault(seen, step)
-    for w, g in zip(before, seen, strict=True):
-        step.after.append({name: w[name] - LR * g[name] for name in w})
+            step.own[-1].append(dict(zip(parameters, gradients, strict=True)))
+    rows = sum(map(sum, run.counts))
+    shares = [[count / rows for count in counts] for counts in run.counts]
+    for rank, before in enumerate(step.before):
+        seen = {name: step.sum(name, shares) for name in before}
+        seen |= {name: run.seen(seen[name], step, name, rank) for name in run.names}
+        step.after.append({name: before[name] - LR * seen[name] for name in before})
     return step
-
-
-def _sum(step: Step, weights: list[list[float]]) -> Tensors:
-    """Of all micro-batches' gradients, with these weights by rank."""
-    parts = [
-        (w, g)
-        for of_rank, own in zip(weights, step.own, strict=True)
-        for w, g in zip(of_rank, own, strict=True)
-    ]
-    return {name: sum(w * g[name] for w, g in parts) for name in step.before[0]}  # type: ignore
-
-
-def _times(factor: float, names: set[str], rank: int | None = None) -> Fault:
-    def fault(seen: list[Tensors], step: Step) -> None:
-        for each in seen if rank is None else [seen[rank]]:
-            for name in names:
-                each[name] = factor * each[name]
-
-    return fault
-
-
-def _weights(weights: list[list[float]], names: set[str] = ALL, only: int | None = None) -> Fault:
-    def fault(seen: list[Tensors], step: Step) -> None:
-        for each in seen if only is None else [seen[only]]:
-            each.update({n: g for n, g in _sum(step, weights).items() if n in names})
-
-    return fault
-
-
-def _another_start(seen: list[Tensors], step: Step) -> None:
-    """`_step` gives the ranks other weights."""
-
-
-def _decay(seen: list[Tensors], step: Step) -> None:
-    for each, w in zip(seen, step.before, strict=True):
-        each.update({name: each[name] + 0.1 * w[name] for name in BIASES})
-
-
-def _half(seen: list[Tensors], step: Step) -> None:
-    for each in seen:
-        each["0.weight"] = torch.cat([each["0.weight"][:3], 0 * each["0.weight"][3:]])
-
-
-def _left_over(seen: list[Tensors], step: Step) -> None:
-    for each in seen:
-        each.update({name: each[name] + step.own[1][0][name].flip(0) for name in LAST})
-
-
-RIGHT: list[tuple[str, list[list[int]], dict[str, Any]]] = [
-    ("an ordinary one", EVEN, {}),
-    ("with 7, 1, 5 and 3 rows", UNEVEN, {}),
-    ("in which no row reaches the first layer", EVEN, {"dead": True}),
-    ("in float32", UNEVEN, {"dtype": torch.float32}),
-]
-FAULTS: dict[str, tuple[set[str], list[list[int]], Fault]] = {
-    "gradients are added up, and not averaged": (ALL, EVEN, _times(2, ALL)),
-    "the sign is wrong": (ALL, EVEN, _times(-1, ALL)),
-    "the first layer's gradients are divided twice": (FIRST, EVEN, _times(0.5, FIRST)),
-    "7 rows, 1, 5 and 3 count the same": (ALL, UNEVEN, _weights([[0.25] * 2] * 2)),
-    "an earlier micro-batch is divided again": (ALL, EVEN, _weights([[0.125, 0.25]] * 2)),
-    "rank 1 keeps its own gradient of the last layer": (
-        LAST,
-        EVEN,
-        _weights([[0, 0], [0.5, 0.5]], LAST, only=1),
-    ),
-    "all ranks take the gradient of rank 0": (ALL, EVEN, _weights([[0.5, 0.5], [0, 0]])),
-    "rank 1 weighs a hundredth too much in one bias": (
-        {"2.bias"},
-        EVEN,
-        _weights([[0.25, 0.25], [0.2525, 0.2525]], {"2.bias"}),
-    ),
-    "half of a weight's gradient did not arrive": ({"0.weight"}, EVEN, _half),
-    "an earlier step's gradient of the last layer was left": (LAST, EVEN, _left_over),
-    "biases have weight decay": (BIASES, EVEN, _decay),
-    "the ranks began with other biases": ({"2.bias"}, EVEN, _another_start),
-}

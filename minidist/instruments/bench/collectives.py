@@ -1,73 +1,167 @@
-"""All_reduce by size, algorithm by algorithm; collectives of "shm" against gloo.
+"""Collectives and messages by the backend "shm" against gloo.
 
-The algorithms are those of the lesson, over gloo.
+Each is timed *alone*, in blocks, as in a program that has one backend: in turns shm would pay for
+what gloo's traffic has left in the caches.
 Lesson: collectives
 """
 
 import os
 import time
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import minidist as md
-from minidist.instruments.bench import Row, Times, in_turns, shared, show
-from minidist.instruments.bench.shared import TARGETS as TARGETS
+from minidist.instruments.bench.rows import Row, Target
+from minidist.instruments.bench.turns import Times, alone, in_turns
+from minidist.instruments.plot import human_bytes
 from minidist.machine.runtime import Pool
 
-WORLD_SIZE = 4
-SIZES = [1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24]  # bytes of float32
-ALGORITHMS = ["naive", "ring", "tree", "recursive_doubling", "halving_doubling"]
+MB = 10**6
+CASES = {  # collective: bytes of the whole vector, multiples of 16
+    "send/recv": [1000],
+    "barrier": [0],
+    "all_reduce": [1000, MB, 16 * MB, 100 * MB],
+    "all_gather": [16 * MB],
+    "reduce_scatter": [16 * MB],
+    "broadcast": [16 * MB],
+}
+WORLD_SIZES = [2, 4]
+GLOO, SHM, ARENA = "gloo", "shm", "shm in its arena"
+SMALL = "send/recv", "barrier"  # no tensor of theirs need lie in an arena
 
-Samples = dict[str, list[tuple[int, float]]]  # algorithm -> (bytes, seconds)
+
+def case(name: str, world_size: int, size: int, how: str) -> str:
+    """What a row says."""
+    return f"{name}, {world_size} ranks" + (f", {human_bytes(size)}" if size else "") + f": {how}"
 
 
-def run(rounds: int, picture: Path) -> list[Row]:
-    """Time each algorithm in turns at each size, on 4 ranks over gloo; then the backend "shm"."""
-    with md.ranks(WORLD_SIZE, backend="gloo") as pool:
-        # Messages are short and the scheduler's slices long: one round says less than in others.
-        taken = by_size(pool, SIZES, ["gloo", *ALGORITHMS], 3 * rounds)
+def _target(said: str, how: str, reach: dict[tuple[str, int], float]) -> Target:
+    """Of 2 ranks, by collective and size."""
+    cases = {(case(name, 2, size, how), GLOO): times for (name, size), times in reach.items()}
+    return Target(f"{said}, against gloo", cases)
+
+
+_OTHERS = [(name, 16 * MB) for name in ("all_gather", "reduce_scatter", "broadcast")]
+TARGETS = [
+    _target(
+        "all_reduce of 1, 16, 100 MB in the arena",
+        ARENA,
+        {("all_reduce", MB): 7, ("all_reduce", 16 * MB): 11, ("all_reduce", 100 * MB): 7},
+    ),
+    _target(
+        "all_reduce, all_gather, reduce_scatter, broadcast of 16 MB",
+        SHM,
+        dict.fromkeys([("all_reduce", 16 * MB), *_OTHERS], 4),
+    ),
+    _target(
+        "all_gather, reduce_scatter, broadcast of 16 MB in the arena",
+        ARENA,
+        dict.fromkeys(_OTHERS, 8),
+    ),
+    _target(
+        "1 kB by send/recv, all_reduce; barrier",
+        SHM,
+        {("send/recv", 1000): 1.5, ("all_reduce", 1000): 10, ("barrier", 0): 10},
+    ),
+]
+
+
+def run(rounds: int) -> list[Row]:
+    """Every case on 2 and on 4 ranks."""
     rows = []
-    for size, times in taken.items():
-        rows += [times.row(f"{name}, {_human(size)}", name, "gloo") for name in ALGORITHMS]
-        rows.append(times.row(f"ring, {_human(size)}", "ring", "naive"))
-    show("collectives: all_reduce of float32, 4 ranks", rows)
-    by_shared_memory = [row for p in (2, 4) for row in shared.rows(p, 2 * rounds)]
-    by_shared_memory += [by_checking(world_size, rounds) for world_size in (2, 4)]
-    show("collectives of float32 by shared memory", by_shared_memory)
-    from matplotlib import pyplot as plt
-
-    from minidist.instruments import plot
-
-    figure = plot.time_against_size(samples(taken)).get_figure(root=True)
-    assert figure is not None
-    figure.savefig(picture)
-    plt.close(figure)
-    return rows + by_shared_memory
+    for world_size in WORLD_SIZES:
+        with md.ranks(world_size, backend="gloo") as pool:
+            for name, size in ((name, size) for name, sizes in CASES.items() for size in sizes):
+                hows = [SHM] if name in SMALL else [SHM, ARENA]
+                programs = {how: partial(on, pool, name, size, how) for how in [GLOO, *hows]}
+                taken = alone(programs, 2 * rounds)
+                rows += [taken.row(case(name, world_size, size, how), how, GLOO) for how in hows]
+    return rows
 
 
-def measure(pool: Pool, sizes: list[int], names: list[str], rounds: int) -> Samples:
-    """Time all_reduce by size on a pool's ranks: a call takes as long as its slowest rank.
+def on(pool: Pool, name: str, size: int, how: str, rounds: int) -> Times:
+    """Seconds of a collective on a pool's ranks."""
+    return pool(_collective_here, name, size, how, rounds, os.getpid())[0]
+
+
+def _collective_here(name: str, size: int, how: str, rounds: int, root: int) -> Times:
+    group = None if how == GLOO else dist.new_group(backend="shm")
+    times = in_turns({how: _subject(name, size, how, group)}, rounds, 1, root)
+    if group is not None:
+        dist.destroy_process_group(group)
+    return times
+
+
+def _subject(
+    name: str, size: int, how: str, group: dist.ProcessGroup | None
+) -> Callable[[], float]:
+    """A function that makes the call some times and returns the seconds of one."""
+    n, p, rank = size // 4, dist.get_world_size(), dist.get_rank()
+    empty = partial(md.backend.empty, group=group) if how == ARENA else torch.empty
+    whole, part = empty(n).zero_(), empty(n // p).zero_()
+
+    def there_and_back() -> None:
+        if rank < 2:
+            for sender in (0, 1):
+                (dist.send if rank == sender else dist.recv)(whole, 1 - rank, group=group)
+
+    def all_gather() -> None:
+        if how == ARENA:
+            dist.all_gather_single(whole, part, group=group)
+        else:  # lists are what gloo is faster with
+            dist.all_gather(list(whole.chunk(p)), part, group=group)
+
+    def reduce_scatter() -> None:
+        if how == ARENA:
+            dist.reduce_scatter_single(part, whole, group=group)
+        else:
+            dist.reduce_scatter(part, list(whole.chunk(p)), group=group)
+
+    call: Callable[[], object] = {
+        "send/recv": there_and_back,
+        "barrier": lambda: dist.barrier(group),
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "broadcast": lambda: dist.broadcast(whole, 0, group=group),
+        "all_gather": all_gather,
+        "reduce_scatter": reduce_scatter,
+    }[name]
+    # A short call alone would say more of when the ranks leave the barrier before it.
+    times = max(1, min(20, 4 * MB // max(size, 1)))
+    messages = times * (2 if name == "send/recv" else 1)
+
+    def subject() -> float:
+        dist.barrier(group)
+        start = time.perf_counter()
+        for _ in range(times):
+            call()
+        return (time.perf_counter() - start) / messages
+
+    return subject
+
+
+# ---- the algorithms of the lesson ---------------------------------------------------------------
+
+
+def measure(
+    pool: Pool, sizes: list[int], names: list[str], rounds: int
+) -> dict[str, list[tuple[int, float]]]:
+    """Time all_reduce by size on a pool's ranks, in turns: {algorithm: [(bytes, seconds), …]}.
 
     The names are those of algorithms, and that of the pool's backend for its own all_reduce.
+    Lesson: communication.
     """
-    return samples(by_size(pool, sizes, names, rounds))
+    samples: dict[str, list[tuple[int, float]]] = {name: [] for name in names}
+    for size in sizes:
+        taken = pool(_algorithms_here, size, names, rounds, os.getpid())[0]
+        for name in names:
+            samples[name] += [(size, seconds) for seconds in taken[name]]
+    return samples
 
 
-def samples(taken: dict[int, Times]) -> Samples:
-    """The same as a plot takes it."""
-    names = next(iter(taken.values()))
-    return {n: [(size, s) for size, times in taken.items() for s in times[n]] for n in names}
-
-
-def by_size(pool: Pool, sizes: list[int], names: list[str], rounds: int) -> dict[int, Times]:
-    """See `measure`."""
-    return {size: pool(_here, size, names, rounds, os.getpid())[0] for size in sizes}
-
-
-def _here(size: int, names: list[str], rounds: int, root: int) -> Times:
+def _algorithms_here(size: int, names: list[str], rounds: int, root: int) -> Times:
     tensor = torch.ones(size // 4)
 
     def seconds(name: str) -> float:
@@ -82,47 +176,3 @@ def _here(size: int, names: list[str], rounds: int, root: int) -> Times:
 
     subjects = {name: partial(seconds, name) for name in names}
     return in_turns(subjects, rounds, 1, root)  # the first one touches memory that is new
-
-
-def by_checking(world_size: int, rounds: int) -> Row:
-    """What it costs that "shm" compares the calls of all ranks, beside a whole small call."""
-    with md.ranks(world_size, backend="gloo") as pool:
-        whole, check = pool(_checking_here, 2 * rounds)[0]
-    what = f"all_reduce, {world_size} ranks, 1 kB: its check"
-    return Row(what, check, "all of it", tuple(whole))
-
-
-def _checking_here(rounds: int) -> tuple[list[float], list[float]]:
-    """Of an all_reduce of 1 kB: the seconds it takes, and those of them that its check takes."""
-    from minidist.machine.backend.group import Group, caller
-    from minidist.machine.backend.tensors import describe
-
-    group, x = dist.new_group(backend="shm"), torch.zeros(250)
-    assert isinstance(group, Group)
-    whole, check = [], []
-    for _ in range(rounds):
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(20):
-            dist.all_reduce(x, group=group)
-        whole.append((time.perf_counter() - start) / 20)
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(20):
-            group.members.call(f"all_reduce({describe(x)}, op=SUM)", caller())
-        seconds = time.perf_counter() - start
-        dist.barrier()  # nobody reads what another still writes
-        start = time.perf_counter()
-        for _ in range(20):
-            group.members.same()
-        check.append((seconds + time.perf_counter() - start) / 20)
-    dist.destroy_process_group(group)
-    return whole, check
-
-
-def _human(size: int) -> str:
-    from minidist.instruments.plot import human_bytes
-
-    if size % 1000 == 0:
-        return human_bytes(size)
-    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"

@@ -7,20 +7,15 @@ import os.path
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import minidist as md
-from minidist.instruments.bench import Row, Target, draw, in_turns, show
-from minidist.machine.runtime import Pool
-from minidist.machine.runtime.cell import run_cell
+from minidist.instruments.bench import Row, Target, in_turns
 
 WORLD_SIZE = 4
-
-
 FIRST, WHOLE = "4 warm ranks, first all_reduce", "a whole launch of 4 ranks"
 SPAWN = "spawn, gloo"
 TARGETS = [
@@ -29,8 +24,8 @@ TARGETS = [
 ]
 
 
-def run(rounds: int, picture: Path) -> list[Row]:
-    """Time 4 ranks to their first all_reduce and to their end, and a call of kept ranks."""
+def run(rounds: int) -> list[Row]:
+    """Time 4 ranks to their first all_reduce and to their end."""
     launched()  # the forkserver is warm from here on, as in a notebook after its first cell
     whole: dict[str, float] = {}
 
@@ -47,18 +42,10 @@ def run(rounds: int, picture: Path) -> list[Row]:
         },
         rounds,
     )
-    with md.ranks(WORLD_SIZE) as pool:
-        _cell(pool)
-        trips = [_cell(pool) for _ in range(20 * rounds)]
-    rows = [
+    return [
         times.row(FIRST, "ours, first", "theirs, first", SPAWN),
         times.row(WHOLE, "ours, whole", "theirs, whole", SPAWN),
-        Row("a %%ranks cell, there and back", trips),
     ]
-    title = "launch: 4 ranks"
-    show(title, rows)
-    draw(title, rows, picture)
-    return rows
 
 
 def _first_all_reduce() -> float:
@@ -89,9 +76,3 @@ def _spawned(rank: int, rendezvous: str, ends: torch.Tensor) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
     ends[rank] = _first_all_reduce()
     dist.destroy_process_group()
-
-
-def _cell(pool: Pool) -> float:
-    start = time.monotonic()
-    pool(run_cell, "x = 1", "a cell")
-    return time.monotonic() - start

@@ -1,4 +1,4 @@
-"""A step of a pipeline: ours and torch.distributed.pipelining's, schedule by schedule.
+"""A step of a pipeline, 8 micro-batches: ours and torch.distributed.pipelining's, by schedule.
 
 Lesson: layer_splitting
 """
@@ -6,7 +6,6 @@ Lesson: layer_splitting
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +14,16 @@ from torch import nn
 from torch.distributed import pipelining
 
 import minidist as md
-from minidist.instruments.bench import Row, Target, draw, show
-from minidist.instruments.bench.training import BACKENDS, Make, Trainer, measure, text, transformer
+from minidist.instruments.bench import Row, Target
+from minidist.instruments.bench.training import (
+    BACKENDS,
+    Make,
+    Trainer,
+    measure,
+    sgd,
+    text,
+    transformer,
+)
 from minidist.pipeline import balance_by_parameters
 
 LAYERS, WIDTH, LENGTH, ROWS = 8, 64, 64, 16  # 0.4 million parameters; words a row, rows a batch
@@ -46,7 +53,7 @@ TARGETS = [
 ]
 
 
-def run(rounds: int, picture: Path) -> list[Row]:
+def run(rounds: int) -> list[Row]:
     """Time forward and backward in turns, by schedule, backend and world size."""
     rows = []
     for world_size in WORLD_SIZES:
@@ -59,9 +66,6 @@ def run(rounds: int, picture: Path) -> list[Row]:
                     for backend in BACKENDS
                     for there in dict.fromkeys(["torch, gloo", f"torch, {backend}"])
                 ]
-    title = f"pipeline: forward and backward of {MICROBATCHES} micro-batches"
-    show(title, rows)
-    draw(title, rows, picture)
     return rows
 
 
@@ -69,18 +73,18 @@ def ours(backend: str) -> str:
     return f"minidist, {backend}"
 
 
-def ways(schedule: str, **sizes: int) -> dict[str, Make]:
+def ways(schedule: str) -> dict[str, Make]:
     """Ours and torch's over each backend."""
     found: dict[str, Make] = {}
     for backend in BACKENDS:
-        found[ours(backend)] = partial(by_minidist, schedule, backend, **sizes)
-        found[f"torch, {backend}"] = partial(by_torch, schedule, backend, **sizes)
+        found[ours(backend)] = partial(by_minidist, schedule, backend)
+        found[f"torch, {backend}"] = partial(by_torch, schedule, backend)
     return found
 
 
-def by_minidist(schedule: str, backend: str, layers: int = LAYERS, width: int = WIDTH) -> Trainer:
+def by_minidist(schedule: str, backend: str) -> Trainer:
     """`md.Pipeline`."""
-    module = transformer(layers, width, LENGTH).sequential()
+    module = transformer(LAYERS, WIDTH, LENGTH).sequential()
     pipeline = md.Pipeline(
         module, MICROBATCHES, schedule, process_group=dist.new_group(backend=backend)
     )
@@ -88,15 +92,15 @@ def by_minidist(schedule: str, backend: str, layers: int = LAYERS, width: int = 
     def step(inputs: torch.Tensor, targets: torch.Tensor) -> float:
         return pipeline.train_step(inputs, targets, md.parity.cross_entropy).item()
 
-    return Trainer(list(pipeline.parameters()), step)
+    return Trainer(step, sgd(pipeline))
 
 
-def by_torch(schedule: str, backend: str, layers: int = LAYERS, width: int = WIDTH) -> Trainer:
+def by_torch(schedule: str, backend: str) -> Trainer:
     """The schedule of torch that is like it."""
     group = dist.new_group(backend=backend)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     kind, per_rank = PAIRS[schedule]
-    module = transformer(layers, width, LENGTH).sequential()
+    module = transformer(LAYERS, WIDTH, LENGTH).sequential()
     cuts = [0, *accumulate(balance_by_parameters(module, ranks * per_rank))]
     places = [rank + ranks * turn for turn in range(per_rank)]
     if schedule == "zero_bubble":
@@ -117,4 +121,4 @@ def by_torch(schedule: str, backend: str, layers: int = LAYERS, width: int = WID
         pipeline.step(*[inputs] * first, return_outputs=False, **known)
         return torch.stack(losses).mean().item() if last else None
 
-    return Trainer([p for part in parts.values() for p in nn.Module.parameters(part)], step)
+    return Trainer(step, sgd(nn.ModuleList(parts.values())))

@@ -10,44 +10,16 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
-from torch import nn
 
 import minidist as md
-from minidist.instruments.bench import Row, Target, Times, draw, in_turns, show
-from minidist.instruments.bench.training import Wrapped
+from minidist.instruments.bench import Row, Target, Times, in_turns
+from minidist.instruments.bench.training import STRATEGIES, Wrapped
 from minidist.saving import Checkpoints
 
 BYTES = 100 * 10**6  # of parameters and one optimizer state each
 WORLD_SIZES = [2, 4]
 STALL, WHOLE = "training stands still", "until it is whole on the disk"
 REACH = 20  # 5 %
-
-
-def ddp(model: nn.Module) -> Wrapped:
-    """Every rank has everything, and writes a part of it."""
-    wrapped = md.DistributedDataParallel(model)
-    return wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
-
-
-def zero_1(model: nn.Module) -> Wrapped:
-    """Every rank has the optimizer states of its shard."""
-    optimizer = md.ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9
-    )
-    return md.DistributedDataParallel(model), optimizer
-
-
-def fsdp(model: nn.Module) -> Wrapped:
-    """Every rank has its shard of everything."""
-    wrapped = md.FullyShardedDataParallel(model)
-    return wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
-
-
-STRATEGIES: dict[str, Callable[[nn.Module], Wrapped]] = {
-    "DDP": ddp,
-    "ZeRO, stage 1": zero_1,
-    "FSDP": fsdp,
-}
 
 
 def case(name: str, world_size: int) -> str:
@@ -63,28 +35,25 @@ TARGETS = [
 ]
 
 
-def run(rounds: int, picture: Path) -> list[Row]:
+def run(rounds: int) -> list[Row]:
     """Save in turns, by strategy and world size."""
     rows = []
     for world_size in WORLD_SIZES:
         with md.ranks(world_size) as pool:
             for name, wrap in STRATEGIES.items():
                 # Not in the folder for temporary files, which may be in memory.
-                with tempfile.TemporaryDirectory(dir=picture.parent.absolute()) as folder:
+                with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
                     times = pool(saves, wrap, BYTES, Path(folder), rounds, os.getpid())[0]
                 rows.append(times.row(case(name, world_size), STALL, WHOLE))
-    title = "saving: 100 MB"
-    show(title, rows)
-    draw(title, rows, picture)
     return rows
 
 
-def saves(
-    wrap: Callable[[nn.Module], Wrapped], nbytes: int, folder: Path, rounds: int, root: int
-) -> Times:
+def saves(wrap: Callable[..., Wrapped], nbytes: int, folder: Path, rounds: int, root: int) -> Times:
     """Save again and again, and take both times of each save. On ranks."""
     side, layers = 500, max(1, nbytes // (8 * 500 * 500))  # 4 bytes a parameter, and its momentum
-    model, optimizer = wrap(md.zoo.mlp(*[side] * (layers + 1)))
+    model, optimizer = wrap(
+        md.zoo.mlp(*[side] * (layers + 1)), torch.optim.SGD, lr=0.1, momentum=0.9
+    )
     for _ in range(2):
         optimizer.zero_grad()
         model(torch.randn(2, side)).sum().backward()

@@ -4,7 +4,6 @@ Lesson: feature_splitting
 """
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,84 +16,72 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
-    PrepareModuleOutput,
     RowwiseParallel,
-    SequenceParallel,
     loss_parallel,
     parallelize_module,
 )
 
 import minidist as md
-from minidist.instruments.bench import Row, Target, draw, show
-from minidist.instruments.bench.training import BACKENDS, Make, Trainer, measure, text, transformer
+from minidist.instruments.bench import Row, Target
+from minidist.instruments.bench.training import (
+    BACKENDS,
+    Make,
+    Trainer,
+    measure,
+    sgd,
+    text,
+    transformer,
+)
 
 LAYERS, WIDTH, LENGTH, ROWS = 2, 256, 64, 4  # 1.7 million parameters; tokens a row, rows a batch
 WORLD_SIZES = [2, 4]
-KINDS = {"": False, ", sequence parallel": True}
 
 
 TARGETS = [
     Target(
-        "a tensor parallel step on shm, plain and sequence parallel, against torch's over gloo",
-        {(f"2 ranks{kind}, shm", "torch, gloo"): 2.3 for kind in KINDS},
+        "a tensor parallel step on shm, against torch's over gloo",
+        {("2 ranks, shm", "torch, gloo"): 2.3},
     )
 ]
 
 
-def run(rounds: int, picture: Path) -> list[Row]:
+def run(rounds: int) -> list[Row]:
     """Time forward and backward in turns, by backend and world size."""
     rows = []
+    ways: dict[str, Make] = {}
+    for backend in BACKENDS:
+        ways[f"minidist, {backend}"] = partial(by_minidist, backend)
+        ways[f"torch, {backend}"] = partial(by_torch, backend)
     for world_size in WORLD_SIZES:
         with md.ranks(world_size, backend="gloo") as pool:
-            taken = measure(pool, ways(), 2 * rounds, partial(text, ROWS, LENGTH))
-        for kind in KINDS:
-            for backend in BACKENDS:
-                for there in dict.fromkeys(["torch, gloo", f"torch, {backend}"]):
-                    what, ours = (
-                        f"{world_size} ranks{kind}, {backend}",
-                        f"minidist, {backend}{kind}",
-                    )
-                    rows.append(taken.row(what, ours, there + kind, there))
-    title = "tensor: forward and backward of a transformer split by features"
-    show(title, rows)
-    draw(title, rows, picture)
+            taken = measure(pool, ways, 2 * rounds, partial(text, ROWS, LENGTH))
+        rows += [
+            taken.row(f"{world_size} ranks, {backend}", f"minidist, {backend}", there)
+            for backend in BACKENDS
+            for there in dict.fromkeys(["torch, gloo", f"torch, {backend}"])
+        ]
     return rows
 
 
-def ways(**sizes: int) -> dict[str, Make]:
-    """Ours and torch's over each backend, with and without sequence parallel."""
-    found: dict[str, Make] = {}
-    for kind, sequence_parallel in KINDS.items():
-        for backend in BACKENDS:
-            options: dict[str, Any] = dict(sequence_parallel=sequence_parallel, **sizes)
-            found[f"minidist, {backend}{kind}"] = partial(by_minidist, backend, **options)
-            found[f"torch, {backend}{kind}"] = partial(by_torch, backend, **options)
-    return found
-
-
-def by_minidist(
-    backend: str, sequence_parallel: bool, layers: int = LAYERS, width: int = WIDTH
-) -> Trainer:
+def by_minidist(backend: str) -> Trainer:
     """`md.tensor_parallel.parallelize_module`."""
     group = dist.new_group(backend=backend)
-    mesh, model = DeviceMesh.from_group(group, "cpu"), transformer(layers, width, LENGTH)
-    md.tensor_parallel.parallelize_module(model, mesh, sequence_parallel=sequence_parallel)
+    mesh, model = DeviceMesh.from_group(group, "cpu"), transformer(LAYERS, WIDTH, LENGTH)
+    md.tensor_parallel.parallelize_module(model, mesh)
 
     def step(inputs: torch.Tensor, targets: torch.Tensor) -> float:
         loss = md.vocab_parallel_cross_entropy(model(inputs), targets, group)
         loss.backward()
         return loss.item()
 
-    return Trainer(list(model.parameters()), step)
+    return Trainer(step, sgd(model))
 
 
-def by_torch(
-    backend: str, sequence_parallel: bool, layers: int = LAYERS, width: int = WIDTH
-) -> Trainer:
+def by_torch(backend: str) -> Trainer:
     """The same model by torch, as its tutorial has it."""
-    model = transformer(layers, width, LENGTH)
+    model = transformer(LAYERS, WIDTH, LENGTH)
     group = dist.new_group(backend=backend)
-    split_by_torch(model, DeviceMesh.from_group(group, "cpu"), sequence_parallel)
+    split_by_torch(model, DeviceMesh.from_group(group, "cpu"))
 
     def step(inputs: torch.Tensor, targets: torch.Tensor) -> float:
         with loss_parallel():
@@ -102,56 +89,34 @@ def by_torch(
             loss.backward()
         return loss.full_tensor().item() if isinstance(loss, DTensor) else loss.item()
 
-    return Trainer(list(model.parameters()), step)
+    return Trainer(step, sgd(model))
 
 
-def split_by_torch(
-    model: md.zoo.Transformer, mesh: DeviceMesh, sequence_parallel: bool = False
-) -> None:
+def split_by_torch(model: md.zoo.Transformer, mesh: DeviceMesh) -> None:
     """Split the model in place, each block after its attention has become a module."""
     model.blocks = nn.Sequential(*[_Block(block, mesh.size()) for block in model.blocks])
-    parallelize_module(model, mesh, _plan(sequence_parallel))
+    around: dict[str, ParallelStyle] = {
+        "tokens": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }
+    parallelize_module(model, mesh, around)
+    # It has q, k and v send one gradient, not three.
+    whole = partial(
+        PrepareModuleInput,
+        input_layouts=Replicate(),
+        desired_input_layouts=Replicate(),
+        use_local_output=False,
+    )
     for block in model.blocks:
-        parallelize_module(block, mesh, _block_plan(sequence_parallel))
-
-
-def _plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
-    """How torch is to cut what is around the blocks."""
-    if not sequence_parallel:
-        return {
-            "tokens": RowwiseParallel(input_layouts=Replicate()),
-            "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+        plan: dict[str, ParallelStyle] = {
+            "attention": whole(),
+            **{f"attention.{name}": ColwiseParallel() for name in "qkv"},
+            "attention.out": RowwiseParallel(),
+            "mlp": whole(),
+            "mlp.0": ColwiseParallel(),
+            "mlp.2": RowwiseParallel(),
         }
-    return {
-        "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "positions": PrepareModuleOutput(
-            output_layouts=Replicate(), desired_output_layouts=Shard(0)
-        ),
-        "norm": SequenceParallel(),
-        "head": ColwiseParallel(
-            input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
-        ),
-    }
-
-
-def _block_plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
-    """The same for a block. `PrepareModuleInput` has q, k and v send one gradient, not three."""
-    layout = Shard(1) if sequence_parallel else Replicate()
-    norms = {"norm1": SequenceParallel(), "norm2": SequenceParallel()} if sequence_parallel else {}
-    return norms | {
-        "attention": PrepareModuleInput(
-            input_layouts=layout, desired_input_layouts=Replicate(), use_local_output=False
-        ),
-        "attention.q": ColwiseParallel(),
-        "attention.k": ColwiseParallel(),
-        "attention.v": ColwiseParallel(),
-        "attention.out": RowwiseParallel(output_layouts=layout),
-        "mlp": PrepareModuleInput(
-            input_layouts=layout, desired_input_layouts=Replicate(), use_local_output=False
-        ),
-        "mlp.0": ColwiseParallel(),
-        "mlp.2": RowwiseParallel(output_layouts=layout),
-    }
+        parallelize_module(block, mesh, plan)
 
 
 class _Attention(nn.Module):

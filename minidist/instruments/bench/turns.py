@@ -2,16 +2,19 @@
 
 import math
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from time import perf_counter
 
 import torch
 import torch.distributed as dist
 
-from minidist.instruments.bench.quiet import LIMIT, MOMENT, UNKNOWN, Moment
-from minidist.instruments.bench.rows import Noise, Row
+from minidist.instruments.bench.rows import Row
 
+MOMENT = 0.5  # seconds, the shortest that can be judged: the kernel counts in hundredths
+LIMIT = 0.05  # of the machine: a moment in which others take more is thrown away
 PATIENCE = 1.0  # seconds that may be thrown away of any measurement, however short
 BLOCKS = 2  # of each that is timed alone
 
@@ -19,15 +22,14 @@ Subjects = Mapping[str, Callable[[], float]]
 
 
 class Times(dict[str, list[float]]):
-    """Seconds of each round, by subject; and the rounds that were disturbed."""
+    """Seconds of each round, by subject. `disturbed` rounds were kept although other processes took
+    part of the machine: too many had been thrown away."""
 
-    def __init__(self, seconds: dict[str, list[float]], noise: Noise | None = None) -> None:
-        super().__init__(seconds)
-        self.noise = noise or Noise()
+    disturbed = 0
 
     def row(self, what: str, ours: str, theirs: str, against: str = "") -> Row:
         """A subject beside another, which is called `against` (its own name, if not said)."""
-        return Row(what, self[ours], against or theirs, tuple(self[theirs]), self.noise)
+        return Row(what, self[ours], against or theirs, self[theirs], self.disturbed)
 
 
 def in_turns(subjects: Subjects, rounds: int, warm: int = 0, root: int | None = None) -> Times:
@@ -41,7 +43,6 @@ def in_turns(subjects: Subjects, rounds: int, warm: int = 0, root: int | None = 
     Also on ranks, where all must call it: a subject then takes as long as on its slowest rank.
     """
     times = Times({name: [] for name in subjects})
-    judges = not dist.is_initialized() or dist.get_rank() == 0
     start = perf_counter()
     for _ in range(warm):
         _round(subjects)
@@ -49,18 +50,16 @@ def in_turns(subjects: Subjects, rounds: int, warm: int = 0, root: int | None = 
     done, lost = 0, 0.0
     while done < rounds:
         several = min(rounds - done, max(1, math.ceil(MOMENT / each)))
-        moment = Moment(os.getpid() if root is None else root) if judges else None
+        others = _Others(root or os.getpid())
         start = perf_counter()
         taken = [_round(subjects) for _ in range(several)]
         each = (perf_counter() - start) / several
-        share = moment.share() if moment else UNKNOWN
-        each, share, *seconds = _slowest([each, share, *chain(*taken)])
-        lost += max(MOMENT, several * each) if share > LIMIT else 0
-        times.noise.watched = share != UNKNOWN
-        if share > LIMIT and lost <= max(PATIENCE, rounds * each):
-            times.noise.thrown += several
-            continue
-        times.noise.kept += several if share > LIMIT else 0
+        each, share, *seconds = _slowest([each, others.share(), *chain(*taken)])
+        if share > LIMIT:
+            lost += max(MOMENT, several * each)
+            if lost <= max(PATIENCE, rounds * each):
+                continue
+            times.disturbed += several
         for i, name in enumerate(subjects):
             times[name] += seconds[i :: len(subjects)]
         done += several
@@ -76,7 +75,7 @@ def alone(programs: Mapping[str, Callable[[int], Times]], rounds: int) -> Times:
         for name, program in programs.items() if several else ():
             taken = program(several)
             times[name] += taken[name]
-            times.noise.add(taken.noise)
+            times.disturbed += taken.disturbed
     return times
 
 
@@ -91,3 +90,35 @@ def _slowest(values: Sequence[float]) -> list[float]:
     largest = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.tolist()
+
+
+class _Others:
+    """How much of the machine others take from now on: not idle, and not ours, which are `root` and
+    its descendants. Rank 0 looks; for the other ranks it is nothing."""
+
+    def __init__(self, root: int) -> None:
+        self._root = root
+        self._looks = not dist.is_initialized() or dist.get_rank() == 0
+        self._start, self._before = time.monotonic(), self._idle_or_ours()
+
+    def share(self) -> float:
+        """0 to 1. Lets MOMENT pass first."""
+        if not self._looks:
+            return 0.0
+        time.sleep(max(0.0, self._start + MOMENT - time.monotonic()))
+        spent, seconds = self._idle_or_ours() - self._before, time.monotonic() - self._start
+        return 1 - spent / (seconds * (os.cpu_count() or 1))
+
+    def _idle_or_ours(self) -> float:
+        """Seconds of all processors."""
+        if not self._looks:
+            return 0.0
+        import psutil
+
+        whole = psutil.cpu_times()
+        seconds = whole.idle + getattr(whole, "iowait", 0.0)
+        parent = psutil.Process(self._root)
+        for process in [parent, *parent.children(recursive=True)]:
+            with suppress(psutil.Error):  # it has just ended
+                seconds += sum(process.cpu_times()[:4])  # also of its children that have ended
+        return float(seconds)

@@ -5,7 +5,6 @@ Lesson: wrong_in_silence
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -14,42 +13,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import minidist as md
-from minidist.fully_sharded import by_class
-from minidist.instruments.bench import Row, Target, Times, draw, in_turns, show
-from minidist.instruments.bench.training import Wrapped
+from minidist.instruments.bench import Row, Target, Times, in_turns
+from minidist.instruments.bench.training import STRATEGIES, Wrapped
 
 WORLD_SIZES = [2, 4]
 LOOK, STEP = "a step with a look", "a step"
 REACH = 1 / 5  # a look takes as long as four steps
-
-
-def adamw(model: nn.Module) -> Wrapped:
-    """Of a model that is wrapped."""
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-
-def ddp(model: nn.Module) -> Wrapped:
-    """Every rank has everything."""
-    return adamw(md.DistributedDataParallel(model))
-
-
-def zero_1(model: nn.Module) -> Wrapped:
-    """Every rank has the optimizer states of its shard."""
-    optimizer = md.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
-    return md.DistributedDataParallel(model), optimizer
-
-
-def fsdp(model: nn.Module) -> Wrapped:
-    """Every rank has its shard of everything."""
-    wrap = by_class(md.zoo.Block)
-    return adamw(md.FullyShardedDataParallel(model, auto_wrap_policy=wrap))
-
-
-STRATEGIES: dict[str, Callable[[nn.Module], Wrapped]] = {
-    "DDP": ddp,
-    "ZeRO, stage 1": zero_1,
-    "FSDP": fsdp,
-}
 
 
 def case(name: str, world_size: int) -> str:
@@ -65,7 +34,7 @@ TARGETS = [
 ]
 
 
-def run(rounds: int, picture: Path) -> list[Row]:
+def run(rounds: int) -> list[Row]:
     """Both kinds of steps in turns, by strategy and world size."""
     rows = []
     for world_size in WORLD_SIZES:
@@ -73,9 +42,6 @@ def run(rounds: int, picture: Path) -> list[Row]:
             for name, wrap in STRATEGIES.items():
                 times = pool(steps, wrap, rounds, os.getpid())[0]
                 rows.append(times.row(case(name, world_size), LOOK, STEP))
-    title = "watching: a transformer, AdamW"
-    show(title, rows)
-    draw(title, rows, picture)
     return rows
 
 
@@ -91,9 +57,9 @@ def cross_entropy(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> tuple[to
     return F.cross_entropy(outputs, targets.flatten(), reduction="sum"), targets.numel()
 
 
-def steps(wrap: Callable[[nn.Module], Wrapped], rounds: int, root: int) -> Times:
+def steps(wrap: Callable[..., Wrapped], rounds: int, root: int) -> Times:
     """Train, and take the time of both kinds of steps. On ranks."""
-    model, optimizer = wrap(transformer())
+    model, optimizer = wrap(transformer(), torch.optim.AdamW, lr=1e-3)
     watch = md.watch(model, optimizer, bare=transformer, loss=cross_entropy)
     rank = dist.get_rank()
     batch = tuple(each[12 * rank : 12 * rank + 12].clone() for each in md.zoo.text(16))

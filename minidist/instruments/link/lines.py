@@ -19,8 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 
-from minidist.machine.backend.meeting import unreachable
-from minidist.machine.backend.segment import hide, new_file, reach, show
+from minidist.machine.backend.segment import hide, new_file, reach, show, unreachable
 
 Busy = MutableMapping[int, list[float]]  # by the number of a line
 
@@ -53,7 +52,7 @@ class Lines:
 
     def __init__(self) -> None:
         self._busy: Busy = defaultdict(list)
-        self._carried: MutableMapping[int, float] = defaultdict(float)
+        self._carried: dict[int, float] = defaultdict(float)
 
     @contextmanager
     def open(self) -> Iterator[Busy]:
@@ -86,7 +85,7 @@ class SharedLines(Lines):
         shown, file = "", -1
         with ExitStack() as failed:
             if rank == 0:
-                file, name = new_file(COUNT * ROOM)  # of which only what is used takes memory
+                file, name = new_file()  # of which only what is used takes memory
                 failed.callback(os.close, file)
                 os.ftruncate(file, COUNT * ROOM)
                 shown = show(file, name)
@@ -104,10 +103,15 @@ class SharedLines(Lines):
         with self._turn:
             self._file, before = file, self._file
             self._token, self._words = token, words
-            self._carried = _Carried(words)
         if before >= 0:
             os.close(before)
         return lambda: hide(shown) if rank == 0 else None
+
+    def carry(self, line: int, nbytes: float) -> None:
+        self._words[_last_word(line)] += nbytes
+
+    def carried(self, line: int) -> float:
+        return self._words[_last_word(line)] if self._token else 0.0
 
     @contextmanager
     def open(self) -> Iterator[Busy]:
@@ -121,17 +125,8 @@ class SharedLines(Lines):
                 fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
-class _Carried(dict[int, float]):
-    """What each line has carried: its last word."""
-
-    def __init__(self, words: "memoryview[float]") -> None:
-        self._words = words
-
-    def __getitem__(self, line: int) -> float:
-        return self._words[(line + 1) * ROOM // 8 - 1]
-
-    def __setitem__(self, line: int, nbytes: float) -> None:
-        self._words[(line + 1) * ROOM // 8 - 1] = nbytes
+def _last_word(line: int) -> int:
+    return (line + 1) * ROOM // 8 - 1
 
 
 class _Loaded(dict[int, list[float]]):

@@ -17,10 +17,9 @@ a real cable.
 
 import json
 import os
-import random
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from minidist.instruments.link.lines import LIMIT, LINES, Busy, Lines, occupy
 from minidist.instruments.link.steps import Step
@@ -37,22 +36,13 @@ class Link:
         md.ranks(4, nodes=2, link=md.Link(100, 5, inter=md.Link(10, 20)))
 
     inter: the cable of each node, if it is not like the lines within a node.
-    jitter_us: a message takes up to so many microseconds more, at random.
-    loss: the fraction of messages that get lost. Such a one is sent again, a round trip (2α) after
-        its end, until it arrives.
-    slow: (rank, factor): the messages from and to this rank occupy a line so many times as long.
-    seed: of what is random. The same calls in the same order have the same luck.
-
-    Raises ValueError for numbers that make no sense. Lesson: communication.
+    Raises ValueError for numbers that make no sense. Limits: every message arrives, each as fast as
+    all others. Lesson: communication.
     """
 
     gbps: float
     latency_us: float = 0.0
     inter: "Link | None" = None
-    jitter_us: float = 0.0
-    loss: float = 0.0
-    slow: tuple[int, float] | None = None
-    seed: int = 0
 
     def __post_init__(self) -> None:
         if not self.gbps > 0 or not self.latency_us >= 0:
@@ -60,13 +50,6 @@ class Link:
                 f"a link has more than 0 Gb/s, and 0 µs or more of latency, not {self.gbps} Gb/s "
                 f"and {self.latency_us} µs"
             )
-        if not self.jitter_us >= 0 or not 0 <= self.loss < 1:
-            raise ValueError(
-                "a link has 0 µs or more of jitter, and loses less than all messages, not "
-                f"{self.jitter_us} µs and {self.loss}"
-            )
-        if self.slow is not None and not self.slow[1] > 0:
-            raise ValueError(f"a rank is slower by a factor above 0, not {self.slow[1]}")
         if self.inter is not None and self.inter.inter is not None:
             raise ValueError("the link between nodes has no other link between nodes")
 
@@ -83,7 +66,11 @@ class Link:
     @classmethod
     def here(cls) -> "Link | None":
         """The link that this rank emulates."""
-        return cls._of(json.loads(os.environ.get(VARIABLE, "null")))
+        told = json.loads(os.environ.get(VARIABLE, "null"))
+        if told is None:
+            return None
+        inter = told.pop("inter")
+        return cls(**told, inter=cls(**inter) if inter else None)
 
     @staticmethod
     def sent_by_node(node: int) -> float:
@@ -91,13 +78,6 @@ class Link:
         on any rank that emulates a link, else 0. What a collective counts is the messages of
         `steps`, when rank 0 of its group books them. Lesson: mixed_parallelism."""
         return LINES.carried(_out_of(node))
-
-    @classmethod
-    def _of(cls, fields: dict[str, Any] | None) -> "Link | None":
-        if fields is None:
-            return None
-        slow, inter = fields.pop("slow", None), fields.pop("inter", None)
-        return cls(**fields, inter=cls._of(inter), slow=slow and tuple(slow))
 
 
 class Trip(NamedTuple):
@@ -119,7 +99,6 @@ class Network:
     def __init__(self, link: Link, ranks: Sequence[int], nodes: Sequence[int], lines: Lines):
         self._within, self._between = link, link.inter or link
         self._ranks, self._nodes, self._lines = ranks, nodes, lines
-        self._random = random.Random(repr((link.seed, *ranks)))
 
     def send(self, sender: int, receiver: int, nbytes: float, at: float) -> Trip:
         """A message from one rank of the group to another, sent at this time."""
@@ -142,19 +121,13 @@ class Network:
     def _send(self, busy: Busy, sender: int, receiver: int, nbytes: float, at: float) -> Trip:
         source, target = self._nodes[sender], self._nodes[receiver]
         link = self._within if source == target else self._between
-        latency = 1e-6 * (link.latency_us + link.jitter_us * self._random.random())
-        seconds = link.seconds(nbytes, messages=0)
-        if link.slow and link.slow[0] in (self._ranks[sender], self._ranks[receiver]):
-            seconds *= link.slow[1]
+        latency, seconds = 1e-6 * link.latency_us, link.seconds(nbytes, messages=0)
         if source == target:
             out = LIMIT * (self._ranks[sender] % LIMIT) + self._ranks[receiver] % LIMIT
         else:
             out = _out_of(source)
         self._lines.carry(out, nbytes)
         begin, left = occupy(busy[out], at, seconds)
-        while self._random.random() < link.loss:
-            self._lines.carry(out, nbytes)
-            begin, left = occupy(busy[out], left + 2 * latency, seconds)
         first, due = begin + latency, left + latency
         if source != target:
             first, end = occupy(busy[_out_of(target) + 1], first, seconds)

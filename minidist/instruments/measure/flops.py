@@ -1,7 +1,6 @@
 """Arithmetic, counted: matrix products and attention (lesson: activation_checkpointing)."""
 
 from collections.abc import Callable
-from math import prod
 from typing import Any
 
 import torch
@@ -13,35 +12,20 @@ def count_flops(function: Callable[..., Any], *args: Any) -> int:
     product of an m × k matrix and a k × n one. Lesson: activation_checkpointing.
 
     Counted are matrix products, convolutions and attention, which have nearly all the arithmetic of
-    a model. (It is torch's counter, with our own formulas for attention: those of torch 2.13 know
-    neither the attention for CPUs nor heads that share keys and values.)
+    a model. (It is torch's counter, which also takes attention on a CPU here.)
     """
-    with FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter:
+    with FlopCounterMode(display=False, custom_mapping=_ON_CPU) as counter:
         function(*args)
     return int(counter.get_total_flops())
 
 
-def _forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """Shapes (B, H, T, D): the scores, and their products with the values."""
-    return 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
-
-
-def _backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """Five products: the scores again, their gradients, and those of the three inputs."""
-    return 2 * prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1])
-
-
-_ATTENTION: dict[Any, Callable[..., int]] = {
-    getattr(torch.ops.aten, f"_scaled_dot_product_{kind}{which}"): formula
-    for kind in (
-        "flash_attention",
-        "flash_attention_for_cpu",
-        "efficient_attention",
-        "cudnn_attention",
-    )
-    for which, formula in (("", _forward), ("_backward", _backward))
+_ATTENTION = "_scaled_dot_product_flash_attention"
+# Torch's counter does not know the attention for CPUs: it has the products of that for GPUs.
+_ON_CPU: dict[Any, Callable[..., int]] = {
+    getattr(torch.ops.aten, f"{_ATTENTION}_for_cpu{which}"): flop_registry[
+        getattr(torch.ops.aten, f"{_ATTENTION}{which}")
+    ].__wrapped__
+    for which in ("", "_backward")
 }
 # By operation: of its arguments, and its result as `out_val`.
-FORMULAS: dict[Any, Callable[..., int]] = flop_registry | {
-    operation: shape_wrapper(formula) for operation, formula in _ATTENTION.items()
-}
+FORMULAS = flop_registry | {op: shape_wrapper(formula) for op, formula in _ON_CPU.items()}

@@ -60,7 +60,7 @@ _receivers: list[Callable[[object], None]] = []
 _here = threading.local()  # of this thread; .scopes: what it is in the middle of, outermost first;
 # .call: it is within a call that is recorded
 
-# The same collectives, of one tensor instead of a list. Their names differ by torch's version.
+# The same collectives, of one tensor instead of a list. Torch has old names and new ones.
 ONE_TENSOR = {
     "all_gather_into_tensor": "all_gather",
     "all_gather_single": "all_gather",
@@ -158,14 +158,6 @@ def hold(events: Iterable[Event], since: float | None = None) -> None:
     now = time.perf_counter()
     for event in events:
         event.blocked.append((event.start if since is None else since, now))
-
-
-def forget(events: Iterable[Event]) -> None:
-    """Take back events whose call raised before it communicated."""
-    gone = {id(event) for event in events}
-    with _lock:
-        for seen in _observers:
-            seen[:] = [event for event in seen if id(event) not in gone]
 
 
 @contextlib.contextmanager

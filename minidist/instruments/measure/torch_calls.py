@@ -3,7 +3,8 @@
 While somebody observes, the functions below are replaced in `torch.distributed` by wrappers that
 note the call and pass it on. Calls as `dist.all_reduce(...)` are seen, from any thread; a function
 that was imported by name beforehand is not, nor are calls made in C++, such as those of torch's
-own DistributedDataParallel: unless the backend is "shm", which records them itself.
+own DistributedDataParallel: unless the backend is "shm", which records them itself. A call that
+raises counts, and a message that was received from any source has no peer.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.utils._pytree import tree_leaves
 
 from minidist.instruments.measure import record
 from minidist.instruments.measure.record import Event, Kind
@@ -34,13 +36,11 @@ _COLLECTIVES: dict[str, str | None] = {
     "broadcast": "tensor",
     "reduce": "tensor",
     "all_reduce": "tensor",
-    "all_reduce_coalesced": "tensors",
     "scatter": "tensor",
     "gather": "tensor",
     "all_gather": "tensor_list",
     "all_gather_into_tensor": "output_tensor",
     "all_gather_single": "output_tensor",
-    "all_gather_coalesced": "output_tensor_lists",
     "reduce_scatter": "input_list",
     "reduce_scatter_tensor": "input",
     "reduce_scatter_single": "input",
@@ -69,43 +69,29 @@ class _Watched:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not record.active() or record.within_call():
             return self.function(*args, **kwargs)
-        try:
-            arguments = self.signature.bind(*args, **kwargs)
-        except TypeError:
-            return self.function(*args, **kwargs)  # torch raises it, in its own words
+        arguments = self.signature.bind(*args, **kwargs)
         arguments.apply_defaults()
         events = _describe(self.name, arguments.arguments)
-        try:
-            with record.call():
-                result = self.function(*args, **kwargs)
-        except BaseException:
-            record.forget(events)
-            raise
+        with record.call():
+            result = self.function(*args, **kwargs)
         record.hold(events)
-        return _follow(self.name, result, events)
+        return _follow(result, events)
 
 
 def _describe(name: str, arguments: dict[str, Any]) -> list[Event]:
     """Begin the events of a call: one; as many as its messages for a batch; none if the rank is
-    not in the group, or the arguments make no sense (torch will say so)."""
+    not in the group."""
     if name == "batch_isend_irecv":
-        operations = arguments["p2p_op_list"]
-        if not isinstance(operations, list):
-            return []
-        return [
-            _message(op.op.__name__, op.tensor, op.peer, op.group)
-            for op in operations
-            if isinstance(op, dist.P2POp)
-        ]
+        batch = arguments["p2p_op_list"]
+        return [_message(op.op.__name__, op.tensor, op.peer, op.group) for op in batch]
     group = arguments.get("group")
-    if group is dist.GroupMember.NON_GROUP_MEMBER or not dist.is_initialized():
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
         return []
     if name in _MESSAGES:
         _, peer_name, group_peer_name = _MESSAGES[name]
         peer, group_peer = arguments[peer_name], arguments[group_peer_name]
         if peer is None and group_peer is not None:
-            ranks = dist.get_process_group_ranks(group)
-            peer = ranks[group_peer] if 0 <= group_peer < len(ranks) else None
+            peer = dist.get_process_group_ranks(group)[group_peer]
         return [_message(name, arguments["tensor"], peer, group)]
     vector = _COLLECTIVES[name]
     nbytes = _nbytes(arguments[vector]) if vector else 0
@@ -121,14 +107,10 @@ def _message(name: str, tensor: object, peer: int | None, group: Any) -> Event:
 
 
 def _nbytes(value: object) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
-    if isinstance(value, (list, tuple)):
-        return sum(map(_nbytes, value))
-    return 0
+    return sum(x.nbytes for x in tree_leaves(value) if isinstance(x, torch.Tensor))
 
 
-def _follow(name: str, result: Any, events: list[Event]) -> Any:
+def _follow(result: Any, events: list[Event]) -> Any:
     """End the events now if the call has ended; else put a handle around torch's own."""
     if isinstance(result, list):  # a batch: one handle for each message, or one for all of them
         each = [[event] for event in events] if len(result) == len(events) else [events]
@@ -138,9 +120,6 @@ def _follow(name: str, result: Any, events: list[Event]) -> Any:
         with contextlib.suppress(RuntimeError):  # not every work of gloo has a future
             result.get_future().add_done_callback(lambda _: record.finish(events))
         return _WatchedWork(result, events)
-    if name == "recv":
-        if events and events[0].peer is None:  # from any source: now we know which
-            events[0].peer = result
     record.finish(events)
     return result
 
@@ -157,9 +136,6 @@ class _WatchedWork(dist.Work):
         since = time.perf_counter()
         result = self._work.wait(*args, **kwargs)
         record.hold(self._events, since)
-        for event in self._events:
-            if event.kind == "received" and event.peer is None:
-                event.peer = self._work._source_rank()
         record.finish(self._events)
         return result
 
@@ -190,8 +166,6 @@ class TorchCalls:
 
     def attach(self) -> None:
         for name in (*_MESSAGES, *_COLLECTIVES, "batch_isend_irecv"):
-            if not hasattr(dist, name):
-                continue  # another version of torch
             function = getattr(dist, name)
             watched = _Watched(name, function)
             self._replace(dist, name, watched)

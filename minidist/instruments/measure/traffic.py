@@ -8,7 +8,7 @@ from minidist.instruments.measure.record import Event
 
 
 class TrafficCounter(Meter):
-    """Counts what one rank sends and receives within a `with` block. Lesson: collectives.
+    """Counts what one rank sends within a `with` block. Lesson: collectives.
 
         with md.measure.TrafficCounter() as traffic:
             md.collectives.all_reduce(tensor)
@@ -17,11 +17,11 @@ class TrafficCounter(Meter):
     After the block (before that, all counts are 0):
 
     - `rank`, `world_size`;
-    - `sent_bytes`, `received_bytes`, `sent_messages`, `received_messages`: the payload of
-      point-to-point messages, from `dist.send`, `isend`, `recv`, `irecv` and `batch_isend_irecv`,
-      and so of every collective of `md.collectives`, which consists of them. A message counts
-      when it is posted. Bytes are those of the tensors, without headers of the network;
-    - `sent_to`, `received_from`: the same bytes by the other rank, a list of `world_size`;
+    - `sent_bytes`, `sent_messages`: the payload of point-to-point messages, from `dist.send`,
+      `isend` and `batch_isend_irecv`, and so of every collective of `md.collectives`, which
+      consists of them. A message counts when it is posted. Bytes are those of the tensors, without
+      headers of the network;
+    - `sent_to`: the same bytes by the other rank, a list of `world_size`;
     - `control_bytes`, `control_messages`: what this rank *sent* for the agreement that precedes
       each collective of `md.collectives`. No other count includes it;
     - `calls`: collectives handed to torch's backend as a whole, whose messages cannot be seen:
@@ -40,16 +40,15 @@ class TrafficCounter(Meter):
         self._read([])
 
     def _read(self, events: list[Event]) -> None:
-        data = [event for event in events if not event.control]
-        sent = [event for event in data if event.kind == "sent"]
-        received = [event for event in data if event.kind == "received"]
-        control = [event for event in events if event.control and event.kind == "sent"]
+        messages = [event for event in events if event.kind == "sent"]
+        sent = [event for event in messages if not event.control]
+        control = [event for event in messages if event.control]
         self.sent_bytes = sum(event.nbytes for event in sent)
-        self.received_bytes = sum(event.nbytes for event in received)
         self.sent_messages = len(sent)
-        self.received_messages = len(received)
-        self.sent_to = self._by_peer(sent)
-        self.received_from = self._by_peer(received)
+        self.sent_to = [0] * self.world_size
+        for event in sent:
+            if event.peer is not None:
+                self.sent_to[event.peer] += event.nbytes
         self.control_bytes = sum(event.nbytes for event in control)
         self.control_messages = len(control)
         calls = [event for event in events if event.kind == "collective"]
@@ -59,18 +58,10 @@ class TrafficCounter(Meter):
             together[event.group].append(event)
         self.by_group = {ranks: _by_operation(own) for ranks, own in together.items()}
 
-    def _by_peer(self, messages: list[Event]) -> list[int]:
-        nbytes = [0] * self.world_size
-        for event in messages:
-            if event.peer is not None:
-                nbytes[event.peer] += event.nbytes
-        return nbytes
-
     def __repr__(self) -> str:
         return (
             f"TrafficCounter(rank {self.rank} of {self.world_size}: "
-            f"sent {self.sent_bytes} bytes in {self.sent_messages} messages, "
-            f"received {self.received_bytes} in {self.received_messages})"
+            f"sent {self.sent_bytes} bytes in {self.sent_messages} messages)"
         )
 
 

@@ -26,18 +26,20 @@ returns the axes, and leaves matplotlib's settings as they were. Input with noth
 a ValueError. matplotlib is imported by the first chart, not by `import minidist`.
 """
 
-from minidist.instruments.plot.bar_charts import bars, bytes_per_rank, stacked
-from minidist.instruments.plot.breakdown_chart import breakdown
-from minidist.instruments.plot.charts import loss, time_against_size, timeline, traffic
-from minidist.instruments.plot.expert_charts import load, routing
-from minidist.instruments.plot.frontier_chart import frontier
-from minidist.instruments.plot.memory_charts import memory, memory_by_rank
-from minidist.instruments.plot.pair_chart import pairs
+from minidist.instruments.plot.bar_charts import (
+    bars,
+    breakdown,
+    bytes_per_rank,
+    memory_by_rank,
+    stacked,
+)
+from minidist.instruments.plot.dot_charts import frontier, roofline
+from minidist.instruments.plot.heat_maps import load, traffic, weights
+from minidist.instruments.plot.line_charts import loss, sweep, time_against_size
+from minidist.instruments.plot.memory_chart import memory
 from minidist.instruments.plot.palette import RANKS, color, human_bytes, human_time, style
-from minidist.instruments.plot.roofline_chart import roofline
-from minidist.instruments.plot.schedule_chart import schedule
-from minidist.instruments.plot.sweep_chart import sweep
-from minidist.instruments.plot.weight_chart import weights
+from minidist.instruments.plot.span_charts import schedule, timeline
+from minidist.instruments.plot.token_charts import pairs, routing
 
 __all__ = [
     "RANKS",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -26,16 +26,13 @@ def bytes_per_rank(
     predicted = predicted or {}
     if not measured or not all(map(len, measured.values())):
         raise ValueError("bytes_per_rank: nothing measured to draw")
-    for name, marks in predicted.items():
-        if len(marks) != len(measured.get(name, ())):
-            raise ValueError(f"bytes_per_rank: {name!r} is predicted and measured on other ranks")
     shades, wide = colors(measured), 0.8 / len(measured)
     with chart(ax, "Bytes by rank", 8, 3.4) as ax:
         handles: list[Any] = []
         for i, (name, counts) in enumerate(measured.items()):
             middle = [rank + (i + 0.5) * wide - 0.4 for rank in range(len(counts))]
             handles.append(ax.bar(middle, counts, 0.86 * wide, color=shades[name], label=name))
-            for x, mark in zip(middle, predicted.get(name, ()), strict=False):
+            for x, mark in zip(middle, predicted.get(name, ()), strict=name in predicted):
                 ax.plot([x - wide / 2, x + wide / 2], [mark, mark], color="black", lw=1.8)
         if predicted:
             handles += ax.plot([], [], color="black", lw=1.8, label="predicted")
@@ -129,6 +126,71 @@ def stacked(
         ax.set_ylabel(ylabel)
         ticks(ax.yaxis, show)
         legend(ax, named)
+        return ax
+
+
+def memory_by_rank(
+    measured: Mapping[str, Mapping[str, int]],
+    predicted: Mapping[str, Mapping[str, float]] | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """A stacked bar of bytes a rank, by what they are; black lines mark the formula.
+
+    Both mappings go from a bar's name to {category: bytes}: {"rank 0": tracker.after("backward")}.
+    The lines stand where the parts of the bar would end by the formula, and its sum beside them.
+    Lesson: distributed_data_parallel.
+    """
+    predicted = predicted or {}
+    kinds = kinds_of([*measured.values(), *predicted.values()])
+    if not measured or not kinds:
+        raise ValueError("memory_by_rank: nothing measured to draw")
+    if strange := [name for name in predicted if name not in measured]:
+        raise ValueError(f"memory_by_rank: {', '.join(strange)} is predicted and not measured")
+    return stacked(measured, predicted, ax, "Memory by rank", "live bytes", human_bytes, kinds)
+
+
+def breakdown(
+    measured: Mapping[str, Mapping[str, float]],
+    title: str = "Memory at the peak",
+    predicted: Mapping[str, float] | None = None,
+    show: Callable[[float], str] = human_bytes,
+    aside: Collection[str] = (),
+    ax: Axes | None = None,
+) -> Axes:
+    """A bar for each name, from top to bottom, of parts that stand one after another.
+
+    measured: {name: {what the part is: its size}}; no parts leave the line empty. predicted:
+    {name: size} of the whole bar, a black line. show: writes a size, such as `human_time`. aside:
+    parts that the size written at the bar leaves out. The legend names the parts if there are
+    several. Lesson: zero.
+    """
+    predicted = predicted or {}
+    kinds = kinds_of(measured.values())
+    if not kinds:
+        raise ValueError("breakdown: nothing measured to draw")
+    longest = max([sum(parts.values()) for parts in measured.values()] + list(predicted.values()))
+    with chart(ax, title, 8, 0.9 + 0.32 * len(measured)) as ax:
+        from matplotlib.ticker import MaxNLocator
+
+        for y, (name, parts) in enumerate(measured.items()):
+            left = 0.0
+            for kind, shade in kinds.items():
+                ax.barh(y, parts.get(kind, 0), 0.66, left, color=shade)
+                left += parts.get(kind, 0)
+            if name in predicted:
+                ax.vlines(predicted[name], y - 0.42, y + 0.42, color="black", lw=1.8)
+            counted = sum(size for kind, size in parts.items() if kind not in aside)
+            end = max(left, predicted.get(name, 0)) + 0.015 * longest
+            ax.text(end, y, show(counted) if parts else "–", va="center", size=8.5, color=PALE)
+        if len(kinds) > 1:
+            line = ax.plot([], [], color="black", lw=1.8, label="formula") if predicted else []
+            legend(ax, [*handles(kinds)[::-1], *line])
+        ax.set_xlim(0, 1.22 * longest)
+        ax.set_yticks(range(len(measured)), list(measured))
+        ax.set_ylim(len(measured) - 0.5, -0.5)
+        ax.tick_params(axis="y", length=0)
+        ticks(ax.xaxis, show)
+        ax.xaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
         return ax
 
 

@@ -1,9 +1,8 @@
-"""What the charts share: axes to draw in, a legend beside them, ticks at round values, and
-names beside dots."""
+"""What the charts share: axes to draw in, a legend beside them, ticks at round values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -52,22 +51,3 @@ def ticks(axis: Any, show: Any, grid: str | None = FAINT, whole: bool = False) -
     axis.set_major_formatter(FuncFormatter(lambda value, _: show(value)))
     if grid:
         axis.grid(True, color=grid, linewidth=0.8)
-
-
-def write(
-    ax: Axes, names: Mapping[str, tuple[float, float]], dots: Sequence[tuple[float, float]]
-) -> None:
-    """Each name to the right of its dot, or below whatever is there: one of `dots`, or a name that
-    is written already."""
-    from matplotlib.transforms import Bbox
-
-    figure: Any = ax.figure
-    figure.draw_without_rendering()  # now the axes have their size
-    taken = [Bbox([dot - 4, dot + 4]) for dot in ax.transData.transform(dots)]
-    place: dict[str, Any] = {"xytext": (8, 0), "textcoords": "offset points"}
-    for name, dot in names.items():
-        label = ax.annotate(name, dot, va="center", size=9, **place)
-        for there in sorted(taken, key=lambda box: -box.y1):
-            if (box := label.get_window_extent()).overlaps(there):
-                label.xyann = (8, label.xyann[1] - (box.y1 - there.y0) * 72 / figure.dpi - 1)
-        taken.append(label.get_window_extent())

@@ -2,44 +2,42 @@
 
     dist.init_process_group("shm")          # also by md.ranks(4, backend="shm"), and under torchrun
 
-To read, in this order:
+What a call does, from Python to the other rank's memory: `dist.all_reduce(x)`, x of 1 MB, 4 ranks.
 
-file            what it holds
-segment         memory that all ranks see
-meeting         how they find it, and see that another rank has died
-words           how one sees what another has done, and is woken for it
-queues          calls that are under way, and one step of each
-engine          who takes the steps
-handle          what a call gives back, and the order of what callbacks call
-members         the ranks of a group: barriers, and calls that are checked
-tensors         mistakes, flat tensors, and what ReduceOp means
-collectives     all_reduce and the others, on memory that all ranks share
-point_to_point  send and recv
-arena           tensors in shared memory
-group           how calls become tasks
-process_group   the calls of torch
+1. torch calls `ShmProcessGroup.allreduce` (process_group). That checks that x is a dense tensor of
+   the CPU, and names the call: "all_reduce(float32(250000,), op=SUM)".
+2. `_collective` makes an operation of it, which is a generator, and puts a `Task` of it into the
+   queue of collectives (queues). torch gets the task, and calls its `wait`.
+3. `Engine.wait` (engine): the thread that waits takes the steps. Of a call that nobody waits for,
+   the engine's own thread takes them.
+4. The first step begins `collectives.all_reduce`. It copies x into this rank's staging area: a part
+   of a segment (segment), which is memory that the other three have mapped, too.
+5. `Members.agree` (group) writes two words behind it: a checksum of the call's name, and "I have
+   come to barrier 17". Then the operation yields a `Wait`, until the words of all ranks say 17.
+6. The thread asks again and again for 0.2 ms; then it sleeps until another rank rings (words).
+7. All have come. If the checksums differ, every rank raises an error that shows all four calls.
+8. Rank r reads the r-th quarter of all four staging areas, adds it up (`Reduction`, in tensors),
+   and leaves the total in its own. One more barrier.
+9. Each rank copies the three quarters that others have added up into x. The generator ends.
+10. `Engine._complete` runs the callbacks, and the task's `wait` returns.
 
-The way of an all_reduce: `ShmProcessGroup.allreduce` checks the tensor, `Group._collective` makes a
-`Task`, and `Engine.submit` puts it into a queue. The call takes its first steps; whoever waits for
-it takes the others, or else the engine's own thread. In `collectives.all_reduce` the rank copies
-the tensor to where all see it, says so by a word (`Members.barrier`), waits until all have, and
-adds up. Then `Engine._complete` tells those who wait.
+A tensor made by `empty` lies in a segment itself: step 4 copies nothing, and in step 8 a rank
+writes its quarter into the tensors of all. `send` and `recv` go by slots instead (point_to_point).
+If a rank dies, the others see after 0.1 s that its process is gone, in step 6.
 
-The room `minidist.instruments.link` says how long a message takes on an emulated network.
+To read in this order: segment, words, queues, engine, group, tensors, collectives, point_to_point,
+process_group. The room `minidist.link` says how long a message takes on an emulated network.
 """
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from minidist.common.uncompiled import uncompiled
-
-if TYPE_CHECKING:
-    from minidist.machine.backend.arena import Arena
 
 __all__ = ["empty", "purpose", "scratch"]
 
@@ -50,32 +48,24 @@ def empty(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     group: dist.ProcessGroup | None = None,
+    short_lived: bool = False,
 ) -> torch.Tensor:
     """An uninitialized tensor: in the memory that the ranks of the group share, if they share any.
 
     The other ranks read such a tensor where it lies, in all_reduce, all_gather, reduce_scatter and
     broadcast: nothing is copied for them. With other backends it is an ordinary tensor. `group`:
-    the default group if None. Raises MemoryError if the machine has too little memory left.
-    Lesson: communication.
+    the default group if None. `short_lived`: see `scratch`. Lesson: communication.
     """
-    arena = _arena(group, device)
-    if arena is None:
+    members = getattr(dist.group.WORLD if group is None else group, "members", None)
+    if members is None or torch.device(device).type != "cpu":
         return torch.empty(size, dtype=dtype, device=device)
-    return arena.empty(math.prod(size), dtype).view(size)
+    return members.arena.empty(math.prod(size), dtype, short_lived).view(size)
 
 
-def scratch(
-    *size: int,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    group: dist.ProcessGroup | None = None,
-) -> torch.Tensor:
+def scratch(*size: int, **options: Any) -> torch.Tensor:
     """Like `empty`, for a short-lived tensor: its memory is kept for the next one of this size, up
     to 64 MiB a group."""
-    arena = _arena(group, device)
-    if arena is None:
-        return torch.empty(size, dtype=dtype, device=device)
-    return arena.scratch(math.prod(size), dtype).view(size)
+    return empty(*size, **options, short_lived=True)
 
 
 @contextmanager
@@ -91,14 +81,6 @@ def purpose(group: dist.ProcessGroup, what: str) -> Iterator[None]:
         yield
     finally:
         named.what = before
-
-
-def _arena(group: dist.ProcessGroup | None, device: torch.device | str) -> "Arena | None":
-    from minidist.machine.backend.group import Group
-
-    group = dist.group.WORLD if group is None else group
-    shared = isinstance(group, Group) and torch.device(device).type == "cpu"
-    return group.members.arena if shared else None  # type: ignore[union-attr]
 
 
 def _make(options: Any, _: Any) -> dist.ProcessGroup:

@@ -5,7 +5,8 @@ staging areas piece by piece, so that a piece is still in the processor's cache 
 it. There are several areas: while the others read one piece, the next goes into another area. So a
 piece costs one barrier.
 
-Tensors here are flat: (n,), contiguous. Read each operation as the story of one rank.
+Each operation fills `outs` from `ins`, or changes its one out. Tensors here are flat: (n,),
+contiguous. Read each operation as the story of one rank.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -13,13 +14,14 @@ from functools import partial
 
 import torch
 
-from minidist.machine.backend.members import STAGE, Members
+from minidist.machine.backend.group import STAGE, Members
 from minidist.machine.backend.queues import Operation, Wait
 from minidist.machine.backend.tensors import Reduction
 
 # What a rank does with a piece of a tensor, and with the room that each rank has for it.
 Rooms = Sequence[torch.Tensor] | Mapping[int, torch.Tensor]
 Act = Callable[[slice, Rooms], None]
+Flats = Sequence[torch.Tensor]  # (n,) each
 
 CACHED = 1 << 18  # bytes of a piece that is added up
 SMALL = 1 << 15  # bytes up to which every rank adds up everything: it costs less than a barrier
@@ -55,7 +57,7 @@ def exchange(
 
 
 def show(
-    members: Members, ranks: Sequence[int], x: torch.Tensor | None, stage: Callable[[], None]
+    members: Members, ranks: Sequence[int], x: torch.Tensor | None, stage: Callable[[], object]
 ) -> Generator[Wait, None, dict[int, torch.Tensor]]:
     """Check that all ranks make the same call. If the x of each of these ranks lies in the arena,
     return them all, valid until the next barrier. Otherwise stage the first piece and return {}."""
@@ -97,94 +99,65 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.as_strided((sum(map(len, parts)),), (1,))
 
 
-def cached(x: torch.Tensor, share: slice) -> Iterator[slice]:
-    """Cut a share of x into pieces that stay in a processor's cache while they are added up."""
-    step = CACHED // x.element_size()
+def cached(share: slice, itemsize: int) -> Iterator[slice]:
+    """Cut a share of a tensor into pieces that stay in a processor's cache while added up."""
+    step = CACHED // itemsize
     for start in range(share.start, share.stop, step):
         yield slice(start, min(start + step, share.stop))
 
 
-# ---- all_reduce and reduce ------------------------------------------------------------------
+# ---- all_reduce -----------------------------------------------------------------------------
 
 
-def all_reduce(
-    members: Members, x: torch.Tensor, reduction: Reduction, receivers: Sequence[int]
-) -> Operation:
-    """x: (n,), in the end the total on the receivers. Rank r adds up the r-th part of each piece.
-
-    Between two barriers a rank takes one piece, adds up the next and stages the one after that: so
-    a piece costs one barrier.
-    """
-    received = members.rank in receivers
+def all_reduce(members: Members, outs: Flats, _: Flats, reduction: Reduction) -> Operation:
+    """The out, (n,), becomes the total. Rank r adds up the r-th part of each piece. Before each
+    barrier a rank adds up one piece and stages the next: so a piece costs one barrier."""
+    (x,), rank, size = outs, members.rank, members.size
     if x.nbytes <= SMALL:  # in the order of ranks: so all have the same bits
         rooms = members.rooms(len(x), x.dtype)
-        rooms[members.rank].copy_(x)
+        rooms[rank].copy_(x)
         yield from members.agree()
-        if received:
-            reduction.into(x, rooms[0], rooms[1:])
+        reduction.into(x, rooms[0], rooms[1:])
         return
-    pieces = (Piece(members, x[cut], rooms) for cut, rooms in pieces_of(members, len(x), x.dtype))
-    first = next(pieces)
-    if there := (yield from show(members, range(members.size), x, first.stage)):
-        yield from _all_reduce_in_place(members, there, reduction, receivers)
+    others = [r for r in range(size) if r != rank]
+
+    def stage(cut: slice, rooms: Rooms) -> None:  # our own share need not be seen
+        for share in [share_of(len(rooms[rank]), r, size) for r in others]:
+            rooms[rank][share].copy_(x[cut][share])
+
+    def add_up(cut: slice, rooms: Rooms) -> None:
+        mine = share_of(len(rooms[rank]), rank, size)
+        total = x[cut][mine]
+        reduction.into(total, total, [rooms[r][mine] for r in others])
+        rooms[rank][mine].copy_(total)
+
+    pieces = pieces_of(members, len(x), x.dtype)
+    piece: tuple[slice, Rooms] | None = next(pieces)
+    there = yield from show(members, range(size), x, partial(stage, *piece))
+    if there:
+        yield from _all_reduce_in_place(members, there, reduction)
         return
-    taken: Piece | None = None
-    added: Piece | None = first
-    while taken or added:
-        if taken and received:
-            taken.take()
-        taken = added
-        if added:
-            added.add_up(reduction, received)
-            if staged := next(pieces, None):
-                staged.stage()
-            yield from members.barrier()
-            added = staged
-
-
-class Piece:
-    """A piece of an all_reduce: `part` (n,) of this rank's tensor, and each rank's room for it."""
-
-    def __init__(self, members: Members, part: torch.Tensor, rooms: list[torch.Tensor]) -> None:
-        shares = [share_of(len(part), rank, members.size) for rank in range(members.size)]
-        self.part, self.room, self.mine = part, rooms[members.rank], shares[members.rank]
-        self.others = list(zip(shares, rooms, strict=True))  # each one's share, and room
-        del self.others[members.rank]
-
-    def stage(self) -> None:
-        """Show what the others add up. This rank's own share need not be seen."""
-        for share, _ in self.others:
-            self.room[share].copy_(self.part[share])
-
-    def add_up(self, reduction: Reduction, received: bool) -> None:
-        """This rank's share, in its place if that is wanted here, and for all to see."""
-        room, part = self.room[self.mine], self.part[self.mine]
-        total = part if received else room
-        reduction.into(total, part, [room[self.mine] for _, room in self.others])
-        if received:
-            room.copy_(total)
-
-    def take(self) -> None:
-        """What the others have added up."""
-        for share, room in self.others:
-            self.part[share].copy_(room[share])
+    while piece:
+        (cut, rooms), following = piece, next(pieces, None)
+        add_up(cut, rooms)
+        if following:
+            stage(*following)
+        yield from members.barrier()
+        for share, r in [(share_of(len(rooms[r]), r, size), r) for r in others]:
+            x[cut][share].copy_(rooms[r][share])
+        piece = following
 
 
 def _all_reduce_in_place(
-    members: Members,
-    xs: dict[int, torch.Tensor],
-    reduction: Reduction,
-    receivers: Sequence[int],
+    members: Members, xs: dict[int, torch.Tensor], reduction: Reduction
 ) -> Operation:
-    """Rank r adds up the r-th part of all ranks' tensors, and writes it into the receivers'."""
-    home = members.rank if members.rank in receivers else receivers[0]
-    x, others = xs[home], [xs[rank] for rank in xs if rank != home]
-    for piece in cached(x, share_of(len(x), members.rank, members.size)):
+    """Rank r adds up the r-th part of all ranks' tensors, and writes it into all of them."""
+    x = xs.pop(members.rank)
+    for piece in cached(share_of(len(x), members.rank, members.size), x.itemsize):
         total = x[piece]
-        reduction.into(total, total, [other[piece] for other in others])
-        for rank in receivers:
-            if rank != home:
-                xs[rank][piece].copy_(total)
+        reduction.into(total, total, [other[piece] for other in xs.values()])
+        for other in xs.values():
+            other[piece].copy_(total)
     yield from members.barrier()
 
 
@@ -196,8 +169,9 @@ def share_of(n: int, rank: int, size: int) -> slice:
 # ---- the others -----------------------------------------------------------------------------
 
 
-def broadcast(members: Members, x: torch.Tensor, root: int) -> Operation:
-    """x: (n,), in the end the root's."""
+def broadcast(members: Members, outs: Flats, _: Flats, root: int) -> Operation:
+    """The out, (n,), becomes the root's."""
+    (x,) = outs
 
     def stage(cut: slice, rooms: Rooms) -> None:
         if members.rank == root:
@@ -210,11 +184,20 @@ def broadcast(members: Members, x: torch.Tensor, root: int) -> Operation:
     yield from exchange(members, [root], x, x, stage, take)
 
 
-def all_gather(
-    members: Members, outs: Sequence[Sequence[torch.Tensor]], x: torch.Tensor
-) -> Operation:
-    """outs: for each rank's x (n,) the parts into which it goes, one behind another; none on a rank
-    that does not want them."""
+def all_gather(members: Members, outs: Flats, ins: Flats) -> Operation:
+    """outs: room for each rank's in, (n,); none on a rank that does not want them."""
+    yield from _gather(members, [[out] for out in outs], ins[0])
+
+
+def all_gather_single(members: Members, outs: Flats, ins: Flats) -> Operation:
+    """outs: for each in, (n,), room for those of all ranks, (ranks * n,). Of one dtype."""
+    by_rank = zip(*[out.view(members.size, -1) for out in outs], strict=True)
+    whole = joined(ins)
+    yield from _gather(members, list(by_rank), torch.cat(list(ins)) if whole is None else whole)
+
+
+def _gather(members: Members, outs: Sequence[Flats], x: torch.Tensor) -> Operation:
+    """outs: for each rank's x, (n,), the parts into which it goes, one behind another."""
 
     def stage(cut: slice, rooms: Rooms) -> None:
         rooms[members.rank].copy_(x[cut])
@@ -226,7 +209,7 @@ def all_gather(
     yield from exchange(members, range(members.size), x, x, stage, take)
 
 
-def _into(parts: Sequence[torch.Tensor], begin: int, source: torch.Tensor) -> None:
+def _into(parts: Flats, begin: int, source: torch.Tensor) -> None:
     """Copy the source to `begin` and behind, as if the parts were one tensor."""
     for part in parts:
         low, high = max(begin, 0), min(begin + len(source), len(part))
@@ -237,13 +220,12 @@ def _into(parts: Sequence[torch.Tensor], begin: int, source: torch.Tensor) -> No
         begin -= len(part)
 
 
-def scatter(
-    members: Members, x: torch.Tensor, parts: Sequence[torch.Tensor], root: int
-) -> Operation:
-    """x: (n,), in the end the root's part for this rank. parts: (n,) for each, on the root only."""
+def scatter(members: Members, outs: Flats, ins: Flats, root: int) -> Operation:
+    """The out, (n,), becomes the root's part for this rank. ins: one for each, on the root only."""
+    (x,) = outs
 
     def stage(cut: slice, rooms: Rooms) -> None:
-        for room, part in zip(rooms[root], parts, strict=False):
+        for room, part in zip(rooms[root], ins, strict=False):
             room.copy_(part[cut])
 
     def take(cut: slice, rooms: Rooms) -> None:
@@ -252,14 +234,12 @@ def scatter(
     yield from exchange(members, [root], None, x, stage, take, members.size)
 
 
-def reduce_scatter(
-    members: Members, x: torch.Tensor, parts: Sequence[torch.Tensor], reduction: Reduction
-) -> Operation:
-    """x: (n,), in the end the sum of all ranks' parts for this one. parts: (n,) for each rank."""
-    rank, size = members.rank, members.size
+def reduce_scatter(members: Members, outs: Flats, ins: Flats, reduction: Reduction) -> Operation:
+    """The out, (n,), becomes the sum of all ranks' parts for this one. ins: one for each rank."""
+    (x,), rank, size = outs, members.rank, members.size
 
     def stage(cut: slice, rooms: Rooms) -> None:
-        for room, part in zip(rooms[rank], parts, strict=True):
+        for room, part in zip(rooms[rank], ins, strict=True):
             room.copy_(part[cut])
 
     def take(cut: slice, rooms: Rooms) -> None:
@@ -267,31 +247,29 @@ def reduce_scatter(
         # Our own first: in the arena, total may be that very memory.
         order = [rank, *(r for r in range(size) if r != rank)]
         first, *others = [rooms[r].view(size, len(total))[rank] for r in order]
-        for piece in cached(total, slice(0, len(total))):
+        for piece in cached(slice(0, len(total)), total.itemsize):
             reduction.into(total[piece], first[piece], [other[piece] for other in others])
 
-    yield from exchange(members, range(size), joined(parts), x, stage, take, size)
+    yield from exchange(members, range(size), joined(ins), x, stage, take, size)
 
 
-def all_to_all(
-    members: Members, outs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]
-) -> Generator[Wait, None, list[list[int]]]:
-    """outs: what each rank has for this one. parts: what this one has for each. Of any lengths.
+def all_to_all(members: Members, outs: Flats, ins: Flats) -> Generator[Wait, None, list[list[int]]]:
+    """outs: what each rank has for this one. ins: what this one has for each. Of any lengths.
     Returns how many bytes each rank has for each."""
     rank, size = members.rank, members.size
     sizes = torch.empty(size, 2, size, dtype=torch.int64)  # of each rank: given, expected
-    mine = torch.tensor([list(map(len, parts)), list(map(len, outs))])
-    yield from all_gather(members, [[each] for each in sizes.view(size, -1)], mine.view(-1))
+    mine = torch.tensor([list(map(len, ins)), list(map(len, outs))])
+    yield from all_gather(members, list(sizes.view(size, -1)), [mine.view(-1)])
     for sender, receiver in (sizes[:, 0] != sizes[:, 1].T).nonzero().tolist():
         raise RuntimeError(
             f"all_to_all: rank {sender} gives {sizes[sender, 0, receiver]} elements to rank "
             f"{receiver}, which expects {sizes[receiver, 1, sender]}"
         )
-    for piece, rooms in pieces_of(members, int(sizes.max()), parts[0].dtype, size):
-        for room, part in zip(rooms[rank], parts, strict=True):
+    for piece, rooms in pieces_of(members, int(sizes.max()), ins[0].dtype, size):
+        for room, part in zip(rooms[rank], ins, strict=True):
             room[: len(part[piece])].copy_(part[piece])
         yield from members.agree()
         for room, out in zip(rooms, outs, strict=True):
             out[piece].copy_(room[rank][: len(out[piece])])
-    given: list[list[int]] = (sizes[:, 0] * parts[0].itemsize).tolist()
+    given: list[list[int]] = (sizes[:, 0] * ins[0].itemsize).tolist()
     return given

@@ -12,8 +12,7 @@ A task, which is an operation that has been called, goes through these states:
     ready      the first in its queue               whoever takes its first step
     waiting    the first; it has yielded a `Wait`   whoever takes a step once that is over
     ended      in no queue                          whoever took its last step, in `_complete`
-    settled    its callbacks run                    the same, in `Task.complete`
-    complete   its handle has it, for the error     nobody
+    complete   its caller has it                    nobody
 
 Steps are taken by the driver, or else by our own thread (both by `Queues.round`); the first steps
 of a short task by the call itself (`Queues.begin`). The first task that fails ends the others:
@@ -53,24 +52,18 @@ class Engine:
 
     def __init__(self, bell: Bell, explain: Explain, on_close: Callable[[], None]) -> None:
         self._bell, self._explain, self._on_close = bell, explain, on_close
-        self._queues = Queues()
-        # The lock guards who drives. Taken as it is, and not by the condition, an
-        # interrupt cannot come between its release and the end of the block.
-        self._lock = threading.Lock()
+        self._queues, self._here = Queues(), Here()
+        self._lock = threading.Lock()  # for who drives
         self._changed = threading.Condition(self._lock)
         self._driver: int | None = None  # a thread
-        self._here = Here()
         self._followers = 0
         self._failure: BaseException | None = None
-        self._closing = self._closed = False
+        self._closing = False
         self._looked = time.monotonic()
-        self._start()
-        atexit.register(self.close, RuntimeError("the program has ended"))
-
-    def _start(self) -> None:
         # A daemon, for Python waits at its exit for all other threads before it calls atexit.
         self._thread = threading.Thread(target=self._run, name="minidist shm", daemon=True)
         self._thread.start()
+        atexit.register(self.close, RuntimeError("the program has ended"))
 
     # ---- a call ----------------------------------------------------------------------------
 
@@ -78,29 +71,19 @@ class Engine:
         self, queue: Hashable, task: Task, short: bool = False, awaited: bool = False
     ) -> None:
         """Begin a task as soon as those before it in its queue have ended. `short`: take its first
-        steps here, if possible. `awaited`: the caller waits at once, and will do the work."""
-        if not self.append(queue, task):
-            return
-        may_step = plain()
-        if awaited and may_step:
-            return
-        begun = short and may_step and self._begin(queue, task)
-        # Our own thread runs a callback, which may wait for the task: a new thread takes over.
-        # Even if a driver has taken its last step: the driver calls back now, and may wait there.
-        if not task.is_complete and threading.current_thread() is self._thread:
-            self._start()
-        if not begun:
-            self.wake()
-
-    def append(self, queue: Hashable, task: Task) -> bool:
-        """Put a task into its queue, and wake nobody. False if the group has failed or closed: then
-        the task is complete, with that error, and its callbacks have run here."""
+        steps here, if possible. `awaited`: the caller waits at once, and will do the work. What a
+        callback calls is done here and now: its thread may be the only one that works."""
         with self._lock:
             if going := self._failure is None and not self._closing:
                 self._queues.add(queue, task)
         if not going:
             task.complete(self._failure or RuntimeError("the process group has been closed"))
-        return going
+        elif self._here.calls_back:
+            self.wait(task)
+        elif plain() and (awaited or (short and self._begin(queue, task))):
+            return
+        else:
+            self._wake()
 
     def _begin(self, queue: Hashable, task: Task) -> bool:
         """Run a task's first steps in the caller. True if it has ended, or waits for a rank that
@@ -110,7 +93,7 @@ class Engine:
             if ended:
                 self._complete(ended)
                 return True
-            if not begun or task.wait is None or task.wait.due():
+            if not begun or task.awaits is None or task.awaits.due():
                 break
             self._listen()
         else:
@@ -124,7 +107,7 @@ class Engine:
             if self._driver is None:
                 self._bell.expect(THREAD if self._queues else 0)
 
-    def wake(self) -> None:
+    def _wake(self) -> None:
         """Wake the thread that takes steps: there may be something new."""
         self._bell.ring() if self._driver is not None else self._bell.wake()
 
@@ -137,8 +120,6 @@ class Engine:
         try:
             if task.error is not None:
                 self._fail(task.error)
-            if task.promise is not None and self._queues:
-                self.wake()  # a callback may wait in C++, where it does no work
             task.complete()
         finally:
             self._here.calls_back = outer
@@ -155,42 +136,39 @@ class Engine:
 
     # ---- a thread that waits ---------------------------------------------------------------
 
-    def wait(self, task: Task, seconds: float) -> None:
+    def wait(self, task: Task, seconds: float = 0) -> None:
         """Go on with all tasks until this one is complete, or for so many seconds (0: without
         limit)."""
-        end, me = time.monotonic() + seconds if seconds else math.inf, threading.get_ident()
-        # Of two callbacks the second must not run within the first, which it may have to wait for.
-        may_drive = plain() and not self._here.calls_back
-        if not may_drive and threading.current_thread() is self._thread:
-            self._start()
+        end, may_drive = time.monotonic() + seconds if seconds else math.inf, plain()
         try:
             while not task.is_complete and time.monotonic() < end:
-                self._complete(self._drive_or_follow(task, end, may_drive, me))
+                if self._failure is not None and threading.current_thread() is self._thread:
+                    task.complete(self._failure)  # in a callback: nobody else would
+                else:
+                    self._complete(self._drive_or_follow(task, end, may_drive))
             if self._queues and self._failure is None:
                 self._leave_rest()
         except BaseException as error:  # an interrupt: an operation may be half done
             self._fail(error)
             raise
 
-    def _drive_or_follow(self, task: Task, end: float, may_drive: bool, me: int) -> Task | None:
+    def _drive_or_follow(self, task: Task, end: float, may_drive: bool) -> Task | None:
         """Drive, or follow who does. Returns the task that our steps have ended, if any."""
-        lost = False
-        try:
-            with self._lock:
-                if self._closed and not task.settled:
-                    lost = True  # an interrupt came between its last step and `_complete`
-                elif self._driver is None and may_drive and self._failure is None:
-                    self._bell.expect(0)
-                    self._driver = me
-                elif not task.is_complete:
+        with self._lock:
+            if not may_drive or self._driver is not None or self._failure is not None:
+                if not task.is_complete:
                     self._follow(min(end - time.monotonic(), WATCH))
-            if lost:  # its callbacks may call us: nobody holds the lock
-                task.complete(self._failure)
-            return self._drive(task, end) if self._driver == me else None
+                return None
+            self._bell.expect(0)
+            self._driver = threading.get_ident()
+        try:
+            return self._drive(task, end)
         finally:
-            if self._driver == me:
-                self._driver = None  # at once: an interrupt may come when a function begins
-                self._after_driving()
+            self._driver = None
+            self._listen()  # our own thread may work now, or a follower may drive
+            if self._followers:
+                with self._lock:
+                    self._changed.notify_all()
 
     def _follow(self, seconds: float) -> None:
         """Wait until something has ended, or nobody drives any more. Called with the lock."""
@@ -201,19 +179,11 @@ class Engine:
         finally:
             self._followers -= 1
 
-    def _after_driving(self) -> None:
-        """Nobody drives now: our own thread may work, or a follower may drive."""
-        self._listen()
-        if self._followers:
-            with self._lock:
-                self._changed.notify_all()
-
     def _leave_rest(self) -> None:
         """Wake our own thread if something arrived while nobody listened, or if a task waits for a
         time: no other rank rings for that."""
-        # A callback does no work: another callback could run within it.
-        if self._here.calls_back or self._work() or any(w.due() for w in self._queues.waits()):
-            self.wake()
+        if self._work() or any(self._queues.dues()):
+            self._wake()
 
     def _drive(self, task: Task, end: float) -> Task | None:
         """Go on with all tasks until one has ended. Returns it, or None if the time is up."""
@@ -245,15 +215,13 @@ class Engine:
     # ---- our own thread --------------------------------------------------------------------
 
     def _run(self) -> None:
-        me = threading.current_thread()
         try:
-            while self._thread is me and not self._finished():
+            while not self._finished():
                 if self._driver is not None or not self._work():
                     self._sleep()
         except BaseException as error:  # a mistake of ours: nobody may wait for ever
             self._failure = self._failure or error
-        if self._thread is me:
-            self._close()
+        self._close()
 
     def _finished(self) -> bool:
         return self._failure is not None or (self._closing and not self._queues)
@@ -283,7 +251,6 @@ class Engine:
             self._failure = self._failure or RuntimeError("the process group has been closed")
             while self._driver is not None:
                 self._follow(NAP)
-            self._closed = True
             self._on_close()
         for task in self._queues.clear():
             task.complete(self._failure)

@@ -16,7 +16,7 @@ from collections.abc import Generator, Sequence
 
 import torch
 
-from minidist.machine.backend.members import HEADERS, POSTED, SLOT, TAKEN, Members, Reached
+from minidist.machine.backend.group import HEADERS, POSTED, SLOT, TAKEN, Members, Reached
 from minidist.machine.backend.queues import Operation, Until, Wait
 from minidist.machine.backend.words import publish, reached
 

@@ -7,19 +7,19 @@ another. Those of one queue go one after the other; those of other queues go on 
 A task is an operation that has been called, and how the call ends.
 """
 
-import contextlib
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Hashable
+from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from minidist.machine.backend.handle import Reservation
+from minidist.common.uncompiled import uncompiled
 
 
 class Wait:
@@ -66,70 +66,115 @@ NAP = 0.01  # seconds, the longest sleep of a driver: bounds the delay if a ring
 WAKE = 1e-4  # seconds that a sleep may last longer than it was asked to
 AT_ONCE = 4  # steps of a short operation that the call itself takes
 
+_settling = threading.Lock()  # guards how a task ends, and its future, made on first request
 
-SETTLING = threading.Lock()  # guards how a task ends, and its future, made on first request
+
+class Driver(Protocol):
+    """Who goes on with tasks: the engine."""
+
+    def wait(self, task: "Task", seconds: float) -> None: ...
 
 
-class Task:
+@uncompiled
+class Task(dist.Work):
     """An operation that has been called, with `timeout` seconds for each of its waits; and how that
-    ends. Threads that work hold this, and not the handle: once it has ended well it holds no
-    tensor.
+    ends. It is what a call gives back: `wait` for its end, or take its future.
 
     `what()` describes the call. Neither that text nor a future is made before somebody asks.
     """
 
     def __init__(
-        self, operation: Operation, timeout: float, what: Callable[[], str], result: list[Any]
+        self,
+        operation: Operation,
+        timeout: float,
+        what: Callable[[], str],
+        result: list[Any],
+        driver: Driver,
     ) -> None:
+        super().__init__()
         self.operation, self.timeout, self.what = operation, timeout, what
-        self.wait: Wait | None = None
+        self.awaits: Wait | None = None
         self.since = 0.0  # when this wait began; time in the queue does not count
-        self.result: list[Any] | None = result
         self.error: BaseException | None = None
+        self.source = -1  # of a message
         self.ended = False  # no step is left
-        self.settled = False  # the result, or the error, is known
         self.is_complete = False  # and its callbacks have run
-        self.promise: torch.futures.Future[Any] | None = None  # its value may be an error
-        self.reservation: Reservation | None = None  # for what its callbacks call
+        self._result, self._driver = result, driver
+        self._settled = False  # the result, or the error, is known
+        self._promise: torch.futures.Future[Any] | None = None  # its value may be an error
+        self._future: torch.futures.Future[Any] | None = None
 
     def step(self) -> bool:
         """Go on with the operation. False if it has to wait."""
         try:
-            if self.wait is not None and not self.wait.over():
+            if self.awaits is not None and not self.awaits.over():
                 return False
-            wait = next(self.operation)
+            awaits = next(self.operation)
             self.since = time.monotonic()
-            self.wait = wait  # last: another thread may ask how long it has lasted
+            self.awaits = awaits  # last: another thread may ask how long it has lasted
         except StopIteration:
             self.ended = True
         except BaseException as error:
-            self.error, self.ended = self.error or error, True  # the group may have failed
+            self.error, self.ended = error, True
         return True
 
     def complete(self, error: BaseException | None = None) -> None:
         """Make it complete, with this error if any. A second call changes nothing: where a group
         fails, several threads may finish what is under way."""
-        mine = False
+        with _settling:
+            if self._settled:
+                return
+            self.error, self._settled = error or self.error, True
         try:
-            with SETTLING:
-                if self.settled:
-                    return
-                self.error, self.settled = error or self.error, True
-                mine = True  # whatever interrupts us from here on, it becomes complete
-            if self.promise is not None:
-                with self.reservation or contextlib.nullcontext():
-                    self.promise.set_result(self.result if self.error is None else self.error)
+            if self._promise is not None:
+                self._promise.set_result(self.error or self._result)
         finally:
-            if mine:
-                try:
-                    if self.promise is not None and not self.promise.done():  # we were interrupted
-                        self.promise.set_result(self.result if self.error is None else self.error)
-                    if self.reservation is not None:
-                        self.reservation.release()
-                finally:
-                    self.result = self.promise = None
-                    del self.operation
-                    self.is_complete = True  # after the future: who has waited may take its value
+            self._promise = None
+            del self.operation  # which holds the tensors
+            self.is_complete = True  # after the future: who has waited may take its value
+
+    # What torch asks.
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the end. Raises what went wrong."""
+        if not self.is_complete:
+            self._driver.wait(self, timeout.total_seconds())
+            if not self.is_complete:
+                raise RuntimeError(f"Timed out waiting {timeout.total_seconds():g} s")
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def is_completed(self) -> bool:
+        return self.is_complete
+
+    def is_success(self) -> bool:
+        return self.is_complete and self.error is None
+
+    def result(self) -> list[Any]:
+        return self._result
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Its value is the result. It raises the error. In a callback, wait for no other future."""
+        if self._future is None:
+            promise: torch.futures.Future[Any] = torch.futures.Future()
+            self._future = promise.then(_raise)  # set_exception from Python would end the process
+            with _settling:
+                settled = self._settled
+                self._promise = None if settled else promise
+            if settled:
+                promise.set_result(self.error or self._result)
+        return self._future
+
+    def _source_rank(self) -> int:
+        return self.source
+
+
+def _raise(future: torch.futures.Future[Any]) -> Any:
+    value = future.value()
+    if isinstance(value, BaseException):
+        raise value
+    return value
 
 
 class Queues:
@@ -157,21 +202,20 @@ class Queues:
         with self._lock:
             return [tasks[0] for tasks in self._queues.values()]
 
-    def waits(self) -> list[Wait]:
-        """What the first tasks wait for, of those that have begun."""
-        return [task.wait for task in self.firsts() if task.wait is not None]
+    def dues(self) -> list[float]:
+        """The times that the tasks under way wait for, each 0 if unknown."""
+        return [task.awaits.due() for task in self.firsts() if task.awaits is not None]
 
     def rest(self, now: float) -> tuple[float, bool]:
         """The seconds until the first of them may go on, NAP if none waits for a known time; and
         whether all of them wait for known times."""
-        dues = [wait.due() for wait in self.waits()]
+        dues = self.dues()
         seconds = min([due - now - WAKE for due in dues if due > now], default=NAP)
         return seconds, bool(dues) and all(due > now for due in dues)
 
     def round(self) -> tuple[bool, Task | None]:
         """Take a step of each queue, until a task has ended. Returns whether any step could be
-        taken, and that task, if any. Only one: its callbacks may wait for a second one, which
-        nobody else would end."""
+        taken, and that task, if any."""
         moved = False
         for name in list(self._queues):
             with self._stepping:
@@ -190,10 +234,10 @@ class Queues:
         first that begins gets the first message."""
         if self._stepping.locked():
             return False, None
-        with self._stepping:  # not `acquire`: an interrupt after it would leave it locked
+        with self._stepping:
             if task.ended or (
                 len(self._queues) > 1
-                and any([each.wait is None for each in self.firsts() if each is not task])
+                and any([each.awaits is None for each in self.firsts() if each is not task])
             ):
                 return False, None
             for _ in range(AT_ONCE):
@@ -208,7 +252,7 @@ class Queues:
     def hopeless(self, now: float, explain: Explain) -> BaseException | None:
         """The error if one of them waits in vain, else None."""
         for task in self.firsts():
-            if (wait := task.wait) is None:
+            if (wait := task.awaits) is None:
                 continue
             overdue = task.timeout if now > task.since + task.timeout else 0.0
             error = explain(wait, task.what(), overdue)

@@ -1,19 +1,16 @@
 """Words of shared memory: how a rank sees what another one has done, and is woken for it.
 
 A rank writes data, and then a word that announces it. Another rank reads the word, and then the
-data. Nobody may see the word before the data.
-
-x86 ensures that by itself: stores become visible in the order of the program, and loads are done in
-that order (Intel's manual, volume 3, "Memory Ordering"; only a load may overtake an earlier store).
-ARM, POWER and RISC-V do not. There `publish` puts a fence between the data and the word, and
-`reached` puts one between the word and the data.
+data. Nobody may see the word before the data. x86 ensures that by itself: its stores become visible
+in the order of the program, and its loads are done in that order. ARM, POWER and RISC-V do not.
+There `publish` puts a fence between the data and the word, and `reached` one between the word and
+the data.
 
 The fence is a lock that is taken and given back twice. Giving it back is a release: what comes
 before it in the program is visible before it. Taking it is an acquire: what comes after it in the
-program happens after it. And an acquire never overtakes an earlier release (ARM's manual DDI 0487,
-"Barrier-ordered-before"; RISC-V's RVWMO, rule 7; POWER's release is a full lwsync). So what comes
-before the first release stays before the second acquire, and so before what comes after the fence.
-One pair would not do: what comes before and what comes after may both move into it, and meet there.
+program happens after it. An acquire never overtakes an earlier release, so the first release and
+the second acquire keep apart what comes before and after the fence. One pair would not do: both
+sides may move into it, and meet there.
 
 A word has 8 bytes, is aligned, and Python moves it at once, so nobody sees half of it.
 

@@ -68,13 +68,15 @@ def _go_on(*_: Any, **__: Any) -> None:
 
 
 def _ask(prompt: object = "") -> str:
-    """A line from the reader. It comes by a named pipe, which the notebook removes."""
+    """A line from the reader. It comes by a named pipe."""
     path = os.path.join(get_temp_dir(), f"answer-{uuid.uuid4().hex}")  # goes with the pool's folder
     os.mkfifo(path)
     # For writing too: so it is opened at once, before the notebook has opened its end.
     with open(os.open(path, os.O_RDWR), encoding="utf-8") as answer:
         tell(QUESTION, json.dumps([path, str(prompt)]))
-        return answer.readline().rstrip("\n")
+        said = answer.readline().rstrip("\n")
+    os.unlink(path)
+    return said
 
 
 @contextmanager

@@ -15,14 +15,14 @@ def table(own: Pool | None) -> str:
 
 def _lines(pool: Pool, own: bool) -> str:
     name = "%%ranks" if own else "Another pool"
-    states = pool.now()
-    if not states:
+    if not pool.pids:
         return f"{name}: its {pool.world_size} ranks have ended, and the next call starts new ones."
     lines = [f"{name}: {pool.world_size} ranks", "rank      pid  resident  now"]
-    for rank, (pid, now) in enumerate(zip(pool.pids, states, strict=True)):
+    for rank, pid in enumerate(pool.pids):
+        memory, now = "", "in a call" if pool.is_called else "idle"
         try:
             memory = f"{psutil.Process(pid).memory_info().rss / 1e6:,.0f} MB"
         except psutil.Error:
-            memory, now = "", "has ended"
-        lines.append(f"{rank:4} {pid:8} {memory:>9}  {': '.join(map(str.strip, now.splitlines()))}")
+            now = "has ended"
+        lines.append(f"{rank:4} {pid:8} {memory:>9}  {now}")
     return "\n".join(lines)

@@ -26,10 +26,6 @@ _LINE_START = re.compile(r"(?<=[\r\n])(?=[^\r\n])")
 START, PICTURE, QUESTION = "\ufdd0", "\ufdd1", "\ufdd2"
 _MESSAGE = re.compile(f"{START}([^{START}\n]*)([{PICTURE}{QUESTION}])\n")
 
-# How many characters of a stream are held back at most: a rank that prints without end, while
-# another one is live, must not fill the memory.
-LIMIT = 1 << 23
-
 
 def tell(kind: str, content: str) -> None:
     """In a rank: send a PICTURE (a PNG in base64) or a QUESTION (JSON of where the answer goes, and
@@ -52,49 +48,37 @@ class Stream:
 
     def __init__(self, pipe: Connection, name: str, prefix: str) -> None:
         self.pipe, self.name, self.prefix = pipe, name, prefix
-        self.held: list[str] = []
-        self.asks = False  # whether there is a question in it
-        self._size = 0  # characters in it
-        self._dropped = 0  # and what came when it was full
+        self.held = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._last = "\n"  # the last character shown
         os.set_blocking(pipe.fileno(), False)
 
+    @property
+    def asks(self) -> bool:
+        """Whether there is a question in what is held."""
+        return QUESTION in self.held
+
     def drain(self) -> bool:
         """Take what lies in the pipe; False once its writer is gone."""
-        for _ in range(16):  # 1 MB, more than a pipe holds; a writer without end must not keep us
-            try:
-                data = os.read(self.pipe.fileno(), 1 << 16)
-            except BlockingIOError:
-                return True
-            if not data:
-                return False
-            text = self._decoder.decode(data)
-            self.asks |= QUESTION in text
-            full = self._dropped or self._size + len(text) > LIMIT
-            if full and QUESTION not in text:
-                self._dropped += len(text)
-            else:
-                self.held.append(text)
-                self._size += len(text)
-        return True
+        try:
+            data = os.read(self.pipe.fileno(), 1 << 20)  # more than a pipe holds
+        except BlockingIOError:
+            return True
+        self.held += self._decoder.decode(data)
+        return bool(data)
 
     def show(self, *, every: bool, ended: bool) -> None:
         """Write what was held: `every` character, or lines once they are whole. At the end of a
         call, end the last line too."""
+        text = self.held
         if ended:
-            self.held.append(self._decoder.decode(b"", final=True))
-        if self._dropped:
-            self.held.append(f"\n... {self._dropped} more characters, too many to hold back ...\n")
-        text = "".join(self.held)
+            text += self._decoder.decode(b"", final=True)
         if not every and "\r" in text:
             text = "\n".join(map(_last_state, text.split("\n")))
         whole = text.rfind("\n") + 1
         if ended or (every and START not in text[whole:]):
             whole = len(text)
-        self.held = [text[whole:]]
-        self.asks = QUESTION in text[whole:]
-        self._size, self._dropped = len(text) - whole, 0
+        self.held = text[whole:]
         pieces = iter(_MESSAGE.split(text[:whole]))
         self._write(next(pieces))
         for content, kind, more in zip(pieces, pieces, pieces, strict=True):
@@ -106,17 +90,11 @@ class Stream:
 
     def _write(self, text: str) -> None:
         text = re.sub(f"{START}.*", "", text)  # what is left of a message
-        stream = getattr(sys, self.name)
-        if not text or stream is None:  # the program was started without one
-            return
-        shown = _LINE_START.sub(self.prefix, self._last + text)[1:]
-        self._last = text[-1]
-        try:
-            stream.write(shown)
-        except UnicodeEncodeError:  # as Python does on stderr
-            code = stream.encoding
-            stream.write(shown.encode(code, "backslashreplace").decode(code))
-        stream.flush()
+        if text:
+            stream = getattr(sys, self.name)
+            stream.write(_LINE_START.sub(self.prefix, self._last + text)[1:])
+            stream.flush()
+            self._last = text[-1]
 
     def _end_line(self) -> None:
         if self._last != "\n":
@@ -135,18 +113,11 @@ class Stream:
 
     def _ask(self, content: str) -> None:
         path, prompt = json.loads(content)
-        try:
-            answer = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-        except OSError:
-            return  # the rank has ended since
-        try:
-            os.unlink(path)
-            said = input(self.prefix + prompt) + "\n"
-            os.set_blocking(answer, True)  # or a long one would be cut off
-            with suppress(BrokenPipeError), open(answer, "wb", closefd=False) as whole:
-                whole.write(said.encode())  # unless the rank has ended meanwhile
-        finally:
-            os.close(answer)
+        with suppress(OSError):  # the rank may have ended, or end meanwhile
+            pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+            os.set_blocking(pipe, True)  # or a long answer would be cut off
+            with open(pipe, "w", encoding="utf-8") as answer:
+                answer.write(input(self.prefix + prompt) + "\n")
 
 
 class OrderedOutput:

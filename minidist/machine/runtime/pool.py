@@ -1,16 +1,13 @@
 """The notebook's side of the ranks: call them, and say what went wrong."""
 
-import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, ClassVar
 
 from minidist.machine.runtime import pickling
 from minidist.machine.runtime.processes import Processes
-from minidist.machine.runtime.report import Outcome, edits, interruption, rank_error
+from minidist.machine.runtime.report import Outcome, interruption, rank_error
 
 
 class Pool:
@@ -23,6 +20,11 @@ class Pool:
     rank's life; it yields a function that counts the rank's operations so far, and finds in
     `folder` the files that ranks share. timeout: the seconds after which whatever a rank waits for
     raises an error by itself. imports: modules that the stage needs, imported once for all ranks.
+
+    Limits: a module that is edited after ranks have imported it runs as it was, until there are
+    new ranks. A rank that is stopped and does not read its call holds the caller, until that is
+    interrupted. A process that the program forks does not call its ranks: there the pool starts
+    others.
     """
 
     opened: "ClassVar[weakref.WeakSet[Pool]]" = weakref.WeakSet()  # all that are not closed
@@ -37,14 +39,9 @@ class Pool:
         self.world_size = len(environs)
         self._environs, self._timeout, self._imports = list(environs), timeout, list(imports)
         self._stage = pickling.dumps(stage)
-        self._lock = threading.RLock()  # a signal handler may call or close us amid a call
-        self._owner = os.getpid()
+        self._calling = threading.Lock()
         self._closed = False
-        self._processes: Processes | None = None
-        self.era = object()  # another one whenever new processes are started
-        # Those that were started last. They end when nobody refers to them any more.
-        self._latest: Callable[[], Processes | None] = lambda: None
-        self._started()
+        self._start()
         Pool.opened.add(self)
 
     def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
@@ -62,21 +59,15 @@ class Pool:
         for rank in ranks:
             if rank not in range(self.world_size):
                 raise ValueError(f"there is no rank {rank} among {self.world_size} ranks")
-        if os.getpid() != self._owner:
-            raise RuntimeError(
-                "these ranks belong to the process that this one was forked from. "
-                "Start ranks of its own here: md.ranks"
-            )
-        call, nested = _pickle(function, args, kwargs), self._is_calling()
-        with self._lock:
-            if self._closed or (self._processes is not None and self._processes.ended):
+        call = _pickle(function, args, kwargs)
+        if self.is_called:
+            raise RuntimeError("these ranks are called already, and take one call at a time")
+        with self._calling:
+            if self._closed:
                 raise RuntimeError("these ranks were closed")
-            if nested:
-                raise RuntimeError("these ranks are called already, by this thread")
-            processes = self._started()
-            if self._closed:  # by a signal handler
-                raise RuntimeError("these ranks were closed")
-            outcomes = self._attempt(processes, lambda: processes.call(call, sorted(set(ranks))))
+            if self._processes.ended:
+                self._start()
+            outcomes = self._attempt(lambda: self._processes.call(call, sorted(set(ranks))))
         return [outcomes[rank].value for rank in ranks]
 
     def get(self, name: str, rank: int | None = None) -> Any:
@@ -89,40 +80,27 @@ class Pool:
         return self.on([rank], _read, name)[0]
 
     @property
+    def is_called(self) -> bool:
+        """Whether a call is in progress, in whatever thread."""
+        return self._calling.locked()
+
+    @property
     def pids(self) -> list[int]:
         """The ranks' processes. Empty if the ranks have ended, or have not entered their stage."""
-        latest = self._latest()
-        return [] if latest is None or latest.ended else latest.pids
-
-    def now(self) -> list[str]:
-        """What each rank does. Any thread may ask, also amid a call. Empty where `pids` is, and in
-        a forked process."""
-        latest = self._latest()
-        return latest.now() if latest and self.pids and os.getpid() == self._owner else []
+        return [] if self._processes.ended else self._processes.pids
 
     def close(self) -> None:
-        """End the ranks. Closing twice is no error, and a forked child's copy ends nothing."""
-        if os.getpid() != self._owner:
-            return
+        """End the ranks: at once, or when the call in progress is over. Closing twice is no error,
+        and a forked child's copy ends nothing."""
         Pool.opened.discard(self)
-        nested = self._is_calling()
-        with self._lock:
-            self._closed = True
-            processes, self._processes = self._processes, None  # first: if it is interrupted
-            if processes is not None and not processes.ended:
-                processes.close()
-            elif not nested:
-                self._end_lost()
+        self._closed = True
+        if not self.is_called and not self._processes.ended:
+            self._processes.close()
 
     def __enter__(self) -> "Pool":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __reduce__(self) -> Any:
@@ -131,35 +109,16 @@ class Pool:
     def __repr__(self) -> str:
         return f"<{self.world_size} ranks{', closed' if self._closed else ''}>"
 
-    def _started(self) -> Processes:
-        if self._processes is None:
-            self._end_lost()
-            self.era = object()
-            processes = Processes(self._environs, self._stage, self._imports, self._timeout)
-            self._latest = weakref.ref(processes)
-            self._attempt(processes, processes.first_outcomes, may_last=False)
-            return processes
-        return self._processes
-
-    def _is_calling(self) -> bool:
-        """Whether this thread calls or closes us already. No flag, which an interrupt could leave
-        as it is."""
-        return self._lock._is_owned()  # type: ignore[attr-defined]
-
-    def _end_lost(self) -> None:
-        """End those of which an interrupt has made us forget."""
-        lost = self._latest()
-        if lost is not None and not lost.ended:
-            lost.end()
+    def _start(self) -> None:
+        self.era = object()  # another one whenever new processes are started
+        self._processes = Processes(self._environs, self._stage, self._imports)
+        self._attempt(self._processes.first_outcomes, may_last=False)
 
     def _attempt(
-        self,
-        processes: Processes,
-        action: Callable[[], dict[int, Outcome]],
-        may_last: bool = True,
+        self, action: Callable[[], dict[int, Outcome]], may_last: bool = True
     ) -> dict[int, Outcome]:
         """Let the processes do something. If it fails, they end, unless none owes a message."""
-        self._processes = None  # until all is well: whatever happens, no call finds them half ended
+        processes = self._processes
         try:
             outcomes = action()
         except KeyboardInterrupt:
@@ -173,13 +132,8 @@ class Pool:
             raise
         returned = all(outcome.returned for outcome in outcomes.values())
         lasts = returned or (may_last and all(map(_owes_nothing, outcomes.values())))
-        lasts = lasts and not self._closed
-        if lasts:
-            self._processes = processes
-        else:
+        if self._closed or not lasts:
             processes.end()
-        if (said := edits(list(outcomes.values()))) and sys.stderr is not None:
-            sys.stderr.write(said)
         if returned:
             return outcomes
         error = rank_error(list(outcomes.values()), self._timeout, lasts)

@@ -3,23 +3,22 @@
 import os
 import selectors
 import shutil
+import signal
+import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, Pipe
-from multiprocessing.process import BaseProcess
-from multiprocessing.util import Finalize
 from typing import Any
 
 import cloudpickle
 
 from minidist.machine.runtime import forkserver, supervisor
 from minidist.machine.runtime.output import OrderedOutput
-from minidist.machine.runtime.report import UNKNOWN, Outcome
-from minidist.machine.runtime.stack import Stack
-from minidist.machine.runtime.system import enough_files, send_bytes, set_timeout, uninterrupted
+from minidist.machine.runtime.report import Outcome
 
 GRACE = 0.7  # seconds that ranks have, after the first failure, to end their call by themselves
 ANSWER = 1.0  # seconds for a rank to say where it is
@@ -28,66 +27,44 @@ KILLING = 5.0  # seconds for the supervisor to kill the ranks
 
 
 class Processes:
-    """One process a rank, and their supervisor, from start to end. Used by one thread at a time,
-    but for `now`, `pids` and `ended`.
+    """One process a rank, and their supervisor, from start to end. Used by one thread at a time.
 
-    A rank that reads none of its call for `timeout` seconds counts as failed. Raises OSError if the
-    system refuses a process or a pipe.
+    Raises OSError if the system refuses a process or a pipe.
     """
 
     def __init__(
-        self,
-        environs: Sequence[dict[str, str]],
-        stage: bytes,
-        imports: Sequence[str],
-        timeout: float,
+        self, environs: Sequence[dict[str, str]], stage: bytes, imports: Sequence[str]
     ) -> None:
-        self._size, self._timeout = len(environs), timeout
+        self._size = len(environs)
         self._calls: list[Connection] = []
         self._controls: list[Connection] = []
         self._output = OrderedOutput()
-        self._numbers = [0] * self._size  # of each rank's latest call; 0 enters the stage
         self._running: set[int] = set()
         self._outcomes: dict[int, Outcome] = {}
         self._exited: dict[int, int] = {}  # rank -> exit code
-        self.pids: list[int] = []  # once all have entered their stage
         self._silent: set[int] = set()  # ranks from which no more outcome can come
-        self._asking = threading.RLock()  # one thread at a time asks; its signal handlers too
+        self.pids: list[int] = []  # once all have entered their stage
         # Where events come from, and who handles them: no bound methods, with which a pool that
         # is forgotten would refer to itself, and stay.
-        with enough_files(self._size):
-            self._selector = selectors.DefaultSelector()
-        self._end_supervisor: Callable[[], None] = lambda: None
+        self._selector = selectors.DefaultSelector()
+        self._end_supervisor: Callable[[], Any] = lambda: None
         try:
             # An interrupt amid this could leave a process, or a pipe, that nobody knows of.
-            with enough_files(self._size), uninterrupted():
+            with uninterrupted():
                 self._start(environs, stage, imports)
         except BaseException:
             self.end()
             raise
 
     def _start(
-        self,
-        environs: Sequence[dict[str, str]],
-        stage: bytes,
-        imports: Sequence[str],
+        self, environs: Sequence[dict[str, str]], stage: bytes, imports: Sequence[str]
     ) -> None:
         """Start the supervisor, and let it start the ranks."""
-        self._line, theirs = Pipe()
-        try:
-            folder = os.path.join(forkserver.short_folder(), f"minidist-{uuid.uuid4().hex[:12]}")
-            plan = supervisor.Plan(environs, folder, stage, imports, os.getpid())
-            self._supervisor = forkserver.start(supervisor.main, theirs, plan)
-        except BaseException:
-            self._line.close()
-            raise
-        finally:
-            theirs.close()
-        # If nobody ends them: when this object goes, or the interpreter. multiprocessing's
-        # finalizers run before it waits for children that live on, weakref's perhaps after.
-        self._end_supervisor = Finalize(
-            self, _end, args=(self._supervisor, self._line, folder), exitpriority=0
-        )
+        folder = os.path.join(tempfile.gettempdir(), f"minidist-{uuid.uuid4().hex[:12]}")
+        plan = supervisor.Plan(environs, folder, stage, imports)
+        self._line = forkserver.start(supervisor.main, plan)
+        # If nobody ends them: when this object goes, or the interpreter.
+        self._end_supervisor = weakref.finalize(self, _end, self._line, folder)
         self._watch(self._line, Processes._note)
         for rank in range(self._size):
             pairs = Pipe(), Pipe(), Pipe(duplex=False), Pipe(duplex=False)
@@ -96,7 +73,6 @@ class Processes:
             self._controls.append(control)
             self._output.add(out, err)
             supervisor.request_rank(self._line, [theirs for _, theirs in pairs])
-            set_timeout(calls, self._timeout)
             self._watch(calls, Processes._receive, rank)
             self._watch(out, Processes._drain, out)
             self._watch(err, Processes._drain, err)
@@ -116,15 +92,8 @@ class Processes:
         """Send a pickled call to some ranks, and wait for how it ends on each."""
         self._begin(ranks)
         for rank in ranks:
-            self._numbers[rank] += 1
-        for rank in ranks:
-            try:
-                send_bytes(self._calls[rank], call, self._timeout)
-            except TimeoutError:  # it does not read
-                self._settle(Outcome(rank, stuck="take its call"))
-                break
-            except OSError:
-                pass  # it has died since the last call: the supervisor says so
+            with suppress(OSError):  # it has died since the last call: the supervisor says so
+                self._calls[rank].send_bytes(call)
         return self._collect()
 
     def whereabouts(self) -> list[Outcome]:
@@ -132,21 +101,22 @@ class Processes:
         for rank in sorted(self._running - self._silent):
             if self._calls[rank].poll():  # how it ended has been sent already
                 self._receive(rank)
-        for rank, stack in self._stacks().items():
+        running = sorted(self._running)
+        for rank in running:
+            with suppress(OSError):
+                self._controls[rank].send_bytes(b"where are you?")
+        deadline = time.monotonic() + ANSWER
+        for rank in running:
+            stack, control = None, self._controls[rank]
+            with suppress(EOFError, OSError):
+                if control.poll(max(0.0, deadline - time.monotonic())):
+                    stack = cloudpickle.loads(control.recv_bytes())
             self._outcomes[rank] = Outcome(rank, stack=stack)
         return [self._outcomes[rank] for rank in sorted(self._outcomes)]
 
-    def now(self) -> list[str]:
-        """What each rank does."""
-        stacks = self._stacks()
-        return [
-            Outcome(rank, stack=stacks[rank]).where if rank in stacks else "idle"
-            for rank in range(self._size)
-        ]
-
     @property
     def ended(self) -> bool:
-        """Whether the ranks were ended: at the interpreter's exit, if nobody else did."""
+        """Whether the ranks were ended; in a forked process they always were."""
         return self._line.closed
 
     def close(self) -> None:
@@ -154,7 +124,7 @@ class Processes:
         try:
             for calls in self._calls:
                 with suppress(OSError):
-                    send_bytes(calls, b"", CLOSING)
+                    calls.send_bytes(b"")
             deadline = time.monotonic() + CLOSING
             while len(self._exited) < self._size and (left := deadline - time.monotonic()) > 0:
                 self._handle_events(left)
@@ -163,15 +133,11 @@ class Processes:
 
     def end(self) -> None:
         """Kill every rank, and all that it started, now."""
-        # Not all of it is uninterrupted: who shows the output may keep us waiting.
-        try:
-            with uninterrupted():  # a Finalize that is interrupted is not called again
+        with uninterrupted():
+            try:
                 self._end_supervisor()
-            self._output.done(set())
-        finally:
-            # A Connection whose close was interrupted closes again later, when its file may be
-            # another's.
-            with uninterrupted(), self._asking:
+                self._output.done(set())
+            finally:
                 self._selector.close()
                 self._output.close()
                 for end in (*self._calls, *self._controls):
@@ -217,43 +183,31 @@ class Processes:
 
     def _receive(self, rank: int) -> None:
         """A rank sends how its call has ended."""
-        calls = self._calls[rank]
         try:
-            message = calls.recv_bytes()
-        except BaseException as error:  # what is left of a message cannot be read
-            self._selector.unregister(calls)
+            message = self._calls[rank].recv_bytes()
+        except (EOFError, OSError):  # it has ended, or does so now
+            self._selector.unregister(self._calls[rank])
             self._silent.add(rank)
-            if isinstance(error, BlockingIOError):  # the timeout is over
-                self._settle(Outcome(rank, stuck="send its whole result"))
-            elif not isinstance(error, EOFError | OSError):  # it has ended, or does so now
-                raise
             return
         try:
-            number, value, failure, progress, edited = cloudpickle.loads(message)
+            value, failure, progress = cloudpickle.loads(message)
         except Exception as error:
             raise TypeError(f"a result cannot be rebuilt here: {error}") from error
-        if number == self._numbers[rank] and rank in self._running:
-            when = failure.when if failure else time.monotonic()
-            outcome = Outcome(rank, failure is None, value, failure, when=when)
-            outcome.progress, outcome.edited = progress, edited
-            self._settle(outcome)
+        when = failure.when if failure else time.monotonic()
+        self._settle(Outcome(rank, failure is None, value, failure, when=when, progress=progress))
 
     def _note(self) -> None:
         """The supervisor says which rank has ended, or that none can be started."""
         try:
             note = self._line.recv()
-        except (EOFError, OSError):  # it has been killed, and the ranks with it
+        except (EOFError, OSError):
             self._selector.unregister(self._line)
-            self._supervisor.join(ANSWER)
-            if self._supervisor.exitcode == 1:  # by an exception
-                raise RuntimeError(
-                    "the ranks could not be started: why stands in the stderr of this program"
-                ) from None
-            self._exited = dict.fromkeys(range(self._size), UNKNOWN) | self._exited
-            return
+            raise RuntimeError(
+                "the process that supervises the ranks has ended. If by an error, it stands in the "
+                "stderr of this program"
+            ) from None
         if isinstance(note, Exception):
-            with enough_files(self._size):
-                raise note
+            raise note
         rank, exitcode = note
         self._exited[rank] = exitcode
 
@@ -261,34 +215,28 @@ class Processes:
         if not self._output.drain(pipe):
             self._selector.unregister(pipe)
 
-    def _stacks(self) -> dict[int, Stack | None]:
-        """Where each rank is that runs a call; None if it gives no answer."""
-        with self._asking:
-            running = sorted(self._running)
-            for rank in running:
-                with suppress(EOFError, OSError):
-                    while self._controls[rank].poll():  # an answer that came too late
-                        self._controls[rank].recv_bytes()
-                    send_bytes(self._controls[rank], b"where are you?", ANSWER)
-            deadline = time.monotonic() + ANSWER
-            return {rank: self._answer(rank, deadline) for rank in running}
 
-    def _answer(self, rank: int, deadline: float) -> Stack | None:
-        try:
-            if self._controls[rank].poll(max(0.0, deadline - time.monotonic())):
-                return cloudpickle.loads(self._controls[rank].recv_bytes())
-        except (EOFError, OSError):
-            pass
-        return None
-
-
-@uninterrupted()
-def _end(process: BaseProcess, line: Connection, folder: str) -> None:
+def _end(line: Connection, folder: str) -> None:
     """Let the supervisor kill what is left."""
-    supervisor.hang_up(line)
-    process.join(KILLING)
-    process.kill()  # if it is stopped; the system ends its ranks
-    process.join()
-    process.close()
-    line.close()
-    shutil.rmtree(folder, ignore_errors=True)  # which the supervisor does, unless it was killed
+    if not line.closed:  # as it is in a forked process
+        supervisor.hang_up(line, KILLING)
+        line.close()
+        shutil.rmtree(folder, ignore_errors=True)  # which the supervisor does, unless it was killed
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Put off a KeyboardInterrupt until the block is done."""
+    handler = signal.getsignal(signal.SIGINT)
+    # Only the main thread is interrupted; a handler in C, which is None here, raises nothing.
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    late: list[Any] = []
+    signal.signal(signal.SIGINT, lambda *signal_and_frame: late.append(signal_and_frame))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if late:
+            handler(*late[0])

@@ -8,13 +8,12 @@ the cause. Each rank's end of a call is an `Outcome`; `first_failure` picks the 
 import re
 import signal
 import traceback
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
 
-from minidist.machine.runtime.stack import Stack, label, relabel
+from minidist.machine.runtime.stack import Stack, relabel
 
 # What a rank's backend says when the fault is another rank's.
 _DISCONNECTED = re.compile(r"Connection (closed|reset)|Broken pipe|caused pair closure")
@@ -22,8 +21,6 @@ _COMMUNICATION = re.compile(
     rf"gloo|NCCL|Timed out waiting|must make the same call|{_DISCONNECTED.pattern}"
 )
 _TIMEOUT = re.compile(r"[Tt]imed ?out|[Tt]imeout")
-
-UNKNOWN = 256  # in place of an exit code: the supervisor, which would know it, was killed
 
 TOGETHER = 0.05  # seconds: within them, which rank was first is chance
 
@@ -84,9 +81,7 @@ class Outcome:
     exitcode: int | None = None  # its process ended
     when: float = 0.0  # time.monotonic()
     stack: Stack | None = None  # it was still running: here (None: no answer)
-    stuck: str = ""  # what it did not do in time
     progress: int = 0  # how often it communicated in this call
-    edited: Sequence[str] = ()  # files of modules that it has imported as they were before
 
     @property
     def exception(self) -> BaseException | None:
@@ -123,8 +118,6 @@ class Outcome:
 
 
 def _ending(exitcode: int) -> str:
-    if exitcode == UNKNOWN:
-        return "was ended, since the process that supervises the ranks was killed"
     if exitcode >= 0:
         return f"exited early, with code {exitcode}"
     names = {each.value: each.name for each in signal.Signals}  # not all of the real-time ones
@@ -196,16 +189,6 @@ def rank_error(outcomes: list[Outcome], timeout: float, lasts: bool) -> RankErro
     return RankError("\n\n".join(parts), first.rank, tracebacks)
 
 
-def edits(outcomes: list[Outcome]) -> str:
-    """What a reader should know who has edited a module that ranks have imported; or nothing."""
-    files = dict.fromkeys(label(file) for outcome in outcomes for file in outcome.edited)
-    return "".join(
-        f"{file} was edited after the ranks imported it: they run it as it was before. "
-        "New ranks run it as it is now (`%%ranks --fresh`, or another pool).\n"
-        for file in files
-    )
-
-
 def interruption(outcomes: list[Outcome]) -> str:
     """What a reader who interrupts a cell reads."""
     return "The ranks were ended. Where they were:\n" + _listed(outcomes)
@@ -226,8 +209,6 @@ def _blame(first: Outcome, others: list[Outcome], timeout: float) -> str:
         waited = [o.failure.stack.operation for o in others if o.failure]
         where = f"{first.where}." if first.returned else first.where
         where = f"was {where}" if where.startswith(("in ", "at ")) else where
-        if first.stuck:
-            return f"did not {first.stuck} within {timeout:g} s. It {where}"
         return f"did not join {waited[0] or 'the others'} within {timeout:g} s. It {where}"
     if first.failure.is_exit:
         code = f"sys.exit({first.failure.message})"
