@@ -28,7 +28,7 @@ from minidist.instruments.planner.model_states import (
     memory,
 )
 from minidist.instruments.planner.peak import layer_activations, peak
-from minidist.instruments.planner.planned_messages import Planned, messages, most_sent
+from minidist.instruments.planner.planned_messages import Planned, messages
 from minidist.instruments.planner.step_time import StepTime, mfu, step_time, traffic
 from minidist.instruments.planner.transformer import MODELS, Transformer
 from minidist.instruments.planner.zero_table import zero_table
@@ -53,7 +53,6 @@ __all__ = [
     "memory",
     "messages",
     "mfu",
-    "most_sent",
     "peak",
     "run_with_failures",
     "step_time",
