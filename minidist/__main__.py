@@ -12,7 +12,7 @@ from pathlib import Path
 
 from minidist.instruments import bench, doctor
 from minidist.instruments.compare import command as compare
-from minidist.instruments.planner import command as plan
+from minidist.instruments.planner import plan_command as plan
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ number's source. Models with experts are not laid out: of them the parameters ar
 
 To read: `model_states` (the formulas of ZeRO), `transformer` and `layout` (a model's shape, and how
 it is laid out), `peak` (what a step adds), `device` and `step_time` (how long it takes), `advice`
-(which layout to take), `page` and `command` (both in words), `zero_table` (the paper's table),
+(which layout to take), `page` and `plan_command` (both in words), `zero_table` (the paper's table),
 `planned_messages` (each message of a step), `failures` (how often to save).
 """
 
@@ -28,7 +28,7 @@ from minidist.instruments.planner.model_states import (
     memory,
 )
 from minidist.instruments.planner.peak import layer_activations, peak
-from minidist.instruments.planner.planned_messages import Planned, messages, most_sent
+from minidist.instruments.planner.planned_messages import Planned, messages
 from minidist.instruments.planner.step_time import StepTime, mfu, step_time, traffic
 from minidist.instruments.planner.transformer import MODELS, Transformer
 from minidist.instruments.planner.zero_table import zero_table
@@ -53,7 +53,6 @@ __all__ = [
     "memory",
     "messages",
     "mfu",
-    "most_sent",
     "peak",
     "run_with_failures",
     "step_time",

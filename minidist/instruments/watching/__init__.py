@@ -75,9 +75,8 @@ class Watch:
     examples: how many different examples an epoch has, for `end_of_epoch`, which then knows those
         of steps without a look, too.
 
-    Raises SilentError, on every rank, with what is wrong in one sentence each; ValueError and
-    TypeError for arguments that make no sense. Where it cannot look, it warns, and the training
-    goes on.
+    Raises SilentError, on every rank, with what is wrong in one sentence each. Where it cannot
+    look, it warns, and the training goes on.
 
     Limits: one optimizer has all parameters, and no layer is frozen for a while. Steps that it does
     not look at. What `bare` and `loss` share with the loop, such as labels that are shifted by one.
@@ -104,10 +103,6 @@ class Watch:
         sources: Sequence[int] | None = None,
         examples: int | None = None,
     ) -> None:
-        if every < 1 or (clip is not None and clip <= 0):
-            raise ValueError(f"every must be 1 or more, and clip more than 0: {every}, {clip}")
-        if isinstance(bare, nn.Module):
-            raise TypeError("bare must be a function that makes a model, not a model")
         self.model, self.bare, self.loss = model, bare, loss
         self.optimizer = getattr(optimizer, "optimizer", optimizer)  # of Accelerate's
         self.every, self.make_optimizer, self.clip = every, make_optimizer, clip
@@ -250,7 +245,7 @@ class Watch:
         ]
         options = {n: group["options"] for of in groups for group in of for n in group["names"]}
         held = [list(each.prints) for each in everyone]
-        problems = reference.gradients(after, options, held, wanted, tolerance[0])
+        problems = reference.gradients(after, options, held, wanted, tolerance)
         self.noise = reference.noise
         if problems:
             return problems
@@ -258,7 +253,7 @@ class Watch:
         for group, theirs in zip(optimizer.param_groups, groups[0], strict=False):
             scheduled = {"lr", "momentum", "betas"} & group.keys() & theirs["options"].keys()
             group.update({key: theirs["options"][key] for key in scheduled})
-        return reference.step(optimizer, after, tolerance[1])
+        return reference.step(optimizer, after, tolerance)
 
     def _optimizer(self, reference: Reference, groups: list[Any]) -> torch.optim.Optimizer:
         if self.make_optimizer is not None:
