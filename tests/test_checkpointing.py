@@ -212,14 +212,6 @@ def test_forward_runs_twice_and_without_gradients_once():
     assert not y.requires_grad
 
 
-def test_names_are_those_of_the_bare_module():
-    plain, wrapped = pair("nested")
-    whole = wrap(plain)
-    assert list(whole.state_dict()) == list(plain.state_dict())
-    wrap(layers()).load_state_dict(layers().state_dict())
-    assert whole.module is plain and list(wrapped.parameters())
-
-
 # ---- bytes ------------------------------------------------------------------------------------
 
 B, T, C = 4, 32, 32
@@ -326,23 +318,6 @@ def test_parity_of_replicas(pools, name):
         ranks=pools(2),
         steps=2,
     )
-
-
-def test_shards_and_checkpoints_each_save_their_own(pools):
-    """What is kept is that of checkpoints alone. Parameters travel and are there as without."""
-
-    def kept_sent_and_whole(around):
-        model, x = language_model(4, lambda part: part[0])
-        model = around(model)
-        with md.measure.TrafficCounter() as traffic, md.measure.MemoryTracker(model) as memory:
-            model(x).sum().backward()
-        return memory.after("forward")["activations"], traffic.calls, memory.peak_of["parameters"]
-
-    alone = measured(4, wrap)[0]
-    bare = pools(2)(kept_sent_and_whole, partial(units_of, md.zoo.Block))[0]
-    for name in ("checkpoints of units", "units of checkpoints"):
-        found = pools(2)(kept_sent_and_whole, STRATEGIES[f"fully sharded, {name}"])
-        assert found == [(alone, *bare[1:])] * 2 and alone < bare[0] / 3, name
 
 
 def test_states_of_sharded_checkpoints_are_those_of_the_bare_module(pools):

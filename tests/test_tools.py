@@ -11,8 +11,6 @@ import nbformat
 import needs
 import pytest
 
-from minidist.instruments.compare.build_locks import remove_stale
-
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "notebooks/scripts/build_deepspeed.py"
 (LESSON,) = ROOT.glob("notebooks/*_real_tools.ipynb")
@@ -119,6 +117,7 @@ def test_without_the_extra_the_lesson_says_in_one_line_how_to_get_it(monkeypatch
 
 def test_a_lock_that_nobody_holds_is_removed(tmp_path):
     """And no other: who builds has it open."""
+    remove_stale = runpy.run_path(str(BUILD))["remove_stale"]
     left, held = tmp_path / "one/lock", tmp_path / "other/lock"
     for lock in left, held:
         lock.parent.mkdir()

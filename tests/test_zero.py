@@ -359,19 +359,6 @@ def test_saved_and_loaded_at_any_number_of_ranks_and_without_minidist(pools, sta
         assert found[1]["param_groups"] == wanted[1]["param_groups"], how
 
 
-def begun_again():
-    model, optimizer = stage1(net())
-    fresh = copy.deepcopy(optimizer.state_dict())
-    plainly(model, optimizer, [share(0)])
-    optimizer.load_state_dict(fresh)
-    plainly(model, optimizer, [share(0)])
-    return {state["step"].item() for state in optimizer.state.values()}
-
-
-def test_a_state_without_moments_takes_away_what_is_there(pools):
-    assert pools(2)(begun_again) == [{1}, {1}]
-
-
 # ---- mistakes ---------------------------------------------------------------------------------
 
 

@@ -10,9 +10,9 @@ To read, in this order:
     reducer    they leave while backward still computes
     ddp        the wrapper: what happens before and after a forward pass
 
-A step is in the last three of these, and in `common.wrapper`. The edge: `join` (ranks with
-different numbers of batches). Hooks that send fewer bits are torch's, and in `minidist.averaging`.
-Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (arXiv
+A step is in the last three of these, and in `common.wrapper`. Hooks that send fewer bits are
+torch's, and in `minidist.averaging`. For ranks with different numbers of batches, torch's class has
+`join`. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (arXiv
 2006.15704). Lesson: distributed_data_parallel.
 """
 

@@ -20,7 +20,11 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     MixedPrecisionPolicy,
 )
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+from torch.distributed.fsdp.wrap import (
+    ModuleWrapPolicy,
+    _recursive_wrap,
+    size_based_auto_wrap_policy,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
@@ -33,8 +37,6 @@ from minidist.fully_sharded.fsdp_module import group_of, groups_in
 from minidist.fully_sharded.fully_shard import fully_shard, mesh_of, own_modules
 
 Policy = Callable[..., bool]
-# These use the weights of their parts without calling these, so hooks of a part would never run.
-WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 # These change nothing: what they ask for is always done, or is not to be asked for here.
 ALWAYS = {"use_orig_params", "sync_module_states", "forward_prefetch", "limit_all_gathers"}
 ALWAYS |= {"device_id", "backward_prefetch"}
@@ -105,8 +107,8 @@ class FullyShardedDataParallel(Synchronized):
         mesh = device_mesh or mesh_of(groups[0], module, offloads)
         given = mixed_precision or MixedPrecision()
         with agree.together(*groups):
-            parts = chosen(module, auto_wrap_policy) if auto_wrap_policy else {}
-        for part in [*parts.values(), module]:
+            parts = chosen(module, auto_wrap_policy) if auto_wrap_policy else []
+        for part in [*parts, module]:
             own = list(own_modules(part))
             there = (tensor.device for tensor in state_of(own) if not tensor.is_meta)
             with agree.together(*groups):
@@ -145,16 +147,11 @@ class FullyShardedDataParallel(Synchronized):
 
 
 def _make_whole(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
-    """After `state_dict`: DTensors become whole tensors, tied ones one tensor."""
-    whole = dict[int, torch.Tensor]()
+    """After `state_dict`: DTensors become whole tensors, on the CPU."""
     for name, value in state.items():
         kept = isinstance(value, nn.Parameter)  # keep_vars=True
         if name.startswith(prefix) and isinstance(value, DTensor) and not kept:
-            key = value._local_tensor.untyped_storage()._cdata
-            if key not in whole:
-                with torch.inference_mode(False), torch.no_grad():
-                    whole[key] = value.full_tensor().to("cpu", copy=True)
-            state[name] = whole[key]
+            state[name] = value.full_tensor().cpu()
 
 
 def _cast_buffers(own: Modules, dtype: torch.dtype | None) -> None:
@@ -169,8 +166,8 @@ def _cast_buffers(own: Modules, dtype: torch.dtype | None) -> None:
 
 
 def by_class(*classes: type[nn.Module]) -> Policy:
-    """A policy that wraps all modules of these classes, such as the blocks of a transformer; not
-    what is within torch's `nn.TransformerEncoderLayer` and `nn.MultiheadAttention`, which read the
+    """A policy that wraps all modules of these classes, such as the blocks of a transformer. Not
+    those within torch's `nn.TransformerEncoderLayer` and `nn.MultiheadAttention`, which read the
     parameters of their parts themselves. Lesson: fully_sharded"""
     return ModuleWrapPolicy(classes)
 
@@ -181,28 +178,15 @@ def by_size(min_num_params: int) -> Policy:
     return partial(size_based_auto_wrap_policy, min_num_params=min_num_params)
 
 
-def chosen(module: nn.Module, policy: Policy) -> dict[str, nn.Module]:
-    """The modules within this one that the policy wants to be units, by name: inner ones first."""
-    found: dict[str, nn.Module] = {}
+def chosen(module: nn.Module, policy: Policy) -> list[nn.Module]:
+    """The modules within this one that the policy wants to be units, inner ones first: those that
+    torch would wrap."""
+    found: dict[nn.Module, None] = {}
 
-    def look(module: nn.Module, name: str, top: bool) -> int:
-        """How many parameters are in units, in the end."""
-        if group_of(module) is not None or module in found.values():
-            return _numel(module)
-        numel, wrapped = _numel(module), 0
-        if not policy(module=module, recurse=True, nonwrapped_numel=numel):
-            return 0
-        for child_name, child in () if isinstance(module, WHOLE) else module.named_children():
-            wrapped += look(child, f"{name}.{child_name}".lstrip("."), False)
-        left = numel - wrapped
-        if top or not policy(module=module, recurse=False, nonwrapped_numel=left):
-            return wrapped
-        found[name] = module
-        return numel
+    def note(part: nn.Module) -> nn.Module:
+        if group_of(part) is None:
+            found[part] = None
+        return part
 
-    look(module, "", True)
-    return found
-
-
-def _numel(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    _recursive_wrap(module, policy, note, set(), set(), only_wrap_children=True)
+    return [*found]

@@ -165,9 +165,13 @@ class Checkpoints:
         steps = self._gather(own)[0]
         if not steps:
             return None
-        with _naming(steps):
-            self._load(max(steps), steps[max(steps)], states, others)
-        return max(steps)
+        (step, folder), *older = reversed(steps.items())
+        try:
+            self._load(step, folder, states, others)
+        except (ValueError, RuntimeError) as error:
+            onward = f". To go on from {older[0][1]}, move it away" if older else ""
+            raise type(error)(f"{folder} does not load: {error}{onward}") from error
+        return step
 
     def _load(self, step: int, folder: Path, states: States, others: Mapping[str, Any]) -> None:
         ranks = len(self._gather(None))
@@ -249,14 +253,3 @@ def _naming_rank() -> Iterator[None]:
         rank = min(error.failures)
         problem, _ = error.failures[rank]
         raise RuntimeError(f"rank {rank}: {problem}") from problem
-
-
-@contextmanager
-def _naming(steps: Mapping[int, Path]) -> Iterator[None]:
-    """Of a load that failed, say which checkpoint it was, and what to do."""
-    try:
-        yield
-    except (ValueError, RuntimeError) as error:
-        *_, before, folder = None, *steps.values()
-        onward = f". To go on from {before}, move it away" if before else ""
-        raise type(error)(f"{folder} does not load: {error}{onward}") from error

@@ -172,10 +172,7 @@ class ZeroRedundancyOptimizer(Optimizer):
                 f"its parameter {tuple(parameter.shape)}"
             )
         if hasattr(value, "placements"):
-            own = value.to_local()
-            if own.shape == self.cut.own(parameter).shape:
-                return own
-            value = value.full_tensor()
+            return value.to_local()
         return self.cut.own(value).clone()
 
 

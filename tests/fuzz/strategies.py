@@ -81,7 +81,7 @@ class ShardedInPlace(ShardedParameters):
     def wrap(self, module: nn.Module) -> list[Any]:
         options = dict(self.options)
         policy, mesh = self.policy(module, options.pop("units")), self.mesh(options.pop("hybrid"))
-        for part in [*(chosen(module, policy).values() if policy else ()), module]:
+        for part in [*(chosen(module, policy) if policy else ()), module]:
             md.fully_shard(part, mesh=mesh, **options)
         self.model = module
         return optimizers_of(self.trial, module)

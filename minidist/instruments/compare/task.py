@@ -1,10 +1,8 @@
 """What is trained: the model, its data, and the optimizer. The same on every rank."""
 
-import runpy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +14,6 @@ from minidist.instruments.compare.watched_steps import State, Watch
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 LAYERS, WIDTH, HEADS, LENGTH = 4, 128, 4, 64  # of the transformer: 0.9 million parameters
-PREFIXES = ("module.", "_forward_module.", "_fsdp_wrapped_module.", "_orig_mod.")
 
 
 def transformer() -> nn.Module:
@@ -33,40 +30,11 @@ def mlp() -> nn.Module:
     return model
 
 
-@dataclass(frozen=True)
-class Data:
-    """What there is to train on: inputs and targets, and a model for them."""
-
-    load: Callable[[], Batch]
-    model: Callable[[], nn.Module]
-
-
-DATA = {"text": Data(partial(md.zoo.text, LENGTH), transformer), "digits": Data(md.zoo.digits, mlp)}
-
-
-@dataclass(frozen=True)
-class Source:
-    """A function of a file, by which each rank makes the model: "yours.py:build"."""
-
-    place: str
-
-    def __call__(self) -> nn.Module:
-        path, _, name = self.place.rpartition(":")
-        model = runpy.run_path(path)[name]()
-        assert isinstance(model, nn.Module), f"{self.place} gives no module"
-        return model
-
-    def require(self) -> None:
-        """Raises ValueError if there is no such file or function."""
-        path, _, name = self.place.rpartition(":")
-        if not Path(path).is_file():
-            raise ValueError(f"a model is FILE.py:FUNCTION, and there is no file {path!r}")
-        try:
-            found = runpy.run_path(path)
-        except Exception as error:
-            raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-        if not callable(found.get(name)):
-            raise ValueError(f"{path} has no function {name!r}")
+# Of each name: what gives the inputs and targets, and a model for them.
+DATA: dict[str, tuple[Callable[[], Batch], Callable[[], nn.Module]]] = {
+    "text": (partial(md.zoo.text, LENGTH), transformer),
+    "digits": (md.zoo.digits, mlp),
+}
 
 
 @dataclass(frozen=True)
@@ -101,12 +69,13 @@ class Task:
             return self.model().to(self.device, self.dtype)
 
     def optimizer(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
+        """A new one, of these parameters."""
         made: torch.optim.Optimizer = self.optimizer_class(parameters, **self.options)
         return made
 
     def batches(self) -> list[Batch]:
         """The whole batches, one a step, the same on every rank."""
-        inputs, targets = DATA[self.data].load()
+        inputs, targets = DATA[self.data][0]()
         if inputs.is_floating_point():
             inputs = inputs.to(self.dtype)
         picks = torch.arange(self.steps * self.rows).view(self.steps, -1) % len(inputs)
@@ -124,16 +93,26 @@ class Task:
         return md.parity.cross_entropy(outputs, targets)
 
 
-def replicas(
-    task: Task, watch: Watch, model: nn.Module, optimizer: Any, holds: Any = None
-) -> State:
-    """Train replicas of a model, each on its rows of each batch, as anybody writes it.
+@dataclass(frozen=True)
+class System:
+    """A way to train: `train(task, watch)` on every rank. Lesson: real_tools.
 
-    holds: what has the optimizer's states, if that is another one inside of it.
+    name: what the table and `--only` call it. one_process: it runs in one process, as DataParallel.
+    stage: of ZeRO, 0 for DDP to 3, for the bytes that the planner has of it; None is not known.
+    """
+
+    name: str
+    train: Callable[[Task, Watch], State]
+    one_process: bool = False
+    stage: int | None = None
+
+
+def replicas(task: Task, watch: Watch, model: nn.Module, optimizer: Any) -> State:
+    """Train replicas of a model, each on its rows of each batch, as anybody writes it.
     Lesson: real_tools."""
     for batch in task.batches():
         inputs, targets = task.share(batch)
-        with watch.step(model, holds or optimizer):
+        with watch.step(model, optimizer):
             optimizer.zero_grad()
             loss = task.loss(model(inputs), targets)
             loss.backward()
@@ -144,9 +123,4 @@ def replicas(
 
 def bare(state: Mapping[str, torch.Tensor]) -> State:
     """By the names that the bare model has: without those of wrappers. Lesson: real_tools."""
-    found = {}
-    for name, tensor in state.items():
-        for prefix in PREFIXES:
-            name = name.replace(prefix, "")
-        found[name] = tensor.detach()
-    return found
+    return {name.replace("module.", ""): tensor.detach() for name, tensor in state.items()}

@@ -1,6 +1,5 @@
 """The training by what comes with torch."""
 
-import warnings
 from itertools import accumulate
 from typing import Any
 
@@ -8,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
@@ -20,18 +18,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from minidist.instruments.bench.tensor import split_by_torch
-from minidist.instruments.compare.model_parts import (
-    blocks,
-    by_model_names,
-    features_apart,
-    layers_in_turn,
-    plan_of,
-    policy,
-    sequence,
-    taking,
-)
-from minidist.instruments.compare.systems import RefusedError, System
-from minidist.instruments.compare.task import Task, bare, replicas
+from minidist.instruments.compare.model_parts import blocks, by_model_names, sequence
+from minidist.instruments.compare.task import System, Task, replicas
 from minidist.instruments.compare.watched_steps import State, Watch
 from minidist.pipeline import balance_by_parameters
 
@@ -41,38 +29,10 @@ def ddp(task: Task, watch: Watch) -> State:
     return replicas(task, watch, model, task.optimizer(model.parameters()))
 
 
-def zero_1(task: Task, watch: Watch) -> State:
-    """DDP, and optimizer states that are shared out."""
-    with warnings.catch_warnings():  # its module still uses what torch has deprecated
-        warnings.simplefilter("ignore")
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-    model = TorchDDP(task.make())
-    make: Any = ZeroRedundancyOptimizer
-    optimizer = make(model.parameters(), task.optimizer_class, **task.options)
-    return replicas(task, watch, model, optimizer, holds=optimizer.optim)
-
-
-def fsdp_1(task: Task, watch: Watch) -> State:
-    """The wrapper, a unit for each block."""
-    module = task.make()
-    with warnings.catch_warnings():  # it says how to get other state_dicts
-        warnings.simplefilter("ignore")
-        model = TorchFSDP(
-            module,
-            auto_wrap_policy=policy(module),
-            device_id=task.device,
-            use_orig_params=True,
-        )
-        replicas(task, watch, model, task.optimizer(model.parameters()))
-        with TorchFSDP.summon_full_params(model):
-            state = bare(dict(model.named_parameters()))
-            return {name: parameter.clone() for name, parameter in state.items()}
-
-
-def fsdp_2(task: Task, watch: Watch) -> State:
+def fsdp(task: Task, watch: Watch) -> State:
     """`fully_shard`, which shards in place by DTensors."""
     model, mesh = task.make(), init_device_mesh(task.device.type, (dist.get_world_size(),))
-    for block in blocks(model).values():
+    for block in blocks(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     state = replicas(task, watch, model, task.optimizer(model.parameters()))
@@ -83,11 +43,7 @@ def pipeline(task: Task, watch: Watch) -> State:
     """A stage on each rank, by 1F1B."""
     model, rank, ranks = task.make(), dist.get_rank(), dist.get_world_size()
     layers = sequence(model)
-    with taking():
-        cuts = [0, *accumulate(balance_by_parameters(layers, ranks))]
-    own = [set(map(id, layers[a:b].parameters())) for a, b in zip(cuts, cuts[1:], strict=False)]
-    if sum(map(len, own)) > len(set[int]().union(*own)):
-        raise RefusedError("torch.distributed.pipelining cannot tie parameters of two stages")
+    cuts = [0, *accumulate(balance_by_parameters(layers, ranks))]
     part = layers[cuts[rank] : cuts[rank + 1]]
     named = by_model_names(model, layers, layers.state_dict())
     optimizer = task.optimizer(part.parameters())
@@ -113,15 +69,11 @@ def tensor(task: Task, watch: Watch) -> State:
     """Every rank has some features of every layer, as DTensors."""
     model: Any = task.make()
     mesh = init_device_mesh(task.device.type, (dist.get_world_size(),))
-    plan = plan_of(model)
+    plan = getattr(model, "tensor_plan", None)
     if plan is None:
-        with taking():
-            require_heads(model, mesh.size())
         split_by_torch(model, mesh)
-    elif set(plan.values()) <= set(STYLES):
-        parallelize_module(model, mesh, {name: STYLES[style]() for name, style in plan.items()})
     else:
-        raise RefusedError("its tensor_plan has styles that torch has not: columns and rows only")
+        parallelize_module(model, mesh, {name: STYLES[style]() for name, style in plan.items()})
     optimizer = task.optimizer(model.parameters())
     for inputs, targets in task.batches():
         with watch.step(model, optimizer), loss_parallel():
@@ -132,12 +84,6 @@ def tensor(task: Task, watch: Watch) -> State:
         watch.loss(loss.full_tensor() if isinstance(loss, DTensor) else loss)
     state = whole(model.state_dict())
     return joined(state) if plan is None else state
-
-
-def require_heads(model: Any, ranks: int) -> None:
-    heads = model.blocks[0].heads
-    if heads % ranks:
-        raise ValueError(f"{ranks} ranks cannot share {heads} heads evenly")
 
 
 def whole(state: Any) -> State:
@@ -161,10 +107,8 @@ def joined(state: State) -> State:
 
 
 SYSTEMS = [
-    System("torch DDP", ddp, peer=True, stage=0),
-    System("torch ZeRO-1", zero_1, peer=True, stage=1),
-    System("torch FSDP1", fsdp_1, peer=True, stage=3),
-    System("torch FSDP2", fsdp_2, peer=True, stage=3),
-    System("torch pipeline", pipeline, peer=True, layout=layers_in_turn),
-    System("torch tensor", tensor, peer=True, layout=features_apart),
+    System("torch DDP", ddp, stage=0),
+    System("torch FSDP", fsdp, stage=3),
+    System("torch pipeline", pipeline),
+    System("torch tensor", tensor),
 ]

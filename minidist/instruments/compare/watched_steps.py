@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,21 +29,18 @@ class Watch:
     losses: list[float] = field(default_factory=list)  # of each step, on ranks that know it
     memory: dict[str, int] = field(default_factory=dict)  # {category: bytes} at the peak of a step
     sent: float = 0.0  # bytes in a step
-    note: str = ""  # what a system says of itself: how it lays the model out, what it wraps it in
+    note: str = ""  # what a system says of itself
 
     @contextmanager
-    def step(self, module: nn.Module, optimizer: Any = None) -> Iterator[None]:
-        """All that one step does is within this block. The optimizer may be None if torch's hooks
-        of optimizers are not there; its states are then "other" memory."""
+    def step(self, module: nn.Module, optimizer: Any) -> Iterator[None]:
+        """All that one step does is within this block."""
         if not (self.counts and len(self.seconds) == COUNTED):
             start = time.perf_counter()
             yield
             self.seconds.append(time.perf_counter() - start)
             return
-        with ExitStack() as block:
-            memory = md.offload.Budget(ENDLESS, module, optimizer)  # it leaves the host's out
-            block.enter_context(memory)
-            traffic = block.enter_context(md.measure.TrafficCounter())
+        budget = md.offload.Budget(ENDLESS, module, optimizer)  # it leaves the host's out
+        with budget as memory, md.measure.TrafficCounter() as traffic:
             yield
         self.seconds.append(0.0)
         self.memory, self.sent = at_peak(memory), sent(traffic)
@@ -57,9 +54,8 @@ class Watch:
 
 def at_peak(memory: md.measure.MemoryTracker) -> dict[str, int]:
     """{category: bytes} at the moment when most bytes lived."""
-    totals = [sum(live) for live in zip(*memory.history.values(), strict=True)]
-    peak = totals.index(max(totals))
-    return {category: live[peak] for category, live in memory.history.items() if live[peak]}
+    moment = max(zip(*memory.history.values(), strict=True), key=sum)
+    return {kind: live for kind, live in zip(memory.history, moment, strict=True) if live}
 
 
 def on_host(optimizer: Any) -> int:
