@@ -132,11 +132,12 @@ def all_reduce(members: Members, outs: Flats, _: Flats, reduction: Reduction) ->
         rooms[rank][mine].copy_(total)
 
     pieces = pieces_of(members, len(x), x.dtype)
-    piece: tuple[slice, Rooms] | None = next(pieces)
-    there = yield from show(members, range(size), x, partial(stage, *piece))
+    first = next(pieces)
+    there = yield from show(members, range(size), x, partial(stage, *first))
     if there:
         yield from _all_reduce_in_place(members, there, reduction)
         return
+    piece: tuple[slice, list[torch.Tensor]] | None = first
     while piece:
         (cut, rooms), following = piece, next(pieces, None)
         add_up(cut, rooms)
