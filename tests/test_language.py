@@ -39,7 +39,6 @@ ASSEMBLED = {
     *("rank {0} {1}", "every rank {0}", "raised {0}: {1}", "was in {0}, {1}", "was at {0}"),
     *("{0} times too low", "{0} times too high", "{0} of shape {1}"),
     "was killed by SIGKILL (kill -9, or the system had no memory left)",
-    *("take its call", "send its whole result"),
 }
 
 

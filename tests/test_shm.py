@@ -23,7 +23,6 @@ from programs import SOAK, Family
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -445,31 +444,10 @@ def with_tensor_parallel(group):
     return full(net)
 
 
-def with_pipelining(group):
-    net, rank, size = model(), dist.get_rank(group), dist.get_world_size(group)
-    part = net[: 1 if size > 1 else 3] if rank == 0 else net[1:] if rank == 1 else nn.Identity()
-    stage = PipelineStage(part, rank, size, torch.device("cpu"), group=group)
-    found = []
-    for schedule in (ScheduleGPipe, Schedule1F1B):
-        plan = schedule(
-            stage, n_microbatches=4, loss_fn=lambda y, target: (y - target).square().sum()
-        )
-        x = torch.linspace(-1, 1, 64, dtype=torch.float64).view(8, 8).requires_grad_()
-        losses: list = []
-        first, last = rank == 0, rank == size - 1
-        plan.step(
-            *[x] * first,
-            **({"target": torch.ones(8, 4).double(), "losses": losses} if last else {}),
-        )
-        found += [p.grad.clone() for p in part.parameters()] + [x.detach() for x in losses]
-    return found
-
-
 SYSTEMS = [
     (with_plain_ddp, 3),
     (with_fully_shard, 3),
     (with_tensor_parallel, 2),
-    (with_pipelining, 2),
 ]
 
 

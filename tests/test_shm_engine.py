@@ -2,6 +2,8 @@
 
 import itertools
 import threading
+import time
+from array import array
 
 import pytest
 import torch
@@ -77,6 +79,16 @@ def test_what_one_thread_has_ended_no_other_ends_again():
     assert queues.begin("queue", task) == (False, None)
 
 
+def test_a_call_does_not_overtake_one_that_has_not_begun():
+    """Of two receives, the first that begins gets the first message."""
+    queues, first, second = Queues(), called(), called()
+    queues.add("one", first)
+    queues.add("another", second)
+    assert queues.begin("another", second) == (False, None)
+    assert queues.round() == (True, first)
+    assert queues.begin("another", second) == (True, second)
+
+
 def test_completing_a_task_a_second_time_changes_nothing():
     task, found = called(["here"]), []
     task.get_future().add_done_callback(lambda future: found.append(future.value()))
@@ -127,6 +139,17 @@ def test_a_fence_stands_before_what_is_published_and_after_what_is_reached(monke
     notes.clear()
     words.publish(notes, 0, 1)
     assert list.copy(notes) == ["write"]
+
+
+@pytest.mark.parametrize("futex", [words.FUTEX, None])
+def test_a_bell_that_rang_before_somebody_waits_is_heard(monkeypatch, futex):
+    monkeypatch.setattr(words, "FUTEX", futex)
+    bell = words.Bell(memoryview(array("q", [0] * 16)))
+    bell.expect(words.WAITER)
+    bell.ring()
+    start = time.monotonic()
+    bell.wait(words.WAITER, 60)
+    assert time.monotonic() - start < SOON
 
 
 def as_on_macos():

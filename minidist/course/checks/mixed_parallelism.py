@@ -95,7 +95,7 @@ def _trial(my_norm: Callable[..., Any], sizes: Sizes) -> tuple[str, float]:
     try:
         return "", float(found)
     except Exception:  # whatever an odd object raises
-        return f"give a tensor with the norm, or a number, not {shown(found)}", 0.0
+        return f"give a tensor with the norm, or a number: {shown(found)} is neither", 0.0
 
 
 def _whole(sizes: Sizes) -> list[tuple[torch.Tensor, int, bool]]:

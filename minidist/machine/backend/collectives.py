@@ -110,7 +110,8 @@ def cached(share: slice, itemsize: int) -> Iterator[slice]:
 
 
 def all_reduce(members: Members, outs: Flats, _: Flats, reduction: Reduction) -> Operation:
-    """The out, (n,), becomes the total. Rank r adds up the r-th part of each piece."""
+    """The out, (n,), becomes the total. Rank r adds up the r-th part of each piece. Before each
+    barrier a rank adds up one piece and stages the next: so a piece costs one barrier."""
     (x,), rank, size = outs, members.rank, members.size
     if x.nbytes <= SMALL:  # in the order of ranks: so all have the same bits
         rooms = members.rooms(len(x), x.dtype)
@@ -118,24 +119,33 @@ def all_reduce(members: Members, outs: Flats, _: Flats, reduction: Reduction) ->
         yield from members.agree()
         reduction.into(x, rooms[0], rooms[1:])
         return
+    others = [r for r in range(size) if r != rank]
+
+    def stage(cut: slice, rooms: Rooms) -> None:  # our own share need not be seen
+        for share in [share_of(len(rooms[rank]), r, size) for r in others]:
+            rooms[rank][share].copy_(x[cut][share])
+
+    def add_up(cut: slice, rooms: Rooms) -> None:
+        mine = share_of(len(rooms[rank]), rank, size)
+        total = x[cut][mine]
+        reduction.into(total, total, [rooms[r][mine] for r in others])
+        rooms[rank][mine].copy_(total)
+
     pieces = pieces_of(members, len(x), x.dtype)
-    cut, rooms = next(pieces)
-    there = yield from show(members, range(size), x, partial(rooms[rank].copy_, x[cut]))
+    piece: tuple[slice, Rooms] | None = next(pieces)
+    there = yield from show(members, range(size), x, partial(stage, *piece))
     if there:
         yield from _all_reduce_in_place(members, there, reduction)
         return
-    while True:
-        shares = [share_of(len(rooms[0]), r, size) for r in range(size)]
-        total = rooms[rank][shares[rank]]
-        reduction.into(total, total, [rooms[r][shares[rank]] for r in range(size) if r != rank])
+    while piece:
+        (cut, rooms), following = piece, next(pieces, None)
+        add_up(cut, rooms)
+        if following:
+            stage(*following)
         yield from members.barrier()
-        for share, room in zip(shares, rooms, strict=True):
-            x[cut][share].copy_(room[share])
-        if (piece := next(pieces, None)) is None:
-            return
-        cut, rooms = piece
-        rooms[rank].copy_(x[cut])
-        yield from members.barrier()
+        for share, r in [(share_of(len(rooms[r]), r, size), r) for r in others]:
+            x[cut][share].copy_(rooms[r][share])
+        piece = following
 
 
 def _all_reduce_in_place(

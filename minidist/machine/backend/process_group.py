@@ -76,9 +76,10 @@ class ShmProcessGroup(dist.ProcessGroup):
     - It takes dense tensors on the CPU; none that is expanded, to receive into; complex numbers
       without a pending `conj()`.
     - A rank makes what a callback of a future calls when it runs the callback, which is another
-      moment on each rank: let one such chain be under way at a time. In a callback, wait for
-      handles (`Work.wait`), and for no other future.
+      moment on each rank: let one such chain be under way at a time, as torch's `powerSGD_hook`
+      is with one bucket. In a callback, wait for calls (`Work.wait`), and for no other future.
     - Coalesced calls: only all_gather and reduce_scatter of single tensors.
+    - The timeout is the group's: `dist.barrier(timeout=...)` has none of its own.
     """
 
     def __init__(self, options: Any) -> None:

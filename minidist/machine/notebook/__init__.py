@@ -178,17 +178,11 @@ def _check_syntax(source: str, name: str) -> None:
         compile(source, name, "exec")
     except SyntaxError as error:
         line = error.text or ""
-        if re.match(r"\s*([\w.,\s]+=\s*)?[%!]", line):
+        if re.match(r"\s*([\w.,\s]+=\s*)?[%!?]|.*\?\s*$", line):
             error.msg += (
-                ". A %%ranks cell is plain Python: line magics (%) and shell commands (!) "
-                "belong in a cell of their own"
+                ". A %%ranks cell is plain Python: what begins with % or !, or asks by ?, belongs "
+                "in a cell of its own"
             )
-        elif asked := re.search(r"([\w.]+)\?{1,2}\s*$|^\s*\?{1,2}\s*([\w.]+)", line):
-            error.msg += (
-                f". A %%ranks cell is plain Python: for help write help({asked[1] or asked[2]})"
-            )
-        elif re.search("await|async", error.msg):
-            error.msg += ". A rank has no event loop: write asyncio.run(...)"
         raise
 
 
