@@ -89,13 +89,13 @@ def evaluated(model, ranks, step):
 
 
 def failed(model, ranks, step):
-    """In the middle of forward, and of backward."""
+    """In the middle of forward, and of backward, where two units are reduced already."""
 
     def ruined(*_):
         raise ArithmeticError
 
     for hook in ruined, lambda _, x, y: [y.register_hook(ruined), None][1]:
-        handle = model.blocks[1].register_forward_hook(hook)
+        handle = model.blocks[0].register_forward_hook(hook)
         words = told(lambda: loss_of(model, ranks, step).backward())
         assert words.startswith("ArithmeticError"), words
         handle.remove()
