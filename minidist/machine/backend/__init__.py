@@ -26,7 +26,7 @@ writes its quarter into the tensors of all. `send` and `recv` go by slots instea
 If a rank dies, the others see after 0.1 s that its process is gone, in step 6.
 
 To read in this order: segment, words, queues, engine, group, tensors, collectives, point_to_point,
-process_group. The room `minidist.link` says how long a message takes on an emulated network.
+process_group. `instruments/link` says how long a message takes on an emulated network.
 """
 
 import math
