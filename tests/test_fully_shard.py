@@ -89,13 +89,13 @@ def evaluated(model, ranks, step):
 
 
 def failed(model, ranks, step):
-    """In the middle of forward, and of backward."""
+    """In the middle of forward, and of backward, where two units are reduced already."""
 
     def ruined(*_):
         raise ArithmeticError
 
     for hook in ruined, lambda _, x, y: [y.register_hook(ruined), None][1]:
-        handle = model.blocks[1].register_forward_hook(hook)
+        handle = model.blocks[0].register_forward_hook(hook)
         words = told(lambda: loss_of(model, ranks, step).backward())
         assert words.startswith("ArithmeticError"), words
         handle.remove()
@@ -333,15 +333,17 @@ def test_compiled(pools):
     assert pools(3)(held, compiled, Net, in_place) == [{}] * 3
 
 
-def test_gradients_that_are_not_reduced(pools):
+@pytest.mark.parametrize("shard", [md.fully_shard, md.FullyShardedDataParallel])
+def test_gradients_that_are_not_reduced(pools, shard):
     """Each rank has its own part, whole, of what it has used."""
 
     def run():
-        model, rank = md.fully_shard(Sometimes().double()), dist.get_rank()
+        block, rank = Sometimes().double(), dist.get_rank()
+        model = shard(block)
         with unreduced(model):
             model(share(rank) + 100 * (1 - 2 * rank)).sum().backward()
-        up, extra = model.up.weight.grad, model.extra.weight.grad
-        own = up.placements[0].is_partial() and up.to_local().shape == model.up.weight.shape
+        up, extra = block.up.weight.grad, block.extra.weight.grad
+        own = up.placements[0].is_partial() and up.to_local().shape == block.up.weight.shape
         return own, extra is None
 
     assert pools(2)(run) == [(True, False), (True, True)]
