@@ -215,14 +215,14 @@ def test_running_means_are_rank_0s_when_torchs_are(pools, broadcast_buffers):
 
 
 def test_a_loop_with_the_name_of_the_class_changed(pools):
-    """It takes a checkpoint of torch's class, accumulates by torch's attribute, clips, averages
+    """It takes a checkpoint, accumulates by torch's attribute, clips, averages
     weights in a copy and by torch's AveragedModel, and evaluates."""
-    start = {f"module.{name}": value for name, value in smooth(seed=7).state_dict().items()}
+    start = smooth(seed=7).state_dict()
 
     def train(wrap):
         rank = dist.get_rank()
         model = wrap(smooth(seed=rank), device_ids=None, output_device=None)
-        model.load_state_dict(start)
+        model.module.load_state_dict(start)
         average, ema = AveragedModel(model), copy.deepcopy(model).requires_grad_(False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for step in range(5):

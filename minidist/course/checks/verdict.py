@@ -131,8 +131,8 @@ def _lesson(module: str) -> str:
 
 
 @functools.cache
-def _texts(lesson: str) -> dict[str, Any]:
-    return tomllib.loads(Path(__file__).with_name(f"{lesson}.toml").read_text(encoding="utf-8"))
+def _texts(name: str) -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name(f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def _value(text: str) -> float:

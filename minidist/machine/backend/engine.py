@@ -111,16 +111,17 @@ class Engine:
         """Wake the thread that takes steps: there may be something new."""
         self._bell.ring() if self._driver is not None else self._bell.wake()
 
-    def _complete(self, task: Task | None) -> None:
+    def _complete(self, ended: list[Task]) -> None:
         """Tell how this task has ended, if there is one. That runs callbacks, which may call us:
-        so this thread holds no lock, and does not drive."""
-        if task is None:
+        so this thread holds no lock, and does not drive. Then it holds the task no longer, before
+        its caller goes on: with the task it would hold the tensors."""
+        if not ended:
             return
         outer, self._here.calls_back = self._here.calls_back, True
         try:
-            if task.error is not None:
-                self._fail(task.error)
-            task.complete()
+            if ended[0].error is not None:
+                self._fail(ended[0].error)
+            ended.pop().complete()
         finally:
             self._here.calls_back = outer
         if self._driver is not None or self._followers:
@@ -152,13 +153,13 @@ class Engine:
             self._fail(error)
             raise
 
-    def _drive_or_follow(self, task: Task, end: float, may_drive: bool) -> Task | None:
+    def _drive_or_follow(self, task: Task, end: float, may_drive: bool) -> list[Task]:
         """Drive, or follow who does. Returns the task that our steps have ended, if any."""
         with self._lock:
             if not may_drive or self._driver is not None or self._failure is not None:
                 if not task.is_complete:
                     self._follow(min(end - time.monotonic(), WATCH))
-                return None
+                return []
             self._bell.expect(0)
             self._driver = threading.get_ident()
         try:
@@ -185,8 +186,8 @@ class Engine:
         if self._work() or any(self._queues.dues()):
             self._wake()
 
-    def _drive(self, task: Task, end: float) -> Task | None:
-        """Go on with all tasks until one has ended. Returns it, or None if the time is up."""
+    def _drive(self, task: Task, end: float) -> list[Task]:
+        """Go on with all tasks until one has ended. Returns it, or nothing if the time is up."""
         patience, expected = 0.0, False
         while not task.is_complete and self._failure is None:
             moved, ended = self._queues.round()
@@ -210,7 +211,7 @@ class Engine:
             if expected:
                 self._bell.expect(0)
                 expected = False
-        return None
+        return []
 
     # ---- our own thread --------------------------------------------------------------------
 
@@ -227,8 +228,7 @@ class Engine:
         return self._failure is not None or (self._closing and not self._queues)
 
     def _work(self) -> bool:
-        """Take a step of each queue. False if no task could go on. Afterwards this thread holds no
-        task that has ended, and so none of its tensors."""
+        """Take a step of each queue. False if no task could go on."""
         moved, ended = self._queues.round()
         self._complete(ended)
         return moved

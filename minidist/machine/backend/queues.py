@@ -213,7 +213,7 @@ class Queues:
         seconds = min([due - now - WAKE for due in dues if due > now], default=NAP)
         return seconds, bool(dues) and all(due > now for due in dues)
 
-    def round(self) -> tuple[bool, Task | None]:
+    def round(self) -> tuple[bool, list[Task]]:
         """Take a step of each queue, until a task has ended. Returns whether any step could be
         taken, and that task, if any."""
         moved = False
@@ -224,30 +224,30 @@ class Queues:
                     moved = True
                     if task.ended:
                         self._remove(name)
-                        return True, task
-        return moved, None
+                        return True, [task]
+        return moved, []
 
-    def begin(self, name: Hashable, task: Task) -> tuple[bool, Task | None]:
+    def begin(self, name: Hashable, task: Task) -> tuple[bool, list[Task]]:
         """Take the first steps of a task here and now. Returns whether that was possible, and the
         task if it has ended. It is not possible if another thread takes a step or has done the
         task, or if the task would overtake one that was submitted before: of two receives, the
         first that begins gets the first message."""
         if self._stepping.locked():
-            return False, None
+            return False, []
         with self._stepping:
             if task.ended or (
                 len(self._queues) > 1
                 and any([each.awaits is None for each in self.firsts() if each is not task])
             ):
-                return False, None
+                return False, []
             for _ in range(AT_ONCE):
                 tasks = self._queues.get(name)  # none if the group has failed meanwhile
                 if not tasks or tasks[0] is not task or not task.step():
                     break
                 if task.ended:
                     self._remove(name)
-                    return True, task
-            return True, None
+                    return True, [task]
+            return True, []
 
     def hopeless(self, now: float, explain: Explain) -> BaseException | None:
         """The error if one of them waits in vain, else None."""
