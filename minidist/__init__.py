@@ -37,9 +37,7 @@ if TYPE_CHECKING:
     )
     from minidist.checkpointing import checkpoint_wrapper
     from minidist.context_parallel import ContextParallel
-    from minidist.course import (
-        zoo,
-    )
+    from minidist.course import zoo
     from minidist.course.prediction import predict
     from minidist.data_parallel import DataParallel
     from minidist.distributed_data_parallel import DistributedDataParallel
@@ -56,9 +54,7 @@ if TYPE_CHECKING:
         watching,
     )
     from minidist.instruments.watching import watch
-    from minidist.machine import (
-        backend,
-    )
+    from minidist.machine import backend
     from minidist.mixed_precision import ShardedGradScaler
     from minidist.offload import OffloadedOptimizer
     from minidist.pipeline import Pipeline
@@ -121,51 +117,38 @@ __all__ = [
     "zero",
     "zoo",
 ]
-NAMES = {  # what lessons use by name, and the module that it is in
-    "ColumnParallelLinear": "tensor_parallel",
-    "ContextParallel": "context_parallel",
-    "DataParallel": "data_parallel",
-    "DistributedDataParallel": "distributed_data_parallel",
-    "FullyShardedDataParallel": "fully_sharded",
-    "OffloadedOptimizer": "offload",
-    "Pipeline": "pipeline",
-    "RowParallelLinear": "tensor_parallel",
-    "ShardedDataParallel": "zero",
-    "ShardedGradScaler": "mixed_precision",
-    "VocabParallelEmbedding": "tensor_parallel",
-    "ZeroRedundancyOptimizer": "zero",
-    "checkpoint_wrapper": "checkpointing",
-    "fully_shard": "fully_sharded",
-    "predict": "course.prediction",
-    "vocab_parallel_cross_entropy": "tensor_parallel",
-    "watch": "instruments.watching",
+NAMES = {  # what lessons use by name, by the module that it is in
+    "checkpointing": ["checkpoint_wrapper"],
+    "context_parallel": ["ContextParallel"],
+    "course.prediction": ["predict"],
+    "data_parallel": ["DataParallel"],
+    "distributed_data_parallel": ["DistributedDataParallel"],
+    "fully_sharded": ["FullyShardedDataParallel", "fully_shard"],
+    "instruments.watching": ["watch"],
+    "mixed_precision": ["ShardedGradScaler"],
+    "offload": ["OffloadedOptimizer"],
+    "pipeline": ["Pipeline"],
+    "tensor_parallel": (
+        "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding vocab_parallel_cross_entropy"
+    ).split(),
+    "zero": ["ShardedDataParallel", "ZeroRedundancyOptimizer"],
 }
 FLOORS = {  # rooms that are not a strategy, by the folder that they are in
     "course": ["zoo"],
-    "instruments": [
-        "compare",
-        "measure",
-        "parity",
-        "planner",
-        "plot",
-        "scaling",
-        "tracing",
-        "watching",
-    ],
+    "instruments": "compare measure parity planner plot scaling tracing watching".split(),
     "machine": ["backend"],
 }
 
 
 def __getattr__(name: str) -> Any:
     # On first use: a rank that draws nothing should not wait for matplotlib.
-    if name in NAMES:
-        return getattr(importlib.import_module(f"minidist.{NAMES[name]}"), name)
-    for floor, rooms in FLOORS.items():
-        if name in rooms:
-            return importlib.import_module(f"minidist.{floor}.{name}")
-    if name in __all__:
-        return importlib.import_module(f"minidist.{name}")
-    raise AttributeError(f"module 'minidist' has no attribute {name!r}")
+    for module, names in NAMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"minidist.{module}"), name)
+    if name not in __all__:
+        raise AttributeError(f"module 'minidist' has no attribute {name!r}")
+    floor = next((f"{floor}." for floor, rooms in FLOORS.items() if name in rooms), "")
+    return importlib.import_module(f"minidist.{floor}{name}")
 
 
 def load_ipython_extension(shell: Any) -> None:
