@@ -290,11 +290,14 @@ def test_mistakes():
 
 
 @pytest.mark.parametrize("wrap", [TorchDDP, md.DistributedDataParallel])
-def test_gradients_that_a_wrapper_writes_after_they_have_left_train_nothing(pools, wrap):
+@pytest.mark.parametrize("first", [True, False])
+def test_gradients_that_leave_before_a_wrapper_sees_them_train_nothing(pools, wrap, first):
     def early():
-        model = wrap(module := net())
+        module = net()
+        model = wrap(module) if first else module
         optimizer = offloaded(module.parameters(), SGD)
         optimizer.receive_in_backward()
+        model = model if first else wrap(module)
         with pytest.raises(RuntimeError, match="had taken it|another hook took the gradient"):
             backward(model, 0, dist.get_rank())
             optimizer.step()

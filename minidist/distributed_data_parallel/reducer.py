@@ -73,6 +73,8 @@ class Reducer:
         if self._awaited:
             self._begin()
         if parameter.grad is None:
+            if self._begun and len(parameter._post_accumulate_grad_hooks) > 1:
+                raise RuntimeError(f"another hook took the gradient of {self._names[parameter]}")
             return  # a Function of the user's gave none
         if not self._begun:
             if not torch.is_grad_enabled():  # it would have a graph
