@@ -67,6 +67,21 @@ def test_torchs_names_of_what_is_left_out(pools):
     assert (other, other_mean) == ((3,), 1)
 
 
+class Model(nn.Linear):
+    def penalty(self):
+        return self.weight.pow(2).sum()
+
+
+def test_methods_are_the_modules_alone(pools):
+    def look():
+        model = OURS(Model(4, 2))
+        assert model.out_features == 2 and not hasattr(model, "penalty")
+        with pytest.raises(AttributeError, match=r"what penalty\(\) computes alone"):
+            _ = model.penalty
+
+    pools(2)(look)
+
+
 # ---- buckets, and parameters without gradient -------------------------------------------------
 
 

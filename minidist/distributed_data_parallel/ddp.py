@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from inspect import ismethod
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class DistributedDataParallel(Synchronized):
     RuntimeError if a parameter has changed since; `backward`, if one is left without gradient
     unasked.
 
-    Limits: what `model.module` or a layer or method of it computes on its own is not averaged.
+    Limits: what `model.module` or a layer of it computes on its own is not averaged.
     Hooks that change a gradient come before the wrapper. Of several wrappers of a model the last
     one averages. Of outputs in a class that torch's pytree does not know, only the first backward
     pass after a forward pass is averaged. `copy.deepcopy` copies the module alone. A wrapper cannot
@@ -95,6 +96,15 @@ class DistributedDataParallel(Synchronized):
 
     def _common_buffers(self) -> list[torch.Tensor]:
         return [b for name, b in self.module.named_buffers() if name not in self._left_out]
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        if ismethod(found) and found.__self__ is self.module:
+            raise AttributeError(
+                f"what {name}() computes alone would not be averaged: call it in forward, or "
+                f"model.module.{name}() on this rank alone"
+            )
+        return found
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's own, between what the ranks do together before and after."""
