@@ -182,32 +182,42 @@ def test_16_bits(pools, wrap):
 def run(folder, until, replicas=1, wrap="ddp", save=True):
     """Train from the newest checkpoint until a step, and save there. Returns the whole model."""
     model = transformer(0.01)
-    if dist.is_initialized():
+    if wrap == "mixed":
+        model = md.mixed.MixedParallel(model, md.mixed.mesh(pipeline=2, experts=2), 1)
+    elif dist.is_initialized():
         model = shared(wrap, replicas, model)
     optimizer = adamw(model.parameters())
     with md.saving.Checkpoints(folder) as checkpoints:
         for step in range(checkpoints.load(model=model, optimizer=optimizer) or 0, until):
             optimizer.zero_grad()
-            cross_entropy(model(batch(step)[0]), batch(step)[1]).backward()
-            md.experts.clip_grad_norm_(model, 0.5)
+            if wrap == "mixed":
+                own = slice(
+                    step * ROWS + model.mesh.get_local_rank("experts"), (step + 1) * ROWS, 2
+                )
+                model.train_step(*(each[own] for each in DATA), model.cross_entropy)
+                model.clip_grad_norm_(0.5)
+            else:
+                cross_entropy(model(batch(step)[0]), batch(step)[1]).backward()
+                md.experts.clip_grad_norm_(model, 0.5)
             optimizer.step()
             md.experts.update_bias(model, 0.01)
         if save:
             checkpoints.save(until, model=model, optimizer=optimizer)
-    return whole(model)
+    return model.full_state_dict() if wrap == "mixed" else whole(model)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as said of one process
 def test_a_run_goes_on_with_other_numbers_of_ranks(pools, tmp_path):
-    """The states of the optimizer, too. Twelve experts, by 6, 6, 12, 4, 3 and 12 a rank."""
-    wanted = run(tmp_path / "uninterrupted", 6, save=False)
+    """The states of the optimizer, too. Twelve experts, by 6, 6, 12, 4, 3, 6 and 12 a rank."""
+    wanted = run(tmp_path / "uninterrupted", 7, save=False)
     folder = tmp_path / "a"
     pools(4)(run, folder, 1, 2)
     pools(2)(run, folder, 2)
     run(folder, 3)
     pools(3)(run, folder, 4)
     pools(4)(run, folder, 5, 1, "fully_shard")
-    assert apart(pools(2)(run, folder, 6, 2)[0], wanted) == []
+    pools(4)(run, folder, 6, 1, "mixed")
+    assert apart(pools(2)(run, folder, 7, 2)[0], wanted) == []
 
 
 def test_torchs_functions_give_and_take_the_whole(pools):

@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from math import prod
 
 import pytest
 import torch
@@ -36,16 +37,16 @@ def apart(found):
     return [f"{name}: {d:.1e}" for name, d in differences.items() if not d <= 1e-12]
 
 
-def transformer(tied=True):
+def transformer(tied=True, length=LENGTH):
     """Of a vocabulary of 257 tokens, so that two ranks have different numbers of them."""
-    model = md.zoo.Transformer(257, LENGTH, width=8, heads=2, layers=3).double()
+    model = md.zoo.Transformer(257, length, width=8, heads=2, layers=3).double()
     if not tied:
         model.head.weight = nn.Parameter(2 * model.head.weight.detach())
     return model
 
 
-def batch(step, rows=8):
-    inputs, targets = md.zoo.text(LENGTH)
+def batch(step, rows=8, length=LENGTH):
+    inputs, targets = md.zoo.text(length)
     return inputs[step * rows :][:rows], targets[step * rows :][:rows]
 
 
@@ -75,6 +76,24 @@ OWN_PLAN = {
 }
 
 
+ATTENTION = {
+    "tokens": "vocabulary",
+    "blocks.*": tp.heads("heads"),
+    "blocks.*.qkv": tp.qkv(2),
+    "blocks.*.out": "rows",
+    "head": "vocabulary",
+}
+
+
+def of_experts(tied=True, aux=0.0, eight=8):
+    """Three blocks, each with eight experts, of which a token takes two."""
+    model = transformer(tied)
+    torch.manual_seed(0)
+    for block in model.blocks:
+        block.mlp = md.experts.MoE(8, 12, eight, k=2, sigmoid=True, aux=aux).double()
+    return model
+
+
 def adam(model):
     return torch.optim.Adam(model.parameters(), lr=1e-3)
 
@@ -96,24 +115,33 @@ def train(
     rows=8,
     make=None,
     opt=adam,
+    context=1,
+    experts=1,
+    length=LENGTH,
+    padding=0,
     **options,
 ):
     """Adam with clipping, beside one process: the loss, the norm, and all weights at each step.
-    Each replica has rows of its own. Returns what differs."""
-    make = make or partial(transformer, tied)
+    Each replica has rows of its own, and so has each rank along experts. Returns what differs."""
+    make = make or (
+        partial(of_experts, tied) if experts > 1 else partial(transformer, tied, length)
+    )
     dense = make()
     of_rank_0 = [p for p in dense.parameters() if p.ndim == 1][-1]
     if dist.get_rank() == 0:
         of_rank_0.data += 1  # all ranks take it
-    whole = mesh(*sizes, order=order)
+    whole = mesh(*sizes, order=order, context=context, experts=experts)
     model = MixedParallel(copy.deepcopy(dense), whole, 2, **options)
     if dist.get_rank() > 0:
         of_rank_0.data += 1
     before = {name: tensor.clone() for name, tensor in dense.state_dict().items()}
     optimizer, alone = opt(model), adam(dense)
     replica, replicas = whole.get_local_rank("data"), whole["data"].size()
+    if experts > 1:
+        replica, replicas = replica * experts + whole.get_local_rank("experts"), replicas * experts
     for step in range(steps):
-        inputs, targets = batch(step, rows)
+        inputs, targets = batch(step, rows, length)
+        targets = targets.index_fill(1, torch.arange(length - padding, length), -100)
         own = slice(replica, None, replicas) if shares is None else shares[replica]
         optimizer.zero_grad()
         alone.zero_grad()
@@ -125,6 +153,8 @@ def train(
         assert expected > 0.1  # it does clip
         optimizer.step()
         alone.step()
+        for each in (model, dense) if experts > 1 else ():
+            md.experts.update_bias(each, 0.01)
         state, full = dense.state_dict(), model.full_state_dict()
         found = apart({"loss": (loss, wanted), "norm": (norm, expected)})
         found += apart({name: (full[name], tensor) for name, tensor in state.items()})
@@ -162,6 +192,73 @@ def test_all_three_train_as_one_process_does(pools, gloo):
 )
 def test_options_of_the_parts(pools, sizes, options):
     assert pools(4)(train, sizes, **options) == [[]] * 4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((2, 1, 1), {"padding": 4}),  # none of rank 1's tokens has a target
+        ((2, 1, 1), {"shares": [slice(0, 3), slice(3, 8)], "order": ("context", *AXES)}),
+        ((1, 2, 1), {"recompute": True, "length": 7}),
+        ((2, 1, 1), {"tied": False, "shard": md.FullyShardedDataParallel, "length": 7}),
+        ((1, 1, 2), {"sequence_parallel": True, "length": 8}),
+    ],
+)
+def test_ranks_along_context_share_the_tokens_of_each_row(pools, sizes, options):
+    assert pools(4)(train, sizes, context=2, **options) == [[]] * 4
+
+
+def test_context_beside_pipeline_and_tensor(pools):
+    assert pools(8)(train, (1, 2, 2), context=2, length=7) == [[]] * 8
+
+
+def sharded(stage, device_mesh):
+    own = set(md.experts.parameters(stage))
+    return md.fully_shard(stage, mesh=device_mesh, ignored_params=own)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((1, 1, 1), {"experts": 4}),
+        ((2, 1, 1), {"shares": [slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 9)], "rows": 9}),
+        ((1, 2, 1), {"recompute": True, "balance": [4, 2]}),
+        ((1, 2, 1), {"schedule": "interleaved", "norm_type": float("inf")}),
+        ((1, 2, 1), {"schedule": "zero_bubble"}),
+        ((1, 1, 2), {"plan": ATTENTION}),
+        ((1, 1, 1), {"context": 2, "order": ("context", "experts", *AXES)}),
+        ((2, 1, 1), {"tied": False, "shard": sharded}),
+        ((1, 2, 1), {"tied": False, "shard": sharded, "schedule": "gpipe"}),
+    ],
+)
+def test_ranks_along_experts_have_other_rows_and_other_experts(pools, sizes, options):
+    assert pools(4)(train, sizes, **{"experts": 2, **options}) == [[]] * 4
+
+
+def test_experts_beside_the_other_axes(pools):
+    assert pools(8)(train, (1, 2, 1), context=2, experts=2) == [[]] * 8
+    assert pools(8)(train, (2, 1, 2), experts=2, plan=ATTENTION) == [[]] * 8
+
+
+def test_the_auxiliary_loss_is_the_mean_over_the_micro_batches(pools):
+    """In one process: of each micro-batch of all ranks together, a half."""
+
+    def run():
+        dense, whole = of_experts(aux=1.0), mesh(pipeline=2, experts=2)
+        model, own = MixedParallel(copy.deepcopy(dense), whole, 2), whole.get_local_rank("experts")
+        inputs, targets = batch(0)
+        model.train_step(inputs[own::2], targets[own::2], model.cross_entropy)
+        for block in dense.blocks:
+            block.mlp.aux = 0.5
+        for rows in slice(0, 4), slice(4, 8):
+            (md.parity.cross_entropy(dense(inputs[rows]), targets[rows]) / 2).backward()
+        ours = {
+            n: p.grad for n, p in model.module.named_parameters() if not hasattr(p, "placements")
+        }
+        wanted = dict(dense.named_parameters(remove_duplicate=False))
+        return apart({name: (grad, wanted[name].grad) for name, grad in ours.items()})
+
+    assert pools(4)(run) == [[]] * 4
 
 
 def test_layers_of_ones_own_by_a_plan(pools):
@@ -304,10 +401,10 @@ def test_a_rank_holds_its_features_of_its_layers_by_the_models_names(pools):
     assert all(count < whole / 2 for _, count in held)  # a quarter; a tied weight is there twice
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 1), (2, 1, 2), (1, 2, 2)])
+@pytest.mark.parametrize("sizes", [(2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 2, 1), (1, 1, 1)])
 def test_evaluation_gives_whole_outputs_on_every_rank(pools, sizes):
     def evaluate():
-        dense, whole = transformer(), mesh(*sizes)
+        dense, whole = transformer(), mesh(*sizes, context=4 // prod(sizes))
         model = MixedParallel(copy.deepcopy(dense), whole, 4).eval()
         inputs, _ = batch(whole.get_local_rank("data"), rows=3)  # fewer than micro-batches
         with torch.no_grad():
@@ -318,11 +415,12 @@ def test_evaluation_gives_whole_outputs_on_every_rank(pools, sizes):
     assert pools(4)(evaluate) == [([], False)] * 4
 
 
-def test_a_copy_is_on_the_same_mesh_and_has_values_of_its_own(pools):
+@pytest.mark.parametrize("context", [1, 2])
+def test_a_copy_is_on_the_same_mesh_and_has_values_of_its_own(pools, context):
     """As scripts keep a moving average of the weights."""
 
     def run():
-        model = MixedParallel(transformer(), mesh(*ALL), 2)
+        model = MixedParallel(transformer(), mesh(*ALL[context - 1 :], context=context), 2)
         copied, before = copy.deepcopy(model), model.full_state_dict()
         model.train_step(*batch(0), model.cross_entropy)
         torch.optim.SGD(model.parameters(), lr=0.1).step()
@@ -359,6 +457,27 @@ def test_a_checkpoint_of_one_mesh_loads_in_any_other_and_in_the_model(pools, the
         return found, kept, told.startswith("RuntimeError") and "bias" in told
 
     assert pools(4)(move) == [([], True, True)] * 4
+
+
+def test_a_checkpoint_of_experts_loads_in_any_mesh_and_in_the_model(pools):
+    def move():
+        dense = of_experts()
+        model = MixedParallel(of_experts(), mesh(pipeline=2, experts=2), 2)
+        model.train_step(*batch(0), model.cross_entropy)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        full = model.full_state_dict()
+        dense.load_state_dict(full)
+        other = MixedParallel(of_experts(), mesh(data=2, experts=2), 2)
+        other.load_full_state_dict(full)
+        inputs, _ = batch(dist.get_rank())  # whose rows are its own
+        with torch.no_grad():
+            found = apart({"outputs": (other(inputs), dense(inputs))})
+        copied = copy.deepcopy(other)
+        other.train_step(*batch(0), other.cross_entropy)
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+        return found + apart({n: (t, full[n]) for n, t in copied.full_state_dict().items()})
+
+    assert pools(4)(move) == [[]] * 4
 
 
 def test_ranks_along_tensor_are_neighbours_unless_order_says_otherwise(pools):
@@ -419,6 +538,53 @@ def test_bytes_by_axis(pools, gloo, sequence_parallel):
             assert axes["tensor"] == {"all_reduce": (2 * 7, 2 * (5 * activation + loss))}
 
 
+def traffic_with_context(data):
+    whole = mesh(data=data, context=2)
+    model = MixedParallel(transformer(), whole, 2)
+    with md.measure.TrafficCounter() as counter:
+        model.train_step(*batch(0, rows=4), model.cross_entropy)
+    return traffic_by_axis(counter, whole), sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_bytes_along_context(pools, data):
+    """Three blocks, two micro-batches of 2 rows of 6 tokens, of 8 features. Half of all keys and
+    values leave a rank forward, twice as many backward."""
+    keys = 2 * 6 * 8 * 8
+    for axes, nbytes in pools(2 * data)(traffic_with_context, data):
+        sent = sum(n for call, (_, n) in axes["context"].items() if call != "all_reduce")
+        assert sent == 3 * 2 * (2 + 4) * keys / 2
+        calls, summed = axes["replicas" if data > 1 else "context"]["all_reduce"]
+        assert nbytes <= summed < nbytes + 1000 and calls == 3
+        assert ("all_reduce" in axes["context"]) is (data == 1)
+
+
+def traffic_of_experts(**axes):
+    whole = mesh(**axes)
+    model = MixedParallel(of_experts(), whole, 1)
+    with md.measure.TrafficCounter() as counter:
+        model.train_step(*batch(dist.get_rank(), rows=4), model.cross_entropy)
+    plans = [block.mlp.plan for block in model.module.blocks]
+    own = sum(local_of(p).nbytes for p in md.experts.parameters(model))
+    return traffic_by_axis(counter, whole), sum(sum(map(sum, plan)) for plan in plans), own
+
+
+@pytest.mark.parametrize(
+    ("axes", "copies"),
+    [({"data": 2}, "data"), ({"pipeline": 1}, None)],
+)
+def test_bytes_along_experts(pools, axes, copies):
+    """Three layers of two tensors of 4 experts a rank. A row has 8 features; there and back, and so
+    do the gradients. The counts of 8 experts go before."""
+    nbytes = sum(p.nbytes for name, p in of_experts().named_parameters() if ".experts." not in name)
+    for found, rows, own in pools(2 * prod(axes.values()))(traffic_of_experts, experts=2, **axes):
+        assert found["experts"]["all_to_all"] == (3 * 5, 2 * rows * 64 + 3 * 8 * 8)
+        assert own == 3 * 2 * 4 * 8 * 12 * 8
+        summed = found["replicas" if copies else "experts"]["all_reduce"]
+        assert summed[0] == 3 and nbytes < summed[1] < nbytes + 1000
+        assert copies is None or found[copies] == {"all_reduce": (6, own)}
+
+
 # ---- mistakes -----------------------------------------------------------------------------
 
 
@@ -460,6 +626,14 @@ def another_mesh_on_one_rank():
 
 
 WRONG_MODELS = {
+    "experts over tokens that are cut": (
+        lambda: MixedParallel(of_experts(), mesh(experts=2, tensor=2), 2, sequence_parallel=True),
+        "ValueError: experts and sequence_parallel, which cuts tokens",
+    ),
+    "an expert on no rank": (
+        lambda: MixedParallel(of_experts(eight=6), mesh(experts=4), 2),
+        "ValueError: 6 experts cannot be shared by 4 ranks",
+    ),
     "axes": (other_axes, "ValueError: the mesh has data; 4 ranks: take data, pipeline, tensor"),
     "meshes": (another_mesh_on_one_rank, "ValueError: the ranks disagree about mesh: rank 0 says"),
     "heads": (
@@ -481,3 +655,14 @@ def test_what_cannot_be_trained_on_a_mesh_is_refused_on_every_rank(pools):
     for what, (function, said) in WRONG_MODELS.items():
         told = pools(4)(raised, function)
         assert all(said in each for each in told), (what, told)
+
+
+@pytest.mark.parametrize(("sizes", "length"), [((2, 1, 1), 1), ((1, 1, 2), 7)])
+def test_rows_that_cannot_be_cut_are_refused_on_every_rank(pools, sizes, length):
+    def run():
+        whole = mesh(*sizes, context=2)
+        model = MixedParallel(transformer(length=7), whole, 2, sequence_parallel=True)
+        return raised(model.train_step, *batch(0, length=length), model.cross_entropy)
+
+    told = pools(4)(run)
+    assert told == [f"ValueError: {length} tokens cannot be cut over 2 x {sizes[2]} ranks"] * 4

@@ -5,10 +5,14 @@ Every rank has a place (d, p, t) in a mesh, and shares a group with the others a
     axis        of the model it has      what travels along it
     data        the same part            gradients, once a step
     pipeline    other layers             activations and their gradients, once a micro-batch
+    context     the same part            keys and values, in each layer and micro-batch
+    experts     other experts            rows to experts and back, in each layer and micro-batch
     tensor      other features           sums of activations, four a block and a micro-batch
 
-So the ranks along `tensor` belong closest together, and those along `data` may be far apart. All
-this is put together from the lessons before.
+So the ranks along `tensor` belong closest together, and those along `data` may be far apart. The
+ranks along `context`, if there are any, share the tokens of each row; those along `experts` have
+rows of their own. Both average gradients with those along `data`, of all but the experts. All this
+is put together from the lessons before.
 
 Lesson: mixed_parallelism. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
 Clusters Using Megatron-LM" (arXiv 2104.04473), section 3.
