@@ -453,6 +453,7 @@ REFUSED = {
     "ValueError: 4 ranks cannot share 6 heads and 6 of keys evenly": lambda: step(
         md.zoo.Decoder(width=24, heads=6, kv_heads=6), attention="ulysses"
     ),
+    "ValueError: 3 tokens cannot be cut over 4 ranks": lambda: step(length=3),
     "ValueError: documents are (12,), one": lambda: step(documents=documents_of(11)),
     "cut tokens with a mask and no causality": lambda: step(attends(attn_mask=torch.ones(3, 3))),
     "cut tokens with dropout": lambda: step(attends(is_causal=True, dropout_p=0.1)),

@@ -3,6 +3,7 @@ numbers, and what is counted in real steps: bytes that are held, kept for backwa
 
 import math
 import sys
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import minidist as md
 from minidist.__main__ import main
@@ -41,6 +43,14 @@ def test_table_1_of_the_zero_paper():
     assert len(said.splitlines()) == 2 + 18
     words = "1024 7.5 billion 30.1 30.0879 -0.0% 15.1 15.1025 +0.0% 0.12 0.117188 -2.3%"
     assert said.splitlines()[-3].split() == words.split()
+
+
+def test_figure_1_of_the_zero_paper():
+    found = [md.planner.memory(7.5e9, 64, stage) for stage in range(4)]
+    assert [round(each.total / 1e9, 1) for each in found] == [120, 31.4, 16.6, 1.9]
+    assert [round(each.parameters / 1e9, 2) for each in found] == [15, 15, 15, 0.23]
+    assert [round(each.gradients / 1e9, 2) for each in found] == [15, 15, 0.23, 0.23]
+    assert [round(each.optimizer_states / 1e9, 2) for each in found] == [90, 1.41, 1.41, 1.41]
 
 
 def test_bytes_a_parameter():
@@ -108,6 +118,33 @@ def test_bytes_that_ranks_hold(pools, stage):
             for live, counts in pools(world_size)(counted, stage, optimizer, dtype):
                 live["optimizer states"] -= counts
                 assert {name: live[name] for name in planned} == planned, (world_size, optimizer)
+
+
+# ---- what fits --------------------------------------------------------------------------------
+
+
+def test_largest_model():
+    assert md.planner.largest_model(32e9) == 2e9  # 16 bytes each
+    assert md.planner.largest_model(32e9, 64, 3) == 128e9  # as in Table 1
+    assert md.planner.largest_model(32e9, precision="float32", optimizer="sgd") == 4e9
+    assert md.planner.largest_model(33e9, activations=1e9) == 2e9
+    assert md.planner.largest_model(33.9) == 2
+    with pytest.raises(ValueError, match="no model fits in a memory of 15 bytes"):
+        md.planner.largest_model(15)
+    with pytest.raises(ValueError, match="of 3,200 bytes, of which activations take 3,199"):
+        md.planner.largest_model(3200, activations=3199)
+
+
+def test_smallest_world_size():
+    assert md.planner.smallest_world_size(120e9, 7.5e9) == 1
+    assert md.planner.smallest_world_size(32e9, 7.5e9) == 4  # 30 GB each, Table 1
+    assert md.planner.smallest_world_size(1e9, 7.5e9) == 120
+    assert md.planner.smallest_world_size(32e9, 7.5e9, 1) == 45  # 30 + 90/N
+    assert md.planner.smallest_world_size(80e9, 7.5e9, 0, optimizer="sgd") == 1
+    with pytest.raises(ValueError, match="ZeRO-1 fits on no number of ranks: each holds 30,000,"):
+        md.planner.smallest_world_size(30e9, 7.5e9, 1)
+    with pytest.raises(ValueError, match="DDP fits on no number of ranks"):
+        md.planner.smallest_world_size(80e9, 7.5e9, 0)
 
 
 # ---- the shape of a transformer ----------------------------------------------------------------
@@ -195,8 +232,11 @@ def test_parameters_of_the_presets():
 # Billions, all and active, as the makers print them. Some leave the embedding out of the second.
 EXPERTS = {
     "mixtral-8x7b": (46.7, 12.9, True),
+    "mixtral-8x22b": (141, 39, True),
     "olmoe-1b-7b": (6.9, 1.3, True),
     "qwen3-30b-a3b": (30.5, 3.3, True),
+    "qwen3-235b-a22b": (235, 22, True),
+    "gpt-oss-20b": (20.9, 3.6, False),
     "gpt-oss-120b": (116.8, 5.1, False),
     "deepseek-v3": (671, 36.6, False),
 }
@@ -211,7 +251,10 @@ def test_parameters_of_models_with_experts():
         assert used / 1e9 == pytest.approx(active, rel=0.02), name
     norms = 48 * 2 * 128  # of each head's queries and keys
     assert planner.MODELS["qwen3-30b-a3b"].parameters + norms == 30_532_122_624  # torchtitan
+    # By hand: Mixtral's flops are those of a dense model with an MLP of two experts' width.
     mixtral = planner.MODELS["mixtral-8x7b"]
+    dense = replace(mixtral, experts=0, active=1, hidden=2 * 14336)
+    assert mixtral.flops == dense.flops + 3 * 32 * 2 * 8 * 4096  # the router
     shared = replace(mixtral, shared=1, dense_layers=2)
     one, router = 3 * 4096 * 14336, 8 * 4096
     assert shared.parameters - mixtral.parameters == (30 + 2 * (2 + 1 - 8)) * one - 2 * router
@@ -606,11 +649,11 @@ def test_the_optimizers_time():
     out: so stage 1 may take less time than DDP."""
     touched = {
         (optimizer, name): each.touched(optimizer)
-        for optimizer in ("adam", "sgd")
+        for optimizer in ("adam", "sgd", "adam8bit")
         for name, each in planner.PRECISIONS.items()
     }
     assert touched["adam", "mixed"] == touched["adam", "float32"] == 28
-    assert touched["sgd", "float32"] == 12
+    assert touched["sgd", "float32"] == 12 and touched["adam8bit", "autocast"] == 12 + 4 + 4 / 64
     shape, device = planner.MODELS["llama-3-8b"], planner.GPUS["h100"]
     took = [planner.step_time(shape, planner.Layout(8, stage=n), device) for n in range(4)]
     assert took[0].optimizer == pytest.approx(28 * shape.parameters / 3.35e12)
@@ -654,6 +697,229 @@ def test_context_parallel():
     assert took.compute == pytest.approx(planner.step_time(shape, alone, device).compute / 4)
     with pytest.raises(ValueError, match="8191 tokens cannot be shared by 4 ranks"):
         planner.peak(replace(shape, length=8191), shared)
+
+
+GROUPED = planner.Transformer(1, 48, 12, 32, 64, kv_heads=2)  # of keys and values, 2,048 bytes
+
+
+def along_context(way, flops=math.inf, ranks=4, shape=GROUPED, **others):
+    """Nanoseconds of a step: on a line that carries a byte in each."""
+    layout = planner.Layout(ranks, context=ranks, context_attention=way, **others)
+    device = planner.Device(flops, 1e9, md.Link(8, 0))
+    return 1e9 * planner.step_time(shape, layout, device, "float32").context
+
+
+def test_how_keys_go_round():
+    """By hand, b = 256 numbers: 6bf and 4bf; in Ulysses 12 heads of queries and 2 of keys that four
+    ranks share, 2bf/4 (6 + 2) each way. Layers that are computed again send forward again."""
+    bytes_of = {"gathered": 4608, "gathered once": 3072, "ring": 4608, "ulysses": 6144}
+    assert {way: along_context(way) for way in planner.CONTEXT_ATTENTION} == pytest.approx(bytes_of)
+    again = {"gathered": 6144, "gathered once": 4608, "ring": 6144, "ulysses": 9216}
+    found = {way: along_context(way, recompute="layers") for way in again}
+    assert found == pytest.approx(again)
+    assert {along_context(way, ranks=1) for way in again} == {0}
+    nodes = planner.Device(1, 1, md.Link(8e3, 0, inter=md.Link(8, 0)), per_node=2)
+    assert nodes.exchange(4, 100) == pytest.approx(2 * 50e-9)  # two ranks, each half to the other
+    kept = {
+        way: layer_activations(
+            GROUPED, planner.Layout(4, context=4, context_attention=way), "float32"
+        )
+        for way in again
+    }
+    more = {way: kept[way] - kept["gathered"] for way in again}  # 8 tokens, 4 bytes
+    # The others' keys; a second output, and a second copy of each rank's keys.
+    assert list(more.values()) == [0, 32 * 3 * 16, 0, 32 * (48 + 16)]
+
+
+def layer_on_a_rank(shape, way):
+    """Bytes that a rank sends in a step of a layer; and what the layer keeps until backward."""
+    ranks = dist.get_world_size()
+    layer, cut = Layer(shape), md.context_parallel.Cut.of("zigzag", shape.length, ranks)
+    layer.flash = partial(md.context_parallel.ATTENTION[way], cut=cut)
+    x = torch.randn(1, shape.length // ranks, shape.width, requires_grad=True)
+    with md.measure.TrafficCounter() as traffic:
+        kept, out = saved_by_autograd(layer, x)
+        out.sum().backward()
+    return traffic.sent_bytes + sent(traffic.calls, ranks), kept
+
+
+def test_what_a_layer_sends_and_keeps(pools):
+    """To the byte. Our gathered attention has masks, and joins its output of two runs."""
+    for kv_heads, ranks in (2, 2), (2, 4), (12, 4):
+        shape, tokens = replace(GROUPED, kv_heads=kv_heads, llama=True), 32 // ranks
+        for way in "ring", "gathered", "ulysses":
+            name = "gathered once" if way == "gathered" else way
+            nbytes, kept = pools(ranks)(layer_on_a_rank, shape, way)[0]
+            assert nbytes == pytest.approx(along_context(name, ranks=ranks, shape=shape)), name
+            layout = planner.Layout(ranks, context=ranks, context_attention=name)
+            small = (2 * (4 + 4 * 48) + 4 * 12) * tokens  # norms and flash attention, as above
+            if way == "gathered":
+                small += 4 * tokens * 48 + 4 * tokens // 2 * (tokens // 2 + 32)
+                small += 8 * 32  # the order of the sequence
+            assert kept == layer_activations(shape, layout, "float32") + small, (name, ranks)
+
+
+def test_what_a_ring_hides():
+    """A message takes 512 ns, a block 256 forward and 640 backward, or twice that in a contiguous
+    cut but for the first: as long as the longer one, and the last gradients behind no block."""
+    for cut, forward, backward in ("zigzag", 3 * 256, 1024 - 640 + 512), ("contiguous", 256, 512):
+        found = partial(along_context, "ring", 24e9, context_cut=cut)
+        assert found() == pytest.approx(forward + backward)
+        assert found(recompute="layers") == pytest.approx(2 * forward + backward)
+        pairs = md.context_parallel.cost.work(cut, 512, 4)  # a block is 512² / 32
+        room = md.context_parallel.cost.ring_time(pairs, 256 * 32 / 512**2, 512)
+        computing = 1024 * (7 / 4 if cut == "contiguous" else 1)
+        assert room == pytest.approx(computing + forward, rel=0.01)
+
+
+def test_a_contiguous_cut():
+    """Four ranks compute 1, 3, 5, 7 sixteenths of causal attention: the last, 7/4 of the mean."""
+    device, of = planner.Device(1e12, 1e9, md.Link(8)), partial(planner.Layout, 4, context=4)
+    flops = (2 + 5) / 2 * 2 * 32 * 48 * 8  # of seven products, half, of 8 tokens with 32
+    for way, more in ("gathered", 3 / 4), ("ring", 3 / 4), ("ulysses", 0):
+        even, last = (
+            planner.step_time(GROUPED, of(context_attention=way, context_cut=cut), device).compute
+            for cut in planner.CONTEXT_CUT
+        )
+        assert (last - even) * 1e12 == pytest.approx(more * flops, abs=1), way
+
+
+# ---- experts -----------------------------------------------------------------------------------
+
+SPARSE = planner.Transformer(2, 32, 4, 12, 64, hidden=64, experts=8, active=3, tied=True)
+
+
+def test_states_of_experts():
+    """Shared out by 4, each has 16 / 4 copies, which ZeRO shares out further."""
+    held = partial(planner.peak, SPARSE, precision="float32", optimizer="adam")
+    one = 2 * 8 * 2 * 32 * 64  # both layers' experts: two matrices of 32 x 64
+    rest = SPARSE.parameters - one
+    for stage in 0, 1, 2:
+        found = held(planner.Layout(16, stage=stage, experts=4))
+        apart = [(16, 4) if stage >= first else (1, 1) for first in (3, 2, 1)]
+        wanted = [4 * (rest / N + one / 4 / copies) for N, copies in apart]
+        wanted[2] *= 2
+        assert [*found.categories.values()][:3] == pytest.approx(wanted), stage
+    four, eight = (held(planner.Layout(16, stage=3, experts=n)) for n in (4, 8))
+    assert four.parameters < 4 * 1.4 * (rest + one) / 16
+    assert four.copies - eight.copies == (4 + 4) * 2 * one / 2 / 8  # of two layers at once
+
+
+def along_experts(flops=math.inf, per_node=4, ranks=4, **others):
+    """As `along_context`: nanoseconds, and of computing."""
+    layout = planner.Layout(ranks, experts=4, **others)
+    cable = md.Link(8 * per_node, 0)  # each rank's part carries a byte in a nanosecond
+    device = planner.Device(flops, 1e9, md.Link(8, 0, inter=cable), per_node)
+    took = planner.step_time(SPARSE, layout, device, "float32")
+    return 1e9 * took.experts, took.compute
+
+
+def test_time_of_experts():
+    """By hand: 12 tokens, of which 3 rows of 128 bytes go out, 3/4 of them to other ranks; two
+    layers, back, and the same in backward."""
+    row = 12 * 128 * 2 * 4
+    assert along_experts()[0] == pytest.approx(row * 3 * 3 / 4)
+    assert along_experts(imbalance=1.5)[0] == pytest.approx(1.5 * row * 3 * 3 / 4)
+    assert along_experts(recompute="layers")[0] == pytest.approx(6 / 4 * row * 3 * 3 / 4)
+    assert along_experts(ranks=8, tensor=2)[0] == pytest.approx(row / 2 * 3 * 3 / 4)
+    assert along_experts(ranks=8, pipeline=2)[0] == pytest.approx(row / 2 * 3 * 3 / 4)
+    distinct = 4 * (1 - math.comb(6, 3) / math.comb(8, 3))
+    assert along_experts(once=True)[0] == pytest.approx(row * distinct * 3 / 4)
+    nodes = 2 * (1 - math.comb(4, 3) / math.comb(8, 3))
+    assert along_experts(once=True, per_node=2)[0] == pytest.approx(row * nodes / 2)
+    for again, passes in ("nothing", 3), ("layers", 4):  # forward, and twice as much back
+        even, uneven = (along_experts(1e12, imbalance=n, recompute=again)[1] for n in (1, 2))
+        more = passes * 2 * 12 * 3 * 2 * 2 * 32 * 64  # of 3 experts
+        assert (uneven - even) * 1e12 == pytest.approx(more)
+    sent = planner.messages(SPARSE, planner.Layout(4, experts=4, imbalance=1.5), "float32")
+    assert ("all_to_all", 1.5 * 12 * 3 * 128, 4, 8) in sent
+
+
+def test_what_else_experts_change():
+    """By hand: copies of experts are averaged among themselves, the rest among all; a tensor rank
+    has no part of an expert, so that only attention sends along tensor; pipeline is outermost."""
+    device = planner.Device(1e12, 1e9, md.Link(8, 0), bandwidth=1e9)
+    took = planner.step_time(SPARSE, planner.Layout(8, experts=4), device, "float32")
+    routed = 2 * 8 * 2 * 32 * 64
+    rest = SPARSE.parameters - routed
+    assert 1e9 * took.data == pytest.approx(4 * rest * 2 * 7 / 8 + 4 * routed / 4)
+    assert 1e9 * took.optimizer == pytest.approx(28 * (rest + routed / 4))
+    cut = planner.step_time(SPARSE, planner.Layout(8, 2, experts=4), device, "float32")
+    assert 1e9 * cut.tensor == pytest.approx(2 * 2 * 4 * 12 * 32)
+    shared = planner.step_time(replace(SPARSE, shared=1), planner.Layout(2, 2), device, "float32")
+    assert shared.tensor == pytest.approx(2 * cut.tensor)
+    apart = replace(device, link=md.Link(8, 0, inter=md.Link(8e3, 0)), per_node=4)
+    layout = planner.Layout(8, pipeline=2)  # to the other node, by its faster cable
+    near, far = (
+        planner.step_time(SPARSE, replace(layout, experts=n), apart, "float32") for n in (1, 4)
+    )
+    assert far.pipeline == pytest.approx(near.pipeline * 4 / 1000)
+    assert far.data > 10 * near.data
+    first, *others = stages(planner.MODELS["deepseek-v3"], planner.Layout(16, pipeline=16))
+    assert first.layers - first.sparse == 3 and all(s.layers == s.sparse for s in others)
+
+
+def test_nodes_of_a_token():
+    """Beside a router's choices among random scores. DeepSeek-V3 sends to at most 4 of 8 nodes."""
+    torch.manual_seed(0)
+    for experts, k, nodes, limit in (256, 8, 8, None), (256, 8, 8, 4), (64, 6, 4, None):
+        router = md.experts.Router(8, experts, k, nodes=nodes, of_nodes=limit)
+        chosen = router.choose(torch.rand(4096, experts)) // (experts // nodes)
+        met = F.one_hot(chosen, nodes).amax(1).sum(1).double().mean()
+        assert planner.touched(experts, k, nodes, limit) == pytest.approx(met.item(), rel=0.02)
+    assert planner.touched(256, 8, 8) == pytest.approx(5.29, abs=0.01)
+
+
+def calls_of_experts(replicas):
+    """Of a step: calls and bytes by operation and number of ranks; and this rank's parameters."""
+    torch.manual_seed(dist.get_rank())
+    model = md.zoo.Transformer(64, 12, 32, 4, 2)
+    for block in model.blocks:
+        block.mlp = md.experts.MoE(32, 64, experts=8, k=3)
+    shape = replicas, dist.get_world_size() // replicas
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "experts"))
+    model = md.DistributedDataParallel(md.experts.parallelize(model, mesh))
+    tokens = torch.randint(64, (5, 12))
+    with md.measure.TrafficCounter() as traffic:
+        model(tokens).sum().backward()
+    routed = sum(p.to_local().numel() for p in md.experts.parameters(model))
+    return traffic.by_group, routed, sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_goes_to_experts(pools, replicas):
+    """To the byte, and all parameters. Each rank's rows differ: all together are as planned."""
+    ranks, layout = 4, planner.Layout(4, micro_batch=5, experts=4 // replicas)
+    biases = 2 * 3 * 32  # of qkv, which the zoo has not
+    planned, found = Counter(), Counter()
+    for each in planner.messages(SPARSE, layout, "float32"):
+        planned[each.operation, each.ranks] += ranks * each.times * each.nbytes
+    planned["all_reduce", 4] -= ranks * 4 * biases
+    for groups, routed, whole in pools(ranks)(calls_of_experts, replicas):
+        assert whole == SPARSE.parameters - biases
+        assert routed == stages(SPARSE, layout)[0].routed(SPARSE, layout)
+        for group, calls in groups.items():
+            for operation, (_, nbytes) in calls.items():
+                if len(group) > 1 and operation != "broadcast":  # of the routers' biases, by DDP
+                    found[operation, len(group)] += nbytes
+    assert found == planned
+
+
+def test_what_experts_keep():
+    """The rows that arrive and those that go back, and hidden numbers. Eager torch keeps two more
+    rows of each, for index_copy and index_add."""
+    for k in 1, 2, 3:
+        shape = replace(SPARSE, active=k)
+        layer = md.experts.MoE(32, 64, experts=8, k=k)
+        x = torch.randn(36, 32, requires_grad=True)
+        layout = planner.Layout(micro_batch=3)
+        planned = layer_activations(shape, layout, "float32") - 4 * 36 * (4 + 4 - 1) * 32
+        kept = saved_by_autograd(layer, x)[0] - planned - 4 * 36 * 2 * k * 32
+        assert 0 < kept < 36 * (64 + 8 * 8 + 48 * k), k  # weights, scores and places of rows
+    one, uneven = planner.Layout(4, experts=4), planner.Layout(4, experts=4, imbalance=2)
+    held, fullest = (layer_activations(SPARSE, each, "float32") for each in (one, uneven))
+    assert fullest - held == 4 * 12 * 3 * (2 * 64 + 2 * 32)
+    assert layer_activations(replace(SPARSE, shared=1), one, "float32") - held == 4 * 12 * 2 * 64
 
 
 def test_what_is_recomputed():
@@ -725,6 +991,18 @@ def row(text, name):
     return [line.split()[1:] for line in text.splitlines() if line.split()[:1] == [name]][0]
 
 
+def test_the_command_with_a_size_alone(monkeypatch, capsys):
+    said = plan(monkeypatch, capsys, *"--params 7.5e9 --world-size 64 --memory 32".split()).out
+    head = "7,500,000,000 parameters, world size 64: GB on each rank, of 29.4 that can be used\n"
+    assert said.startswith(head)
+    assert row(said, "DDP") == "15 15 90 0 120 no 1.84 billion none".split()
+    none = "15 15 1.41 0 31.4 no 7.03 billion none".split()  # 30 whole: none is enough
+    assert row(said, "ZeRO-1") == none
+    assert row(said, "ZeRO-3")[4:] == "1.88 yes 118 billion 5".split()
+    said = plan(monkeypatch, capsys, *"--params 7.5e9 --memory 1e-9".split()).out
+    assert row(said, "ZeRO-3")[5:] == ["no", "none", "130,434,782,609"]
+
+
 EIGHT = "--model llama-3-8b --gpu h100 --world-size 8"
 
 
@@ -744,6 +1022,19 @@ def test_the_command_with_a_model(monkeypatch, capsys):
     assert "of 500 TFLOP/s" in own and "36.8 can be used" in own
 
 
+def test_the_command_with_experts(monkeypatch, capsys):
+    asked = "--model mixtral-8x7b --world-size 64 --experts 8 --imbalance 1.5 --once --stage 1"
+    said = plan(monkeypatch, capsys, *f"{asked} --micro-batches 4".split()).out
+    assert said.startswith("mixtral-8x7b: 46.7 billion parameters, 12.88 billion active, on 64")
+    assert "tensor 1; experts shared by 8\n" in said
+    (flags,) = [each for each in said.splitlines() if each.startswith("    --")]
+    assert "experts" not in flags and "imbalance" not in flags  # a rank that has all has the mean
+    few = "--model mixtral-8x22b --world-size 8 --experts 8 --imbalance 1.5 --once"
+    said = plan(monkeypatch, capsys, *few.split()).out  # nothing fits: on more ranks
+    (flags,) = [each for each in said.splitlines() if each.startswith("    --")]
+    assert "--experts 8 --imbalance 1.5 --once" in flags and "has 1.5 times the mean" in said
+
+
 def test_one_advice_a_page(monkeypatch, capsys):
     """As fast as any that fits, of the same batch, as flags; and the one step, taken apart."""
     for asked in "--tensor 8", "--pipeline 2", "--tensor 2 --stage 2":
@@ -758,7 +1049,10 @@ def test_one_advice_a_page(monkeypatch, capsys):
 
 def test_the_command_where_nothing_fits(monkeypatch, capsys):
     said = plan(monkeypatch, capsys, *"--model llama-3-405b --world-size 8".split()).out
-    assert said.endswith("Nothing fits with the same 8 sequences a step: take more ranks.\n")
+    assert "Nothing fits on 8 ranks with the same 8 sequences a step.\n" in said
+    assert "of the fastest that fits on 128 ranks, with 16 sequences a step:\n" in said
+    never = plan(monkeypatch, capsys, *"--model gpt-2 --memory 0.001".split()).out
+    assert "No layout fits, on any number of ranks" in never
 
 
 def test_the_command_with_a_shape(monkeypatch, capsys):
@@ -777,31 +1071,53 @@ MISTAKES = [
     (lambda: planner.memory(1e9, 0), "from 1 on, not 0"),
     (lambda: planner.memory(1e9, 2, 4), "stage must be one of 0, 1, 2, 3, not 4"),
     (lambda: planner.memory(-1, 2), "more than 0 parameters, not -1"),
+    (lambda: planner.memory(math.nan), "more than 0 parameters, not nan"),
     (lambda: planner.memory(1, optimizer="lion"), "one of sgd, .* not 'lion'"),
     (lambda: planner.memory(1, precision="fp16"), "one of mixed, .* not 'fp16'"),
+    (lambda: planner.memory(1, activations=-1), "activations of -1 bytes makes no"),
+    (lambda: planner.largest_model(-1), "a memory of -1 bytes"),
+    (lambda: planner.traffic(1, 2, 5), "stage must be one of"),
     (lambda: planner.Device(0, 1, md.Link(1)), "more than 0 FLOP/s"),
     (lambda: replace(DEVICE, utilisation=2), "above 0 and 1 at most, not 2"),
     (lambda: planner.Transformer(2, 10, 3), "cannot be shared by 3 heads"),
     (lambda: planner.Transformer(2, 12, 4, kv_heads=3), "4 heads cannot share 3"),
-    (lambda: planner.Transformer(1, 4, 2, experts=2, active=3, llama=True), "uses 3 of 2 experts"),
+    (lambda: planner.Transformer(1, 4, 2, experts=2, active=3), "cannot use 3 of 2 experts"),
+    (lambda: planner.Layout(8, experts=3), "8 ranks are no multiple of 3 that share experts"),
+    (lambda: planner.Layout(8, experts=4, imbalance=5), "imbalance is from 1 to 4, not 5"),
+    (lambda: planner.Layout(8, imbalance=1.5), "imbalance is from 1 to 1, not 1.5"),
+    (
+        lambda: planner.peak(SPARSE, planner.Layout(5, experts=5)),
+        "5 ranks cannot share 8 experts",
+    ),
+    (lambda: planner.messages(SPARSE, planner.Layout(2, 2)), "tensor must be one of 1, not 2"),
+    (lambda: planner.messages(SPARSE, planner.Layout(2, once=True)), "once must be one of False"),
     (lambda: planner.Transformer(0, 10, 2), "layers must be a whole number"),
     (lambda: planner.Layout(recompute="all"), "recompute must be one of"),
     (lambda: planner.Layout(8, 3), "8 ranks are no multiple of tensor 3 × pipeline 1"),
     (lambda: planner.peak(TINY, planner.Layout(3, 3)), "4 heads.* cut by tensor 3"),
     (lambda: planner.peak(TINY, planner.Layout(2, 1, 2)), "1 layers are too few"),
+    (lambda: along_context("ulysses", ranks=8), "8 ranks cannot share 12 heads, 2 of them of keys"),
+    (lambda: along_context("p2p"), "context_attention must be one of gathered, "),
+    (lambda: planner.Layout(context_cut="head"), "context_cut must be one of zigzag, contiguous"),
 ]
 AT_THE_COMMAND_LINE = {
     "": "which model",
-    "--layers 3": "Say --model, or --layers, --width and --heads",
-    "--model gpt-2 --memory 0": "more than 0 FLOP/s, memory",
+    "--layers 3": "needs --layers, --width and --heads",
+    "--params 1e9 --world-size 0": "from 1 on, not 0",
+    "--params 1e9 --memory 0": "more than 0 FLOP/s, memory",
+    "--params 1e9 --model gpt-2": "only the size is known",
     "--model gpt-5": "there is no model gpt-5, but gpt-2, ",
-    "--model mixtral-8x7b": "the planner only counts parameters",
+    "--model deepseek-v3 --recompute operations": "is planned of dense layers",
+    "--model gpt-2 --world-size 2 --experts 2": "2 ranks cannot share 0 experts",
+    "--model deepseek-v3 --layers 3": "all 3 layers are dense: none has experts",
     "--model gpt-2 --world-size 6 --tensor 4": "no multiple of tensor 4",
+    "--model gpt-2 --world-size 8 --tensor 8": "12 heads",
     "--model gpt-2 --gbps 1 2 3": "one number or two",
     "--model gpt-2 --recompute attention": "flash attention stores no scores",
     "--model gpt-2 --world-size 2 --stage 1 --replicate 2": "are of --stage 3",
     "--model gpt-2 --world-size 3 --context 3": "1024 tokens cannot be shared by 3",
     "--model gpt-2 --world-size 2 --replicate 3": "2 ranks cannot hold 3 copies",
+    "--model gpt-2 --world-size 8 --context 8 --context-attention ulysses": "8 ranks cannot share",
 }
 
 

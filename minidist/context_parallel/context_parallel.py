@@ -65,8 +65,9 @@ class ContextParallel(Wrapper):
 
     Raises RuntimeError without a process group; ValueError, on every rank, for another name, and if
     gradients are not averaged over all ranks of the group; NotImplementedError for dropout.
-    `forward` raises ValueError, on every rank, if the ranks have other batches; NotImplementedError
-    for attention that is not causal, has a mask, a dropout, or a scale of its own.
+    `forward` raises ValueError, on every rank, if the ranks have other batches, or tokens are fewer
+    than ranks; NotImplementedError for attention that is not causal, has a mask, a dropout, or a
+    scale of its own.
 
     Limits: documents are cut alike in all rows. Each replica's mean counts alike, however many
     targets it has. No window of attention; q, k and v have four dimensions. Attention that a model
@@ -117,6 +118,8 @@ class ContextParallel(Wrapper):
         """
         group, rank = self.process_group, dist.get_rank(self.process_group)
         _require_same_batch(group, dict(tokens=tokens, targets=targets, documents=documents))
+        if tokens.shape[1] < group.size():
+            raise ValueError(f"{tokens.shape[1]} tokens cannot be cut over {group.size()} ranks")
         self.cut = cut = Cut.of("zigzag", tokens.shape[1], group.size(), documents)
         positions = cut.in_document(rank).to(tokens.device)
         attend = partial(self._attention, cut=cut, group=group)

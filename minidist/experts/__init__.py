@@ -23,7 +23,7 @@ from minidist.experts.dispatch import exchange
 from minidist.experts.grouped import Experts, grouped_mm, loop, padded
 from minidist.experts.moe import MoE
 from minidist.experts.naive import NaiveExperts
-from minidist.experts.parallelize import clip_grad_norm_, parallelize, parameters
+from minidist.experts.parallelize import clip_grad_norm_, counted_elsewhere, parallelize, parameters
 from minidist.experts.router import Router
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "NaiveExperts",
     "Router",
     "clip_grad_norm_",
+    "counted_elsewhere",
     "exchange",
     "grouped_mm",
     "imbalance",

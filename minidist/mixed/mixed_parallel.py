@@ -69,8 +69,8 @@ class MixedParallel(Wrapper):
     one rank ends the ranks of `md.ranks` or torchrun: the others wait for it. Along `context`, only
     attention by `F.scaled_dot_product_attention` is that of all tokens, in a ring. No plan cuts an
     expert: along `tensor` each rank has the same ones, and a plan names attention alone. Replace,
-    compile and hook layers before. An optimizer sees this rank's shards, so it must look at one element at
-    a time: not Adafactor, Muon or LBFGS. In float16 take a `md.ShardedGradScaler`.
+    compile and hook layers before. An optimizer sees this rank's shards, so it must look at one
+    element at a time: not Adafactor, Muon or LBFGS. In float16 take a `md.ShardedGradScaler`.
 
     Raises RuntimeError without a process group; ValueError, on every rank, if the mesh is not of
     all ranks, the model cannot be cut so, or the ranks disagree about any of this.

@@ -3,7 +3,8 @@
     python published_runs.py
 
 Of each kind of GPU, one number is fitted to these runs, `utilisation`; of all, `float8`. All else
-is as published; what a source leaves open is noted. Lesson: scaling_out.
+is as published; what a source leaves open is noted. Runs with experts stand apart, and nothing is
+fitted to them. Lessons: scaling_out, experts.
 """
 
 from dataclasses import replace
@@ -191,21 +192,83 @@ for _name, (_sizes, (_N, _t, _p, _v, _b, _batch), _full, _selective, _) in OF_KO
     _rest = A100, "mixed"
     STEPS[f"{_name}, full"] = KORTHIKANTI, _shape, _again, *_rest, seconds(_full)
     STEPS[f"{_name}, selective"] = KORTHIKANTI, _shape, _both, *_rest, seconds(_selective)
+# Routing is even by force in torchtitan's runs and Bridge's; of Megatron's and the zoo's it is not
+# said. DeepSeek's is real, on H800, whose NVLink is slower than that of the H100, which is planned.
+TITAN_EP = "torchtitan, distributed/deepep/README.md and qwen3_30b_a3b_with_deepep.toml"
+MEGATRON_EP = "Megatron-LM, moe/README.md: 468 TFLOP/s of v0.9 in the layout of v0.8"
+ZOO = "Megatron-MoE-ModelZoo, best_practice/Qwen3"
+V3 = "arXiv 2412.19437, sections 1, 3.2 and 4.2: 180,000 hours a trillion tokens; micro-batch of 1"
+_M7, _Q30, _Q235, _V3 = (
+    MODELS[name] for name in ("mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3")
+)
+_EP8 = {"experts": 8, "once": True}
+_FULL = partial(FSDP, micro_batch=8, **LAYERS | _EP8)
+WITH_EXPERTS = {
+    "Mixtral 8x7B, 64": (
+        *(MEGATRON_EP, _M7, Layout(64, 1, 4, 1, 1, 16, 8, experts=8)),
+        *(H100, "megatron", tflops(468)),
+    ),
+    "Qwen3 30B, 8": (TITAN_EP, _Q30, _FULL(8), B200, "autocast", rate(14796)),
+    "Qwen3 30B, 8, not once": (
+        *(TITAN_EP, _Q30, _FULL(8, once=False), B200, "autocast", rate(9930)),
+    ),
+    "Qwen3 30B, 128": (TITAN_EP, _Q30, _FULL(128), B200, "autocast", rate(13856)),
+    **{
+        f"Qwen3 235B, {name}": (ZOO, _Q235, layout, H100, "megatron", seconds(took))
+        for name, layout, took in (
+            (
+                "experts 32",
+                ZERO_1(
+                    *(256, 2, 8),
+                    **{"micro_batches": 128, "chunks": 4, "recompute": "elementwise"},
+                    **{"experts": 32, "once": True},
+                ),
+                19.7,
+            ),
+            (
+                "pipeline 32",
+                ZERO_1(
+                    *(256, 2, 32),
+                    **{"micro_batches": 512, "chunks": 3, "recompute": "elementwise"},
+                    experts=8,
+                ),
+                24.2,
+            ),
+            ("tensor 4", ZERO_1(256, 4, 8, micro_batches=256, chunks=4, **_EP8), 29.0),
+            (
+                "FSDP",
+                ZERO_1(256, 2, stage=3, micro_batch=4, micro_batches=4, **LAYERS | _EP8),
+                17.6,
+            ),
+        )
+    },
+    "DeepSeek-V3, 1,024 H100": (
+        BRIDGE,
+        _V3,
+        ZERO_1(1024, 2, 8, micro_batches=128, chunks=4, experts=64, once=True),
+        *(H100, "float8", rate(1297)),
+    ),
+    "DeepSeek-V3, 2,048 H800": (
+        *(V3, _V3),
+        Layout(2048, 1, 16, 1, 1, 120, recompute="elementwise", experts=64, once=True),
+        *(H100, "float8", rate(1e12 / (180e3 * 3600))),
+    ),
+}
 
 
 def ratio(name, gpu=None):
     """What the planner says, beside what was published."""
-    _, model, layout, device, precision, took = STEPS[name]
+    _, model, layout, device, precision, took = (STEPS | WITH_EXPERTS)[name]
     return planner.step_time(model, layout, gpu or device, precision).total / took(model, layout)
 
 
 def mfu(name):
     """Model FLOPs utilisation, of the time that was published: what `planner.mfu` counts, whatever
     the source's own MFU counts."""
-    _, model, layout, device, _, took = STEPS[name]
+    _, model, layout, device, _, took = (STEPS | WITH_EXPERTS)[name]
     return planner.mfu(model, layout, device, took(model, layout))
 
 
 if __name__ == "__main__":
-    for name, (source, *_) in STEPS.items():
+    for name, (source, *_) in (STEPS | WITH_EXPERTS).items():
         print(f"{name:34} MFU {mfu(name):4.0%}, planned / published {ratio(name):.2f}  {source}")

@@ -17,8 +17,10 @@ ALIKE = 0.02  # slower than the fastest: then the layout that is more like the g
 RECOMPUTED = "nothing", "elementwise", "operations", "layers"
 SHORTEST = 8192  # tokens on a rank, if ranks share a sequence
 PIPELINES = [{"stage": stage, "chunks": v} for stage in (0, 1) for v in (1, 2, 4)]
-PLAIN: dict[str, Any] = {"replicate": 1, "chunks": 1, "micro_batches": 1, "recompute": "nothing"}
-PLAIN |= {"stored_attention": False}
+PLAIN: dict[str, Any] = {
+    **{"replicate": 1, "chunks": 1, "micro_batches": 1},
+    **{"recompute": "nothing", "stored_attention": False},
+}
 
 
 def fits(model: Transformer, layout: Layout, device: Device, **recipe: Any) -> bool:
@@ -44,25 +46,45 @@ def fastest(model: Transformer, layout: Layout, device: Device, **recipe: Any) -
     return min(alike, key=lambda each: (changes(each), found[each]), default=None)
 
 
+def enough_ranks(
+    model: Transformer, layout: Layout, device: Device, **recipe: Any
+) -> Layout | None:
+    """The fastest on the fewest ranks on which one fits, of 2, 4, 8, … times as many. A node has
+    one sequence a step at least."""
+    for ranks in [layout.world_size * 2**i for i in range(1, 11)]:
+        t = 2 ** ((min(ranks, device.per_node) & -min(ranks, device.per_node)).bit_length() - 1)
+        if ranks % t or (model.kv_heads or model.heads) % t:
+            t = 1
+        m = max(1, layout.sequences * t // ranks)
+        asked = {name: getattr(layout, name) for name in ("experts", "imbalance", "once")}
+        best = fastest(model, Layout(ranks, t, micro_batches=m, **asked), device, **recipe)
+        if best:
+            return best
+    return None
+
+
 def _candidates(model: Transformer, layout: Layout, device: Device) -> Iterator[Layout]:
-    """`layout`; then tensor and context parallel, pipelines, ZeRO with its forms, what is
-    recomputed, and micro-batches of 1, 2, 4, 8: always of as many sequences."""
+    """`layout`; then tensor and context parallel, pipelines, experts on each rank, shared by a node
+    or as given, ZeRO with its forms, what is recomputed, and micro-batches of 1, 2, 4, 8: always of
+    as many sequences."""
     yield layout
     powers = [2**i for i in range(8)]
     tensors = [t for t in powers if t <= device.per_node]
     contexts = [c for c in powers if c == 1 or model.length // c >= SHORTEST]
-    for t, c, p in product(tensors, contexts, powers[:5]):
+    shared = sorted({1, layout.experts, device.per_node}) if model.experts else [1]
+    for t, c, p, e in product(tensors, contexts, powers[:5], shared):
         data, left = divmod(layout.world_size, t * c * p)
-        if left or not data or layout.sequences % data:
+        if left or not data or layout.sequences % data or layout.world_size // p % e:
             continue
         each = layout.sequences // data
-        axes = {"tensor": t, "context": c, "pipeline": p, "sequence_parallel": t > 1}
+        axes = {"tensor": t, "context": c, "pipeline": p, "sequence_parallel": t > 1, "experts": e}
+        axes |= {"imbalance": min(layout.imbalance, e), "once": layout.once and e > 1}
         wide = replace(layout, **axes, **PLAIN)
         sizes = [b for b in powers[:4] if each % b == 0]
         for b, how in product(sizes, [*_zero(wide, device)] if p == 1 else PIPELINES):
             one = replace(wide, micro_batch=b, micro_batches=each // b, **how)
-            for again in RECOMPUTED:
-                yield replace(one, recompute=again)
+            for again, pieces in product(RECOMPUTED, (1, 8)):
+                yield replace(one, recompute=again, loss_chunks=pieces)
 
 
 def _zero(layout: Layout, device: Device) -> Iterator[dict[str, Any]]:
@@ -71,5 +93,5 @@ def _zero(layout: Layout, device: Device) -> Iterator[dict[str, Any]]:
     ranks = layout.data * layout.context
     nodes = max(1, ranks * layout.tensor // device.per_node)
     for n, reshard in product(sorted({1, nodes}), (True, False)):
-        if ranks % n == 0:
+        if ranks % n == 0 and ranks // n * layout.tensor % layout.experts == 0:
             yield {"stage": 3, "replicate": n, "reshard_after_forward": reshard}

@@ -66,6 +66,14 @@ class Device:
         chain, hops = (inside - 1) * self._line(False, 1)[0], math.ceil(math.log2(ranks / inside))
         return min(found, 2 * (chain + hops * alpha + nbytes * beta))
 
+    def exchange(self, ranks: int, nbytes: float, stride: int = 1) -> float:
+        """Seconds of an all_to_all of `nbytes` a rank, which all other such groups do too: what is
+        for other nodes goes through the cable, of every rank."""
+        inside = min(ranks, max(1, self.per_node // stride))
+        alpha, beta = self._line(inside < ranks, self.per_node)
+        leaving = (ranks - (inside if inside < ranks else 1)) / ranks
+        return (ranks - 1) * alpha + leaving * nbytes * beta
+
     def send(self, nbytes: float, stride: int, ranks: int) -> float:
         """Seconds of a message to the next of so many ranks, which all others send too."""
         alpha, beta = self._line(stride * ranks > self.per_node, min(stride, self.per_node))

@@ -1,5 +1,5 @@
-"""How often to save, when machines fail: Young's interval, and a run that fails at random. Lesson:
-scaling_out
+"""How often to save, when machines fail: Young's and Daly's intervals, and a run that fails at
+random. Lesson: scaling_out
 
 With an interval τ of training between saves that take δ, and a mean time M between failures, a
 fraction δ/τ of the time goes to saving, and after each failure τ/2 of training is lost on average:
@@ -24,22 +24,41 @@ def young(save: float, between_failures: float) -> float:
     return math.sqrt(2 * save * between_failures)
 
 
-def expected_time(work: float, interval: float, save: float, between_failures: float) -> float:
-    """Mean seconds that `work` seconds of training take, in saving too, if failures come at random:
-    M (e^((τ+δ)/M) - 1) work/τ. Daly, "A higher order estimate of the optimum checkpoint interval
-    for restart dumps" (Future Generation Computer Systems 22, 2006). Lesson: scaling_out."""
+def daly(save: float, between_failures: float) -> float:
+    """The same for saves that are not short beside M: √(2δM) (1 + √(δ/2M)/3 + δ/18M) - δ, or M if
+    δ is 2M or more. Daly, "A higher order estimate of the optimum checkpoint interval for restart
+    dumps" (Future Generation Computer Systems 22, 2006). Lesson: scaling_out."""
+    short = young(save, between_failures)
+    ratio = save / (2 * between_failures)
+    if ratio >= 1:
+        return between_failures
+    return short * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save
+
+
+def expected_time(
+    work: float, interval: float, save: float, between_failures: float, restart: float = 0.0
+) -> float:
+    """Mean seconds that `work` seconds of training take, if failures come at random, in saving and
+    restarting too: M e^(R/M) (e^((τ+δ)/M) - 1) work/τ, as in Daly's paper. Lesson: scaling_out."""
     _require_positive(work=work, interval=interval, between_failures=between_failures)
+    _require_not_negative(save=save, restart=restart)
     M = between_failures
-    return M * math.expm1((interval + save) / M) * work / interval
+    return M * math.exp(restart / M) * math.expm1((interval + save) / M) * work / interval
 
 
 def run_with_failures(
-    work: float, interval: float, save: float, between_failures: float, seed: int = 0
+    work: float,
+    interval: float,
+    save: float,
+    between_failures: float,
+    restart: float = 0.0,
+    seed: int = 0,
 ) -> float:
     """Seconds that such a run takes, played out once. It saves after each `interval` of training; a
-    failure throws it back to the last save that was whole. Raises ValueError also for an interval
-    so long that no save would ever be whole. Lesson: scaling_out."""
+    failure throws it back to the last save that was whole, and it restarts. Raises ValueError also
+    for an interval so long that no save would ever be whole. Lesson: scaling_out."""
     _require_positive(work=work, interval=interval, between_failures=between_failures)
+    _require_not_negative(save=save, restart=restart)
     if min(interval, work) + save > LONGEST * between_failures:
         raise ValueError(
             f"an interval of {interval} s, with failures every {between_failures} s on average: "
@@ -48,12 +67,23 @@ def run_with_failures(
     random = Random(seed)
     now, done = 0.0, 0.0
     fails = between_failures * random.expovariate(1)
+
+    def lasts(seconds: float) -> bool:
+        """Go on for so long, or until it fails."""
+        nonlocal now, fails
+        if now + seconds <= fails:
+            now += seconds
+            return True
+        now, fails = fails, fails + between_failures * random.expovariate(1)
+        return False
+
     while done < work:
         piece = min(interval, work - done)
-        if now + piece + save <= fails:
-            now, done = now + piece + save, done + piece
+        if lasts(piece + save):
+            done += piece
         else:
-            now, fails = fails, fails + between_failures * random.expovariate(1)
+            while not lasts(restart):
+                pass
     return now
 
 
@@ -61,3 +91,9 @@ def _require_positive(**numbers: float) -> None:
     for name, number in numbers.items():
         if not number > 0:
             raise ValueError(f"{name} must be more than 0, not {number}")
+
+
+def _require_not_negative(**numbers: float) -> None:
+    for name, number in numbers.items():
+        if not number >= 0:
+            raise ValueError(f"{name} must be 0 or more, not {number}")

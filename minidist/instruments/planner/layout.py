@@ -1,5 +1,5 @@
-"""How a training is laid out on ranks, and which layers each pipeline stage has. Lesson:
-mixed_parallelism."""
+"""How a training is laid out on ranks, and which layers each pipeline stage has. Lessons:
+mixed_parallelism, experts."""
 
 from dataclasses import dataclass, fields
 from functools import cache
@@ -10,6 +10,8 @@ from minidist.instruments.planner.transformer import Transformer
 from minidist.pipeline.cut import balance
 
 RECOMPUTE = "nothing", "elementwise", "attention", "operations", "layers"
+CONTEXT_ATTENTION = "gathered", "gathered once", "ring", "ulysses"
+CONTEXT_CUT = "zigzag", "contiguous"
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,23 @@ class Layout:
         "attention": its stored scores, Megatron's "selective". "operations": torchtitan's
         "selective", all but attention and every second matrix product. "layers": "full", all but
         their inputs.
-    context: ranks that share a sequence. They gather each other's keys and values before attention,
-        and in backward again, as in Llama 3.
+    context: ranks that share a sequence.
+    context_attention: how these see each other's keys and values. "gathered": before attention, and
+        in backward again (Llama 3). "gathered once": they stay from forward to backward, as by
+        "gathered" of ContextParallel. "ring": block by block, beside computing. "ulysses":
+        all_to_alls, to all tokens of some heads.
+    context_cut: "zigzag": each rank has as much of causal attention to compute. "contiguous": the
+        last of N has 2 - 1/N of the mean, but in Ulysses. Lesson: long_sequences.
     replicate: of ZeRO-3, how many copies of the shards there are: hybrid sharding.
     reshard_after_forward: of ZeRO-3. Without it, parameters stay from forward to backward; with
         several micro-batches, as in torch's pipelines, they and whole gradients stay for all.
+    loss_chunks: in so many pieces the logits are made, and their gradients.
+    experts: ranks that share a layer's experts, of those along tensor, context and data, which are
+        neighbours then: pipeline is the outermost axis, as in Megatron. No expert is cut: each
+        tensor rank sends its part of the tokens. Nothing is dropped. Lesson: experts.
+    imbalance: rows that the fullest of these ranks gets, over the mean: 1 to `experts`.
+    once: a token travels once to each node that has some of its experts, or on one node to each
+        rank, as by DeepEP. Otherwise once for each expert.
 
     Raises ValueError for numbers that do not fit each other.
     """
@@ -48,8 +62,14 @@ class Layout:
     stored_attention: bool = False
     recompute: str = "nothing"
     context: int = 1
+    context_attention: str = "gathered"
+    context_cut: str = "zigzag"
     replicate: int = 1
     reshard_after_forward: bool = True
+    loss_chunks: int = 1
+    experts: int = 1
+    imbalance: float = 1.0
+    once: bool = False
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -57,6 +77,8 @@ class Layout:
                 require_whole(each.name, getattr(self, each.name))
         require_one_of("stage", self.stage, STAGES)
         require_one_of("recompute", self.recompute, RECOMPUTE)
+        require_one_of("context_attention", self.context_attention, CONTEXT_ATTENTION)
+        require_one_of("context_cut", self.context_cut, CONTEXT_CUT)
         if self.world_size % (self.tensor * self.pipeline * self.context):
             raise ValueError(
                 f"{self.world_size} ranks are no multiple of tensor {self.tensor} × pipeline "
@@ -66,6 +88,11 @@ class Layout:
             raise ValueError(
                 f"{self.data * self.context} ranks cannot hold {self.replicate} copies of shards"
             )
+        ranks = self.shards * self.tensor
+        if ranks % self.experts:
+            raise ValueError(f"{ranks} ranks are no multiple of {self.experts} that share experts")
+        if not 1 <= self.imbalance <= self.experts:
+            raise ValueError(f"imbalance is from 1 to {self.experts}, not {self.imbalance:g}")
         if self.recompute == "attention" and not self.stored_attention:
             raise ValueError("flash attention stores no scores: there is nothing to compute again")
 
@@ -80,9 +107,14 @@ class Layout:
         return self.data * self.context // (self.replicate if self.stage == 3 else 1)
 
     @property
+    def expert_shards(self) -> int:
+        """Ranks among which ZeRO shares out an expert: without ZeRO each has a copy of it."""
+        return self.shards * self.tensor // self.experts
+
+    @property
     def stride(self) -> int:
         """From a rank to the next along context and data."""
-        return self.tensor * self.pipeline
+        return self.tensor * (1 if self.experts > 1 else self.pipeline)
 
     @property
     def rows_in(self) -> int:
@@ -109,25 +141,31 @@ class Layout:
 
 
 class Stage(NamedTuple):
-    """Of a pipeline: its number, how many layers it has, and whether it has the two ends."""
+    """Of a pipeline: its number, how many layers it has, whether it has the two ends, and how many
+    layers with experts."""
 
     number: int
     layers: int
     first: bool
     last: bool
+    sparse: int = 0
 
     def parameters(self, model: Transformer, tensor: int = 1, shards: int = 1) -> int:
-        """On one of `tensor` ranks; of ZeRO-3 with padding. Tied weights are on both ends."""
+        """On one of `tensor` ranks, without experts; of ZeRO-3 with padding. Tied weights are on
+        both ends."""
         return sum(size * times for size, times in self.units(model, tensor, shards))
+
+    def routed(self, model: Transformer, layout: Layout) -> int:
+        """Parameters of a rank's experts."""
+        return self.sparse * model.expert_parameters() // layout.experts
 
     def units(self, model: Transformer, tensor: int = 1, shards: int = 1) -> list[tuple[int, int]]:
         """What travels as one message along data: its parameters, and how many such there are. The
         embedding, the layers, the head. shards: with the padding of ZeRO-3."""
-        every = [
-            (model.embedding_parameters(tensor, shards), int(self.first)),
-            (model.layer_parameters(tensor, shards), self.layers),
-            (model.head_parameters(tensor, model.tied and self.first, shards), int(self.last)),
-        ]
+        head = model.head_parameters(tensor, model.tied and self.first, shards)
+        layer, dense = (model.layer_parameters(tensor, shards, each) for each in (False, True))
+        every = [(model.embedding_parameters(tensor, shards), int(self.first))]
+        every += [(layer, self.sparse), (dense, self.layers - self.sparse), (head, int(self.last))]
         return [(size, times) for size, times in every if times]
 
 
@@ -143,12 +181,19 @@ def stages(model: Transformer, layout: Layout) -> list[Stage]:
     if model.length % layout.context:
         raise ValueError(f"{model.length} tokens cannot be shared by {layout.context} ranks")
     kv = model.kv_heads or model.heads
-    if model.experts:
-        raise ValueError("of a model with experts the planner only counts parameters")
+    if (model.experts or 1) % layout.experts:
+        raise ValueError(f"{layout.experts} ranks cannot share {model.experts} experts")
+    if (model.experts or model.attention) and layout.recompute == "operations":
+        raise ValueError("recompute 'operations' is planned of dense layers, as of Llama 3")
     if model.heads % t or model.mlp_width % t or (kv % t and t % kv):
         raise ValueError(f"{model.heads} heads, {kv} of them of keys, cannot be cut by tensor {t}")
+    heads, own, c = model.heads // t, model.kv_heads_of(t), layout.context
+    if layout.context_attention == "ulysses" and (heads % c or (own % c and c % own)):
+        raise ValueError(f"{c} ranks cannot share {heads} heads, {own} of them of keys: Ulysses")
     counts = _layers(model.layers, model.layer_flops, model.head_flops, p)
-    return [Stage(i, n, i == 0, i == p - 1) for i, n in enumerate(counts)]
+    dense = model.layers - model.sparse_layers
+    sparse = [max(0, min(count, sum(counts[: i + 1]) - dense)) for i, count in enumerate(counts)]
+    return [Stage(i, n, i == 0, i == p - 1, sparse[i]) for i, n in enumerate(counts)]
 
 
 @cache

@@ -8,10 +8,13 @@ optimizer computes with, and numbers for whole tensors, such as Adam's counts of
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from typing import Any
 
 STAGES = {0: "DDP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 OPTIMIZERS = {"sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw": 2}
+OPTIMIZERS |= {"adam8bit": 2}
 """How many states of its own size an optimizer keeps of a parameter."""
+EIGHT_BIT = 1 + 4 / 256  # bytes of a state in bitsandbytes: blocks of 256 share a float32
 
 
 @dataclass(frozen=True)
@@ -27,11 +30,12 @@ class Precision:
     compute: int = 2
     float8: bool = False
 
-    def states(self, optimizer: str) -> int:
+    def states(self, optimizer: str) -> float:
         """Bytes of a parameter's states and master copy: ZeRO's K, section 3.1."""
-        return self.master + OPTIMIZERS[optimizer] * self.state
+        each = EIGHT_BIT if optimizer.endswith("8bit") else self.state
+        return self.master + OPTIMIZERS[optimizer] * each
 
-    def touched(self, optimizer: str) -> int:
+    def touched(self, optimizer: str) -> float:
         """Bytes that a step of the optimizer reads and writes, of a parameter: its gradient is
         read; states, and what is updated, are read and written; a master copy is cast."""
         updated = 2 * self.master + self.parameter if self.master else 2 * self.parameter
@@ -100,6 +104,7 @@ def memory(
     require_one_of("stage", stage, STAGES)
     require_one_of("optimizer", optimizer, OPTIMIZERS)
     require_one_of("precision", precision, PRECISIONS)
+    _require_size("activations", activations)
     size, N = PRECISIONS[precision], world_size
     K = size.states(optimizer)
     return Memory(
@@ -110,6 +115,40 @@ def memory(
     )
 
 
+def largest_model(
+    nbytes: float, world_size: int = 1, stage: int = 0, activations: float = 0.0, **recipe: Any
+) -> int:
+    """The most parameters of which a rank holds `nbytes` at most; `recipe` is the optimizer and
+    the precision of `memory`. ValueError if there is room for none. Lesson: zero."""
+    _require_size("a memory", nbytes)
+    most = math.floor((nbytes - activations) / memory(1, world_size, stage, **recipe).total)
+    if most < 1:
+        words = f", of which activations take {activations:,.0f}" if activations else ""
+        raise ValueError(f"no model fits in a memory of {nbytes:,.0f} bytes{words}")
+    return most
+
+
+def smallest_world_size(
+    nbytes: float, parameters: float, stage: int = 3, activations: float = 0.0, **recipe: Any
+) -> int:
+    """The fewest ranks that each hold `nbytes` at most; `recipe` as in `largest_model`.
+    ValueError if no number of ranks is enough. Lesson: zero."""
+    _require_size("a memory", nbytes)
+    alone, of_two = (
+        memory(parameters, N, stage, activations=activations, **recipe).categories for N in (1, 2)
+    )
+    own = sum(size for name, size in alone.items() if of_two[name] == size)
+    shared = sum(alone.values()) - own  # so a rank of N holds own + shared / N
+    if own + shared <= nbytes:
+        return 1
+    if own >= nbytes:
+        raise ValueError(
+            f"{STAGES[stage]} fits on no number of ranks: each holds {own:,.0f} bytes that it "
+            f"shares with none, and has {nbytes:,.0f}"
+        )
+    return math.ceil(shared / (nbytes - own))
+
+
 def require_whole(name: str, number: object) -> None:
     if not (isinstance(number, int) and number >= 1):
         raise ValueError(f"{name} must be a whole number from 1 on, not {number}")
@@ -118,3 +157,8 @@ def require_whole(name: str, number: object) -> None:
 def require_one_of(what: str, name: object, choices: Iterable[object]) -> None:
     if name not in choices:
         raise ValueError(f"{what} must be one of {', '.join(map(str, choices))}, not {name!r}")
+
+
+def _require_size(what: str, size: float) -> None:
+    if not (size >= 0 and math.isfinite(size)):
+        raise ValueError(f"{what} of {size} bytes makes no sense")

@@ -1,17 +1,40 @@
 """The planner's answer as a page of text: `python -m minidist plan`. Lesson: zero."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from minidist.instruments.planner.advice import ALIKE, ERROR, USABLE, fastest, fits
+from minidist.instruments.planner.advice import ALIKE, ERROR, USABLE, enough_ranks, fastest, fits
 from minidist.instruments.planner.device import REACHED, Device
 from minidist.instruments.planner.layout import Layout
-from minidist.instruments.planner.model_states import PRECISIONS, STAGES
+from minidist.instruments.planner.model_states import (
+    PRECISIONS,
+    STAGES,
+    largest_model,
+    memory,
+    smallest_world_size,
+)
 from minidist.instruments.planner.peak import peak
 from minidist.instruments.planner.step_time import mfu, step_time
 from minidist.instruments.planner.transformer import Transformer
+
+
+def states_page(parameters: float, world_size: int, nbytes: float, **recipe: Any) -> str:
+    """The model states of a model of which only the size is known, and which of them fit in
+    `nbytes` a rank. `recipe`: optimizer and precision. Raises ValueError as `memory` does."""
+    rows, usable = [], USABLE * nbytes
+    for stage, name in STAGES.items():
+        held = memory(parameters, world_size, stage, **recipe)
+        most = _or_none(largest_model, usable, world_size, stage, **recipe)
+        ranks = _or_none(smallest_world_size, usable, parameters, stage, **recipe)
+        sizes = [*map(_gb, [*held.categories.values(), held.total])]
+        rows.append([name, *sizes, "yes" if held.total <= usable else "no", most, ranks])
+    titles = ["", *held.categories, "total", "fits", "largest model", "ranks needed"]
+    return f"""{parameters:,.0f} parameters, world size {world_size:,}: GB on each rank, of \
+{_gb(usable)} that can be used
+{table(titles, rows)}
+Activations and time need a shape: --model, or --layers, --width and --heads."""
 
 
 def page(
@@ -19,13 +42,14 @@ def page(
 ) -> str:
     """What the fullest rank holds in each stage of ZeRO, whether that fits, how long a step takes;
     a layout that fits and is as fast as any; and where the numbers are from. The given layout has
-    `stage`, or the first one that fits. `recipe`: optimizer and precision."""
+    `stage`, or the first one that fits. `recipe` as above."""
     plans = {STAGES[each]: replace(layout, stage=each) for each in STAGES}
     fitting = [key for key, each in plans.items() if fits(model, each, device, **recipe)]
     chosen = STAGES[stage] if stage is not None else (fitting or ["ZeRO-3"])[0]
-    given, best = plans[chosen], fastest(model, plans[chosen], device, **recipe)
+    best = fastest(model, plans[chosen], device, **recipe)
+    used = f", {model.active_parameters / 1e9:,.4g} billion active," * bool(model.experts)
     said = [
-        f"{name}: {model.parameters / 1e9:,.4g} billion parameters on {layout.world_size:,} "
+        f"{name}: {model.parameters / 1e9:,.4g} billion parameters{used} on {layout.world_size:,} "
         f"rank{'s' * (layout.world_size > 1)} = {_mesh(layout)}",
         f"A step: {_sequences(layout)} of {model.length:,} tokens; on each replica "
         f"{layout.micro_batches} × {layout.micro_batch}",
@@ -34,29 +58,32 @@ def page(
         _plans(model, plans, device, **recipe),
         "",
     ]
-    batch = f"with the same {_sequences(layout)} a step"
-    if not best:
-        return "\n".join([*said, f"Nothing fits {batch}: take more ranks."])
-    near = f"is within {ALIKE:.0%} of the fastest that fits, {batch}"
-    if best == given:
-        said += [f"{chosen} {near}."]
+    given, advised = plans[chosen], best or enough_ranks(model, plans[chosen], device, **recipe)
+    if not advised:
+        return "\n".join([*said, "No layout fits, on any number of ranks."])
+    where = f"with the same {_sequences(layout)} a step"
+    near = f"is within {ALIKE:.0%} of the fastest that fits"
+    if advised == given:
+        said += [f"{chosen} {near}, {where}."]
     else:
-        table_of_one = _plans(model, {STAGES[best.stage]: best}, device, **recipe)
-        said += [f"This {near}:", table_of_one, f"    {_flags(best)}"]
-    said += ["", _time(model, best, device, **recipe)]
-    if chosen in fitting and best != given:
-        before, now = (step_time(model, each, device, **recipe).total for each in (given, best))
+        if not best:
+            said += [f"Nothing fits on {layout.world_size:,} ranks {where}."]
+            where = f"on {advised.world_size:,} ranks, with {_sequences(advised)} a step"
+        table_of_one = _plans(model, {STAGES[advised.stage]: advised}, device, **recipe)
+        said += [f"This {near} {where}:", table_of_one, f"    {_flags(advised)}"]
+    said += ["", _time(model, advised, device, **recipe)]
+    if chosen in fitting and advised != given:
+        before, now = (step_time(model, each, device, **recipe).total for each in (given, advised))
         gain = before / now - 1
         said += [f"That is {gain:.0%} faster than {chosen} as above{_worth(gain)}."]
-    said += [_price(model, best, device, **recipe), _scaling(model, best, device, **recipe)]
-    return "\n".join([*said, sources(best, device, **recipe)])
+    said += [_price(model, advised, device, **recipe), _scaling(model, advised, device, **recipe)]
+    return "\n".join([*said, sources(advised, device, **recipe)])
 
 
 def _mesh(layout: Layout) -> str:
     said = f"data {layout.data:,} × pipeline {layout.pipeline}"
-    return (
-        said + f" × context {layout.context}" * (layout.context > 1) + f" × tensor {layout.tensor}"
-    )
+    said += f" × context {layout.context}" * (layout.context > 1) + f" × tensor {layout.tensor}"
+    return said + f"; experts shared by {layout.experts}" * (layout.experts > 1)
 
 
 def _sequences(layout: Layout) -> str:
@@ -101,6 +128,7 @@ def _time(model: Transformer, layout: Layout, device: Device, **recipe: Any) -> 
     took = step_time(model, layout, device, **recipe)
     parts = {"computing": took.compute, "bubble": took.bubble, "tensor": took.tensor}
     parts |= {"context": took.context} if layout.context > 1 else {}
+    parts |= {"experts": took.experts} if layout.experts > 1 else {}
     parts |= {"pipeline": took.pipeline, "data": took.data - took.hidden}
     parts |= {"optimizer": took.optimizer}
     shares = ", ".join(f"{name} {each / took.total:.0%}" for name, each in parts.items())
@@ -172,19 +200,38 @@ def sources(layout: Layout, device: Device, *, optimizer: str, precision: str) -
         "by h100, 15 of its 21 steps are further off. 12 of 20 published peaks are within 10%, "
         "the others 26% below to 108% above",
     ]
+    if layout.experts > 1:
+        said += [
+            f"experts: the fullest rank has {layout.imbalance:g} times the mean (--imbalance); a "
+            f"token travels once to each {'rank or node' if layout.once else 'expert'} (--once), "
+            "and nothing hides that. 3 of 10 published steps are as near as above, the others "
+            "planned at 0.46 to 1.49 times what they took: small experts compute slower"
+        ]
     if layout.stage == 3 and layout.shards > 128:
         said += [
             "ZeRO-3 may be slower: GPT-3 by DeepSpeed of 2021, on 768 and 1,536 A100, took 2.1 "
             "to 4.2 times as long as planned (arXiv 2104.04473, Table 2). Measure one all_gather"
         ]
-    if layout.stage == 3 and layout.tensor * layout.pipeline > 1:
+    if layout.stage == 3 and layout.tensor > 1:
         said += [
-            "with tensor or pipeline parallel it may need more: torchtitan's 70B and 405B took "
-            "1.11 to 1.35 times the memory that is planned (benchmarks/llama3_h100_202412, Tables "
-            "4 to 6)"
+            "torch's tensor parallel needs more where the loss decides: torchtitan's 70B took 1.35 "
+            "times the memory that is planned (benchmarks/llama3_h100_202412, Table 4)"
+        ]
+    if layout.stage == 3 and layout.pipeline > 1:
+        said += [
+            "ZeRO-3 in a pipeline may need more: torchtitan's took 1.1 to 1.3 times the memory "
+            "that is planned (benchmarks/llama3_h100_202412, Tables 5 and 6)"
         ]
     lines = [textwrap.fill(each, 100, subsequent_indent="  ") for each in said]
     return "Where the numbers are from\n- " + "\n- ".join(lines)
+
+
+def _or_none(limit: Callable[..., int], *values: Any, **recipe: Any) -> str:
+    try:
+        found = limit(*values, **recipe)
+    except ValueError:
+        return "none"
+    return f"{found / 1e9:,.3g} billion" if limit is largest_model else f"{found:,}"
 
 
 def _gb(nbytes: float) -> str:

@@ -29,8 +29,7 @@ def layer_activations(model: Transformer, layout: Layout, precision: str = "mixe
     c, h, masks = PRECISIONS[precision].compute, model.width, model.dropout
     whole = c * 4 * h + (2 * h if masks else 0)  # inputs and outputs of both norms; masks, a byte
     attention = _attention(model, layout)
-    results = 4 if model.llama else 2  # gated: gate, up, silu(gate), product
-    mlp = results * model.mlp_width // layout.tensor
+    mlp = _mlp(model, layout, 4 if model.llama else 2)  # gated: gate, up, silu(gate), product
     each = whole / _along(layout) + c * (attention + mlp)
     return _tokens(model, layout) * each + _scores(model, layout, c)
 
@@ -54,7 +53,7 @@ def kept_activations(model: Transformer, layout: Layout, precision: str = "mixed
             own = sum(products[:-1] if model.llama else products)
             return tokens * c * (h / along + model.attention_width / t + own + last)
         case "elementwise":
-            mlp = (2 if model.llama else 1) * model.mlp_width // t
+            mlp = _mlp(model, layout, 2 if model.llama else 1)
             attention = _attention(model, layout)
             masks = 2 * h / along if model.dropout else 0
             kept = tokens * (c * (2 * h / along + attention + mlp) + masks)
@@ -66,10 +65,11 @@ def kept_activations(model: Transformer, layout: Layout, precision: str = "mixed
 
 def logits(model: Transformer, layout: Layout, precision: str = "mixed") -> float:
     """Bytes at the loss of one micro-batch, of a vocabulary that is shared by the tensor ranks: the
-    logits; and in float32 their log softmax and the gradients of both, 4 bytes each."""
+    logits; and in float32 their log softmax and the gradients of both, 4 bytes each. With
+    `loss_chunks`, of a part of the tokens at once."""
     c, t = PRECISIONS[precision].compute, layout.tensor
     inputs = 2 * c * model.width / _along(layout)  # of norm and head
-    words = (c + 12) * model.vocabulary / t
+    words = (c + 12) * model.vocabulary / t / layout.loss_chunks
     return _tokens(model, layout) * (inputs + words)
 
 
@@ -84,7 +84,7 @@ def copies(
     if layout.stage < 3:
         return size.compute * parameters if size.compute < size.parameter else 0
     t, shards = layout.tensor, layout.rows_in
-    layer = model.layer_parameters(t, shards)
+    layer = model.layer_parameters(t, shards) + model.expert_parameters() // layout.experts
     head = model.head_parameters(t, model.tied, shards)
     end = max(model.embedding_parameters(t, shards), head)
     units = end + 2 * layer if model.tied else layer + max(layer, end)
@@ -113,6 +113,11 @@ def peaks(
     for stage in stages(model, layout):
         own = stage.parameters(model, layout.tensor, layout.rows_in)
         states = memory(own, layout.shards, layout.stage, optimizer=optimizer, precision=precision)
+        if routed := stage.routed(model, layout):
+            ranks = layout.expert_shards
+            of_them = memory(routed, ranks, layout.stage, optimizer=optimizer, precision=precision)
+            pairs = zip(vars(states).values(), vars(of_them).values(), strict=True)
+            states, own = Memory(*map(sum, pairs)), own + routed
         loss = logits(model, layout, precision) if stage.last else 0.0
         live = layout.in_flight(stage.number) * stage.layers * kept
         each = replace(
@@ -137,8 +142,27 @@ def _along(layout: Layout) -> int:
 
 
 def _attention(model: Transformer, layout: Layout) -> int:
-    """Numbers a token: queries, output, keys and values."""
-    return 2 * (model.attention_width // layout.tensor + model.kv_width(layout.tensor))
+    """Numbers a token: queries and output, keys and values. In Ulysses the output is there twice,
+    of some heads and of all, and each rank has a head of keys at least."""
+    t, c, way = layout.tensor, layout.context, layout.context_attention
+    outputs = 2 if way == "ulysses" and c > 1 else 1
+    keys = {"gathered once": c, "ulysses": copies_of_keys(model, layout)}.get(way, 1)
+    return (1 + outputs) * model.attention_width // t + 2 * model.kv_width(t) * keys
+
+
+def _mlp(model: Transformer, layout: Layout, results: int) -> float:
+    """Numbers a token, of so many results as wide as the MLP; with experts, on the fullest rank,
+    also of the rows that arrive for them and that they give."""
+    if not model.experts:
+        return results * model.mlp_width // layout.tensor
+    routed = model.active * (results * model.expert_width + 2 * model.width)
+    shared = results * model.expert_width * model.shared
+    return (layout.imbalance * routed + shared) / layout.tensor
+
+
+def copies_of_keys(model: Transformer, layout: Layout) -> int:
+    """To how many ranks Ulysses sends a head of keys, where there are fewer heads than ranks."""
+    return max(1, layout.context // model.kv_heads_of(layout.tensor))
 
 
 def _scores(model: Transformer, layout: Layout, c: int) -> float:

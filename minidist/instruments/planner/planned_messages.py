@@ -1,10 +1,11 @@
-"""The messages of a step, one by one: what `step_time` adds up. Lesson: scaling_out"""
+"""The messages of a step, one by one: what `step_time` adds up. Lessons: scaling_out, experts"""
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from minidist.collectives import cost
 from minidist.instruments.planner.layout import Layout, Stage, stages
-from minidist.instruments.planner.model_states import PRECISIONS, require_one_of
+from minidist.instruments.planner.model_states import PRECISIONS, STAGES, require_one_of
 from minidist.instruments.planner.transformer import Transformer
 
 
@@ -33,12 +34,30 @@ def messages(
     Raises ValueError for another layout, for a stage that is not there, and as `peak` does.
     """
     require_one_of("precision", precision, PRECISIONS)
-    for name in "recompute", "chunks", "context", "replicate", "reshard_after_forward":
+    require_one_of("stage", layout.stage, (0, 1) if model.experts else STAGES)
+    plain = ["recompute", "chunks", "context", "replicate", "reshard_after_forward", "once"]
+    for name in plain + ["tensor"] * bool(model.experts):
         require_one_of(name, getattr(layout, name), (getattr(Layout(), name),))
     held = stages(model, layout)
     require_one_of("number", number, range(len(held)))
     planned = _all(model, layout, precision, held[number])
     return [each for each in planned if each.ranks > 1 and each.times]
+
+
+def most_sent(model: Transformer, layout: Layout, precision: str = "mixed") -> float:
+    """Bytes that a rank sends in a step, by `messages` and ring collectives: the rank that sends
+    most. Raises ValueError as `messages` does. Lesson: real_tools."""
+
+    def nbytes(each: Planned) -> float:
+        if each.operation == "receive":
+            return 0
+        if each.operation == "send":
+            return each.times * each.nbytes
+        way = "pairwise" if each.operation == "all_to_all" else "ring"
+        return each.times * cost(each.operation, way, each.ranks, each.nbytes).nbytes
+
+    numbers = range(layout.pipeline)
+    return max(sum(map(nbytes, messages(model, layout, precision, n))) for n in numbers)
 
 
 def _all(model: Transformer, layout: Layout, precision: str, own: Stage) -> Iterator[Planned]:
@@ -60,7 +79,15 @@ def _all(model: Transformer, layout: Layout, precision: str, own: Stage) -> Iter
     hops = m * (2 - first - last)  # activations to the next stage, gradients to the one before
     yield Planned("send", sent, p, hops)
     yield Planned("receive", sent, p, hops)
-    held = own.parameters(model, t)
+    held, routed = own.parameters(model, t), own.routed(model, layout)
+    if layout.experts > 1:
+        rows, each = activation * model.active, m * own.sparse
+        yield Planned("all_to_all", 8 * model.experts, layout.experts, each)
+        yield Planned("all_to_all", round(layout.imbalance * rows), layout.experts, 4 * each)
+        one = size.gradient * routed // max(1, own.sparse)
+        yield Planned("all_reduce", one, layout.expert_shards, each)
+    else:
+        held += routed
     if layout.stage < 3:
         gradients = ("reduce_scatter", m) if layout.stage == 2 else ("all_reduce", 1)
         yield Planned(gradients[0], size.gradient * held, d, gradients[1])

@@ -1,13 +1,15 @@
-"""How long a step takes, by what: computing, waiting in the pipeline, communication. Lesson:
-mixed_parallelism."""
+"""How long a step takes, by what: computing, waiting in the pipeline, communication. Lessons:
+mixed_parallelism, experts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import comb
 
 from minidist.collectives.cost import cost
 from minidist.instruments.planner.device import Device
 from minidist.instruments.planner.layout import Layout, Stage, stages
 from minidist.instruments.planner.model_states import PRECISIONS, memory
 from minidist.instruments.planner.peak import (
+    copies_of_keys,
     kept_activations,
     layer_activations,
     logits,
@@ -52,7 +54,8 @@ def _along_data(parameters: float, stage: int, precision: str) -> list[list[tupl
 class StepTime:
     """Seconds of a step. `bubble`: waiting for the pipeline to fill and to drain. `tensor`,
     `context`, `pipeline`, `data`: what travels along each axis; of the last, `hidden` behind
-    computing. `optimizer`: reading and writing what it updates."""
+    computing; of a ring along context, only what attention does not hide. `optimizer`: reading and
+    writing what it updates. `experts`: all_to_alls of tokens."""
 
     compute: float
     bubble: float = 0.0
@@ -62,11 +65,12 @@ class StepTime:
     data: float = 0.0
     hidden: float = 0.0
     optimizer: float = 0.0
+    experts: float = 0.0
 
     @property
     def communication(self) -> float:
         """Seconds in which a rank only waits for messages."""
-        return self.tensor + self.context + self.pipeline + self.data - self.hidden
+        return self.tensor + self.context + self.experts + self.pipeline + self.data - self.hidden
 
     @property
     def total(self) -> float:
@@ -90,12 +94,16 @@ def step_time(
     - Tensor: four all_reduces of the activations a layer and micro-batch, which nothing hides; with
       sequence parallel the same bytes (arXiv 2205.05198, section 4.2.2).
     - Context: keys and values are gathered in forward and in backward, and their gradients reduced
-      (arXiv 2407.21783, section 3.3.2). Nothing hides them.
+      (arXiv 2407.21783, section 3.3.2). Nothing hides them, nor the all_to_alls of Ulysses. A step
+      of the ring takes as long as its block or its messages. Of a contiguous cut, the last rank.
     - Data: a message a unit, which is a layer or an end. Gradients travel behind the last backward
       pass; in stages 2 and 3 behind every one, since no rank can keep them whole. Parameters are
       gathered behind the next forward pass: in stage 1 as with Megatron's --overlap-param-gather,
       in stage 3 a unit ahead, there again behind backward. Nothing hides the first gather and the
       last reduction. With copies of the shards, gradients are then averaged over these.
+    - Experts: the fullest rank of `imbalance` decides. Its rows go to the experts and come back, in
+      forward and in backward, and nothing hides that. Along data, those of a layer are a unit of
+      their own, among the ranks that have the same ones.
     - Pipeline: each of the tensor ranks sends its part (arXiv 2104.04473, section 4.1).
     - Optimizer: the bytes of `Precision.touched`, at the device's bandwidth.
 
@@ -105,24 +113,28 @@ def step_time(
     parts = [_micro_batch(model, layout, device, stage, precision) for stage in held]
     slowest = max(parts, key=sum)
     m, v = layout.micro_batches, layout.chunks
-    compute, tensor, context = (m * each for each in slowest)
+    compute, tensor, context, experts = (m * each for each in slowest)
     activation = layout.micro_batch * model.length / layout.context * model.width
     sent = activation * PRECISIONS[precision].compute / layout.tensor
     hops = 2 * v * m if layout.pipeline > 1 else 0  # forward and back, between neighbours
 
-    largest = max(held, key=lambda stage: stage.parameters(model, layout.tensor))
+    largest = max(held, key=lambda s: s.parameters(model, layout.tensor) + s.routed(model, layout))
     data, hidden = _data(model, layout, device, largest, precision, slowest[0])
-    own = largest.parameters(model, layout.tensor, layout.rows_in)
-    updated = own / (layout.shards if layout.stage else 1)
+    held_by_all = largest.parameters(model, layout.tensor, layout.rows_in)
+    own = held_by_all / (layout.shards if layout.stage else 1)
+    own += largest.routed(model, layout) / (layout.expert_shards if layout.stage else 1)
+    outermost = layout.world_size // layout.pipeline
+    apart = outermost if layout.experts > 1 else layout.tensor * layout.context
     return StepTime(
         compute=compute,
         bubble=(sum(map(sum, parts)) - sum(slowest)) / v,
         tensor=tensor,
         context=context,
-        pipeline=hops * device.send(sent, layout.tensor * layout.context, layout.pipeline),
+        pipeline=hops * device.send(sent, apart, layout.pipeline),
         data=data,
         hidden=hidden,
-        optimizer=updated * PRECISIONS[precision].touched(optimizer) / device.bandwidth,
+        optimizer=own * PRECISIONS[precision].touched(optimizer) / device.bandwidth,
+        experts=experts,
     )
 
 
@@ -145,9 +157,9 @@ def _data(
 ) -> tuple[float, float]:
     """Seconds of messages along data, and of these, behind computing: `compute` seconds of a
     micro-batch, a third of it forward."""
-    stage, shards, stride = layout.stage, layout.shards, layout.stride
+    stage = layout.stage
 
-    def seconds(size: float) -> list[float]:
+    def seconds(size: float, shards: int, stride: int) -> list[float]:
         """Of a unit's gradients, and of gathering its parameters once."""
         calls = _along_data(size, 2 if stage in (1, 3) else stage, precision)
         if stage == 3:
@@ -161,7 +173,11 @@ def _data(
         return found
 
     units = own.units(model, layout.tensor, layout.rows_in)
-    each = [(seconds(size), times) for size, times in units]
+    each = [(seconds(size, layout.shards, layout.stride), times) for size, times in units]
+    if own.sparse:
+        routed = model.expert_parameters() / layout.experts
+        ranks = layout.expert_shards, layout.stride // layout.tensor * layout.experts
+        each += [(seconds(routed, *ranks), own.sparse)]
     gradients, once = (sum(times * both[i] for both, times in each) for i in (0, 1))
     last, first = each[0][0]  # the first unit's gradients come last, its parameters first
     forward, backward = compute / 3, compute * 2 / 3
@@ -178,14 +194,17 @@ def _data(
 
 def _micro_batch(
     model: Transformer, layout: Layout, device: Device, stage: Stage, precision: str
-) -> tuple[float, float, float]:
-    """Seconds of a stage, forward and backward: computing, and messages along tensor and along
-    context."""
+) -> tuple[float, float, float, float]:
+    """Seconds of a stage, forward and backward: computing, and messages along tensor, along context
+    and to experts."""
     t, c, again = layout.tensor, layout.context, layout.recompute
     tokens, flash = layout.micro_batch * model.length / c, not layout.stored_attention
     attention = model.attention_flops / t / (2 if flash else 1)  # the causal half
+    if flash and layout.context_cut == "contiguous" and layout.context_attention != "ulysses":
+        attention *= 2 - 1 / c
     linear = (model.layer_flops - model.attention_flops) / t
-    layer = [3 * linear, (3.5 if flash else 3) * attention]
+    backward = 2.5 if flash else 2
+    layer = [3 * linear, (1 + backward) * attention]
     if again == "layers":
         layer = [layer[0] + linear, layer[1] + attention]
     if again == "attention":
@@ -194,17 +213,72 @@ def _micro_batch(
         layer[0] += sum(flops for _, flops in model.products(t)[:-1][1::2])
     faster = device.float8 if PRECISIONS[precision].float8 else 1
     flops = stage.layers * layer[0] / faster
+    more = (layout.imbalance - 1) * 2 * model.expert_parameters(model.active) / t
+    times = 6 if again == "layers" else 4  # messages, forward and backward
+    flops += stage.sparse * (times // 2 + 1) * more / faster
     flops += 3 * model.head_flops / t if stage.last else 0
     # As many operations at the usual speed would take as long.
     slower = device.utilisation / device.attention if flash and device.attention else 1
     scores = stage.layers * layer[1] * slower
+    size = PRECISIONS[precision].compute
+    # No tensor rank has a part of an expert.
+    all_reduces = times * (stage.layers - (0 if model.shared else stage.sparse / 2))
+    rows = layout.imbalance * tokens / t * sent_rows(model, layout, device.per_node)
+    scored = device.seconds(tokens * attention * slower)
+    context = _context(model, layout, device, size, (scored, backward * scored))
     whole = layer_activations(model, layout, precision)
     moved = 4 * whole + 2 * (whole - kept_activations(model, layout, precision))
-    ends = 2 * logits(model, layout, precision) if stage.last else 0
-    computing = device.seconds(tokens * (flops + scores))
-    computing += (stage.layers * moved + ends) / device.bandwidth
-    size, passes = PRECISIONS[precision].compute, 3 if again == "layers" else 2
-    reduced = device.collective("all_reduce", t, tokens * model.width * size)  # two a pass
+    ends = 2 * logits(model, replace(layout, loss_chunks=1), precision) if stage.last else 0
+    return (
+        device.seconds(tokens * (flops + scores))
+        + (stage.layers * moved + ends) / device.bandwidth,
+        all_reduces * device.collective("all_reduce", t, tokens * model.width * size),
+        stage.layers * context,
+        times * stage.sparse * device.exchange(layout.experts, rows * model.width * size),
+    )
+
+
+def sent_rows(model: Transformer, layout: Layout, per_node: int) -> float:
+    """Of a token to its experts: k, or how many nodes or ranks are `touched`."""
+    if not (layout.once and model.experts):
+        return model.active
+    if layout.experts <= per_node:
+        return touched(model.experts, model.active, layout.experts)
+    return touched(model.experts, model.active, layout.experts // per_node, model.of_nodes)
+
+
+def touched(experts: int, active: int, parts: int, limit: int | None = None) -> float:
+    """How many of `parts` ranks or nodes, which share the experts evenly, have some of a token's k
+    on average, if every choice is as likely: M (1 - C(E - E/M, k) / C(E, k)). With a `limit`, at
+    most that, which DeepSeek-V3's routing nearly reaches. Lesson: experts."""
+    none = comb(experts - experts // parts, active) / comb(experts, active)
+    return min(parts * (1 - none), limit or parts)
+
+
+def _context(
+    model: Transformer, layout: Layout, device: Device, size: int, scores: tuple[float, float]
+) -> float:
+    """Seconds that a layer of a micro-batch waits for messages along context. `scores`: of its
+    attention, forward and backward."""
+    t, c, again = layout.tensor, layout.context, layout.recompute == "layers"
     keys = 2 * layout.micro_batch * model.length * model.kv_width(t) * size  # and values
-    gathered = device.collective("all_gather", c, keys, t)  # each pass; their gradients as well
-    return computing, stage.layers * 2 * passes * reduced, stage.layers * (passes + 1) * gathered
+    if layout.context_attention == "ulysses":  # queries and outputs, keys and values
+        sent = keys * copies_of_keys(model, layout)
+        sent += 2 * layout.micro_batch * model.length * model.attention_width // t * size
+        return (3 if again else 2) * device.exchange(c, sent / c, t)
+    if layout.context_attention != "ring":
+        gathers = (2 if layout.context_attention == "gathered once" else 3) + again
+        return gathers * device.collective("all_gather", c, keys, t)
+    # The first block is the triangle of a rank's own tokens; of a contiguous cut, half a block.
+    first = 1 / (2 * c - 1) if layout.context_cut == "contiguous" else 1 / c
+    blocks = [first, *[(1 - first) / (c - 1)] * (c - 1), 0] if c > 1 else []
+    message = device.send(keys / c, t, c)
+
+    def waits(messages: list[int], seconds: float) -> float:
+        pairs = zip(messages, blocks, strict=False)
+        return sum(max(0.0, n * message - block * seconds) for n, block in pairs)
+
+    forward = waits([1] * (c - 1), scores[0])
+    # Gradients follow one block behind.
+    backward = waits([(step < c - 1) + (step > 1) for step in range(c + 1)], scores[1])
+    return (1 + again) * forward + backward

@@ -1,5 +1,5 @@
-"""The shape of a transformer: its parameters, and the operations of its forward pass. MODELS has
-published shapes. Lessons: zero, experts."""
+"""The shape of a transformer: its parameters, and the operations of its forward pass. Models with
+published shapes are in MODELS. Lessons: zero, experts."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -20,14 +20,14 @@ class Transformer:
     dropout: behind the attention scores, the attention, and the MLP; it only costs memory here.
     head_width: of queries, keys and values; None means h / heads.
     attention: parameters of a layer's attention, if it is of another kind, such as DeepSeek's.
-    experts, active: in place of an MLP, each layer of a `llama` has so many (E), of which a token
-        uses k, and a router of E rows. The planner counts their parameters; it lays out dense
-        models. Lesson: experts.
+    experts, active: in place of an MLP, each layer has so many (E), of which a token uses k. There
+        is a router of E rows. Biases of experts are left out. Lesson: experts.
     shared: experts that every token uses, besides.
     dense_layers: the first ones have an MLP in place of experts, of k + `shared` times `hidden`.
+    of_nodes: a token's experts are on so many nodes at most, as by DeepSeek-V3.
 
-    Raises ValueError for a number that is no whole one from 1 on, for heads that do not divide, and
-    for k above E.
+    Raises ValueError for a number that is no whole one from 1 on, for heads that do not divide, for
+    k above E, and if all layers are dense.
     """
 
     layers: int
@@ -46,6 +46,7 @@ class Transformer:
     active: int = 1
     shared: int = 0
     dense_layers: int = 0
+    of_nodes: int | None = None
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -56,8 +57,10 @@ class Transformer:
             raise ValueError(f"a width of {self.width} cannot be shared by {self.heads} heads")
         if self.heads % (self.kv_heads or 1):
             raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} key-value heads")
-        if self.experts and not (self.llama and self.active <= self.experts):
-            raise ValueError(f"no llama's token uses {self.active} of {self.experts} experts")
+        if self.experts and self.active > self.experts:
+            raise ValueError(f"a token cannot use {self.active} of {self.experts} experts")
+        if self.dense_layers >= self.layers:
+            raise ValueError(f"all {self.layers} layers are dense: none has experts")
 
     @property
     def attention_width(self) -> int:
@@ -80,6 +83,11 @@ class Transformer:
         """Of all that a token uses of it."""
         return self.expert_width * (self.active + self.shared if self.experts else 1)
 
+    @property
+    def sparse_layers(self) -> int:
+        """How many have experts."""
+        return self.layers - self.dense_layers if self.experts else 0
+
     def products(self, tensor: int = 1) -> list[tuple[int, int]]:
         """A dense layer's matrix products in the order of forward, on one of `tensor` ranks: how
         wide the result is, and operations a token. Queries, keys, values, output; (gate,) up,
@@ -90,21 +98,30 @@ class Transformer:
         sizes = [(own, h), (kv, h), (kv, h), (h, own), *up, (h, f)]
         return [(wide, 2 * wide * deep) for wide, deep in sizes]
 
-    def layer_parameters(self, tensor: int = 1, shards: int = 1) -> int:
-        """Of one dense layer, on one of `tensor` ranks: qkv and the MLP's first matrices are cut by
+    def layer_parameters(self, tensor: int = 1, shards: int = 1, dense: bool = False) -> int:
+        """Of one layer, on one of `tensor` ranks: qkv and the MLP's first matrices are cut by
         columns, the others by rows (arXiv 1909.08053, section 3). Lesson: feature_splitting.
+        Without its experts, which `expert_parameters` counts; `dense`: of one of `dense_layers`.
 
         shards: each of so many ranks gets as many rows of a parameter, some of them padding, as in
         ZeRO-3. Queries, keys and values are one matrix, and so are gate and up."""
-        h, own, f = self.width, self.attention_width // tensor, self.mlp_width // tensor
-        qkv, up = own + 2 * self.kv_width(tensor), (2 if self.llama else 1) * f
-        matrices = [(up, h), (h, f)]
-        vectors = [h, h] if self.llama else [qkv, up, *6 * [h]]  # norms, and biases
+        h, own, sparse = self.width, self.attention_width // tensor, self.experts and not dense
+        f = (self.expert_width * self.shared if sparse else self.mlp_width) // tensor
+        columns = own + 2 * self.kv_width(tensor), (2 if self.llama else 1) * f
+        matrices = [(columns[1], h), (h, f), (self.experts if sparse else 0, h)]
+        vectors = [h, h]
+        if not self.llama:  # with biases, and those of norms
+            vectors = [columns[0], h, *4 * [h]] + ([] if sparse else [columns[1], h])
         if self.attention:
             vectors.append(self.attention // tensor)
         else:
-            matrices += [(qkv, h), (h, own)]
+            matrices += [(columns[0], h), (h, own)]
         return _padded(matrices, vectors, shards)
+
+    def expert_parameters(self, number: int | None = None) -> int:
+        """Of so many experts of a layer; None: of all."""
+        one = (3 if self.llama else 2) * self.width * self.expert_width
+        return one * (self.experts if number is None else number)
 
     def embedding_parameters(self, tensor: int = 1, shards: int = 1) -> int:
         places = [] if self.llama else [(self.length, self.width)]
@@ -118,22 +135,16 @@ class Transformer:
     @property
     def parameters(self) -> int:
         """All of them, each once."""
-        return self._parameters(self.experts)
+        ends = self.embedding_parameters() + self.head_parameters(tied=self.tied)
+        sparse = self.sparse_layers
+        routed = sparse * (self.layer_parameters() + self.expert_parameters())
+        return routed + (self.layers - sparse) * self.layer_parameters(dense=True) + ends
 
     @property
     def active_parameters(self) -> int:
         """Those that a token uses, with all of the embedding, which some makers leave out."""
-        return self._parameters(self.active)
-
-    def _parameters(self, experts: int) -> int:
-        """With so many experts a layer."""
-        ends = self.embedding_parameters() + self.head_parameters(tied=self.tied)
-        found = ends + self.layers * self.layer_parameters()
-        if self.experts:  # in place of the dense layer's MLP, and a router
-            more = experts + self.shared - self.mlp_width // self.expert_width
-            each = self.width * (self.experts + 3 * more * self.expert_width)
-            found += (self.layers - self.dense_layers) * each
-        return found
+        unused = self.experts - self.active
+        return self.parameters - self.sparse_layers * self.expert_parameters(unused)
 
     @property
     def attention_flops(self) -> int:
@@ -143,7 +154,8 @@ class Transformer:
 
     @property
     def layer_flops(self) -> int:
-        """Operations a token, of one layer, forward: 2 a weight that it uses, and attention."""
+        """Operations a token, of one layer, forward: 2 a weight that it uses, and attention. A
+        layer of `dense_layers` has as many, but for the router's."""
         matrices = 3 if self.llama else 2
         attention = self.attention or 2 * self.width * (self.attention_width + self.kv_width())
         mlp = self.width * (matrices * self.mlp_width + self.experts)
@@ -175,7 +187,7 @@ def _llama(layers: int, width: int, heads: int, hidden: int, **others: Any) -> T
 _QUERIES, _KEYS = 7168 * 1536 + 1536 * (1 + 128 * 192), 7168 * 576 + 512 * (1 + 128 * 256)
 _DEEPSEEK = {"vocabulary": 129280, "experts": 256, "active": 8, "shared": 1, "dense_layers": 3}
 _DEEPSEEK |= {"attention": _QUERIES + _KEYS + 128 * 128 * 7168, "head_width": 160, "kv_heads": 128}
-_DEEPSEEK |= {"length": 4096}
+_DEEPSEEK |= {"length": 4096, "of_nodes": 4}
 _GPT_OSS = {"length": 4096, "vocabulary": 201088, "active": 4, "head_width": 64}
 _QWEN = dict(length=4096, vocabulary=151936, experts=128, active=8, head_width=128, kv_heads=4)
 _OLMOE = {"length": 4096, "vocabulary": 50304, "experts": 64, "active": 8, "kv_heads": 16}
@@ -203,8 +215,11 @@ MODELS = {
     # predicts a second token, on sequences of 4,096. Left out are biases and norms of single heads:
     # 0.05 % at most.
     "mixtral-8x7b": _llama(32, 4096, 32, 14336, **_MIXTRAL),
+    "mixtral-8x22b": _llama(56, 6144, 48, 16384, **_MIXTRAL),
     "olmoe-1b-7b": _llama(16, 2048, 16, 1024, **_OLMOE),
     "qwen3-30b-a3b": _llama(48, 2048, 32, 768, **_QWEN),
+    "qwen3-235b-a22b": _llama(94, 4096, 64, 1536, **_QWEN),
+    "gpt-oss-20b": _llama(24, 2880, 64, 2880, experts=32, **_GPT_OSS),
     "gpt-oss-120b": _llama(36, 2880, 64, 2880, experts=128, **_GPT_OSS),
     "deepseek-v3": _llama(61, 7168, 128, 2048, **_DEEPSEEK),
 }
