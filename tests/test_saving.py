@@ -454,6 +454,19 @@ def load(folder, model=None, **parts):
     return step
 
 
+def open_and_close(folder):
+    Checkpoints(folder).close()
+
+
+def test_a_second_run_is_refused(pools, tmp_path):
+    with Checkpoints(tmp_path) as first:
+        with pytest.raises(md.RankError, match="belongs to another run"):
+            pools(2)(open_and_close, tmp_path)
+        first.save(1, model=nn.Linear(2, 2))
+    pools(2)(open_and_close, tmp_path)
+    open_and_close(tmp_path)
+
+
 def test_the_newest_stay_and_the_first_run_begins_with_none(tmp_path):
     assert load(tmp_path / "deep" / "a") is None
     save_steps(tmp_path, range(5, 12, 2), keep=3)
@@ -640,7 +653,7 @@ def test_a_full_disk_is_told_on_every_rank(pools, tmp_path):
     words, there, steps = first
     assert words.startswith(f"rank 1: {tmp_path}/step-00000002.")
     assert "could not be written: OSError: [Errno 27] File too large" in words
-    assert there == ["step-00000001"] and steps == [1, 2]
+    assert there == [".lock", "step-00000001"] and steps == [1, 2]
 
 
 def save_and_fail(folder):

@@ -41,17 +41,17 @@ class Checkpoints:
     passed, by name, its `state_dict()`. The model may be bare or in any strategy, on any number of
     ranks; the run that loads may have another strategy and other ranks.
 
-    folder: is made if it is missing. All ranks see it.
+    folder: is made if it is missing. All ranks see it. Another run that opens it is refused.
     keep: so many checkpoints stay; older ones are deleted when a new one is whole.
 
     The ranks are those of the default group, or this process alone where there is none. All ranks
-    call all methods. Raises, on every rank, RuntimeError if the folder cannot be written (OSError,
-    where there is no group); ValueError for a `keep` below 1.
+    call all methods. Raises, on every rank, RuntimeError if another run has the folder, or it
+    cannot be written (OSError, where there is no group); ValueError for a `keep` below 1.
 
-    Limits: two runs must not share a folder: a run that opens it deletes what another one is
-    writing. Without `close`, or the `with` block, the last save may be lost. No model with
-    `get_extra_state`: pass that by a name of its own. Random numbers go by rank: after a load on
-    another mesh, seed again where ranks along tensor must draw the same.
+    Limits: of one process, two runs at a time must not share a folder. Without `close`, or the
+    `with` block, the last save may be lost. No model with `get_extra_state`: pass that by a name of
+    its own. Random numbers go by rank: after a load on another mesh, seed again where ranks along
+    tensor must draw the same.
     """
 
     def __init__(self, folder: str | Path, keep: int = 2) -> None:
@@ -66,6 +66,7 @@ class Checkpoints:
                 raise ValueError(f"keep must be 1 or more, not {keep}")
             if self._rank == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
+                self._lock = commit.lock(self.folder)
                 commit.clear_partial(self.folder)
         self._id = self._gather(uuid4().hex[:8])[0]  # a run that was killed may still write
         # For torch's thread: its messages must not meet those of training.
@@ -219,11 +220,16 @@ class Checkpoints:
     # ---- the end ---------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait until the last save is whole."""
+        """Wait until the last save is whole, and let the next run have the folder."""
         self.wait()
+        self._unlock()
         if self._gloo is not None and dist.is_initialized():
             dist.destroy_process_group(self._gloo)
             self._gloo = None
+
+    def _unlock(self) -> None:
+        if self._rank == 0:
+            self._lock.close()
 
     def __enter__(self) -> Self:
         return self
@@ -233,8 +239,9 @@ class Checkpoints:
         seconds, and no rank is asked."""
         if kind is None:
             self.close()
-        elif self._saving is not None:
-            futures.wait([self._saving], GRACE)
+        else:
+            futures.wait([self._saving] if self._saving else [], GRACE)
+            self._unlock()
 
     def _gather(self, mine: Any) -> list[Any]:
         return [mine] if self._group is None else agree.gather(self._group, mine)

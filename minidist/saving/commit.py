@@ -8,6 +8,7 @@ rename is done or not done, so a folder with the name of a step is whole, whatev
 If one of its files is not what the manifest says, then something else has changed it: an error.
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -15,7 +16,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from minidist.saving.naive import sync, write_whole
 
@@ -55,6 +56,16 @@ def clear_partial(folder: Path) -> None:
     """Delete what killed runs have not finished."""
     for path in folder.glob(f"step-*{PARTIAL}"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def lock(folder: Path) -> IO[str]:
+    """One run at a time has a folder: until the file is closed, or the process ends."""
+    file = (folder / ".lock").open("a")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a forked child does not have it
+    except BlockingIOError:
+        raise RuntimeError(f"{folder} belongs to another run, that is not over") from None
+    return file
 
 
 # ---- to load ------------------------------------------------------------------------------------
