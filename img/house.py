@@ -1,11 +1,8 @@
 """The picture of CONTRIBUTING.md: the rooms of the library, and who takes from whom."""
 
-from pathlib import Path
-
 from start import SHADES
 from style import INK, PALE, arrow, box, ink, paper, save, words
 
-LIBRARY = Path(__file__).resolve().parents[1] / "minidist"
 # The first floor by parts of the course, from left to right as the rooms import each other.
 FIRST = {
     "Ranks": ["rank", "collectives"],

@@ -22,7 +22,7 @@ from minidist.machine.backend.group import HEAD, SLOT, STAGE, STAGES, Members
 from minidist.machine.backend.segment import KEPT, Arena, Segment, has_ended, hide
 
 SOON = 5  # seconds
-MIB, GIB = 1 << 20, 1 << 30
+MIB = 1 << 20
 
 pytestmark = [
     pytest.mark.timeout(60),

@@ -524,10 +524,6 @@ def overwritten():
     return ddp(step=step)
 
 
-def the_same_rows():
-    return ddp(step=lambda model, optimizer, _: plain(model, optimizer, rows_of(0, 0)))
-
-
 def a_sum():
     def add(model):
         for p in model.parameters():

@@ -21,7 +21,6 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], Options]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True}),
     "RMSprop": (torch.optim.RMSprop, {"lr": 1e-3, "momentum": 0.5}),
 }
-Rows = slice | list[int]
 
 
 def optimizers_of(trial: Trial, model: Any, **sharded: Any) -> list[Any]:

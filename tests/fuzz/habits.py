@@ -11,7 +11,6 @@ import torch
 
 DATA = ["ddp", "zero1", "zero2"]
 UNITS = ["fsdp", "fully_shard"]
-NO_NORM = ("mlp", "lstm", "transformer", "llama")  # models of `random_models`
 ALL = [*DATA, *UNITS, "pipeline", "tensor", "mixed"]
 
 
