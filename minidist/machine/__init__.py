@@ -1,3 +1,3 @@
-"""What runs the ranks: processes (`runtime`), the emulated network between them (`backend`), and
+"""What runs the ranks: processes (`runtime`), messages in shared memory (`backend`), and
 cells of a notebook that run on all of them (`notebook`).
 """
