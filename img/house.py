@@ -1,5 +1,7 @@
 """The picture of CONTRIBUTING.md: the rooms of the library, and who takes from whom."""
 
+from pathlib import Path
+
 from start import SHADES
 from style import INK, PALE, arrow, box, ink, paper, save, words
 
