@@ -53,9 +53,8 @@ def materialize(
             module.to_empty(device=device, recurse=False)
             module.reset_parameters()  # type: ignore[operator]
         if any(tensor.is_meta for tensor in state_of(alone)):
-            why = (
-                "it has no reset_parameters()" if init is None else "param_init_fn leaves it there"
-            )
+            why = "it has no reset_parameters()"
+            why = why if init is None else "param_init_fn leaves it there"
             raise ValueError(f"{name.rstrip('.') or 'the module'} is on the device meta, and {why}")
     tie_again(ties)
 
