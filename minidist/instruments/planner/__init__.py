@@ -13,16 +13,16 @@ number's source.
 
     experts = md.planner.Layout(world_size=64, experts=8)     # of MODELS["mixtral-8x7b"], say
 
-    md.planner.daly(save=60, between_failures=10_000)         # seconds between two checkpoints
+    md.planner.young(save=60, between_failures=10_000)        # seconds between two checkpoints
 
 To read: `model_states` (the formulas of ZeRO), `transformer` and `layout` (a model's shape, and how
 it is laid out), `peak` (what a step adds), `device` and `step_time` (how long it takes), `advice`
-(which layout to take), `zero_table` (the paper's table), `planned_messages` (each message of a
-step), `failures` (how often to save).
+(which layout to take), `page` and `plan_command` (both in words), `zero_table` (the paper's table),
+`planned_messages` (each message of a step), `failures` (how often to save).
 """
 
 from minidist.instruments.planner.device import GPUS, LATENCY_US, Device
-from minidist.instruments.planner.failures import daly, expected_time, run_with_failures, young
+from minidist.instruments.planner.failures import expected_time, run_with_failures, young
 from minidist.instruments.planner.layout import CONTEXT_ATTENTION, CONTEXT_CUT, RECOMPUTE, Layout
 from minidist.instruments.planner.model_states import (
     OPTIMIZERS,
@@ -35,7 +35,7 @@ from minidist.instruments.planner.model_states import (
     smallest_world_size,
 )
 from minidist.instruments.planner.peak import layer_activations, peak
-from minidist.instruments.planner.planned_messages import Planned, messages, most_sent
+from minidist.instruments.planner.planned_messages import Planned, messages
 from minidist.instruments.planner.step_time import StepTime, mfu, step_time, touched, traffic
 from minidist.instruments.planner.transformer import MODELS, Transformer
 from minidist.instruments.planner.zero_table import zero_table
@@ -57,14 +57,12 @@ __all__ = [
     "Precision",
     "StepTime",
     "Transformer",
-    "daly",
     "expected_time",
     "largest_model",
     "layer_activations",
     "memory",
     "messages",
     "mfu",
-    "most_sent",
     "peak",
     "run_with_failures",
     "smallest_world_size",

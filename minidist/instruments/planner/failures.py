@@ -1,5 +1,5 @@
-"""How often to save, when machines fail: Young's and Daly's intervals, and a run that fails at
-random. Lesson: scaling_out
+"""How often to save, when machines fail: Young's interval, and a run that fails at random.
+Lesson: scaling_out
 
 With an interval τ of training between saves that take δ, and a mean time M between failures, a
 fraction δ/τ of the time goes to saving, and after each failure τ/2 of training is lost on average:
@@ -24,22 +24,13 @@ def young(save: float, between_failures: float) -> float:
     return math.sqrt(2 * save * between_failures)
 
 
-def daly(save: float, between_failures: float) -> float:
-    """The same for saves that are not short beside M: √(2δM) (1 + √(δ/2M)/3 + δ/18M) - δ, or M if
-    δ is 2M or more. Daly, "A higher order estimate of the optimum checkpoint interval for restart
-    dumps" (Future Generation Computer Systems 22, 2006). Lesson: scaling_out."""
-    short = young(save, between_failures)
-    ratio = save / (2 * between_failures)
-    if ratio >= 1:
-        return between_failures
-    return short * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save
-
-
 def expected_time(
     work: float, interval: float, save: float, between_failures: float, restart: float = 0.0
 ) -> float:
     """Mean seconds that `work` seconds of training take, if failures come at random, in saving and
-    restarting too: M e^(R/M) (e^((τ+δ)/M) - 1) work/τ, as in Daly's paper. Lesson: scaling_out."""
+    restarting too: M e^(R/M) (e^((τ+δ)/M) - 1) work/τ. Daly, "A higher order estimate of the
+    optimum checkpoint interval for restart dumps" (Future Generation Computer Systems 22, 2006).
+    Lesson: scaling_out."""
     _require_positive(work=work, interval=interval, between_failures=between_failures)
     _require_not_negative(save=save, restart=restart)
     M = between_failures

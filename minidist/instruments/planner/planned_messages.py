@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from minidist.collectives import cost
 from minidist.instruments.planner.layout import Layout, Stage, stages
 from minidist.instruments.planner.model_states import PRECISIONS, STAGES, require_one_of
 from minidist.instruments.planner.transformer import Transformer
@@ -42,22 +41,6 @@ def messages(
     require_one_of("number", number, range(len(held)))
     planned = _all(model, layout, precision, held[number])
     return [each for each in planned if each.ranks > 1 and each.times]
-
-
-def most_sent(model: Transformer, layout: Layout, precision: str = "mixed") -> float:
-    """Bytes that a rank sends in a step, by `messages` and ring collectives: the rank that sends
-    most. Raises ValueError as `messages` does. Lesson: real_tools."""
-
-    def nbytes(each: Planned) -> float:
-        if each.operation == "receive":
-            return 0
-        if each.operation == "send":
-            return each.times * each.nbytes
-        way = "pairwise" if each.operation == "all_to_all" else "ring"
-        return each.times * cost(each.operation, way, each.ranks, each.nbytes).nbytes
-
-    numbers = range(layout.pipeline)
-    return max(sum(map(nbytes, messages(model, layout, precision, n))) for n in numbers)
 
 
 def _all(model: Transformer, layout: Layout, precision: str, own: Stage) -> Iterator[Planned]:
