@@ -79,6 +79,8 @@ class ShmProcessGroup(dist.ProcessGroup):
       moment on each rank: let one such chain be under way at a time, as torch's `powerSGD_hook`
       is with one bucket. In a callback, wait for calls (`Work.wait`), and for no other future.
     - Coalesced calls: only all_gather and reduce_scatter of single tensors.
+    - A call that C++ alone holds has no future: that of torch's DDP, in a
+      `join(divide_by_initial_world_size=False)`.
     - The timeout is the group's: `dist.barrier(timeout=...)` has none of its own.
     """
 
