@@ -137,7 +137,7 @@ browser: $(TEST)
 # Another seed each time. To see a failure again: make soak SEED=...
 SEED := $(or $(SEED),$(shell date +%s))
 
-soak: $(TOOLS)  # the systems of real_tools are tested at night
+soak: $(TOOLS)  # plans and the doctor are held against some of real_tools
 	@echo "seed: $(SEED)"
 	MINIDIST_SEED=$(SEED) $(PYTEST) tests -m soak -n $(WORKERS) --dist=worksteal \
 	    --hypothesis-seed=$(SEED) --durations=10 $(TEST_ARGS)

@@ -2,7 +2,7 @@
 
 from style import EMPTY, INK, PALE, Axes, arrow, bar, box, paper, save, words
 
-from minidist.plot import color
+from minidist.instruments.plot import color
 
 KEPT = color("activations")
 BLOCKS, BARS, WIDTH, HIGH = 4, 7, 0.17, 0.62  # bars of a block: its input, and six more

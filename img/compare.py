@@ -1,19 +1,20 @@
 """The picture compare: one training by all of minidist and of torch. What it shows was measured:
-python -m minidist compare --peers --json img/compare.json, on a quiet machine."""
+python -m minidist compare --json img/compare.json, on a quiet machine."""
 
 import json
 from pathlib import Path
 
 from style import save
 
-from minidist.compare.results import draw, rows_of
+from minidist.instruments.compare.results import Row, draw
 
 FIGURES = Path(__file__).with_suffix(".json")
 
 
 def compare() -> None:
     """As `python -m minidist compare` draws it."""
-    save(draw(rows_of(json.loads(FIGURES.read_text())["rows"])), "compare")
+    rows = json.loads(FIGURES.read_text())["rows"]
+    save(draw([Row(**row) for row in rows]), "compare")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from matplotlib.patches import Rectangle
 from style import PALE, Axes, arrow, box, ink, paper, save
 
-from minidist.plot import color
+from minidist.instruments.plot import color
 
 FORWARD, BACKWARD, TRAVEL = color("forward"), color("backward"), color("communication")
 LAYER = 1.0  # inches of time that a layer takes in backward

@@ -3,7 +3,7 @@
 from matplotlib.patches import Rectangle
 from style import INK, PALE, RANKS, Axes, arrow, bar, box, ink, name, paper, save, words
 
-from minidist.plot import color
+from minidist.instruments.plot import color
 
 WHOLE = "#CFCFCF"  # what every rank has
 PARTS = 4

@@ -2,10 +2,10 @@
 
 from style import EMPTY, PALE, RANKS, Axes, arrow, bar, box, ink, name, paper, save, words
 
-from minidist.plot import color
+from minidist.instruments.plot import color
 
 PARAMETERS, GRADIENTS = color("parameters"), color("gradients")
-TRAVEL, STEP = color("communication"), color("step")
+TRAVEL = color("communication")
 WIDTH, GAP, LEFT = 0.8, 1.0, 1.2  # inches: of a unit, between two moments, of the first one
 OWN = 1  # the rank that is shown
 

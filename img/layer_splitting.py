@@ -3,8 +3,8 @@ pipeline_schedules."""
 
 from style import INK, PALE, RANKS, Axes, arrow, box, ink, name, paper, plt, save, words
 
+from minidist.instruments.plot import color, schedule
 from minidist.pipeline import SCHEDULES, simulate
-from minidist.plot import color, schedule
 
 FORWARD, BACKWARD = color("forward"), color("backward")
 

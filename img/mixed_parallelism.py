@@ -3,7 +3,7 @@
 from matplotlib.patches import Rectangle
 from style import INK, PALE, RANKS, Axes, arrow, box, name, paper, save
 
-from minidist.plot import color
+from minidist.instruments.plot import color
 
 LAYERS, WIDE, HIGH = 4, 1.75, 1.4  # of the model; inches of a rank's box
 SAYS = {

@@ -2,7 +2,7 @@
 
 from style import EMPTY, INK, PALE, Axes, arrow, bar, ink, paper, save, words
 
-from minidist.plot import color
+from minidist.instruments.plot import color
 
 BYTE, HIGH = 0.42, 0.46  # inches: a byte's width, and the height of a number
 

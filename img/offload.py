@@ -2,7 +2,7 @@
 
 from style import EMPTY, PALE, arrow, bar, box, ink, paper, save, words
 
-from minidist.plot import color
+from minidist.instruments.plot import color
 
 KINDS = {"parameters": 1, "gradients": 1, "optimizer states": 2, "activations": 2.7}
 UNIT, WIDTH, FOOT = 0.48, 1.3, 0.85  # inches

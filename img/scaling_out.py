@@ -2,7 +2,7 @@
 
 from style import INK, PALE, RANKS, Axes, bar, box, ink, paper, save, words
 
-from minidist.plot import color
+from minidist.instruments.plot import color
 
 LEFT, STEP, HIGH = 1.75, 0.52, 0.36  # inches: the first step, from one to the next, a rank's row
 WRONG = color("communication")

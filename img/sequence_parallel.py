@@ -2,7 +2,7 @@
 
 from style import PALE, RANKS, Axes, arrow, bar, box, ink, paper, save, words
 
-from minidist.plot import color
+from minidist.instruments.plot import color
 
 WHOLE = "#CFCFCF"  # what every rank has
 PARTS = 4

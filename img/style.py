@@ -19,8 +19,8 @@ from matplotlib.font_manager import findfont
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 from matplotlib.text import Text
 
-from minidist.plot import RANKS
-from minidist.plot.palette import INK, PALE, STYLE, ink
+from minidist.instruments.plot import RANKS
+from minidist.instruments.plot.palette import INK, PALE, STYLE, ink
 
 __all__ = [
     "EMPTY",

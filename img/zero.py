@@ -2,7 +2,7 @@
 
 from style import EMPTY, PALE, RANKS, Axes, arrow, bar, box, ink, paper, save, words
 
-from minidist.plot import color
+from minidist.instruments.plot import color
 
 KINDS = {"parameters": 2, "gradients": 2, "optimizer states": 12}  # bytes: mixed precision, Adam
 PARAMETERS, GRADIENTS, _ = (color(kind) for kind in KINDS)

@@ -12,17 +12,15 @@ So n equal layers that each keep a times their input are best wrapped in segment
 2√(na) inputs' worth is in memory at once, not na.
 Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174), for a = 1.
 
-`NaiveCheckpoint` is the idea. `checkpoint_wrapper` also takes modules with any inputs and outputs,
-draws the same random numbers again, and sees what was changed in between.
-It is written with the hooks that autograd offers for what it saves, after torch.utils.checkpoint
-(use_reentrant=False): the first pass builds its graph as ever, but with a place holder for each
-tensor; the first place holder that backward asks for fills them all. So autograd itself runs only
-once: gradients arrive once, in the order and with the hooks of the bare module, which is what
-`DistributedDataParallel` and fully sharded training wait for.
+`NaiveCheckpoint` is the idea. `checkpoint_wrapper` takes modules with any inputs and outputs, draws
+the same random numbers again, and sees what was changed in between. It is written with the hooks
+that autograd offers for what it saves, after torch.utils.checkpoint (use_reentrant=False): the
+first pass builds its graph as ever, but with a place holder for each tensor; the first place holder
+that backward asks for fills them all. So autograd itself runs only once: gradients arrive once, in
+the order and with the hooks of the bare module, for which the strategies wait.
 """
 
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,7 +29,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from minidist.common.replay import Replay
-from minidist.common.tensors_in import local_of
 from minidist.common.wrapper import Wrapper
 
 
@@ -82,19 +79,18 @@ def checkpoint_wrapper(module: nn.Module) -> CheckpointWrapper:
     and buffers as they were. For that each forward pass also keeps the generators' states: 5 kB of
     the CPU's.
 
-    - Inputs and outputs are tensors, nested in tuples, lists and dicts, and anything else. Tensors
-      in other objects are kept as well, but nobody looks whether they have changed.
-    - Wrapped modules may contain others, share weights, be used several times, and be parts of any
-      strategy of the course, or contain one. With `retain_graph` or `create_graph`, each backward
-      pass computes forward again.
-    - Without gradients (`torch.no_grad`) it is the module.
+    Inputs and outputs are tensors, nested in tuples, lists and dicts, and anything else. Wrapped
+    modules may contain others, share weights, be used several times, and be parts of any strategy
+    of the course, or contain one. With `retain_graph` or `create_graph`, each backward pass
+    computes forward again. Without gradients (`torch.no_grad`) it is the module.
 
     The module must do the same each time. RuntimeError in forward, if it overwrites its inputs; in
-    backward, if inputs or weights have been changed in place since, or other tensors are the
-    weights now (as after `torch.func.functional_call`: checkpoint what calls it), or if the second
-    pass saves other tensors than the first, by number, shape, dtype or device. Not seen is what
-    changes values only: random numbers from a generator of one's own, or a buffer that forward both
-    reads and moves, as spectral norm does.
+    backward, if inputs or weights have been changed in place since, or if the second pass saves
+    other tensors than the first, by number, shape, dtype or device.
+
+    Limits: not seen is what changes values only: random numbers from a generator of one's own, a
+    buffer that forward both reads and moves, as spectral norm does, or weights that were replaced,
+    as after `torch.func.functional_call`: checkpoint what calls it.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"checkpoint_wrapper needs an nn.Module, not {type(module).__name__}")
@@ -118,7 +114,7 @@ class _Pass:
         self._tensors = {i: x for i, x in enumerate(self._leaves) if isinstance(x, torch.Tensor)}
         self._wanted = {i: x.requires_grad for i, x in self._tensors.items()}
         self._versions = [x._version for x in self._tensors.values()]
-        self._weights = {name: (p, p._version) for name, p in _named(module)}
+        self._weights = [(p, p._version) for p in module.parameters()]
         self._replay = Replay(module, list(self._tensors.values()))
         self._holders: list[weakref.ref[_PlaceHolder]] = []  # in the order in which they were made
         self._kinds: list[str] = []  # of the tensors for which they stand
@@ -160,22 +156,11 @@ class _Pass:
     def _compute_again(self) -> None:
         """Forward once more, on inputs cut off from the graph, to fill the place holders that are
         still waited for."""
-        now, who = dict(_named(self._module)), type(self._module).__name__
-        for name, (weight, version) in self._weights.items():
-            again = now.get(name, weight)
-            # Torch's fully_shard puts DTensors and what it gathers in each other's place.
-            sharded = _is_dtensor(again) or _is_dtensor(weight)
-            if not sharded and again.data_ptr() != weight.data_ptr():
-                raise RuntimeError(
-                    f"{name} of a checkpointed {who} is another tensor in backward than in "
-                    "forward: was it replaced since, or is backward outside of functional_call's "
-                    "weights? Its activations cannot be computed again"
-                )
-            if weight._version != version:
-                raise RuntimeError(
-                    f"the weights of a checkpointed {who} were changed in place between forward "
-                    "and backward: its activations cannot be computed again"
-                )
+        if any(weight._version != version for weight, version in self._weights):
+            raise RuntimeError(
+                f"the weights of a checkpointed {type(self._module).__name__} were changed in "
+                "place between forward and backward: its activations cannot be computed again"
+            )
         kinds: list[str] = []
 
         def save(tensor: torch.Tensor) -> torch.Tensor:
@@ -235,15 +220,6 @@ class _Keep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         raise AssertionError("_Keep has no backward")
-
-
-def _named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Of one that is tied all names."""
-    return module.named_parameters(remove_duplicate=False)
-
-
-def _is_dtensor(tensor: torch.Tensor) -> bool:
-    return local_of(tensor) is not tensor
 
 
 def _kind(tensor: torch.Tensor) -> str:

@@ -16,14 +16,13 @@ of devices may name one device several times: `["cpu", "cpu"]` is two replicas.
 
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import reduce
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from minidist.common.wrapper import Wrapper
 
@@ -39,7 +38,7 @@ class DataParallel(Wrapper):
     The arguments are those of torch's class. `device_ids` are numbers of CUDA devices, or names
     such as "cpu"; None means all CUDA devices, or, where there is none, the CPU as the only one.
     With one device the module itself runs, without a replica. The parameters and buffers of
-    `module` must be on the first. Inputs are scattered and outputs gathered along `dim`; the output
+    `module` must be on the first. Inputs are scattered and outputs gathered by rows; the output
     goes to `output_device`, or else to the first device.
 
     A forward pass makes new replicas, so what `forward` stores in a module is lost. What it writes
@@ -49,28 +48,25 @@ class DataParallel(Wrapper):
     wrong: have a device for each replica there.
 
     Raises ValueError if there is no device, or not this one; if the module is elsewhere; and if
-    the inputs' sizes along `dim` differ. An exception of a replica is raised with a note that
+    the inputs have different numbers of rows. An exception of a replica is raised with a note that
     names the replica.
     Lesson: data_parallel.
     """
 
     devices: list[torch.device]
     output_device: torch.device
-    dim: int
 
     def __init__(
         self,
         module: nn.Module,
         device_ids: Sequence[Device] | None = None,
         output_device: Device | None = None,
-        dim: int = 0,
     ) -> None:
         super().__init__(module)
         if device_ids is None:
             device_ids = range(torch.cuda.device_count()) or ["cpu"]
         self.devices = _devices(device_ids)
         self.output_device = self.devices[0] if output_device is None else _device(output_device)
-        self.dim = dim
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         first = self.devices[0]
@@ -80,7 +76,7 @@ class DataParallel(Wrapper):
                     f"the module must be on {first}, its first device, but its {name!r} is on "
                     f"{tensor.device}: call module.to({str(first)!r}) before"
                 )
-        shares = scatter((inputs, kwargs), self.devices, self.dim)
+        shares = scatter((inputs, kwargs), self.devices)
         if len(self.devices) == 1:
             ((inputs, kwargs),) = shares  # on that device now
             return self.module(*inputs, **kwargs)
@@ -88,29 +84,27 @@ class DataParallel(Wrapper):
         replicas = replicate(self.module, devices)
         args, kws = zip(*shares, strict=True)
         outputs = parallel_apply(replicas, args, kws, devices)
-        return gather(outputs, self.output_device, self.dim)
+        return gather(outputs, self.output_device)
 
 
-def scatter(inputs: Any, devices: Sequence[Device], dim: int = 0) -> list[Any]:
-    """Cut every tensor among `inputs` along `dim`: the list of the devices' shares.
+def scatter(inputs: Any, devices: Sequence[Device]) -> list[Any]:
+    """Cut every tensor among `inputs` by rows: the list of the devices' shares.
 
     `inputs` is a tensor, or tuples, lists and dicts, nested in any way; each share has the same
     form, and in the place of whatever is no tensor the same object. Tensors are cut as
     `torch.chunk` does: the last share can be smaller, and there can be fewer shares than devices.
-    Without any tensor there is one share (torch: one for each device). Raises ValueError if the
-    tensors' sizes differ.
+    Without any tensor there is one share. Raises ValueError if tensors have
+    other numbers of rows.
     Lesson: data_parallel.
     """
     devices = _devices(devices)
     leaves, form = tree_flatten(inputs)
     shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    if not all(-len(shape) <= dim < len(shape) for shape in shapes):
-        raise ValueError(f"tensors of shapes {shapes} cannot all be cut along dimension {dim}")
-    if len({shape[dim] for shape in shapes}) > 1:
-        raise ValueError(f"tensors of shapes {shapes} have different sizes in dimension {dim}")
+    if len({shape[:1] for shape in shapes}) > 1:
+        raise ValueError(f"tensors of shapes {shapes} have different numbers of rows")
     count = len(devices)
     pieces = [
-        [piece.to(device) for piece, device in zip(leaf.chunk(count, dim), devices, strict=False)]
+        [piece.to(device) for piece, device in zip(leaf.chunk(count), devices, strict=False)]
         if isinstance(leaf, torch.Tensor)
         else [leaf] * count
         for leaf in leaves
@@ -156,80 +150,57 @@ def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
 
 def parallel_apply(
     replicas: Sequence[nn.Module],
-    inputs: Sequence[Any],
-    kwargs: Sequence[dict[str, Any]] | None = None,
-    devices: Sequence[Device] | None = None,
+    inputs: Sequence[tuple[Any, ...]],
+    kwargs: Sequence[dict[str, Any]],
+    devices: Sequence[torch.device],
 ) -> list[Any]:
     """Run `replicas[i](*inputs[i], **kwargs[i])` for all i at once: the list of outputs.
 
-    Each call has a thread of its own, named "replica i", in which grad mode, inference mode and
-    autocast are as in the caller's; a single call runs in the caller's thread. An input that is
-    no tuple or list is the only argument. `devices` None means that of each call's first tensor.
-    If calls fail, the exception of the first of them is raised, with a note of replica and device.
-    Lesson: data_parallel.
+    Each call has a thread of its own, named "replica i", in which grad mode and autocast are as in
+    the caller's. If calls fail, the exception of the first of them is raised, with a note of
+    replica and device. Lesson: data_parallel.
     """
-    kwargs = [{}] * len(replicas) if kwargs is None else kwargs
-    if devices is None:
-        devices = [_device_of((args, kw)) for args, kw in zip(inputs, kwargs, strict=True)]
-    places = _devices(devices)
-    if not len(replicas) == len(inputs) == len(kwargs) == len(places):
-        raise ValueError(
-            f"{len(replicas)} replicas need as many inputs, kwargs and devices, "
-            f"not {len(inputs)}, {len(kwargs)} and {len(places)}"
-        )
-    modes = [_modes(device) for device in places]
+    trains, kinds = torch.is_grad_enabled(), [device.type for device in devices]
+    # Made here, and so in our dtype: another thread knows nothing of it.
+    autocast = [torch.autocast(kind, enabled=torch.is_autocast_enabled(kind)) for kind in kinds]
     outputs: list[Any] = [None] * len(replicas)
     failures: list[BaseException | None] = [None] * len(replicas)
 
     def work(i: int) -> None:
-        args = inputs[i] if isinstance(inputs[i], tuple | list) else (inputs[i],)
         try:
-            with ExitStack() as stack:
-                for mode in modes[i]:
-                    stack.enter_context(mode)
-                outputs[i] = replicas[i](*args, **kwargs[i])
+            with torch.set_grad_enabled(trains), autocast[i]:
+                outputs[i] = replicas[i](*inputs[i], **kwargs[i])
         except BaseException as error:
-            error.add_note(f"This was replica {i}, on device {places[i]}.")
+            error.add_note(f"This was replica {i}, on device {devices[i]}.")
             failures[i] = error
 
-    if len(replicas) == 1:
-        work(0)
-    else:
-        threads = [
-            threading.Thread(target=work, args=(i,), name=f"replica {i}")
-            for i in range(len(replicas))
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    for failure in failures:
-        if failure is not None:
-            raise failure
+    threads = [
+        threading.Thread(target=work, args=(i,), name=f"replica {i}") for i in range(len(replicas))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for failure in filter(None, failures):
+        raise failure
     return outputs
 
 
-def gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Any:
-    """Join the outputs of the replicas, tensor by tensor, along `dim`: the reverse of `scatter`.
+def gather(outputs: Sequence[Any], output_device: Device) -> Any:
+    """Join the outputs of the replicas, tensor by tensor, by rows: the reverse of `scatter`.
 
     An output is a tensor, or tuples, lists and dicts of tensors, nested in any way but the same
     in each replica. Tensors without a dimension, such as losses, become a vector, an element a
-    replica (torch warns of that; there is no other way). None stays None. Raises TypeError for
-    anything else, ValueError if the forms differ. Lesson: data_parallel.
+    replica (torch warns of that; there is no other way). None stays None. Raises ValueError if the
+    forms differ. Lesson: data_parallel.
     """
     device = _device(output_device)
 
     def join(*parts: Any) -> Any:
         if all(part is None for part in parts):
             return None
-        for part in parts:
-            if not isinstance(part, torch.Tensor):
-                raise TypeError(
-                    f"a replica must return tensors, or tuples, lists and dicts of them, "
-                    f"not {type(part).__name__}"
-                )
         parts = tuple(part.to(device) for part in parts)
-        return torch.cat(parts, dim) if any(part.dim() for part in parts) else torch.stack(parts)
+        return torch.cat(parts) if any(part.dim() for part in parts) else torch.stack(parts)
 
     first, *others = outputs
     return tree_map(join, first, *others)
@@ -250,23 +221,7 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         here = [gradient.to(ctx.home) for gradient in gradients if gradient is not None]
-        # A sparse one can be added to a dense one, and not the other way round.
-        if not here:
-            return None, None
-        return reduce(torch.add, sorted(here, key=lambda gradient: gradient.is_sparse)), None
-
-
-def _modes(device: torch.device) -> list[Any]:
-    """Contexts in which another thread computes on `device` as ours would now."""
-    kind = device.type
-    modes: list[Any] = [
-        torch.inference_mode(torch.is_inference_mode_enabled()),
-        torch.set_grad_enabled(torch.is_grad_enabled()),
-        torch.autocast(kind, enabled=torch.is_autocast_enabled(kind)),  # in our dtype
-    ]
-    if kind != "cpu":  # a GPU has streams: ours, and the device is then the current one
-        modes.append(torch.accelerator.current_stream(device))
-    return modes
+        return (reduce(torch.add, here) if here else None), None
 
 
 def _devices(devices: Sequence[Device]) -> list[torch.device]:
@@ -281,8 +236,3 @@ def _device(device: Device) -> torch.device:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:  # the latter if torch has no CUDA at all
         raise ValueError(f"there is no device {device!r} here: {error}") from error
-
-
-def _device_of(call: Any) -> torch.device:
-    tensors = (leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor))
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))

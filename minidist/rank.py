@@ -17,17 +17,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import _lru_cache_wrapper, partial
+from functools import partial
 from itertools import chain
-from types import FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # early: see _forget_meshes
 
-import minidist.backend  # noqa: F401 - it registers the backend "shm"
-from minidist.link import Link
-from minidist.runtime import Pool
+import minidist.machine.backend  # noqa: F401 - it registers the backend "shm"
+from minidist.instruments.link import Link
+from minidist.machine.runtime import Pool
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def join(
     shm where a link is emulated. No collective waits longer than `timeout` seconds. Yields a
     function that counts this rank's operations so far, in any group. Lesson: rank.
     """
-    place, timeout = Place.here(), _countable(timeout)
+    place = Place.here()
     if backend == "auto":
         backend = _best(place, store)
     if "nccl" in backend:
@@ -123,37 +123,14 @@ def join(
 
 
 @atexit.register
-def _forget_groups() -> None:
-    """torch.optim imports functions whose default argument is the default group of that moment. It
-    would keep gloo's threads beyond the end of Python, which now and then is aborted for that. None
-    means the same group. Not before the end: if then a DistributedDataParallel of torch's were the
-    last to hold the group, it could wait for these threads for ever, for it does not let them run.
-    """
-    if "torch.distributed.tensor" in sys.modules:
-        _forget_meshes()
-    functional = sys.modules.get("torch.distributed.nn.functional")
-    if functional is None:
-        return
-    gc.collect()  # a wrapper in a reference cycle keeps the group too
-    for each in list(vars(functional).values()):
-        if isinstance(each, FunctionType) and (kept := each.__defaults__):
-            each.__defaults__ = tuple(None if isinstance(v, dist.ProcessGroup) else v for v in kept)
-
-
 def _forget_meshes() -> None:
-    """DTensor remembers what it has computed once, with meshes and so with their groups: in caches
-    of functions, of which each version of torch has others, in a dict, and in C++."""
-    from torch.distributed.tensor import _redistribute
-
-    for one in gc.get_objects():
-        if type(one) is _lru_cache_wrapper and str(one.__module__).startswith("torch.distributed."):
-            one.cache_clear()
-    for room, clear in (
-        (_redistribute, "clear_redistribute_planner_cache"),
-        (torch._C, "_clear_DTensor_sharding_propagator_cache"),
-    ):
-        if hasattr(room, clear):
-            getattr(room, clear)()
+    """DTensor remembers meshes, and with them their groups, whose threads in gloo would outlive
+    Python: then the process is aborted now and then. The functions of torch.distributed.nn would
+    keep the default group, if they were imported when there is one."""
+    if "torch.distributed.tensor" in sys.modules:
+        gc.collect()
+        torch._C._clear_DTensor_sharding_propagator_cache()
+        gc.collect()
 
 
 def _best(place: Place, store: dist.Store | None) -> str:
@@ -200,7 +177,8 @@ def ranks(
         raise ValueError(f"world_size must be 1 or more, not {world_size}")
     if nodes < 1 or world_size % nodes:
         raise ValueError(f"{world_size} ranks cannot be spread evenly over {nodes} nodes")
-    timeout = _countable(timeout)
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"timeout must be a finite number of seconds above 0, not {timeout}")
     if threads < 1:
         raise ValueError(f"threads must be 1 or more, not {threads}")
     if ":" not in backend and backend not in ("auto", *dist.Backend.backend_list):
@@ -210,15 +188,8 @@ def ranks(
         raise ValueError(f'only backend "shm" emulates a link, not {backend!r}')
     places = [Place.of(rank, world_size, nodes) for rank in range(world_size)]
     environs = [_environ(place, threads) | Link.environ(link) for place in places]
-    shm = ["minidist.backend.process_group"] if backend in ("auto", "shm") else []
+    shm = ["minidist.machine.backend.process_group"] if backend in ("auto", "shm") else []
     return Pool(environs, partial(_stage, backend, timeout, threads), timeout, shm)
-
-
-def _countable(timeout: float) -> float:
-    """So many seconds, or 31 years: at some more, clocks of Python and torch overflow."""
-    if not 0 < timeout < math.inf:
-        raise ValueError(f"timeout must be a finite number of seconds above 0, not {timeout}")
-    return min(timeout, 1e9)
 
 
 def launch(fn: Callable[..., Any], *args: Any, world_size: int = 4, **options: Any) -> list[Any]:
@@ -261,16 +232,6 @@ def _environ(place: Place, threads: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads),
         **place.environ(),
     }
-    # Each node sees GPUs of its own, as a real one does.
-    gpus = _visible_gpus()
-    nodes = place.world_size // place.local_world_size
-    if nodes > 1 and len(gpus) >= place.world_size:
-        first = place.node_rank * place.local_world_size
-        environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first : first + place.local_world_size])
+    if place.world_size > place.local_world_size:  # local ranks of two nodes would share a GPU
+        environ["CUDA_VISIBLE_DEVICES"] = ""
     return environ
-
-
-def _visible_gpus() -> list[str]:
-    count = torch.cuda.device_count()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",")[:count] if visible else [str(gpu) for gpu in range(count)]

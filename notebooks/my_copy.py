@@ -5,7 +5,7 @@
 What the learner changed is never overwritten; the rest follows the course. To know which is which,
 the folder keeps a list of what was copied, `.copied.json`. By that list the checks, too, know a
 learner's copy. What is solved there they write down beside it, in `.solved.json`: see
-minidist/checks/solved.py.
+minidist/course/checks/solved.py.
 """
 
 import hashlib

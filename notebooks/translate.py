@@ -4,7 +4,7 @@
     python notebooks/translate.py --done CELL ...      the text of these cells is up to date now
 
 Code, outputs and tags are those of the English lesson: `notebooks/execute.py` copies them when it
-has run it. Only what a check says is in Korean, as in a learner's kernel (`minidist.language`). A
+has run it. Only what a check says is in Korean, as in a learner's kernel (`course.language`). A
 text is written in Korean by hand. Its cell keeps a short hash of the English text that it
 translates, so that we notice when that has changed. Terms: `notebooks/ko/glossary.md`.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
-from minidist.language import in_korean
+from minidist.course.language import in_korean
 
 HERE = Path(__file__).resolve().parent
 HASH = "translates"  # in the metadata of a Korean text

@@ -35,7 +35,8 @@ def parts(readme: str) -> dict[str, list[str]]:
     for name, rooms in re.findall(r"^\| \d+ \| \[(\w+)\]\(\S+\) \| (.*?) \|", readme, re.MULTILINE):
         lesson = name.partition("_")[2]
         found[lesson] = [f"notebooks/{name}.ipynb", f"notebooks/solutions/{name}.ipynb"]
-        found[lesson] += [f"minidist/checks/{lesson}.py", f"tests/answers/{lesson}.py"]
+        found[lesson] += [f"minidist/course/checks/{lesson}{end}" for end in (".py", ".toml")]
+        found[lesson] += [f"tests/answers/{lesson}.py"]
         found[lesson] += re.findall(r"\]\((minidist/\S+)\)", rooms)
     return found
 

@@ -18,7 +18,7 @@ from agents import Agent
 from programs import SOAK
 
 import minidist as md
-from minidist.runtime import Pool
+from minidist.machine.runtime import Pool
 
 pytest_plugins = ["needs"]
 

@@ -44,9 +44,6 @@ class Net(nn.Module):
             x = block(x)
         return self.head(x)
 
-    def predict(self, x):
-        return self.head(self.blocks[1](self.first(x)))
-
 
 # ---- both forms -------------------------------------------------------------------------------
 
@@ -164,7 +161,7 @@ def pair(make, shard, dtype=torch.float64):
     return shard(copy.deepcopy(plain)), plain
 
 
-def held(case, make, shard, allowed=1e-12, frees=True):
+def held(case, make, shard, allowed=1e-12):
     """On a rank: in what a sharded model and one process part, after `case(model, ranks)`: on the
     examples of these ranks. It returns what to compare besides the model's state. What is gathered
     must be freed, too."""
@@ -172,7 +169,7 @@ def held(case, make, shard, allowed=1e-12, frees=True):
     ours = case(model, [dist.get_rank()]) or {}
     theirs = case(plain, range(dist.get_world_size())) or {}
     found = apart(model.state_dict() | ours, plain.state_dict() | theirs, allowed)
-    return found | ({"gathered": nbytes} if frees and (nbytes := bytes_gathered(model)) else {})
+    return found | ({"gathered": nbytes} if (nbytes := bytes_gathered(model)) else {})
 
 
 def told(fault):

@@ -1,6 +1,6 @@
 """Bytes of a training step that are the same at every run."""
 
-from minidist.measure import MemoryTracker, TrafficCounter
+from minidist.instruments.measure import MemoryTracker, TrafficCounter
 
 
 def least_memory_of(step, model, optimizer, tries=5):

@@ -1,31 +1,21 @@
-"""A plugin of pytest: a test is skipped if its tools or GPUs are not here, or torch is too old.
+"""A plugin of pytest: a test is skipped if its tools or GPUs are not here.
 
 It stands beside conftest.py, which pytest does not read where only notebooks are tested.
 """
 
 import os
-from importlib.metadata import version
 from importlib.util import find_spec
 
 import pytest
-from packaging.version import Version
 
 # What the lesson real_tools needs besides, and how it comes.
 TOOLS = ("accelerate", "transformers", "lightning", "fairscale", "deepspeed", "ninja")
 GET_TOOLS = "pip install -c constraints.txt -e '.[tools]'"
 
-# What torch 2.11 lacks: by the word that a test is marked with, the version that has it, and how
-# torch was before. Torch alone fails so, without a line of ours.
-NEWER_TORCH = {
-    "fused": ("2.12", "full_tensor() of a fused weight that is split (_StridedShard) raises"),
-    "edges": ("2.13", "the node of a Python Function keeps no graph: zero_bubble needs that"),
-}
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the lesson real_tools and what is marked `tools` where these are not installed, what is
-    marked `gpu(n)` where there are fewer than n GPUs (one if it says nothing), and what is marked
-    `newer_torch(word)` where torch has not yet what the word stands for."""
+    """Skip the lesson real_tools and what is marked `tools` where these are not installed, and
+    what is marked `gpu(n)` where there are fewer than n GPUs (one if it says nothing)."""
     without = bool(os.environ.get("WITHOUT_TOOLS"))  # an argument of make test
     missing = ", ".join(tool for tool in TOOLS if without or find_spec(tool) is None)
     for item in items:
@@ -36,10 +26,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             needed, there = (marker.args or (1,))[0], _gpus()
             if needed > there:
                 item.add_marker(pytest.mark.skip(f"needs {needed} GPU(s); here: {there}"))
-        if marker := item.get_closest_marker("newer_torch"):
-            since, lack = NEWER_TORCH[marker.args[0]]
-            if Version(version("torch")) < Version(since):
-                item.add_marker(pytest.mark.skip(f"needs torch {since}: before, {lack}"))
 
 
 def _gpus() -> int:

@@ -3,8 +3,8 @@
 import matplotlib
 import pytest
 
-from minidist import plot
-from minidist.plot.alt import describe
+from minidist.instruments import plot
+from minidist.instruments.plot.alt import describe
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 import minidist as md
 from minidist.averaging import DiLoCo, LocalSGD
-from minidist.averaging.naive import NaiveDiLoCo, local_sgd
 
 STEPS = 13
 
@@ -95,18 +94,6 @@ def train(wrap):
     return weights(model)
 
 
-def naively(name):
-    rank, model = dist.get_rank(), net()
-    optimizer = momentum(model)
-    diloco = name == "DiLoCo"
-    after = NaiveDiLoCo(model, 4).after if diloco else partial(local_sgd, model, period=4)
-    for step in range(1, STEPS + 1):
-        backward(model, rank, step)
-        optimizer.step()
-        after(step=step)
-    return weights(model)
-
-
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @BOTH
 def test_replicas_are_those_of_one_process_that_holds_them_all(pools, world_size):
@@ -115,22 +102,20 @@ def test_replicas_are_those_of_one_process_that_holds_them_all(pools, world_size
         assert max(map(apart, found, expected)) < 1e-12, kind
         if kind != "period 1":
             assert apart(found[0], found[1]) > 1e-6, kind  # after step 13 they go their own ways
-            assert max(map(apart, pools(world_size)(naively, kind), expected)) < 1e-12, kind
 
 
-def test_period_1_under_sgd_and_the_warm_up_of_any_are_ddp(pools):
-    sgd, adam = partial(torch.optim.SGD, lr=0.1), partial(torch.optim.AdamW, lr=0.01)
+def test_period_1_under_sgd_is_ddp_and_period_2_is_not(pools):
+    sgd = partial(torch.optim.SGD, lr=0.1)
 
-    def check(optimizer, steps, **options):
+    def check(period):
         def strategy(model):
-            return model, LocalSGD(optimizer(model.parameters()), **options)
+            return model, LocalSGD(sgd(model.parameters()), period)
 
-        return md.parity.check(strategy, optimizer=optimizer, ranks=pools(3), steps=steps).largest
+        return md.parity.check(strategy, optimizer=sgd, ranks=pools(3), steps=4).largest
 
-    assert check(sgd, 4, period=1) < 1e-12
-    assert check(adam, 4, period=3, warmup=4) < 1e-12
-    with pytest.raises(md.parity.ParityError, match="step 5, "):
-        check(adam, 5, period=3, warmup=4)
+    assert check(1) < 1e-12
+    with pytest.raises(md.parity.ParityError, match="step 1, "):
+        check(2)
 
 
 def test_bytes_are_those_that_the_docstrings_say(pools):
@@ -146,7 +131,6 @@ def test_bytes_are_those_that_the_docstrings_say(pools):
     for wrap, meetings in [
         (partial(LocalSGD, period=1), 8),
         (partial(LocalSGD, period=4), 2),
-        (partial(LocalSGD, period=4, warmup=4), 5),
         (partial(DiLoCo, period=4), 2),
     ]:
         assert pools(3)(sent, wrap) == [((meetings, meetings * nbytes), 0)] * 3, wrap
@@ -193,16 +177,11 @@ def test_training_goes_on_from_a_checkpoint_of_any_step(pools, tmp_path):
 
 
 def test_diloco_sets_out_from_rank_0s_weights_that_are_loaded_before_the_first_step(pools):
-    """With a state of local SGD, which has no anchors, the next step is the first again."""
-
     def loaded():
         rank, model = dist.get_rank(), net(seed=7)
         optimizer = DiLoCo(momentum(model), 1)
-        backward(model, rank, 0)
-        optimizer.step()
         model.load_state_dict(net(seed=rank).state_dict())
-        optimizer.load_state_dict(momentum(model).state_dict() | {"averaging": {"steps": 5}})
-        model.zero_grad()
+        optimizer.zero_grad()
         optimizer.step()  # nobody goes anywhere, but rank 1 is elsewhere: (0 + 1) / 2
         return weights(model)
 
@@ -228,22 +207,12 @@ def test_schedulers_and_closures_work_as_with_any_optimizer(pools):
 # ---- what is wrong -------------------------------------------------------------------------------
 
 
-def grown(rank):
-    optimizer = LocalSGD(momentum(net()), 4)
-    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
-    optimizer.step()
-
-
 MISTAKES = [
     (
         lambda rank: LocalSGD(momentum(md.zoo.mlp(6, 5 + rank, 3)), 4),
         "ValueError: the ranks have different models.*shape .5, 6.*shape .6, 6",
     ),
     (lambda rank: DiLoCo(momentum(net()), 4 + rank), "disagree about period: rank 0 says 4"),
-    (lambda rank: LocalSGD(momentum(net()), 2, warmup=rank), "disagree about warmup"),
-    (lambda rank: LocalSGD(momentum(net()), 0), "ValueError: LocalSGD: period must be 1 step"),
-    (lambda rank: LocalSGD(momentum(net()), 4, warmup=1).step(), "RuntimeError: .*and a parameter"),
-    (grown, "RuntimeError: LocalSGD: a parameter was unfrozen or added since its optimizer was"),
 ]
 
 
@@ -251,7 +220,7 @@ def test_what_makes_no_sense_is_refused_on_every_rank(pools):
     def refused(make):
         try:
             make(dist.get_rank())
-        except (ValueError, TypeError, RuntimeError) as error:
+        except ValueError as error:
             return f"{type(error).__name__}: {error}"
 
     for make, said in MISTAKES:

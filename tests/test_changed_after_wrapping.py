@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 import minidist as md
-from minidist.parity.differences import differences
+from minidist.instruments.parity.differences import differences
 
 SGD = torch.optim.SGD
 
@@ -106,21 +106,6 @@ def test_a_parameter_that_nobody_averages_is_named(pools, strategy):
     for change, name in CHANGES.items():
         for told in pools(2)(run, change):
             assert told.startswith(f"RuntimeError: parameter {name} was added, replaced"), told
-
-
-@BOTH
-def test_what_is_frozen_for_a_while_stays_as_it_is(pools, strategy):
-    def run():
-        module, plain = net(), net()
-        model, optimizer = strategy(module, find_unused_parameters=True)
-        for step in range(4):
-            for each in module, plain:
-                each[1].requires_grad_(step != 1)
-            train(model, optimizer, step)
-            train_alone(plain, step)
-        return apart(module, plain)
-
-    assert pools(2)(run) == [[], []]
 
 
 # ---- two wrappers -----------------------------------------------------------------------------

@@ -212,14 +212,6 @@ def test_forward_runs_twice_and_without_gradients_once():
     assert not y.requires_grad
 
 
-def test_names_are_those_of_the_bare_module():
-    plain, wrapped = pair("nested")
-    whole = wrap(plain)
-    assert list(whole.state_dict()) == list(plain.state_dict())
-    wrap(layers()).load_state_dict(layers().state_dict())
-    assert whole.module is plain and list(wrapped.parameters())
-
-
 # ---- bytes ------------------------------------------------------------------------------------
 
 B, T, C = 4, 32, 32
@@ -298,22 +290,20 @@ def stage2(module, optimizer):
     return md.ShardedDataParallel(module, zero), zero
 
 
-def units_of(kind, model, **options):
-    return md.FullyShardedDataParallel(model, auto_wrap_policy=by_class(kind), **options)
+def units_of(kind, model):
+    return md.FullyShardedDataParallel(model, auto_wrap_policy=by_class(kind))
 
 
-def units_of_checkpoints(**options):
-    return lambda model: units_of(CheckpointWrapper, blocks(model), **options)
+def units_of_checkpoints(model):
+    return units_of(CheckpointWrapper, blocks(model))
 
 
 STRATEGIES = {
     "DDP": lambda model: md.DistributedDataParallel(blocks(model), bucket_cap_mb=0.01),
-    "checkpoint of DDP": lambda model: wrap(md.DistributedDataParallel(model)),
     "torch DDP": lambda model: TorchDDP(blocks(model)),
     "ZeRO 2": lambda model: stage2(blocks(model), torch.optim.SGD),
     "fully sharded, checkpoints of units": lambda model: units_of(md.zoo.Block, blocks(model)),
-    "fully sharded, units of checkpoints": units_of_checkpoints(),
-    "and not freed after forward": units_of_checkpoints(reshard_after_forward=False),
+    "fully sharded, units of checkpoints": units_of_checkpoints,
     "fully sharded, one checkpoint": lambda model: units_of(md.zoo.Block, wrap(model)),
 }
 
@@ -330,36 +320,17 @@ def test_parity_of_replicas(pools, name):
     )
 
 
-def test_shards_and_checkpoints_each_save_their_own(pools):
-    """What is kept is that of checkpoints alone. Parameters travel and are there as without."""
-
-    def kept_sent_and_whole(around):
-        model, x = language_model(4, lambda part: part[0])
-        model = around(model)
-        with md.measure.TrafficCounter() as traffic, md.measure.MemoryTracker(model) as memory:
-            model(x).sum().backward()
-        return memory.after("forward")["activations"], traffic.calls, memory.peak_of["parameters"]
-
-    alone = measured(4, wrap)[0]
-    bare = pools(2)(kept_sent_and_whole, partial(units_of, md.zoo.Block))[0]
-    for name in ("checkpoints of units", "units of checkpoints"):
-        found = pools(2)(kept_sent_and_whole, STRATEGIES[f"fully sharded, {name}"])
-        assert found == [(alone, *bare[1:])] * 2 and alone < bare[0] / 3, name
-
-
 def test_states_of_sharded_checkpoints_are_those_of_the_bare_module(pools):
     def saved():
         model = units_of(CheckpointWrapper, blocks(md.zoo.Transformer(seed=1)))
         other = md.zoo.Transformer(seed=2).state_dict()
-        names = [name for name, _ in model.named_parameters()]
         first = model.state_dict()
         model.load_state_dict(other)
-        return names, first, model.state_dict()
+        return first, model.state_dict()
 
     plain, other = md.zoo.Transformer(seed=1), md.zoo.Transformer(seed=2).state_dict()
     wanted = plain.state_dict()
-    for names, first, second in pools(2)(saved):
-        assert set(names) == {name for name, _ in plain.named_parameters()}
+    for first, second in pools(2)(saved):
         for found, expected in (first, wanted), (second, other):
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -442,10 +413,6 @@ def test_inputs_and_weights_that_have_changed():
     with torch.no_grad():
         model.module.bias += 1
     with pytest.raises(RuntimeError, match="the weights of a checkpointed Linear were changed"):
-        y.backward()
-    y = model(x).exp().sum()
-    model.module.weight = nn.Parameter(model.module.weight * 3)
-    with pytest.raises(RuntimeError, match="weight of a checkpointed Linear is another tensor in"):
         y.backward()
 
 

@@ -6,14 +6,12 @@ import itertools
 import math
 import queue
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import partial
 from functools import reduce as fold
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import minidist as md
 from minidist import collectives
@@ -25,7 +23,7 @@ WORLD_SIZES = range(1, 9)
 BY_DAY = 1, 3, 4, 5  # a power of two, and such that have ranks beyond one
 ALL = [p if p in BY_DAY else pytest.param(p, marks=pytest.mark.soak) for p in WORLD_SIZES]
 EVERY = [(operation, name) for operation, names in ALGORITHMS.items() for name in names]
-SUM, MAX, AVG, BAND = (getattr(dist.ReduceOp, name) for name in ("SUM", "MAX", "AVG", "BAND"))
+SUM, MAX, AVG = (getattr(dist.ReduceOp, name) for name in ("SUM", "MAX", "AVG"))
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool]
@@ -35,9 +33,6 @@ OPERATIONS = {
     "PRODUCT": (torch.mul, [*FLOATS, *INTEGERS, torch.complex64]),
     "MIN": (torch.minimum, [*FLOATS, *INTEGERS]),
     "MAX": (torch.maximum, [*FLOATS, *INTEGERS]),
-    "BAND": (torch.bitwise_and, INTEGERS),
-    "BOR": (torch.bitwise_or, INTEGERS),
-    "BXOR": (torch.bitwise_xor, INTEGERS),
 }
 
 
@@ -116,7 +111,6 @@ def against_gloo(*groups, device="cpu"):
         places, shapes = range(len(members)), [(1,), (7,), (5, 3), (0,)]
         for operation, place, shape in itertools.product(ALGORITHMS, places, shapes):
             root = {ROOTS[operation]: members[place]} if operation in ROOTS else {}
-            within = {f"group_{name}": place for name in root}
             names = ("SUM", "MIN", "MAX", "PRODUCT") if "reduce" in operation else (None,)
             for op in [{"op": getattr(dist.ReduceOp, name)} if name else {} for name in names]:
                 theirs = arguments(operation, shape, gloo, place)
@@ -125,7 +119,7 @@ def against_gloo(*groups, device="cpu"):
                     theirs = arguments(operation, shape, gloo, place)  # as it was
                 for algorithm in by_algorithm(operation):
                     ours = arguments(operation, shape, group, place, device)
-                    more = {**(within if shape == (7,) else root), **op, **algorithm}
+                    more = {**root, **op, **algorithm}
                     getattr(collectives, operation)(**ours, **more, group=group)
                     if not same(passed(ours), passed(theirs)):
                         wrong.append((operation, place, shape, op, algorithm, members))
@@ -150,7 +144,7 @@ def test_their_arguments_are_torchs():
             [*inspect.signature(getattr(module, operation)).parameters]
             for module in (collectives, dist)
         )
-        more = {"async_op", "device_ids", "timeout"}
+        more = {"async_op", "device_ids", "timeout", "group_src", "group_dst"}
         assert [n for n in ours if n != "algorithm"] == [n for n in theirs if n not in more]
 
 
@@ -371,7 +365,6 @@ def test_what_is_counted_is_what_was_predicted(pools, world_size):
             each = [(counter.sent_messages, counter.sent_bytes) for counter in counters]
             for r, counter in enumerate(counters):
                 assert each[r] == sent(operation, algorithm, p, r, numel, 8, p // 2), (case, r)
-                assert counter.received_from == [c.sent_to[r] for c in counters], (case, r)
                 assert counter.calls == {}
             if operation != "scatter":  # whose root has another block than rank 0
                 added = Cost(*map(sum, zip(*each, strict=True)))
@@ -408,14 +401,11 @@ WRONG = [  # what rank r of three calls, and what all of them are told
      lambda r: collectives.all_to_all(*2 * [[ONES(2, dtype=torch.int64 if r == 1 else None)] * 3])),
     ("<- the root, 7, is not in this group of ranks [0, 1, 2]",
      lambda r: collectives.broadcast(ONES(3), 7)),
-    ("<- give either src or group_src",
-     lambda r: collectives.broadcast(ONES(3), 0, group_src=0)),
     ("rank 1: all_reduce  <- tensor must be a tensor, not list",
      lambda r: collectives.all_reduce([1.0] if r == 1 else ONES(3))),
-    ("<- BAND is not defined for torch.float32", lambda r: collectives.all_reduce(ONES(3), BAND)),
     ("<- AVG is not defined for torch.int64",
      lambda r: collectives.reduce(ONES(3, dtype=torch.int64), 0, AVG)),
-    ("<- op must be one of SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, not sum",
+    ("<- op must be one of SUM, AVG, PRODUCT, MIN, MAX, not sum",
      lambda r: collectives.all_reduce(ONES(3), "sum")),
     ("<- algorithm must be one of ring, naive, tree, recursive_doubling, halving_doubling, not 'x'",
      lambda r: collectives.all_reduce(ONES(3), algorithm="x" if r == 0 else "ring")),
@@ -466,20 +456,3 @@ def test_the_table_names_global_ranks():
 def test_gpu_tensors_over_nccl():
     with md.ranks(min(8, torch.cuda.device_count())) as pool:
         assert not any(pool(lambda: against_gloo(device=md.rank.device())))
-
-
-def _over_gloo():
-    """What messages of a GPU's tensor say; of a fake one, where there is no GPU."""
-    peers = Peers()
-    with nullcontext() if torch.cuda.is_available() else FakeTensorMode():
-        x = torch.ones(4, device="cuda")
-    for message in peers.send, peers.recv, peers.isend, peers.irecv:
-        with pytest.raises(ValueError, match="gloo sends no message from a GPU's memory"):
-            message(x, 1 - dist.get_rank())
-    with pytest.raises(ValueError, match="rank 1: all_reduce  <- gloo sends no message from a GPU"):
-        collectives.all_reduce(x if dist.get_rank() == 1 else torch.ones(4))
-
-
-def test_a_gpus_memory_does_not_go_over_gloo_and_every_rank_hears_it():
-    with md.ranks(2, backend="gloo") as pool:
-        pool(_over_gloo)

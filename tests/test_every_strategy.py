@@ -69,7 +69,6 @@ def trial_of(strategy, model="transformer", loop="plain", folder=""):
         model,
         strategy,
         batch=4,
-        averaged=False,
         options=OPTIONS[strategy](i),
         checkpoint=folder if loop == "save and load" else "",
         **LOOPS[loop],
@@ -129,6 +128,6 @@ def test_a_reader_of_one_step_opens_few_files(pools, strategy):
         trial = replace(trial, options=trial.options | {"mesh": (2, 1, 1)})
     seen = pools(2)(run, trial)[0]
     within = [Path(name).relative_to(ROOM) for name in seen if str(ROOM) in name]
-    below = "common", "collectives", "measure", "backend", "runtime", "rank.py", "parity"
+    below = "common", "collectives", "instruments", "machine", "rank.py"
     read = sorted(str(name) for name in within if name.parts[0] not in below)
     assert read and len(read) <= MOST[strategy], read

@@ -18,9 +18,9 @@ import nbformat
 import pytest
 
 import minidist as md
-from minidist.checks import Verdict
-from minidist.checks.solved import SHARED
-from minidist.language import in_korean
+from minidist.course.checks import Verdict
+from minidist.course.checks.solved import SHARED
+from minidist.course.language import in_korean
 
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS = sorted(
@@ -34,10 +34,6 @@ CODE_WORDS = {*("autograd", "gloo", "send", "work", "data", "pipeline", "tensor"
 CHANGED = changed.lessons()
 
 pytestmark = pytest.mark.timeout(60)
-
-
-def by_day_if_changed(lesson: str):
-    return (lambda test: test) if lesson in CHANGED else pytest.mark.soak
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -110,7 +106,7 @@ class Kept:
             self.close()
             self.check = check
         self.last = None
-        with mock.patch("minidist.checks.verdict.launch", self.launch):
+        with mock.patch("minidist.course.checks.verdict.launch", self.launch):
             verdict = said_of(check, answer)
         if self.last and not verdict.right:
             if pool := self.pools.pop(self.last, None):  # None: it did not start in time
@@ -133,10 +129,10 @@ def kept():
 def test_an_answer_gets_its_verdict(check, answer, right, kept, monkeypatch) -> None:
     check.forget()
     if right:  # a busy machine takes longer
-        monkeypatch.setattr("minidist.checks.verdict.WAIT", 20)
-        monkeypatch.setattr("minidist.checks.verdict.DEADLINE", 40)
+        monkeypatch.setattr("minidist.course.checks.verdict.WAIT", 20)
+        monkeypatch.setattr("minidist.course.checks.verdict.DEADLINE", 40)
     elif not check.__module__.endswith((".rank", ".fully_sharded")):  # they say who waits for what
-        monkeypatch.setattr("minidist.checks.verdict.WAIT", 1.5)
+        monkeypatch.setattr("minidist.course.checks.verdict.WAIT", 1.5)
     verdict = kept.verdict(check, answer)
     assert verdict.right == right, verdict
     # A number that is rounded, or a word or a class in the answer's place, is no try.
@@ -145,40 +141,7 @@ def test_an_answer_gets_its_verdict(check, answer, right, kept, monkeypatch) -> 
     assert right or hinted, verdict
 
 
-@by_day_if_changed("fully_sharded")
-def test_a_unit_that_waits_for_the_next_gather_is_told_so(kept) -> None:
-    answers = MODULES["fully_sharded"]
-    said = kept.verdict(answers.check.prefetch, answers.in_turn).says
-    assert "in forward it waits for the gather of the next unit before it computes" in said
-
-
-@by_day_if_changed("data_parallel")
-def test_an_answer_that_autograd_cannot_go_back_through_is_told_so(kept) -> None:
-    answers = MODULES["data_parallel"]
-    check = answers.check
-    for asked, answer in (
-        (check.gather, answers.Detached),
-        (check.broadcast, answers.CopiesDetached),
-    ):
-        said = kept.verdict(asked, answer).says
-        assert said.endswith("autograd cannot go back through what comes out."), said
-
-
-@by_day_if_changed("collectives")
-def test_a_scan_with_one_message_for_each_rank_is_told_so(kept) -> None:
-    answers = MODULES["collectives"]
-    credit = "one message for each rank."
-    assert kept.verdict(answers.check.scan, answers.chain).says.endswith(f"with {credit}")
-    for other in answers.doubling, answers.by_a_table, answers.by_broadcasts:
-        said = kept.verdict(answers.check.scan, other).says
-        assert said.startswith("Right") and not said.endswith(f"with {credit}")
-
-
-NAMED = {
-    "long_sequences": "ring_backward",
-    "experts": "dispatch_once",
-    "reading_a_step": "breakdown",
-}
+NAMED = [lesson for lesson in LESSONS if hasattr(MODULES[lesson], "NAMED")]
 
 
 @pytest.mark.parametrize(
@@ -186,10 +149,9 @@ NAMED = {
     [pytest.param(each, marks=() if each in CHANGED else pytest.mark.soak) for each in NAMED],
 )
 def test_the_common_faults_in_an_exercise_are_named(lesson, kept) -> None:
-    answers = MODULES[lesson]
-    for answer, told in answers.NAMED.items():
-        said = kept.verdict(getattr(answers.check, NAMED[lesson]), answer).says
-        assert said.endswith(told), answer
+    for check, named in MODULES[lesson].NAMED.items():
+        for answer, told in named.items():
+            assert kept.verdict(check, answer).says.endswith(told), answer
 
 
 def test_a_rounded_number_is_asked_for_exactly() -> None:
@@ -248,7 +210,7 @@ ENDS = [gone, left, no_parameters]  # of a rank, which are the same for all chec
 def refuse(lesson, check, answers, monkeypatch) -> None:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     if lesson != "rank":  # one waits as long as a learner does
-        monkeypatch.setattr("minidist.checks.verdict.DEADLINE", 1.5)
+        monkeypatch.setattr("minidist.course.checks.verdict.DEADLINE", 1.5)
     for answer in answers:
         assert not said_of(check, answer).right, (check.__name__, name(answer))
 
@@ -279,7 +241,7 @@ def sources(path: Path) -> str:
 
 
 def has_checks(lesson: str) -> list[str]:
-    module = importlib.import_module(f"minidist.checks.{lesson}")
+    module = importlib.import_module(f"minidist.course.checks.{lesson}")
     return [
         name
         for name, thing in vars(module).items()
@@ -303,7 +265,7 @@ def test_every_check_is_listed_used_and_solved() -> None:
             if set(re.findall(r"^(Right|Not yet): ", shown(path), re.MULTILINE)) != {verdict}:
                 wrong.append(f"{folder}/{lesson} does not show {verdict!r} throughout")
     assert wrong == []
-    there = {path.stem for path in ROOT.glob("minidist/checks/*.py")}
+    there = {path.stem for path in ROOT.glob("minidist/course/checks/*.py")}
     assert there - {"__init__", *SHARED} == set(LESSONS)
 
 

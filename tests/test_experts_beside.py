@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import minidist as md
-from minidist.parity import cross_entropy, relative_difference, train_step
+from minidist.instruments.parity import cross_entropy, relative_difference, train_step
 
 LENGTH, ROWS, EXPERTS, K = 8, 12, 12, 3
 DATA = md.zoo.text(LENGTH)

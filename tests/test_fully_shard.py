@@ -1,7 +1,6 @@
 """Ranks of which none has a whole model train as one process does: both forms of FSDP, in the loops
 of lessons and of ordinary scripts, with other examples on each rank. Lesson: fully_sharded"""
 
-import copy
 from functools import partial
 
 import pytest
@@ -15,7 +14,6 @@ from fsdp_model import (
     held,
     in_place,
     loss_of,
-    pair,
     plainly,
     share,
     steps_of,
@@ -28,13 +26,10 @@ from fsdp_model import (
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, ShardingStrategy
-from torch.distributed.tensor import DTensor
-from torch.optim import swa_utils
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
 from torch.utils.checkpoint import checkpoint
 
 import minidist as md
-from minidist.fully_sharded import register_fsdp_forward_method
 
 # ---- any loop ---------------------------------------------------------------------------------
 
@@ -79,14 +74,6 @@ def clipped(model, ranks, step):
     return nn.utils.clip_grad_norm_(model.parameters(), 0.01, (2.0, 1.0, 2.0)[step])
 
 
-def clipped_by_a_method(model, ranks, step):
-    loss_of(model, ranks, step).backward()
-    norm_type = (2.0, float("inf"), 1.0)[step]
-    if isinstance(model, md.FullyShardedDataParallel):
-        return model.clip_grad_norm_(0.01, norm_type)
-    return nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type)
-
-
 def evaluated(model, ranks, step):
     """Between the steps. Nothing stays gathered."""
     model.eval()
@@ -102,13 +89,13 @@ def evaluated(model, ranks, step):
 
 
 def failed(model, ranks, step):
-    """In the middle of forward, and of backward."""
+    """In the middle of forward, and of backward, where two units are reduced already."""
 
     def ruined(*_):
         raise ArithmeticError
 
     for hook in ruined, lambda _, x, y: [y.register_hook(ruined), None][1]:
-        handle = model.blocks[1].register_forward_hook(hook)
+        handle = model.blocks[0].register_forward_hook(hook)
         words = told(lambda: loss_of(model, ranks, step).backward())
         assert words.startswith("ArithmeticError"), words
         handle.remove()
@@ -120,29 +107,19 @@ LOOPS = [accumulated, each_reduced, forgotten, several_passes, clipped, evaluate
 OFFLOAD = {"offload_policy": CPUOffloadPolicy()}
 
 
-def strategy(name):
-    return partial(wrapped, sharding_strategy=ShardingStrategy[name])
-
-
 FORMS = {  # name: the number of ranks, and how a model is sharded
-    "in place, 2": (2, in_place),
-    "in place, 3": (3, in_place),
+    "in place": (3, in_place),
     "in place, kept after forward": (3, partial(in_place, reshard_after_forward=False)),
     "in place, on the CPU": (2, partial(in_place, **OFFLOAD)),
     "in place, hybrid": (4, lambda model: in_place(model, mesh=two_axes())),
     "wrapped": (3, wrapped),
-    "wrapped, gradients only": (3, strategy("SHARD_GRAD_OP")),
-    "wrapped, whole on each": (3, strategy("NO_SHARD")),
     "wrapped, without prefetch": (2, partial(wrapped, prefetch=False)),
     "wrapped, on the CPU": (3, partial(wrapped, cpu_offload=CPUOffload(offload_params=True))),
-    "wrapped, one unit": (2, md.FullyShardedDataParallel),
-    "wrapped, hybrid": (4, lambda model: wrapped(model, device_mesh=two_axes())),
 }
-CASES = [(loop, form) for loop in LOOPS for form in FORMS]
-CASES += [(clipped_by_a_method, form) for form in FORMS if form.startswith("wrapped")]
 
 
-@pytest.mark.parametrize(("loop", "form"), CASES)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("loop", LOOPS)
 def test_any_loop(pools, loop, form):
     size, shard = FORMS[form]
     assert pools(size)(held, steps_of(loop), Net, shard) == [{}] * size
@@ -223,7 +200,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("form", ["in place, 3", "in place, hybrid", "wrapped"])
+@pytest.mark.parametrize("form", ["in place", "in place, hybrid", "wrapped"])
 @pytest.mark.parametrize("name", MODELS)
 def test_any_model(pools, name, form):
     def loop(model, ranks, step):
@@ -256,20 +233,6 @@ def grad_scaler(model, ranks):
         optimizer.zero_grad()
         out[f"scale {step}"] = scaler.get_scale()
     return out
-
-
-def averaged(model, ranks):
-    """EMA by torch in a deep copy, which is trained on."""
-    ema = swa_utils.get_ema_multi_avg_fn(0.9)
-    other = swa_utils.AveragedModel(model, multi_avg_fn=ema, use_buffers=True)
-    for step in range(3):
-        steps_of(plainly, [step])(model, ranks)
-        other.update_parameters(model)
-    with torch.no_grad():
-        out = {"output": other(share(9))}
-    out |= {f"averaged {k}": v for k, v in copy.deepcopy(other).state_dict().items()}
-    steps_of(plainly, [4, 5])(other, ranks)
-    return out | {f"trained {k}": v for k, v in other.state_dict().items()}
 
 
 def optimizer_in_backward(model, ranks):
@@ -318,21 +281,6 @@ def converted(model, ranks):
     return out | steps_of(plainly, [1])(model, ranks)
 
 
-def divided(model, ranks):
-    """Sums over the ranks, in place of means."""
-    for unit in units_of(model):
-        unit.set_gradient_divide_factor(1)
-    if units_of(model):
-        return steps_of(plainly)(model, ranks)
-    return steps_of(lambda m, of, step: (len(of) * loss_of(m, of, step)).backward())(model, ranks)
-
-
-def by_a_method(model, ranks):
-    module = getattr(model, "module", model)
-    register_fsdp_forward_method(module, "predict")
-    return steps_of(lambda m, of, step: loss_of(module.predict, of, step).backward())(model, ranks)
-
-
 def skipped(model, ranks, step):
     """The pass that reduces goes through one block, those before it through all."""
     with unreduced(model):
@@ -340,18 +288,6 @@ def skipped(model, ranks, step):
     model.other = lambda m, x: m.head(m.blocks[0](m.first(x)))
     loss_of(model, ranks, step).backward()
     model.other = None
-
-
-def ahead(model):
-    """As torch's tutorial: it says what is gathered early, and keeps a unit."""
-    first, second, third = in_place(model).blocks
-    model.set_modules_to_forward_prefetch([first, second])
-    first.set_modules_to_forward_prefetch([second, third])
-    third.set_modules_to_backward_prefetch([second, first])
-    second.set_reshard_after_backward(False)
-    third.set_reshard_after_forward(False)
-    model.unshard(async_op=True)
-    return model
 
 
 def from_meta(model, **options):
@@ -365,15 +301,12 @@ def from_meta(model, **options):
     return new
 
 
-OF_BOTH = optimizers, grad_scaler, averaged, optimizer_in_backward, freezing, written, converted
+OF_BOTH = optimizers, grad_scaler, optimizer_in_backward, freezing, written, converted
 SCRIPTS = {
     **{f"{s.__name__}, {shard.__name__}": (s, shard)
        for s in OF_BOTH
        for shard in (in_place, wrapped)},
-    "divided": (divided, in_place),
-    "by a method": (by_a_method, in_place),
     "skipped": (steps_of(skipped), in_place),
-    "gathered ahead": (steps_of(plainly), ahead),
     "from meta": (steps_of(plainly), from_meta),
     "from meta, on the CPU": (steps_of(plainly), partial(from_meta, **OFFLOAD)),
 }  # fmt: skip
@@ -382,8 +315,7 @@ SCRIPTS = {
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_any_script(pools, name):
     script, shard = SCRIPTS[name]
-    frees = name != "gathered ahead"
-    assert pools(3)(held, script, Net, shard, frees=frees) == [{}] * 3
+    assert pools(3)(held, script, Net, shard) == [{}] * 3
 
 
 def test_compiled(pools):
@@ -401,35 +333,20 @@ def test_compiled(pools):
     assert pools(3)(held, compiled, Net, in_place) == [{}] * 3
 
 
-def test_gradients_that_are_not_reduced(pools):
+@pytest.mark.parametrize("shard", [md.fully_shard, md.FullyShardedDataParallel])
+def test_gradients_that_are_not_reduced(pools, shard):
     """Each rank has its own part, whole, of what it has used."""
 
     def run():
-        model, rank = md.fully_shard(Sometimes().double()), dist.get_rank()
+        block, rank = Sometimes().double(), dist.get_rank()
+        model = shard(block)
         with unreduced(model):
             model(share(rank) + 100 * (1 - 2 * rank)).sum().backward()
-        up, extra = model.up.weight.grad, model.extra.weight.grad
-        own = up.placements[0].is_partial() and up.to_local().shape == model.up.weight.shape
+        up, extra = block.up.weight.grad, block.extra.weight.grad
+        own = up.placements[0].is_partial() and up.to_local().shape == block.up.weight.shape
         return own, extra is None
 
     assert pools(2)(run) == [(True, False), (True, True)]
-
-
-def test_unsharded_by_hand(pools):
-    """A module reads whole parameters until its forward pass, or `reshard`; the model has DTensors
-    all the time."""
-
-    def run():
-        model, plain = pair(Net, in_place)
-        block, found = model.blocks[0], []
-        for end in block.reshard, lambda: model(share(0)):
-            block.unshard()
-            same = torch.equal(block.up.weight, plain.blocks[0].up.weight)
-            end()
-            found += [same, isinstance(block.up.weight, DTensor)]
-        return found, all(isinstance(p, DTensor) for p in model.parameters())
-
-    assert pools(2)(run) == [([True] * 4, True)] * 2
 
 
 def test_ignored_parameters(pools):

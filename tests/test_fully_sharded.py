@@ -2,8 +2,6 @@
 and checkpoints; scripts for torch's; what is refused. Lesson: fully_sharded"""
 
 import copy
-import pickle
-import warnings
 from functools import partial
 
 import pytest
@@ -14,11 +12,9 @@ from fsdp_model import (
     Block,
     Net,
     apart,
-    bytes_gathered,
     in_place,
     loss_of,
     pair,
-    plainly,
     share,
     told,
     two_axes,
@@ -31,11 +27,10 @@ from least import least_memory_of
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.checkpoint import state_dict as states
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import wrap
 
 import minidist as md
-from minidist.fully_sharded import FSDPModule, NaiveFullySharded, by_class, by_size
+from minidist.fully_sharded import FSDPModule, by_class, by_size
 
 GATHERS = {"gloo": ("broadcast", "reduce"), "shm": ("all_gather", "reduce_scatter")}
 
@@ -46,35 +41,6 @@ def net(*sizes, dtype=torch.float64):
 
 layers = partial(wrapped, kinds=(nn.Linear,))
 layers_in_place = partial(in_place, kinds=nn.Linear)
-
-
-def test_the_naive_one(pools):
-    """Trains as one process does. It gathers once forward and once backward, however many of its
-    weights autograd needs."""
-
-    def run():
-        module = net(WIDTH, 5, 4, 4)
-        plain = copy.deepcopy(module)
-        parts = NaiveFullySharded(module[:3]), module[3], NaiveFullySharded(module[4])
-        model = nn.Sequential(*parts)
-        adam = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (model, plain)]
-        rank, size, found = dist.get_rank(), dist.get_world_size(), {}
-        gather, each = GATHERS[dist.get_backend()][0], {"gloo": size, "shm": 1}[dist.get_backend()]
-        for step in range(3):
-            with md.measure.TrafficCounter() as forward:
-                loss = loss_of(model, [rank], step)
-            with md.measure.TrafficCounter() as backward:
-                loss.backward()
-            gathers = [traffic.calls[gather][0] / each for traffic in (forward, backward)]
-            plainly(plain, range(size), step)
-            for optimizer in adam:
-                optimizer.step()
-                optimizer.zero_grad()
-            found |= apart({step: model(share(7))}, {step: plain(share(7))})
-        return found, sum(p.numel() for p in model.parameters()), gathers
-
-    numbers = -(-(WIDTH * 5 + 5 + 5 * 4 + 4) // 3) - (-(4 * 4 + 4) // 3)
-    assert pools(3)(run) == [({}, numbers, [2, 2])] * 3
 
 
 # ---- bytes and traffic ------------------------------------------------------------------------
@@ -122,32 +88,6 @@ def test_the_whole_model_is_never_there(pools, prefetch):
         assert max(units) <= peak["communication buffers"] / 4 <= most
 
 
-@pytest.mark.parametrize("prefetch", [True, False])
-def test_the_next_unit_is_gathered_while_one_computes(pools, prefetch):
-    def there():
-        model, found = wrapped(Net(), prefetch=prefetch), []
-        blocks = list(model.blocks)
-
-        def note(when):
-            found.append((when, [i for i, each in enumerate(blocks) if bytes_gathered(each)]))
-
-        def hook(module, x, y):
-            note("forward")
-            y.register_hook(lambda _: note("backward"))
-
-        for block in blocks:
-            block.up.register_forward_hook(hook)
-        for _ in range(2):  # the first finds out the order
-            found.clear()
-            model(share(0).float()).sum().backward()
-        return found
-
-    ahead, alone = ([[0, 1], [1, 2], [2]], [[1, 2], [0, 1], [0]]), ([[0], [1], [2]],) * 2
-    forward, backward = ahead if prefetch else (alone[0], alone[1][::-1])
-    wanted = [("forward", each) for each in forward] + [("backward", each) for each in backward]
-    assert pools(2)(there) == [wanted] * 2
-
-
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("shard", [layers, layers_in_place])
 def test_traffic(pools, shard, reshard):
@@ -167,63 +107,24 @@ def test_traffic(pools, shard, reshard):
         }
 
 
-def test_accumulation_holds_no_more_than_torchs(pools):
-    """Four passes without reducing, and one that reduces, once for each unit. On the same ranks and
-    backend."""
-
-    def peak(shard, reduces):
-        module = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(8)])
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        model = layers_in_place(module, shard, mesh=mesh)
-        x = torch.full((2, 64), 1.0 + dist.get_rank())
-        # Within from the first step on: torch's storages, which it resizes, are made there.
-        with md.measure.MemoryTracker(model) as memory, md.measure.TrafficCounter() as traffic:
-            for sync in [True] + [False] * 4 + [True] * reduces:
-                model.set_requires_gradient_sync(sync)
-                model(x).sum().backward()
-                if sync:
-                    model.zero_grad()
-        begin = memory.phases[2].start  # of the second forward pass
-        most = max(sum(at) for at in list(zip(*memory.history.values(), strict=True))[begin:])
-        return most, traffic.calls.get(GATHERS[dist.get_backend()][1])
-
-    def least(shard, reduces):  # gloo's thread may give back what it has sent late
-        warnings.simplefilter("ignore")  # torch's, about views
-        return min(peak(shard, reduces) for _ in range(1 if dist.get_backend() == "shm" else 3))
-
-    for reduces in (0, 1):
-        ours, reduced = pools(2)(least, md.fully_shard, reduces)[0]
-        theirs, _ = pools(2)(least, fsdp.fully_shard, reduces)[0]
-        assert ours <= theirs + 8  # which parameters have a gradient, a byte each
-        assert reduced[1] == (1 + reduces) * 4 * 8 * 64**2
-
-
 # ---- what is a unit, and of which numbers -----------------------------------------------------
 
 
 POLICIES = {
     "class": by_class(nn.Linear),
-    "torch's class": wrap.ModuleWrapPolicy({nn.Linear}),
     "size": by_size(20),
-    "torch's size": partial(wrap.size_based_auto_wrap_policy, min_num_params=20),
-    "by hand": None,
 }
 
 
 def test_what_is_wrapped(pools):
     def units(policy):
-        as_one = md.FullyShardedDataParallel
         module = nn.Sequential(net(6, 5), nn.ModuleList([net(5, 4)]), net(4, 2))
-        if policy is None:
-            module[0] = as_one(module[0])
-            module[1][0][0] = as_one(module[1][0][0])
-        model = as_one(module, auto_wrap_policy=policy)
+        model = md.FullyShardedDataParallel(module, auto_wrap_policy=policy)
         assert [name for name, _ in model.named_parameters()] == list(model.state_dict())
         return [name for name, each in model.named_modules() if isinstance(each, FSDPModule)]
 
-    by_hand, large = ["module.0.module", "module.1.0.0.module"], ["module.0.0", "module.1.0.0"]
     for name, policy in POLICIES.items():
-        wanted = by_hand if policy is None else large + ["module.2.0"] * ("class" in name)
+        wanted = ["module.0.0", "module.1.0.0"] + ["module.2.0"] * ("class" in name)
         assert pools(2)(units, policy) == [["module", *wanted]] * 2, name
 
 
@@ -277,31 +178,6 @@ def test_mixed_precision(pools, form):
         return apart(ours, wanted, 0.05), dtypes, output.dtype == output_dtype, sent
 
     assert pools(2)(mixed) == [({}, {BF16, torch.float32}, True, [2 + 2, 4])] * 2
-
-
-def test_a_model_that_no_rank_could_hold(pools):
-    widths = WIDTH, 128, 128, 128, 6
-
-    def born():
-        torch.manual_seed(dist.get_rank())
-        peaks = []
-        for _ in range(5):  # gloo's thread may give back what it has sent late
-            with torch.device("meta"):
-                module = net(*widths, dtype=torch.float32)
-            with md.measure.MemoryTracker(module) as memory:
-                model = layers(module)
-            peaks.append(memory.peak)
-        weighed(model(share(dist.get_rank()).float())).backward()
-        states = [None] * 2
-        dist.all_gather_object(states, state := model.state_dict())
-        assert all(value.isfinite().all() for value in state.values())
-        return apart(*states, 0), memory.live["parameters"], min(peaks)
-
-    sizes = [(a + 1) * b for a, b in zip(widths, widths[1:], strict=False)]
-    for found, kept, peak in pools(2)(born):
-        assert found == {} and kept == 4 * sum(sizes) // 2
-        # Beside the shards one unit, which is there twice while it is laid out.
-        assert peak <= kept + 2 * 4 * max(sizes)
 
 
 def test_initial_values_for_what_is_on_meta(pools):
@@ -388,11 +264,10 @@ def test_rows_are_torchs(pools):
 # ---- a script for torch's class, with its import changed --------------------------------------
 
 
-def script(FSDP, strategy):
+def script(FSDP):
     torch.manual_seed(0)
     model = FSDP(
         Net(),
-        sharding_strategy=strategy,
         cpu_offload=fsdp.CPUOffload(offload_params=False),
         auto_wrap_policy=partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
         backward_prefetch=fsdp.BackwardPrefetch.BACKWARD_PRE,
@@ -426,11 +301,11 @@ def script(FSDP, strategy):
     return state | {"output": output, "norms": torch.tensor(norms)}
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-def test_a_script_for_torchs_class(pools, strategy):
+def test_a_script_for_torchs_class(pools):
     def run():
-        forms = md.FullyShardedDataParallel, fsdp.FullyShardedDataParallel
-        return apart(*(script(form, fsdp.ShardingStrategy[strategy]) for form in forms), 1e-5)
+        return apart(
+            *map(script, (md.FullyShardedDataParallel, fsdp.FullyShardedDataParallel)), 1e-5
+        )
 
     assert pools(2)(run) == [{}] * 2
 
@@ -482,41 +357,28 @@ def moved_alone():
     model(share(dist.get_rank()))
 
 
-def clipped_before_it_is_reduced():
-    model = layers(net())
-    with model.no_sync():
-        model(share(dist.get_rank())).sum().backward()
-    model.clip_grad_norm_(1.0)
-
-
 def double_backward():
     x = share(dist.get_rank()).requires_grad_()
     (g,) = torch.autograd.grad(layers(net())(x).pow(2).sum(), x, create_graph=True)
     g.sum().backward()
 
 
-HYBRID = fsdp.ShardingStrategy.HYBRID_SHARD
 REFUSED = [  # what is done, and the words that are told on every rank
     (lambda: layers(net(6, 5 + dist.get_rank(), 3)), "ValueError: the ranks have different models"),
-    (by_rank, "ValueError: the ranks disagree about units"),
+    (by_rank, "ValueError: the ranks have different models"),
     (outside, "outside of the forward pass of its root"),
-    (tied_between_units, "must be in the same unit"),
+    (tied_between_units, "parameter weight is in another unit, too"),
     (stepped_between, "changed since the forward pass"),
     (changed(lambda module: module.append(net(3, 3))), "parameter 5.0.weight was added, replaced"),
     (changed(replaced), "parameter 0.bias was added, replaced"),
     (moved_alone, "parameter first.weight"),
-    (clipped_before_it_is_reduced, "clip after a pass that reduces"),
     (double_backward, "create_graph=True"),
     (lambda: layers(layers(net()).module), "is sharded already"),
-    (lambda: md.fully_shard(md.fully_shard(net())), "is sharded already"),
     (lambda: md.fully_shard(nn.Sequential(net(2, 2), net(2, 2, dtype=BF16))), "1.0.weight"),
-    (lambda: md.fully_shard(nn.ParameterList([torch.tensor(1.0)])), "0 has no dimension"),
-    (lambda: md.fully_shard(net().to("meta"))(share(0)), "0.weight is on the device meta: call"),
-    (lambda: md.fully_shard([nn.Linear(2, 2)]), "one module, not list"),
-    (lambda: md.fully_shard(nn.ModuleList()), "ModuleList has no forward pass"),
-    (lambda: md.fully_shard(net(), reshard_after_forward=2), "reshard_after_forward=2"),
-    (lambda: pickle.dumps(layers_in_place(net())), "full_state_dict=True on every rank"),
-    (lambda: layers(net(), sharding_strategy=HYBRID), "a device_mesh of two"),
+    (lambda: md.fully_shard(nn.ParameterList([torch.tensor(1.0)])), "0 has no rows"),
+    (lambda: md.fully_shard([nn.Linear(2, 2)]), "one module, with a forward pass, not a list"),
+    (lambda: md.fully_shard(nn.ModuleList()), "not a ModuleList"),
+    (lambda: copy.deepcopy(layers_in_place(net())), "full_state_dict=True on every rank"),
     (lambda: layers(net(), sharding=1), "has no argument sharding"),
 ]
 

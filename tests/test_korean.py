@@ -2,7 +2,6 @@
 and a text for each text. `notebooks/translate.py` copies what is the same."""
 
 import copy
-import json
 import os
 import re
 import runpy
@@ -12,7 +11,7 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
-from minidist.language import CATALOGUE
+from minidist.course.language import catalogue
 
 ROOT = Path(__file__).resolve().parents[1]
 ENGLISH = ROOT / "notebooks"
@@ -168,7 +167,7 @@ def test_terms_are_those_of_the_glossary() -> None:
     refused = re.findall(r"^\|[^|]*\|[^|]*\| 쓰지 않음: ([^|;]*)", table, re.MULTILINE)
     words = {word.strip() for each in refused for word in each.split(",")}
     assert len(words) > 10
-    texts = {"korean.json": "\n".join(json.loads(CATALOGUE.read_text()).values())}
+    texts = {"the catalogue": "\n".join(catalogue().values())}
     for lesson in LESSONS:
         cells = read(KOREAN / lesson).cells
         texts[lesson] = "\n".join(c.source for c in cells if c.cell_type == "markdown")

@@ -1,9 +1,9 @@
 """Checks and predictions speak Korean where a Korean lesson runs."""
 
 import ast
-import json
 import re
 import string
+import tomllib
 from collections.abc import Iterator, Set
 from pathlib import Path
 
@@ -14,32 +14,31 @@ from test_exercises import KOREAN, MODULES, english_in
 from test_prediction import SAYS, WRONG
 
 import minidist as md
-from minidist import language
-from minidist.language import in_korean, spoken
+from minidist.course import language
+from minidist.course.language import in_korean, spoken
 
 ROOT = Path(__file__).resolve().parents[1]
-CATALOGUE = json.loads(language.CATALOGUE.read_text(encoding="utf-8"))
+CATALOGUE = language.catalogue()
 
 # Where sentences stand; of some files only in these functions.
 SOURCES: dict[str, Set[str]] = {
-    **{f"checks/{each}.py": set() for each in (*KOREAN, "verdict")},
-    "prediction.py": set(),
+    **{f"course/checks/{each}.py": set() for each in (*KOREAN, "verdict")},
+    "course/prediction.py": set(),
     "pipeline/instructions.py": set(),
     "pipeline/schedules.py": {"simulate"},
-    "runtime/report.py": {"where", "_ending", "_blame"},
+    "machine/runtime/report.py": {"where", "_ending", "_blame"},
 }
 # Strings that look like sentences: two are looked for in what others say.
 NOT_SAID = {"Your lines", "Pair is not connected", "{0} is no message"}
 # What the code puts together, so that no string of it has the whole.
 ASSEMBLED = {
-    "{0} over gloo",
+    *("on {0}, rank {1} {2}.", "on {0}, rank {1}: {2}.", "{0}, with {1} heads"),
     "{0} ranks, {1} × {2} × {3}",
     "on {0}, rank {1} has {2}, one process {3}: {4}.",
     *("{0}, rank {1} at {2}", "{0}; rank {1} at {2}"),
     *("rank {0} {1}", "every rank {0}", "raised {0}: {1}", "was in {0}, {1}", "was at {0}"),
     *("{0} times too low", "{0} times too high", "{0} of shape {1}"),
     "was killed by SIGKILL (kill -9, or the system had no memory left)",
-    *("take its call", "send its whole result"),
 }
 
 
@@ -71,16 +70,26 @@ def templates(source: str, functions: Set[str] = frozenset()) -> Iterator[str]:
 
 def is_said(template: str) -> bool:
     """Whether it has words for a reader, more than one, and is no part of a line."""
-    whole = template == template.strip() and "\n" not in template
+    whole = template == template.strip() and "\n" not in template and template[:1] != ","
     return whole and " " in template and bool(re.search("[A-Za-z]{2}", template))
 
 
+def texts(file: Path) -> Iterator[str]:
+    """The English sentences in the text file of a lesson's checks."""
+    for name, says in tomllib.loads(file.read_text()).items():
+        if name != "korean":
+            yield from [says["right"], *says["hints"], *says.get("wrong", {}).values()]
+            yield from [says["unit"]] if "unit" in says else []
+
+
 def all_templates() -> set[str]:
-    return {
+    of_code = {
         each
         for name, functions in SOURCES.items()
         for each in templates((ROOT / "minidist" / name).read_text(), functions)
     }
+    files = (ROOT / f"minidist/course/checks/{lesson}.toml" for lesson in KOREAN)
+    return of_code.union(*map(texts, files))
 
 
 # ---- the catalogue is complete --------------------------------------------------------------
@@ -192,7 +201,7 @@ def test_a_learners_copy_of_a_korean_lesson(in_folder) -> None:
     folder = in_folder("ko")
     cells = [
         "import torch\nimport minidist as md\n%load_ext minidist\n"
-        "from minidist.checks import layer_splitting as check",
+        "from minidist.course.checks import layer_splitting as check",
         "check.idle_part(None)",
         "check.idle_part(7 / 32)",
         "check.idle_part(7 / 39)",

@@ -19,14 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import minidist as md
-from minidist import bench
-from minidist.bench import Row
-from minidist.bench import link as table
 from minidist.collectives import cost
 from minidist.collectives.cost import sent
-from minidist.link import steps
-from minidist.link.lines import LIMIT, Lines, occupy
-from minidist.link.link import VARIABLE, Link, Network
+from minidist.instruments.link import steps
+from minidist.instruments.link.lines import LIMIT, Lines, occupy
+from minidist.instruments.link.link import VARIABLE, Link, Network
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -49,16 +46,11 @@ def test_a_link_is_latency_and_bytes():
 
 
 def test_a_link_that_makes_no_sense_is_refused():
-    numbers = "a link has more than 0 Gb/s, and 0 µs or more of latency"
-    chance = "0 µs or more of jitter, and loses less than all"
-    for arguments, options, told in [
-        *((arguments, {}, numbers) for arguments in [(0,), (-1,), (float("nan"),), (1, -1)]),
-        *(((1,), options, chance) for options in [{"jitter_us": -1}, {"loss": 1}, {"loss": -0.1}]),
-        ((1,), {"slow": (3, 0)}, "slower by a factor above 0, not 0"),
-        ((1,), {"inter": Link(1, inter=Link(1))}, "has no other link between nodes"),
-    ]:
-        with pytest.raises(ValueError, match=told):
-            Link(*arguments, **options)
+    for arguments in [(0,), (-1,), (float("nan"),), (1, -1)]:
+        with pytest.raises(ValueError, match="more than 0 Gb/s, and 0 µs or more of latency"):
+            Link(*arguments)
+    with pytest.raises(ValueError, match="has no other link between nodes"):
+        Link(1, inter=Link(1, inter=Link(1)))
     for backend in "gloo", "nccl":
         with pytest.raises(ValueError, match='only backend "shm" emulates a link'):
             md.ranks(2, backend=backend, link=LINK)
@@ -68,7 +60,7 @@ def test_ranks_are_told_the_link_by_their_environment(monkeypatch):
     for link in [
         None,
         Link(100, 5, inter=Link(10, 20.5)),
-        Link(1, jitter_us=2, loss=0.1, slow=(2, 3.5), seed=4, inter=Link(1, slow=(0, 2.0))),
+        Link(1, latency_us=2),
     ]:
         (told,) = Link.environ(link).items()
         monkeypatch.setenv(*told)
@@ -109,7 +101,7 @@ def test_a_line_is_never_idle_while_a_message_waits(messages):
 
 def booked(count, threads):
     """Rank by rank and thread by thread, so many seconds on one line, from time 0 on."""
-    from minidist.backend.members import LINES
+    from minidist.machine.backend.group import LINES
 
     def book():
         for _ in range(count):
@@ -137,7 +129,7 @@ def test_ranks_and_threads_book_one_after_another(ranks):
 
 def tokens():
     """What the lines of this rank are called, after each of several groups was made."""
-    from minidist.backend.members import LINES
+    from minidist.machine.backend.group import LINES
 
     rank, found = dist.get_rank(), [LINES._token]
     for groups in [[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 2, 3]], [[1, 2], [0, 3]]:
@@ -208,38 +200,9 @@ def test_who_waits_for_a_cable_into_a_node_keeps_nobody_from_another():
     on = network(LINK, 0, 1, 2, 3)
     found = arrivals(on, (0, 1), (0, 1), (0, 2), (3, 2))
     assert found == pytest.approx([ONE, TWO, LINK.seconds(3 * NBYTES), ONE])
-
-
-def test_a_message_that_is_sent_late_leaves_late():
     on = network(LINK, 0, 0)
     assert on.send(0, 1, NBYTES, 5.0).due == pytest.approx(5 + ONE)
     assert on.send(0, 1, NBYTES, 1.0).due == pytest.approx(1 + ONE)  # asked later, sent before
-
-
-def test_jitter_is_a_delay_and_the_same_each_time():
-    link = Link(gbps=1, latency_us=100, jitter_us=50)
-    one = [network(link, 0, 0).send(0, 1, 0, 0.0).due for _ in range(2)]
-    assert one[0] == one[1]
-    on = network(link, 0, 0)
-    delays = [on.send(0, 1, 1000, float(t)).due - t - 8e-6 for t in range(500)]
-    assert 100e-6 < min(delays) < 102e-6 and 148e-6 < max(delays) < 150e-6
-    other = network(Link(gbps=1, latency_us=100, jitter_us=50, seed=1), 0, 0)
-    assert other.send(0, 1, 0, 0.0).due != one[0]
-
-
-def test_a_lost_message_is_sent_again_after_a_round_trip():
-    on = network(Link(gbps=8e-3, latency_us=1000, loss=0.25), 0, 0)  # 1 ms for 1000 bytes
-    took = [round(1e3 * (on.send(0, 1, 1000, float(t)).due - t)) for t in range(4000)]
-    counts = Counter(took)
-    assert set(counts) <= {2 + 3 * k for k in range(12)}  # 1 + 1, and 2 + 1 for each loss
-    assert 0.72 < counts[2] / 4000 < 0.78 and 0.16 < counts[5] / 4000 < 0.215
-
-
-def test_a_slow_rank():
-    on = network(Link(gbps=0.04, slow=(1, 3)), 0, 0, 0)
-    assert arrivals(on, (0, 1), (1, 2), (0, 2)) == pytest.approx([0.3, 0.3, 0.1])
-    (end, *_) = set(on.travel(steps.ring(3, 3 * NBYTES), [10.0] * 3))
-    assert end == pytest.approx(10.6)  # two steps
 
 
 # ---- collectives, computed ----------------------------------------------------------------
@@ -261,7 +224,7 @@ MADE = {
 }
 
 
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 7, 8])
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("operation", MADE)
 def test_ranks_send_in_steps_what_the_algorithms_send(operation, p):
     n = 840 * p
@@ -275,7 +238,7 @@ def test_ranks_send_in_steps_what_the_algorithms_send(operation, p):
         assert sent(*operation, p, rank, n, root=1 % p) == pytest.approx(tuple(found[rank]))
 
 
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("p", [1, 3, 4, 6])
 def test_after_a_collectives_steps_all_have_what_they_wait_for(p):
     def heard(made):
         """Of whom each rank has heard, directly or through others."""
@@ -315,13 +278,6 @@ def test_collectives_take_what_their_formulas_say(p, apart):
     for name in "scatter", "gather":
         expected = ALPHA * (p > 1) + blocks * NBYTES * SECONDS_A_BYTE
         assert max(ends(LINK, nodes, MADE[name, "flat"](p, NBYTES))) == pytest.approx(expected)
-
-
-def test_a_tree_of_three():
-    """The root has two children, to which it sends at once."""
-    made = steps.tree(3, NBYTES, 0)
-    assert ends(LINK, [0, 0, 0], made) == pytest.approx([ONE - ALPHA, ONE, ONE])
-    assert ends(LINK, [0, 1, 2], made) == pytest.approx([TWO - ALPHA, TWO, ONE])
 
 
 INTER = Link(gbps=1e6, inter=LINK)  # within a node no time passes
@@ -380,12 +336,6 @@ def test_a_rank_that_comes_late_holds_up_those_that_wait_for_it():
     assert found == pytest.approx([n, ALPHA + n, 9 + n, 9 + ALPHA + n])
 
 
-def test_an_all_to_all_is_charged_by_what_each_sends():
-    sizes = [[9, NBYTES], [0, 9]]
-    assert ends(LINK, [0, 0], steps.pairwise(sizes)) == pytest.approx([ONE, ONE], abs=0.03)
-    assert max(ends(LINK, [0, 0], steps.pairwise(sizes))) == pytest.approx(ONE)
-
-
 def test_a_line_counts_what_it_carries():
     lines = Lines()
     on = Network(INTER, range(4), [0, 0, 1, 1], lines)
@@ -393,10 +343,6 @@ def test_a_line_counts_what_it_carries():
     out, into = LIMIT * LIMIT, LIMIT * LIMIT + 1  # of node 0; then those of node 1
     assert [lines.carried(line) for line in (out, out + 2)] == [1.5 * NBYTES] * 2
     assert lines.carried(1) == 1.5 * NBYTES and lines.carried(into) == 0  # from rank 0 to rank 1
-    lossy, lines = Link(1, loss=0.5, inter=Link(1, loss=0.5)), Lines()
-    for _ in range(40):
-        Network(lossy, [0, 1], [0, 1], lines).send(0, 1, 10, 0.0)
-    assert lines.carried(out) > 400 and lines.carried(out) % 10 == 0  # what is sent again counts
 
 
 # ---- by the clock -------------------------------------------------------------------------
@@ -449,24 +395,6 @@ def messages(start, n, *pairs):
     return since(start, run)
 
 
-@pytest.mark.soak
-def test_messages_take_their_time(ranks):
-    for n in N, 5 * N:
-        takes(ranks, messages, n, (0, 1), seconds=LINK.seconds(4 * n), tolerance=0.08)
-
-
-@pytest.mark.soak
-def test_both_ways_and_to_several_at_once(ranks):
-    takes(ranks, messages, 2 * N, (0, 1), (1, 0), (2, 3), (0, 3), seconds=TWO)
-
-
-@pytest.mark.soak
-def test_the_cable_of_a_node_is_shared(nodes):
-    takes(nodes, messages, 2 * N, (0, 2), (3, 1), seconds=TWO)
-    takes(nodes, messages, N, (0, 2), (1, 3), seconds=TWO)
-    takes(nodes, messages, N, (0, 2), (1, 3), (2, 0), (3, 1), (0, 1), seconds=TWO)
-
-
 def collective(start, name):
     size = dist.get_world_size()
     x, part = torch.zeros(N), torch.zeros(N // size)
@@ -499,41 +427,26 @@ def predicted(operation):
 OPERATIONS = [operation for operation, _ in MADE] + ["barrier"]
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_a_collective_takes_its_steps(ranks, name):
-    expected = predicted(name)
-    takes(ranks, collective, name, seconds=expected, tolerance=max(0.05, 0.015 / expected))
-
-
 def by_hand(start, algorithm):
     x = torch.zeros(N)
     return since(start, lambda: md.collectives.all_reduce(x, algorithm=algorithm))
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("algorithm", ["ring", "tree", "halving_doubling", "recursive_doubling"])
-def test_algorithms_of_messages_take_what_their_formulas_say(ranks, algorithm):
+def test_messages_and_collectives_take_what_their_formulas_say(ranks, nodes):
+    takes(ranks, messages, N, (0, 1), seconds=ONE, tolerance=0.08)
+    takes(ranks, messages, 2 * N, (0, 1), (1, 0), (2, 3), (0, 3), seconds=TWO)
+    for name in OPERATIONS:
+        expected = predicted(name)
+        takes(ranks, collective, name, seconds=expected, tolerance=max(0.05, 0.015 / expected))
     agreement = 4 * ALPHA  # before each call: up the tree, and down again
-    expected = cost("all_reduce", algorithm, 4, NBYTES).seconds(ALPHA, SECONDS_A_BYTE)
-    takes(ranks, by_hand, algorithm, seconds=agreement + expected)
-
-
-def along(start, dim):
-    """An all_reduce along one side of a mesh of nodes and their ranks, in both groups at once."""
-    x, group = torch.zeros(N), dist.init_device_mesh("cpu", (2, 2)).get_group(dim)
-    return since(start + 0.5, lambda: dist.all_reduce(x, group=group))
-
-
-@pytest.mark.soak
-def test_collectives_on_two_nodes(nodes):
-    takes(nodes, messages, N, (1, 2), seconds=ONE, tolerance=0.08)
+    for algorithm in "ring", "tree", "halving_doubling", "recursive_doubling":
+        expected = cost("all_reduce", algorithm, 4, NBYTES).seconds(ALPHA, SECONDS_A_BYTE)
+        takes(ranks, by_hand, algorithm, seconds=agreement + expected)
+    takes(nodes, messages, N, (0, 2), (1, 3), (2, 0), (3, 1), (0, 1), seconds=TWO)  # one cable
     ring = 6 * NBYTES / 4 * SECONDS_A_BYTE + ALPHA  # a block waits for the cable, not for latency
     takes(nodes, collective, "all_reduce", seconds=ring)
     takes(nodes, by_hand, "ring", seconds=ring + 2 * ALPHA, tolerance=0.12)
-    takes(nodes, along, 0, seconds=LINK.seconds(2 * NBYTES, 2))  # two groups, one cable
-    within = (max(nodes(along, time.monotonic(), 1)) for _ in range(TRIES))
-    assert any(longest < ALPHA / 2 for longest in within)
 
 
 def left_the_nodes(how):
@@ -558,15 +471,11 @@ def test_nodes_count_what_leaves_them(nodes):
     ring = nodes(left_the_nodes, "ring")[1][1]  # rank 1 sends it all
     assert nodes(left_the_nodes, "torch")[0][0] == [ring, ring] == [1.5 * 4800] * 2
     for how in "ring", "recursive_doubling":
-        require_what_ranks_sent(nodes, how)
-
-
-def require_what_ranks_sent(nodes, how):
-    counted, far, most = zip(*nodes(left_the_nodes, how), strict=True)
-    assert counted == (counted[0],) * 4  # every rank sees the same
-    for node, nbytes in enumerate(counted[0]):
-        ranks = slice(2 * node, 2 * node + 2)
-        assert 0 < sum(far[ranks]) <= nbytes <= sum(most[ranks])
+        counted, far, most = zip(*nodes(left_the_nodes, how), strict=True)
+        assert counted == (counted[0],) * 4  # every rank sees the same
+        for node, nbytes in enumerate(counted[0]):
+            ranks = slice(2 * node, 2 * node + 2)
+            assert 0 < sum(far[ranks]) <= nbytes <= sum(most[ranks])
 
 
 def test_without_a_link_nothing_leaves_a_node(pools):
@@ -614,29 +523,3 @@ def test_a_link_that_takes_longer_than_the_timeout_is_waited_for():
     with md.ranks(2, backend="shm", timeout=0.5, link=slow) as ranks:
         for function, *arguments in (messages, N, (0, 1)), (meanwhile, 0.0, "sleeps"):
             assert max(ranks(function, time.monotonic(), *arguments)) > slow.seconds(NBYTES)
-
-
-# ---- python -m minidist bench link --------------------------------------------------------
-
-
-@pytest.mark.soak
-def test_the_bench_prints_a_row_for_each_case(monkeypatch, tmp_path, capsys):
-    def measure(pool, number, rounds):
-        case = table.cases()[number]
-        return Row(case.what, [1.25 * case.formula] * rounds, "formula", (case.formula,) * rounds)
-
-    monkeypatch.setattr(table, "measure", measure)
-    bench.run(["link"], 1, tmp_path)
-    out = capsys.readouterr().out
-    assert out.count("0.8× (0.8–0.8)") == len(table.cases()) and "off by 25.0 % or less" in out
-    assert (tmp_path / "bench_link.png").stat().st_size > 1000
-
-
-@pytest.mark.soak
-def test_a_case_of_the_bench_is_timed_and_takes_no_less_than_its_formula():
-    number = next(i for i, case in enumerate(table.cases()) if case.what == "shm: hierarchical")
-    with md.ranks(4, "shm", 2, link=table.BETWEEN) as pool:
-        row = table.measure(pool, number, 2)
-    formula = table.cases()[number].formula
-    assert row.theirs == (formula, formula) and row.what == "shm: hierarchical, 4 ranks, 2 nodes"
-    assert len(row.seconds) == 2 and min(row.seconds) > 0.999 * formula

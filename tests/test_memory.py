@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.utils.checkpoint import checkpoint
 
 import minidist as md
-from minidist.measure import MemoryTracker
+from minidist.instruments.measure import MemoryTracker
 
 P = 4 * (8 * 16 + 16 + 16 * 4 + 4)  # bytes of the parameters of mlp(8, 16, 4), float32
 HIDDEN, LOGITS = 4 * 10 * 16, 4 * 10 * 4  # of its results for 10 inputs
@@ -264,13 +264,6 @@ def test_it_is_plain_data():
     assert repr(read) == f"MemoryTracker(rank 0: peak {memory.peak} bytes, {4 * P + 16} at the end)"
     with pytest.raises(ValueError, match="no phase 'sleep'; there are: forward, backward, step"):
         read.after("sleep")
-
-
-def test_arguments_that_are_wrong():
-    with pytest.raises(TypeError, match="needs an nn.Module, not list"):
-        MemoryTracker([])
-    with pytest.raises(TypeError, match="with `state`, which object has not"):
-        MemoryTracker(nn.Linear(1, 1), object())
 
 
 def tracked(wrap, steps, within=False, hook=None):

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minidist as md
 from minidist.common.tensors_in import local_of
@@ -213,45 +212,6 @@ def test_unscaled_gradients_are_clipped(pools):
         assert max(pools(2)(clipped, strategy)) <= 1e-12, strategy
 
 
-def test_torchs_own_scaler_hears_of_an_infinity_in_another_ranks_rows(pools):
-    def scaled_by_torch():
-        model, optimizer = stage2(net())
-        before = [p.detach().clone() for p in model.parameters()]
-        scaler = torch.amp.GradScaler("cpu")
-        scaler.scale(loss_of(model, 0, dist.get_rank())).backward()
-        if dist.get_rank() == 1:
-            next(model.parameters()).grad.to_local()[0] = float("inf")
-        scaler.step(optimizer)
-        scaler.update()
-        same = all(map(torch.equal, before, model.parameters()))
-        return same, scaler.get_scale()
-
-    assert pools(2)(scaled_by_torch) == [(True, 2.0**15)] * 2
-
-
-def test_autocast_needs_nothing_of_ours(pools):
-    def both(dtype):
-        found = []
-        for wrap in (md.DistributedDataParallel, TorchDDP):
-            module = net()
-            model, optimizer = wrap(module), Adam(module.parameters())
-            for step in range(3):
-                x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
-                with torch.autocast("cpu", dtype):
-                    y = model(x + dist.get_rank())
-                    assert y.dtype is dtype
-                    loss = y.float().pow(2).sum()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-            assert all(p.dtype is torch.float32 for p in module.parameters())
-            found.append(weights(module))
-        return md.parity.relative_difference(*found)
-
-    for dtype in (torch.bfloat16, torch.float16):
-        assert max(pools(2)(both, dtype)) <= 1e-6, dtype
-
-
 def test_a_rank_without_gradients_and_a_group_of_some(pools):
     def some():
         group = dist.new_group([0, 2])
@@ -293,34 +253,11 @@ def test_traffic_and_a_scaler_that_is_off(pools):
     assert pools(2)(counted) == [([{"all_reduce": (1, 16)}, {}], False, 1.0)] * 2
 
 
-def test_its_state_is_torchs(pools):
-    def saved(state):
-        scaler = md.ShardedGradScaler()
-        scaler.load_state_dict(state)
-        module = net()
-        optimizer = Adam(module.parameters())
-        scaler.scale(loss_of(module, 0, 0)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        return scaler.state_dict()
-
-    theirs = torch.amp.GradScaler("cpu", 32.0, 4.0, 0.25, 3)
-    state = {**theirs.state_dict(), "_growth_tracker": 2}
-    (found, _) = pools(2)(saved, copy.deepcopy(state))
-    assert found == {**state, "scale": 128.0, "_growth_tracker": 0}
-    theirs.load_state_dict(found)
-    assert theirs.get_scale() == 128.0
-
-
 # ---- mistakes ---------------------------------------------------------------------------------
 
 
 def before_backward(rank, module, optimizer, scaler):
     scaler.scale(loss_of(module, 0, 0))
-    scaler.step(optimizer)
-
-
-def before_scale(rank, module, optimizer, scaler):
     scaler.step(optimizer)
 
 
@@ -348,7 +285,6 @@ def other_scales(rank, module, optimizer, scaler):
 
 MISTAKES = {
     "step before backward": (before_backward, "no rank has a gradient to unscale"),
-    "step before scale": (before_scale, "no rank has a gradient to unscale"),
     "another optimizer": (of_another, "no rank has a gradient to unscale"),
     "unscale_ twice": (unscaled_twice, "already been called on this optimizer"),
     "scales": (other_scales, "the ranks' scales differ, from 128 to 65536"),

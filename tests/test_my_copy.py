@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from minidist import notebook
-from minidist.checks import solved
+from minidist.course.checks import solved
+from minidist.machine import notebook
 
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS = {"00_start.ipynb", "01_rank.ipynb", "solutions/01_rank.ipynb", "AGENTS.md"}
@@ -95,7 +95,7 @@ def test_an_assistant_is_told_what_is_there(tmp_path):
         (tmp_path / name).symlink_to(ROOT / name)
     words = (tmp_path / "my/AGENTS.md").read_text()
     named = re.findall(r"`((?:\.\./)?[\w./]*(?:/|\.ipynb))`", words)
-    assert {"solutions/", "../minidist/checks/", "00_start.ipynb"} <= set(named)
+    assert {"solutions/", "../minidist/course/checks/", "00_start.ipynb"} <= set(named)
     assert [name for name in named if not (tmp_path / "my" / name).exists()] == []
     options = re.findall(r"`(--\w+)", words)
     assert [each for each in options if each not in inspect.getsource(notebook)] == []

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import rpc
 
 import minidist as md
 from minidist.checkpointing import NaiveCheckpoint
@@ -19,8 +18,6 @@ from minidist.experts.naive import NaiveExperts, scale_gradients
 from minidist.fully_sharded.naive import NaiveFullySharded
 from minidist.mixed.naive import NaiveMixedParallel
 from minidist.offload.naive import NaiveOffload
-from minidist.parameter_server import name_of, rpc_session
-from minidist.parameter_server.naive import NaiveServer, push
 from minidist.tensor_parallel.naive import NaiveTensorParallelMLP
 from minidist.zero.naive import NaiveZero
 
@@ -193,23 +190,9 @@ def checkpointing():
     return apart(gradients[1], gradients[0])
 
 
-def parameter_server():
-    """Rank 0 holds the weights; the others train, each on its own batches."""
-    model, trainers = net(seed=dist.get_rank()), range(1, RANKS)
-    if dist.get_rank() == 0:
-        NaiveServer(model, adam(model.parameters()), len(trainers))
-    with rpc_session():
-        if dist.get_rank() in trainers:
-            server = rpc.remote(name_of(0), NaiveServer.here)
-            model.load_state_dict(net(seed=0).state_dict())
-            pushing = SimpleNamespace(step=lambda: push(model, server))
-            train(model, pushing, [dist.get_rank()])
-    return apart(dict(model.named_parameters()), one_process(trainers))
-
-
 IDEAS = (
     *(ddp, zero, fully_sharded, tensor_parallel, gradient_of_the_input, experts, offload),
-    *(checkpointing, parameter_server),
+    checkpointing,
 )
 
 

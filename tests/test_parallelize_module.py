@@ -85,12 +85,9 @@ def train(make, plan, sequence_parallel, limit, kind):
     return found
 
 
-FUSED = pytest.mark.newer_torch("fused")  # one layer for queries, keys and values
-
-
 CASES = [  # of one layer for queries, keys and values torch must know the shards
-    pytest.param("zoo", 4, True, marks=FUSED),
-    pytest.param("zoo", 2, False, marks=FUSED),
+    ("zoo", 4, True),
+    ("zoo", 2, False),
     ("llama", 2, True),
     ("llama", 4, False),
 ]

@@ -2,7 +2,6 @@
 
 import math
 import re
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -16,9 +15,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minidist as md
-from minidist import parity
-from minidist.parity import ParityError, relative_difference
-from minidist.parity.differences import missing
+from minidist.instruments import parity
+from minidist.instruments.parity import ParityError, relative_difference
+from minidist.instruments.parity.differences import missing
 
 MODELS = {
     "mlp": (parity.digits_mlp, None),
@@ -101,20 +100,14 @@ def test_distributed_data_parallel_trains_as_one_process_does(pools):
     check(theirs, optimizer=OPTIMIZERS["adam"])
 
 
-def test_the_tolerance_of_float32_leaves_room_for_sums_in_another_order(pools):
-    for name, (model, data) in MODELS.items():
-        check = partial(parity.check, OURS, model=model, data=data, ranks=pools(3))
-        found = check(optimizer=OPTIMIZERS["adam"], dtype=torch.float32)
-        assert found.largest < found.tolerance / 5, name
-        assert (found.world_size, found.steps, found.tolerance) == (3, 4, 1e-4)
-
-
 def test_a_parity_tells_what_was_compared(pools):
     found = parity.check(OURS, ranks=pools(3), steps=2, batch_size=9, tolerance=1e-9)
     assert repr(found) == (
         "equal to one process, to 1e-09: 8 tensors and the loss, after each of 2 steps, on 3 ranks"
     )
-    found = parity.check(OURS, ranks=pools(3), model=md.zoo.convnet, optimizer=OPTIMIZERS["adam"])
+    check = partial(parity.check, OURS, ranks=pools(3), model=md.zoo.convnet)
+    found = check(optimizer=OPTIMIZERS["adam"], dtype=torch.float32)
+    assert found.tolerance == 1e-4 and found.largest < 2e-5  # sums in another order
     assert found.tensors == 5 + 3 + 5 * 3  # weights, buffers, step and two means of each weight
 
 
@@ -176,16 +169,12 @@ REPLICAS = {
 }
 
 
-def step_that_clips(model, optimizer, inputs, targets, loss_fn, when="right"):
-    """when: at which wrong moment."""
+def step_that_clips(model, optimizer, inputs, targets, loss_fn):
     optimizer.zero_grad()
-    with model.no_sync() if when == "before" else nullcontext():
-        loss = loss_fn(model(inputs), targets)
-        loss.backward()
+    loss = loss_fn(model(inputs), targets)
+    loss.backward()
     own = getattr(model, "clip_grad_norm_", partial(nn.utils.clip_grad_norm_, model.parameters()))
     own(0.1)
-    if when == "before":
-        average([p.grad for p in model.parameters()])
     optimizer.step()
     return loss
 
@@ -207,12 +196,6 @@ def test_dropout_and_clipping_are_those_of_one_process(pools, name):
     for faulty in step_that_clips, step_with_rank_0s_numbers:
         with pytest.raises(ParityError, match=r"step 1, rank 0: 0\.weight differs"):
             check(step=faulty)
-
-
-def test_clipping_before_averaging_is_found(pools):
-    early = partial(step_that_clips, when="before")
-    with pytest.raises(ParityError, match=r"step 1, rank 0: 0\.weight differs"):
-        parity.check(OURS, step=early, clip=0.1, ranks=pools(2))
 
 
 # ---- every strategy: a rank may have parts of the model ------------------------------------------
@@ -318,11 +301,6 @@ def test_a_fault_is_found_and_named(pools, fault):
 def test_means_of_weights_equal_means_of_gradients_only_for_plain_sgd(pools):
     """Then a step is linear in the gradient: nothing tells the two apart, and nothing needs to."""
     parity.check(bare, step=Loop("weights"), optimizer=SGD, ranks=pools(3))
-
-
-def test_a_fault_smaller_than_the_tolerance_is_none(pools):
-    found = parity.check(bare, step=Loop("grad", (2, 3)), tolerance=1e-6, ranks=pools(3))
-    assert 1e-12 < found.largest < 1e-6
 
 
 def test_arguments_that_make_no_sense(pools):

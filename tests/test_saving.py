@@ -19,11 +19,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import minidist as md
+from minidist.instruments.parity.differences import relative_difference
 from minidist.mixed import MixedParallel
-from minidist.parity.differences import relative_difference
-from minidist.saving import Batches, Checkpoints, commit, rank_states, writing
+from minidist.saving import Batches, Checkpoints, commit, writing
 from minidist.saving.parts import Part
-from minidist.saving.parts import whole as whole_of
 from minidist.saving.states import States
 from minidist.saving.writing import Writer
 
@@ -169,12 +168,9 @@ def on_ranks(pools, strategy, folder, until, save=True):
     return pools(ranks)(run, make, folder, until, save)[0]
 
 
-FUSED = pytest.mark.newer_torch("fused")  # `whole` asks torch for what is split
-
-
 @pytest.mark.parametrize(
     "strategy",
-    ["zero_2", "fsdp", pytest.param("features", marks=FUSED), "mixed", "mixed_zero"],
+    ["zero_2", "fsdp", "features", "mixed", "mixed_zero"],
 )
 def test_a_run_goes_on_to_the_bit(pools, tmp_path, strategy):
     wanted = on_ranks(pools, strategy, tmp_path / "uninterrupted", 6, save=False)
@@ -188,7 +184,7 @@ CHAINS = [
     pytest.param(
         ["mixed_fsdp", "zero_2", "bare", "in_place", "mixed_zero"], marks=pytest.mark.soak
     ),
-    pytest.param(["features", "offload", "fsdp4", "fsdp", "zero_2"], marks=FUSED),
+    ["features", "offload", "fsdp4", "fsdp", "zero_2"],
 ]
 
 
@@ -235,39 +231,26 @@ def with_random_numbers(folder, until, save=True):
     return whole(model), scheduler.get_last_lr(), torch.rand(3), random.random()
 
 
-class Counts(nn.Linear):
-    seen = 0
-
-    def get_extra_state(self):
-        return self.seen
-
-    def set_extra_state(self, state):
-        self.seen = state
-
-
 compiled, ours = partial(torch.compile, backend="eager"), md.DistributedDataParallel
 COMPILED = {
     "inside": lambda model: ours(compiled(model)),
     "outside": lambda model: compiled(md.FullyShardedDataParallel(model)),
-    "around torch's": lambda model: compiled(nn.parallel.DistributedDataParallel(model)),
-    "a layer": lambda model: ours(nn.Sequential(compiled(model[0]))),
 }
 
 
 def test_a_compiled_model_has_the_names_of_the_bare_one(pools, tmp_path):
     def go_on(way):
         for step, make in enumerate((ours, COMPILED[way], ours)):
-            layer = Counts(4, 4)
+            layer = nn.Linear(4, 4)
             nn.init.constant_(layer.weight, step)
-            layer.seen = step
             model = make(nn.Sequential(layer))
             with Checkpoints(tmp_path / way) as checkpoints:
                 checkpoints.load(model=model)
                 checkpoints.save(step, model=model)
-            yield layer.seen, float(next(model.parameters()).sum())
+            yield float(next(model.parameters()).sum())
 
     for way in COMPILED:
-        assert pools(2)(lambda way: list(go_on(way)), way) == [[(0, 0.0)] * 3] * 2, way
+        assert pools(2)(lambda way: list(go_on(way)), way) == [[0.0] * 3] * 2, way
 
 
 def test_random_numbers_schedulers_and_buffers_go_on_on_every_rank(pools, tmp_path):
@@ -311,13 +294,6 @@ def test_a_state_of_each_rank_goes_to_that_rank_and_to_no_other_number(pools, tm
     assert pools(2)(save_per_rank, tmp_path, True) == [0, 1]
     with pytest.raises(md.RankError, match="thing is another one on each of 2 ranks, so 4"):
         pools(4)(save_per_rank, tmp_path, True)
-
-
-def test_a_state_on_a_gpu_loads_where_there_is_none(monkeypatch):
-    monkeypatch.setattr("torch.serialization.location_tag", lambda _: "cuda:1")
-    state = {"counts": torch.tensor([1, 2])}
-    found = rank_states.copied("it", state)
-    assert found["counts"].tolist() == [1, 2] and found["counts"] is not state["counts"]
 
 
 # ---- data --------------------------------------------------------------------------------------
@@ -404,16 +380,23 @@ def states_after(make, steps):
     states = States(model, optimizer)
     parts = states.of_model() | states.of_optimizer()
 
-    def gather(mine):
-        everyone = [mine]
-        if dist.is_initialized():
-            everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, mine)
-        return everyone
-
-    parts = {name: part for name, part in parts.items() if isinstance(part, Part)}
-    counts = {name: sum(x.numel() for x in part.pieces.values()) for name, part in parts.items()}
-    return whole_of(parts, gather), counts
+    own = {
+        name: (part.shape, part.dtype, part.pieces)
+        for name, part in parts.items()
+        if isinstance(part, Part)
+    }
+    everyone = [own]
+    if dist.is_initialized():
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+    full = {}
+    for each in everyone:
+        for name, (shape, dtype, pieces) in each.items():
+            whole = full.setdefault(name, torch.empty(shape, dtype=dtype))
+            for at, x in pieces.items():
+                whole[tuple(slice(o, o + n) for o, n in zip(at, x.shape, strict=True))] = x
+    counts = {name: sum(x.numel() for x in pieces.values()) for name, (*_, pieces) in own.items()}
+    return full, counts
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -471,6 +454,19 @@ def load(folder, model=None, **parts):
     return step
 
 
+def open_and_close(folder):
+    Checkpoints(folder).close()
+
+
+def test_a_second_run_is_refused(pools, tmp_path):
+    with Checkpoints(tmp_path) as first:
+        with pytest.raises(md.RankError, match="belongs to another run"):
+            pools(2)(open_and_close, tmp_path)
+        first.save(1, model=nn.Linear(2, 2))
+    pools(2)(open_and_close, tmp_path)
+    open_and_close(tmp_path)
+
+
 def test_the_newest_stay_and_the_first_run_begins_with_none(tmp_path):
     assert load(tmp_path / "deep" / "a") is None
     save_steps(tmp_path, range(5, 12, 2), keep=3)
@@ -523,20 +519,6 @@ def test_a_file_that_is_not_what_it_was(tmp_path):
     assert load(tmp_path) == 1
 
 
-def test_one_of_several_shards_is_missing_or_changed(pools, tmp_path):
-    on_ranks(pools, "fsdp4", tmp_path, 2)
-    path = tmp_path / "step-00000002" / "__2_0.distcp"
-    data = bytearray(path.read_bytes())
-    data[1000] ^= 16
-    path.write_bytes(data)
-    with pytest.raises(md.RankError, match=f"{path} has changed since it was written"):
-        on_ranks(pools, "zero_1", tmp_path, 3)
-    path.unlink()
-    with pytest.raises(md.RankError, match=f"{path} is missing"):
-        on_ranks(pools, "zero_1", tmp_path, 3)
-    assert list(commit.steps_in(tmp_path)) == [2]
-
-
 def test_another_format_and_another_name(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(commit, "FORMAT", 7)
@@ -572,13 +554,9 @@ def test_another_optimizer_or_data(tmp_path):
     with pytest.raises(ValueError, match="of another optimizer: of 1 groups, and .* has 2"):
         load(tmp_path, model, optimizer=two)
     one = torch.optim.SGD([model.weight], lr=0.1)
-    with pytest.raises(
-        ValueError, match=r"names of its group 0, .* lacks \['bias'\] and has \[\] as"
-    ):
+    with pytest.raises(ValueError, match="only one of them has bias in group 0"):
         load(tmp_path, model, optimizer=one)
-    with pytest.raises(
-        ValueError, match=r"options of .* lacks \['dampening', .* and has \['amsgrad', "
-    ):
+    with pytest.raises(ValueError, match="of another optimizer, with dampening, and without amsgr"):
         load(tmp_path, model, optimizer=torch.optim.Adam(model.parameters()))
     with pytest.raises(ValueError, match="it has no state of data"):
         load(tmp_path, model, data=Batches(TensorDataset(torch.arange(5)), 2))
@@ -605,9 +583,15 @@ class Plain:
         self.state = state
 
 
+class Counts(nn.Linear):
+    def get_extra_state(self):
+        return 1
+
+
 STRANGE = {  # saved like this, a checkpoint would never load
     "the state of it has more in it than tensors": lambda: dict(it=Plain(deep=[{"x": Plain()}])),
     "of it has more in it than tensors": lambda: dict(it=Plain(x=lambda: 0)),
+    "_extra_state of the model is neither": lambda: dict(model=Counts(30, 20)),
     "it has no state_dict.. to save: it is 3": lambda: dict(it=3),
     "'float' object cannot be interpreted as an integer": lambda: dict(step=2.0),
 }
@@ -637,51 +621,6 @@ def test_steps_that_are_not_new_and_keeping_none(tmp_path):
         with pytest.raises(ValueError, match="keep must be 1 or more"):
             Checkpoints(tmp_path, keep)
     assert load(tmp_path) == 2 and not list(tmp_path.glob("*.partial"))
-
-
-def later_strange(folder):
-    """The state of one rank, from the second save on."""
-    it = Plain()
-    with Checkpoints(folder) as checkpoints:
-        checkpoints.save(1, model=nn.Linear(2, 2), it=it)
-        it.state = {"x": lambda: 0} if dist.get_rank() == 1 else {}
-        try:
-            checkpoints.save(2, model=nn.Linear(2, 2), it=it)
-        except TypeError as error:
-            return str(error)
-
-
-def test_a_state_that_one_rank_cannot_write_is_told_on_every_rank(pools, tmp_path):
-    first, second = pools(2)(later_strange, tmp_path)
-    assert first == second and first.startswith("rank 1: the state of it has more")
-
-
-def open_and_close(folder):
-    Checkpoints(folder).close()
-
-
-def test_a_second_run_is_refused_by_name(pools, tmp_path):
-    with Checkpoints(tmp_path) as first:
-        with pytest.raises(md.RankError, match=f"another run, process {os.getpid()} on "):
-            pools(1)(open_and_close, tmp_path)
-        with pytest.raises(RuntimeError, match="belongs to this process already"):
-            open_and_close(tmp_path)
-        with pytest.raises(md.RankError, match="another run"):  # the first has its lock still
-            pools(1)(open_and_close, tmp_path)
-        first.save(1, model=nn.Linear(2, 2))
-    pools(1)(open_and_close, tmp_path)
-    open_and_close(tmp_path)
-
-
-def test_closed_ones_leave_nothing_open(pools, tmp_path):
-    def run():
-        held = []
-        for _ in range(4):
-            open_and_close(tmp_path)
-            held.append(len(os.listdir("/proc/self/fd")))
-        return held[-1] - held[0]
-
-    assert pools(2)(run) == [0, 0]
 
 
 def fill_the_disk(folder):
@@ -725,7 +664,7 @@ def save_and_fail(folder):
 
 
 def test_a_save_becomes_whole_though_the_run_fails(pools, monkeypatch, tmp_path):
-    monkeypatch.setattr("minidist.runtime.processes.GRACE", 20)  # of a disk that is slow
+    monkeypatch.setattr("minidist.machine.runtime.processes.GRACE", 20)  # of a disk that is slow
     with pytest.raises(md.RankError, match="after the save"):
         pools(2)(save_and_fail, tmp_path)
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step-00000001"]

@@ -2,7 +2,6 @@
 
 import math
 import statistics
-import sys
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -14,11 +13,10 @@ from programs import few
 from torch import nn
 
 import minidist as md
-from minidist import planner, scaling
-from minidist.__main__ import main
 from minidist.fully_sharded import by_class
-from minidist.planner.peak import peaks
-from minidist.scaling.llama_shape import plan_of
+from minidist.instruments import planner, scaling
+from minidist.instruments.planner.peak import peaks
+from minidist.instruments.scaling.llama_shape import plan_of
 
 LLAMA = planner.MODELS["llama-3-8b"]
 SMALL = planner.Transformer(4, 64, 8, 16, 96, 2, 96, llama=True, tied=False)
@@ -34,8 +32,7 @@ LAYOUTS = {  # of 1,024 ranks, and how exact numbers are
         planner.Layout(1024, 8, 8, micro_batches=16, sequence_parallel=True),
         "bfloat16",
     ),
-    "ZeRO-1, two micro-batches": (planner.Layout(1024, stage=1, micro_batches=2), "float32"),
-    "ZeRO-2, two micro-batches": (planner.Layout(1024, stage=2, micro_batches=2), "float32"),
+    "replicas, two micro-batches": (planner.Layout(1024, micro_batches=2), "float32"),
     "FSDP × tensor": (planner.Layout(1024, 8, stage=3), "autocast"),
     "FSDP × pipeline": (planner.Layout(1024, 1, 4, stage=3, micro_batches=4), "autocast"),
 }
@@ -69,7 +66,7 @@ def kept_of_loss_and_small(shape, layout, precision):
     return small
 
 
-BY_DAY = {"ZeRO-2, two micro-batches", "data × pipeline × tensor", "FSDP × tensor"}
+BY_DAY = {"FSDP, two micro-batches", "data × pipeline × tensor", "FSDP × tensor"}
 
 
 @pytest.mark.parametrize("name", few(LAYOUTS, BY_DAY))
@@ -124,12 +121,8 @@ def together(shape, layout):
         (layout.micro_batches, shape.length),
         generator=torch.Generator().manual_seed(dist.get_rank() // layout.tensor),
     )
-    adam = torch.optim.Adam
     if layout.stage == 3:
         model = md.FullyShardedDataParallel(model, auto_wrap_policy=scaling.rehearsal.UNITS)
-    elif layout.stage:
-        optimizer = md.ZeroRedundancyOptimizer(model.parameters(), adam)
-        model = md.ShardedDataParallel(model, optimizer)
     else:
         sizes = layout.data, layout.pipeline, layout.tensor
         model = md.mixed.MixedParallel(
@@ -140,8 +133,7 @@ def together(shape, layout):
             plan=plan_of(shape),
             sequence_parallel=layout.sequence_parallel,
         )
-    if layout.stage in (0, 3):
-        optimizer = adam(model.parameters())
+    optimizer = torch.optim.Adam(model.parameters())
     for _ in range(2):
         optimizer.zero_grad()
         with md.measure.MemoryTracker(model, optimizer) as memory, md.measure.TrafficCounter() as t:
@@ -156,7 +148,6 @@ def together(shape, layout):
 
 
 SMALL_LAYOUTS = {
-    "ZeRO-2": planner.Layout(4, stage=2),
     "FSDP": planner.Layout(4, stage=3),
     "tensor": planner.Layout(4, 2),
     "all three": planner.Layout(8, 2, 2, micro_batches=4, sequence_parallel=True),
@@ -186,15 +177,13 @@ def test_a_rank_alone_does_what_a_rank_among_others_does(pools, name):
 
 
 def test_your_own_code_as_one_rank_of_many():
-    with scaling.one_rank_of(50, rank=7) as trace:
-        assert (dist.get_rank(), dist.get_world_size()) == (7, 50)
+    with scaling.one_rank_of(50) as trace:
+        assert (dist.get_rank(), dist.get_world_size()) == (0, 50)
         with torch.device("meta"):
             model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 10))
-        model = md.FullyShardedDataParallel(
-            model, auto_wrap_policy=by_class(nn.Linear), param_init_fn=lambda _: None
-        )
+        model = md.FullyShardedDataParallel(model, auto_wrap_policy=by_class(nn.Linear))
         rows = [len(p._local_tensor) for p in model.parameters()]
-        assert rows == [2, 2, 1, 1]  # of 100, and of 10: ranks from 10 on have none of these
+        assert rows == [2, 2, 1, 1]  # of 100, and of 10
         trace.clear()
         model(torch.empty(5, 100, device="meta")).sum().backward()
     gathered = [m.nbytes for m in trace.messages if m.operation == "all_gather"]
@@ -205,18 +194,40 @@ def test_your_own_code_as_one_rank_of_many():
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize("wrap", [md.DistributedDataParallel, md.fully_shard])
+def test_other_strategies_run_as_they_are(wrap):
+    """Twice: after its first step DDP makes its buckets anew."""
+    with scaling.one_rank_of(64) as trace:
+        with torch.device("meta"):
+            model = wrap(nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64)))
+        for _ in range(2):
+            trace.clear()
+            model(torch.empty(5, 64, device="meta")).sum().backward()
+    sent = Counter(m.operation for m in trace.messages)
+    both = {"all_reduce": 1} if wrap is md.DistributedDataParallel else {"reduce_scatter": 1}
+    assert both.items() <= sent.items(), sent
+
+
+CALLS = {
+    "all_to_all_single": lambda x: (x, x),
+    "reduce": lambda x: (x, 0),
+    "all_gather": lambda x: ([x] * 16, x),
+    "scatter": lambda x: (x, [x] * 16),
+}
+
+
 def test_a_call_that_cannot_be_noted_is_refused():
     x = torch.empty(16, device="meta")
-    for call in "all_to_all_single", "reduce", "send", "all_gather":
+    for call, args in CALLS.items():
         with scaling.one_rank_of(16), pytest.raises(NotImplementedError, match=f"note {call}. It"):
-            getattr(dist, call)(x, x)
+            getattr(dist, call)(*args(x))
 
 
 def test_it_leaves_nothing_behind():
-    before = dist.all_reduce, torch.is_autocast_enabled
+    before = torch.is_autocast_enabled
     with pytest.raises(ZeroDivisionError), scaling.one_rank_of(64):
         raise ZeroDivisionError
-    assert (dist.all_reduce, torch.is_autocast_enabled) == before and not dist.is_initialized()
+    assert torch.is_autocast_enabled is before and not dist.is_initialized()
 
 
 def rehearse_on_4(**layout):
@@ -225,8 +236,8 @@ def rehearse_on_4(**layout):
 
 SENT = scaling.Trace([scaling.Message("send", 8, (0, 1))])
 MISTAKES = {
-    "no rank 4 of 4": lambda: scaling.one_rank_of(4, 4).__enter__(),
-    "stage must be one of 0, 3, not 1": lambda: rehearse_on_4(stage=1, tensor=2),
+    "no rank 0 of 0": lambda: scaling.one_rank_of(0).__enter__(),
+    "stage must be one of 0, 3, not 1": lambda: rehearse_on_4(stage=1),
     "precision must be one of float32, bfloat16, not 'autocast'": rehearse_on_4,
     "recomputes nothing": lambda: rehearse_on_4(stage=3, recompute="layers"),
     "Llama is a shape with llama=True": lambda: scaling.Llama(planner.MODELS["gpt-2"]),
@@ -296,88 +307,31 @@ def test_what_is_played_is_what_is_planned(step_of_many):
 # ---- failures ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("save", "between"), [(60, 10_000), (300, 3_000)])
-def test_no_other_interval_is_better_by_far(save, between):
-    """Played out: of intervals from a quarter to four times Daly's, none takes less time, but for
-    the noise of chance. Young's is as good while saves are short."""
-    work, best = 400 * between, planner.daly(save, between)
+def test_no_other_interval_is_better_by_far():
+    """Played out: of intervals from a quarter to four times Young's, none takes less time, but for
+    the noise of chance."""
+    save, between = 60, 10_000
+    work, best = 400 * between, planner.young(save, between)
+    assert best == pytest.approx(math.sqrt(2 * 60 * 10_000))
 
     def mean(interval):
         runs = [
-            planner.run_with_failures(work, interval, save, between, restart=100, seed=seed)
+            planner.run_with_failures(work, interval, save, between, seed=seed)
             for seed in range(12)
         ]
         return statistics.mean(runs)
 
     least = mean(best)
-    assert least == pytest.approx(planner.expected_time(work, best, save, between, 100), rel=0.03)
+    assert least == pytest.approx(planner.expected_time(work, best, save, between), rel=0.03)
     assert mean(best / 4) > 1.02 * least and mean(best * 4) > 1.02 * least
     for factor in 0.7, 1.4:
         assert mean(best * factor) > 0.985 * least
-    young = mean(planner.young(save, between))
-    assert young < (1.01 if save < between / 100 else 1.05) * least
-
-
-def test_youngs_and_dalys_formulas():
-    assert planner.young(60, 10_000) == pytest.approx(math.sqrt(2 * 60 * 10_000))
-    assert planner.daly(1e-6, 1e6) == pytest.approx(planner.young(1e-6, 1e6), rel=1e-5)
-    assert planner.daly(200, 100) == planner.daly(500, 100) == 100
-    for save, between in (10, 10_000), (60, 3_000), (300, 3_000):
-
-        def cost(interval, save=save, between=between):
-            return planner.expected_time(1, interval, save, between)
-
-        exact = min(range(1, 5 * between, 1 + between // 2000), key=cost)
-        assert planner.daly(save, between) == pytest.approx(exact, rel=0.02)
-        assert cost(planner.daly(save, between)) < 1.0001 * cost(exact)
     assert planner.run_with_failures(100, 10, 1, math.inf) == 110  # no failure: ten saves
-    for wrong in (0, 10), (10, -1):
-        with pytest.raises(ValueError, match="must be more than 0"):
-            planner.young(*wrong)
-
-
-def test_runs_that_cannot_be():
-    for function in planner.run_with_failures, planner.expected_time:
-        for name in "save", "restart":
-            options = {"save": 1, "restart": 1, name: -1}
-            with pytest.raises(ValueError, match=f"{name} must be 0 or more, not -1"):
-                function(100, 10, between_failures=50, **options)
-        with pytest.raises(ValueError, match="interval must be more than 0"):
-            function(100, 0, 1, 50)
 
 
 def test_a_run_that_would_never_end_is_refused():
     with pytest.raises(ValueError, match="no save would ever be whole"):
         planner.run_with_failures(1e6, 1e5, 1, 100)
     assert planner.run_with_failures(100, 1e9, 1, 50) >= 101  # it ends before its first interval
-
-
-# ---- python -m minidist plan --rehearse --------------------------------------------------------
-
-
-def plan(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr(sys, "argv", ["minidist", "plan", "--model", "llama-3-8b", *arguments])
-    try:
-        main()
-    except SystemExit as ended:
-        assert ended.code == 2
-    return capsys.readouterr()
-
-
-def test_the_command_prints_both(monkeypatch, capsys):
-    fsdp = ["--world-size", "8", "--stage", "3", "--precision", "autocast", "--rehearse"]
-    out = plan(monkeypatch, capsys, *fsdp).out
-    rows = [line.split() for line in out.splitlines()]
-    each = f"{4 * LLAMA.parameters // 8:,}"
-    assert ["parameters", each, each] in rows
-    gathered = [row[4:] for row in rows if row[:4] == ["all_gather", "of", "8", "ranks"]]
-    assert len(gathered) == 1 and len(set(gathered[0])) == 1 and len(gathered[0]) == 2
-    assert "Its step, played message by message" in out
-
-
-def test_the_command_refuses_what_cannot_be_rehearsed(monkeypatch, capsys):
-    mesh = ["--world-size", "8", "--tensor", "2", "--stage", "2"]
-    err = plan(monkeypatch, capsys, *mesh, "--rehearse").err
-    assert "stage must be one of 0, 3, not 2" in err
-    err = plan(monkeypatch, capsys, "--optimizer", "sgd", "--rehearse").err
-    assert "rehearsed with --optimizer adam" in err
+    with pytest.raises(ValueError, match="save must be more than 0"):
+        planner.young(0, 10)

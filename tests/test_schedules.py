@@ -106,10 +106,7 @@ def test_idle_time_and_activations_in_flight_are_those_of_the_formulas():
         if name in ("gpipe", "1f1b"):
             assert predicted.idle == pytest.approx((p - 1) / (m + p - 1)), schedule
         assert predicted.in_flight == kept, schedule
-        validate(schedule, in_flight=kept)
-        if m > 1:
-            with pytest.raises(ScheduleError, match=f"keeps {kept[0]} activations, not"):
-                validate(schedule, in_flight=[kept[0] - 1] * p)
+        validate(schedule)
         seen[name] += 1
     assert len(seen) == 5 and min(seen.values()) >= 6
 

@@ -1,12 +1,9 @@
 """The memory that ranks share: it grows, whoever it is for finds it, and nobody else is touched."""
 
 import ctypes
-import errno
 import gc
-import io
 import os
 import random
-import re
 import subprocess
 import sys
 import tempfile
@@ -14,7 +11,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,14 +18,11 @@ import torch.distributed as dist
 from programs import eventually
 
 import minidist as md
-from minidist.backend import meeting
-from minidist.backend.arena import SPARE, Arena, available
-from minidist.backend.meeting import life, machine
-from minidist.backend.members import HEAD, SLOT, STAGE, STAGES, Members
-from minidist.backend.segment import Segment, hide
+from minidist.machine.backend.group import HEAD, SLOT, STAGE, STAGES, Members
+from minidist.machine.backend.segment import KEPT, Arena, Segment, has_ended, hide
 
 SOON = 5  # seconds
-MIB, GIB = 1 << 20, 1 << 30
+MIB = 1 << 20
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -124,28 +117,6 @@ def test_a_group_costs_few_addresses_and_a_chunk_more_when_a_tensor_needs_it(shm
         assert left == 0
 
 
-def opened():
-    """The files that three groups keep open; with tensors in the arena too; when they are gone."""
-    before, groups = files(), [dist.new_group() for _ in range(3)]
-    counts = [files()]
-    xs = [
-        md.backend.empty(n, group=group).fill_(1)
-        for n, group in zip((9, 10**7), groups, strict=False)
-    ]
-    for x, group in zip(xs, groups, strict=False):
-        dist.all_reduce(x, group=group)
-    counts.append(files())
-    for group in groups:
-        dist.destroy_process_group(group)
-    counts.append(files())
-    assert [x[-1].item() for x in xs] == [dist.get_world_size()] * 2
-    return [count - before for count in counts]
-
-
-def test_a_group_costs_one_open_file_however_many_ranks_and_tensors(shm):
-    assert shm(3)(opened) == [[3, 3, 0]] * 3
-
-
 def test_all_ranks_of_a_machine_find_each_other():
     before, size = files(), 12
     members = meet(size)
@@ -207,109 +178,34 @@ def test_tensors_of_the_arena_do_not_touch_each_other_and_leave_all_free(pair):
     for thread in threads:
         thread.join()
     assert problems == []
-    last = room.empty(1, torch.uint8)  # what has been given back is taken back here
-    chunks = {place.bit_length() - 1 for place, _ in room._free}
-    assert len(room._free) == len(chunks) >= 4  # each in one piece
-    assert sum(end - start for start, end in room._free) == sum(1 << k for k in chunks) - 4096
-    assert last.nbytes == 1
 
 
-def test_scratch_memory_serves_the_next_of_its_size(pair):
+def test_memory_of_a_short_lived_tensor_serves_the_next_of_its_size(pair):
     mine, theirs = pair
     room = Arena(mine)
-    x, y = room.scratch(MIB, torch.int32).fill_(5), room.scratch(3 * MIB, torch.int8).fill_(6)
+    x = room.empty(MIB, torch.int32, short_lived=True).fill_(5)
+    y = room.empty(3 * MIB, torch.int8, short_lived=True).fill_(6)
     places = mine.find(x), mine.find(y)
     del x, y
     other = room.empty(MIB, torch.int32)
     assert mine.find(other) not in places  # which are kept
-    again, more = room.scratch(3 * MIB, torch.int8), room.scratch(MIB, torch.float32)
+    again = room.empty(3 * MIB, torch.int8, short_lived=True)
+    more = room.empty(MIB, torch.float32, short_lived=True)
     assert (mine.find(more), mine.find(again)) == places
-    assert again.unique().tolist() == [6] and mine.find(room.scratch(MIB, torch.int32)) != places[0]
+    assert again.unique().tolist() == [6]
     del again, more
-    large = room.scratch(SPARE // 2, torch.int16).fill_(7)
+    large = room.empty(KEPT // 2, torch.int16, short_lived=True).fill_(7)
     place = mine.find(large)
     del large  # with what is kept already it is too much
-    assert theirs.at(place, SPARE // 2, torch.int16).unique().tolist() == [0]
+    assert theirs.at(place, KEPT // 2, torch.int16).unique().tolist() == [0]
     assert theirs.at(places[1], MIB, torch.int8).unique().tolist() == [6]
 
 
-# ---- core dumps, macOS, and systems that refuse --------------------------------------------
-
-
-def test_no_crash_writes_shared_memory_into_its_core(pair):
-    mine, theirs = pair
-    x = Arena(mine).empty(MIB, torch.uint8)
-    theirs.at(mine.find(x), 1, torch.uint8)
-    with open("/proc/self/smaps") as file:
-        maps = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", file.read(), flags=re.MULTILINE)
-    flags = [re.search(r"VmFlags: (.*)", m)[1].split() for m in maps if "memfd:minidist" in m]
-    assert len(flags) >= 4 and all("dd" in of for of in flags)
-
-
-@pytest.mark.parametrize("most", [GIB, None])
-def test_what_files_occupy_in_a_control_group_is_free(monkeypatch, most):
-    """A container that has read many files is at its limit by the kernel's count."""
-    files = {
-        "/proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 8388608 kB\n",
-        "/sys/fs/cgroup/memory.max": f"{most or 'max'}\n",
-        "/sys/fs/cgroup/memory.current": f"{GIB}\n",
-        "/sys/fs/cgroup/memory.stat": f"anon 9\nshmem 9\nactive_file {GIB // 8}\n"
-        f"inactive_file {GIB // 2}\n",
-    }
-    monkeypatch.setattr("builtins.open", lambda path, *args: io.StringIO(files[path]))
-    assert available() == (GIB // 8 * 5 if most else 8 * GIB)
-
-
-def refuse(monkeypatch, what, error):
-    def refused(*args, **options):
-        raise OSError(error, os.strerror(error))
-
-    monkeypatch.setattr(os, what, refused, raising=False)
-
-
-def test_where_memfd_create_is_refused_a_nameless_file_will_do(monkeypatch):
-    refuse(monkeypatch, "memfd_create", errno.EPERM)
-    before = files()
-    mine, shown = Segment.create(MIB)
-    links = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
-    there = [link for link in links if link.startswith("/dev/shm/")]
-    assert there and all(link.endswith("(deleted)") for link in there)  # it has no name
-    theirs = Segment.attach(shown, MIB)
-    hide(shown)
-    room = Arena(mine)
-    x = room.empty(MIB, torch.int32).fill_(5)
-    assert theirs.at(mine.find(x), MIB, torch.int32).unique().tolist() == [5]
-    place = mine.find(x)
-    del x
-    assert theirs.at(place, MIB, torch.int32).unique().tolist() == [0]  # it has been given back
-    there = mine.room()
-    assert 0 < there < 1 << 50
-    statvfs = os.fstatvfs
-
-    def full(file):
-        return os.statvfs_result([4096, 4096, 100, 3, 3, *statvfs(file)[5:]])
-
-    monkeypatch.setattr(os, "fstatvfs", full)
-    with pytest.raises(MemoryError, match="100,000 bytes .*has 12,288 left"):
-        room.empty(100_000, torch.uint8)
-    mine.close()
-    theirs.close()
-    del mine, theirs, room
-    assert files() == before
-
-
-def test_where_everything_is_refused_the_calls_are_named(monkeypatch):
-    before = files()
-    refuse(monkeypatch, "memfd_create", errno.ENOSYS)
-    refuse(monkeypatch, "posix_fallocate", errno.ENOSPC)
-    with pytest.raises(OSError, match="memfd_create: .*not implemented; /dev/shm: .*No space left"):
-        Segment.create(MIB)
-    assert files() == before
+# ---- macOS ---------------------------------------------------------------------------------
 
 
 def test_macos_where_memory_is_a_file_with_a_name_until_all_have_it(monkeypatch, tmp_path):
-    refuse(monkeypatch, "memfd_create", errno.ENOSYS)
-    monkeypatch.setattr(os.path, "isdir", lambda path: not path.startswith("/proc"))
+    monkeypatch.delattr(os, "memfd_create")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = files()
     mine, shown = Segment.create(MIB)
@@ -325,42 +221,16 @@ def test_macos_where_memory_is_a_file_with_a_name_until_all_have_it(monkeypatch,
     assert files() == before
 
 
-@pytest.mark.parametrize("proc", [True, False], ids=["linux", "macos"])
-def test_a_process_has_one_life(monkeypatch, proc):
-    """Its number may be another's afterwards."""
+def test_a_process_that_has_ended_is_seen_though_nobody_has_asked_how():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    if not proc:
-        monkeypatch.setattr(os.path, "isdir", lambda path: False)
-        monkeypatch.setattr(meeting, "open", lambda path: os.stat("/nowhere"), raising=False)
-    born = life(child.pid)
-    assert born and life(child.pid) == born
-    assert (life(os.getpid()) != born) == proc
+    assert not has_ended(child.pid) and not has_ended(os.getpid())
     child.kill()
-    if proc:
-        assert eventually(lambda: life(child.pid) == "", SOON)  # though nobody has asked how
+    assert eventually(lambda: has_ended(child.pid), SOON)
     child.communicate()
-    assert life(child.pid) == ""
+    assert has_ended(child.pid)
 
 
 # ---- strangers ----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def stranger(tmp_path):
-    """A process that has a file open: with the number of that."""
-    path = tmp_path / "precious"
-    path.write_bytes(b"precious " * 20_000)
-    process = subprocess.Popen(
-        [sys.executable, "-uc", "f = open('precious', 'r+b'); print(f.fileno()); input()"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-    )
-    process.file = int(process.stdout.readline())
-    yield process
-    assert path.read_bytes() == b"precious " * 20_000
-    process.communicate("")
 
 
 def told(shown, rank=1):
@@ -374,20 +244,15 @@ def told(shown, rank=1):
     return str(error)
 
 
-def where(of, file):
-    """The address of another process's file, as that process would show it."""
-    there = os.stat(f"/proc/{of.pid}/fd/{file}")
-    return f"/proc/{of.pid}/fd/{file}:{there.st_dev}:{there.st_ino}"
-
-
-def test_a_rank_of_another_machine_or_container_is_refused_and_nobody_is_touched(stranger):
-    pid, memory = stranger.pid, f"{where(stranger, stranger.file)}\t5"
-    boot, namespace = machine().split()
-    for elsewhere in (f"another {namespace}", f"{boot} pid:[1]"):
-        assert told([elsewhere, pid, life(pid), memory]) == (
-            "rank 1 runs on another machine or in another container: shared memory does not reach "
-            "it; use backend gloo"
+def test_memory_that_is_another_ranks_or_nobodys_is_refused():
+    """Another machine or container may have a file, even a process, of the same name."""
+    mine, address = Segment.create(MIB)
+    path, token = address.split("\t")
+    for elsewhere in (f"{path}\t{int(token) + 1}", f"/proc/{os.getpid()}/fd/9999\t{token}"):
+        assert "or it runs on another machine or in another container: use backend gloo" in told(
+            [os.getpid(), elsewhere]
         )
+    mine.close()
 
 
 # ---- a group that cannot be made leaves nothing --------------------------------------------

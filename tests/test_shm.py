@@ -5,7 +5,6 @@ must leave the same bits. Data are whole numbers so small that no reduction roun
 """
 
 import gc
-import os
 import re
 import subprocess
 import sys
@@ -24,7 +23,6 @@ from programs import SOAK, Family
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -32,11 +30,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 import minidist as md
-from minidist.backend.engine import Engine
-from minidist.backend.handle import Handle
-from minidist.backend.members import SLOT, STAGE
-from minidist.backend.queues import Task, Wait
-from minidist.backend.words import Bell
+from minidist.machine.backend.engine import Engine
+from minidist.machine.backend.group import SLOT, STAGE
+from minidist.machine.backend.queues import Task, Wait
+from minidist.machine.backend.words import Bell
 
 SOON = 5  # seconds
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -117,8 +114,8 @@ class Case:
     def run(self, call, **options):
         work = call(self, async_op=self.asynchronous, group=self.group, **options)
         if self.asynchronous and work is not None:
-            work.wait()  # the coalesced forms return a future
-            assert work.done() if hasattr(work, "done") else work.is_completed()
+            work.wait()
+            assert work.is_completed()
 
 
 def at_root(case, value):
@@ -140,16 +137,10 @@ COLLECTIVES = {
     "all_to_all": lambda c, **o: dist.all_to_all(c.many(), c.many(base=50), **o),
     "all_to_all_single": lambda c, **o: dist.all_to_all_single(c.rows(), c.rows(50), **o),
     "uneven": lambda c, **o: uneven(c, **o),
-    "all_reduce_coalesced": lambda c, **o: dist.all_reduce_coalesced(
-        [c.new(), c.new(1, (3,)), c.new(2, ())], c.op, **o
-    ),
-    "all_gather_coalesced": lambda c, **o: dist.all_gather_coalesced(
-        [c.many(2, 10 * r) for r in range(c.size)], c.many(2, 70), **o
-    ),
     "barrier": lambda c, **o: dist.barrier(**o),
 }
 EVERY_OP = ["all_reduce", "reduce_scatter_tensor"]  # the others reduce by the same code
-NO_COMPLEX = ["gather", "scatter", "all_reduce_coalesced", "all_gather_coalesced"]  # with gloo
+NO_COMPLEX = ["gather", "scatter"]  # with gloo
 NO_0DIM = ["all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"]
 
 
@@ -163,18 +154,15 @@ def uneven(c, **o):
 def differences(cases):
     """Which of the cases (name, shape, dtype, layout, op) end otherwise than gloo's."""
     gloo, wrong = dist.new_group(backend="gloo"), []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # coalesced forms are deprecated
-        for salt, (name, shape, dtype, layout, op) in enumerate(cases):
-            ours = Case(dist.group.WORLD, shape, dtype, layout, salt, op, salt % 2 == 1)
-            theirs = Case(gloo, shape, dtype, "plain", salt, op, False)
-            for case in (ours, theirs):
-                case.run(COLLECTIVES[name])
-            assert len(ours.tensors) == len(theirs.tensors)
-            for i, (x, y) in enumerate(zip(ours.tensors, theirs.tensors, strict=True)):
-                scratch = name == "reduce" and ours.rank != ours.root  # gloo leaves partial sums
-                if not torch.equal(x, y) and not scratch:
-                    wrong.append((name, shape, dtype, layout, op, i))
+    for salt, (name, shape, dtype, layout, op) in enumerate(cases):
+        ours = Case(dist.group.WORLD, shape, dtype, layout, salt, op, salt % 2 == 1)
+        theirs = Case(gloo, shape, dtype, "plain", salt, op, False)
+        for case in (ours, theirs):
+            case.run(COLLECTIVES[name])
+        for i, (x, y) in enumerate(zip(ours.tensors, theirs.tensors, strict=True)):
+            scratch = name == "reduce" and ours.rank != ours.root  # gloo leaves partial sums
+            if not torch.equal(x, y) and not scratch:
+                wrong.append((name, shape, dtype, layout, op, i))
     dist.destroy_process_group(gloo)
     return wrong
 
@@ -257,20 +245,18 @@ def sequence(steps):
             if not all(equal) and (step[1] != "reduce" or ours.rank == ours.root):
                 wrong.append(step)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        for salt, step in enumerate(steps):
-            which, name, shape, dtype, layout, op, later = step
-            ours, theirs = pairs[which]
-            if ours == dist.GroupMember.NON_GROUP_MEMBER:
-                continue
-            ours = Case(ours, shape, dtype, layout, salt, op, later)
-            theirs = Case(theirs, shape, dtype, "plain", salt, op, False)
-            options = {"group": ours.group, "async_op": later}
-            flying.append((step, ours, theirs, COLLECTIVES[name](ours, **options)))
-            theirs.run(COLLECTIVES[name])
-            if not later:
-                land()
+    for salt, step in enumerate(steps):
+        which, name, shape, dtype, layout, op, later = step
+        ours, theirs = pairs[which]
+        if ours == dist.GroupMember.NON_GROUP_MEMBER:
+            continue
+        ours = Case(ours, shape, dtype, layout, salt, op, later)
+        theirs = Case(theirs, shape, dtype, "plain", salt, op, False)
+        options = {"group": ours.group, "async_op": later}
+        flying.append((step, ours, theirs, COLLECTIVES[name](ours, **options)))
+        theirs.run(COLLECTIVES[name])
+        if not later:
+            land()
     land()
     return wrong
 
@@ -324,31 +310,6 @@ def objects(backend):
 
 def test_objects_arrive_as_with_gloo(shm):
     assert shm(3)(objects, "shm") == shm(3)(objects, "gloo")
-
-
-def coalesced(backend):
-    group = dist.new_group(backend=backend)
-    found = []
-    for asynchronous in (False, True):
-        xs = [data((n,), torch.float32, n) for n in (3, 4, 1)]
-        gathered = [torch.zeros(3 * len(x)) for x in xs]
-        scattered = [torch.zeros(len(x)) for x in xs]
-        for call, arguments in [
-            (dist.all_reduce, [xs]),
-            (dist.all_gather_into_tensor, [gathered, xs]),
-            (dist.reduce_scatter_tensor, [scattered, gathered]),
-        ]:
-            with dist.distributed_c10d._coalescing_manager(group, async_ops=asynchronous) as all_:
-                for tensors in zip(*arguments, strict=True):
-                    call(*tensors, group=group)
-            if asynchronous:
-                all_.wait()
-        found += [x.tolist() for x in [*xs, *gathered, *scattered]]
-    return found
-
-
-def test_coalesced_calls_leave_what_gloo_leaves(shm):
-    assert shm(3)(coalesced, "shm") == shm(3)(coalesced, "gloo")
 
 
 # ---- messages -----------------------------------------------------------------------------
@@ -461,18 +422,6 @@ def with_plain_ddp(group):
     return full(net)
 
 
-def with_zero(group):
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # its import gives a warning
-
-    net = nn.parallel.DistributedDataParallel(model(), process_group=group)
-    optimizer = ZeroRedundancyOptimizer(
-        net.parameters(), torch.optim.Adam, process_group=group, lr=0.1
-    )
-    train(net, optimizer)
-    optimizer.consolidate_state_dict(0)
-    return full(net)
-
-
 def with_fully_shard(group):
     net, mesh = model(), DeviceMesh.from_group(group, "cpu")
     for layer in net:
@@ -495,32 +444,10 @@ def with_tensor_parallel(group):
     return full(net)
 
 
-def with_pipelining(group):
-    net, rank, size = model(), dist.get_rank(group), dist.get_world_size(group)
-    part = net[: 1 if size > 1 else 3] if rank == 0 else net[1:] if rank == 1 else nn.Identity()
-    stage = PipelineStage(part, rank, size, torch.device("cpu"), group=group)
-    found = []
-    for schedule in (ScheduleGPipe, Schedule1F1B):
-        plan = schedule(
-            stage, n_microbatches=4, loss_fn=lambda y, target: (y - target).square().sum()
-        )
-        x = torch.linspace(-1, 1, 64, dtype=torch.float64).view(8, 8).requires_grad_()
-        losses: list = []
-        first, last = rank == 0, rank == size - 1
-        plan.step(
-            *[x] * first,
-            **({"target": torch.ones(8, 4).double(), "losses": losses} if last else {}),
-        )
-        found += [p.grad.clone() for p in part.parameters()] + [x.detach() for x in losses]
-    return found
-
-
 SYSTEMS = [
     (with_plain_ddp, 3),
-    (with_zero, 3),
     (with_fully_shard, 3),
     (with_tensor_parallel, 2),
-    (with_pipelining, 2),
 ]
 
 
@@ -591,7 +518,7 @@ def failing_group():
             wait()
         except RuntimeError as error:
             told.append("every rank of a group must make the same call" in str(error))
-    assert work.is_completed() and not work.is_success() and work.exception() is not None
+    assert work.is_completed() and not work.is_success()
     try:
         dist.barrier(group)
     except RuntimeError:
@@ -636,9 +563,9 @@ def test_what_came_just_before_the_other_left_is_taken():
 
     bell = Bell(memoryview(array("q", [0] * 16)))
     engine = Engine(bell, explain, on_close=lambda: None)
-    task = Task(operation(), 5, lambda: "a call", [])
+    task = Task(operation(), 5, lambda: "a call", [], engine)
     engine.submit("a lane", task)
-    assert Handle(task, engine).wait()
+    assert task.wait()
     engine.close()
 
 
@@ -702,24 +629,14 @@ def given_back():
     assert shared_kib() - before < 1024
     with open("/proc/self/maps") as file:
         maps = file.read().count("memfd:minidist")
-    whole = md.backend.empty(16 * mib, dtype=torch.uint8)  # two of the four are one again
+    again = md.backend.empty(6 * mib, dtype=torch.uint8)
     with open("/proc/self/maps") as file:
         assert file.read().count("memfd:minidist") == maps
-    return whole.data_ptr() in places
+    return again.data_ptr() in places
 
 
-def too_large():
-    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        md.backend.empty(most, dtype=torch.float64)
-    except MemoryError as error:
-        there = int(re.search(r"this machine has ([\d,]+) left", str(error))[1].replace(",", ""))
-        return f"{8 * most:,} bytes" in str(error) and 0 < there < most
-
-
-def test_shared_memory_is_given_back_and_has_an_end(shm):
+def test_shared_memory_is_given_back(shm):
     assert shm(3)(given_back) == [True] * 3
-    assert shm(3)(too_large) == [True] * 3
 
 
 # ---- faults -------------------------------------------------------------------------------
@@ -742,15 +659,13 @@ def zeros(*shape, dtype=torch.float32):
 def in_a_group(call):
     """What each rank hears of a call that fails, on a group made for it: the ranks go on."""
     group = dist.new_group(timeout=timedelta(seconds=10))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        try:
-            call(dist.get_rank(), group)
-        except RuntimeError as error:
-            return str(error)
-        finally:
-            dist.barrier()
-            dist.destroy_process_group(group)
+    try:
+        call(dist.get_rank(), group)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+        dist.destroy_process_group(group)
 
 
 def swapped(rank, group):
@@ -834,10 +749,7 @@ def told_at_once():
     x, size = zeros(6), dist.get_world_size()
     three = [zeros(2) for _ in range(size)]
     wrong = [
-        lambda: dist.all_reduce(x, dist.ReduceOp.BAND),
         lambda: dist.all_reduce(x, dist._make_nccl_premul_sum(2.0)),
-        lambda: dist.all_reduce(x.int(), dist.ReduceOp.AVG),
-        lambda: dist.all_reduce(torch.eye(3).to_sparse()),
         lambda: dist.all_reduce(torch.empty(3, device="meta")),
         lambda: dist.all_gather([zeros(3) for _ in three], zeros(2)),
         lambda: dist.all_gather(three[1:], zeros(2)),
@@ -856,7 +768,7 @@ def told_at_once():
     told = []
     for i, call in enumerate(wrong):
         try:
-            if i in (12, 13) and dist.get_rank():  # only the root sees it
+            if i in (9, 10) and dist.get_rank():  # only the root sees it
                 raise ValueError
             call()
         except ValueError:

@@ -185,7 +185,8 @@ def test_a_plain_install_gives_a_working_import(tmp_path: Path) -> None:
     written = {path.relative_to(ROOT) for path in (ROOT / "minidist").rglob("*.py")}
     installed = {path.relative_to(site) for path in (site / "minidist").rglob("*.py")}
     assert installed == written
-    assert {"py.typed", "korean.json"} <= {path.name for path in (site / "minidist").iterdir()}
+    texts = {path.relative_to(ROOT) for path in (ROOT / "minidist").rglob("*.toml")}
+    assert all((site / name).is_file() for name in (*texts, "minidist/py.typed"))
 
     needed = closure([Requirement(line) for line in PROJECT["dependencies"]])
     absent = [

@@ -7,7 +7,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from minidist.measure.soft import NOT_TIMED, assertions, rounds, timed
+from minidist.instruments.measure.soft import NOT_TIMED, assertions, rounds, timed
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))

@@ -1,5 +1,5 @@
-"""The training script under torchrun: on two nodes, with nodes that die and nodes that come, and
-what torchrun prints after a mistake. Two agents on this machine play two nodes. Lesson: scaling_out
+"""The training script under torchrun: on two nodes, with nodes that die and nodes that come. Two
+agents on this machine play two nodes. Lesson: scaling_out
 
 What torchrun does by itself, and with no line of ours, is in `make soak`.
 """
@@ -7,7 +7,6 @@ What torchrun does by itself, and with no line of ours, is in `make soak`.
 import os
 import re
 import runpy
-import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -21,7 +20,7 @@ from agents import FAR, free_port
 from programs import HERE, eventually, few
 from torch.utils.data import TensorDataset
 
-from minidist import zoo
+from minidist.course import zoo
 from minidist.saving import Batches, Checkpoints, commit
 
 SCRIPTS = HERE / "notebooks" / "scripts"
@@ -225,85 +224,6 @@ def hosts_the_store(agent):
         with suppress(FileNotFoundError):  # closed meanwhile
             held.add(os.readlink(descriptor))
     return any(f"socket:[{inode}]" in held for inode in inodes)
-
-
-# ---- mistakes, and what torchrun prints ------------------------------------------------------
-
-SUM = """
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-x = torch.ones(1)
-dist.all_reduce(x)
-print("the sum is", x.item())
-dist.destroy_process_group()
-"""
-STATIC = ["--nproc-per-node=1", "--rdzv-conf=timeout=6"]  # the wait is 600 s otherwise
-C10D = ["--nproc-per-node=1", "--rdzv-conf=read_timeout=6,join_timeout=6", "--rdzv-backend=c10d"]
-WAITED = r"DistNetworkError: The client socket has timed out .* trying to connect to \({}, {}\)"
-MISTAKES = {  # words to torchrun, what it prints
-    "port taken": (
-        [*STATIC, "--nnodes=1", "--master-addr=127.0.0.1", "--master-port={taken}"],
-        r"DistNetworkError: The server socket has failed to listen .* port: {taken}, .*EADDRINUSE",
-    ),
-    "no such name": (
-        [
-            *STATIC,
-            "--nnodes=2",
-            "--node-rank=1",
-            "--master-addr=no.invalid",
-            "--master-port={free}",
-        ],
-        WAITED.format("no.invalid", "{free}"),
-    ),
-    "no node has rank 0": (
-        [*STATIC, "--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", "--master-port={free}"],
-        WAITED.format("127.0.0.1", "{free}"),
-    ),
-    "a node is missing": (
-        [*STATIC, "--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1", "--master-port={free}"],
-        r"DistStoreError: Timed out after \d+ seconds waiting for clients. 1/2 clients joined",
-    ),
-    "a node is missing, c10d": (
-        [*C10D, "--nnodes=2", "--rdzv-endpoint=127.0.0.1:{free}"],
-        r"RendezvousTimeoutError",
-    ),
-    "no such interface": (
-        [*STATIC, "--nnodes=1", "--master-addr=127.0.0.1", "--master-port={free}"],
-        r"Unable to find address for: nosuch0",
-    ),
-}
-
-
-@pytest.mark.soak
-def test_mistakes_and_what_torchrun_prints(start, tmp_path):
-    """All at once, since they mostly wait."""
-    script = tmp_path / "sum.py"
-    script.write_text(SUM)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        cases = {}
-        for name, (words, message) in MISTAKES.items():
-            ports = {"taken": taken.getsockname()[1], "free": free_port()}
-            interface = {"GLOO_SOCKET_IFNAME": "nosuch0"} if "interface" in name else {}
-            agent = start(*(word.format(**ports) for word in words), script, **interface)
-            cases[name] = agent, message.format(**ports)
-        for name, (agent, message) in cases.items():
-            assert agent.finish() != 0, name
-            assert re.search(message, agent.printed()), name + agent.printed()
-
-
-@pytest.mark.soak
-def test_two_nodes_with_rank_0(start, tmp_path):
-    """Only one of them can have the port. The other one waits for a node of rank 1."""
-    script = tmp_path / "sum.py"
-    script.write_text(SUM)
-    words = ["--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1", *STATIC]
-    words[-1] = "--rdzv-conf=timeout=30"
-    words += [f"--master-port={free_port()}", script]
-    agents = [start(*words), start(*words)]
-    assert eventually(lambda: any(agent.process.poll() for agent in agents), FAR)
-    assert any("EADDRINUSE" in agent.printed() for agent in agents)
 
 
 # ---- Slurm and ssh ---------------------------------------------------------------------------

@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.profiler import profile, record_function
 
 import minidist as md
-from minidist.measure import Span, Timeline, record
-from minidist.tracing import Event, Trace
-from minidist.tracing.recording import joined
+from minidist.instruments.measure import Span, Timeline, record
+from minidist.instruments.tracing import Event, Trace
+from minidist.instruments.tracing.recording import joined
 
 
 def computes(start, end, name="aten::mm"):
@@ -77,7 +77,7 @@ def communicates(trace):
 # ---- one rank's time --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_spans_as_sets_of_slices(seed):
     draw = random.Random(seed)
     a, b = (drawn_spans(draw, draw.randrange(8)) for _ in range(2))
@@ -97,7 +97,7 @@ def drawn(draw, rank=0):
     return Trace(rank, [*spans, step(5, 50)])
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_breakdown_against_slices(seed):
     trace = drawn(random.Random(seed))
     for start, end in [(5, 50), (20, 31), (0, 80)]:
@@ -123,7 +123,7 @@ def nested(draw, start, end, depth=0):
         start = stop
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_own_time_belongs_to_the_innermost(seed):
     events = list(nested(random.Random(seed), 0, 40))
     innermost = {second: e.name for e in events for second in range(e.start, e.end)}
@@ -169,9 +169,9 @@ def durations(draw, ranks=4, calls=6):
     return list(zip(*of_calls, strict=True))
 
 
-@pytest.mark.parametrize("transfer", [0, 3])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_step_whose_critical_path_is_known(seed, transfer):
+def test_a_step_whose_critical_path_is_known(seed):
+    transfer = 3 * (seed % 2)
     seconds = durations(random.Random(seed))
     traces, slowest = simulated(seconds, transfer), list(map(max, zip(*seconds, strict=True)))
     end = sum(slowest) + 6 * transfer
@@ -210,7 +210,7 @@ def test_the_path_of_messages():
     assert md.tracing.waits(traces) == {0: (5, 1), 1: (3, 2), 2: (0, 0)}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_waits_against_slices(seed):
     """Of calls that overlap each other and computing: while one of them lacks a rank, this one
     waits for others."""
@@ -250,7 +250,7 @@ def test_the_late_rank_and_why(slow, calls):
     assert min(exposed, key=exposed.get) == slow  # the slow one communicates least
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 def test_clocks_are_found_again(seed):
     draw = random.Random(seed)
     traces = simulated(durations(draw), draw.randrange(1, 4))

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from minidist import tracing
-from minidist.tracing.events import EPOCH
+from minidist.instruments import tracing
+from minidist.instruments.tracing.events import EPOCH
 
 # By seed, in microseconds, as `get_temporal_breakdown` and `get_comm_comp_overlap` say: idle,
 # computing, the rest (communication that is exposed); and the part of communication that is hidden.

@@ -26,9 +26,8 @@ def average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = N
 @torch.no_grad()
 def drift(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> float:
     """How far the ranks' tensors are apart: the root of the mean over the ranks of |x - x̄|²,
-    relative to the length of their mean x̄. Equal replicas are 0 apart, but for the rounding of
-    float64. All ranks call it, and have the same answer; it costs an all_reduce of all tensors, as
-    float64: 16 bits would round the mean by more than replicas differ. Lesson: beyond_gradients."""
+    relative to the length of their mean x̄. All ranks call it, and have the same answer. It costs an
+    all_reduce in float64: 16 bits would round the mean by more than replicas differ."""
     own = torch.cat([tensor.double().flatten() for tensor in tensors])  # (n,)
     mean = own.clone()
     average([mean], group)

@@ -16,89 +16,87 @@ arXiv 1901.09847.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from minidist.common.single import all_gather_single
-
 SCALE = 4  # bytes of a row's scale, a float32
+
+# Rows (R, S) of numbers to bytes (R, b) and scales (R, 1), and bytes to (R, S), to be scaled. The
+# mask `real` (R, S) says which numbers do not just fill a row up to a multiple of 8, as zeros.
+Encode = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Decode = Callable[[torch.Tensor], torch.Tensor]
 
 
 class LowBitState:
     """What `int8_hook` and `one_bit_hook` remember: the errors, (1 + 1/N) times the gradients'
-    bytes.
+    bytes. process_group: the ranks of the DistributedDataParallel; None is the default group."""
 
-    process_group: the ranks of the DistributedDataParallel; None is the default group.
-    use_error_feedback: False forgets the errors. One bit then goes astray: where the ranks'
-        gradients have opposite signs, nothing is left of how large each was.
-    """
-
-    def __init__(
-        self, process_group: dist.ProcessGroup | None = None, use_error_feedback: bool = True
-    ) -> None:
-        self.process_group, self.use_error_feedback = process_group, use_error_feedback
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        self.process_group = process_group
         self._errors: dict[int, tuple[list[int], torch.Tensor, torch.Tensor]] = {}
 
-    def errors(
-        self, bucket: dist.GradBucket, blocks: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def errors(self, bucket: dist.GradBucket, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Of this bucket's blocks (N, S), and of the mean of one block (1, S). Buckets are made
         anew after the first backward pass: what was kept of another one is forgotten."""
         parameters = [id(parameter) for parameter in bucket.parameters()]
-        known, *_ = self._errors.get(bucket.index(), ([],))
-        if known != parameters or not self.use_error_feedback:
-            zeros = torch.zeros_like(blocks), torch.zeros_like(blocks[:1])
-            self._errors[bucket.index()] = parameters, *zeros
-        _, of_blocks, of_mean = self._errors[bucket.index()]
-        return of_blocks, of_mean
+        known, *errors = self._errors.get(bucket.index(), ([],))
+        if known == parameters:
+            return tuple(errors)
+        zeros = torch.zeros_like(rows), torch.zeros_like(rows[:1])
+        self._errors[bucket.index()] = parameters, *zeros
+        return zeros
 
 
 def int8_hook(state: LowBitState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average the gradients as whole numbers from -127 to 127 times a scale for each block: a
     fourth of float32's bytes.
 
-    The hook waits for its two collectives, so no bucket overlaps with backward: the second one
-    depends on the first, and in between another bucket could leave, on some ranks before it and on
-    others after it. Ranks must call collectives in one order.
+    The hook waits for its two collectives, so no bucket overlaps with backward. The second depends
+    on the first, and in between another bucket could leave, in another order on each rank.
     """
-    return _averaged(state, bucket, INT8)
+    return _averaged(state, bucket, _encode_int8, _decode_int8)
 
 
 def one_bit_hook(state: LowBitState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average the gradients as signs, times the mean magnitude of each block: a 32nd of float32's
     bytes. Waits, as `int8_hook` does."""
-    return _averaged(state, bucket, SIGN)
-
-
-class Code(NamedTuple):
-    """Rows (R, S) of numbers to bytes (R, b) and scales (R, 1), and back. S is a multiple of 8. The
-    mask `real` (R, S) says which numbers do not just fill a row: those that do are 0."""
-
-    encode: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-    decode: Callable[[torch.Tensor], torch.Tensor]  # bytes to (R, S), to be scaled
+    return _averaged(state, bucket, _encode_sign, _decode_sign)
 
 
 def _averaged(
-    state: LowBitState, bucket: dist.GradBucket, code: Code
+    state: LowBitState, bucket: dist.GradBucket, encode: Encode, decode: Decode
 ) -> torch.futures.Future[torch.Tensor]:
     flat, group = bucket.buffer(), state.process_group  # (n,)
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     size = 8 * -(-len(flat) // (8 * ranks))  # S: of a block, in whole bytes also with one bit
-    blocks = F.pad(flat, (0, ranks * size - len(flat))).view(ranks, size)  # (N, S)
+    wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
+    blocks = F.pad(wide, (0, ranks * size - len(flat))).view(ranks, size)  # (N, S)
     real = (torch.arange(ranks * size, device=flat.device) < len(flat)).view(ranks, size)
     of_blocks, of_mean = state.errors(bucket, blocks)
 
-    sent = _compress(blocks, of_blocks, real, code)  # (N, SCALE + b)
+    def compress(rows: torch.Tensor, error: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        """The message for the rows and what was left of the last one, (R, S) to (R, SCALE + b).
+        What is left of this one becomes the error."""
+        wanted = (rows + error).masked_fill(~real, 0)
+        data, scale = encode(wanted, real)
+        message = torch.cat([scale.float().view(torch.uint8), data], dim=1)
+        # A gradient that has overflowed is sent as such, and not again.
+        error.copy_((wanted - decompress(message)).nan_to_num(0, 0, 0))
+        return message
+
+    def decompress(message: torch.Tensor) -> torch.Tensor:
+        scale = message[:, :SCALE].flatten().view(torch.float32).unsqueeze(1)  # (R, 1)
+        return decode(message[:, SCALE:]).to(wide.dtype) * scale
+
+    sent = compress(blocks, of_blocks, real)  # (N, SCALE + b)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
-    mean = _decompress(received, flat.dtype, code).mean(0, keepdim=True)  # (1, S), of our block
-    own = _compress(mean, of_mean, real[rank : rank + 1], code)
+    mean = decompress(received).mean(0, keepdim=True)  # (1, S), of our block
     whole = torch.empty_like(sent)
-    all_gather_single(whole, own, group).wait()
-    flat.copy_(_decompress(whole, flat.dtype, code).flatten()[: len(flat)])
+    dist.all_gather_single(whole, compress(mean, of_mean, real[rank : rank + 1]), group=group)
+    flat.copy_(decompress(whole).flatten()[: len(flat)])
 
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
         devices=[flat.device] if flat.is_cuda else []
@@ -107,28 +105,9 @@ def _averaged(
     return future
 
 
-def _compress(
-    rows: torch.Tensor, error: torch.Tensor, real: torch.Tensor, code: Code
-) -> torch.Tensor:
-    """The message for the rows and what was left of the last one, (R, S) to (R, SCALE + b). What
-    is left of this one becomes the error."""
-    wanted = (rows + error).masked_fill(~real, 0)
-    data, scale = code.encode(wanted, real)
-    message = torch.cat([scale.float().view(torch.uint8), data], dim=1)
-    # A gradient that has overflowed is sent as such, and not again.
-    error.copy_((wanted - _decompress(message, rows.dtype, code)).nan_to_num(0, 0, 0))
-    return message
-
-
-def _decompress(message: torch.Tensor, dtype: torch.dtype, code: Code) -> torch.Tensor:
-    scale = message[:, :SCALE].flatten().view(torch.float32).unsqueeze(1)  # (R, 1)
-    return code.decode(message[:, SCALE:]).to(dtype) * scale.to(dtype)
-
-
 def _encode_int8(rows: torch.Tensor, real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale = rows.abs().amax(1, keepdim=True) / 127
     steps = (rows / scale.clamp_min(torch.finfo(rows.dtype).tiny)).round()
-    steps = steps.clamp(-127, 127)  # a scale of 16 bits may be rounded down
     return steps.to(torch.int8).view(torch.uint8), scale
 
 
@@ -140,16 +119,10 @@ def _encode_sign(rows: torch.Tensor, real: torch.Tensor) -> tuple[torch.Tensor, 
     bits = (rows >= 0).unflatten(1, (-1, 8)).to(torch.uint8)
     places = torch.arange(8, dtype=torch.uint8, device=rows.device)
     data = (bits << places).sum(-1, dtype=torch.uint8)
-    wide = torch.promote_types(rows.dtype, torch.float32)  # a sum of 16 bits would overflow
-    total = rows.abs().sum(1, keepdim=True, dtype=wide)
-    return data, total / real.sum(1, keepdim=True).clamp_min(1)
+    return data, rows.abs().sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp_min(1)
 
 
 def _decode_sign(data: torch.Tensor) -> torch.Tensor:
     places = torch.arange(8, dtype=torch.uint8, device=data.device)
     bits = (data.unsqueeze(-1) >> places) & 1  # (R, b, 8)
     return bits.flatten(1).to(torch.int8) * 2 - 1
-
-
-INT8 = Code(_encode_int8, _decode_int8)
-SIGN = Code(_encode_sign, _decode_sign)

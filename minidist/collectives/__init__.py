@@ -2,18 +2,18 @@
 
     md.collectives.all_reduce(tensor, op=dist.ReduceOp.SUM, algorithm="ring")
 
-They take what the functions of the same name in torch.distributed take, except `async_op`, and
-leave the same results in the same places. To read: `algorithms` (the loops), then `cost` (what
-they cost), `peers` (messages), `calls` (a table of what each rank passes; why a wrong call raises
-instead of hanging), `reduce_op` (what SUM and the others mean).
+They take what the functions of the same name in torch.distributed take, except `async_op` and the
+root's rank within a group, and leave the same results in the same places. To read: `algorithms`
+(the loops), then `cost` (what they cost), `peers` (messages), `calls` (a table of what each rank
+passes; why a wrong call raises instead of hanging), `reduce_op` (what SUM and the others mean).
 
-Roots (`src`, `dst`) count in the whole world, `group_src` and `group_dst` within the group. After a
-reduction with one result for all, all ranks hold the same bits. If any rank's call is wrong, or
-differs from the others', all ranks of the group raise the same ValueError. A rank outside the group
-gets one of its own.
+Roots (`src`, `dst`) count in the whole world. After a reduction with one result for all, all ranks
+hold the same bits. If any rank's call is wrong, or differs from the others', all ranks of the group
+raise the same ValueError. A rank outside the group gets one of its own.
 
 Limits: tensors are dense, and one that is written to is not expanded: torch says so, on the rank
-that has it. A list on another rank than the root is not looked at.
+that has it. A list on another rank than the root is not looked at. gloo sends nothing from a GPU's
+memory, and ends the process.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,6 @@ def broadcast(
     tensor: Tensor,
     src: Rank = None,
     group: Group = None,
-    group_src: Rank = None,
     *,
     algorithm: str = "tree",
 ) -> None:
@@ -47,7 +46,7 @@ def broadcast(
 
     algorithm: "flat", the root sends to one after another; "tree", who has it passes it on.
     """
-    run("broadcast", group, tensor, root=(src, group_src), algorithm=algorithm)
+    run("broadcast", group, tensor, root=src, algorithm=algorithm)
 
 
 def reduce(
@@ -55,7 +54,6 @@ def reduce(
     dst: Rank = None,
     op: Op = SUM,
     group: Group = None,
-    group_dst: Rank = None,
     *,
     algorithm: str = "tree",
 ) -> None:
@@ -64,7 +62,7 @@ def reduce(
 
     algorithm: "flat", the root takes from one after another; "tree", the broadcast's backwards.
     """
-    run("reduce", group, tensor, root=(dst, group_dst), op=op, algorithm=algorithm)
+    run("reduce", group, tensor, root=dst, op=op, algorithm=algorithm)
 
 
 def all_reduce(
@@ -84,11 +82,10 @@ def scatter(
     scatter_list: Tensors | None = None,
     src: Rank = None,
     group: Group = None,
-    group_src: Rank = None,
 ) -> None:
     """Copy `scatter_list[i]` of rank `src` into `tensor` of the group's rank i. The root alone has
-    the list. It is rank 0 unless `src` or `group_src` says otherwise. Lesson: collectives."""
-    run("scatter", group, tensor, scatter_list, root=(src, group_src))
+    the list. It is rank 0 unless `src` says otherwise. Lesson: collectives."""
+    run("scatter", group, tensor, scatter_list, root=src)
 
 
 def gather(
@@ -96,11 +93,10 @@ def gather(
     gather_list: Tensors | None = None,
     dst: Rank = None,
     group: Group = None,
-    group_dst: Rank = None,
 ) -> None:
     """Copy `tensor` of the group's rank i into `gather_list[i]` of rank `dst`. The root alone has
-    the list. It is rank 0 unless `dst` or `group_dst` says otherwise. Lesson: collectives."""
-    run("gather", group, tensor, gather_list, root=(dst, group_dst))
+    the list. It is rank 0 unless `dst` says otherwise. Lesson: collectives."""
+    run("gather", group, tensor, gather_list, root=dst)
 
 
 def all_gather(tensor_list: Tensors, tensor: Tensor, group: Group = None) -> None:

@@ -16,7 +16,7 @@ from minidist.collectives import algorithms
 from minidist.collectives.cost import ALGORITHMS
 from minidist.collectives.peers import Peers
 from minidist.collectives.reduce_op import Reduction
-from minidist.measure import record
+from minidist.instruments.measure import record
 
 
 class Row(NamedTuple):
@@ -44,7 +44,6 @@ ROWS = {
     "barrier": Row(),
 }
 LARGEST = Reduction("MAX", torch.int64)
-Root = tuple[Any, Any]  # a rank in the world, or one in the group; the other is None
 
 
 def run(
@@ -52,7 +51,7 @@ def run(
     group: dist.ProcessGroup | None,
     *tensors: Any,
     algorithm: str | None = None,
-    root: Root = (None, None),
+    root: int | None = None,
     op: Any = None,
 ) -> None:
     """One rank's call. tensors: as in the row, its own, then its lists. Raises ValueError on every
@@ -76,7 +75,7 @@ def run(
 
 
 def look(
-    operation: str, peers: Peers, given: dict[str, Any], algorithm: str, root: Root, op: Any
+    operation: str, peers: Peers, given: dict[str, Any], algorithm: str, root: Any, op: Any
 ) -> tuple[str, list[Any]]:
     """What all ranks must have alike, in words; and what the algorithm takes beside vectors.
 
@@ -99,7 +98,6 @@ def look(
         like = each[0][1]
         if not isinstance(x, torch.Tensor):
             raise ValueError(f"{name} must be a tensor, not {type(x).__name__}")
-        peers.require_sendable(x)
         if (x.dtype, x.device) != (like.dtype, like.device) or (fits and x.shape != like.shape):
             raise ValueError(f"{name} is {shown(x)}, not {shown(like)}")
 
@@ -114,15 +112,12 @@ def look(
     return f"{operation}({', '.join(words)})", more
 
 
-def place_of(root: Root, row: Row, peers: Peers) -> int:
+def place_of(root: int | None, row: Row, peers: Peers) -> int:
     """The root's rank within the group. One with a list is rank 0 of the world, unless given."""
-    rank, place = (0, None) if row.lists and root == (None, None) else root
-    if (rank is None) == (place is None):
-        raise ValueError(f"give either {row.root} or group_{row.root}")
-    found, ranks = (rank, peers.global_ranks) if place is None else (place, [*range(peers.size)])
-    if found not in ranks:
-        raise ValueError(f"the root, {found}, is not in this group of ranks {ranks}")
-    return ranks.index(found)
+    root = 0 if row.lists and root is None else root
+    if root not in peers.global_ranks:
+        raise ValueError(f"the root, {root}, is not in this group of ranks {peers.global_ranks}")
+    return peers.global_ranks.index(root)
 
 
 def agree(peers: Peers, words: str, problem: str) -> None:

@@ -38,7 +38,7 @@ def wait_for(works: Iterable[dist.Work | None]) -> None:
 
 class Peers:
     """The ranks of one group, seen from one of them: `rank` of `size`, and messages among them.
-    Raises ValueError for a process outside the group; its messages, for a GPU's tensor over gloo.
+    Raises ValueError for a process outside the group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -71,7 +71,6 @@ class Peers:
         """What a function of torch gives for a message; None for an empty one."""
         if not tensor.numel():
             return None
-        self.require_sendable(tensor)
         return call(as_bytes(tensor), group=self.group, tag=TAG, **peer)
 
     def expect(self, messages: Iterable[tuple[Tensor, int]]) -> list[Arrival]:
@@ -102,15 +101,6 @@ class Peers:
         ]
         wait_for(dist.batch_isend_irecv(batch) if batch else [])
         return into
-
-    def require_sendable(self, tensor: Tensor) -> None:
-        """Raises ValueError if the backend has no messages for the tensor's device."""
-        # gloo would read a GPU's memory as the CPU's, and end the process: "Bad address".
-        if tensor.is_cuda and "cuda:gloo" in self.backends:
-            raise ValueError(
-                "gloo sends no message from a GPU's memory: make the process group with NCCL, "
-                "or move the tensors to the CPU"
-            )
 
     def parent(self, root: int) -> int:
         """Our parent in the binomial tree below `root` (meaningless at the root itself)."""

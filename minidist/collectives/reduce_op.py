@@ -10,9 +10,6 @@ FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "PRODUCT": torch.mul,  # "and" on bool
     "MIN": torch.minimum,  # NaN where either is NaN
     "MAX": torch.maximum,
-    "BAND": torch.bitwise_and,
-    "BOR": torch.bitwise_or,
-    "BXOR": torch.bitwise_xor,
 }
 
 

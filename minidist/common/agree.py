@@ -11,45 +11,28 @@ from torch.utils._pytree import tree_map_only
 from minidist.common.groups import message_device
 
 
-def raise_on_every_rank(problem: Exception | None, *groups: dist.ProcessGroup) -> None:
-    """Every rank of the group calls this, or of a mesh, with its group along each axis. If any rank
-    has a problem, all of them raise that of the first such rank, with its number: a ValueError or
-    a TypeError as such, any other as RuntimeError."""
-    if problem is not None:
-        known = type(problem) in (ValueError, TypeError, RuntimeError)
-        words = str(problem) if known else f"{type(problem).__name__}: {problem}"
-        words = " ".join([words, *getattr(problem, "__notes__", ())])
-        named = _kind(problem)(f"rank {dist.get_rank()}: {words}")
-        named.__cause__ = problem
-        problem = named
-    pass_on(problem, *groups)
-
-
 @contextmanager
 def together(*groups: dist.ProcessGroup) -> Iterator[None]:
-    """What one rank raises within the block, all ranks raise after it. In the block no rank waits
-    for another."""
-    problem = None
+    """What one rank of the group, or of a mesh with its group along each axis, raises within the
+    block, all ranks raise after it: that of the first such rank, with its number, a ValueError or a
+    TypeError as such, any other as RuntimeError. In the block no rank waits for another."""
+    problem: Exception | None = None
     try:
         yield
     except Exception as error:
         problem = error
-    raise_on_every_rank(problem, *groups)
-
-
-def pass_on(problem: Exception | None, *groups: dist.ProcessGroup) -> None:
-    """As `raise_on_every_rank`, for what that has raised in another group: it names a rank."""
     if not any(on_any_rank([problem is not None], *groups)):  # most times none has one
         return
-    for group in groups:  # those of the next one must hear it too
-        mine = None if problem is None else (_kind(problem), str(problem))
-        if failed := next(filter(None, gather(group, mine)), None):
-            kind, words = failed
-            cause = problem and problem.__cause__
-            problem = kind(words)
-            problem.__cause__ = cause
+    found: Any = None
     if problem is not None:
-        raise problem
+        known = type(problem) in (ValueError, TypeError, RuntimeError)
+        words = str(problem) if known else f"{type(problem).__name__}: {problem}"
+        words = " ".join([words, *getattr(problem, "__notes__", ())])
+        found = _kind(problem), f"rank {dist.get_rank()}: {words}"
+    for group in groups:  # those of the next one must hear it too
+        found = next(filter(None, gather(group, found)), None)
+    kind, words = found
+    raise kind(words) from problem
 
 
 def on_any_rank(true_here: Sequence[bool], *groups: dist.ProcessGroup) -> list[bool]:

@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+REHEARSAL = "rehearsal"  # the backend of `scaling.one_rank_of`
+
 
 def require_group(group: dist.ProcessGroup | None, who: str) -> dist.ProcessGroup:
     """The group that was given, or the default one. Raises RuntimeError where there is none, and
@@ -19,6 +21,11 @@ def require_group(group: dist.ProcessGroup | None, who: str) -> dist.ProcessGrou
     if found is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"{who}: rank {dist.get_rank()} is not in the process group it was given")
     return found
+
+
+def is_rehearsal(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether this rank is alone, and its tensors stay on "meta": see `scaling.one_rank_of`."""
+    return dist.is_initialized() and dist.get_backend(group) == REHEARSAL
 
 
 def message_device(group: dist.ProcessGroup | None) -> torch.device:

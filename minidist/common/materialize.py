@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence, Set
 import torch
 from torch import nn
 
+from minidist.common.groups import is_rehearsal
+
 Modules = Sequence[tuple[str, nn.Module]]  # by name, the outer ones first
 Place = tuple[nn.Module, str]  # a module, and what it calls the parameter
 Named = tuple[tuple[str, ...], tuple[Place, ...], nn.Parameter]
@@ -38,6 +40,8 @@ def materialize(
 
     Raises ValueError for a module that is still on "meta" after that.
     """
+    if is_rehearsal():  # it stays there
+        return
     ties = places_of(own)
     for name, module in own:
         alone = [("", module)]
@@ -49,7 +53,7 @@ def materialize(
             module.to_empty(device=device, recurse=False)
             module.reset_parameters()  # type: ignore[operator]
         if any(tensor.is_meta for tensor in state_of(alone)):
-            why = "has no reset_parameters(): pass param_init_fn"
+            why = "it has no reset_parameters()"
             why = why if init is None else "param_init_fn leaves it there"
             raise ValueError(f"{name.rstrip('.') or 'the module'} is on the device meta, and {why}")
     tie_again(ties)

@@ -8,8 +8,7 @@ from minidist.common.wrapper import Wrapper
 
 class Synchronized(Wrapper):
     """A wrapper that averages gradients over the ranks, unless `require_backward_grad_sync` is
-    False. Scripts for torch's classes set it, or use `no_sync`. As torch's, DistributedDataParallel
-    reads it in the forward pass, and FullyShardedDataParallel in the backward pass."""
+    False in the forward pass. Scripts for torch's classes set it, or use `no_sync`."""
 
     require_backward_grad_sync = True
 

@@ -28,17 +28,21 @@ def require_same_model(
     require_same_lines(lines, group)
 
 
-def require_same_lines(mine: list[str], group: dist.ProcessGroup) -> None:
-    """As `require_same_model`, for lines that `words` has made."""
-    models = gather(group, mine)
-    for rank, model in enumerate(models):
-        pairs = zip_longest(models[0], model, fillvalue="has no more parameters or buffers")
+def require_same_lines(mine: list[str], *groups: dist.ProcessGroup) -> None:
+    """As `require_same_model`, for lines that `words` has made; on a mesh, with this rank's group
+    along each axis."""
+    everyone = [(dist.get_rank(), mine)]
+    for group in groups:
+        everyone = [each for part in gather(group, everyone) for each in part]
+    first_rank, first_model = everyone[0]
+    for rank, model in everyone:
+        pairs = zip_longest(first_model, model, fillvalue="has no more parameters or buffers")
         for first, other in pairs:
             if first != other:
                 raise ValueError(
                     "the ranks have different models. The first difference:\n"
-                    f"  rank {dist.get_global_rank(group, 0)}: {first}\n"
-                    f"  rank {dist.get_global_rank(group, rank)}: {other}"
+                    f"  rank {first_rank}: {first}\n"
+                    f"  rank {rank}: {other}"
                 )
     refuse_dtensors(mine)  # only now, for one rank alone may have them
 

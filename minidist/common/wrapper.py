@@ -20,7 +20,7 @@ class Wrapper(nn.Module):
 
     What it does not have itself, such as the methods and attributes of `module`, is read from that.
     Its `state_dict` reads and writes the names of `module`, on its own and as a part of a larger
-    module. One of torch's DistributedDataParallel, with "module." before each name, loads too.
+    module.
     """
 
     module: nn.Module
@@ -60,16 +60,10 @@ def _without_prefix(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -
     _rename(getattr(state, "_metadata", {}), prefix + MODULE, prefix)  # of each module, its version
 
 
-def _with_prefix(wrapper: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    names = [name.removeprefix(prefix) for name in state if name.startswith(prefix)]
-    inner = wrapper.module
-    while isinstance(inner, Wrapper):
-        inner = inner.module
-    if not hasattr(inner, "module"):
-        if all(name.startswith(MODULE) for name in names):  # of torch's DistributedDataParallel
-            return
-        for name in names:  # torch's set_model_state_dict adds ours to what it was given
-            state.pop(prefix + MODULE + name, None)
+def _with_prefix(_: Any, state: dict[str, Any], prefix: str, *__: Any) -> None:
+    for name in [name.removeprefix(prefix) for name in state if name.startswith(prefix)]:
+        # torch's set_model_state_dict adds our names to what it was given
+        state.pop(prefix + MODULE + name, None)
     _rename(state, prefix, prefix + MODULE)
 
 

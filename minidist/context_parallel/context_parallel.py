@@ -20,9 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from minidist.common import agree
 from minidist.common.groups import message_device, require_group
-from minidist.common.single import all_gather_single
 from minidist.common.wrapper import Wrapper, copy_sharing
-from minidist.context_parallel.cuts import CUTS, Cut
+from minidist.context_parallel.cuts import Cut
 from minidist.context_parallel.gathered import gathered_attention
 from minidist.context_parallel.kernel import at_least_float32
 from minidist.context_parallel.ring import ring_attention
@@ -60,16 +59,15 @@ class ContextParallel(Wrapper):
         model = md.ContextParallel(md.DistributedDataParallel(model), process_group=group)
 
     attention: "ring"; "gathered"; or "ulysses", which needs heads that all ranks can share.
-    cut: "zigzag", "contiguous" or "striped".
     process_group: the ranks that share a sequence; None is the default group.
 
-    After a forward pass `model.cut` is a `Cut`: which tokens each rank had.
+    After a forward pass `model.cut` is a `Cut`, a zigzag: which tokens each rank had.
 
-    Raises RuntimeError without a process group; ValueError, on every rank, for other names, and if
+    Raises RuntimeError without a process group; ValueError, on every rank, for another name, and if
     gradients are not averaged over all ranks of the group; NotImplementedError for dropout.
-    `forward` raises ValueError, on every rank, if the ranks have other batches, targets another
-    shape than tokens, or tokens are fewer than ranks; NotImplementedError for attention that is not
-    causal, has a mask, a dropout, or a scale of its own.
+    `forward` raises ValueError, on every rank, if the ranks have other batches, or tokens are fewer
+    than ranks; NotImplementedError for attention that is not causal, has a mask, a dropout, or a
+    scale of its own.
 
     Limits: documents are cut alike in all rows. Each replica's mean counts alike, however many
     targets it has. No window of attention; q, k and v have four dimensions. Attention that a model
@@ -85,14 +83,12 @@ class ContextParallel(Wrapper):
         self,
         module: nn.Module,
         attention: str = "ring",
-        cut: str = "zigzag",
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         group = require_group(process_group, "ContextParallel")
-        agree.require_same(group, dict(attention=attention, cut=cut))
-        for name, value, known in ("attention", attention, ATTENTION), ("cut", cut, CUTS):
-            if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
+        agree.require_same(group, dict(attention=attention))
+        if attention not in ATTENTION:
+            raise ValueError(f"attention must be one of {', '.join(ATTENTION)}, not {attention!r}")
         if any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules()):
             raise NotImplementedError(
                 "ContextParallel: no dropout, its masks would depend on the ranks"
@@ -106,8 +102,7 @@ class ContextParallel(Wrapper):
                 ": data parallelism takes all ranks of data and context"
             )
         super().__init__(module)
-        self.process_group, self._kind = group, cut
-        self._attention = ATTENTION[attention]
+        self.process_group, self._attention = group, ATTENTION[attention]
 
     def forward(
         self,
@@ -123,12 +118,9 @@ class ContextParallel(Wrapper):
         """
         group, rank = self.process_group, dist.get_rank(self.process_group)
         _require_same_batch(group, dict(tokens=tokens, targets=targets, documents=documents))
-        if targets is not None and targets.shape != tokens.shape:
-            shapes = f"{tuple(tokens.shape)} and {tuple(targets.shape)}"
-            raise ValueError(f"tokens and targets have one shape, not {shapes}")
         if tokens.shape[1] < group.size():
             raise ValueError(f"{tokens.shape[1]} tokens cannot be cut over {group.size()} ranks")
-        self.cut = cut = Cut.of(self._kind, tokens.shape[1], group.size(), documents)
+        self.cut = cut = Cut.of("zigzag", tokens.shape[1], group.size(), documents)
         positions = cut.in_document(rank).to(tokens.device)
         attend = partial(self._attention, cut=cut, group=group)
         with attention_by(attend) as calls:
@@ -214,19 +206,18 @@ def _averaging_ranks(module: nn.Module) -> set[int] | None:
 
 
 def _require_same_batch(group: dist.ProcessGroup, batch: dict[str, torch.Tensor | None]) -> None:
-    """Raises ValueError, on every rank, unless all ranks were given the same whole batch."""
-    told = []
+    """Raises ValueError, on every rank, unless all ranks were given the same whole batch. By the
+    largest and the smallest of the ranks' digests."""
+    digests = []
     for x in batch.values():
         x = torch.zeros(0) if x is None else x
-        digest = (x.flatten() * torch.arange(1, x.numel() + 1, device=x.device)).sum()
-        told += [x.numel(), x.shape[-1], int(digest)]
-    mine = torch.tensor(told, device=message_device(group))
-    everyone = mine.new_empty(group.size(), len(batch), 3)
-    all_gather_single(everyone.flatten(), mine, group).wait()
-    if (differ := (everyone != everyone[0]).any(-1)).any():
-        rank, which = differ.nonzero()[0].tolist()
-        first, other = (dist.get_global_rank(group, r) for r in (0, rank))
-        raise ValueError(
-            f"ranks {first} and {other} share a sequence, but were given other {[*batch][which]}: "
-            "ranks of a context group take the same rows, whole"
-        )
+        weighed = x.flatten() * torch.arange(1, x.numel() + 1, device=x.device)
+        digests += [int(weighed.sum()) * 1009 + x.numel()]
+    ends = torch.tensor([digests, [-each for each in digests]], device=message_device(group))
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group)
+    for name, differs in zip(batch, ends.sum(0).tolist(), strict=True):
+        if differs:
+            raise ValueError(
+                f"ranks {dist.get_process_group_ranks(group)} share a sequence, but were given "
+                f"other {name}: ranks of a context group take the same rows, whole"
+            )

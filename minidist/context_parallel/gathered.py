@@ -6,15 +6,13 @@ again), attention begins only when all have come, and its mask is given whole: a
 takes twice as long. Forward is an all_gather, backward a reduce_scatter. Lesson: long_sequences.
 """
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.functional import scaled_dot_product_attention as whole_attention
 
-from minidist.common.single import all_gather_single, reduce_scatter_single
 from minidist.context_parallel.cuts import Cut, Group
+from minidist.tensor_parallel.operators import gather_from_sequence
 
 
 def gathered_attention(
@@ -24,7 +22,11 @@ def gathered_attention(
 
     Run by run of consecutive tokens, each over the keys up to its end: two in a zigzag.
     """
-    k, v = _Gather.apply(torch.stack([k, v]), cut, group)  # (B, Hkv, T, D)
+    most = max(map(len, cut.positions))  # who has fewer tokens than others, pads
+    padded = F.pad(torch.stack([k, v]), (0, 0, 0, most - k.shape[2]))
+    parts = gather_from_sequence(padded, 3, group).split(most, 3)
+    parts = [part[..., : len(of), :] for part, of in zip(parts, cut.positions, strict=True)]
+    k, v = cut.join(parts, 3)  # (B, Hkv, T, D), in the order of the sequence
     own = cut.positions[dist.get_rank(group)]
     ends = [*((own.diff() != 1).nonzero().flatten() + 1).tolist(), len(own)]
     pieces = []
@@ -40,30 +42,3 @@ def gathered_attention(
         )
         pieces.append(attended)
     return torch.cat(pieces, 2)
-
-
-class _Gather(torch.autograd.Function):
-    """(2, B, Hkv, T_r, D) of each rank to (2, B, Hkv, T, D), in the order of the sequence. Ranks
-    with fewer tokens than others pad."""
-
-    @staticmethod
-    def forward(ctx: Any, kv: torch.Tensor, cut: Cut, group: Group) -> torch.Tensor:
-        ctx.cut, ctx.group = cut, group
-        own = _padded(kv, cut)
-        whole = own.new_empty(len(cut.positions), *own.shape)
-        all_gather_single(whole.flatten(0, 1), own, group).wait()
-        parts = [part[..., : len(of), :] for part, of in zip(whole, cut.positions, strict=True)]
-        return cut.join(parts, 3)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        cut, group = ctx.cut, ctx.group
-        parts = [_padded(cut.take(gradient, r, 3), cut) for r in range(len(cut.positions))]
-        own = torch.empty_like(parts[0])
-        reduce_scatter_single(own, torch.cat(parts), group).wait()
-        return own[..., : len(cut.positions[dist.get_rank(group)]), :], None, None
-
-
-def _padded(kv: torch.Tensor, cut: Cut) -> torch.Tensor:
-    most = max(map(len, cut.positions))
-    return F.pad(kv, (0, 0, 0, most - kv.shape[3])).contiguous()

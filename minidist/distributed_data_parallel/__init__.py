@@ -6,13 +6,13 @@ ranks hold the mean of their gradients, so that replicas that were equal stay eq
 To read, in this order:
 
     naive      the idea: broadcast once, average each gradient
-    buckets    gradients that travel together
-    reducer    they leave while backward still computes
+    buckets    gradients that travel together, as soon as all of a bucket are there
+    reducer    the hooks that say so, while backward still computes
     ddp        the wrapper: what happens before and after a forward pass
 
-A step is in the last three of these, and in `common.wrapper`. The edge: `join` (ranks with
-different numbers of batches). Hooks that send fewer bits are torch's, and in `minidist.averaging`.
-Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (arXiv
+A step is in the last three of these, and in `common.wrapper`. Hooks that send fewer bits are
+torch's, and in `minidist.averaging`. For ranks with different numbers of batches, torch's class has
+`join`. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (arXiv
 2006.15704). Lesson: distributed_data_parallel.
 """
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
 
-from minidist import backend
+from minidist.machine import backend
 
 CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]  # (state, bucket), as torch's
 
@@ -152,6 +152,8 @@ class Buckets:
         if self.comm_hook is None:
             handle: Any = dist.all_reduce(bucket.buffer(), group=self._group, async_op=True)
         else:
+            if self._travelling:  # a hook may communicate in callbacks: one bucket at a time
+                self._travelling[-1][1].wait()
             hook, state = self.comm_hook
             handle = hook(state, bucket)
         self._travelling.append((bucket, handle))

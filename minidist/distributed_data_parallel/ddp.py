@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join
 from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -17,11 +16,10 @@ from minidist.common.no_sync import Synchronized
 from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.wrapper import in_backward, kinds_of, require_as_found
 from minidist.distributed_data_parallel.buckets import BUCKET_CAP_MB, Buckets, CommHook, assign
-from minidist.distributed_data_parallel.join import UnevenBatches
 from minidist.distributed_data_parallel.reducer import Reducer
 
 
-class DistributedDataParallel(Synchronized, UnevenBatches):
+class DistributedDataParallel(Synchronized):
     """Trains replicas of `module`, one on each rank of a group, as one model.
 
         model = md.DistributedDataParallel(model)       # then train as on one process:
@@ -34,6 +32,7 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
     are those of torch's class that ordinary scripts pass:
 
     device_ids: None, or one device: inputs are then moved to that of the module.
+    output_device: changes nothing.
     broadcast_buffers: the first forward pass, and each that follows one whose gradients are
         averaged, first gives every rank rank 0's buffers, such as the running means of batch norm.
     process_group: the ranks that take part; None is the default group.
@@ -41,8 +40,6 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
     find_unused_parameters: a parameter may be left without gradient by a backward pass. Left out
         on some ranks, it counts there as zero; on all, its `.grad` stays as it was. Costs a small
         message a pass, and the overlap of the buckets that wait for such a parameter.
-    static_graph: allows the same.
-    output_device, gradient_as_bucket_view: change nothing.
 
     Parameters and buffers that torch's `_set_params_and_buffers_to_ignore_for_model` has named are
     left as they are on each rank.
@@ -52,10 +49,11 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
     RuntimeError if a parameter has changed since; `backward`, if one is left without gradient
     unasked.
 
-    Limits: what `model.module` or a layer of it computes on its own is not averaged. Hooks that
-    change a gradient come before the wrapper. Of several wrappers of a model the last one averages.
-    Of outputs in a class that torch's pytree does not know, only the first backward pass after a
-    forward pass is averaged. `copy.deepcopy` copies the module alone. A wrapper cannot be pickled.
+    Limits: what `model.module` or a layer of it computes on its own is not averaged.
+    Hooks that change a gradient come before the wrapper. Of several wrappers of a model the last
+    one averages. Of outputs in a class that torch's pytree does not know, only the first backward
+    pass after a forward pass is averaged. `copy.deepcopy` copies the module alone. A wrapper cannot
+    be pickled. Ranks with different numbers of batches: torch's class has `join`.
     """
 
     _make_buckets: Any = Buckets
@@ -70,19 +68,12 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
-        gradient_as_bucket_view: bool = False,
-        static_graph: bool = False,
     ) -> None:
-        Synchronized.__init__(self, module)
-        UnevenBatches.__init__(self)
+        super().__init__(module)
         self.process_group = group = require_group(process_group, "DistributedDataParallel")
         if device_ids and len(device_ids) > 1:
-            raise ValueError(
-                f"device_ids={device_ids}: a rank has one device. Start a rank for each"
-            )
+            raise ValueError(f"device_ids={device_ids}: a rank has one device. Start one for each")
         self._cap = BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
-        if self._cap <= 0:
-            raise ValueError(f"bucket_cap_mb must be more than 0, not {bucket_cap_mb}")
         self._left_out = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         named = module.named_parameters()
         trained = {n: p for n, p in named if p.requires_grad and n not in self._left_out}
@@ -91,23 +82,14 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
             raise ValueError("a part of this module is wrapped already: wrap the model once")
         if not trained:
             raise ValueError("DistributedDataParallel: the module has no parameter to train")
-        broadcast_state(self._common_state(), group)
+        common = [p for n, p in module.named_parameters() if n not in self._left_out]
+        broadcast_state([*common, *self._common_buffers()], group)
         self.device, self._moves_inputs = next(iter(trained.values())).device, bool(device_ids)
         self._broadcasts = self._stale = broadcast_buffers  # rank 0 may change some until a pass
         self._found = kinds_of(trained.items())
         # Backward comes to the last layer first.
         buckets = self._make_buckets(self._plan(list(trained.values())[::-1]), group)
-        self._reducer = Reducer(trained, group, buckets, find_unused_parameters or static_graph)
-
-    def __getattr__(self, name: str) -> Any:
-        found = super().__getattr__(name)
-        if ismethod(found) and found.__self__ is self.module:
-            who = type(self).__name__
-            raise AttributeError(
-                f"{who} has no {name}(): the gradients of what it computes alone "
-                f"would not be averaged. Call it in forward; model.module.{name}() is this rank's"
-            )
-        return found
+        self._reducer = Reducer(trained, group, buckets, find_unused_parameters)
 
     def _plan(self, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
         return assign(parameters, int(self._cap * 2**20))
@@ -115,18 +97,30 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
     def _common_buffers(self) -> list[torch.Tensor]:
         return [b for name, b in self.module.named_buffers() if name not in self._left_out]
 
-    def _common_state(self) -> list[torch.Tensor]:
-        named = self.module.named_parameters()
-        return [*(p for n, p in named if n not in self._left_out), *self._common_buffers()]
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        if ismethod(found) and found.__self__ is self.module:
+            raise AttributeError(
+                f"what {name}() computes alone would not be averaged: call it in forward, or "
+                f"model.module.{name}() on this rank alone"
+            )
+        return found
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's own, between what the ranks do together before and after."""
         if in_backward():  # computed again, by a checkpoint
             return self.module(*inputs, **kwargs)
-        if torch.is_grad_enabled():
+        trains = torch.is_grad_enabled()
+        sync = trains and self.require_backward_grad_sync
+        if trains:
             require_as_found(self.module, self._found, self._left_out)
-        Join.notify_join_context(self)
-        sync = self._begin_step(torch.is_grad_enabled() and self.require_backward_grad_sync)
+        if sync and self._reducer.may_rebuild:
+            self._reducer.buckets.arrange(self._plan(self._reducer.order_on_rank_0()))
+        if self._stale and (buffers := self._common_buffers()):
+            broadcast_state(buffers, self.process_group)
+        self._stale = sync and self._broadcasts
+        if trains:  # an evaluation in between changes nothing
+            self._reducer.expect(sync)
         if self._moves_inputs:
             inputs, kwargs = tree_map_only(torch.Tensor, self._move, (inputs, kwargs))
         with record_function("ddp.forward"):
@@ -138,26 +132,6 @@ class DistributedDataParallel(Synchronized, UnevenBatches):
 
     def _move(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, non_blocking=True)
-
-    def _begin_step(self, sync: bool, trains: bool = True) -> bool:
-        """What the ranks do together before a forward pass. `trains`: this one still has batches.
-        Returns whether they will average after it."""
-        rebuild, broadcast = sync and self._reducer.may_rebuild, self._stale
-        source, contributors = 0, dist.get_world_size(self.process_group)
-        if self._join_config.enable:
-            there, wishes = self._vote(trains, sync, rebuild, broadcast)
-            (sync, rebuild, broadcast), source = wishes, there[0]
-            if not self._divide_by_initial_world_size:
-                contributors = len(there)
-        if rebuild:
-            self._reducer.buckets.arrange(self._plan(self._reducer.order_on(source)))
-        if broadcast and (buffers := self._common_buffers()):
-            broadcast_state(buffers, self.process_group, source)
-        self._stale = sync and self._broadcasts
-        self._reducer.buckets.scale = 1 / contributors
-        if torch.is_grad_enabled():  # an evaluation in between changes nothing
-            self._reducer.expect(sync)
-        return sync
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Let `hook(state, bucket)` average the buckets, instead of an all_reduce. As in torch it

@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from minidist.common.agree import on_any_rank
+from minidist.common.groups import message_device
 
 
 class Reducer:
@@ -98,12 +99,12 @@ class Reducer:
                     raise RuntimeError(self._complaint(unused))
                 if not self._ordered:
                     self.order, self._ordered = list(self._arrived), True
-                self.average(unused)
+                self._average(unused)
         finally:
             self._awaited = self._awaited and not self._arrived
             self._reset()
 
-    def average(self, unused: list[nn.Parameter]) -> None:
+    def _average(self, unused: list[nn.Parameter]) -> None:
         """Send the rest: what this pass has not given, and zeros. Then wait for all."""
         # In this pass, or in those before it that were not averaged.
         used = [p in self._arrived or p.grad is not None for p in self.parameters]
@@ -123,14 +124,14 @@ class Reducer:
         """Whether the order in which gradients arrive has just become known."""
         return self.order is not None
 
-    def order_on(self, source: int) -> list[nn.Parameter]:
-        """The parameters in the order in which their gradients arrived on rank `source`, for all
-        ranks to make buckets by it."""
+    def order_on_rank_0(self) -> list[nn.Parameter]:
+        """The parameters in the order in which their gradients arrived on the group's first rank,
+        for all ranks to make buckets by it."""
         position = {parameter: i for i, parameter in enumerate(self.parameters)}
-        order = torch.tensor([position[each] for each in self.order or self.parameters])
-        order = order.to(self.parameters[0].device)
-        dist.broadcast(order, group=self._group, group_src=source)
-        self.order, self._ordered = None, True
+        order = torch.tensor([position[each] for each in self.order or ()])
+        order = order.to(message_device(self._group))
+        dist.broadcast(order, group=self._group, group_src=0)
+        self.order = None
         return [self.parameters[i] for i in order.tolist()]
 
     def _complaint(self, unused: list[nn.Parameter]) -> str:

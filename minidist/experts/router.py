@@ -11,7 +11,7 @@ Fedus et al. (arXiv 2101.03961), Jiang et al. (arXiv 2401.04088), DeepSeek-AI (a
 section 2.1.2. Lesson: experts.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,8 @@ class Router(nn.Module):
     normalize: whether the k weights are divided by their sum; None: if k is more than 1.
     nodes, of_nodes: the experts are on so many nodes, and a token takes those of so many at most.
 
-    `bias` (E,) is a buffer: `update_bias` moves it, not autograd.
+    `bias` (E,) is a buffer: `update_bias` moves it, not autograd. (`model.bfloat16()` would convert
+    it, and steps of 0.001 be lost from 0.5 on. Autocast leaves it alone.)
 
     Raises ValueError for k above the number of experts, and for k = 1 with `normalize`.
     """
@@ -70,13 +71,6 @@ class Router(nn.Module):
         # The rows for each expert since `update_bias`, and the ranks that share a batch.
         self.seen = torch.zeros(experts, dtype=torch.long)
         self.batch_group: dist.ProcessGroup | None = None
-
-    def _apply(self, fn: Any, recurse: bool = True) -> "Router":
-        exact = self.bias
-        super()._apply(fn, recurse)
-        if self.bias.itemsize < 4:  # in bfloat16, steps of 0.001 would be lost from 0.5 on
-            self.bias = exact.to(self.bias.device)
-        return self
 
     def forward(self, x: torch.Tensor) -> Routing:
         exact = torch.promote_types(x.dtype, torch.float32)

@@ -18,7 +18,7 @@ Rajbhandari et al., "ZeRO" (arXiv 1910.02054), section 5.3; Zhao et al., "PyTorc
 on Scaling Fully Sharded Data Parallel" (arXiv 2304.11277). Lesson: fully_sharded
 """
 
-from minidist.fully_sharded.fsdp_module import FSDPModule, register_fsdp_forward_method
+from minidist.fully_sharded.fsdp_module import FSDPModule
 from minidist.fully_sharded.fully_shard import fully_shard
 from minidist.fully_sharded.fully_sharded_data_parallel import (
     FullyShardedDataParallel,
@@ -34,5 +34,4 @@ __all__ = [
     "by_class",
     "by_size",
     "fully_shard",
-    "register_fsdp_forward_method",
 ]

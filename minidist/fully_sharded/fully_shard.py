@@ -16,7 +16,7 @@ from minidist.common import agree
 from minidist.common.groups import groups_of
 from minidist.common.materialize import places_of, state_of
 from minidist.common.replicas import broadcast_state, require_same_lines, words
-from minidist.fully_sharded.fsdp_module import FSDPModule, group_of, groups_in, share_state
+from minidist.fully_sharded.fsdp_module import FSDPModule, group_of, share_state
 from minidist.fully_sharded.param_group import Options, ParamGroup
 
 M = TypeVar("M", bound=nn.Module)
@@ -61,21 +61,17 @@ def fully_shard(
     go through the same units, forward and backward; a unit that only some reach is an error on the
     backend "shm", and may hang, or mix up units of one size, on others. Autograd must come to a
     unit by its output, in lists, dicts and what torch's pytree knows: where a loss is left in an
-    attribute, it raises that a parameter was "modified inplace". No backward() within a forward
-    pass, and no torch.func. A backward pass that fails may leave a part of its own in `.grad`:
-    zero_grad() before you go on. `p.data = ...` changes nothing that is sent: write `p.copy_(...)`.
+    attribute, it raises that a parameter was "modified inplace". An output must not be a view of a
+    parameter. No backward() within a forward pass, no torch.func, no copy.deepcopy. Of a
+    parameter's hooks only `register_post_accumulate_grad_hook` is heard. After a backward pass that
+    fails, zero_grad() and a new forward pass. `p.data = ...` changes nothing that is sent: write
+    `p.copy_(...)`; load with assign=False.
 
     Zhao et al. (arXiv 2304.11277). Lesson: fully_sharded
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"fully_shard takes one module, not {type(module).__name__}")
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
-        raise ValueError(f"a {type(module).__name__} has no forward pass: shard what is in it")
-    if not isinstance(reshard_after_forward, bool | None):
-        raise ValueError(
-            f"reshard_after_forward={reshard_after_forward}: parameters are freed after the "
-            "forward pass, or not. They cannot be resharded to a smaller group of ranks"
-        )
+    if not isinstance(module, nn.Module) or isinstance(module, nn.ModuleList | nn.ModuleDict):
+        name = type(module).__name__
+        raise TypeError(f"fully_shard takes one module, with a forward pass, not a {name}")
     groups = groups_of(None, mesh, "fully_shard", most_axes=2)
     offloads = isinstance(offload_policy, CPUOffloadPolicy)
     options = Options(
@@ -88,13 +84,7 @@ def fully_shard(
     )
     with agree.together(*groups):
         lines = list(_describe(module, options.ignored))
-    problem: Exception | None = None
-    for group in groups:
-        try:
-            require_same_lines(lines, group)
-        except (TypeError, ValueError) as error:
-            problem = error
-    agree.pass_on(problem, *groups)
+    require_same_lines(lines, *groups)
     own = list(own_modules(module))
     given = state_of(own, options.ignored)
     for group in groups[::-1]:
@@ -105,7 +95,6 @@ def fully_shard(
         parameter.was_sharded = True  # type: ignore
     module.__class__ = _sharded_class(type(module))  # type: ignore
     module.register_load_state_dict_pre_hook(_distribute)
-    module.register_load_state_dict_post_hook(_take_assigned)
     share_state(module)
     return module
 
@@ -139,53 +128,34 @@ def _describe(module: nn.Module, ignored: Set[nn.Parameter]) -> Iterator[str]:
     for name, each in module.named_modules():
         if group_of(each) is not None:
             yield f"unit {name}, sharded already"
-    inner = {each.sharded for group in groups_in(module) for each in group.parameters}
     dtype: torch.dtype | None = None
     for prefix, owner in own_modules(module):
-        for short, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
-            if tensor is None or tensor in ignored:
+        for short, buffer in owner._buffers.items():
+            if buffer is not None:
+                yield words("buffer", prefix + short, buffer)
+        for short, parameter in owner._parameters.items():
+            if parameter is None or parameter in ignored:
                 continue
-            name = prefix + short
-            if not isinstance(tensor, nn.Parameter):
-                yield words("buffer", name, tensor)
-                continue
-            if tensor in inner or hasattr(tensor, "was_sharded"):
+            name = f"parameter {prefix}{short}"
+            if hasattr(parameter, "was_sharded"):
+                raise ValueError(f"{name} is in another unit, too: share it within one unit")
+            if parameter.ndim == 0:
+                raise ValueError(f"{name} has no rows: give it the shape (1,), or ignore it")
+            dtype = dtype or parameter.dtype
+            if parameter.dtype != dtype:
                 raise ValueError(
-                    f"parameter {name} is also in another unit, or was: modules that share a "
-                    "parameter must be in the same unit"
+                    f"{name} is {parameter.dtype}, and others of its unit are {dtype}: make its "
+                    "module a unit of its own, or ignore it"
                 )
-            if tensor.ndim == 0:
-                raise ValueError(
-                    f"parameter {name} has no dimension, and so no rows to divide: give it the "
-                    "shape (1,), or ignore it"
-                )
-            dtype = dtype or tensor.dtype
-            if tensor.dtype != dtype:
-                raise ValueError(
-                    f"parameter {name} is {tensor.dtype}, and others of its unit are {dtype}: make "
-                    "its module a unit of its own, or ignore it"
-                )
-            yield words("parameter", name, tensor)
+            yield words("parameter", prefix + short, parameter)
 
 
 def _distribute(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before a unit is loaded: of whole tensors this rank's rows. No rank needs the others."""
     module.fsdp_group.reshard()
     for each in module.fsdp_group.parameters:
-        owner, short = each.places[0]
-        if owner._parameters[short] is not each.sharded:  # it is summoned
-            continue
         for name in (prefix + name for name in each.names):
             value = state.get(name)
             if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
                 if value.shape == each.sharded.shape:  # else torch says what does not fit
                     state[name] = each.rows_of(value)
-
-
-def _take_assigned(module: Any, _: Any) -> None:
-    """After a unit is loaded with assign=True, as a model on "meta" is by torch's functions."""
-    firsts = [(each, *each.places[0]) for each in module.fsdp_group.parameters]
-    now = [(each, owner._parameters[name]) for each, owner, name in firsts]
-    if any(p is not each.sharded and isinstance(p, DTensor) for each, p in now):
-        module.fsdp_group.adopt()
-        module.fsdp_state.watch()

@@ -19,33 +19,24 @@ from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecision,
     MixedPrecisionPolicy,
-    ShardingStrategy,
 )
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+from torch.distributed.fsdp.wrap import (
+    ModuleWrapPolicy,
+    _recursive_wrap,
+    size_based_auto_wrap_policy,
+)
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
 
 from minidist import rank
 from minidist.common import agree
 from minidist.common.groups import groups_of
 from minidist.common.materialize import Modules, materialize, state_of
 from minidist.common.no_sync import Synchronized
-from minidist.common.norm import clip_grad_norm_
-from minidist.common.wrapper import Wrapper
 from minidist.fully_sharded.fsdp_module import group_of, groups_in
 from minidist.fully_sharded.fully_shard import fully_shard, mesh_of, own_modules
 
 Policy = Callable[..., bool]
-# These use the weights of their parts without calling these, so hooks of a part would never run.
-WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-KEEPS = {  # these keep the parameters from the forward to the backward pass
-    ShardingStrategy.SHARD_GRAD_OP,
-    ShardingStrategy._HYBRID_SHARD_ZERO2,
-}
-TWO_AXES = {
-    ShardingStrategy.HYBRID_SHARD,
-    ShardingStrategy._HYBRID_SHARD_ZERO2,
-    ShardingStrategy.NO_SHARD,
-}
 # These change nothing: what they ask for is always done, or is not to be asked for here.
 ALWAYS = {"use_orig_params", "sync_module_states", "forward_prefetch", "limit_all_gathers"}
 ALWAYS |= {"device_id", "backward_prefetch"}
@@ -58,26 +49,22 @@ class FullyShardedDataParallel(Synchronized):
         optimizer = torch.optim.Adam(model.parameters())     # after, not before
 
     Then train as with `DistributedDataParallel`. `md.fully_shard` makes a unit of the module, in
-    place, and of each part that the policy chooses; parts can also be wrapped by hand, before the
-    whole. A unit's parameters are gathered for its forward and its backward pass, and freed after
-    each; `parameters()` are DTensors of this rank's rows, and so is their `.grad` when `backward()`
-    returns, of the mean gradient. A parameter without gradient on some ranks counts there as zero;
-    on all ranks, its `.grad` stays as it was.
+    place, and of each part that the policy chooses. A unit's parameters are gathered for its
+    forward and its backward pass, and freed after each; `parameters()` are DTensors of this rank's
+    rows, and so is their `.grad` when `backward()` returns, of the mean gradient. A parameter
+    without gradient on some ranks counts there as zero; on all ranks, its `.grad` stays as it was.
 
     process_group: the ranks that take part; None is the default group.
     auto_wrap_policy: `by_class`, `by_size`, or one of torch's policies that are functions.
-    mixed_precision: torch's. Parameters and the root's inputs are cast to `param_dtype`, inputs of
-        units with `cast_forward_inputs`; gradients to `reduce_dtype` while they travel; buffers to
-        `buffer_dtype` for good.
-    reshard_after_forward: False keeps the parameters from forward to backward. That saves one of
-        two all_gathers, and costs the memory of the whole unit.
+    mixed_precision: torch's. Parameters and inputs are cast to `param_dtype`; gradients to
+        `reduce_dtype` while they travel; buffers to `buffer_dtype` for good.
+    reshard_after_forward: False keeps the parameters from forward to backward, as SHARD_GRAD_OP
+        does in torch. That saves one of two all_gathers, and costs the memory of the whole unit.
     param_init_fn: gives values to a module on the device "meta", on `minidist.rank.device()`; None
         calls its `reset_parameters()`. Units are made one by one: no rank holds the whole model.
     prefetch: gather the next unit while one computes.
-    sharding_strategy: torch's. SHARD_GRAD_OP is `reshard_after_forward=False`; with NO_SHARD each
-        rank has all parameters.
-    device_mesh: instead of a process group; of two axes for HYBRID_SHARD: shards along the second,
-        which are replicated along the first.
+    device_mesh: instead of a process group; of two axes for hybrid sharding: shards along the
+        second, which are replicated along the first.
     cpu_offload: torch's. Shards and their gradients, and so the optimizer, are on the CPU.
     always: torch's other arguments that ordinary scripts pass, such as `use_orig_params` and
         `device_id`. They change nothing: move the module to its device before.
@@ -87,9 +74,10 @@ class FullyShardedDataParallel(Synchronized):
     construction every rank takes what rank 0 has; for buffers, before each forward pass too.
 
     Raises what `fully_shard` does; on every rank, ValueError if their policies choose other units;
-    ValueError or TypeError for an argument that makes no sense; RuntimeError without a process
-    group. Limits: those of `fully_shard`. Batch norms compute in `param_dtype` as all others do,
-    and keep their running means in `buffer_dtype`: leave that None for them.
+    TypeError for an unknown argument; RuntimeError without a process group. Limits: those of
+    `fully_shard`. Batch norms compute in `param_dtype` as all others do, and keep their running
+    means in `buffer_dtype`: leave that None for them. Parts are chosen by the policy or sharded by
+    `fully_shard`, not wrapped by hand.
 
     Zhao et al. (arXiv 2304.11277). Lesson: fully_sharded
     """
@@ -106,7 +94,6 @@ class FullyShardedDataParallel(Synchronized):
         reshard_after_forward: bool = True,
         param_init_fn: Callable[[nn.Module], object] | None = None,
         prefetch: bool = True,
-        sharding_strategy: ShardingStrategy | None = None,
         device_mesh: DeviceMesh | None = None,
         cpu_offload: CPUOffload | None = None,
         **always: Any,
@@ -118,16 +105,10 @@ class FullyShardedDataParallel(Synchronized):
         groups = groups_of(process_group, device_mesh, type(self).__name__, most_axes=2)
         offloads = cpu_offload is not None and cpu_offload.offload_params
         mesh = device_mesh or mesh_of(groups[0], module, offloads)
-        if sharding_strategy is ShardingStrategy.NO_SHARD and mesh.ndim == 1:
-            mesh = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, 1))  # a shard is all of it
-            groups = groups_of(None, mesh, type(self).__name__, most_axes=2)
-        reshards = _reshards(sharding_strategy, len(groups)) and reshard_after_forward
         given = mixed_precision or MixedPrecision()
         with agree.together(*groups):
-            parts = chosen(module, auto_wrap_policy) if auto_wrap_policy else {}
-        for group in groups:
-            agree.require_same(group, {"units": [*parts]})
-        for part in [*parts.values(), module]:
+            parts = chosen(module, auto_wrap_policy) if auto_wrap_policy else []
+        for part in [*parts, module]:
             own = list(own_modules(part))
             there = (tensor.device for tensor in state_of(own) if not tensor.is_meta)
             with agree.together(*groups):
@@ -136,102 +117,41 @@ class FullyShardedDataParallel(Synchronized):
             fully_shard(
                 part,
                 mesh=mesh,
-                reshard_after_forward=reshards,
-                mp_policy=MixedPrecisionPolicy(
-                    given.param_dtype,
-                    given.reduce_dtype,
-                    cast_forward_inputs=given.cast_forward_inputs,
-                ),
+                reshard_after_forward=reshard_after_forward,
+                mp_policy=MixedPrecisionPolicy(given.param_dtype, given.reduce_dtype),
                 offload_policy=CPUOffloadPolicy() if offloads else None,
             )
-        units = groups_in(module)
-        for unit in units[1:]:  # one that was wrapped by hand is no root any more
-            unit.casts_inputs = unit.options.precision.cast_forward_inputs
-        units[0].casts_inputs = given.cast_root_forward_inputs
-        if not prefetch:
-            for unit in units:
-                unit.next_forward = unit.next_backward = []
+        for unit in groups_in(module):
+            unit.prefetches = prefetch
 
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        """The ranks that have a shard each."""
-        group: dist.ProcessGroup = self.module.fsdp_group.group
-        return group
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """By the names of the bare module, as torch's `get_optimizer_state_dict` needs them."""
-        for name, parameter in super().named_parameters("", recurse, remove_duplicate):
-            at: Any = self
-            words = [prefix] if prefix else []
-            for word in name.split("."):
-                if not (isinstance(at, Wrapper) and word == "module"):
-                    words.append(word)
-                at = getattr(at, word)
-            yield ".".join(words), parameter
+        yield from self.module.named_parameters(*args, **kwargs)
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """For torch.distributed.checkpoint.state_dict: the child that adds nothing to names."""
         return {"": "module"}
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's own, between gathering its parameters and freeing them."""
+        """The module's own, between gathering its parameters and freeing them. Within `no_sync` the
+        backward pass that follows reduces nothing: see `set_requires_gradient_sync`."""
+        self.module.set_requires_gradient_sync(self.require_backward_grad_sync)
         return self.module(*inputs, **kwargs)
 
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """False does what `no_sync` does, until it is True again: the backward passes that follow
-        reduce nothing, see `set_requires_gradient_sync` of `FSDPModule`. As with torch's class, the
-        backward pass decides, not its forward pass."""
-        sync: bool = self.module.fsdp_group.syncs
-        return sync
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, sync: bool) -> None:
-        self.module.set_requires_gradient_sync(sync)
-
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale the gradients so that their norm, that of all ranks' rows together, is at most
-        `max_norm`. Returns what it was, a number. All ranks must call it. Raises RuntimeError for
-        gradients that no pass has reduced, and for units of several groups of ranks."""
-        groups = groups_in(self)
-        every = [each for group in groups for each in group.parameters]
-        if any(each.left is not None for each in every):
-            raise RuntimeError("these gradients are not reduced: clip after a pass that reduces")
-        if len({tuple(dist.get_process_group_ranks(group.group)) for group in groups}) > 1:
-            raise RuntimeError("these units are sharded over several groups of ranks")
-        return clip_grad_norm_(
-            [each.sharded for each in every],
-            max_norm,
-            norm_type,
-            groups=[self.process_group],
-            device=torch.device(groups[0].options.mesh.device_type),
-        )
+        """Torch's function, which takes DTensors: scale the gradients so that their norm, that of
+        all ranks' rows together, is at most `max_norm`. Returns what it was, a number. All ranks
+        must call it."""
+        norm: Any = clip_grad_norm_(self.parameters(), max_norm, norm_type)
+        return norm.full_tensor()
 
 
 def _make_whole(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
-    """After `state_dict`: DTensors become whole tensors, tied ones one tensor."""
-    whole = dict[int, torch.Tensor]()
+    """After `state_dict`: DTensors become whole tensors, on the CPU."""
     for name, value in state.items():
         kept = isinstance(value, nn.Parameter)  # keep_vars=True
         if name.startswith(prefix) and isinstance(value, DTensor) and not kept:
-            key = value._local_tensor.untyped_storage()._cdata
-            if key not in whole:
-                with torch.inference_mode(False), torch.no_grad():
-                    whole[key] = value.full_tensor().to("cpu", copy=True)
-            state[name] = whole[key]
-
-
-def _reshards(strategy: ShardingStrategy | None, axes: int) -> bool:
-    """Whether parameters are freed after the forward pass. Raises ValueError for a strategy that
-    does not fit a mesh of so many axes."""
-    if strategy is not None and (strategy in TWO_AXES) != (axes == 2):
-        raise ValueError(
-            f"sharding_strategy {strategy.name} with a mesh of {axes} axes: hybrid sharding "
-            "needs a device_mesh of two, (replicas, shards), and the others one"
-        )
-    return strategy not in KEEPS
+            state[name] = value.full_tensor().cpu()
 
 
 def _cast_buffers(own: Modules, dtype: torch.dtype | None) -> None:
@@ -246,8 +166,8 @@ def _cast_buffers(own: Modules, dtype: torch.dtype | None) -> None:
 
 
 def by_class(*classes: type[nn.Module]) -> Policy:
-    """A policy that wraps all modules of these classes, such as the blocks of a transformer; not
-    what is within torch's `nn.TransformerEncoderLayer` and `nn.MultiheadAttention`, which read the
+    """A policy that wraps all modules of these classes, such as the blocks of a transformer. Not
+    those within torch's `nn.TransformerEncoderLayer` and `nn.MultiheadAttention`, which read the
     parameters of their parts themselves. Lesson: fully_sharded"""
     return ModuleWrapPolicy(classes)
 
@@ -258,28 +178,15 @@ def by_size(min_num_params: int) -> Policy:
     return partial(size_based_auto_wrap_policy, min_num_params=min_num_params)
 
 
-def chosen(module: nn.Module, policy: Policy) -> dict[str, nn.Module]:
-    """The modules within this one that the policy wants to be units, by name: inner ones first."""
-    found: dict[str, nn.Module] = {}
+def chosen(module: nn.Module, policy: Policy) -> list[nn.Module]:
+    """The modules within this one that the policy wants to be units, inner ones first: those that
+    torch would wrap."""
+    found: dict[nn.Module, None] = {}
 
-    def look(module: nn.Module, name: str, top: bool) -> int:
-        """How many parameters are in units, in the end."""
-        if group_of(module) is not None or module in found.values():
-            return _numel(module)
-        numel, wrapped = _numel(module), 0
-        if not policy(module=module, recurse=True, nonwrapped_numel=numel):
-            return 0
-        for child_name, child in () if isinstance(module, WHOLE) else module.named_children():
-            wrapped += look(child, f"{name}.{child_name}".lstrip("."), False)
-        left = numel - wrapped
-        if top or not policy(module=module, recurse=False, nonwrapped_numel=left):
-            return wrapped
-        found[name] = module
-        return numel
+    def note(part: nn.Module) -> nn.Module:
+        if group_of(part) is None:
+            found[part] = None
+        return part
 
-    look(module, "", True)
-    return found
-
-
-def _numel(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    _recursive_wrap(module, policy, note, set(), set(), only_wrap_children=True)
+    return [*found]

@@ -9,7 +9,7 @@ end, are the parameter. Zhao et al. (arXiv 2304.11277), section 3.2. Lesson: ful
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -20,24 +20,14 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
 
-from minidist import backend
 from minidist.common.dtensor import distributed, of_local, relist
 from minidist.common.materialize import Named, Place
-from minidist.zero.shards import Cut, all_gather_each, by_rank, reduce_scatter
+from minidist.machine import backend
+from minidist.zero.shards import Cut, all_gather_each, deal, reduce_scatter
 
 EMPTY = 2**30  # the version of full parameters without memory
-ON_META = (
-    "is on the device meta: call to_empty(device=...) of the sharded model, and fill its parameters"
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +58,7 @@ class ShardedParameter:
     in_shard: slice  # where these are, with the padding of the last ranks
     grad: torch.Tensor | None = None  # of this rank, whole, while a backward pass goes on
     mean: torch.Tensor | None = None  # of all ranks, this rank's rows: when it is reduced
+    touched: bool = False  # this rank has given a gradient to what is reduced in this pass
 
     @property
     def local(self) -> torch.Tensor:
@@ -105,9 +96,6 @@ class ShardedParameter:
         mesh, placements = self.sharded.device_mesh, self.sharded.placements
         return distribute_tensor(whole, mesh, placements, src_data_rank=None)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | dict.fromkeys(("grad", "mean"))
-
 
 Gradients = list[tuple[ShardedParameter, torch.Tensor | None]]
 
@@ -125,18 +113,12 @@ class ParamGroup:
         self.module: Any = module
         self.modules, self.options, self.group = modules, options, options.groups[0]
         self.cut = Cut(self.group)  # which rows are this rank's
-        self.divisor: float = math.prod(map(dist.get_world_size, options.groups))
-        self.reshards = options.reshards  # after forward
-        self.casts_inputs = options.precision.cast_forward_inputs
-        self.reshards_after_backward = self.syncs = True
+        self.ranks = math.prod(map(dist.get_world_size, options.groups))
+        self.syncs = self.prefetches = True
         self.prefix = ""  # of its names, in the root
         self.unsharded = False  # gathered, or on the way
-        self.pinned = False  # by `unshard()`, until its forward pass or `reshard()`
         self.readers = set[Any]()  # passes that need the full parameters now
-        self.gathered_version = -1
         self.has_left = False  # a pass has left gradients that are not reduced
-        self.next_forward: list[ParamGroup] | None = None  # to gather meanwhile, as the user says
-        self.next_backward: list[ParamGroup] | None = None
         self.before: Any = None  # the pass that came before this unit's last one
         sizes = [self.cut.rows(p) * p.shape[1:].numel() for _, _, p in named]
         like = named[0][2] if named else torch.empty(0)
@@ -176,7 +158,7 @@ class ParamGroup:
         return self.shard.new_empty(0).set_(storage, 0, part.shape, part.stride())
 
     def adopt(self) -> None:
-        """Go on with the parameters that the modules have now: moved, converted or copied ones."""
+        """Go on with the parameters that the modules have now: they were moved or converted."""
         for each in self.parameters:
             owner, name = each.places[0]
             each.sharded = owner._parameters[name]
@@ -187,7 +169,6 @@ class ParamGroup:
         for each, local in zip(self.parameters, own, strict=True):
             rows = self._rows(each.in_shard.start, local.shape)
             each.sharded._local_tensor = rows.copy_(local)
-        self.gathered_version = -1
 
     @property
     def name(self) -> str:
@@ -210,29 +191,16 @@ class ParamGroup:
         """Begin the all_gather, unless it has begun."""
         if self.unsharded:
             return
-        meta = [each.names[0] for each in self.parameters if each.local.is_meta]
-        if meta and ON_META:  # a rehearsal on meta, in the room scaling, empties it
-            raise RuntimeError(f"parameter {self.prefix}{meta[0]} {ON_META}")
-        self.unsharded, self.gathered_version = True, self.version
+        self.unsharded = True
         self.full.untyped_storage().resize_(self.full.nbytes)
         own = self.shard.to(self.full.device, self.full.dtype)
-        places = [
-            self.full[self.cut.ranks * each.in_shard.start : self.cut.ranks * each.in_shard.stop]
-            for each in self.parameters
-        ]
-        if not places:
-            return
-        with backend.purpose(self.group, f"unit {self.name}"):
-            arrive = all_gather_each(places, self.group, [own[p.in_shard] for p in self.parameters])
+        shards = [own[each.in_shard] for each in self.parameters]
+        places = self.full.split([self.cut.ranks * len(shard) for shard in shards])
+        if shards:
+            with backend.purpose(self.group, f"unit {self.name}"):
+                self._gathering = all_gather_each(places, self.group, shards)
 
-        def finish() -> None:
-            arrive()
-            if own is not self.shard:  # the thread that sent it may hold it a moment longer
-                own.untyped_storage().resize_(0)
-
-        self._gathering = finish
-
-    def wait_for_unshard(self, on_gradients: Callable[[Gradients], None] | None = None) -> None:
+    def wait_for_unshard(self, on_gradients: Callable[[Gradients], None]) -> None:
         """Give the modules full parameters. Autograd calls `on_gradients` when it has the gradients
         of all."""
         self.unshard()
@@ -246,7 +214,7 @@ class ParamGroup:
             for each in self.parameters
         }
         ours = self.trained
-        if ours and on_gradients is not None and torch.is_grad_enabled():
+        if ours and torch.is_grad_enabled():
             anchor = torch.empty(0, device=self.device, requires_grad=True)
             full = _Unshard.apply(
                 anchor,
@@ -265,39 +233,24 @@ class ParamGroup:
 
     def to_sharded(self) -> None:
         """The modules have their DTensors again."""
-        self.pinned = False
         for each in self.parameters:
             each.to_sharded()
 
-    def reshard(self, keep: bool = False) -> None:
+    def reshard(self) -> None:
         """The modules have their DTensors again, and the full parameters are freed, unless a pass
-        reads them; `keep` their memory if an output is a view of it. The next pass gathers them
-        anyway."""
-        if self.readers:
-            return
-        self.to_sharded()
-        self.unsharded = False
-        if not keep:
+        reads them."""
+        if not self.readers:
+            self.to_sharded()
             self.free()
 
     def free(self) -> None:
         """Give back the memory of the full parameters. Autograd raises if it was to read them."""
+        self.unsharded = False
         self._finish_gather()
         if self._seen._version != EMPTY:
             self._version = self._seen._version
             _set_version(self._seen, EMPTY)
         self.full.untyped_storage().resize_(0)
-
-    def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether one of these is, in part, a view of the full parameters."""
-        # Not by address: on "meta" all storages have the same one.
-        ours = self.full.untyped_storage()._cdata
-        return any(
-            t.layout is torch.strided
-            and not isinstance(t, DTensor)
-            and t.untyped_storage()._cdata == ours
-            for t in tensors
-        )
 
     # ---- gradients -------------------------------------------------------------------------
 
@@ -313,13 +266,8 @@ class ParamGroup:
                 )
             each.grad = gradient if each.grad is None else each.grad + gradient
 
-    def has_gradients(self) -> list[bool]:
-        """Of each trained parameter, whether this rank has a gradient that is not reduced."""
-        return [each.grad is not None or each.left is not None for each in self.trained]
-
     def reduce(self) -> None:
         """Begin to make the mean of the ranks' gradients. A rank that has none adds zeros."""
-        self.wait_for_reduce()
         self.has_left, trained = False, self.trained
         sizes = [each.in_shard.stop - each.in_shard.start for each in trained]
         dtype = self.full.dtype
@@ -329,19 +277,15 @@ class ParamGroup:
             self.cut.ranks * sum(sizes), dtype=dtype, device=self.device, group=self.group
         )
         for each, place in zip(trained, full.view(self.cut.ranks, -1).split(sizes, 1), strict=True):
-            given = [(each.grad, 1 / self.divisor), (each.left, 1)]
-            there = [(whole, by) for whole, by in given if whole is not None]
-            if not there:
-                place.zero_()  # else its padding keeps what was there: nobody reads it
-            for number, (whole, by) in enumerate(there):
-                for part, source in by_rank(place, whole.to(full)):
-                    if number == 0:
-                        torch.mul(source, by, out=part)
-                    else:
-                        part.add_(source, alpha=by)
-            each.grad = None
-            if each.left is not None:
+            if (left := each.left) is not None:
+                whole = left.mul_(self.ranks)
+                each.grad = whole if each.grad is None else whole.add_(each.grad.to(whole))
                 each.sharded.grad = None
+            if each.grad is None:
+                place.zero_()
+            else:
+                deal(place, each.grad.to(full), 1 / self.ranks)
+                each.grad, each.touched = None, True
         with backend.purpose(self.group, f"unit {self.name}"):
             arrive = reduce_scatter(full, self.group)
 
@@ -352,7 +296,7 @@ class ParamGroup:
             mean = mean.to(self.shard)
             for each, begin in zip(trained, accumulate(sizes, initial=0), strict=False):
                 own = mean[begin : begin + each.local.numel()].view(each.local.shape)
-                if each.sharded.grad is not None and not each.sharded._backward_hooks:
+                if each.sharded.grad is not None:
                     each.sharded.grad._local_tensor.add_(own)  # of earlier passes
                 else:
                     each.mean = own if each.mean is None else each.mean.add_(own)
@@ -365,14 +309,6 @@ class ParamGroup:
             receive, self._reducing = self._reducing, None
             receive()
 
-    def deliver(self, anywhere: Iterator[bool]) -> None:
-        """The mean becomes the `.grad` of each parameter that has a gradient on any rank. Hooks of
-        the parameter are called, as autograd does."""
-        for each in self.trained:
-            mean, each.mean = each.mean, None
-            if next(anywhere):
-                _accumulate(each.sharded, mean)
-
     def leave(self) -> None:
         """Without reducing: the `.grad` of a parameter is the sum of what the ranks have, which
         DTensor calls Partial, and each rank has its own part of it, whole."""
@@ -382,9 +318,9 @@ class ParamGroup:
             own, before = each.left, each.sharded.grad
             if own is None and before is not None:  # the mean of all: each rank adds its rows of it
                 own = each.local.new_zeros(each.sharded.shape)
-                self.cut.own(own).copy_(before._local_tensor * (self.cut.ranks / mesh.size()))
+                self.cut.own(own).copy_(before._local_tensor * (self.cut.ranks / self.ranks))
             if gradient is not None:
-                gradient = (gradient / self.divisor).to(each.local.device, each.local.dtype)
+                gradient = (gradient / self.ranks).to(each.local.device, each.local.dtype)
                 own = gradient if own is None else own.add_(gradient)
             if own is not None:
                 each.sharded.grad = of_local(own, mesh, [Partial()] * mesh.ndim, own.shape)
@@ -393,21 +329,23 @@ class ParamGroup:
         """A backward pass has failed."""
         self._reducing = None
         for each in self.parameters:
-            each.grad = each.mean = None
+            each.grad, each.mean, each.touched = None, None, False
 
-    # ---- copy.deepcopy of a model ----------------------------------------------------------
 
-    def __getstate__(self) -> dict[str, Any]:
-        # What to gather ahead are units of the model that is copied: the copy finds its own.
-        nothing = "shard", "full", "_seen", "_gathering", "_reducing", "before"
-        ahead = dict[str, Any]()
-        for name in "next_forward", "next_backward":
-            ahead[name] = [] if vars(self)[name] == [] else None
-        return vars(self) | dict.fromkeys(nothing) | {"readers": set()} | ahead
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self.adopt()
+def deliver(each: ShardedParameter, anywhere: bool) -> None:
+    """The mean becomes the `.grad` of a parameter that has a gradient on any rank, and hooks are
+    called as autograd does."""
+    mean, each.mean, each.touched = each.mean, None, False
+    if not anywhere:
+        return
+    parameter = each.sharded
+    if mean is not None:  # else that of earlier passes has taken it
+        mesh, placements = parameter.device_mesh, parameter.placements
+        gradient: Any = of_local(each.local, mesh, placements, parameter.shape)
+        gradient._local_tensor = mean  # not at once: copy.deepcopy fails for a view with an offset
+        parameter.grad = gradient
+    for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+        hook(parameter)
 
 
 class _Unshard(torch.autograd.Function):
@@ -437,19 +375,6 @@ class _Unshard(torch.autograd.Function):
             )
         ctx.on_gradients(gradients)
         return None, None, None, None
-
-
-def _accumulate(parameter: Any, mean: torch.Tensor | None) -> None:
-    """mean: None if the gradient of earlier passes has taken it already."""
-    if mean is not None:
-        gradient: Any = DTensor(parameter._local_tensor, parameter._spec, requires_grad=False)
-        gradient._local_tensor = mean  # not at once: copy.deepcopy fails for a view with an offset
-        for hook in list((parameter._backward_hooks or {}).values()):  # one may remove itself
-            replaced = hook(gradient)
-            gradient = gradient if replaced is None else replaced
-        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-    for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
-        hook(parameter)
 
 
 def _set_version(tensor: torch.Tensor, version: int) -> None:

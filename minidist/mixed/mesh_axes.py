@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from minidist.common import agree
 from minidist.common.groups import require_group
-from minidist.measure import TrafficCounter
+from minidist.instruments.measure import TrafficCounter
 from minidist.rank import device
 
 AXES = "data", "pipeline", "tensor"

@@ -20,7 +20,7 @@ from minidist.common.norm import clip_grad_norm_
 from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.tensors_in import tensors_of
 from minidist.common.wrapper import Wrapper, copy_sharing
-from minidist.context_parallel import ATTENTION, Cut, attention_by
+from minidist.context_parallel import Cut, attention_by, ring_attention
 from minidist.distributed_data_parallel.buckets import BUCKET_CAP_MB, Buckets, assign
 from minidist.mixed.mesh_axes import AXES, replicas, sharing_rows
 from minidist.pipeline import Pipeline, Schedule
@@ -60,18 +60,17 @@ class MixedParallel(Wrapper):
         `md.FullyShardedDataParallel`, or a `functools.partial` of it. No parameter can be in two
         stages then. Along `experts` it is to leave them alone, as a function that calls
         `md.fully_shard` with `ignored_params=set(md.experts.parameters(stage))` does.
-    attention: along `context`, one of those of `md.ContextParallel`.
-
     Along `data` (`context`, `experts`) gradients are averaged once a step, so an optimizer may
     shard its states there: a `md.ZeroRedundancyOptimizer` with
     `process_group=mesh.get_group("data")` (ZeRO, stage 1), for all but experts. After a step all
     replicas have the buffers of the first, such as the running means of batch norm.
 
-    Limits: nobody compares the batches of ranks that must be given the same. Along `context`, only
-    attention by `F.scaled_dot_product_attention` is that of all tokens. No plan cuts an expert:
-    along `tensor` each rank has the same ones, and a plan names attention alone. Replace, compile
-    and hook layers before. An optimizer sees this rank's shards, so it must look at one element at
-    a time: not Adafactor, Muon or LBFGS. In float16 take a `md.ShardedGradScaler`.
+    Limits: nobody compares the batches of ranks that must be given the same. What a layer raises on
+    one rank ends the ranks of `md.ranks` or torchrun: the others wait for it. Along `context`, only
+    attention by `F.scaled_dot_product_attention` is that of all tokens, in a ring. No plan cuts an
+    expert: along `tensor` each rank has the same ones, and a plan names attention alone. Replace,
+    compile and hook layers before. An optimizer sees this rank's shards, so it must look at one
+    element at a time: not Adafactor, Muon or LBFGS. In float16 take a `md.ShardedGradScaler`.
 
     Raises RuntimeError without a process group; ValueError, on every rank, if the mesh is not of
     all ranks, the model cannot be cut so, or the ranks disagree about any of this.
@@ -92,15 +91,12 @@ class MixedParallel(Wrapper):
         shard: Callable[..., nn.Module] | None = None,
         sequence_parallel: bool = False,
         recompute: bool = False,
-        attention: str = "ring",
     ) -> None:
         world = require_group(None, "MixedParallel")
-        settings = dict(microbatches=microbatches, schedule=schedule, balance=balance)
-        settings |= dict(
-            sequence_parallel=sequence_parallel, recompute=recompute, attention=attention
-        )
-        agree.require_same(world, settings | dict(mesh=(mesh.mesh_dim_names, mesh.mesh.tolist())))
         names = mesh.mesh_dim_names or ()
+        settings = dict(mesh=(names, mesh.mesh.tolist()), microbatches=microbatches)
+        settings |= dict(schedule=schedule, balance=balance, recompute=recompute)
+        agree.require_same(world, settings | dict(sequence_parallel=sequence_parallel))
         needed = sorted({*names} - {"context", "experts"})
         if needed != sorted(AXES) or mesh.size() != dist.get_world_size():
             found = f"{', '.join(names) or 'no names'}; {mesh.size()} ranks"
@@ -110,9 +106,7 @@ class MixedParallel(Wrapper):
 
         super().__init__(module)
         self.mesh, self._names, self._device = mesh, list(module.state_dict()), device()
-        if attention not in ATTENTION:
-            raise ValueError(f"attention must be one of {', '.join(ATTENTION)}, not {attention!r}")
-        averaging, self._attention = replicas(mesh), ATTENTION[attention]
+        averaging = replicas(mesh)
         self._data, self._context = averaging.get_group(), None
         self._pipeline, self._tensor = (mesh.get_group(axis) for axis in AXES[1:])
         self._parts = self._tensor.size() if sequence_parallel else 1  # of the tokens of a rank
@@ -121,8 +115,7 @@ class MixedParallel(Wrapper):
         if "experts" in names and self._parts > 1:
             raise ValueError("experts and sequence_parallel, which cuts tokens: leave one out")
         if self._tensor.size() > 1:
-            with agree.together(world):
-                features.split(module, self._tensor, plan, sequence_parallel=sequence_parallel)
+            features.split(module, self._tensor, plan, sequence_parallel=sequence_parallel)
         layers = module if isinstance(module, nn.Sequential) else module.sequential()
         last: Any = layers[-1]
         # Of how many words each rank along tensor gives the logits, if none gives all.
@@ -164,42 +157,27 @@ class MixedParallel(Wrapper):
             rows. With `context` both are (B, T), and -100, no other number, is no target.
         loss_fn: as there. It gets this rank's words of the logits, as `cross_entropy` takes them.
 
-        What fails in one replica raises in all. A layer must fail on all ranks along `tensor`,
-        `context` and `experts`, and with `shard` in all replicas, or the others wait for it until
-        their group's timeout.
         """
         rows = next((len(x) for x in tensors_of(targets) if x.ndim), 1)
         of_all = torch.tensor(rows, device=self._device)
         dist.all_reduce(of_all, group=self._data)
         replicas = self._data.size()
         weight = rows * replicas / of_all.item()
-        loss, problem = torch.zeros(()), None
-        try:
-            loss = self._train(inputs, targets, lambda y, t: loss_fn(y, t) * weight)
-        except Exception as error:
-            problem = error
+        loss = self._train(inputs, targets, lambda y, t: loss_fn(y, t) * weight)
         trained = [p for p in self.parameters() if p.requires_grad and p not in self._experts]
         trained = [] if self._sharded else trained
-        mine = [loss.item(), problem is not None, *(p.grad is not None for p in trained)]
+        mine = [loss.item(), 1, *(p.grad is not None for p in trained)]
         sums = torch.tensor(mine, dtype=torch.float64, device=self._device)
-        try:
-            dist.all_reduce(sums, group=self._data)
-        except Exception as waited:  # for a rank along context that waits for this one's keys
-            raise problem or waited from None
-        if sums[1]:
-            agree.pass_on(problem, self._data)
+        dist.all_reduce(sums, group=self._data)
         if replicas > 1:
             self._average(trained, used=sums[2:])
         if buffers := list(self.module.buffers()):  # now: a replica may evaluate alone
             broadcast_state(buffers, self._data)
-        return sums[0] / replicas
+        return sums[0] / sums[1]
 
     def _train(self, inputs: Any, targets: Any, loss_fn: Callable[..., Any]) -> torch.Tensor:
         if self._context is None:
             return self.pipeline.train_step(inputs, targets, loss_fn)
-        if inputs.shape != targets.shape:
-            shapes = f"{tuple(inputs.shape)} and {tuple(targets.shape)}"
-            raise ValueError(f"along context inputs and targets have one shape, not {shapes}")
         rank, ranks = dist.get_rank(self._context), self._context.size()
 
         def part(outputs: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor]) -> Any:
@@ -220,19 +198,17 @@ class MixedParallel(Wrapper):
         if any(not len(own) or len(own) % self._parts for own in cut.positions):
             raise ValueError(f"{length} tokens cannot be cut over {ranks} x {self._parts} ranks")
         positions = cut.positions[rank].to(inputs.device).expand(len(inputs), -1)
-        with attention_by(partial(self._attention, cut=cut, group=self._context)):
+        with attention_by(partial(ring_attention, cut=cut, group=self._context)):
             yield cut, (cut.take(inputs, rank), positions)
 
     def _average(self, trained: list[nn.Parameter], used: torch.Tensor) -> None:
         """By DDP's buckets, but at the end: its hooks would fire at every micro-batch, before the
         two ends of a tie are added up. used: on how many replicas a parameter has a gradient."""
         self._buckets.arrange(assign(trained, BUCKET_CAP_MB * 2**20))
-        try:
-            for parameter in trained:
-                self._buckets.add(parameter)
-            self._buckets.wait()
-        finally:
-            self._buckets.reset()
+        self._buckets.reset()
+        for parameter in trained:
+            self._buckets.add(parameter)
+        self._buckets.wait()
         self._buckets.give(compress(trained, used))
 
     def cross_entropy(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -269,18 +245,15 @@ class MixedParallel(Wrapper):
     def full_state_dict(self) -> dict[str, Any]:
         """The `state_dict` of the whole model, on the CPU of every rank. Every rank calls this.
         (`state_dict()` is that of this rank's shards.)"""
-        with self.pipeline.whole_stages():
-            return agree.whole_state(
-                self._pipeline, features.full_state_dict(self.module), self._names
-            )
+        own = features.full_state_dict(self.module)
+        return agree.whole_state(self._pipeline, own, self._names)
 
     def load_full_state_dict(self, state: dict[str, Any]) -> None:
         """Load this rank's shards, from a `state_dict` of the whole model. Raises RuntimeError, as
         `load_state_dict` does, if names or shapes are others."""
-        with self.pipeline.whole_stages():
-            elsewhere = set(self._names) - set(self.module.state_dict())
-            own = {name: value for name, value in state.items() if name not in elsewhere}
-            features.load_full_state_dict(self.module, own)
+        elsewhere = set(self._names) - set(self.module.state_dict())
+        own = {name: value for name, value in state.items() if name not in elsewhere}
+        features.load_full_state_dict(self.module, own)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MixedParallel":
         groups = self._data, self._pipeline, self._tensor, self._context

@@ -2,7 +2,7 @@
 
 Features are cut first, so that the stages are made of cut layers. Gradients are averaged last, when
 backward has ended. One number is of the whole model: the norm of its gradients. What the other
-files add: FSDP, uneven replicas, their mean loss, checkpoints, and errors that reach all ranks.
+files add: FSDP, context, experts, uneven replicas, their mean loss, and checkpoints.
 Lesson: mixed_parallelism.
 """
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minidist.common.tensors_in import tensors_of
-from minidist.measure import MemoryTracker
-from minidist.measure.storages import CATEGORIES, Ledger, Record, is_wrapper, storages
+from minidist.instruments.measure import MemoryTracker
+from minidist.instruments.measure.storages import CATEGORIES, Ledger, Record, is_wrapper, storages
 
 _within = ContextVar("within on_host", default=False)
 

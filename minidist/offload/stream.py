@@ -98,7 +98,7 @@ class OffloadedOptimizer(Optimizer):
     def receive_in_backward(self) -> None:
         """From now on each gradient leaves the device as soon as backward has made it, and they add
         up on the host until the next step: call `zero_grad()` of this optimizer, and clip the
-        `.grad` of `shards`. With `DistributedDataParallel` backward or `step` raises."""
+        `.grad` of `shards`. Not with `DistributedDataParallel`, which averages what is there."""
         me = weakref.ref(self)
 
         def leave(parameter: Any) -> None:

@@ -1,9 +1,9 @@
-"""A parameter server: some ranks hold the weights, the others train, and no rank waits for a
+"""A parameter server: one rank holds the weights, the others train, and no rank waits for a
 collective.
 
 A trainer sends its gradient to the server, which steps, and gets the new weights back. Calls go by
 `torch.distributed.rpc`: a rank calls a function on another one by its name. So trainers need not
-do the same at the same time, and they can be slow, or die, one by one.
+do the same at the same time, and one of them can be slow.
 
 - Synchronous: the server waits for all gradients, and steps by their mean. That is data parallel
   training, equal to one process.
@@ -12,34 +12,18 @@ do the same at the same time, and they can be slow, or die, one by one.
 - Stale synchronous parallel: as asynchronous, but who is more than `bound` steps ahead of the
   slowest trainer waits for it.
 
-With several servers each has a shard of the parameters, so that no one link carries everything.
 Dean et al., "Large Scale Distributed Deep Networks" (DistBelief, NIPS 2012), section 4; Ho et al.,
-"More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server" (NIPS 2013); Li
-et al., "Scaling Distributed Machine Learning with the Parameter Server" (OSDI 2014).
+"More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server" (NIPS 2013). Large
+systems share out the weights over several servers: Li et al., "Scaling Distributed Machine Learning
+with the Parameter Server" (OSDI 2014).
 
-To read, in this order:
-
-    naive             the idea: a synchronous server of one class
-    server_shard      what a server holds, and when a trainer may go on
-    served_training   both sides of it: `train`
-    rpc_session       ranks that call each other, by name; how they part
-    remote_stage      a model split over ranks: RRef and distributed autograd
-
-Lesson: beyond_gradients.
+To read: `server` (the idea: what it holds, and when a trainer may go on), `training` (both sides
+of it), `rpc_session` (ranks that call each other, by name), `remote_stage` (a model split over
+ranks: RRef and distributed autograd). Lesson: beyond_gradients.
 """
 
 from minidist.parameter_server.remote_stage import RemoteStage
-from minidist.parameter_server.rpc_session import RpcSession, name_of, rpc_session
-from minidist.parameter_server.served_training import Served, ServedOptimizer, train
-from minidist.parameter_server.server_shard import share_out
+from minidist.parameter_server.rpc_session import name_of, rpc_session
+from minidist.parameter_server.training import Served, ServedOptimizer, train
 
-__all__ = [
-    "RemoteStage",
-    "RpcSession",
-    "Served",
-    "ServedOptimizer",
-    "name_of",
-    "rpc_session",
-    "share_out",
-    "train",
-]
+__all__ = ["RemoteStage", "Served", "ServedOptimizer", "name_of", "rpc_session", "train"]

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed import autograd as dist_autograd
 from torch.distributed import rpc
 
-from minidist.parameter_server.rpc_session import name_of, require_first_session
+from minidist.parameter_server.rpc_session import name_of
 
 
 class RemoteStage:
@@ -22,18 +22,16 @@ class RemoteStage:
                 dist_autograd.backward(context, [loss])
                 gradients = second.gradients(context)
 
-    The object is an RRef: a reference to something that rank `rank` owns. A call sends the input
-    there and brings the output back. Autograd notes on both sides that a tensor has left; so
-    backward sends the gradient the other way, and each rank keeps the gradients of its own weights,
-    in the context and not in `.grad`: two contexts may run backward at the same time.
+    It has an RRef: a reference to something that rank `rank` owns. A call sends the input there and
+    brings the output back. Autograd notes on both sides that a tensor has left, so backward sends
+    the gradient the other way. The gradients of a rank's weights stay in the context, not in
+    `.grad`: two contexts may run backward at the same time.
 
-    make: a function, called on that rank, that makes the module. Within `rpc_session`, the first
-    one of these processes: torch's RRefs work in no later one. Raises RuntimeError there.
-    PyTorch's notes on distributed autograd. Lesson: beyond_gradients.
+    make: called on that rank, makes the module. Limits: torch's RRefs work only in the first
+    `rpc_session` of a process. PyTorch's notes on distributed autograd. Lesson: beyond_gradients.
     """
 
     def __init__(self, rank: int, make: Callable[[], nn.Module]) -> None:
-        require_first_session("RemoteStage")
         # By value: a function of a notebook is not there on the other rank by its name.
         self.rref = rpc.remote(name_of(rank), _make, args=(cloudpickle.dumps(make),))
 
@@ -43,15 +41,12 @@ class RemoteStage:
         return out
 
     def gradients(self, context: int) -> dict[str, torch.Tensor]:
-        """What backward has left on the other rank in this context, by the names of parameters."""
-        return self._there(_gradients, context)
+        """What backward has left there in this context, by the names of parameters."""
+        return rpc.rpc_sync(self.rref.owner(), _gradients, args=(self.rref, context))
 
     def step(self, context: int, lr: float) -> None:
-        """Plain gradient descent of this stage's parameters, on the other rank."""
-        self._there(_descend, context, lr)
-
-    def _there(self, function: Callable[..., Any], *args: Any) -> Any:
-        return rpc.rpc_sync(self.rref.owner(), function, args=(self.rref, *args))
+        """Plain gradient descent of this stage's parameters, there."""
+        rpc.rpc_sync(self.rref.owner(), _descend, args=(self.rref, context, lr))
 
 
 def _make(make: bytes) -> Any:
@@ -59,13 +54,12 @@ def _make(make: bytes) -> Any:
 
 
 def _gradients(stage: rpc.RRef, context: int) -> dict[str, torch.Tensor]:
-    found = dist_autograd.get_gradients(context)
+    found = dist_autograd.get_gradients(context)  # of all that lives on this rank
     return {n: found[p] for n, p in stage.local_value().named_parameters() if p in found}
 
 
 @torch.no_grad()
 def _descend(stage: rpc.RRef, context: int, lr: float) -> None:
-    found = dist_autograd.get_gradients(context)  # of all that lives on this rank
-    for parameter in stage.local_value().parameters():
-        if parameter in found:
-            parameter.sub_(lr * found[parameter])
+    parameters = dict(stage.local_value().named_parameters())
+    for name, gradient in _gradients(stage, context).items():
+        parameters[name].sub_(lr * gradient)

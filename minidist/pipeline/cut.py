@@ -5,7 +5,7 @@ tied parameter. And where a model on the device "meta" gets its values.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import accumulate
 from statistics import median
@@ -16,9 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from minidist.collectives.peers import Peers, wait_for
-from minidist.common import agree
 from minidist.common.materialize import materialize, places_of, tie_again
-from minidist.common.tensors_in import local_of, tensors_of
 from minidist.pipeline.instructions import Schedule
 from minidist.pipeline.schedules import find
 
@@ -31,55 +29,17 @@ def schedule_and_balance(
     ranks: int,
 ) -> tuple[Schedule, list[int]]:
     """The schedule, and how many layers each stage takes. Raises if there can be none."""
-    if not isinstance(module, nn.Sequential):
+    if getattr(type(module), "forward", None) is not nn.Sequential.forward:
         raise TypeError(f"Pipeline cuts an nn.Sequential, not {type(module).__name__}")
-    forward = getattr(module.forward, "__func__", None)  # None: a function of this one module
-    tensors = [*module._parameters.values(), *module._buffers.values()]
-    if (
-        forward is not nn.Sequential.forward
-        or has_hooks(module)
-        or any(t is not None for t in tensors)
-    ):
-        raise TypeError(
-            f"Pipeline runs the layers of {type(module).__name__} one by one, and would drop its "
-            "own forward, hooks, parameters and buffers. Move them into its layers"
-        )
-    if not isinstance(microbatches, int) or microbatches < 1:
-        raise ValueError(f"microbatches must be 1 or more, not {microbatches}")
     schedule = find(schedule, ranks, microbatches, 2 * ranks if balance is None else len(balance))
     if balance is None:
         return schedule, balance_by_parameters(module, schedule.stages)
-    if len(balance) != schedule.stages:
+    if len(balance) != schedule.stages or min(balance) < 1 or sum(balance) != len(module):
         raise ValueError(
-            f"balance {list(balance)} makes {len(balance)} stages; on {ranks} ranks "
-            f"{schedule.name} has {schedule.stages}"
-        )
-    if min(balance) < 1 or sum(balance) != len(module):
-        raise ValueError(
-            f"balance {list(balance)} must share out {len(module)} layers, at least 1 to each "
-            f"stage; it shares out {sum(balance)}"
+            f"balance {list(balance)} must share out {len(module)} layers over {schedule.stages} "
+            f"stages, those of {schedule.name} on {ranks} ranks, at least 1 to each"
         )
     return schedule, list(balance)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether hooks that a user has registered run with its forward or backward pass."""
-    kinds = "forward", "forward_pre", "backward", "backward_pre"
-    hooks = [hook for kind in kinds for hook in getattr(module, f"_{kind}_hooks").values()]
-    return not all(str(getattr(hook, "__module__", "")).startswith("minidist.") for hook in hooks)
-
-
-def require_known(stage: nn.Module) -> None:
-    """Raises TypeError for a strategy around a stage of which clipping would take one rank's shards
-    for all; or that waits for backward after each forward pass, as torch's DDP does."""
-    in_shards = any(local_of(parameter) is not parameter for parameter in stage.parameters())
-    of_torch = isinstance(stage, nn.parallel.DistributedDataParallel)
-    if of_torch or (in_shards and not hasattr(stage, "fsdp_group")):
-        raise TypeError(
-            f"wrap gave a {type(stage).__name__}, with which a pipeline would train otherwise than "
-            "one process does: take md.FullyShardedDataParallel or md.DistributedDataParallel, "
-            "around the whole stage"
-        )
 
 
 # ---- stages of equal cost -------------------------------------------------------------------
@@ -98,7 +58,6 @@ def balance_by_cost(
     module: nn.Sequential,
     example: torch.Tensor,
     stages: int,
-    process_group: dist.ProcessGroup | None = None,
 ) -> list[int]:
     """How many layers each stage takes, so that the slowest stage is as fast as can be.
     Lesson: layer_splitting
@@ -113,24 +72,16 @@ def balance_by_cost(
             seconds[number] = median([_seconds(layer, x) for _ in range(5)])
             x = layer(x)
     if dist.is_available() and dist.is_initialized():
-        times: list[torch.Tensor] = [seconds] * dist.get_world_size(process_group)
-        dist.all_gather_object(times, seconds, group=process_group)
+        times: list[torch.Tensor] = [seconds] * dist.get_world_size()
+        dist.all_gather_object(times, seconds)
         seconds = torch.stack(times).mean(0)
     return balance(seconds.tolist(), stages)
 
 
 def _seconds(layer: nn.Module, x: Any) -> float:
-    _finish(x)
     start = time.perf_counter()
-    _finish(layer(x))
+    layer(x)
     return time.perf_counter() - start
-
-
-def _finish(x: Any) -> None:
-    for device in {
-        each.device for each in tensors_of(x) if each.is_cuda
-    }:  # its work is only queued
-        torch.cuda.synchronize(device)
 
 
 def balance(costs: Sequence[float], stages: int) -> list[int]:
@@ -184,24 +135,17 @@ def fill(
     ties: Ties,
     peers: Peers,
     device: torch.device,
-    init: Callable[[nn.Module], object] | None,
 ) -> Ties:
     """Give this rank's stages memory and values, one stage after another over all ranks. Returns
     this rank's ties, now of the filled parameters. Each has the values of its first rank."""
     assert peers.group is not None
     places = places_of([named for stage in stages.values() for named in stage.named_modules()])
     for number in range(plan.stages):
-        with agree.together(peers.group):
-            if number in stages:
-                materialize(list(stages[number].named_modules()), device, init)
+        if number in stages:
+            materialize(list(stages[number].named_modules()), device, None)
         state = [torch.get_rng_state()]
-        if device.type != "cpu":
-            state.append(torch.get_device_module(device).get_rng_state(device))
-        source = plan.rank_of(number)
-        dist.broadcast_object_list(state, group=peers.group, group_src=source)
+        dist.broadcast_object_list(state, group=peers.group, group_src=plan.rank_of(number))
         torch.set_rng_state(state[0])
-        if device.type != "cpu":
-            torch.get_device_module(device).set_rng_state(state[1], device)
     become = tie_again(places)
     mine = {become[tied]: ranks for tied, ranks in ties.items() if peers.rank in ranks}
     for parameter, (first, *others) in mine.items():

@@ -159,7 +159,7 @@ class ScheduleError(ValueError):
     there."""
 
 
-def validate(schedule: Schedule, in_flight: Sequence[int] | None = None) -> None:
+def validate(schedule: Schedule) -> None:
     """Raise ScheduleError unless the schedule trains every stage on every micro-batch.
     Lesson: pipeline_schedules
 
@@ -169,17 +169,12 @@ def validate(schedule: Schedule, in_flight: Sequence[int] | None = None) -> None
       before what needs it, a send after what makes it.
     - Between any two ranks messages are received in the order in which they are sent.
     - No ranks wait for each other for ever, whether a send waits for its receive or not.
-    - in_flight: rank r never keeps the activations of more than in_flight[r] forward passes.
     """
     for rank in range(len(schedule.ranks)):
         _complete_and_in_order(schedule, rank)
     _matched(schedule)
     for buffered in (True, False):
         _ends(schedule, buffered)
-    for rank, limit in enumerate(in_flight or ()):
-        for position, count in enumerate(kept(schedule.ranks[rank])):
-            if count > limit:
-                raise _error(schedule, rank, position, f"keeps {count} activations, not {limit}")
 
 
 def _error(schedule: Schedule, rank: int, position: int, problem: str) -> ScheduleError:

@@ -4,9 +4,7 @@ Lessons: layer_splitting, pipeline_schedules
 """
 
 import copy
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,21 +14,22 @@ from torch.utils._pytree import tree_flatten
 
 from minidist.collectives.peers import Peers, wait_for
 from minidist.common import agree
-from minidist.common.groups import require_group
+from minidist.common.groups import is_rehearsal, require_group
 from minidist.common.norm import clip_grad_norm_
 from minidist.common.replicas import broadcast_state, require_same_model
 from minidist.common.tensors_in import tensors_of
 from minidist.common.wrapper import Wrapper, copy_sharing
-from minidist.measure import record
-from minidist.pipeline.cut import fill, find_ties, require_known, schedule_and_balance
+from minidist.instruments.measure import record
+from minidist.pipeline.cut import fill, find_ties, schedule_and_balance
 from minidist.pipeline.executor import (
     Executor,
     Loss,
+    activation_of,
     added_up,
-    empty_like,
     merge_microbatches,
     spec_of,
     split_into_microbatches,
+    tensor_specs,
 )
 from minidist.pipeline.instructions import Schedule, Span
 from minidist.pipeline.schedules import forward_only
@@ -56,21 +55,15 @@ class Pipeline(Wrapper):
         the number of stages: the number of ranks, or for "interleaved" a multiple (None: twice).
     process_group: the ranks that take part; None is the default group.
     recompute: keep a stage's inputs only, and compute its activations again for backward; in the
-        last stage the loss too, so loss_fn is called twice for each micro-batch. As in
-        `checkpoint_wrapper`, a buffer that forward both reads and moves, as spectral norm does, is
-        another one the second time, without an error.
-    wrap: a strategy along another axis of a mesh, such as FullyShardedDataParallel or `fully_shard`
-        (torch's own, and its DDP, raise TypeError). It is given the layers of each stage, and what
-        it returns is run in their place. Then no parameter can be in two stages, and no schedule
-        can go back in two parts, as "zero_bubble" does.
-    param_init_fn: gives memory and values to a module on the device "meta"; None calls its
-        `to_empty` and `reset_parameters()`.
+        last stage the loss too, so loss_fn is called twice for each micro-batch.
+    wrap: `md.FullyShardedDataParallel` or `md.fully_shard` along another axis of a mesh. It is
+        given the layers of each stage, and what it returns is run in their place. Then no parameter
+        can be in two stages, and no schedule can go back in two parts, as "zero_bubble" does.
 
     A model that no rank could hold is made on the device "meta": each rank then fills its own
-    stages only. The stages are filled in their order, each with the random state that the one
-    before has left, so the values are those that one process would draw by rank 0's seed. (A layer
-    in stages of several ranks draws on each.) All ranks go on with the random state that the last
-    stage has left: seed them afterwards, if their random numbers are to differ.
+    stages only, by `reset_parameters()`. The stages are filled in their order, each with the random
+    state of the CPU that the one before has left, so the values are those that one process would
+    draw by rank 0's seed.
 
     A layer takes what the one before it gives, as in any nn.Sequential: a tensor, or tensors in
     tuples, lists and dicts; tensors of whole numbers and masks get no gradient. What is no tensor
@@ -81,29 +74,23 @@ class Pipeline(Wrapper):
     A parameter that layers of several ranks share, as a tied embedding and head do, is kept by
     each, and gets the sum of their gradients; a buffer that they share is each rank's own. Batch
     norm takes its means over a micro-batch, not over the batch, and moves its running means once
-    for each.
-
-    `copy.deepcopy` gives a pipeline of the same ranks, each with a copy of its own layers.
+    for each. `copy.deepcopy` gives a pipeline of the same ranks.
 
     Limits
+    - What a layer or loss_fn raises on one rank ends the ranks of `md.ranks` or torchrun: the
+      others wait for it.
     - torch's `nn.utils.clip_grad_norm_` takes the norm of one rank's gradients, another one on each
       rank: call `clip_grad_norm_` of this class.
     - An optimizer sees this rank's layers: one that looks at all parameters at once, as LBFGS does,
       would train otherwise than in one process. In float16 take a `md.ShardedGradScaler`.
     - A layer gets no keyword arguments: what several layers need, such as a mask, they pass on.
-    - A number that changes in each step is a tensor (rows,): any other value makes a new kind of
-      batch, and all kinds are remembered.
+    - Hooks, parameters and buffers of `module` itself are dropped. Freeze, unfreeze and replace
+      layers before: `md.watch` finds what is not trained.
     - A stage cannot begin with a layer that overwrites its input.
-    - With `wrap`, what fails on one replica is waited for by the others, until their timeout. So is
-      an evaluation of fewer rows than micro-batches.
-    - Unfreezing a layer later raises ValueError where a stage had given nothing that is trained.
-      A layer that is replaced later is not trained, nor what has made the inputs: `md.watch` finds
-      this.
 
     Lesson: layer_splitting. Raises RuntimeError without a process group; on every rank, TypeError
-    if the module is no nn.Sequential, or has a forward, hooks, parameters or buffers of its own,
-    and ValueError if it cannot be cut so, the schedule cannot take so many micro-batches, or the
-    ranks disagree about any of this.
+    if the module is no nn.Sequential or has a forward of its own, and ValueError if it cannot be
+    cut so, the schedule cannot take so many micro-batches, or the ranks disagree about any of this.
     """
 
     process_group: dist.ProcessGroup
@@ -122,31 +109,25 @@ class Pipeline(Wrapper):
         process_group: dist.ProcessGroup | None = None,
         recompute: bool = False,
         wrap: Callable[[nn.Module], nn.Module] | None = None,
-        param_init_fn: Callable[[nn.Module], object] | None = None,
     ) -> None:
         group = require_group(process_group, "Pipeline")
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         with agree.together(group):
             plan, counts = schedule_and_balance(module, microbatches, schedule, balance, ranks)
-            if wrap is not None and plan.splits_backward:
-                raise ValueError(
-                    f"schedule {plan.name} goes back in two parts, and a strategy around a stage "
-                    "waits for the whole backward pass: take another schedule, such as 1f1b"
-                )
-        settings = dict(microbatches=microbatches, balance=counts, schedule=plan)
-        agree.require_same(group, settings | dict(recompute=recompute))
+        agree.require_same(group, dict(schedule=plan, balance=counts, recompute=recompute))
         require_same_model(module, group)
         tensors = [*module.parameters(), *module.buffers()]
         filled = [tensor for tensor in tensors if not tensor.is_meta]
         broadcast_state(filled, group)
-        self._device = device(module)
+        alone = is_rehearsal(group)  # what has no memory needs none
+        self._device = torch.device("meta") if alone else device(module)
 
         layers = list(module._modules.items())  # by name: a layer that comes twice has two
         stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
         ties = find_ties([m for _, m in layers], [plan.rank_of(stage) for stage in stage_of])
-        if wrap is not None and any(parameter.requires_grad for parameter in ties):
+        if wrap is not None and (plan.splits_backward or any(p.requires_grad for p in ties)):
             raise ValueError(
-                "a parameter that several stages share cannot be in a strategy of each"
+                "wrap takes no schedule that goes back in two parts, and no parameter of two stages"
             )
         parts = {stage: nn.Sequential() for stage in range(rank, plan.stages, ranks)}
         own = nn.Sequential()
@@ -155,8 +136,8 @@ class Pipeline(Wrapper):
                 parts[stage].add_module(name, layer)
                 own.add_module(name, layer)
         self._peers = Peers(group)
-        if len(filled) < len(tensors):
-            ties = fill(parts, plan, ties, self._peers, self._device, param_init_fn)
+        if len(filled) < len(tensors) and not alone:
+            ties = fill(parts, plan, ties, self._peers, self._device)
         super().__init__(own)
         self.process_group, self.schedule, self.balance = group, plan, counts
         self.trace = []
@@ -165,22 +146,11 @@ class Pipeline(Wrapper):
             for stage, part in parts.items()
         }
         self.wrapped = [stage.module for stage in self._stages.values()]
-        with agree.together(group):
-            for each in self.wrapped:
-                require_known(each)
-        # The stages whose parameters a strategy shards.
-        self._sharded: list[Any] = [x for x in self.wrapped if hasattr(x, "fsdp_group")]
         self._names = list(module.state_dict())
-        self._shared = {p for p, those in ties.items() if rank in those}
-        self._ties = {p: ties[p] for p in self._shared if p.requires_grad}
+        self._ties = {p: those for p, those in ties.items() if rank in those and p.requires_grad}
         self.counted_elsewhere = {p for p, (first, *_) in self._ties.items() if first != rank}
-        self._kinds: dict[Any, int] = {}  # of batches, on the first rank
-        self._specs: defaultdict[int, dict[tuple[int, int], Any]] = defaultdict(dict)  # by kind
-
-    @property
-    def microbatches(self) -> int:
-        """Into how many parts a batch is cut. It cannot be set: the schedule is made for them."""
-        return self.schedule.microbatches
+        self._looks: Any = None  # of the last batch, on the first rank
+        self._specs: dict[tuple[int, int], Any] = {}  # of what stages give for such a batch
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: Loss) -> torch.Tensor:
         """Forward and backward for one batch: adds to each parameter's `.grad`, as `backward()`
@@ -195,118 +165,81 @@ class Pipeline(Wrapper):
         over the batch. (A mean over what is not the same in all rows, such as words that are not
         padding, is another one in parts than in the whole.)
 
-        If anything fails on a rank, all ranks raise: ValueError for fewer rows than micro-batches,
-        or tensors of another number of rows, or a stage whose outputs change shape or dtype from
-        one micro-batch to the next; RuntimeError for what a layer or loss_fn raised. Gradients then
-        make no sense, and are to be set to None.
+        Raises ValueError for fewer rows than micro-batches, and for a stage whose outputs change
+        shape or dtype from one micro-batch to the next.
         """
         with added_up(self._ties, self._peers):
-            return self._run(inputs, targets, loss_fn)[0]
+            executor, rows = self._run(inputs, targets, loss_fn)
+        losses = [loss.item() for loss in executor.losses]  # on the rank of the last stage
+        ended = [sum(losses), sum(rows) if losses else 0]
+        sums = torch.tensor(ended, dtype=torch.float64, device=self._peers.device)
+        dist.all_reduce(sums, group=self.process_group)
+        return sums[0] / sums[1]
 
     def forward(self, inputs: Any) -> Any:
         """The outputs for the inputs, on every rank, without gradients. Every rank calls this;
         `inputs` are those of `train_step`, used on the first. There may be fewer rows than
-        micro-batches. What is no tensor comes from the first micro-batch. Raises on every rank if a
-        stage fails."""
+        micro-batches. What is no tensor comes from the first micro-batch."""
         last = self.schedule.rank_of(self.schedule.stages - 1)
-        _, y = self._run(inputs, trains=False)
+        executor, _ = self._run(inputs, trains=False)
+        y = merge_microbatches(executor.outputs) if executor.outputs else None
         told = [spec_of(y)]
         dist.broadcast_object_list(told, group=self.process_group, group_src=last)
-        if y is None:
-            y = empty_like(told[0], self._device)
+        if not executor.outputs:
+            empty = [each.empty(self._device) for each in tensor_specs(told[0])]
+            y = activation_of(told[0], empty)
         broadcast_state(tensors_of(y), self.process_group, last)
         return y
 
     def _run(
         self, inputs: Any, targets: Any = None, loss_fn: Loss | None = None, trains: bool = True
-    ) -> tuple[torch.Tensor, Any]:
-        """The loss, on every rank; in an evaluation the outputs, on the last."""
-        peers, plan, problem = self._peers, self.schedule, None
-        kind, total, parts = -1, 0, []
-        try:
-            if {p for p in self._shared if p.requires_grad} != self._ties.keys():
-                raise RuntimeError("a shared parameter was frozen or unfrozen: make a new Pipeline")
-            if peers.rank == 0:
-                total = self._count(inputs, plan.microbatches if trains else 1)
-                parts = split_into_microbatches("inputs", inputs, self._rows(total))
-                kind = self._kind(inputs, trains)
-        except Exception as error:
-            problem = error
-        # From rank to rank: what is to come. Nothing, if the first rank has a problem.
-        header = torch.tensor([kind, total], device=peers.device)
+    ) -> tuple[Executor, list[int]]:
+        """Run a batch, and return what ran it, and the rows of each micro-batch."""
+        peers, plan = self._peers, self.schedule
+        total, is_new = 0, False
+        if peers.rank == 0:
+            total = next(len(x) for x in tensors_of(inputs) if x.ndim)
+            if trains and total < plan.microbatches:
+                raise ValueError(
+                    f"a batch of {total} rows cannot be cut into {plan.microbatches} micro-batches"
+                )
+            looks = _looks(inputs, trains)
+            is_new, self._looks = looks != self._looks, looks
+        # From rank to rank: what is to come.
+        header = torch.tensor([is_new, total], device=peers.device)
         with record.scope("agreement", control=True):
             if peers.rank > 0:
                 wait_for([peers.irecv(header, peers.rank - 1)])
             leaving = peers.isend(header, peers.rank + 1) if peers.rank + 1 < peers.size else None
-        kind, total = header.tolist()
-        loss, outputs = 0.0, None
-        if kind >= 0:
-            rows = self._rows(total)
-            if not trains:
-                plan = forward_only(peers.size, plan.stages, len(rows))
-            batch = rows, parts, targets, loss_fn, self._specs[kind]
-            executor = Executor(plan, self._stages, peers, self._device, *batch, problem)
-            try:
-                with torch.set_grad_enabled(trains):
-                    executor.run()
-            finally:
-                for stage in self._stages.values():
-                    stage.end_step()
-            self.trace, problem = executor.trace, executor.problem
-            loss = sum(each.item() for each in executor.losses)
-            try:
-                if executor.outputs and problem is None:
-                    outputs = merge_microbatches(executor.outputs)
-            except Exception as error:
-                problem = error
-        wait_for([leaving])
-        ended = torch.tensor([loss, problem is not None], dtype=torch.float64, device=peers.device)
-        dist.all_reduce(ended, group=self.process_group)
-        if ended[1]:
+        is_new, total = header.tolist()
+        if is_new:
             self._specs.clear()
-            self._kinds.clear()
-            agree.raise_on_every_rank(problem, self.process_group)
-        return ended[0], outputs
-
-    def _count(self, inputs: Any, least: int) -> int:
-        """The rows of a batch: the length of the first tensor in it."""
-        total = next((len(x) for x in tensors_of(inputs) if x.ndim), None)
-        if total is None:
-            raise TypeError(
-                "the inputs of a pipeline are a tensor, its rows first, or several of these"
-            )
-        if total < least:
-            raise ValueError(f"a batch of {total} rows cannot be cut into {least} micro-batches")
-        return total
-
-    def _rows(self, total: int) -> list[int]:
-        """The rows of each micro-batch, as even as possible: the first ones get the remainder."""
-        microbatches = min(self.microbatches, total)
-        small, larger = divmod(total, microbatches)
-        return [small + (i < larger) for i in range(microbatches)]
-
-    def _kind(self, inputs: Any, trains: bool) -> int:
-        """The number of this kind of batch."""
-        leaves, structure = tree_flatten(inputs)
-        looks = [
-            (x.shape[1:], x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else x
-            for x in leaves
-        ]
-        device = self._device.type
-        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        kind = trains, self.training, autocast, str(structure), *looks
-        return self._kinds.setdefault(kind, len(self._kinds))
+        microbatches = min(plan.microbatches, total)
+        small, larger = divmod(total, microbatches)  # the first ones get the remainder
+        rows = [small + (i < larger) for i in range(microbatches)]
+        if not trains:
+            plan = forward_only(peers.size, plan.stages, microbatches)
+        of_first = split_into_microbatches(inputs, rows) if 0 in self._stages else []
+        executor = Executor(
+            plan, self._stages, peers, self._device, rows, of_first, targets, loss_fn, self._specs
+        )
+        with torch.set_grad_enabled(trains):
+            executor.run()
+        wait_for([leaving])
+        self.trace = executor.trace
+        return executor, rows
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients of all stages so that their norm, taken over all of them, is at most
         `max_norm`; what it was is returned. As `torch.nn.utils.clip_grad_norm_` of the whole
         module in one process: parameters on several ranks count once. Every rank calls this, and
         if the stages are fully sharded, every rank that has shards of them."""
+        units: list[Any] = [unit for unit in self.wrapped if hasattr(unit, "fsdp_group")]
         return clip_grad_norm_(
             self.parameters(),
             max_norm,
             norm_type,
-            groups=[*(stage.fsdp_group.group for stage in self._sharded[:1]), self.process_group],
+            groups=[*(unit.fsdp_group.group for unit in units[:1]), self.process_group],
             device=self._peers.device,
             elsewhere=self.counted_elsewhere,
         )
@@ -315,22 +248,15 @@ class Pipeline(Wrapper):
         """The `state_dict` of the whole module, on the CPU of every rank, which must have room for
         it. Every rank calls this, and if the stages are fully sharded, every rank that has shards
         of them. (`state_dict()` is that of this rank's layers, or shards.)"""
-        with self.whole_stages():
-            return agree.whole_state(self.process_group, self.state_dict(), self._names)
-
-    @contextmanager
-    def whole_stages(self) -> Iterator[None]:
-        """Within the block no parameter is sharded by a strategy around its stage. Every rank that
-        has shards enters it."""
-        with ExitStack() as block:
-            for stage in self._sharded:
-                block.enter_context(stage.summon_full_params())
-            yield
+        own = {
+            name: value.full_tensor() if hasattr(value, "full_tensor") else value
+            for name, value in self.state_dict().items()
+        }
+        return agree.whole_state(self.process_group, own, self._names)
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Load what is of this rank's layers, from a checkpoint of the whole module or of these
-        layers. What is of other ranks' layers is passed over. If the stages are fully sharded, load
-        that of the whole module within `whole_stages()`."""
+        layers. What is of other ranks' layers is passed over."""
         own = copy.copy(state_dict)
         for name in set(self._names) - set(self.state_dict()):
             own.pop(name, None)
@@ -338,3 +264,13 @@ class Pipeline(Wrapper):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy_sharing(self, memo, self.process_group, self.schedule)
+
+
+def _looks(inputs: Any, trains: bool) -> list[Any]:
+    """What batches of one kind have alike: all but their values and the number of their rows."""
+    leaves, structure = tree_flatten(inputs)
+    looks = [
+        (x.shape[1:], x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else x
+        for x in leaves
+    ]
+    return [trains, str(structure), *looks]

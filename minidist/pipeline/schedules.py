@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from minidist.link.lines import Lines
-from minidist.link.link import Link, Network
+from minidist.instruments.link.lines import Lines
+from minidist.instruments.link.link import Link, Network
 from minidist.pipeline.instructions import (
     Backward,
     BackwardInputs,

@@ -42,10 +42,6 @@ class Stage:
 
     def __init__(self, module: nn.Module, recompute: bool = False) -> None:
         self.module, self.recompute = module, recompute
-        self.end_step()
-
-    def end_step(self) -> None:
-        """Forget all that is of one batch."""
         # By micro-batch: gives the received tensors that need a gradient, and the graph's edge at
         # each output. The edges hold the graph, so the outputs themselves may be freed.
         self._kept: dict[int, Callable[[], Graph]] = {}
@@ -93,25 +89,31 @@ class Stage:
         ways = [(y, dy) for y, dy in zip(ends, gradients, strict=True) if y and dy is not None]
         return received, [y for y, _ in ways], [dy for _, dy in ways]
 
-    def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
+    def backward(self, microbatch: int, gradients: Gradients) -> list[torch.Tensor]:
         """Add to the gradients of the weights, and return those of the inputs. `gradients`: of the
         floats among the outputs, or of the loss; None for one that needs none."""
         received, ends, gradients = self._begin(microbatch, gradients)
         if ends:
             torch.autograd.backward(ends, gradients)
-        return [x.grad for x in received]
+        return _or_zeros(received, [x.grad for x in received])
 
-    def backward_inputs(self, microbatch: int, gradients: Gradients) -> Gradients:
+    def backward_inputs(self, microbatch: int, gradients: Gradients) -> list[torch.Tensor]:
         """Return the gradients of the inputs. `backward_weights` does the rest."""
         received, ends, gradients = self._begin(microbatch, gradients)
         found, left = backward_inputs(ends, gradients, received) if ends else ([], [])
         self._deferred[microbatch] = left
-        return found or [None for _ in received]
+        return _or_zeros(received, found or [None] * len(received))
 
     def backward_weights(self, microbatch: int) -> None:
         """Add the gradients of the weights, which `backward_inputs` has left out."""
         for add in self._deferred.pop(microbatch):
             add()
+
+
+def _or_zeros(received: list[torch.Tensor], found: Gradients) -> list[torch.Tensor]:
+    """The gradients of what came in: zeros for what was not used."""
+    pairs = zip(received, found, strict=True)
+    return [torch.zeros_like(x) if gradient is None else gradient for x, gradient in pairs]
 
 
 # ---- backward in two parts ---------------------------------------------------------------------

@@ -7,7 +7,7 @@ from concurrent import futures
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import index
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 from uuid import uuid4
 
 import torch
@@ -41,27 +41,24 @@ class Checkpoints:
     passed, by name, its `state_dict()`. The model may be bare or in any strategy, on any number of
     ranks; the run that loads may have another strategy and other ranks.
 
-    folder: is made if it is missing. Another run that opens it is refused, also on other machines,
-        where the file system has locks for them. All ranks see it.
+    folder: is made if it is missing. All ranks see it. Another run that opens it is refused.
     keep: so many checkpoints stay; older ones are deleted when a new one is whole.
-    process_group: the ranks of the run; None is the default group, or this process alone where
-        there is none.
 
-    All ranks call all methods. Raises, on every rank, RuntimeError if another run has the folder,
-    or it cannot be written (OSError, where there is no group); ValueError for a `keep` below 1.
+    The ranks are those of the default group, or this process alone where there is none. All ranks
+    call all methods. Raises, on every rank, RuntimeError if another run has the folder, or it
+    cannot be written (OSError, where there is no group); ValueError for a `keep` below 1.
 
-    Limits: without `close`, or the `with` block, the last save may be lost. What a hook makes for a
-    model's state is saved like an extra state, that of rank 0. Random numbers go by rank: after a
-    load on another mesh, seed again where ranks along tensor must draw the same.
+    Limits: of one process, two runs at a time must not share a folder. Without `close`, or the
+    `with` block, the last save may be lost. No model with `get_extra_state`: pass that by a name of
+    its own. Random numbers go by rank: after a load on another mesh, seed again where ranks along
+    tensor must draw the same.
     """
 
-    def __init__(
-        self, folder: str | Path, keep: int = 2, process_group: dist.ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, folder: str | Path, keep: int = 2) -> None:
         self.folder, self.keep = Path(folder), keep
-        alone = process_group is None and not (dist.is_available() and dist.is_initialized())
-        group = self._group = None if alone else require_group(process_group, "Checkpoints")
-        self._rank = 0 if group is None else dist.get_rank(group)
+        grouped = dist.is_available() and dist.is_initialized()
+        self._group = require_group(None, "Checkpoints") if grouped else None
+        self._rank = dist.get_rank() if grouped else 0
         self._saving: futures.Future[Any] | None = None
         self._shares = Shares()
         with self._together():
@@ -69,14 +66,12 @@ class Checkpoints:
                 raise ValueError(f"keep must be 1 or more, not {keep}")
             if self._rank == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                self._lock: IO[str] = commit.lock(self.folder)
+                self._lock = commit.lock(self.folder)
                 commit.clear_partial(self.folder)
         self._id = self._gather(uuid4().hex[:8])[0]  # a run that was killed may still write
-        self._gloo: Any = None  # for torch's thread: its messages must not meet those of training
-        if group is not None:
-            ranks = dist.get_process_group_ranks(group)
-            self._part = process_group is not None  # then not all ranks are here to make a group
-            self._gloo = dist.new_group(ranks, backend="gloo", use_local_synchronization=self._part)
+        # For torch's thread: its messages must not meet those of training.
+        self._gloo: Any = dist.new_group(backend="gloo") if grouped else None
+        if grouped:
             dist.barrier(self._gloo)  # who closes at once would cut off who still connects
 
     # ---- save ------------------------------------------------------------------------------
@@ -171,9 +166,13 @@ class Checkpoints:
         steps = self._gather(own)[0]
         if not steps:
             return None
-        with _naming(steps):
-            self._load(max(steps), steps[max(steps)], states, others)
-        return max(steps)
+        (step, folder), *older = reversed(steps.items())
+        try:
+            self._load(step, folder, states, others)
+        except (ValueError, RuntimeError) as error:
+            onward = f". To go on from {older[0][1]}, move it away" if older else ""
+            raise type(error)(f"{folder} does not load: {error}{onward}") from error
+        return step
 
     def _load(self, step: int, folder: Path, states: States, others: Mapping[str, Any]) -> None:
         ranks = len(self._gather(None))
@@ -221,14 +220,12 @@ class Checkpoints:
     # ---- the end ---------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait, and let the next run have the folder."""
-        try:
-            self.wait()
-        finally:
-            self._unlock()
-            if self._gloo is not None and not self._part and dist.is_initialized():
-                dist.destroy_process_group(self._gloo)
-                self._gloo = None
+        """Wait until the last save is whole, and let the next run have the folder."""
+        self.wait()
+        self._unlock()
+        if self._gloo is not None and dist.is_initialized():
+            dist.destroy_process_group(self._gloo)
+            self._gloo = None
 
     def _unlock(self) -> None:
         if self._rank == 0:
@@ -240,11 +237,11 @@ class Checkpoints:
     def __exit__(self, kind: object, *_: object) -> None:
         """After an error the other ranks may be gone: what can still become whole gets some
         seconds, and no rank is asked."""
-        saving, self._saving = self._saving, None if kind else self._saving
-        if kind and saving and futures.wait([saving], GRACE).not_done:
-            saving.add_done_callback(lambda _: self._unlock())  # it has the folder until then
-        else:
+        if kind is None:
             self.close()
+        else:
+            futures.wait([self._saving] if self._saving else [], GRACE)
+            self._unlock()
 
     def _gather(self, mine: Any) -> list[Any]:
         return [mine] if self._group is None else agree.gather(self._group, mine)
@@ -263,14 +260,3 @@ def _naming_rank() -> Iterator[None]:
         rank = min(error.failures)
         problem, _ = error.failures[rank]
         raise RuntimeError(f"rank {rank}: {problem}") from problem
-
-
-@contextmanager
-def _naming(steps: Mapping[int, Path]) -> Iterator[None]:
-    """Of a load that failed, say which checkpoint it was, and what to do."""
-    try:
-        yield
-    except (ValueError, RuntimeError) as error:
-        *_, before, folder = None, *steps.values()
-        onward = f". To go on from {before}, move it away" if before else ""
-        raise type(error)(f"{folder} does not load: {error}{onward}") from error

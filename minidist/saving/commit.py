@@ -14,12 +14,9 @@ import json
 import os
 import re
 import shutil
-import socket
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
-from weakref import WeakValueDictionary
 
 from minidist.saving.naive import sync, write_whole
 
@@ -51,17 +48,24 @@ def commit(partial: Path, about: Mapping[str, Any], stamps: Mapping[str, Stamp])
 def clear(folder: Path, keep: int) -> None:
     """Delete what is older than the `keep` newest checkpoints."""
     for path in list(steps_in(folder).values())[:-keep]:
-        try:
-            # Not where it is: a kill would leave a part of it under the name of a whole one.
-            shutil.rmtree(path.rename(path.with_name(path.name + PARTIAL)))
-        except OSError as error:  # the newest is whole all the same
-            warnings.warn(f"{path} could not be deleted: {error}", stacklevel=1)
+        # Not where it is: a kill would leave a part of it under the name of a whole one.
+        shutil.rmtree(path.rename(path.with_name(path.name + PARTIAL)), ignore_errors=True)
 
 
 def clear_partial(folder: Path) -> None:
     """Delete what killed runs have not finished."""
     for path in folder.glob(f"step-*{PARTIAL}"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def lock(folder: Path) -> IO[str]:
+    """One run at a time has a folder: until the file is closed, or the process ends."""
+    file = (folder / ".lock").open("a")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a forked child does not have it
+    except BlockingIOError:
+        raise RuntimeError(f"{folder} belongs to another run, that is not over") from None
+    return file
 
 
 # ---- to load ------------------------------------------------------------------------------------
@@ -109,36 +113,3 @@ def synced_stamp(path: Path) -> Stamp:
 
 def _digest(content: Any) -> str:
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-# ---- one run a folder ---------------------------------------------------------------------------
-
-
-_held: WeakValueDictionary[Path, IO[str]] = WeakValueDictionary()
-
-
-def lock(folder: Path) -> IO[str]:
-    """One run at a time has a folder: until the file is closed, or the process ends. Raises
-    RuntimeError that names the one which has it. Warns where there are no locks."""
-    path = (folder / ".lock").resolve()
-    # Before it is opened: a process that closes a second handle of a file loses its lock.
-    if (own := _held.get(path)) and not own.closed:
-        raise RuntimeError(f"{folder} belongs to this process already: close that one first")
-    file = path.open("a+")
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a forked child does not have it
-    except (BlockingIOError, PermissionError):
-        with file:
-            file.seek(0)
-            who = file.read() or "which has just begun"
-        raise RuntimeError(
-            f"{folder} belongs to another run, {who}: end that one, or save to another folder"
-        ) from None
-    except OSError as error:  # ENOSYS, ENOLCK, EOPNOTSUPP: of a network file system
-        words = f"{folder} has no locks ({error}), so a second run in it is not refused"
-        warnings.warn(words, stacklevel=1)
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}")
-    file.flush()
-    _held[path] = file
-    return file

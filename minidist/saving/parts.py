@@ -11,7 +11,7 @@ Of an optimizer's states it has the same, and with ZeRO rows. `Part` says it to 
 which then find out who writes what, and what a rank of another strategy reads.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -107,20 +107,3 @@ def cuts_of(model: nn.Module) -> Iterator[tuple[torch.Tensor, Cut]]:
             for name, dim in layer.sharded.items():
                 if (own := layer._parameters.get(name)) is not None:
                     yield own, (dim, layer)
-
-
-def whole(parts: dict[str, Any], gather: Callable[[Any], list[Any]]) -> dict[str, torch.Tensor]:
-    """The whole tensors, on the CPU. Every rank calls this; `gather` gives what all ranks have, to
-    those that are to have the whole."""
-    own = {
-        name: (part.shape, part.dtype, {at: x.cpu() for at, x in part.pieces.items()})
-        for name, part in parts.items()
-        if isinstance(part, Part)
-    }
-    found: dict[str, torch.Tensor] = {}
-    for each in reversed(gather(own)):  # the first rank's counts
-        for name, (shape, dtype, pieces) in each.items():
-            full = found.setdefault(name, torch.empty(shape, dtype=dtype))
-            for at, x in pieces.items():
-                full[tuple(slice(o, o + n) for o, n in zip(at, x.shape, strict=True))] = x
-    return found

@@ -1,7 +1,6 @@
 """Model and optimizer as one process has them, in parts (lesson: scaling_out).
 
-    model.<name>                    a parameter or buffer, by its name in the bare module; or what
-                                    get_extra_state gives
+    model.<name>                    a parameter or buffer, by its name in the bare module
     optimizer.<state>.<name>        a state of that parameter, of its shape; or a number, its steps
 
 A tied parameter has an entry under each of its names. The options of the optimizer's groups are no
@@ -30,21 +29,18 @@ class States:
     """What this rank has of a model and its optimizer. No rank waits for another in here."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Raises ValueError for an optimizer that is not the model's, TypeError for one with more
-        than states of parameters, which would be lost."""
-        self._model, self.optimizer = _without_ddp(model), optimizer
-        bare = self._model.module if isinstance(self._model, MixedParallel) else self._model
+        """Raises ValueError for an optimizer that is not the model's; TypeError for a model with
+        more than tensors, or an optimizer with more than states of parameters."""
+        self.optimizer, bare = optimizer, _without_ddp(model)
+        bare = bare.module if isinstance(bare, MixedParallel) else bare
         state = bare.state_dict(keep_vars=True)  # first: FSDP may reshard before it
         own = {*model.parameters(), *model.buffers()}
         self._cuts = dict(cuts_of(model))
         self._names: dict[torch.Tensor, list[str]] = {}
-        self._extra: dict[str, tuple[str, Any]] = {}  # and the name here, of a compiled module
         for name, value in state.items():
-            known = name.replace("_orig_mod.", "")
-            if isinstance(value, torch.Tensor) and value in own:
-                self._names.setdefault(value, []).append(known)
-            else:
-                self._extra[known] = name, value
+            if not isinstance(value, torch.Tensor) or value not in own:
+                raise TypeError(f"{name} of the model is neither a parameter nor a buffer")
+            self._names.setdefault(value, []).append(name.replace("_orig_mod.", ""))
         groups = [] if optimizer is None else optimizer.param_groups
         self._parameters = [parameter for group in groups for parameter in group["params"]]
         if any(parameter not in self._names for parameter in self._parameters):
@@ -59,10 +55,8 @@ class States:
     # ---- to save ---------------------------------------------------------------------------
 
     def of_model(self) -> dict[str, Any]:
-        """Its parts; and what get_extra_state gives."""
-        found: dict[str, Any] = {
-            MODEL + n: copied(n, value) for n, (_, value) in self._extra.items()
-        }
+        """Its parts."""
+        found: dict[str, Any] = {}
         for tensor, names in self._names.items():
             # Buffers, such as a batch norm's, may be others on each rank.
             part = part_of(tensor, self._cuts.get(tensor), isinstance(tensor, nn.Parameter))
@@ -139,11 +133,7 @@ class States:
         return whole
 
     def put(self, read: Mapping[str, Any], groups: Groups) -> None:
-        """Give the optimizer what was read into its rooms, and the model its extra states. (Its
-        parameters were the rooms.)"""
-        if self._extra:
-            extra = {own: read[MODEL + known] for known, (own, _) in self._extra.items()}
-            self._model.load_state_dict(extra, strict=False)
+        """Give the optimizer what was read into its rooms. (The model's were its parameters.)"""
         if self.optimizer is None:
             return
         states: dict[int, dict[str, Any]] = {}
@@ -178,7 +168,7 @@ def merged(ranks: Sequence[Groups]) -> Groups:
 
 def require_groups(ours: Groups, theirs: Groups) -> None:
     """Raises ValueError if an optimizer's groups have other parameters or options than those that
-    were saved."""
+    were saved. (Of options one side may have more: of a scheduler, or of a later torch.)"""
     if not theirs:
         raise ValueError("it was saved without an optimizer")
     if len(ours) != len(theirs):
@@ -186,14 +176,18 @@ def require_groups(ours: Groups, theirs: Groups) -> None:
             f"it is of another optimizer: of {len(theirs)} groups, and the one here has {len(ours)}"
         )
     for number, (own, saved) in enumerate(zip(ours, theirs, strict=True)):
-        for what in ("names", "options"):
-            more, less = (set(a[what]) - set(b[what]) for a, b in ((saved, own), (own, saved)))
-            # Of options one side alone may have more: of a scheduler, or of a later torch.
-            if (more and less) if what == "options" else (more or less):
-                raise ValueError(
-                    f"it is of another optimizer: of the {what} of its group {number}, that of the "
-                    f"one here lacks {sorted(more)} and has {sorted(less)} as well"
-                )
+        if differ := {*own["names"]} ^ {*saved["names"]}:
+            raise ValueError(
+                f"it is of another optimizer: only one of them has {min(differ)} in group {number}"
+            )
+        more, less = (
+            {*saved["options"]} - {*own["options"]},
+            {*own["options"]} - {*saved["options"]},
+        )
+        if more and less:
+            raise ValueError(
+                f"it is of another optimizer, with {min(more)}, and without {min(less)}"
+            )
 
 
 def _without_ddp(model: Any) -> Any:

@@ -122,7 +122,7 @@ class ParallelLayer(nn.Module):
 
     def whole_shape(self, name: str) -> torch.Size:
         """The shape of a parameter of the dense layer."""
-        shape = list(local_of(getattr(self, name)).shape)
+        shape = list(getattr(self, name).shape)
         if name in self.sharded:
             shape[self.sharded[name]] = getattr(self, self.split)
         return torch.Size(shape)
@@ -137,9 +137,9 @@ class ParallelLayer(nn.Module):
 
     def joined(self, name: str) -> torch.Tensor:
         """A parameter of the dense layer, on every rank, as a copy. All ranks must call it."""
-        own = local_of(getattr(self, name)).detach()
-        if name not in self.sharded:
-            return own.clone()
+        own = getattr(self, name).detach()
+        if isinstance(own, DTensor):  # of this layer; or of FSDP, which has cut this rank's shard
+            own = own.to_local() if own.shape == self.whole_shape(name) else own.full_tensor()
         dim = self.sharded[name]
         places = [self.indices(rank) for rank in range(self.world_size)]
         shards = gather_shards(own, dim, list(map(len, places)), self.process_group)
@@ -218,19 +218,20 @@ class VocabParallelEmbedding(ParallelLayer):
     sum over the ranks is the embedding (*, embedding_dim), replicated. With `sequence_parallel` the
     output is (B, T / t, embedding_dim).
 
-    Raises ValueError if a rank would have no token, and for an embedding with `padding_idx`,
-    `max_norm`, `scale_grad_by_freq` or `sparse`; `forward`, IndexError for a token that is not in
-    the vocabulary.
+    Raises ValueError if a rank would have no token, and for an embedding with `padding_idx` or
+    `max_norm`; `forward`, IndexError for a token that is not in the vocabulary.
     """
 
     dense, split, sharded, uneven = nn.Embedding, "num_embeddings", {"weight": 0}, True
     num_embeddings: int
 
+    padding_idx: int | None
+    max_norm: float | None
+
     def require_split(self) -> None:
         super().require_split()
-        for name in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
-            if getattr(self, name) is not None and getattr(self, name) is not False:
-                raise ValueError(f"a VocabParallelEmbedding has no {name}")
+        if self.padding_idx is not None or self.max_norm is not None:
+            raise ValueError("a VocabParallelEmbedding has no padding_idx and no max_norm")
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         if tokens.numel() and not 0 <= tokens.min() <= tokens.max() < self.num_embeddings:

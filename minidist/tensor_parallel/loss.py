@@ -17,15 +17,13 @@ def vocab_parallel_cross_entropy(
     logits: torch.Tensor,
     targets: torch.Tensor,
     process_group: Group = None,
-    *,
-    ignore_index: int = -100,
 ) -> torch.Tensor:
     """The mean of `F.cross_entropy`, of logits that are split by classes and never gathered.
 
     logits: (*, V_r), the classes of this rank; those of rank 0 come first, and so on. The ranks may
         have different numbers of classes.
     targets: (*), from 0 to V - 1, the same on every rank of the group; those that are
-        `ignore_index` do not count.
+        -100 do not count.
 
     The loss is the same on every rank. What travels, for N targets on t ranks, are two all_reduces
     of N + t + 2 and of 2 N numbers, instead of N V. Half precision is computed in float32, and
@@ -43,7 +41,7 @@ def vocab_parallel_cross_entropy(
             f"logits of shape {tuple(logits.shape)} need targets of shape "
             f"{tuple(logits.shape[:-1])}, not {tuple(targets.shape)}"
         )
-    counted = targets.flatten() != ignore_index  # (N,)
+    counted = targets.flatten() != -100  # (N,)
     wide = torch.promote_types(logits.dtype, torch.float32)
     dtype = wide if torch.is_autocast_enabled(logits.device.type) else logits.dtype
     rows = logits.reshape(-1, logits.shape[-1]).to(wide)

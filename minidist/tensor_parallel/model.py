@@ -60,7 +60,8 @@ def parallelize_module(
     (`F.cross_entropy` of these is wrong without an error.) One weight in two layers, such as a tied
     head, stays one. What passes between layers are plain tensors.
 
-    Limits: an nn.MultiheadAttention reads a weight of a part that it does not call: take `split`.
+    Limits: an nn.MultiheadAttention reads a weight of a part that it does not call, and so does an
+    nn.TransformerEncoderLayer in evaluation.
     Dropout between columns and rows drops the same of each rank's features, and with
     `sequence_parallel` elsewhere the same of each rank's tokens; `fork_rng` draws others.
     Replicated parameters are plain while their own module's forward runs; elsewhere they are
@@ -169,9 +170,9 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
         if isinstance(own, DTensor) and name in shards:
             here, where = shards[name].to(own.dtype), (own.device_mesh, own.placements)
             shards[name] = (
-                DTensor(here, own._spec, requires_grad=False)
-                if name in cut
-                else distribute_tensor(here, *where, src_data_rank=None)
+                distribute_tensor(here, *where, src_data_rank=None)
+                if here.shape == own.shape
+                else DTensor(here, own._spec, requires_grad=False)
             )
     model.load_state_dict(shards)
 

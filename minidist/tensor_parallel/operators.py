@@ -42,8 +42,6 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 
-from minidist.common.single import all_gather_single, reduce_scatter_single
-
 Group = dist.ProcessGroup | None  # None: the default group
 Map = Callable[..., torch.Tensor]
 Result = Callable[[], torch.Tensor]
@@ -160,14 +158,14 @@ def _begin_all_reduce(x: torch.Tensor, _: Any, group: Group) -> Result:
 def _begin_all_gather(x: torch.Tensor, dim: int, group: Group) -> Result:
     size = dist.get_world_size(group)
     whole = x.new_empty(size * x.numel())  # flat, as gloo wants it
-    work = all_gather_single(whole, x.contiguous().view(-1), group)
+    work = dist.all_gather_single(whole, x.contiguous().view(-1), group=group, async_op=True)
     return partial(_wait, work, lambda: torch.cat(list(whole.view(size, *x.shape)), dim))
 
 
 def _begin_reduce_scatter(x: torch.Tensor, dim: int, group: Group) -> Result:
     pieces = parts(x, dim, group)
     own = torch.empty_like(pieces[0], memory_format=torch.contiguous_format)
-    work = reduce_scatter_single(own, torch.cat(pieces), group)
+    work = dist.reduce_scatter_single(own, torch.cat(pieces), group=group, async_op=True)
     return partial(_wait, work, lambda: own)
 
 

@@ -210,9 +210,6 @@ def split_by(model: nn.Module, plan: Mapping[str, Any], where: Where) -> None:
         for name, child in parent._modules.items():
             if child in made:
                 setattr(parent, name, made[child])
-        if isinstance(parent, nn.TransformerEncoderLayer):
-            # Evaluated, it would read the weights of its parts, this rank's, and not call them.
-            parent.activation_relu_or_gelu = 0
 
 
 def _resolve(model: nn.Module, plan: Mapping[str, Any]) -> dict[nn.Module, tuple[str, Style]]:

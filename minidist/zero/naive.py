@@ -18,8 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minidist.common.single import all_gather_single, reduce_scatter_single
-
 
 class NaiveZero:
     """An optimizer of `optimizer_class` for this rank's shard of the parameters."""
@@ -44,10 +42,10 @@ class NaiveZero:
         """Every parameter needs a gradient, which is used up."""
         gradient = self.flat(p.grad for p in self.parameters if p.grad is not None)
         self.shard.grad = torch.empty_like(self.shard)
-        reduce_scatter_single(self.shard.grad, gradient / self.ranks, None).wait()
+        dist.reduce_scatter_single(self.shard.grad, gradient / self.ranks)
         self.optimizer.step()
         whole = torch.empty_like(gradient)
-        all_gather_single(whole, self.shard.detach(), None).wait()
+        dist.all_gather_single(whole, self.shard.detach())
         start = 0
         for parameter in self.parameters:
             parameter.grad = None

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from minidist import backend
 from minidist.distributed_data_parallel.ddp import DistributedDataParallel
 from minidist.distributed_data_parallel.reducer import remove
+from minidist.machine import backend
 from minidist.zero.sharded_optimizer import ZeroRedundancyOptimizer
-from minidist.zero.shards import Cut, by_rank, reduce_scatter
+from minidist.zero.shards import Cut, deal, reduce_scatter
 
 
 class PassingBucket:
@@ -44,8 +44,7 @@ class PassingBucket:
         if parameter.grad is None:
             self.flat[:, place] = 0
         else:
-            for part, source in by_rank(self.flat[:, place], parameter.grad):
-                torch.mul(source, scale, out=part)
+            deal(self.flat[:, place], parameter.grad, scale)
         parameter.grad = None
 
     def leave(self) -> None:
@@ -139,30 +138,25 @@ class ShardedDataParallel(DistributedDataParallel):
     `no_sync` leave whole gradients, for the next pass outside to average. After FairScale's
     ShardedDDP.
 
-    optimizer: a `ZeroRedundancyOptimizer` of all parameters of the module that are trained, or
-        several that share them. The buckets and the group are those of the first.
+    optimizer: a `ZeroRedundancyOptimizer` of all parameters of the module that are trained. The
+        buckets and the group are its own.
     arguments: `find_unused_parameters` and `broadcast_buffers` of `DistributedDataParallel`.
 
     Raises TypeError for another optimizer; all else as `DistributedDataParallel` does.
 
-    Limits: a parameter that no optimizer has is not trained; `md.watch` finds this.
+    Limits: a parameter that the optimizer has not is not trained; `md.watch` finds this.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        optimizer: ZeroRedundancyOptimizer | Sequence[ZeroRedundancyOptimizer],
-        **arguments: Any,
+        self, module: nn.Module, optimizer: ZeroRedundancyOptimizer, **arguments: Any
     ) -> None:
-        several = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
-        if wrong := [type(x) for x in several if not isinstance(x, ZeroRedundancyOptimizer)]:
+        if not isinstance(optimizer, ZeroRedundancyOptimizer):
             raise TypeError(
                 "ShardedDataParallel needs a ZeroRedundancyOptimizer, which has the rows, not "
-                f"{wrong[0].__name__}"
+                f"{type(optimizer).__name__}"
             )
-        first: Any = several[0]
-        self._make_buckets = lambda plan, _: ShardBuckets(plan, first.cut)
-        cap, group = first.bucket_cap_mb, first.process_group
+        self._make_buckets = lambda plan, _: ShardBuckets(plan, optimizer.cut)
+        cap, group = optimizer.bucket_cap_mb, optimizer.process_group
         super().__init__(module, process_group=group, bucket_cap_mb=cap, **arguments)
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:

@@ -52,11 +52,10 @@ class ZeroRedundancyOptimizer(Optimizer):
     not elementwise, and for DTensors; ValueError, on every rank, if the ranks pass different
     parameters, or one without dimensions.
 
-    Limits: what is moved, converted or unfrozen later is not trained, and a rank with other options
-    trains its rows by them; `md.watch` finds this. The ranks must be replicas: of a pipeline give
-    it the group along data. No parameter
-    group can be added later. torch's `Join` does not take it. Clipping by the largest element fails
-    on a rank that has no rows of a parameter, as with all DTensors.
+    Limits: what is moved, converted, unfrozen or added later is not trained, and a rank with other
+    options trains its rows by them; `md.watch` finds this. The ranks must be replicas: of a
+    pipeline give it the group along data. Clipping by the largest element fails on a rank that has
+    no rows of a parameter, as with all DTensors.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class ZeroRedundancyOptimizer(Optimizer):
     ) -> None:
         self.process_group = group = require_group(process_group, "ZeroRedundancyOptimizer")
         self.bucket_cap_mb = BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
-        self.inner: Any = None  # it trains the rows
         with together(group):
             _require_elementwise(optimizer_class)
             if not self.bucket_cap_mb > 0:
@@ -87,7 +85,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._flats = [FlatParameters(bucket, self.cut) for bucket in buckets]
         own = {p: rows for flat in self._flats for p, rows in flat.own.items()}
         self.own = {p: own[p] for p in self._parameters() if p in own}  # this rank's rows of each
-        self.inner = optimizer_class(
+        self.inner: Any = optimizer_class(  # it trains the rows
             [
                 {**_options(each), "params": [self.own[p] for p in each["params"] if p in self.own]}
                 for each in self.param_groups
@@ -101,12 +99,6 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Of the constructor alone."""
-        if self.inner is not None:
-            raise RuntimeError("make another ZeroRedundancyOptimizer, of all groups")
-        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -180,10 +172,7 @@ class ZeroRedundancyOptimizer(Optimizer):
                 f"its parameter {tuple(parameter.shape)}"
             )
         if hasattr(value, "placements"):
-            own = value.to_local()
-            if own.shape == self.cut.own(parameter).shape:
-                return own
-            value = value.full_tensor()
+            return value.to_local()
         return self.cut.own(value).clone()
 
 

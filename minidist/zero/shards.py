@@ -5,7 +5,7 @@ torch's `DTensor` with the placement `Shard(0)` does, so that a rank's rows are 
 several parameters each rank's rows of all of them are together: (N, S).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from minidist import backend
-from minidist.common.single import all_gather_single, reduce_scatter_single
+from minidist.machine import backend
 
 # Gloo makes an all_gather of copies, and a reduce_scatter of a whole all_reduce. N broadcasts, or N
 # reductions, of a shard each do the same up to four times faster.
@@ -80,15 +79,14 @@ class FlatParameters:
         return waits
 
 
-def by_rank(
-    place: torch.Tensor, whole: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Of a place (N, n) for all ranks' rows the parts, and what of a whole tensor belongs there."""
+def deal(place: torch.Tensor, whole: torch.Tensor, scale: float) -> None:
+    """Copy a whole tensor, times scale, to a place (N, n) for all ranks' rows. What is behind its
+    last row stays as it was: nobody reads it."""
     flat, length = whole.reshape(-1), place.shape[1]
     ranks, rest = divmod(len(flat), length or 1)  # so many have all of their rows
-    yield place[:ranks], flat[: ranks * length].view(ranks, length)
+    torch.mul(flat[: ranks * length].view(ranks, length), scale, out=place[:ranks])
     if rest:
-        yield place[ranks, :rest], flat[ranks * length :]
+        torch.mul(flat[ranks * length :], scale, out=place[ranks, :rest])
 
 
 # ---- the two collectives -----------------------------------------------------------------------
@@ -109,7 +107,9 @@ def all_gather(
             for rank, shard in enumerate(shards)
         ]
     else:
-        works = [all_gather_single(x, place if own is None else own, group)]
+        works = [
+            dist.all_gather_single(x, place if own is None else own, group=group, async_op=True)
+        ]
     return lambda: _wait(works)
 
 
@@ -149,7 +149,7 @@ def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], to
             for rank, shard in enumerate(shards)
         ]
     else:
-        works = [reduce_scatter_single(total, x, group)]
+        works = [dist.reduce_scatter_single(total, x, group=group, async_op=True)]
 
     def wait() -> torch.Tensor:
         _wait(works)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from workshop import HERE, IGNORE, load, on_a_rank, path_of
 
 import minidist as md
-from minidist.checks.verdict import Verdict
+from minidist.course.checks.verdict import Verdict
 
 STEPS = 80  # of a loss curve
 TOOLS = "watch", "parity", "hashes", "bytes", "memory", "curve"

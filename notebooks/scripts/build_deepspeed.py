@@ -9,9 +9,8 @@ import fcntl
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
-
-from minidist.compare.build_locks import remove_stale
 
 FOLDER = Path(os.environ.get("TORCH_EXTENSIONS_DIR", f"{sys.prefix}/torch_extensions"))
 
@@ -27,6 +26,30 @@ def build() -> None:
         from deepspeed.accelerator import get_accelerator
 
         get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)
+
+
+def remove_stale(folder: Path) -> None:
+    """Remove each file `lock` within `folder`/* that no process holds. Who builds has it open, and
+    removes it right after closing it; so look twice."""
+    found = [lock for lock in folder.glob("*/lock") if not is_open(lock)]
+    if found:
+        time.sleep(0.2)
+    for lock in found:
+        if lock.exists() and not is_open(lock):
+            lock.unlink(missing_ok=True)
+
+
+def is_open(file: Path) -> bool:
+    """Whether a process has it open. Those of other users are not seen."""
+    import psutil  # comes with DeepSpeed
+
+    for process in psutil.process_iter():
+        try:
+            if any(Path(found.path) == file.resolve() for found in process.open_files()):
+                return True
+        except (psutil.Error, OSError):
+            continue  # it has ended, or is another user's
+    return False
 
 
 if __name__ == "__main__":

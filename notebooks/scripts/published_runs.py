@@ -10,8 +10,8 @@ fitted to them. Lessons: scaling_out, experts.
 from dataclasses import replace
 from functools import partial
 
-from minidist import planner
-from minidist.planner import GPUS, MODELS, Layout, Transformer
+from minidist.instruments import planner
+from minidist.instruments.planner import GPUS, MODELS, Layout, Transformer
 
 A100, H100, H200, B200, TITAN = GPUS.values()
 

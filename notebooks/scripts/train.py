@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 import minidist as md
-from minidist import zoo
+from minidist.course import zoo
 
 BATCH = 48  # examples of a step, over all ranks, which share it evenly
 

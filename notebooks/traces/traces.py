@@ -3,8 +3,8 @@
 from record import SCENES, path_of
 
 import minidist as md
-from minidist.checks.verdict import Verdict
-from minidist.tracing import Trace
+from minidist.course.checks.verdict import Verdict
+from minidist.instruments.tracing import Trace
 
 # What a trace of each cause shows.
 SHOWS = {

@@ -3,9 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from minidist import collectives
-from minidist.checks import collectives as check
-from minidist.common.single import all_gather_single, reduce_scatter_single
+from minidist.course.checks import collectives as check
 
 
 def chain(x):
@@ -41,15 +39,6 @@ def by_all_gather(x):
     x.copy_(sum(everything[: dist.get_rank() + 1]))
 
 
-def by_broadcasts(x):
-    mine = x.clone()
-    for src in range(dist.get_world_size()):
-        theirs = mine.clone()
-        collectives.broadcast(theirs, src=src)
-        if src < dist.get_rank():
-            x += theirs
-
-
 def by_a_table(x):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     table = torch.zeros(world_size, *x.shape, dtype=x.dtype)
@@ -80,20 +69,6 @@ def from_the_right(x):
     x.copy_(sum(everything[dist.get_rank() :]))
 
 
-def changes_what_it_sends(x):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    distance = 1
-    while distance < world_size:
-        sending = dist.isend(x, rank + distance) if rank + distance < world_size else None
-        if rank >= distance:
-            before = torch.empty_like(x)
-            dist.recv(before, rank - distance)
-            x += before
-        if sending is not None:
-            sending.wait()
-        distance *= 2
-
-
 def only_the_neighbour(x):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mine, before = x.clone(), torch.empty_like(x)
@@ -114,11 +89,18 @@ def receive_first(x):
         dist.send(x + before, (rank + 1) % world_size)
 
 
+NAMED = {  # what an answer is told
+    check.scan: {
+        chain: "with one message for each rank.",
+        doubling: "One message for each rank would do.",
+        by_a_table: "One message for each rank would do.",
+    },
+}
 ANSWERS = {
     check.which: (
         [
             ["broadcast", "all_gather", "reduce_scatter", "all_to_all"],
-            (dist.broadcast, all_gather_single, reduce_scatter_single, dist.all_to_all),
+            (dist.broadcast, dist.all_gather_single, dist.reduce_scatter_single, dist.all_to_all),
             ["Broadcast", "all-gather", "dist.reduce_scatter_tensor", "all to all"],
             ["Broadcast", "AllGather", "reducescatter", "alltoall"],
         ],
@@ -136,13 +118,12 @@ ANSWERS = {
     ),
     check.whole_gradient: ([5, 5.0, torch.tensor([5.0])], [6, 12, 20, 7, 4, "5"]),
     check.scan: (
-        [chain, doubling, by_all_gather, by_broadcasts, by_a_table],
+        [chain, doubling, by_all_gather, by_a_table],
         [
             total,
             exclusive,
             returned,
             from_the_right,
-            changes_what_it_sends,
             only_the_neighbour,
             receive_first,
             lambda x: x,

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from minidist.checks import ddp_in_practice as check
+from minidist.course.checks import ddp_in_practice as check
 
 
 def all_images(labels):
@@ -24,25 +24,12 @@ def weighted_gradients(model, images, labels):
         parameter.grad *= dist.get_world_size() / all_images(labels)
 
 
-def weighted_mean(model, images, labels):
-    mean = F.cross_entropy(model(images), labels) if len(labels) else model(images).sum()
-    (mean * len(labels) * dist.get_world_size() / all_images(labels)).backward()
-
-
 def without_ddps_average(model, images, labels):
     with model.no_sync():
         F.cross_entropy(model(images), labels, reduction="sum").backward()
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
         parameter.grad /= all_images(labels)
-
-
-def returns_the_loss(model, images, labels):
-    """To be printed."""
-    loss = F.cross_entropy(model(images), labels, reduction="sum")
-    loss = loss * dist.get_world_size() / all_images(labels)
-    loss.backward()
-    return loss
 
 
 def on_all_images(model, images, labels):
@@ -63,37 +50,10 @@ def padded(model, images, labels):
     (losses * dist.get_world_size() / all_images(labels)).backward()
 
 
-def past_ddp(model, images, labels):
-    """Through the module inside, whose gradients it sums by hand."""
-    F.cross_entropy(model.module(images), labels, reduction="sum").backward()
-    total = all_images(labels)
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= total
-
-
-def one_by_one(model, images, labels):
-    """Accumulated, image by image, and averaged with the last backward pass."""
-    factor = dist.get_world_size() / all_images(labels)
-    with model.no_sync():
-        for x, y in zip(images, labels, strict=True):
-            (F.cross_entropy(model(x[None]), y[None]) * factor).backward()
-    (model(images[:0]).sum() * 0).backward()
-
-
 def share_of_the_images(model, images, labels):
     """Forgets that DDP divides by the number of ranks."""
     loss = F.cross_entropy(model(images), labels) if len(labels) else model(images).sum()
     (loss * len(labels) / all_images(labels)).backward()
-
-
-def as_many_as_all_have(model, images, labels):
-    """Equal shares, by leaving images out."""
-    least = torch.tensor(len(labels))
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    F.cross_entropy(model(images[:least]), labels[:least], reduction="sum").backward()
-    for parameter in model.parameters():
-        parameter.grad /= max(1, least)
 
 
 def not_averaged(model, images, labels):
@@ -115,24 +75,6 @@ def divided_by_all(model, images, labels):
     (loss / all_images(labels)).backward()
 
 
-def mean_of_nothing(model, images, labels):
-    """The mean of no images is nan; its gradient is zero."""
-    loss = F.cross_entropy(model(images), labels) * len(labels)
-    (loss * dist.get_world_size() / all_images(labels)).backward()
-
-
-def divided_by_my_own(model, images, labels):
-    loss = F.cross_entropy(model(images), labels, reduction="sum")
-    (loss / max(1, len(labels))).backward()
-
-
-def averaged_twice(model, images, labels):
-    plain(model, images, labels)
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()
-
-
 def left_out(model, images, labels):
     if len(labels):
         weighted_loss(model, images, labels)
@@ -142,24 +84,21 @@ def no_backward(model, images, labels):
     return F.cross_entropy(model(images), labels, reduction="sum") / all_images(labels)
 
 
-def by_join(model, images, labels):
-    with model.join(divide_by_initial_world_size=False):
-        if len(labels):
-            plain(model, images, labels)
-
-
 ANSWERS = {
     check.memory_of_a_replica: ([84, 84.0], [10.5, 112, 672, 28, 56, 12, 84e9, "84 GB"]),
     check.steps_of_an_epoch: ([4, 4.0], [32, 31, 3, 125, 256, 3.9, "4"]),
     check.backward_of_all: (
+        [weighted_loss, weighted_gradients, without_ddps_average, padded],
         [
-            *(weighted_loss, weighted_gradients, weighted_mean, mean_of_nothing),
-            *(without_ddps_average, one_by_one, returns_the_loss, past_ddp, padded),
-        ],
-        [
-            *(plain, summed, divided_by_all, divided_by_my_own, averaged_twice),
-            *(share_of_the_images, as_many_as_all_have, not_averaged),
-            *(on_all_images, left_out, no_backward, by_join, lambda model, images, labels: None),
+            plain,
+            summed,
+            divided_by_all,
+            share_of_the_images,
+            not_averaged,
+            on_all_images,
+            left_out,
+            no_backward,
+            lambda model, images, labels: None,
         ],
     ),
 }

@@ -4,10 +4,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minidist as md
-from minidist.checks import distributed_data_parallel as check
+from minidist.course.checks import distributed_data_parallel as check
 
 
 class Wrapped(nn.Module):
@@ -42,19 +41,6 @@ class ByRing(Wrapped):
         md.collectives.all_reduce(gradient, algorithm="ring")
 
 
-class ByAllGather(Wrapped):
-    def add_up(self, gradient):
-        everything = [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
-        dist.all_gather(everything, gradient)
-        gradient.copy_(sum(everything))
-
-
-class ByReduceAndBroadcast(Wrapped):
-    def add_up(self, gradient):
-        dist.reduce(gradient, dst=0)
-        dist.broadcast(gradient, src=0)
-
-
 class AtTheEnd(Wrapped):
     """All gradients in one message, after the last of them."""
 
@@ -71,17 +57,6 @@ class AtTheEnd(Wrapped):
                 parameters, flat.split([p.numel() for p in parameters]), strict=True
             ):
                 p.grad = piece.view_as(p)
-
-
-class OneDummy(AtTheEnd):
-    """Something travels meanwhile, but no gradient."""
-
-    def arrived(self, parameter):
-        if not self.missing:
-            self.dummy = dist.all_reduce(torch.zeros(1), async_op=True)
-        super().arrived(parameter)
-        if not self.missing:
-            self.dummy.wait()
 
 
 class Asynchronous(Wrapped):
@@ -164,25 +139,6 @@ class OnlyWeights(Waiting):
             super().arrived(parameter)
 
 
-class WithFinish(Wrapped):
-    """Somebody would have to call `finish`."""
-
-    def begin(self):
-        super().begin()
-        self.travelling = []
-
-    def add_up(self, gradient):
-        self.travelling.append((gradient.clone(), gradient))
-
-
-class Averaged(Wrapped):
-    """The weights, instead of the gradients."""
-
-    def arrived(self, parameter):
-        dist.all_reduce(parameter.data)
-        parameter.data /= dist.get_world_size()
-
-
 class OnlyOnce(Waiting):
     """The first backward pass is averaged, and no other."""
 
@@ -219,11 +175,6 @@ class ViewsOfForward(Wrapped):
             dist.all_reduce(self.flat)
 
 
-class NoModule:
-    def __init__(self, module):
-        self.module = module
-
-
 class NoParameters(nn.Module):
     def __init__(self, module):
         super().__init__()
@@ -233,11 +184,11 @@ def bare(module):
     return module
 
 
-WAITING = [Waiting, ByRing, ByAllGather, ByReduceAndBroadcast, AtTheEnd, OneDummy]
-OVERLAPPING = [Asynchronous, ByCallback, Buckets, md.DistributedDataParallel, TorchDDP]
+WAITING = [Waiting, ByRing, AtTheEnd]
+OVERLAPPING = [Asynchronous, ByCallback, Buckets, md.DistributedDataParallel]
 WRONG = [
-    *(Nothing, Summed, TwiceDivided, OwnWeights, OnlyWeights, WithFinish, Averaged, OnlyOnce),
-    *(ViewsOfForward, NoModule, NoParameters, bare, nn.Linear(2, 2)),
+    *(Nothing, Summed, TwiceDivided, OwnWeights, OnlyWeights, OnlyOnce),
+    *(ViewsOfForward, NoParameters, bare, nn.Linear(2, 2)),
 ]
 
 ANSWERS = {

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from minidist.checks import experts as check
+from minidist.course.checks import experts as check
 
 
 class Exchange(torch.autograd.Function):
@@ -101,30 +101,6 @@ def one_message_each(x, weights, chosen, experts):
     return torch.zeros_like(x).index_add(0, flat, Exchange.apply(y, receives, sends))
 
 
-class FromEach(torch.autograd.Function):
-    """Rows to and from each rank by messages between two."""
-
-    @staticmethod
-    def forward(ctx, rows, sends, receives):
-        ctx.back = receives, sends
-        rank, arrived = dist.get_rank(), [rows.new_empty(m, rows.shape[1]) for m in receives]
-        parts = [part.contiguous() for part in rows.split(sends)]
-        arrived[rank].copy_(parts[rank])
-        others = [r for r in range(len(parts)) if r != rank]
-        work = [dist.isend(parts[r], r) for r in others if sends[r]]
-        work += [dist.irecv(arrived[r], r) for r in others if receives[r]]
-        for each in work:
-            each.wait()
-        return torch.cat(arrived)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return FromEach.apply(grad, *ctx.back), None, None
-
-
-pairwise = once(there=FromEach.apply, back=FromEach.apply)
-
-
 # ---- wrong ones -------------------------------------------------------------------------------
 
 
@@ -157,20 +133,12 @@ def without_weights(x, gates, experts):
     return summed(x, (gates != 0).to(x), experts)
 
 
-def times_their_sum(x, gates, experts):
-    return summed(x, (gates != 0) * gates.sum(1, keepdim=True), experts)
-
-
 def one_expert_of_a_rank(pick):
     def by(x, gates, experts):
         best = pick(gates).argmax(1, keepdim=True)
         return summed(x, torch.zeros_like(gates).scatter(1, best, gates.gather(1, best)), experts)
 
     return by
-
-
-def smallest(gates):
-    return -gates.masked_fill(gates == 0, 1)
 
 
 def without_autograd(rows, sends, receives):
@@ -187,17 +155,6 @@ def only_where_rows_are(rows, sends, receives):
 def nothing_without_tokens(x, weights, chosen, experts):
     """A rank without tokens does not take part."""
     return right(x, weights, chosen, experts) if len(x) else x
-
-
-class Unsummed(Exchange):
-    """Backward goes on in the order in which forward did."""
-
-    @staticmethod
-    def backward(ctx, grad):
-        receives, sends = ctx.back
-        rows = grad.new_zeros(sum(sends), grad.shape[1])
-        rows[: len(grad)] = grad[: len(rows)]
-        return rows, None, None
 
 
 def own_experts_alone(x, weights, chosen, experts):
@@ -232,33 +189,28 @@ def averaged_experts(x, gates, experts):
 
 
 comes_in_float32 = once(end=lambda y: y.float())
-rounded = once(end=lambda y: y.float().double())
 nothing_to_go_back = once(end=lambda y: y.detach())
-a_list = once(end=list)
 through_all_experts = once(by=all_experts_compute)
 weights_forgotten = once(by=without_weights)
-weights_summed = once(by=times_their_sum)
 largest_of_a_rank = once(by=one_expert_of_a_rank(torch.clone))
-smallest_of_a_rank = once(by=one_expert_of_a_rank(smallest))
 rows_without_autograd = once(there=without_autograd)
 weights_without_autograd = once(gates_by=weights_stay)
-backward_in_place = once(there=Unsummed.apply)
 leaves_the_graph = once(back=only_where_rows_are)
 mean_of_experts = once(by=averaged_experts)
 
 NAMED = {  # what an answer is told
-    naive: "both ways there is a row for each expert of a token.",
-    comes_back_for_each: "one way there is a row for each expert of a token.",
-    through_all_experts: "rows, and 36 have chosen them.",
-    weights_forgotten: "y lacks the weights of the experts.",
-    weights_summed: "y has each expert times all weights of its rank.",
-    largest_of_a_rank: "y has one expert of a rank where a token has chosen several.",
-    smallest_of_a_rank: "y has one expert of a rank where a token has chosen several.",
-    own_experts_alone: "y has only what the experts of this rank add.",
-    weights_without_autograd: "no gradient reaches weights: it travels without a function of "
-    "autograd.",
-    nothing_to_go_back: "in backward the other ranks would wait.",
-    mean_of_experts: "the gradient of an expert is not the sum over the tokens of all ranks.",
+    check.dispatch_once: {
+        naive: "both ways there is a row for each expert of a token.",
+        comes_back_for_each: "one way there is a row for each expert of a token.",
+        through_all_experts: "rows, and 36 have chosen them.",
+        weights_forgotten: "y lacks the weights of the experts.",
+        largest_of_a_rank: "y has one expert of a rank where a token has chosen several.",
+        own_experts_alone: "y has only what the experts of this rank add.",
+        weights_without_autograd: "no gradient reaches weights: it travels without a function of "
+        "autograd.",
+        nothing_to_go_back: "in backward the other ranks would wait.",
+        mean_of_experts: "the gradient of an expert is not the sum over the tokens of all ranks.",
+    }
 }
 RIGHT = 8 * (1 - comb(224, 8) / comb(256, 8))
 ANSWERS = {
@@ -268,15 +220,12 @@ ANSWERS = {
     ),
     check.router_gradient: ([0, 0.0, 5e-16, torch.zeros(())], [1, 0.9, -1.0, "none", "0"]),
     check.dispatch_once: (
-        [right, torchs_function, one_message_each, pairwise],
+        [right, torchs_function, one_message_each],
         [
-            *NAMED,
-            a_list,
+            *NAMED[check.dispatch_once],
             comes_in_float32,
-            rounded,
             nothing_without_tokens,
             rows_without_autograd,
-            backward_in_place,
             leaves_the_graph,
             everybody_gets_all,
         ],

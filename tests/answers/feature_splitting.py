@@ -4,9 +4,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-import minidist as md
 from minidist import tensor_parallel
-from minidist.checks import feature_splitting as check
+from minidist.course.checks import feature_splitting as check
 
 
 def mine(whole, dim):
@@ -45,24 +44,6 @@ class SumBoth(Sum):
         return summed(gradient)
 
 
-def ring(x):
-    total = x.contiguous().clone()
-    md.collectives.all_reduce(total)
-    return total
-
-
-class RingSum(Sum):
-    @staticmethod
-    def forward(ctx, x):
-        return ring(x)
-
-
-class RingCopy(Copy):
-    @staticmethod
-    def backward(ctx, gradient):
-        return ring(gradient)
-
-
 def nothing(x):
     return x
 
@@ -87,20 +68,6 @@ def own_heads(block, x, enter=Copy.apply, leave=Sum.apply, rows=rows_of_heads, o
 def from_the_library(block, x):
     copy, add = tensor_parallel.copy_to_group, tensor_parallel.reduce_from_group
     return own_heads(block, x, copy, add)
-
-
-def by_messages(block, x):
-    return own_heads(block, x, RingCopy.apply, RingSum.apply)
-
-
-def scatter_and_gather(block, x):
-    """Sends a quarter more: backward gathers."""
-
-    def leave(y):
-        part = tensor_parallel.reduce_scatter_to_sequence(y, -1)
-        return tensor_parallel.gather_from_group(part, -1)
-
-    return own_heads(block, x, leave=leave)
 
 
 def every_nth_head(block, x):
@@ -132,16 +99,6 @@ def spelled_out(block, x):
     return Sum.apply(y) + block.out.bias
 
 
-def in_place(block, x):
-    """A bare all_reduce: right, as autograd takes it for nothing."""
-
-    def leave(y):
-        dist.all_reduce(y)
-        return y
-
-    return own_heads(block, x, leave=leave)
-
-
 def whole(block, x):
     q, k, v = (
         each.unflatten(-1, (block.heads, -1)).transpose(1, 2)
@@ -162,22 +119,8 @@ def slices_afterwards(block, x):
     return Sum.apply(partial) + block.out.bias
 
 
-def by_rows_of_the_batch(block, x):
-    """All heads, of a part of the tokens."""
-    size = dist.get_world_size()
-    if x.shape[0] % size:
-        return whole(block, x)
-    part = whole(block, tensor_parallel.scatter_to_group(x, 0))
-    return tensor_parallel.gather_from_group(part, 0)
-
-
 def without_gradients(block, x):
     return own_heads(block, x, rows=lambda weight: rows_of_heads(weight.data))
-
-
-def without_any(block, x):
-    with torch.no_grad():
-        return own_heads(block, x)
 
 
 def straight(block, x):
@@ -207,79 +150,6 @@ def bias_on_rank_0(block, x):
     return own_heads(block, x, leave=leave, bias=0)
 
 
-def bias_in_parts(block, x):
-    part = block.out.bias / dist.get_world_size()
-    return own_heads(block, x, leave=lambda y: Sum.apply(y + part), bias=0)
-
-
-def four_ranks(block, x):
-    """Takes the number of ranks from the lesson."""
-    heads = block.heads // 4
-    rows = slice(dist.get_rank() * x.shape[2] // 4, (dist.get_rank() + 1) * x.shape[2] // 4)
-    q, k, v = (
-        each.unflatten(-1, (heads, -1)).transpose(1, 2)
-        for each in F.linear(
-            Copy.apply(x), torch.cat([each[rows] for each in block.qkv.weight.chunk(3)])
-        ).chunk(3, -1)
-    )
-    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    partial = F.linear(attended.transpose(1, 2).flatten(2), block.out.weight[:, rows])
-    return Sum.apply(partial) + block.out.bias
-
-
-def gathers_heads(block, x):
-    q, k, v = (
-        each.unflatten(-1, (block.heads // dist.get_world_size(), -1)).transpose(1, 2)
-        for each in F.linear(Copy.apply(x), rows_of_heads(block.qkv.weight)).chunk(3, -1)
-    )
-    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-    every = tensor_parallel.gather_from_group(attended, -1)
-    return F.linear(every, block.out.weight, block.out.bias)
-
-
-def sums_twice(block, x):
-    """The gradients are right."""
-
-    def leave(y):
-        return Sum.apply(y) + 0 * Sum.apply(y)
-
-    return own_heads(block, x, leave=leave)
-
-
-def one_head(block, x):
-    return own_heads(block, x)[..., :1]
-
-
-def last_heads_first(block, x):
-    def turned(whole, dim):
-        size = dist.get_world_size()
-        return whole.chunk(size, dim)[size - 1 - dist.get_rank()]
-
-    return own_heads(
-        block,
-        x,
-        rows=lambda weight: torch.cat([turned(each, 0) for each in weight.chunk(3)]),
-        out=lambda weight: turned(weight, 1),
-    )
-
-
-def by_a_hook(block, x):
-    """The gradient of x is summed by a hook, in place of Copy."""
-
-    def enter(x):
-        x = x.view_as(x)
-        x.register_hook(summed)
-        return x
-
-    return own_heads(block, x, enter)
-
-
-def bias_in_copied_parts(block, x):
-    """An N-th of the bias on each rank, through Copy: its gradient is summed again."""
-    part = Copy.apply(block.out.bias) / dist.get_world_size()
-    return own_heads(block, x, leave=lambda y: Sum.apply(y + part), bias=0)
-
-
 def copies_queries_keys_values(block, x):
     """Copy behind the layer: sums gradients of other heads."""
     heads = block.heads // dist.get_world_size()
@@ -290,24 +160,6 @@ def copies_queries_keys_values(block, x):
     attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     partial = F.linear(attended.transpose(1, 2).flatten(2), mine(block.out.weight, 1))
     return Sum.apply(partial) + block.out.bias
-
-
-def a_part_of_each_head(block, x):
-    """All heads, and of each an N-th of its features: the scores are only partial."""
-
-    def part(weight):
-        return mine(weight.unflatten(0, (block.heads, -1)), 1).flatten(0, 1)
-
-    if x.shape[2] // block.heads % dist.get_world_size():
-        return whole(block, x)
-    weight = torch.cat([part(each) for each in block.qkv.weight.chunk(3)])
-    q, k, v = (
-        each.unflatten(-1, (block.heads, -1)).transpose(1, 2)
-        for each in F.linear(Copy.apply(x), weight).chunk(3, -1)
-    )
-    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    y = F.linear(attended.transpose(1, 2).flatten(2), part(block.out.weight.T).T)
-    return Sum.apply(y) + block.out.bias
 
 
 def three_copies(block, x):
@@ -346,37 +198,18 @@ ANSWERS = {
         [STEP / 2, STEP / 4, 2 * STEP, 4 * STEP, 8 * STEP, 2048 * 4096 * 4, 58.7, "58720256"],
     ),
     check.attention: (
-        [
-            own_heads,
-            from_the_library,
-            by_messages,
-            scatter_and_gather,
-            every_nth_head,
-            spelled_out,
-            in_place,
-            last_heads_first,
-            by_a_hook,
-            bias_in_copied_parts,
-        ],
+        [own_heads, from_the_library, every_nth_head, spelled_out],
         [
             whole,
             slices_afterwards,
-            by_rows_of_the_batch,
             without_gradients,
-            without_any,
             straight,
             no_copy,
             no_sum,
             sum_both,
             bias_on_each,
             bias_on_rank_0,
-            bias_in_parts,
-            four_ranks,
-            gathers_heads,
-            sums_twice,
-            one_head,
             copies_queries_keys_values,
-            a_part_of_each_head,
             three_copies,
         ],
     ),

@@ -5,13 +5,12 @@ from functools import partial
 
 import torch
 import torch.distributed.fsdp as torch_fsdp
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
 import minidist as md
-from minidist.checks import fsdp_in_practice as check
-from minidist.fully_sharded import by_class, by_size
+from minidist.course.checks import fsdp_in_practice as check
+from minidist.fully_sharded import by_class
 
 
 def adam(model):
@@ -56,59 +55,15 @@ def wrapper(model):
     return [model, adam(model)]
 
 
-class Attention(nn.Module):
-    def __init__(self, block):
-        super().__init__()
-        self.heads, self.qkv, self.out = block.heads, block.qkv, block.out
-
-    def forward(self, x):
-        q, k, v = (
-            each.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for each in self.qkv(x).chunk(3, dim=-1)
-        )
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(attended.transpose(1, 2).flatten(2))
-
-
-class Halves(nn.Module):
-    def __init__(self, block):
-        super().__init__()
-        self.norm1, self.norm2 = block.norm1, block.norm2
-        self.attention, self.mlp = md.fully_shard(Attention(block)), md.fully_shard(block.mlp)
-
-    def forward(self, x):
-        x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
-
-
-def in_halves(model):
-    model.blocks = nn.Sequential(*map(Halves, model.blocks))
-    md.fully_shard(model)
-    return model, adam(model)
-
-
 def by_policy(model, **options):
     policy = by_class(md.zoo.Block)
     model = md.FullyShardedDataParallel(model, auto_wrap_policy=policy, **options)
     return model, adam(model)
 
 
-def sized(model):
-    model = md.FullyShardedDataParallel(model, auto_wrap_policy=by_size(12_000))
-    return [model, adam(model)]
-
-
 def mlps_only(model):
     for block in model.blocks:
         md.fully_shard(block.mlp)
-    md.fully_shard(model)
-    return model, adam(model)
-
-
-def mlp_then_block(model):
-    for block in model.blocks:
-        md.fully_shard(block.mlp)
-        md.fully_shard(block)
     md.fully_shard(model)
     return model, adam(model)
 
@@ -144,22 +99,9 @@ def no_root(model):
     return model, adam(model)
 
 
-def root_first(model):
-    md.fully_shard(model)
-    for block in model.blocks:
-        for part in block.mlp, block.qkv, block.out:
-            md.fully_shard(part)
-    return model, adam(model)
-
-
 def made_before(model):
     optimizer = adam(model)
     return by_parts(model)[0], optimizer
-
-
-def made_before_in_torch(model):
-    optimizer = adam(model)
-    return of_torch(model)[0], optimizer
 
 
 def with_sgd(model):
@@ -184,11 +126,21 @@ ANSWERS = {
         [32, 8, 12, 6, 36, 18, 48, 16, 24, "20 bytes"],
     ),
     check.prepare: (
-        [by_parts, of_torch, wrapper, in_halves, partial(by_policy, prefetch=False)],
+        [by_parts, of_torch, wrapper, partial(by_policy, prefetch=False)],
         [
-            *(blocks_then_root, blocks_of_torch, by_policy, sized, mlps_only, mlp_then_block),
-            *(one_unit, each_linear, in_pairs, kept, no_root, root_first, made_before, by_ddp),
-            *(made_before_in_torch, with_sgd, no_optimizer),
+            blocks_then_root,
+            blocks_of_torch,
+            by_policy,
+            mlps_only,
+            one_unit,
+            each_linear,
+            in_pairs,
+            kept,
+            no_root,
+            made_before,
+            by_ddp,
+            with_sgd,
+            no_optimizer,
         ],
     ),
 }

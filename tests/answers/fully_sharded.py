@@ -1,6 +1,5 @@
 """Answers to the puzzles and the exercise of the lesson fully_sharded."""
 
-import copy
 import warnings
 
 import torch
@@ -13,8 +12,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import minidist as md
-from minidist.checks import fully_sharded as check
-from minidist.common.single import all_gather_single
+from minidist.course.checks import fully_sharded as check
 
 
 class Again(torch.autograd.Function):
@@ -70,25 +68,6 @@ class Flat(nn.Module):
         return self.function.apply(x, self, *self.parameters())
 
 
-class ByBroadcast(Flat):
-    """Other collectives."""
-
-    def gather(self):
-        shards = []
-        for rank in range(dist.get_world_size()):
-            shards.append(self.shard.detach().clone())
-            dist.broadcast(shards[-1], src=rank)
-        sizes = [shape.numel() for shape in self.shapes.values()]
-        pieces = torch.cat(shards)[: sum(sizes)].split(sizes)
-        named = zip(self.shapes.items(), pieces, strict=True)
-        return {name: piece.view(shape) for (name, shape), piece in named}
-
-    def reduce(self, gradients):
-        whole = torch.cat(self.cut(gradients))
-        dist.all_reduce(whole)
-        return [whole.chunk(dist.get_world_size())[dist.get_rank()] / dist.get_world_size()]
-
-
 class EachTensor(nn.Module):
     """Each parameter is cut by itself."""
 
@@ -127,10 +106,6 @@ def naive(module):
     return md.fully_sharded.NaiveFullySharded(module)
 
 
-def wrapper(module):
-    return md.FullyShardedDataParallel(module)
-
-
 def torch_fully_shard(module):  # by rows
     warnings.simplefilter("ignore")  # torch's, about views
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
@@ -161,39 +136,6 @@ class ByCheckpoint(Flat):
         return checkpoint(compute, x, self.shard, use_reentrant=self.reentrant)
 
 
-class Reentrant(ByCheckpoint):
-    reentrant = True
-
-
-class EmptySkeleton(Flat):
-    """The module is a submodule; its parameters are there, and have no elements."""
-
-    def __init__(self, module):
-        super().__init__(copy.deepcopy(module))
-        self.skeleton = module
-        for parameter in module.parameters():
-            parameter.data = torch.empty(0, dtype=parameter.dtype)
-        self.module = [module]
-
-    def forward(self, x):
-        return self.function.apply(x, self, self.shard)
-
-
-class LastFirst(Flat):
-    """Rank 0 has the last shard."""
-
-    def cut(self, tensors):
-        return super().cut(tensors)[::-1]
-
-    def gather(self):
-        shards = [torch.empty_like(self.shard.data) for _ in range(dist.get_world_size())]
-        dist.all_gather(shards, self.shard.data)
-        sizes = [shape.numel() for shape in self.shapes.values()]
-        pieces = torch.cat(shards[::-1])[: sum(sizes)].split(sizes)
-        named = zip(self.shapes.items(), pieces, strict=True)
-        return {name: piece.view(shape) for (name, shape), piece in named}
-
-
 class KeepsGradients(Flat):
     """The whole gradients stay after they are reduced."""
 
@@ -210,24 +152,6 @@ class OwnShardOnly(Flat):
         sizes = [shape.numel() for shape in self.shapes.values()]
         named = zip(self.shapes.items(), pieces[: sum(sizes)].split(sizes), strict=True)
         return {name: piece.view(shape) for (name, shape), piece in named}
-
-
-class GathersOnce(Flat):
-    """Keeps what it gathered in the first step."""
-
-    def gather(self):
-        if not hasattr(self, "first"):
-            self.first = super().gather()
-        return self.first
-
-
-class NoMeanOfBias(EachTensor):
-    """Forgets to reduce what has one dimension."""
-
-    def reduce(self, gradients):
-        own = [self.cut(each)[dist.get_rank()] for each in gradients]
-        pairs = zip(own, super().reduce(gradients), gradients, strict=True)
-        return [one.clone() if whole.ndim == 1 else mean for one, mean, whole in pairs]
 
 
 class Keeps(Again):
@@ -287,14 +211,6 @@ class StillThere(Flat):
         self.module = [module.to_empty(device="cpu")]
 
 
-class GatheredForEver(Flat):
-    """Keeps what it has gathered in a list."""
-
-    def gather(self):
-        self.found = [super().gather()]
-        return self.found[0]
-
-
 class WholeParameter(Flat):
     def __init__(self, module):
         super().__init__(module)
@@ -311,14 +227,6 @@ class LinearOnly(nn.Module):
 
 def itself(module):
     return module
-
-
-def by_ddp(module):
-    return md.DistributedDataParallel(module)
-
-
-def a_function(module):
-    return lambda x: x
 
 
 def nothing_to_train(module):
@@ -372,23 +280,6 @@ def chain(modules, unit=Ahead, back=True):
         ways = {"forward": units[i + 1 : i + 2], "backward": units[:i][-1:] if back else []}
         each.others = ways
     return units
-
-
-class OneTensor(Ahead):
-    """By another collective."""
-
-    def begin(self):
-        own = self.shard.data
-        self.flat = own.new_empty(len(own) * dist.get_world_size())
-        self.pending = [self.flat], all_gather_single(self.flat, own, None)
-
-
-def one_tensor(modules):
-    return tuple(chain(modules, OneTensor))
-
-
-def in_a_module_list(modules):
-    return nn.ModuleList(chain(modules))
 
 
 class Hooked(Ahead):
@@ -458,56 +349,42 @@ def all_at_once(modules):
     return units
 
 
-def two_ahead(modules):
-    units = chain(modules)
-    for i, each in enumerate(units):
-        more = units[1:3] if i == 0 else units[i + 2 : i + 3]
-        each.others = {"forward": more, "backward": each.others["backward"]}
-    return units
-
-
 def last_first(modules):
     return chain(modules)[::-1]
-
-
-def by_itself(modules):
-    return list(modules)
 
 
 def three_of_four(modules):
     return chain(modules)[:3]
 
 
-def one_of_all(modules):
-    return Flat(nn.Sequential(*modules))
-
-
-def of_numbers(modules):
-    return [1, 2, 3, 4]
-
-
+NAMED = {  # what an answer is told
+    check.prefetch: {in_turn: "wait for it where the unit is used."},
+}
 ANSWERS = {
     check.tokens: (
         [3_000, 2 * 640e12 / (2 * 8 * 25e9) * 15 / 16],
         [24_000, 3_200, 6_000, 1_500, 48_000, 3, "3,000 tokens"],
     ),
     check.prefetch: (
-        [chain, one_tensor, in_a_module_list, hooked],
-        [
-            *(not_ahead, forward_only, in_turn, all_at_once, two_ahead, last_first, by_itself),
-            *(three_of_four, one_of_all, of_numbers, Ahead),
-        ],
+        [chain, hooked],
+        [not_ahead, forward_only, in_turn, all_at_once, last_first, three_of_four, Ahead],
     ),
     check.peak: ([480, 480.0], [600, 400, 320, 120, 800, 640, 480e6, 500, "480 MB"]),
     check.unit: (
+        [Flat, EachTensor, naive, torch_fully_shard, ByCheckpoint],
         [
-            *(Flat, ByBroadcast, EachTensor, naive, wrapper, torch_fully_shard),
-            *(ByCheckpoint, Reentrant, EmptySkeleton, LastFirst),
-        ],
-        [
-            *(KeepsUntilBackward, AutogradKeeps, Sum, OwnRows, NoGradientOfX, StillThere),
-            *(GatheredForEver, WholeParameter, LinearOnly, itself, by_ddp, a_function),
-            *(nothing_to_train, KeepsGradients, OwnShardOnly, GathersOnce, NoMeanOfBias),
+            KeepsUntilBackward,
+            AutogradKeeps,
+            Sum,
+            OwnRows,
+            NoGradientOfX,
+            StillThere,
+            WholeParameter,
+            LinearOnly,
+            itself,
+            nothing_to_train,
+            KeepsGradients,
+            OwnShardOnly,
         ],
     ),
 }

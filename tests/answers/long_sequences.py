@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 import minidist as md
-from minidist.checks import long_sequences as check
+from minidist.course.checks import long_sequences as check
 
 
 def here():
@@ -68,13 +68,9 @@ n_hops = ring(begin=0)
 stays_at_the_left_neighbour = ring(begin=0, home=0)
 comes_home_the_other_way = ring(home=-1)  # of two ranks the right one
 own_part_forgotten = ring(add_own=False)
-own_part_twice = ring(add_own=2)
 keys_come_home = ring(keys_again=True)
 without_the_scale = ring(scale=1)
-swapped = ring(way=lambda r: (r[0], r[2], r[1]))
-a_list = ring(way=list)
 two_of_them = ring(way=lambda r: r[1:])
-rounded = ring(way=lambda r: [x.float().double() for x in r])
 
 
 def one_message(q, k, v, out, lse, dout, positions):
@@ -100,27 +96,6 @@ def one_message(q, k, v, out, lse, dout, positions):
         passed = parts if passed is None else parts + following
     dk, dv = shifted(passed, rank, positions)
     return dq, own[0] + dk, own[1] + dv
-
-
-def straight_to_the_owner(q, k, v, out, lse, dout, positions):
-    """Each rank sends each other one its part: as many numbers, in longer ways."""
-    rank, size = here()
-    row, kv, sent = (dout * out).sum(-1, keepdim=True), [k, v], []
-    dq, dk, dv = block(q, k, v, lse, dout, row, positions, rank)
-    for step in range(1, size):
-        source = (rank - step) % size
-        kv = shifted(kv, source, positions)
-        more, *parts = block(q, *kv, lse, dout, row, positions, source)
-        dq = dq + more
-        sent += [(x, dist.isend(x.contiguous(), source)) for x in parts]
-    for other in (rank + step for step in range(1, size)):
-        for total in dk, dv:
-            part = torch.empty_like(k)
-            dist.recv(part, other % size)
-            total += part
-    for _, request in sent:
-        request.wait()
-    return dq, dk, dv
 
 
 def padded(x, length):
@@ -152,20 +127,8 @@ def scattered(grads):
     return own
 
 
-def all_reduced(grads):
-    whole = torch.stack(grads)
-    dist.all_reduce(whole)
-    return whole[dist.get_rank()]
-
-
 gathered = with_collectives(scattered)
-all_gradients_everywhere = with_collectives(all_reduced)
 nothing_travels_home = with_collectives(lambda grads: grads[dist.get_rank()])
-
-
-def sends_to_nobody(q, k, v, out, lse, dout, positions):
-    rank, size = here()
-    dist.recv(torch.empty_like(k), (rank - 1) % size)
 
 
 def other_positions(q, k, v, out, lse, dout, positions):
@@ -181,23 +144,15 @@ def contiguous_alone(q, k, v, out, lse, dout, positions):
     return right(q, k, v, out, lse, dout, contiguous)
 
 
-def equal_parts_alone(q, k, v, out, lse, dout, positions):
-    """Receives as many tokens as it has itself."""
-    rank = dist.get_rank()
-    equal = [
-        positions[r] if len(positions[r]) == len(k[0, 0]) else positions[rank]
-        for r in range(len(positions))
-    ]
-    return right(q, k, v, out, lse, dout, equal)
-
-
 NAMED = {  # what an answer is told
-    n_hops: "gradients can be home after 1 hop.",
-    keys_come_home: "keys and values are everywhere after 1 hop.",
-    stays_at_the_left_neighbour: "dk belongs to the tokens of rank 1.",
-    own_part_forgotten: "dk lacks what this rank's own queries add.",
-    without_the_scale: "dq lacks the factor D ** -0.5 of the scores.",
-    nothing_travels_home: "dk lacks what the other ranks' queries add.",
+    check.ring_backward: {
+        n_hops: "gradients can be home after 1 hop.",
+        keys_come_home: "keys and values are everywhere after 1 hop.",
+        stays_at_the_left_neighbour: "dk belongs to the tokens of rank 1.",
+        own_part_forgotten: "dk lacks what this rank's own queries add.",
+        without_the_scale: "dq lacks the factor D ** -0.5 of the scores.",
+        nothing_travels_home: "dk lacks what the other ranks' queries add.",
+    }
 }
 ANSWERS = {
     check.contiguous_efficiency: (
@@ -209,19 +164,13 @@ ANSWERS = {
         [1 / 2, 9 / 8, 17 / 16, 1, 3 / 2, 32, 16, 3.0, "twice"],
     ),
     check.ring_backward: (
-        [right, leftwards, a_list, one_message, straight_to_the_owner, gathered],
+        [right, leftwards, one_message, gathered],
         [
-            *NAMED,
-            own_part_twice,
-            swapped,
+            *NAMED[check.ring_backward],
             two_of_them,
-            rounded,
-            all_gradients_everywhere,
-            sends_to_nobody,
             other_positions,
             comes_home_the_other_way,
             contiguous_alone,
-            equal_parts_alone,
         ],
     ),
 }

@@ -1,8 +1,6 @@
 """Answers to the puzzles and the exercise of the lesson offload."""
 
-import torch
-
-from minidist.checks import offload as check
+from minidist.course.checks import offload as check
 from minidist.offload import on_host
 
 
@@ -45,17 +43,6 @@ def by_base(model):
     return pack, unpack
 
 
-def by_first_element(model):
-    """A transpose begins where its weight begins."""
-    stay = {p.data_ptr() for p in model.parameters()}
-
-    def pack(tensor):
-        at_hand = tensor.data_ptr() in stay
-        return (at_hand, tensor if at_hand else to_host(tensor))
-
-    return pack, lambda kept: kept[1] if kept[0] else to_device(kept[1])
-
-
 def by_shape(model):
     """Some activations have the shape of a parameter."""
     shapes = {p.mT.shape if p.ndim > 1 else p.shape for p in model.parameters()}
@@ -76,16 +63,6 @@ def kept_there_too(model):  # a copy on the host, and the device keeps its own
         return pack(tensor)
 
     return keep, unpack
-
-
-def by_size(model):
-    """Some parameters are as large as some activations."""
-    most = max(p.numel() for p in model.parameters())
-
-    def pack(tensor):
-        return (True, to_host(tensor)) if tensor.numel() >= most else (False, tensor)
-
-    return pack, lambda kept: to_device(kept[1]) if kept[0] else kept[1]
 
 
 def all_of_them(model):
@@ -109,10 +86,6 @@ def never_back(model):  # backward reads the host's memory
     return by_storage(model)[0], lambda kept: kept[1] if kept[0] is None else kept[0]
 
 
-def on_the_device(model):
-    return lambda tensor: tensor.clone(), lambda tensor: tensor.clone()
-
-
 def in_16_bits(model):
     pack, unpack = by_storage(model)
 
@@ -130,25 +103,18 @@ def in_place_of_a_pair(model):
     return by_storage(model)[0]
 
 
-def zeros(model):
-    return lambda tensor: tensor.shape, lambda shape: torch.zeros(shape, dtype=torch.float64)
-
-
 ANSWERS = {
     check.largest: ([16, 16.0, 32 / 2], [2, 8, 32, 16e9, 13, "16 B"]),
     check.tokens: ([4000, 4 / 25e9 / (6 / 150e12)], [2000, 12000, 6000, 4e-9, 1000, "4k"]),
     check.activations: (
-        [by_storage, by_base, by_first_element],
+        [by_storage, by_base],
         [
             all_of_them,
             but_parameters_themselves,
             none_of_them,
             never_back,
-            on_the_device,
             in_16_bits,
             in_place_of_a_pair,
-            zeros,
-            by_size,
             by_shape,
             kept_there_too,
         ],

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from minidist.checks import real_tools as check
+from minidist.course.checks import real_tools as check
 
 
 def loss_of(model, inputs, targets, reduction):
@@ -42,43 +42,6 @@ def afterwards(model, inputs, targets):
         p.grad *= dist.get_world_size() / total
 
 
-def weighted_mean(model, inputs, targets):
-    own = (targets != -100).sum()
-    total = own.clone()
-    dist.all_reduce(total)
-    loss = loss_of(model, inputs, targets, "none").sum() / own.clamp(min=1)
-    (loss * own * dist.get_world_size() / total).backward()
-
-
-def mean_times_count(model, inputs, targets):
-    """Where there are no tokens the loss is NaN, but its gradient is zero."""
-    own = (targets != -100).sum()
-    total = own.clone()
-    dist.all_reduce(total)
-    loss = loss_of(model, inputs, targets, "mean")
-    (loss * own * dist.get_world_size() / total).backward()
-
-
-def whole_batch(model, inputs, targets):
-    """Every rank computes all of it, and the mean of equal gradients is the same."""
-    everyones = []
-    for mine in (inputs, targets):
-        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, mine)
-        everyones.append(torch.cat(parts))
-    loss_of(model, *everyones, "mean").backward()
-
-
-def without_ddps_mean(model, inputs, targets):
-    total = (targets != -100).sum()
-    dist.all_reduce(total)
-    with model.no_sync():
-        loss_of(model, inputs, targets, "sum").backward()
-    for p in model.parameters():
-        dist.all_reduce(p.grad)
-        p.grad /= total
-
-
 def nan_is_zero(model, inputs, targets):
     loss = loss_of(model, inputs, targets, "mean")
     (loss * 0 if loss.isnan() else loss).backward()
@@ -94,19 +57,9 @@ def without_world_size(model, inputs, targets):
     (loss_of(model, inputs, targets, "sum") / total).backward()
 
 
-def counts_all_places(model, inputs, targets):
-    loss = loss_of(model, inputs, targets, "sum")
-    (loss / targets.numel()).backward()
-
-
 def only_ranks_with_tokens(model, inputs, targets):
     if (targets != -100).any():
         summed(model, inputs, targets)
-
-
-def own_count(model, inputs, targets):
-    own = (targets != -100).sum()
-    (loss_of(model, inputs, targets, "sum") / own.clamp(min=1)).backward()
 
 
 def no_backward(model, inputs, targets):
@@ -117,23 +70,12 @@ ANSWERS = {
     check.held: ([10, 10.0, 4 + 4 + 8 / 4, torch.tensor(10)], [16, 4, 6, 7, 9, 12, 8, 11, "10"]),
     check.global_batch: ([512, 4 * 8 * 16, 512.0], [64, 32, 128, 4, 256, "512"]),
     check.by_tokens: (
-        [
-            summed,
-            gathered,
-            divided_by_the_mean_count,
-            afterwards,
-            weighted_mean,
-            mean_times_count,
-            whole_batch,
-            without_ddps_mean,
-        ],
+        [summed, gathered, divided_by_the_mean_count, afterwards],
         [
             nan_is_zero,
             mean_of_means,
             without_world_size,
-            counts_all_places,
             only_ranks_with_tokens,
-            own_count,
             no_backward,
             lambda model, inputs, targets: None,
         ],

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from minidist.checks import scaling_out as check
+from minidist.course.checks import scaling_out as check
 from minidist.saving import naive
 
 
@@ -31,20 +31,6 @@ def by_names_of_os(state, path):
     replace(file.name, path)
 
 
-def from_memory(state, path):
-    """In one write, and the folder is synced, too."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    new = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    rest = buffer.getbuffer()
-    while rest:
-        rest = rest[os.write(new, rest) :]
-    os.fsync(new)
-    os.close(new)
-    Path(f"{path}.new").rename(path)
-    naive.sync(Path(path).parent)
-
-
 def by_path(state, path):
     """torch opens the file; it is synced by another descriptor."""
     torch.save(state, f"{path}.new")
@@ -53,27 +39,10 @@ def by_path(state, path):
     os.rename(f"{path}.new", path)
 
 
-def by_link(state, path):
-    """The path is a link to a file of each step."""
-    target = f"{path}.{state['step']}"
-    beside(state, target)
-    if os.path.lexists(f"{path}.link"):  # a killed run has left it
-        os.remove(f"{path}.link")
-    os.symlink(target, f"{path}.link")
-    os.replace(f"{path}.link", path)
-
-
 def in_a_thread(state, path):
     thread = threading.Thread(target=beside, args=(state, path))
     thread.start()
     thread.join()
-
-
-def moved(state, path):
-    """`shutil.move` renames where it can."""
-    torch.save(state, f"{path}.new")
-    os.sync()
-    shutil.move(f"{path}.new", path)
 
 
 def by_torch_alone(state, path):
@@ -96,27 +65,9 @@ def old_one_removed(state, path):
     os.rename(f"{path}.new", path)
 
 
-def old_one_moved_away(state, path):
-    if os.path.exists(path):
-        os.replace(path, f"{path}.old")
-    beside(state, path)
-
-
 def copied(state, path):
     beside(state, f"{path}.whole")
     shutil.copy(f"{path}.whole", path)
-
-
-def copied_before(state, path):
-    """In place: there is a copy, but under another name."""
-    if os.path.exists(path):
-        shutil.copyfile(path, f"{path}.bak")
-    torch.save(state, path)
-
-
-def saved_twice(state, path):
-    torch.save(state, f"{path}.bak")
-    torch.save(state, path)
 
 
 def not_synced(state, path):
@@ -148,20 +99,6 @@ def synced_too_late(state, path):
         os.fsync(file)
 
 
-def folder_synced(state, path):
-    torch.save(state, f"{path}.new")
-    os.replace(f"{path}.new", path)
-    naive.sync(Path(path).parent)
-
-
-def elsewhere(state, path):
-    with tempfile.NamedTemporaryFile(delete=False) as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(file.name, path)
-
-
 def another_name(state, path):
     beside(state, f"{path}.{state['step']}")
 
@@ -187,27 +124,19 @@ ANSWERS = {
         [
             beside,
             by_names_of_os,
-            from_memory,
             by_path,
-            by_link,
             flushed_by_torch,
             naive.save,
             in_a_thread,
-            moved,
         ],
         [
             by_torch_alone,
             into_the_old_file,
             old_one_removed,
-            old_one_moved_away,
             copied,
-            copied_before,
-            saved_twice,
             not_synced,
             not_flushed,
             synced_too_late,
-            folder_synced,
-            elsewhere,
             another_name,
             only_once,
             not_over_an_old_one,

@@ -5,7 +5,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from minidist.checks import zero as check
+from minidist.course.checks import zero as check
 
 
 class Flat:
@@ -45,45 +45,6 @@ class Flat:
         self.give()
 
 
-class Reduced(Flat):
-    """The gradients are reduced once more, which changes nothing."""
-
-    def take(self):
-        gradient = self.end_to_end([parameter.grad for parameter in self.parameters])
-        self.mine.grad = torch.empty_like(self.mine)
-        dist.reduce_scatter(self.mine.grad, list(gradient.chunk(self.world_size)))
-        self.mine.grad /= self.world_size
-
-
-class ByBroadcast(Flat):
-    def give(self):
-        for rank, shard in enumerate(self.shards):
-            dist.broadcast(shard, src=rank)
-
-
-class Copied:
-    """A shard of its own, copied back; all_gather of objects."""
-
-    def __init__(self, parameters, make_optimizer):
-        self.parameters, self.size = list(parameters), dist.get_world_size()
-        whole = nn.utils.parameters_to_vector(self.parameters).detach()
-        self.mine = nn.Parameter(whole.tensor_split(self.size)[dist.get_rank()].clone())
-        self.adam = make_optimizer([self.mine])
-
-    def zero_grad(self):
-        for parameter in self.parameters:
-            parameter.grad.zero_() if parameter.grad is not None else None
-
-    def step(self):
-        gradient = torch.cat([parameter.grad.flatten() for parameter in self.parameters])
-        self.mine.grad = gradient.tensor_split(self.size)[dist.get_rank()]
-        self.adam.step()
-        pieces = [None] * self.size
-        dist.all_gather_object(pieces, self.mine.detach())
-        with torch.no_grad():
-            nn.utils.vector_to_parameters(torch.cat(pieces), self.parameters)
-
-
 class EachTensor:
     """Each tensor is cut for itself, and has an optimizer of its own."""
 
@@ -97,33 +58,6 @@ class EachTensor:
     def step(self):
         for part in self.parts:
             part.step()
-
-
-def as_a_function(parameters, make_optimizer):
-    return Flat(parameters, make_optimizer)
-
-
-class Strided(Copied):
-    """Rank r has the elements r, r + N, r + 2N, ..."""
-
-    def __init__(self, parameters, make_optimizer):
-        self.parameters, self.size = list(parameters), dist.get_world_size()
-        whole = self.whole([p.detach() for p in self.parameters])
-        self.mine = nn.Parameter(whole[dist.get_rank() :: self.size].clone())
-        self.adam = make_optimizer([{"params": [self.mine]}])
-
-    def whole(self, tensors):
-        flat = torch.cat([tensor.flatten() for tensor in tensors])
-        return F.pad(flat, (0, -len(flat) % self.size))
-
-    def step(self):
-        gradient = self.whole([parameter.grad for parameter in self.parameters])
-        self.mine.grad = gradient[dist.get_rank() :: self.size]
-        self.adam.step()
-        parts = [torch.empty_like(self.mine.data) for _ in range(self.size)]
-        dist.all_gather(parts, self.mine.data)
-        with torch.no_grad():
-            nn.utils.vector_to_parameters(torch.stack(parts, 1).flatten(), self.parameters)
 
 
 class ByRows:
@@ -190,15 +124,6 @@ class GathersFirst(Flat):
         self.worker.step()
 
 
-class ByLength(Flat):
-    """Takes the gradients of its shard from the front of each tensor."""
-
-    def take(self):
-        parts = [p.grad.flatten().chunk(self.world_size) for p in self.parameters]
-        gradient = torch.cat([part[min(self.rank, len(part) - 1)] for part in parts])
-        self.mine.grad = F.pad(gradient, (0, len(self.mine)))[: len(self.mine)]
-
-
 class Everything(Flat):
     """Nothing is shared out."""
 
@@ -208,27 +133,6 @@ class Everything(Flat):
 
     def step(self):
         self.worker.step()
-
-
-class Hidden(Everything):
-    """The same, with an empty `inner` for those who count there."""
-
-    def __init__(self, parameters, make_optimizer):
-        super().__init__(parameters, make_optimizer)
-        self.inner = make_optimizer([nn.Parameter(torch.zeros(1))])
-
-
-class MadeByHand(Hidden):
-    """A real optimizer of everything, of the same class, that `make_optimizer` has not made."""
-
-    def __init__(self, parameters, make_optimizer):
-        super().__init__(parameters, make_optimizer)
-        given = {
-            name: self.inner.defaults[name]
-            for name in ("lr", "momentum", "betas")
-            if name in self.inner.defaults
-        }
-        self.worker = type(self.inner)(self.parameters, **given)
 
 
 class WholeTensors(Flat):
@@ -248,12 +152,6 @@ class NeverGathered(Flat):
         pass
 
 
-class Backwards(Flat):
-    def take(self):
-        gradient = self.end_to_end([parameter.grad for parameter in self.parameters[::-1]])
-        self.mine.grad = gradient.chunk(self.world_size)[self.rank]
-
-
 class NotPadded(Flat):
     def end_to_end(self, tensors):
         return torch.cat([tensor.flatten() for tensor in tensors])
@@ -267,25 +165,6 @@ class Summed(Flat):
         self.mine.grad = self.mine.grad * self.world_size
 
 
-class AlwaysAdam(Flat):
-    def __init__(self, parameters, make_optimizer):
-        super().__init__(parameters, make_optimizer)
-        self.worker = torch.optim.Adam([self.mine], lr=1e-3)
-
-
-class FirstShard(Flat):
-    """All ranks update the first shard."""
-
-    def take(self):
-        gradient = self.end_to_end([parameter.grad for parameter in self.parameters])
-        self.mine.grad = gradient.chunk(self.world_size)[0]
-
-
-class NoStep:
-    def __init__(self, parameters, make_optimizer):
-        self.inner = make_optimizer(parameters)
-
-
 ANSWERS = {
     check.stage_1_of_a_billion: ([7, 7.0, 2 + 2 + 12 / 4], [16, 10, 5.5, 4, 28, 7e9, "7 GB"]),
     check.accumulated_in_stage_2: (
@@ -293,19 +172,16 @@ ANSWERS = {
         [1.75, 2.625, 14, 17, 28, 28.875, 12.75, "14.875 Ψ"],
     ),
     check.my_zero: (
-        [Flat, Reduced, ByBroadcast, Copied, EachTensor, as_a_function, Strided, ByRows],
+        [Flat, EachTensor, ByRows],
         [
             *(
                 Everything,
-                Hidden,
-                MadeByHand,
                 WholeTensors,
                 NeverGathered,
-                Backwards,
                 NotPadded,
                 Summed,
             ),
-            *(AlwaysAdam, FirstShard, NoStep, Forgets, BiasesWhole, GathersFirst, ByLength),
+            *(Forgets, BiasesWhole, GathersFirst),
         ],
     ),
 }

@@ -19,7 +19,7 @@ import time
 import minidist as md
 from fuzz.beside_one_process import on_a_rank
 from fuzz.trials import STRATEGIES, Trial, draw
-from minidist.runtime import Pool
+from minidist.machine.runtime import Pool
 
 __all__ = ["STRATEGIES", "Trial", "draw", "on_a_rank", "run"]
 

@@ -1,7 +1,6 @@
 """A trial's training in one process: what its script does, and what strategies are held against."""
 
 import contextlib
-import copy
 from collections import Counter
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 import minidist as md
 from fuzz.habits import HABITS
 from fuzz.trials import Options, Trial
-from minidist.parity import cross_entropy
+from minidist.instruments.parity import cross_entropy
 
 OPTIMIZERS: dict[str, tuple[type[Optimizer], Options]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
@@ -22,7 +21,6 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], Options]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True}),
     "RMSprop": (torch.optim.RMSprop, {"lr": 1e-3, "momentum": 0.5}),
 }
-Rows = slice | list[int]
 
 
 def optimizers_of(trial: Trial, model: Any, **sharded: Any) -> list[Any]:
@@ -73,11 +71,6 @@ class Alone:
         wanted = self.names[self.trial.number % len(self.names)]
         named = self.model.named_parameters()
         return [p for name, p in named if name.replace("module.", "") == wanted]
-
-    def add(self, layer: nn.Module) -> None:
-        """Another layer at the end."""
-        self.model.append(layer)
-        self.optimizers = self.wrap(self.model)
 
     # ---- training --------------------------------------------------------------------------
 
@@ -134,15 +127,3 @@ class Alone:
     def state(self) -> dict[str, torch.Tensor]:
         """The weights and buffers of the whole model, on every rank."""
         return dict(self.model.state_dict())
-
-    def average(self) -> "Alone":
-        """A copy, to become the moving average of the weights."""
-        other = copy.copy(self)
-        other.model = copy.deepcopy(self.model)
-        return other
-
-    @torch.no_grad()
-    def follow(self, other: "Alone") -> None:
-        """A step of the moving average."""
-        for mine, theirs in zip(self.model.parameters(), other.model.parameters(), strict=True):
-            mine.lerp_(theirs, 0.3)

@@ -11,7 +11,7 @@ from fuzz.alone import Alone
 from fuzz.random_models import data, make
 from fuzz.strategies import STRATEGIES
 from fuzz.trials import Trial
-from minidist.parity.differences import differences
+from minidist.instruments.parity.differences import differences
 from minidist.saving import Checkpoints
 
 TOLERANCE = 1e-9  # relative, of float64: Adam divides by gradients that may be tiny
@@ -22,7 +22,6 @@ def on_a_rank(trial: Trial, tolerance: float = TOLERANCE) -> str:
     """Words for the first difference, or none."""
     alone = (InParts if trial.model == "batch norm" else Alone)(trial, made(trial))
     ours = STRATEGIES[trial.strategy](trial, made(trial))
-    averages = [(alone.average(), ours.average())] if trial.averaged else []
     compare = Comparison(tolerance)
     if trial.evaluation == "inference_mode":
         compare.everything(ours, alone, next(data(trial, 0)))
@@ -34,10 +33,6 @@ def on_a_rank(trial: Trial, tolerance: float = TOLERANCE) -> str:
         compare.number("the mean loss", found.item() / ours.ranks, wanted)
         if trial.evaluation or step == STEPS - 1:
             compare.everything(ours, alone, batches[0])
-        for one, many in averages:
-            one.follow(alone)
-            many.follow(ours)
-            compare.everything(many, one, batches[0], "of the average, ")
         everyone: list[Any] = [None] * ours.ranks  # all ranks stop at once
         dist.all_gather_object(everyone, next(iter(compare.problems), ""))
         if any(everyone):
@@ -79,15 +74,15 @@ class Comparison:
         if not math.isclose(ours, wanted, rel_tol=self.tolerance):
             self.problems.append(f"{what} is {ours}, alone it is {wanted}")
 
-    def everything(self, ours: Alone, alone: Alone, batch: Any, what: str = "") -> None:
+    def everything(self, ours: Alone, alone: Alone, batch: Any) -> None:
         """What an evaluation finds, all weights and all buffers."""
         # Evaluated first: a training pass leaves buffers that differ, and then rank 0's count.
         evaluated = [each.evaluate(*batch) for each in (ours, alone)]
-        self.number(f"{what}the loss in evaluation", *evaluated)
+        self.number("the loss in evaluation", *evaluated)
         expected = {name: value.detach() for name, value in alone.state().items()}
         for words, difference in differences(ours.state(), expected):
             if not difference <= self.tolerance:
-                self.problems.append(what + words)
+                self.problems.append(words)
 
 
 class InParts(Alone):

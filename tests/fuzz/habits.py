@@ -1,19 +1,16 @@
-"""What scripts do besides: hooks, gradients that are removed, parts that are frozen or added.
+"""What scripts do besides: hooks, gradients that are removed, parts that are frozen.
 
 Each is done to the strategy's model and to that of one process.
 """
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 DATA = ["ddp", "zero1", "zero2"]
 UNITS = ["fsdp", "fully_shard"]
-OWN = ("mlp", "lstm", "llama")  # models of `random_models`, which have a method
 ALL = [*DATA, *UNITS, "pipeline", "tensor", "mixed"]
 
 
@@ -45,21 +42,6 @@ def freeze(run: Any, step: int) -> None:
         parameter.requires_grad_(step != 1)
 
 
-def add(run: Any, step: int) -> None:
-    """Another layer, after the strategy has taken those that it trains."""
-    if step == 1:
-        torch.manual_seed(run.trial.number)
-        run.add(nn.Linear(10, 10).double())
-
-
-def by_a_method(run: Any, inputs: torch.Tensor) -> torch.Tensor:
-    """A method of the module, by way of the wrapper: it is refused, or right."""
-    with suppress(RuntimeError):
-        if hasattr(run.model, "predict"):
-            return run.model.predict(inputs)
-    return run.model(inputs)
-
-
 def twice(run: Any, inputs: torch.Tensor) -> torch.Tensor:
     """Two forward passes for one backward pass."""
     return torch.cat([run.model(part) for part in inputs.chunk(2)])
@@ -74,7 +56,7 @@ def adversarial(run: Any, inputs: torch.Tensor) -> torch.Tensor:
 
 
 def nothing(*_: Any) -> None:
-    """`strategies` sees to it."""
+    """No habit."""
 
 
 @dataclass(frozen=True)
@@ -90,15 +72,14 @@ class Habit:
 
 HABITS = {
     "none": Habit("", nothing, ALL),
-    "a hook of a gradient": Habit("wrapped", double, ALL),
+    "a hook of a gradient": Habit("wrapped", double, [*DATA, "pipeline", "tensor"]),
     "a hook after a gradient": Habit("wrapped", leave_nothing, ALL[3:]),
     "a gradient is removed": Habit("gradients", remove, ALL),
     "frozen for a step": Habit("step", freeze, ALL),
-    "a layer is added": Habit("step", add, DATA, ("mlp",)),
-    "a method computes": Habit("outputs", by_a_method, [*DATA, *UNITS, "tensor"], OWN),
-    "two forward passes": Habit("outputs", twice, [*DATA, *UNITS, "tensor"], (*OWN, "transformer")),
+    "two forward passes": Habit(
+        "outputs", twice, [*DATA, *UNITS, "tensor"], ("mlp", "lstm", "transformer", "llama")
+    ),
     "gradients of inputs": Habit("outputs", adversarial, [*DATA, *UNITS], ("mlp", "lstm")),
-    "two wrappers": Habit("", nothing, [*DATA, "fsdp"], ("mlp",)),
 }
 
 

@@ -20,8 +20,7 @@ def make(trial: Trial) -> nn.Module:
     torch.manual_seed(trial.number)
     # Heads that all ranks can share, and for a pipeline a sequence of enough layers.
     heads = 8 if trial.strategy in ("tensor", "mixed") else None
-    module: Any = MODELS[trial.model](random.Random(trial.number), heads).double()
-    return nn.Sequential(module[:2], module[2:]) if trial.habit == "two wrappers" else module
+    return MODELS[trial.model](random.Random(trial.number), heads).double()
 
 
 def data(trial: Trial, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -37,17 +36,7 @@ def data(trial: Trial, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
             yield x, torch.randint(10, (rows,), generator=generator)
 
 
-class WithMethod(nn.Module):
-    def predict(self, x: torch.Tensor) -> torch.Tensor:
-        """A method of the user's that computes."""
-        return self.forward(x)
-
-
-class MLP(WithMethod, nn.Sequential):
-    """Some layers."""
-
-
-def mlp(chance: random.Random, _: int | None) -> MLP:
+def mlp(chance: random.Random, _: int | None) -> nn.Sequential:
     """Of any depth, also with layers that are tied, frozen, normalized, or without bias."""
     width = chance.choice([5, 8, 16])
     layers: list[nn.Module] = [nn.Linear(64, width), nn.Tanh()]
@@ -59,10 +48,10 @@ def mlp(chance: random.Random, _: int | None) -> MLP:
         hidden[0].weight = hidden[-1].weight
     if chance.random() < 0.3:
         chance.choice(hidden).requires_grad_(False)
-    return MLP(*layers, nn.Linear(width, 10))
+    return nn.Sequential(*layers, nn.Linear(width, 10))
 
 
-class Recurrent(WithMethod):
+class Recurrent(nn.Module):
     """An LSTM over the rows of a digit: (B, 64) to (B, 10)."""
 
     def __init__(self, width: int) -> None:
@@ -108,7 +97,7 @@ MODELS: dict[str, Callable[[random.Random, int | None], nn.Module]] = {
 }
 
 
-class Llama(WithMethod):
+class Llama(nn.Module):
     """With the names of Hugging Face: rotary embedding, grouped queries, a gated MLP, RMS norms.
     (B, T) to (B, T, V)."""
 

@@ -1,7 +1,6 @@
 """A trial's training on a rank: the model by its strategy, and its optimizers."""
 
 import contextlib
-import copy
 from typing import Any
 
 import torch
@@ -13,66 +12,38 @@ import minidist as md
 from fuzz.alone import Alone, optimizers_of
 from fuzz.random_models import LlamaBlock, llama_plan
 from fuzz.trials import Trial
-from minidist.fully_sharded import by_class, by_size, register_fsdp_forward_method
+from minidist.fully_sharded import by_class, by_size
 from minidist.fully_sharded.fully_sharded_data_parallel import chosen
-from minidist.parity import cross_entropy
+from minidist.instruments.parity import cross_entropy
 
 
 class Data(Alone):
     """A replica on each rank, or a part of one."""
 
     def wrap(self, module: nn.Module) -> list[Any]:
-        if self.trial.habit != "two wrappers":
-            self.model, optimizers = self.wrap_one(module)
-            self.wrappers = [self.model]
-            return optimizers
-        made = [self.wrap_one(part) for part in module.children()]
-        self.wrappers = [model for model, _ in made]
-        self.model = nn.Sequential(*self.wrappers)
-        return [each for _, optimizers in made for each in optimizers]
-
-    def wrap_one(self, module: nn.Module) -> tuple[Any, list[Any]]:
-        """The wrapper and its optimizers."""
-        model = md.DistributedDataParallel(module, **self.options)
-        return model, optimizers_of(self.trial, model)
-
-    def add(self, layer: nn.Module) -> None:
-        """The wrapper has to notice; a new one goes on."""
-        module = self.model.module
-        module.append(layer)
-        with contextlib.suppress(RuntimeError):
-            self.model(torch.zeros(1, 64, dtype=torch.float64))
-            raise AssertionError("a layer was added to a wrapped module, and nobody noticed")
-        self.optimizers = self.wrap(module)
+        self.model = md.DistributedDataParallel(module, **self.options)
+        return optimizers_of(self.trial, self.model)
 
     def share(self) -> slice:
         return slice(self.rank, None, self.ranks)
 
     def waits(self, waits: bool) -> Any:
-        blocks = contextlib.ExitStack()
-        for each in self.wrappers:
-            each.require_backward_grad_sync = not (waits and self.trial.waiting == "attribute")
-            if waits and self.trial.waiting == "no_sync":
-                blocks.enter_context(each.no_sync())
-        return blocks
+        waits_by = self.trial.waiting if waits else ""
+        self.model.require_backward_grad_sync = waits_by != "attribute"
+        return self.model.no_sync() if waits_by == "no_sync" else contextlib.nullcontext()
 
 
 class ShardedStates(Data):
-    def wrap_one(self, module: nn.Module) -> tuple[Any, list[Any]]:
-        model = md.DistributedDataParallel(module, **self.options)
-        return model, optimizers_of(self.trial, model, process_group=None)
+    def wrap(self, module: nn.Module) -> list[Any]:
+        self.model = md.DistributedDataParallel(module, **self.options)
+        return optimizers_of(self.trial, self.model, process_group=None)
 
 
 class ShardedGradients(Data):
-    def wrap_one(self, module: nn.Module) -> tuple[Any, list[Any]]:
+    def wrap(self, module: nn.Module) -> list[Any]:
         optimizers = optimizers_of(self.trial, module, process_group=None)
-        return md.ShardedDataParallel(module, optimizers, **self.options), optimizers
-
-    def average(self) -> Alone:
-        other = copy.copy(self)  # gradients have one optimizer
-        parts = [copy.deepcopy(each.module) for each in self.wrappers]
-        other.model = parts[0] if len(parts) == 1 else nn.Sequential(*parts)
-        return other
+        self.model = md.ShardedDataParallel(module, optimizers[0], **self.options)
+        return optimizers
 
 
 class ShardedParameters(Data):
@@ -82,13 +53,13 @@ class ShardedParameters(Data):
         else:
             super().clip(norm)
 
-    def wrap_one(self, module: nn.Module) -> tuple[Any, list[Any]]:
+    def wrap(self, module: nn.Module) -> list[Any]:
         options = dict(self.options)
         units, mesh = self.policy(module, options.pop("units")), self.mesh(options.pop("hybrid"))
-        model = md.FullyShardedDataParallel(
+        self.model = md.FullyShardedDataParallel(
             module, auto_wrap_policy=units, device_mesh=mesh, **options
         )
-        return model, optimizers_of(self.trial, model)
+        return optimizers_of(self.trial, self.model)
 
     def policy(self, module: nn.Module, units: str) -> Any:
         tied = len([*module.parameters()]) < len([*module.named_parameters(remove_duplicate=False)])
@@ -107,14 +78,13 @@ class ShardedParameters(Data):
 class ShardedInPlace(ShardedParameters):
     """By `fully_shard`, the parts first."""
 
-    def wrap_one(self, module: nn.Module) -> tuple[Any, list[Any]]:
+    def wrap(self, module: nn.Module) -> list[Any]:
         options = dict(self.options)
         policy, mesh = self.policy(module, options.pop("units")), self.mesh(options.pop("hybrid"))
-        for part in [*(chosen(module, policy).values() if policy else ()), module]:
+        for part in [*(chosen(module, policy) if policy else ()), module]:
             md.fully_shard(part, mesh=mesh, **options)
-        if self.trial.habit == "a method computes":
-            register_fsdp_forward_method(module, "predict")
-        return module, optimizers_of(self.trial, module)
+        self.model = module
+        return optimizers_of(self.trial, module)
 
     def waits(self, waits: bool) -> Any:
         self.model.set_requires_gradient_sync(not waits or self.trial.waiting == "nothing")

@@ -19,7 +19,6 @@ class Trial:
     passes: backward passes a step.
     waiting: what those before the last do: "no_sync"; "attribute", as scripts of torch have it; or
         nothing: each reduces its own gradients.
-    averaged: a copy by `copy.deepcopy` becomes the moving average of the weights.
     habit: what the script does besides, of `habits.HABITS`.
     options: those of the strategy.
     evaluation: after each step: "no_grad"; or "inference_mode", which then comes before the first
@@ -37,7 +36,6 @@ class Trial:
     passes: int
     waiting: str
     clip: float | None
-    averaged: bool
     habit: str = "none"
     options: Options = field(default_factory=dict)
     evaluation: str = "no_grad"
@@ -127,22 +125,21 @@ def draw(number: int) -> Trial:
     if options.get("shard") == "units":  # which take no tied model, and no backward in two parts
         model, options["sequence_parallel"] = "llama", False
         options["schedule"] = options["schedule"].replace("zero_bubble", "1f1b")
+    counts = [1] if strategy == "zero2" else [1, 1, 2]
     trial = Trial(
         number,
         world_size,
         chance.choice(["gloo", "shm"]),
         model,
         strategy,
-        optimizers=tuple(chance.choices(OPTIMIZERS, k=chance.choice([1, 1, 2]))),
+        optimizers=tuple(chance.choices(OPTIMIZERS, k=chance.choice(counts))),
         batch=4 if strategy in ("pipeline", "mixed") else chance.randint(1, 4),
         passes=chance.choice([1, 1, 2, 3]),
         waiting=chance.choice(["no_sync", "attribute", "nothing"]),
         clip=chance.choice([None, 0.1, 1.0]),
-        averaged=chance.random() < 0.4,
         options=options,
     )
     habit = chance.choice(fitting(strategy, model))
     if habit == "frozen for a step" and "find_unused_parameters" in options:
         options["find_unused_parameters"] = True
-    averaged = trial.averaged and habit != "a layer is added"  # which a copy would not have
-    return replace(trial, habit=habit, averaged=averaged)
+    return replace(trial, habit=habit)

@@ -1,0 +1,144 @@
+"""The puzzles and the exercise of the lesson distributed_data_parallel."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from minidist.course import zoo
+from minidist.course.checks.verdict import NotYet, check, on_ranks, puzzle, ranks, same, shown
+from minidist.instruments.link import Link
+from minidist.instruments.measure import record
+
+SLOW = Link(gbps=10, latency_us=20_000)  # each message travels for 20 ms, and so can be seen to
+
+
+bytes_of_a_step = puzzle(__name__, "bytes_of_a_step")
+last_bucket = puzzle(__name__, "last_bucket")
+
+
+@check
+def averages(answer: object) -> None:
+    """A wrapper: replicas begin with rank 0's weights, `backward()` leaves the mean gradients."""
+    _require_right(answer)
+
+
+@check
+def overlaps(answer: object) -> None:
+    """The same, and gradients travel while backward computes."""
+    _require_right(answer)
+    share = min(on_ranks(_overlap, answer, world_size=2, backend="shm", link=SLOW))
+    if share == 0:
+        raise NotYet(
+            "the gradients are right, but nothing travels while backward computes. Start a message "
+            "in a hook, and wait for it in a later one."
+        )
+    if share < 0.4:  # those that the last layer's hook sends and waits for do not overlap
+        raise NotYet(
+            f"the gradients are right, but only {100 * share:.0f}% of their bytes travel while "
+            "backward computes."
+        )
+
+
+def _require_right(answer: Any) -> None:
+    if not callable(answer):
+        raise NotYet(f"give the class itself, MyDDP, not {shown(answer)}.")
+    for world_size in (2, 3):
+        results = on_ranks(_training, answer, world_size=world_size)
+        # A rank that began elsewhere is the cause of what the others say.
+        for rank, wrong in sorted(enumerate(results), key=lambda said: "begins" not in said[1]):
+            if wrong:
+                raise NotYet(f"on {ranks(world_size)}, rank {rank} {wrong}.")
+
+
+def _training(answer: Callable[..., Any]) -> str:
+    """What is wrong on this rank, if anything: the first of it. It goes on, as others wait."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(0)  # (zoo.digits is slow to import)
+    images = torch.randn(96, 64, generator=generator, dtype=torch.float64)
+    labels = torch.randint(10, (96,), generator=generator)
+    model = zoo.mlp(64, 16, 16, 10, dtype=torch.float64, seed=rank)
+    single = zoo.mlp(64, 16, 16, 10, dtype=torch.float64, seed=0)
+    wrapped, wrong = answer(model), list[str]()
+    if not isinstance(wrapped, nn.Module):
+        return f"gets {shown(wrapped)} from MyDDP(model), not a module"
+    if {*model.parameters()} - {*wrapped.parameters()}:
+        return "misses the parameters of the model: self.module = module"
+    if not same(model.parameters(), single.parameters()):
+        wrong.append("begins with weights of its own, not with those of rank 0")
+    for step in range(4):
+        rows = slice(8 * step * world_size, 8 * (step + 1) * world_size)
+        x, y = images[rows], labels[rows]
+        F.cross_entropy(single(x), y).backward()
+        _backward(wrapped, x[rank::world_size], y[rank::world_size], zero_grad_last=step > 1)
+        if complaint := _complaint(model, single, world_size):
+            between = " if zero_grad() stands between forward and backward" if step > 1 else ""
+            wrong.append(f"{complaint}, in step {step + 1}{between}")
+        with torch.no_grad():
+            for each in (*model.parameters(), *single.parameters()):
+                each.sub_(0 if each.grad is None else 0.1 * each.grad)
+        single.zero_grad()
+    return wrong[0] if wrong else ""
+
+
+def _backward(model: nn.Module, x: torch.Tensor, y: torch.Tensor, zero_grad_last: bool) -> None:
+    if not zero_grad_last:
+        model.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    if zero_grad_last:
+        model.zero_grad()
+    loss.backward()
+
+
+def _complaint(model: nn.Module, single: nn.Module, world_size: int) -> str:
+    ours = [p.grad for p in model.parameters() if p.grad is not None]
+    wanted = [p.grad for p in single.parameters() if p.grad is not None]
+    if len(ours) < len(wanted):
+        return f"has a gradient for {len(ours)} of {len(wanted)} parameters"
+    if same(ours, wanted):
+        return ""
+    if same(ours, [world_size * gradient for gradient in wanted]):
+        return "has the sum of the gradients, not the mean"
+    right = sum(same([a], [b]) for a, b in zip(ours, wanted, strict=True))
+    return f"has the mean gradient in {right} of {len(wanted)} parameters"
+
+
+class _Marked(nn.Module):
+    """Six layers. It notes when backward comes by between two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.times: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x.view_as(x)
+            x.register_hook(self.mark)
+            x = layer(x)
+        return x
+
+    def mark(self, _: torch.Tensor) -> None:
+        time.sleep(0.005)  # to compute takes time, too
+        self.times.append(time.perf_counter())
+
+
+def _overlap(answer: Callable[..., Any]) -> float:
+    """Bytes that were on their way at a time when backward came by, for each byte of gradients."""
+    model = _Marked()
+    wrapped = answer(model)
+    steps = 3
+    with record.observed() as events:
+        for _ in range(steps):
+            wrapped(torch.ones(4, 64, requires_grad=True)).sum().backward()
+    met = sum(
+        event.nbytes
+        for event in events
+        if event.scope is None and not event.control and event.end is not None
+        if any(event.start < moment < event.end for moment in model.times)
+    )
+    return met / (steps * sum(parameter.nbytes for parameter in model.parameters()))

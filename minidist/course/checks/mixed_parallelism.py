@@ -1,0 +1,147 @@
+"""The puzzles and the exercise of the lesson mixed_parallelism."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from minidist.course.checks.verdict import (
+    NotYet,
+    check,
+    function,
+    require_right,
+    shown,
+)
+
+Sizes = tuple[int, int, int]  # data, pipeline, tensor
+
+
+class Part(NamedTuple):
+    """One gradient of a rank. cut: the ranks along tensor have other parts of it; else they have
+    the same. elsewhere: an earlier stage has the same parameter, and counts it."""
+
+    gradient: torch.Tensor
+    cut: bool
+    elsewhere: bool
+
+
+@check
+def data_group(answer: object) -> None:
+    """The ranks along data of rank 13, on a mesh of 4 × 4 × 2."""
+    ranks = _whole_numbers(answer, "the ranks, such as [0, 1]")
+    hints = {
+        (5, 21, 29): "rank 13 is in its own group, too",
+        (9, 11, 13, 15): "those are its group along pipeline",
+        (12, 13): "that is its group along tensor",
+        (1, 5, 9, 13, 17, 21, 25, 29): "of these, half are in another stage",
+        (13, 14, 15, 16): "neighbours along data are 4 × 2 = 8 ranks apart",
+    }
+    if (found := tuple(sorted(ranks))) != (5, 13, 21, 29):
+        hint = hints.get(found, "rank 13 is at (1, 2, 1); only the first coordinate may change")
+        raise NotYet(f"{shown(list(found))} is not it: {hint}.")
+
+
+@check
+def mesh(answer: object) -> None:
+    """(data, pipeline, tensor) by the recipe: 64 GPUs, 8 a node, 900 GB, 60 GB on each."""
+    sizes = tuple(_whole_numbers(answer, "three sizes, (data, pipeline, tensor)"))
+    if len(sizes) != 3 or min(sizes) < 1:
+        raise NotYet("give three sizes, (data, pipeline, tensor).")
+    data, pipeline, tensor = sizes
+    if data * pipeline * tensor != 64:
+        raise NotYet(f"a mesh of {shown(sizes)} is for {data * pipeline * tensor} GPUs, not 64.")
+    if tensor > 8:
+        raise NotYet(f"{tensor} GPUs along tensor are more than a node has.")
+    if pipeline * tensor < 15:
+        each = 900 / (pipeline * tensor)
+        raise NotYet(f"then each GPU holds {each:.0f} GB, and has room for 60.")
+    if pipeline * tensor > 16:
+        raise NotYet(f"the model fits on 16 GPUs, and you cut it into {pipeline * tensor}.")
+    if tensor < 8:
+        raise NotYet("the model fits, but tensor comes first, up to the size of a node.")
+
+
+@check
+def norm(answer: object) -> None:
+    """`my_norm(parts, data, pipeline, tensor)`: the gradient norm of the whole model."""
+    for sizes in (8, 1, 1), (2, 2, 2), (1, 2, 4), (1, 4, 2):
+        on = " × ".join(map(str, sizes))
+        results = require_right(
+            _trial, function(answer), sizes, world_size=8, where=f", {on}", of_rank=""
+        )
+        wanted, hints = _norms(sizes)
+        for rank, (_, value) in enumerate(results):
+            if not abs(value / wanted - 1) <= 1e-12:  # nor is it nan
+                near = [says for says, other in hints.items() if abs(value / other - 1) < 1e-6]
+                hint = f": {near[0]}" if near else ""
+                raise NotYet(
+                    f"on {on}, rank {rank} has {value:.12g}, one process {wanted:.12g}{hint}."
+                )
+
+
+def _trial(my_norm: Callable[..., Any], sizes: Sizes) -> tuple[str, float]:
+    """What is strange about the answer of this rank, if anything; and the answer."""
+    axes = dist.init_device_mesh("cpu", sizes, mesh_dim_names=("data", "pipeline", "tensor"))
+    coordinates = axes.get_coordinate()
+    assert coordinates is not None
+    _, p, t = coordinates
+    groups = [axes.get_group(name) for name in ("data", "pipeline", "tensor")]
+    parts = _parts(sizes, p, t)
+    found = my_norm(parts, *groups)
+    pairs = zip(parts, _parts(sizes, p, t), strict=True)
+    if not all(torch.equal(part.gradient, before.gradient) for part, before in pairs):
+        return "my_norm changes the gradients, and the optimizer still needs them", 0.0
+    try:
+        return "", float(found)
+    except Exception:  # whatever an odd object raises
+        return f"give a tensor with the norm, or a number: {shown(found)} is neither", 0.0
+
+
+def _whole(sizes: Sizes) -> list[tuple[torch.Tensor, int, bool]]:
+    """Gradients of a whole model, the stages that have them, and whether tensor cuts them."""
+    draw = torch.Generator().manual_seed(0)
+    whole = []
+    for stage in range(sizes[1]):
+        whole.append((torch.randn(16, 6, generator=draw, dtype=torch.float64), stage, True))
+        whole.append((torch.randn(6, generator=draw, dtype=torch.float64), stage, False))
+    return [(torch.randn(24, 6, generator=draw, dtype=torch.float64), 0, True), *whole]
+
+
+def _parts(sizes: Sizes, p: int, t: int) -> list[Part]:
+    """Those of a rank. The first is on the last stage, too: the embedding is tied."""
+    parts = []
+    for number, (gradient, stage, cut) in enumerate(_whole(sizes)):
+        again = number == 0 and p == sizes[1] - 1 and p > 0
+        if stage == p or again:
+            own = gradient.chunk(sizes[2])[t] if cut else gradient
+            parts.append(Part(own.clone(), cut, again))
+    return parts
+
+
+def _norms(sizes: Sizes) -> tuple[float, dict[str, float]]:
+    """The norm of the whole model, and those that mistakes give."""
+    data, pipeline, tensor = sizes
+    whole = _whole(sizes)
+    cut, kept = (sum(float(g.square().sum()) for g, _, c in whole if c is b) for b in (True, False))
+    table = float(whole[0][0].square().sum()) if pipeline > 1 else 0.0
+    right = cut + kept
+    wrong = {
+        "it has no root": right**2,
+        "along data the gradients are the same, and count once": data * right,
+        "what the tensor group has whole counts once": cut + tensor * kept,
+        "the tied embedding counts once": right + table,
+        "what is whole, and the tied embedding, count once": right + table + (tensor - 1) * kept,
+    }
+    return right**0.5, {s: n**0.5 for s, n in wrong.items() if abs(n / right - 1) > 1e-9}
+
+
+def _whole_numbers(answer: Any, what: str) -> list[int]:
+    try:
+        given = list(answer)
+        numbers = [int(each) for each in given]
+    except Exception:  # whatever an odd object raises
+        given, numbers = [answer], []
+    if numbers != given:
+        raise NotYet(f"give {what}, not {shown(answer)}.")
+    return numbers

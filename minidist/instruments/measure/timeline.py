@@ -1,0 +1,82 @@
+"""What a rank was doing, and when (lesson: collectives)."""
+
+import contextlib
+import copy
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from minidist.instruments.measure.meter import Meter
+from minidist.instruments.measure.record import Event
+
+
+@dataclass(frozen=True)
+class Span:
+    """A piece of a rank's time. `start` and `end` are seconds of `time.perf_counter`, which is
+    one clock for all processes of a Linux machine. Lesson: collectives."""
+
+    name: str
+    category: str
+    start: float
+    end: float
+
+
+class Timeline(Meter):
+    """Records what one rank does within a `with` block, as spans of time. Lesson: collectives.
+
+        with md.measure.Timeline() as timeline:
+            with timeline.span("forward"):
+                loss = model(x).sum()
+            md.collectives.all_reduce(tensor)      # becomes a span by itself
+        return timeline         # plain data: a rank can return it, pickled
+
+    After the block, `spans` is a list of `Span`, by start; `rank` is ours. Categories:
+
+    - "communication": a call of torch.distributed, or one of md.collectives as one span, named
+      after it. An asynchronous collective lasts until it is done, a message until its `wait` has
+      returned;
+    - "agreement": before each collective of md.collectives, the ranks agree on the call. A rank
+      that comes early waits here for the others;
+    - "compute", or what `span` was given.
+
+    `md.tracing.save` writes the timelines of all ranks into a file for a trace viewer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spans: list[Span] = []
+
+    def _read(self, events: list[Event]) -> None:
+        now = time.perf_counter()
+        for event in events:
+            if event.scope is None:  # else it is within a span of its own
+                category = "agreement" if event.control else "communication"
+                end = now if event.end is None else event.end
+                self.spans.append(Span(event.operation, category, event.start, end))
+        self.spans.sort(key=lambda span: (span.start, -span.end))
+
+    @contextlib.contextmanager
+    def span(self, name: str, category: str = "compute") -> Iterator[None]:
+        """The time of the `with` block becomes a span, even if the block raises."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.spans.append(Span(name, category, start, time.perf_counter()))
+
+    def excerpt(self, name: str, first: int, last: int) -> "Timeline":
+        """The part from the end of the first-th span of this name to the end of the last-th."""
+        ends = [span.end for span in self.spans if span.name == name]
+        part = copy.copy(self)
+        part.spans = [s for s in self.spans if ends[first] <= s.start and s.end <= ends[last]]
+        return part
+
+    def seconds(self) -> dict[str, float]:
+        """The seconds spent in each category."""
+        spent: dict[str, float] = {}
+        for span in self.spans:
+            spent[span.category] = spent.get(span.category, 0.0) + span.end - span.start
+        return spent
+
+    def __repr__(self) -> str:
+        return f"Timeline(rank {self.rank}: {len(self.spans)} spans)"
