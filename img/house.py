@@ -53,7 +53,8 @@ BELOW = {
 
 def rooms(folder: Path) -> set[str]:
     """The modules in a folder, but for those that begin with an underscore."""
-    found = {path.stem for path in folder.iterdir() if path.suffix == ".py" or path.is_dir()}
+    there = [path for path in folder.iterdir() if path.suffix == ".py" or [*path.glob("*.py")]]
+    found = {path.stem for path in there}
     return {name for name in found if not name.startswith("_")}
 
 

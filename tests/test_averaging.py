@@ -228,3 +228,15 @@ def test_what_makes_no_sense_is_refused_on_every_rank(pools):
             assert told is not None and re.search(f"(?s){said}", told), (said, told)
     with pytest.raises(RuntimeError, match="LocalSGD works within a process group"):
         LocalSGD(momentum(net()), 4)
+
+
+def test_a_parameter_that_is_unfrozen_later_is_refused(pools):
+    def unfreeze():
+        model = net()
+        first = next(model.parameters()).requires_grad_(False)
+        optimizer = LocalSGD(momentum(model), 2)
+        first.requires_grad_(True)
+        with pytest.raises(RuntimeError, match="unfrozen since"):
+            optimizer.step()
+
+    pools(2)(unfreeze)

@@ -454,6 +454,9 @@ REFUSED = {
         md.zoo.Decoder(width=24, heads=6, kv_heads=6), attention="ulysses"
     ),
     "ValueError: 3 tokens cannot be cut over 4 ranks": lambda: step(length=3),
+    "ValueError: tokens are (": lambda: md.ContextParallel(decoder())(
+        batch(length=12)[0][:, :-1], batch(length=12)[1]
+    ),
     "ValueError: documents are (12,), one": lambda: step(documents=documents_of(11)),
     "cut tokens with a mask and no causality": lambda: step(attends(attn_mask=torch.ones(3, 3))),
     "cut tokens with dropout": lambda: step(attends(is_causal=True, dropout_p=0.1)),

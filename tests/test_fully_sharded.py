@@ -363,6 +363,12 @@ def double_backward():
     g.sum().backward()
 
 
+def hooked():
+    for parameter in (model := layers(net())).parameters():
+        parameter.register_hook(lambda g: g.clamp(-1, 1))
+    model(share(dist.get_rank())).sum().backward()
+
+
 REFUSED = [  # what is done, and the words that are told on every rank
     (lambda: layers(net(6, 5 + dist.get_rank(), 3)), "ValueError: the ranks have different models"),
     (by_rank, "ValueError: the ranks have different models"),
@@ -373,6 +379,7 @@ REFUSED = [  # what is done, and the words that are told on every rank
     (changed(replaced), "parameter 0.bias was added, replaced"),
     (moved_alone, "parameter first.weight"),
     (double_backward, "create_graph=True"),
+    (hooked, "calls no register_hook"),
     (lambda: layers(layers(net()).module), "is sharded already"),
     (lambda: md.fully_shard(nn.Sequential(net(2, 2), net(2, 2, dtype=BF16))), "1.0.weight"),
     (lambda: md.fully_shard(nn.ParameterList([torch.tensor(1.0)])), "0 has no rows"),

@@ -593,6 +593,10 @@ WRONG = {
         lambda: md.Pipeline(four(), 2, "zero_bubble", wrap=md.FullyShardedDataParallel),
         "wrap takes no schedule that goes back in two parts, and no parameter of two stages",
     ),
+    "another strategy around stages": (
+        lambda: md.Pipeline(four(), 2, wrap=nn.parallel.DistributedDataParallel),
+        "wrap takes md.FullyShardedDataParallel or md.fully_shard",
+    ),
     "they disagree about the model": (
         lambda: md.Pipeline(four().append(nn.Linear(3, 3 + dist.get_rank())), 2, balance=[2, 3]),
         "the ranks have different models. The first difference",
@@ -604,7 +608,8 @@ def test_what_cannot_be_a_pipeline_is_refused_on_every_rank(pools):
     for what, (make, words) in WRONG.items():
         first, second = told(pools(2), make)
         assert first == second and first is not None, what
-        assert first[0] == ("TypeError" if what == "no sequence" else "ValueError"), what
+        types = "no sequence", "another strategy around stages"
+        assert first[0] == ("TypeError" if what in types else "ValueError"), what
         assert words in first[1], what
 
 

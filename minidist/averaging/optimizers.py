@@ -30,8 +30,7 @@ class AveragingOptimizer(Optimizer):
     Raises RuntimeError without a process group; ValueError, on every rank, if the ranks have
     different models or arguments.
 
-    Limits: buffers, such as those of batch norm, stay each rank's own, and so do parameters that
-    are added or unfrozen later. Lesson: beyond_gradients.
+    Limits: buffers, such as those of batch norm, stay each rank's own. Lesson: beyond_gradients.
     """
 
     # Asked for each time: when `optimizer` loads a state, it makes new groups.
@@ -55,6 +54,9 @@ class AveragingOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """A step of this rank; after the last one of a period, the meeting."""
+        everything = [p for group in self.param_groups for p in group["params"]]
+        if sum(p.requires_grad for p in everything) > len(self.parameters):
+            raise RuntimeError("a parameter was unfrozen since: make the averaging optimizer anew")
         loss = self.optimizer.step(closure)
         self.steps += 1
         if self.steps % self.period == 0:

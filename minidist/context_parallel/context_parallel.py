@@ -65,9 +65,9 @@ class ContextParallel(Wrapper):
 
     Raises RuntimeError without a process group; ValueError, on every rank, for another name, and if
     gradients are not averaged over all ranks of the group; NotImplementedError for dropout.
-    `forward` raises ValueError, on every rank, if the ranks have other batches, or tokens are fewer
-    than ranks; NotImplementedError for attention that is not causal, has a mask, a dropout, or a
-    scale of its own.
+    `forward` raises ValueError, on every rank, if the ranks have other batches, targets another
+    shape than tokens, or tokens are fewer than ranks; NotImplementedError for attention that is not
+    causal, has a mask, a dropout, or a scale of its own.
 
     Limits: documents are cut alike in all rows. Each replica's mean counts alike, however many
     targets it has. No window of attention; q, k and v have four dimensions. Attention that a model
@@ -118,6 +118,8 @@ class ContextParallel(Wrapper):
         """
         group, rank = self.process_group, dist.get_rank(self.process_group)
         _require_same_batch(group, dict(tokens=tokens, targets=targets, documents=documents))
+        if targets is not None and targets.shape != tokens.shape:
+            raise ValueError(f"tokens are {tuple(tokens.shape)}, targets {tuple(targets.shape)}")
         if tokens.shape[1] < group.size():
             raise ValueError(f"{tokens.shape[1]} tokens cannot be cut over {group.size()} ranks")
         self.cut = cut = Cut.of("zigzag", tokens.shape[1], group.size(), documents)
@@ -212,7 +214,7 @@ def _require_same_batch(group: dist.ProcessGroup, batch: dict[str, torch.Tensor 
     for x in batch.values():
         x = torch.zeros(0) if x is None else x
         weighed = x.flatten() * torch.arange(1, x.numel() + 1, device=x.device)
-        digests += [int(weighed.sum()) * 1009 + x.numel()]
+        digests += [int(weighed.sum()) % 2**40 * 1009 + x.numel()]
     ends = torch.tensor([digests, [-each for each in digests]], device=message_device(group))
     dist.all_reduce(ends, dist.ReduceOp.MAX, group)
     for name, differs in zip(batch, ends.sum(0).tolist(), strict=True):

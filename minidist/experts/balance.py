@@ -55,6 +55,8 @@ def update_bias(model: nn.Module, rate: float) -> None:
     if routers[0].batch_group is not None:
         dist.all_reduce(counts, group=routers[0].batch_group)
     for router, rows in zip(routers, counts.split([len(r.bias) for r in routers]), strict=True):
+        if router.bias.itemsize < 4:
+            raise TypeError("in 16 bits steps are lost: router.bias = router.bias.float()")
         loads = rows.double()
         router.bias += rate * (loads.mean() - loads).sign().to(router.bias.dtype)
         router.seen = torch.zeros_like(rows)

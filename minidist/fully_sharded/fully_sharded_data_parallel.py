@@ -114,11 +114,13 @@ class FullyShardedDataParallel(Synchronized):
             with agree.together(*groups):
                 materialize(own, next(there, rank.device()), param_init_fn)
             _cast_buffers(own, given.buffer_dtype)
+            cast = given.cast_root_forward_inputs if part is module else given.cast_forward_inputs
+            dtypes = given.param_dtype, given.reduce_dtype
             fully_shard(
                 part,
                 mesh=mesh,
                 reshard_after_forward=reshard_after_forward,
-                mp_policy=MixedPrecisionPolicy(given.param_dtype, given.reduce_dtype),
+                mp_policy=MixedPrecisionPolicy(*dtypes, cast_forward_inputs=cast),
                 offload_policy=CPUOffloadPolicy() if offloads else None,
             )
         for unit in groups_in(module):
@@ -151,7 +153,8 @@ def _make_whole(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> No
     for name, value in state.items():
         kept = isinstance(value, nn.Parameter)  # keep_vars=True
         if name.startswith(prefix) and isinstance(value, DTensor) and not kept:
-            state[name] = value.full_tensor().cpu()
+            alone = value.device_mesh.size() == 1  # then the whole tensor is the parameter's own
+            state[name] = value.full_tensor().to("cpu", copy=alone)
 
 
 def _cast_buffers(own: Modules, dtype: torch.dtype | None) -> None:
@@ -166,8 +169,8 @@ def _cast_buffers(own: Modules, dtype: torch.dtype | None) -> None:
 
 
 def by_class(*classes: type[nn.Module]) -> Policy:
-    """A policy that wraps all modules of these classes, such as the blocks of a transformer. Not
-    those within torch's `nn.TransformerEncoderLayer` and `nn.MultiheadAttention`, which read the
+    """A policy that wraps all modules of these classes, such as the blocks of a transformer. Do not
+    name parts of torch's `nn.TransformerEncoderLayer` or `nn.MultiheadAttention`: these read the
     parameters of their parts themselves. Lesson: fully_sharded"""
     return ModuleWrapPolicy(classes)
 

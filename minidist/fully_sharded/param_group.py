@@ -339,6 +339,9 @@ def deliver(each: ShardedParameter, anywhere: bool) -> None:
     if not anywhere:
         return
     parameter = each.sharded
+    if parameter._backward_hooks:
+        takes = "register_post_accumulate_grad_hook"
+        raise RuntimeError(f"a sharded parameter calls no register_hook: use {takes}")
     if mean is not None:  # else that of earlier passes has taken it
         mesh, placements = parameter.device_mesh, parameter.placements
         gradient: Any = of_local(each.local, mesh, placements, parameter.shape)

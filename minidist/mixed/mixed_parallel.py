@@ -60,6 +60,7 @@ class MixedParallel(Wrapper):
         `md.FullyShardedDataParallel`, or a `functools.partial` of it. No parameter can be in two
         stages then. Along `experts` it is to leave them alone, as a function that calls
         `md.fully_shard` with `ignored_params=set(md.experts.parameters(stage))` does.
+
     Along `data` (`context`, `experts`) gradients are averaged once a step, so an optimizer may
     shard its states there: a `md.ZeroRedundancyOptimizer` with
     `process_group=mesh.get_group("data")` (ZeRO, stage 1), for all but experts. After a step all
@@ -179,6 +180,8 @@ class MixedParallel(Wrapper):
         if self._context is None:
             return self.pipeline.train_step(inputs, targets, loss_fn)
         rank, ranks = dist.get_rank(self._context), self._context.size()
+        if targets.shape != inputs.shape:
+            raise ValueError(f"inputs are {tuple(inputs.shape)}, targets {tuple(targets.shape)}")
 
         def part(outputs: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor]) -> Any:
             """Of the mean over whole rows, times the ranks: the mean over them is taken later."""

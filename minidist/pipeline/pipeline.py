@@ -146,6 +146,8 @@ class Pipeline(Wrapper):
             for stage, part in parts.items()
         }
         self.wrapped = [stage.module for stage in self._stages.values()]
+        if wrap is not None and not all(hasattr(stage, "fsdp_group") for stage in self.wrapped):
+            raise TypeError("wrap takes md.FullyShardedDataParallel or md.fully_shard")
         self._names = list(module.state_dict())
         self._ties = {p: those for p, those in ties.items() if rank in those and p.requires_grad}
         self.counted_elsewhere = {p for p, (first, *_) in self._ties.items() if first != rank}

@@ -1,5 +1,6 @@
 """`save`, `load` and `wait` (lesson: scaling_out)."""
 
+import fcntl
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -48,10 +49,9 @@ class Checkpoints:
     call all methods. Raises, on every rank, RuntimeError if another run has the folder, or it
     cannot be written (OSError, where there is no group); ValueError for a `keep` below 1.
 
-    Limits: of one process, two runs at a time must not share a folder. Without `close`, or the
-    `with` block, the last save may be lost. No model with `get_extra_state`: pass that by a name of
-    its own. Random numbers go by rank: after a load on another mesh, seed again where ranks along
-    tensor must draw the same.
+    Limits: without `close`, or the `with` block, the last save may be lost. No model with
+    `get_extra_state`: pass that by a name of its own. Random numbers go by rank: after a load on
+    another mesh, seed again where ranks along tensor must draw the same.
     """
 
     def __init__(self, folder: str | Path, keep: int = 2) -> None:
@@ -228,7 +228,8 @@ class Checkpoints:
             self._gloo = None
 
     def _unlock(self) -> None:
-        if self._rank == 0:
+        if self._rank == 0 and not self._lock.closed:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a forked worker has the file, too
             self._lock.close()
 
     def __enter__(self) -> Self:

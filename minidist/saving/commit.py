@@ -62,7 +62,7 @@ def lock(folder: Path) -> IO[str]:
     """One run at a time has a folder: until the file is closed, or the process ends."""
     file = (folder / ".lock").open("a")
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a forked child does not have it
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise RuntimeError(f"{folder} belongs to another run, that is not over") from None
     return file

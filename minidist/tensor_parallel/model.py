@@ -60,8 +60,7 @@ def parallelize_module(
     (`F.cross_entropy` of these is wrong without an error.) One weight in two layers, such as a tied
     head, stays one. What passes between layers are plain tensors.
 
-    Limits: an nn.MultiheadAttention reads a weight of a part that it does not call, and so does an
-    nn.TransformerEncoderLayer in evaluation.
+    Limits: an nn.MultiheadAttention reads a weight of a part that it does not call: take `split`.
     Dropout between columns and rows drops the same of each rank's features, and with
     `sequence_parallel` elsewhere the same of each rank's tokens; `fork_rng` draws others.
     Replicated parameters are plain while their own module's forward runs; elsewhere they are

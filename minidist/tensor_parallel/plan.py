@@ -207,6 +207,9 @@ def split_by(model: nn.Module, plan: Mapping[str, Any], where: Where) -> None:
     for module, (_, style) in styles.items():
         style.change(module, where)
     for parent in list(model.modules()):
+        if isinstance(parent, nn.TransformerEncoderLayer):
+            # Evaluated, it would read the weights of its parts, this rank's, and not call them.
+            parent.activation_relu_or_gelu = 0
         for name, child in parent._modules.items():
             if child in made:
                 setattr(parent, name, made[child])

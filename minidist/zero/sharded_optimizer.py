@@ -52,7 +52,7 @@ class ZeroRedundancyOptimizer(Optimizer):
     not elementwise, and for DTensors; ValueError, on every rank, if the ranks pass different
     parameters, or one without dimensions.
 
-    Limits: what is moved, converted, unfrozen or added later is not trained, and a rank with other
+    Limits: what is moved, converted or unfrozen later is not trained, and a rank with other
     options trains its rows by them; `md.watch` finds this. The ranks must be replicas: of a
     pipeline give it the group along data. Clipping by the largest element fails on a rank that has
     no rows of a parameter, as with all DTensors.

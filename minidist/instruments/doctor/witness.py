@@ -171,6 +171,8 @@ class Witness:
         """Whether ranks may share layers, and so see the same examples."""
         if any(getattr(getattr(p, "device_mesh", None), "ndim", 1) > 1 for _, p, _ in self.named()):
             return True
+        if any(isinstance(each, md.ContextParallel) for each in modules):
+            return True
         units = (FSDPModule, md.FullyShardedDataParallel)
         pieces = ((x, part) for _, part in self.parts() for x in part.pieces.values())
         cut = any(x.shape != part.shape for x, part in pieces)

@@ -10,14 +10,15 @@ What a call does, from Python to the other rank's memory: `dist.all_reduce(x)`, 
    queue of collectives (queues). torch gets the task, and calls its `wait`.
 3. `Engine.wait` (engine): the thread that waits takes the steps. Of a call that nobody waits for,
    the engine's own thread takes them.
-4. The first step begins `collectives.all_reduce`. It copies x into this rank's staging area: a part
-   of a segment (segment), which is memory that the other three have mapped, too.
-5. `Members.agree` (group) writes two words behind it: a checksum of the call's name, and "I have
-   come to barrier 17". Then the operation yields a `Wait`, until the words of all ranks say 17.
+4. The first step begins `collectives.all_reduce`. `Members.call` (group) writes a checksum of the
+   call's name. Then the three quarters of x that others add up are copied into this rank's staging
+   area: a part of a segment (segment), which is memory that the other three have mapped, too.
+5. `Members.agree` writes a word behind it: "I have come to barrier 17". Then the operation yields a
+   `Wait`, until the words of all ranks say 17.
 6. The thread asks again and again for 0.2 ms; then it sleeps until another rank rings (words).
 7. All have come. If the checksums differ, every rank raises an error that shows all four calls.
-8. Rank r reads the r-th quarter of all four staging areas, adds it up (`Reduction`, in tensors),
-   and leaves the total in its own. One more barrier.
+8. Rank r reads the r-th quarter of the three other staging areas, adds it to its own (`Reduction`,
+   in tensors), and leaves the total in x and in its area. One more barrier.
 9. Each rank copies the three quarters that others have added up into x. The generator ends.
 10. `Engine._complete` runs the callbacks, and the task's `wait` returns.
 

@@ -140,7 +140,8 @@ class Engine:
     def wait(self, task: Task, seconds: float = 0) -> None:
         """Go on with all tasks until this one is complete, or for so many seconds (0: without
         limit)."""
-        end, may_drive = time.monotonic() + seconds if seconds else math.inf, plain()
+        end = time.monotonic() + seconds if seconds else math.inf
+        may_drive = plain() or threading.current_thread() is self._thread
         try:
             while not task.is_complete and time.monotonic() < end:
                 if self._failure is not None and threading.current_thread() is self._thread:

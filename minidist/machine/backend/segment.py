@@ -38,13 +38,14 @@ class Segment:
     its first chunk."""
 
     def __init__(self, file: int, nbytes: int) -> None:
-        self._file, self._lock = file, threading.Lock()
+        self._file, self._lock = file, threading.RLock()  # a finalizer may come within
         self._chunks: dict[int, tuple[mmap.mmap, int]] = {}  # with the address of each
         self.first = (nbytes - 1).bit_length()
         begin, self.start = _map(file, 0, nbytes)
         head = memoryview(begin)[:HEAD]
         self.words, self.text = head.cast("q"), head
-        self.bytes = torch.frombuffer(begin, dtype=torch.uint8)  # (nbytes,)
+        with torch.inference_mode(False):  # only that mode could write to a tensor made in it
+            self.bytes = torch.frombuffer(begin, dtype=torch.uint8)  # (nbytes,)
 
     @classmethod
     def create(cls, nbytes: int) -> tuple["Segment", str]:
@@ -120,7 +121,7 @@ class Arena:
         self._chunk = segment.first - 1  # the last one that was begun
         self._next = self._end = 0  # what is left of it
         # Offsets of places, by k. A tensor may be gone at any moment, in any thread, even during
-        # `empty`: so its finalizer only appends here.
+        # `empty`: its finalizer gives memory back, and appends here.
         self._free: list[deque[int]] = [deque() for _ in range(LARGEST)]
         self._kept: list[deque[int]] = [deque() for _ in range(LARGEST)]  # with their memory
 

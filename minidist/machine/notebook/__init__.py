@@ -7,7 +7,7 @@
 
 The ranks are kept from cell to cell, each with a namespace of its own. `r = %ranks` gives the
 pool itself: `r(fn)` calls a function on every rank, `r.get("x", rank=1)` brings a value back.
-`%ranks` alone shows what each rank does now (`table.py`). `%%ranks --debug 1` lets rank 1 stop at
+`%ranks` alone shows which ranks are in a call (`table.py`). `%%ranks --debug 1` lets rank 1 stop at
 `breakpoint()` (`debug.py`).
 """
 

@@ -1,4 +1,4 @@
-"""`%ranks`, a line of its own: the ranks that there are, and what each does now."""
+"""`%ranks`, a line of its own: the ranks that there are, and which are in a call."""
 
 import psutil
 

@@ -19,9 +19,10 @@ A call goes from `pool` by `processes` to a rank's `worker`, and back.
     stack.py       the reader's own lines in a rank's call stack
     report.py      who failed first, and where the others were
 
-How they end: each of these processes waits for the end of a pipe or socket that the one above it
-holds. So when the program ends, however it does, the supervisor reads the end of its line, kills
-its ranks with all that they have started, and removes their folder; and the forkserver ends, too.
+How they end: each of these processes waits for the end of a pipe or socket that the program or the
+one above it holds. So when the program ends, however it does, the supervisor reads the end of its
+line, kills its ranks with all that they have started, and removes their folder; and the forkserver
+ends, too.
 """
 
 from minidist.machine.runtime.pool import Pool

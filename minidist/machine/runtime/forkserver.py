@@ -30,6 +30,7 @@ PRELOAD = os.environ.get(
     "MINIDIST_PRELOAD", "torch torch.distributed torch._dynamo torch.distributed.fsdp cloudpickle"
 ).split()
 
+MACOS = sys.platform == "darwin"  # it may lose a file that is closed before it is taken
 _starting = threading.Lock()
 _server: subprocess.Popen[bytes] | None = None
 _requests: socket.socket  # to the server
@@ -71,6 +72,8 @@ def start(target: Callable[..., None], *args: Any) -> Connection:
     _lines.add(line)
     try:
         socket.send_fds(_requests, [b"+"], [theirs.fileno()])
+        if MACOS:
+            _requests.recv(1)
     finally:
         theirs.close()
     line.send((sys.path, sys.argv, os.getcwd()))  # first: by these it finds the target
@@ -114,6 +117,8 @@ def _serve(requests: socket.socket) -> None:
         request, files, *_ = socket.recv_fds(requests, 1, 1)
         if not request:
             return  # the program has ended
+        if MACOS:
+            requests.send(b"+")
         if os.fork() == 0:
             requests.close()
             _run(Connection(files[0]))

@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 
 # The start of each line that has text: after a newline, or after the carriage return of a
 # progress bar that is drawn over.
+MOST = 1 << 23  # characters of a stream that wait for their turn
 _LINE_START = re.compile(r"(?<=[\r\n])(?=[^\r\n])")
 
 # Unicode keeps these characters for such use: no text has them.
@@ -65,6 +66,8 @@ class Stream:
         except BlockingIOError:
             return True
         self.held += self._decoder.decode(data)
+        if len(self.held) > MOST:
+            self.held = f"(left out: all but {MOST // 2:,} characters)\n{self.held[-MOST // 2 :]}"
         return bool(data)
 
     def show(self, *, every: bool, ended: bool) -> None:

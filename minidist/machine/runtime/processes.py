@@ -126,8 +126,9 @@ class Processes:
                 with suppress(OSError):
                     calls.send_bytes(b"")
             deadline = time.monotonic() + CLOSING
-            while len(self._exited) < self._size and (left := deadline - time.monotonic()) > 0:
-                self._handle_events(left)
+            with suppress(RuntimeError):  # the supervisor is gone
+                while len(self._exited) < self._size and (left := deadline - time.monotonic()) > 0:
+                    self._handle_events(left)
         finally:
             self.end()
 
@@ -185,10 +186,12 @@ class Processes:
         """A rank sends how its call has ended."""
         try:
             message = self._calls[rank].recv_bytes()
-        except (EOFError, OSError):  # it has ended, or does so now
+        except BaseException as error:  # it ends now; or an interrupt, of which a part is read
             self._selector.unregister(self._calls[rank])
             self._silent.add(rank)
-            return
+            if isinstance(error, EOFError | OSError):
+                return
+            raise
         try:
             value, failure, progress = cloudpickle.loads(message)
         except Exception as error:

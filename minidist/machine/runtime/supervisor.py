@@ -163,6 +163,7 @@ def _hear_children() -> socket.socket:
     hears, rings = socket.socketpair()
     hears.setblocking(False)
     rings.setblocking(False)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the program may have blocked it
     signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing rings
     signal.set_wakeup_fd(rings.detach(), warn_on_full_buffer=False)
     return hears

@@ -115,6 +115,8 @@ def _answer(calls: Connection, action: Callable[[], Any], progress: Callable[[],
     sys.stdout.flush()
     sys.stderr.flush()
     ctypes.CDLL(None).fflush(None)  # what C++ has printed
+    if os.getsid(0) != os.getpid():
+        os._exit(0)  # a child that the call has forked: the answer is its parent's
     calls.send_bytes(outcome)
 
 
