@@ -290,8 +290,8 @@ def test_the_parts_of_every_lesson_are_known_and_exist() -> None:
 
 
 def test_a_room_that_has_changed_is_told_from_one_that_has_not() -> None:
-    wanted = ["minidist/zero", "notebooks/14_zero.ipynb"]
-    for file in "minidist/zero/shards.py", "notebooks/14_zero.ipynb":
+    wanted = ["minidist/zero", "notebooks/15_zero.ipynb"]
+    for file in "minidist/zero/shards.py", "notebooks/15_zero.ipynb":
         assert changed.among({"README.md", file}, wanted), file
-    for file in "minidist/zeros.py", "minidist/zero.py", "notebooks/14_zero.ipynb.bak":
+    for file in "minidist/zeros.py", "minidist/zero.py", "notebooks/15_zero.ipynb.bak":
         assert not changed.among({"README.md", file}, wanted), file
