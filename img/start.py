@@ -4,6 +4,8 @@ from pathlib import Path
 
 from style import PALE, RANKS, box, ink, paper, save, words
 
+from minidist.course.checks.solved import SHORT_WAY
+
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 PARTS = [  # each lesson: its name, what it is about, and how many minutes it takes
     (
@@ -12,6 +14,7 @@ PARTS = [  # each lesson: its name, what it is about, and how many minutes it ta
             ("rank", "processes that\nsend tensors", 55),
             ("collectives", "nine operations\nof all ranks", 65),
             ("communication", "what messages\ncost", 65),
+            ("networks", "nodes, and links\nthat differ", 60),
         ],
     ),
     (
@@ -39,6 +42,7 @@ PARTS = [  # each lesson: its name, what it is about, and how many minutes it ta
         [
             ("zero", "optimizer states\nand gradients, shared", 80),
             ("fully_sharded", "no rank has\nthe whole model", 85),
+            ("hiding_gathers", "a gather while\nothers compute", 75),
             ("fsdp_in_practice", "what to wrap,\nwhere, in which bits", 90),
             ("activation_checkpointing", "compute twice,\nkeep less", 75),
             ("mixed_precision", "16 bits a number", 85),
@@ -51,8 +55,10 @@ PARTS = [  # each lesson: its name, what it is about, and how many minutes it ta
             ("real_tools", "torch, DeepSpeed,\nLightning, others", 100),
             ("reading_a_step", "where the time\nof a step goes", 85),
             ("wrong_in_silence", "faults that\nraise no error", 85),
-            ("scaling_out", "a thousand ranks,\nand failures", 80),
-            ("beyond_gradients", "averages now and then,\nservers", 90),
+            ("scaling_out", "a thousand ranks", 80),
+            ("surviving_failures", "runs that go on", 75),
+            ("beyond_gradients", "averages\nnow and then", 90),
+            ("parameter_server", "servers and workers", 75),
         ],
     ),
 ]
@@ -60,7 +66,8 @@ SHADES = (RANKS[0], RANKS[2], RANKS[5], RANKS[3], RANKS[7])
 
 
 def lesson_map() -> None:
-    """A column for each part, a box for each lesson, from top to bottom and left to right."""
+    """A column for each part, a box for each lesson, from top to bottom and left to right. Those
+    of the short way have a star."""
     most = max(len(lessons) for _, lessons in PARTS)
     figure, axes = paper(2.45 * len(PARTS) + 0.1, 1.12 * most + 0.75)
     for column, ((part, lessons), shade) in enumerate(zip(PARTS, SHADES, strict=True)):
@@ -76,8 +83,14 @@ def lesson_map() -> None:
             box(axes, x, y + 0.68, 2.25, 0.34, facecolor=shade, edgecolor=shade)
             head = f"{int(notebook.stem[:2])}  {name.replace('_', ' ')}"
             axes.text(x + 0.1, y + 0.78, head, fontsize=9, fontweight="bold", color=ink(shade))
+            if name in SHORT_WAY:
+                words(axes, x + 2.08, y + 0.53, "✦", 14, color=shade)
             axes.text(x + 0.1, y + 0.34, says, fontsize=9, va="center", linespacing=1.3)
             words(axes, x + 1.9, y + 0.14, f"{minutes} min", 8.5, color=PALE)
+    lessons = [lesson for _, lessons in PARTS for lesson in lessons]
+    short = sum(minutes for name, _, minutes in lessons if name in SHORT_WAY) / 60
+    way = f"✦ the short way: ten lessons, {short:.1f} hours"
+    axes.text(0.15, 0.12, way, fontsize=11, fontweight="bold")
     save(figure, "lesson_map")
 
 
