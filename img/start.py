@@ -1,8 +1,8 @@
-"""The picture of the start page: lesson_map."""
+"""The pictures of the start page: lesson_map, three_ways."""
 
 from pathlib import Path
 
-from style import PALE, RANKS, box, ink, paper, save, words
+from style import PALE, RANKS, bar, box, ink, paper, save, words
 
 from minidist.course.checks.solved import SHORT_WAY
 
@@ -94,5 +94,41 @@ def lesson_map() -> None:
     save(figure, "lesson_map")
 
 
+def three_ways() -> None:
+    """What four ranks divide, each in its colour: the batch, the model, or what training keeps."""
+    figure, axes = paper(12.4, 4.1)
+    titles = ("the data", 1.9), ("the model, by layers or by features", 6.2), ("the memory", 10.5)
+    for title, x in titles:
+        words(axes, x, 3.8, title, 12, fontweight="bold")
+    for rank, shade in enumerate(RANKS[:4]):
+        x = 0.3 + 0.85 * rank
+        for sample in range(2):
+            bar(axes, x + 0.33 * sample, 3.15, 0.3, 0.3, shade)
+        grid(axes, x, 1.25, 0.63, [[shade] * 4] * 4)
+        words(axes, 0.3 + 0.85 * rank + 0.32, 0.95, f"rank {rank}", 9, color=shade)
+        for kept, y in enumerate((2.95, 2.2, 1.45)):
+            bar(axes, 9.75 + 0.6 * rank, y, 0.58, 0.5, shade)
+            if not rank:
+                what = ("weights", "gradients", "optimizer states")[kept]
+                axes.text(9.65, y + 0.25, what, fontsize=9, ha="right", va="center")
+    grid(axes, 4.45, 1.25, 1.5, [[shade] * 4 for shade in RANKS[:4]])
+    grid(axes, 6.6, 1.25, 1.5, [RANKS[:4]] * 4)
+    words(axes, 5.2, 0.95, "pipeline", 9)
+    words(axes, 7.35, 0.95, "tensor parallel", 9)
+    words(axes, 1.9, 0.4, "each rank: a part of the batch, the whole model", 9.5)
+    words(axes, 6.2, 0.4, "each rank: a part of the model, the whole batch", 9.5)
+    words(axes, 10.5, 0.4, "each rank: a part of the batch, a part of what is kept", 9.5)
+    save(figure, "three_ways")
+
+
+def grid(axes, x: float, y: float, width: float, shades) -> None:
+    """A model: a row for each layer, a column for each part of its features."""
+    side, high = width / 4, 1.7 / 4
+    for row, line in enumerate(shades):
+        for column, shade in enumerate(line):
+            bar(axes, x + side * column, y + 1.7 - high * (row + 1), side, high, shade)
+
+
 if __name__ == "__main__":
     lesson_map()
+    three_ways()
