@@ -61,8 +61,6 @@ def test_what_a_check_accepts_in_a_notebook_is_kept_and_imports(check, notebook)
 def test_a_part_has_what_it_uses_of_other_cells_and_nothing_more(notebook) -> None:
     notebook("from functools import partial\nimport torch.distributed as dist\nimport os, sys")
     notebook("class Base:\n    def step(self):\n        pass\n\nraise_it = [] and 1 / 0\nlimit = 4")
-        "class Base:\n    def step(self):\n        return 1\n\nraise_it = [] and 1 / 0\nlimit = 4"
-    )
     names = notebook("def helper(x):\n    return partial(max, limit)(x)\n\nprint(limit)")
     names = notebook("class Mine(Base):\n    def __init__(self):\n        self.x = helper(dist)")
     source = kept.source_of(names["Mine"])
