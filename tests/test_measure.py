@@ -391,12 +391,36 @@ def test_ranks_can_be_tied_to_cores(pools):
     assert pools(2)(tied) == [(True, 1)] * 2
 
 
-def test_an_excerpt_of_a_timeline_and_its_seconds():
+def test_the_seconds_of_a_timeline():
     timeline = Timeline()
-    timeline.spans = [
-        Span(name, category, float(start), float(start + 1))
-        for start, (name, category) in enumerate([("step", "compute"), ("send", "x")] * 3)
+    spans = enumerate([("step", "compute"), ("send", "x")] * 3)
+    timeline.spans = [Span(name, kind, float(at), float(at + 1)) for at, (name, kind) in spans]
+    assert timeline.seconds() == {"compute": 3.0, "x": 3.0}
+
+
+def test_who_comes_early_waits():
+    def late() -> Timeline:
+        r, x = dist.get_rank(), torch.ones(1)
+        with Timeline() as timeline:
+            time.sleep(0.1 * r)
+            dist.all_reduce(x)
+            if r == 1:
+                dist.recv(x, 0)
+                time.sleep(0.1)
+            else:
+                time.sleep(0.1)
+                dist.send(x, 1)  # a short one: it is gone before rank 1 asks for the next
+                dist.send(x, 1)
+            if r == 1:
+                dist.recv(x, 0)
+        return timeline
+
+    lines = md.measure.waiting(launched := md.launch(late, world_size=2, backend="shm"))
+    found = [[span.name for span in line.spans] for line in lines]
+    assert found == [
+        ["waiting", "all_reduce", "send", "send"],
+        ["all_reduce", "waiting", "recv", "recv"],
     ]
-    part = timeline.excerpt("step", 0, 1)
-    assert [(span.name, span.start) for span in part.spans] == [("send", 1.0), ("step", 2.0)]
-    assert len(timeline.spans) == 6 and timeline.seconds() == {"compute": 3.0, "x": 3.0}
+    for line, whole in zip(lines, launched, strict=True):
+        assert sum(line.seconds().values()) == pytest.approx(sum(whole.seconds().values()))
+        assert line.seconds()["waiting"] > 0.05
