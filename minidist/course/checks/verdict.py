@@ -21,8 +21,10 @@ answer, or a malformed one (`NoTry`), and the cell of an exercise as the lesson 
 """
 
 import functools
+import html
 import linecache
 import math
+import re
 import signal
 import textwrap
 import tomllib
@@ -61,6 +63,17 @@ class Verdict(NamedTuple):
 
     def __repr__(self) -> str:
         return "\n".join(spoken(each) for each in (self.says, self.hint) if each)
+
+    def _repr_html_(self) -> str | None:
+        """In colour, for a learner; what a lesson stores is the text."""
+        if not solved.copy():
+            return None
+        lines = (html.escape(line) for line in repr(self).split("\n"))
+        lines = (re.sub(r"`([^`]+)`", r"<code>\1</code>", line) for line in lines)
+        head, *rest = (re.sub(r"^([^:]+:)", r"<b>\1</b>", line) for line in lines)
+        shade = "#00805A" if self.right else "#B34700"
+        said = [f'<div style="border-left: 4px solid {shade}; padding-left: 8px">{head}']
+        return "<br>".join([*said, *rest]) + "</div>"
 
 
 class Check:
