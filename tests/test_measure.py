@@ -1,5 +1,6 @@
 """The meters: what is counted, when, and that nothing of them stays behind."""
 
+import math
 import os
 import pickle
 import time
@@ -376,6 +377,20 @@ def test_a_fit_finds_the_line_and_medians_and_the_fastest_are_by_size():
     assert md.measure.medians(samples) == md.measure.fastest(samples) == dict(line)
     assert md.measure.medians(samples + 3 * late) == dict(late)
     assert md.measure.fastest(samples + 3 * late) == dict(line)
+
+
+def test_two_lines_cross_between_the_sizes_where_they_change_places():
+    first = {10: 1.0, 20: 2.0, 30: 6.0}
+    assert md.measure.crossing(first, {30: 4.0, 20: 4.0, 10: 4.0}) == 25
+    assert math.isnan(md.measure.crossing(first, {nbytes: 9.0 for nbytes in first}))
+
+
+def test_together_waits_for_the_last_rank(pools):
+    def late():
+        return md.measure.together(time.sleep, 0.05 * dist.get_rank(), rounds=2)
+
+    first, *others = pools(3)(late)
+    assert others == [first, first] and 0.1 <= first < 1
 
 
 def test_ranks_can_be_tied_to_cores(pools):

@@ -219,7 +219,9 @@ def test_messages_of_a_timeline_may_have_a_lane_of_their_own() -> None:
 def test_time_against_size_shows_median_range_and_prediction() -> None:
     times = [(10, 4e-3), (1000, 9e-3), (10, 1e-3), (10, 3e-3), (1000, 8e-3)]
     model = [(1000, 5e-3), (10, 2e-3)]
-    ax = plot.time_against_size({"ring": times, "mine": times}, {"ring": model, "tree": model})
+    lines = {"ring": times, "mine": times}, {"ring": model, "tree": model}
+    ax = plot.time_against_size(*lines, marks={"half": 100})
+    assert [text.get_text() for text in ax.texts] == ["half"]
     drawn = {line.get_label(): line for line in ax.lines}
     ring, predicted = drawn["ring"], drawn["ring, predicted"]
     assert ax.get_xscale() == ax.get_yscale() == "log"
