@@ -6,6 +6,7 @@ from minidist.instruments.measure.flops import count_flops
 from minidist.instruments.measure.memory import MemoryTracker, Phase
 from minidist.instruments.measure.ping_pong import fastest, fit, medians, ping_pong, tie_to_cores
 from minidist.instruments.measure.soft import rounds
+from minidist.instruments.measure.steps import step_seconds, step_timelines
 from minidist.instruments.measure.timeline import Span, Timeline
 from minidist.instruments.measure.torch_calls import TorchCalls
 from minidist.instruments.measure.traffic import TrafficCounter
@@ -24,6 +25,8 @@ __all__ = [
     "medians",
     "ping_pong",
     "rounds",
+    "step_seconds",
+    "step_timelines",
     "tie_to_cores",
 ]
 
