@@ -439,3 +439,41 @@ def test_who_comes_early_waits():
     for line, whole in zip(lines, launched, strict=True):
         assert sum(line.seconds().values()) == pytest.approx(sum(whole.seconds().values()))
         assert line.seconds()["waiting"] > 0.05
+
+
+class _Ends(nn.Module):
+    """Averages once, after backward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x)
+
+    def finish(self) -> None:
+        for parameter in self.parameters():
+            dist.all_reduce(parameter.grad)
+
+
+def test_steps_of_several_ways_are_timelines_of_all_ranks(monkeypatch) -> None:
+    monkeypatch.setenv("MINIDIST_TIMING", "soft")  # one round
+    data = md.zoo.digits()
+    with md.ranks(2) as two:
+        of = md.measure.step_timelines(two, _network, {"ends": _Ends}, *(d[:8] for d in data))
+    assert list(of) == ["computing alone", "ends"]
+    for way, step in of.items():
+        assert [timeline.rank for timeline in step] == [0, 1]
+        for timeline in step:
+            names = [span.name for span in timeline.spans if span.category == "step"]
+            assert names == ["forward", "backward", "waiting"]
+            sent = [span for span in timeline.spans if span.category == "communication"]
+            assert len(sent) == (4 if way == "ends" else 0)
+            (waiting,) = [span for span in timeline.spans if span.name == "waiting"]
+            assert all(waiting.start < span.start < waiting.end for span in sent)
+        seconds = [timeline.seconds()["step"] for timeline in step]
+        assert md.measure.step_seconds(step) == max(seconds)
+
+
+def _network() -> nn.Module:
+    return md.zoo.mlp(64, 8, 10)
