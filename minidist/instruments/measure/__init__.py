@@ -8,7 +8,7 @@ from minidist.instruments.measure.ping_pong import fastest, fit, medians, ping_p
 from minidist.instruments.measure.soft import rounds
 from minidist.instruments.measure.timeline import Span, Timeline
 from minidist.instruments.measure.torch_calls import TorchCalls
-from minidist.instruments.measure.traffic import TrafficCounter
+from minidist.instruments.measure.traffic import TrafficCounter, sent_as_rings
 
 __all__ = [
     "CopyCounter",
@@ -24,6 +24,7 @@ __all__ = [
     "medians",
     "ping_pong",
     "rounds",
+    "sent_as_rings",
     "tie_to_cores",
 ]
 
