@@ -116,6 +116,22 @@ def test_collectives_of_torch_are_counted_whole(pools):
         }
 
 
+def calls_as_rings(n):
+    with TrafficCounter() as traffic:
+        dist.all_reduce(torch.zeros(n))
+        dist.reduce_scatter_single(torch.zeros(n // dist.get_world_size()), torch.zeros(n))
+    sent = md.measure.sent_as_rings(traffic.calls | {"all_gather": (1, 4 * n)})
+    with pytest.raises(ValueError, match="broadcast is no ring"):
+        md.measure.sent_as_rings({"broadcast": (1, 4)})
+    return sent
+
+
+def test_collectives_are_run_as_rings(pools):
+    """All_reduce sends 2 (N - 1)/N of its vector, its halves one each."""
+    for N in 2, 3:
+        assert pools(N)(calls_as_rings, 60) == [4 * (N - 1) / N * 4 * 60] * N
+
+
 def test_what_torch_calls_by_itself_is_counted_once(pools):
     def objects() -> list:
         r = dist.get_rank()
