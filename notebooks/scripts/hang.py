@@ -8,7 +8,7 @@
     python hang.py read --notes FOLDER                               compares the ranks
 
 A step has two collectives: of the gradients, and of the loss. At step 2 rank 1 leaves out the
-second. Lesson: scaling_out.
+second. Lesson: surviving_failures.
 
 Who names what, with torch 2.13, gloo and three ranks, in the case "stuck":
 
