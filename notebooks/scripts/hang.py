@@ -83,6 +83,16 @@ def write_notes(folder: Path, wait: float) -> None:
     timer.start()
 
 
+def stuck(notes: Path, wait: float) -> str:
+    """What gloo says on this rank in the case "stuck"."""
+    try:
+        write_notes(notes, wait)
+        train("stuck", wait)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def read(folder: Path) -> None:
     """Print the last call of each rank, and who has not made the last one."""
     last, missing = {}, []

@@ -56,6 +56,17 @@ def into_the_old_file(state, path):
         os.fsync(file.fileno())
 
 
+def old_one_copied_first(state, path):
+    if os.path.exists(path):
+        shutil.copyfile(path, f"{path}.bak")
+    torch.save(state, path)
+
+
+def two_files(state, path):
+    torch.save(state, f"{path}.bak")
+    torch.save(state, path)
+
+
 def old_one_removed(state, path):
     torch.save(state, f"{path}.new")
     with open(f"{path}.new", "rb+") as file:
@@ -118,7 +129,8 @@ def not_over_an_old_one(state, path):
 
 
 ANSWERS = {
-    check.save_every: ([720, (2 * 24 * 3 * 3600) ** 0.5], [12, 92160, 10800, 3, 518400, 509.1]),
+    check.lost_share: ([8, 2 * 16**0.5], [32, 17, 2, 4, 0.5, 0.08, 16, "8 %"]),
+    check.suspect: ([3, 3.0], [0, 1, 2, 4, "rank 3"]),
     check.save: (
         [
             beside,
@@ -131,6 +143,8 @@ ANSWERS = {
         [
             by_torch_alone,
             into_the_old_file,
+            old_one_copied_first,
+            two_files,
             old_one_removed,
             copied,
             not_synced,

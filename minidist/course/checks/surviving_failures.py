@@ -20,7 +20,8 @@ from minidist.course.checks.verdict import check, function, puzzle, require_righ
 Save = Callable[[Any, str], Any]
 
 
-save_every = puzzle(__name__, "save_every")
+lost_share = puzzle(__name__, "lost_share")
+suspect = puzzle(__name__, "suspect")
 
 
 # ---- a save that survives -----------------------------------------------------------------------
