@@ -6,7 +6,7 @@ from minidist.instruments.measure.flops import count_flops
 from minidist.instruments.measure.memory import MemoryTracker, Phase
 from minidist.instruments.measure.ping_pong import fastest, fit, medians, ping_pong, tie_to_cores
 from minidist.instruments.measure.soft import rounds
-from minidist.instruments.measure.steps import step_seconds, step_timelines
+from minidist.instruments.measure.step_timelines import step_seconds, step_timelines
 from minidist.instruments.measure.timeline import Span, Timeline
 from minidist.instruments.measure.torch_calls import TorchCalls
 from minidist.instruments.measure.traffic import TrafficCounter
