@@ -1,5 +1,6 @@
 """The meters: what is counted, when, and that nothing of them stays behind."""
 
+import math
 import os
 import pickle
 import time
@@ -113,6 +114,22 @@ def test_collectives_of_torch_are_counted_whole(pools):
             "all_to_all": (1, 24),
             "barrier": (1, 0),
         }
+
+
+def calls_as_rings(n):
+    with TrafficCounter() as traffic:
+        dist.all_reduce(torch.zeros(n))
+        dist.reduce_scatter_single(torch.zeros(n // dist.get_world_size()), torch.zeros(n))
+    sent = md.measure.sent_as_rings(traffic.calls | {"all_gather": (1, 4 * n)})
+    with pytest.raises(ValueError, match="broadcast is no ring"):
+        md.measure.sent_as_rings({"broadcast": (1, 4)})
+    return sent
+
+
+def test_collectives_are_run_as_rings(pools):
+    """All_reduce sends 2 (N - 1)/N of its vector, its halves one each."""
+    for N in 2, 3:
+        assert pools(N)(calls_as_rings, 60) == [4 * (N - 1) / N * 4 * 60] * N
 
 
 def test_what_torch_calls_by_itself_is_counted_once(pools):
@@ -378,6 +395,20 @@ def test_a_fit_finds_the_line_and_medians_and_the_fastest_are_by_size():
     assert md.measure.fastest(samples + 3 * late) == dict(line)
 
 
+def test_two_lines_cross_between_the_sizes_where_they_change_places():
+    first = {10: 1.0, 20: 2.0, 30: 6.0}
+    assert md.measure.crossing(first, {30: 4.0, 20: 4.0, 10: 4.0}) == 25
+    assert math.isnan(md.measure.crossing(first, {nbytes: 9.0 for nbytes in first}))
+
+
+def test_together_waits_for_the_last_rank(pools):
+    def late():
+        return md.measure.together(time.sleep, 0.05 * dist.get_rank(), rounds=2)
+
+    first, *others = pools(3)(late)
+    assert others == [first, first] and 0.1 <= first < 1
+
+
 def test_ranks_can_be_tied_to_cores(pools):
     def tied():
         before = os.sched_getaffinity(0)
@@ -429,3 +460,41 @@ def test_who_comes_early_waits():
 def test_cores_at_work_are_those_of_threads_that_compute():
     assert md.measure.cores_at_work(time.sleep, [0.05, 0.05], rounds=2) < 0.5
     assert 0.3 < md.measure.cores_at_work(sum, [range(10**6)] * 2) < 1.5  # the GIL
+
+
+class _Ends(nn.Module):
+    """Averages once, after backward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x)
+
+    def finish(self) -> None:
+        for parameter in self.parameters():
+            dist.all_reduce(parameter.grad)
+
+
+def test_steps_of_several_ways_are_timelines_of_all_ranks(monkeypatch) -> None:
+    monkeypatch.setenv("MINIDIST_TIMING", "soft")  # one round
+    data = md.zoo.digits()
+    with md.ranks(2) as two:
+        of = md.measure.step_timelines(two, _network, {"ends": _Ends}, *(d[:8] for d in data))
+    assert list(of) == ["computing alone", "ends"]
+    for way, step in of.items():
+        assert [timeline.rank for timeline in step] == [0, 1]
+        for timeline in step:
+            names = [span.name for span in timeline.spans if span.category == "step"]
+            assert names == ["forward", "backward", "waiting"]
+            sent = [span for span in timeline.spans if span.category == "communication"]
+            assert len(sent) == (4 if way == "ends" else 0)
+            (waiting,) = [span for span in timeline.spans if span.name == "waiting"]
+            assert all(waiting.start < span.start < waiting.end for span in sent)
+        seconds = [timeline.seconds()["step"] for timeline in step]
+        assert md.measure.step_seconds(step) == max(seconds)
+
+
+def _network() -> nn.Module:
+    return md.zoo.mlp(64, 8, 10)

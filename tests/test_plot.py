@@ -216,10 +216,29 @@ def test_messages_of_a_timeline_may_have_a_lane_of_their_own() -> None:
     assert backward.get_y() + backward.get_height() < first.get_y()  # the axis points down
 
 
+def test_rows_of_a_timeline_may_begin_at_zero_and_be_grey_where_they_wait() -> None:
+    early, late = Timeline(), Timeline()
+    early.spans = [Span("forward", "compute", 1.0, 2.0), Span("forward", "compute", 3.0, 4.0)]
+    late.spans = [Span("forward", "compute", 7.0, 8.0)]
+    ax = plot.timeline({"a": early, "b": late}, waits=True, aligned=True)
+    bars = [(shown(bar), bar.get_x(), bar.get_width()) for bar in ax.patches]
+    grey, blue = color("waiting"), color("forward")
+    assert bars == [
+        (grey, 0, 3e3),
+        (blue, 0, 1e3),
+        (blue, 2e3, 1e3),
+        (grey, 0, 1e3),
+        (blue, 0, 1e3),
+    ]
+    assert early.spans[0].start == 1 and early.length == 3
+
+
 def test_time_against_size_shows_median_range_and_prediction() -> None:
     times = [(10, 4e-3), (1000, 9e-3), (10, 1e-3), (10, 3e-3), (1000, 8e-3)]
     model = [(1000, 5e-3), (10, 2e-3)]
-    ax = plot.time_against_size({"ring": times, "mine": times}, {"ring": model, "tree": model})
+    lines = {"ring": times, "mine": times}, {"ring": model, "tree": model}
+    ax = plot.time_against_size(*lines, marks={"half": 100})
+    assert [text.get_text() for text in ax.texts] == ["half"]
     drawn = {line.get_label(): line for line in ax.lines}
     ring, predicted = drawn["ring"], drawn["ring, predicted"]
     assert ax.get_xscale() == ax.get_yscale() == "log"

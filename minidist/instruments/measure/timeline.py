@@ -11,6 +11,8 @@ from typing import Any
 from minidist.instruments.measure.meter import Meter
 from minidist.instruments.measure.record import Event
 
+_running: list["Timeline"] = []
+
 
 @dataclass(frozen=True)
 class Span:
@@ -50,6 +52,11 @@ class Timeline(Meter):
         super().__init__()
         self.spans: list[Span] = []
 
+    def _begin(self, block: contextlib.ExitStack) -> None:
+        super()._begin(block)
+        _running.append(self)
+        block.callback(_running.remove, self)
+
     def _read(self, events: list[Event]) -> None:
         now = time.perf_counter()
         for event in events:
@@ -78,6 +85,11 @@ class Timeline(Meter):
         for span in self.spans:
             spent[span.category] = spent.get(span.category, 0.0) + span.end - span.start
         return spent
+
+    @property
+    def length(self) -> float:
+        """Seconds from the start of the first span to the end of the last."""
+        return max(span.end for span in self.spans) - min(span.start for span in self.spans)
 
     def __repr__(self) -> str:
         return f"Timeline(rank {self.rank}: {len(self.spans)} spans)"
@@ -111,3 +123,12 @@ def _numbered(spans: list[Span]) -> Iterator[tuple[Span, tuple[Any, ...]]]:
     for span in spans:
         yield span, (*span.meets, seen[span.meets])
         seen[span.meets] += 1
+
+
+@contextlib.contextmanager
+def noted(name: str) -> Iterator[None]:
+    """The time of the block becomes a span of every timeline that is running."""
+    with contextlib.ExitStack() as spans:
+        for timeline in _running:
+            spans.enter_context(timeline.span(name))
+        yield
