@@ -50,6 +50,7 @@ from minidist.rank import launch
 WAIT = 3.0  # seconds that a rank waits for another
 DEADLINE = 6.0  # seconds that an answer may take, once
 
+BOX = '<div style="border-left: 4px solid {}; padding-left: 8px">{}</div>'
 Judge = Callable[..., str | float | None]
 
 
@@ -80,8 +81,7 @@ class Verdict(NamedTuple):
         lines = (re.sub(r"`([^`]+)`", r"<code>\1</code>", line) for line in lines)
         head, *rest = (re.sub(r"^([^:]+:)", r"<b>\1</b>", line) for line in lines)
         shade = "#00805A" if self.right else "#B34700"
-        said = [f'<div style="border-left: 4px solid {shade}; padding-left: 8px">{head}']
-        return "<br>".join([*said, *rest]) + "</div>"
+        return BOX.format(shade, "<br>".join([head, *rest]))
 
 
 class Check:
@@ -115,8 +115,9 @@ class Check:
         says = found if isinstance(found, str) else self.says["right"]
         if score is not None:
             goals = self.says["league"]
-            says += f" Score: {score:g} {goals['what']}. The library: {goals['library']:g}."
-            says += f" The bound: {goals['bound']:g}."
+            library, bound = goals["library"], goals["bound"]
+            scored = f"{says} Score: {score:g} {goals['what']}."
+            says = f"{scored} The library: {library:g}. The bound: {bound:g}."
         return Verdict(True, f"Right: {says}")
 
     def _next_hint(self, answer: object) -> str:
