@@ -457,6 +457,11 @@ def test_who_comes_early_waits():
         assert line.seconds()["waiting"] > 0.05
 
 
+def test_cores_at_work_are_those_of_threads_that_compute():
+    assert md.measure.cores_at_work(time.sleep, [0.05, 0.05], rounds=2) < 0.5
+    assert 0.3 < md.measure.cores_at_work(sum, [range(10**6)] * 2) < 1.5  # the GIL
+
+
 class _Ends(nn.Module):
     """Averages once, after backward."""
 
