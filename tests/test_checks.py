@@ -229,12 +229,12 @@ def test_what_is_solved_is_kept_in_the_copy(copy) -> None:
     assert not (copy / solved.SOLVED).exists()
     for _ in range(2):
         assert rank.twins([[0, 4], [1, 5], [2, 6], [3, 7]]).right
-    MODULES["zero"].check.stage_1_of_a_billion(7)
+    MODULES["zero"].check.largest_in_stage_1(10)
     assert line_of("rank")[1:] == ["1", "of", "3", "two_tokens, shift"]
     rank.two_tokens(120)
     rank.two_tokens(80)  # solved is solved
     assert line_of("rank")[1:] == ["2", "of", "3", "shift"]
-    known = {"rank": ["twins", "two_tokens"], "zero": ["stage_1_of_a_billion"]}
+    known = {"rank": ["twins", "two_tokens"], "zero": ["largest_in_stage_1"]}
     assert json.loads((copy / solved.SOLVED).read_text()) == known
     assert {path.name for path in copy.iterdir() if path.suffix != ".ipynb"} == {
         solved.COPIED,

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 COPIED, SOLVED = ".copied.json", ".solved.json"
-SHARED = {"solved", "units_in_a_row", "verdict"}  # what is no lesson
+SHARED = {"kept", "solved", "units_in_a_row", "verdict"}  # what is no lesson
 SHORT_WAY = (  # ten lessons, each complete without the others
     *("rank", "collectives", "communication", "distributed_data_parallel", "layer_splitting"),
     *("feature_splitting", "mixed_parallelism", "zero", "fully_sharded", "real_tools"),

@@ -22,7 +22,6 @@ answer, or a malformed one (`NoTry`), and the cell of an exercise as the lesson 
 
 import functools
 import html
-import linecache
 import math
 import re
 import signal
@@ -34,7 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from minidist.course.checks import solved
+from minidist.course.checks import kept, solved
 from minidist.course.language import spoken
 from minidist.machine.runtime import RankError
 from minidist.rank import launch
@@ -102,6 +101,7 @@ class Check:
             return Verdict(False, f"Not yet: {reason}", hint)
         self.wrong, self.is_solved = 0, True
         solved.remember(_lesson(self.__module__), self.__name__)
+        kept.keep(self.__name__, answer)
         return right
 
     def _next_hint(self, answer: object) -> str:
@@ -115,7 +115,7 @@ class Check:
     def _is_unwritten(self, answer: object) -> bool:
         """Whether its cell is as the lesson has it: with `# Your lines here`. One may leave that
         comment and write below it; so only the first cell that has it counts, until it changes."""
-        cell = _cell_of(answer)
+        cell = kept.cell_of(answer)
         if "Your lines" not in cell:
             return False
         self.unwritten = self.unwritten or cell
@@ -153,15 +153,6 @@ def _value(text: str) -> float:
     above, _, below = text.partition("/")
     product, divisor = (math.prod(map(float, each.split("*"))) for each in (above, below or "1"))
     return product / divisor
-
-
-def _cell_of(answer: object) -> str:
-    """The source of the cell or file in which a function or a class is written, else ""."""
-    for thing in vars(answer).values() if isinstance(answer, type) else [answer]:
-        code = getattr(getattr(thing, "__func__", thing), "__code__", None)
-        if code is not None:
-            return "".join(linecache.getlines(code.co_filename))
-    return ""
 
 
 def number(

@@ -14,9 +14,10 @@ from minidist.instruments.measure.ping_pong import (
     together,
 )
 from minidist.instruments.measure.soft import rounds
-from minidist.instruments.measure.timeline import Span, Timeline
+from minidist.instruments.measure.steps import step_seconds, step_timelines
+from minidist.instruments.measure.timeline import Span, Timeline, waiting
 from minidist.instruments.measure.torch_calls import TorchCalls
-from minidist.instruments.measure.traffic import TrafficCounter
+from minidist.instruments.measure.traffic import TrafficCounter, sent_as_rings
 
 __all__ = [
     "CopyCounter",
@@ -33,7 +34,11 @@ __all__ = [
     "medians",
     "ping_pong",
     "rounds",
+    "step_seconds",
+    "step_timelines",
+    "sent_as_rings",
     "tie_to_cores",
+    "waiting",
     "together",
 ]
 
