@@ -24,7 +24,7 @@ from minidist.course.checks import solved
 FOLDER, ANSWER = "trainer", "PART"  # a file's last line gives the answer this name
 PARTS = {  # each check, and its lesson
     "halving_doubling": "communication",
-    "averages": "distributed_data_parallel",
+    "overlaps": "distributed_data_parallel",
     "one_f_one_b": "layer_splitting",
     "attention": "feature_splitting",
     "norm": "mixed_parallelism",
@@ -32,7 +32,7 @@ PARTS = {  # each check, and its lesson
     "unit": "fully_sharded",
     "selective": "activation_checkpointing",
     "agreed": "mixed_precision",
-    "save": "scaling_out",
+    "save": "surviving_failures",
 }
 
 

@@ -14,7 +14,7 @@ from minidist.instruments.measure.ping_pong import (
     together,
 )
 from minidist.instruments.measure.soft import rounds
-from minidist.instruments.measure.steps import step_seconds, step_timelines
+from minidist.instruments.measure.step_timelines import step_seconds, step_timelines
 from minidist.instruments.measure.timeline import Span, Timeline, waiting
 from minidist.instruments.measure.torch_calls import TorchCalls
 from minidist.instruments.measure.traffic import TrafficCounter, sent_as_rings
