@@ -11,58 +11,59 @@ PARTS = [  # each lesson: its name, what it is about, and how many minutes it ta
     (
         "Ranks",
         [
-            ("rank", "processes that\nsend tensors", 55),
-            ("collectives", "nine operations\nof all ranks", 65),
-            ("communication", "what messages\ncost", 65),
+            ("rank", "processes that\nsend tensors", 60),
+            ("collectives", "nine operations\nof all ranks", 70),
+            ("communication", "what messages\ncost", 60),
             ("networks", "nodes, and links\nthat differ", 60),
         ],
     ),
     (
         "Data",
         [
-            ("data_parallel", "one process,\nmany devices", 75),
-            ("distributed_data_parallel", "replicas that\nstay equal", 75),
-            ("ddp_in_practice", "memory, buffers,\nuneven batches", 85),
+            ("data_parallel", "one process,\nmany devices", 120),
+            ("distributed_data_parallel", "replicas that\nstay equal", 70),
+            ("ddp_in_practice", "memory, buffers,\nuneven batches", 105),
         ],
     ),
     (
         "Model",
         [
-            ("layer_splitting", "stages: a pipeline", 80),
-            ("pipeline_schedules", "who does what when", 85),
-            ("feature_splitting", "parts of every layer", 85),
-            ("sequence_parallel", "parts of every\nactivation", 95),
-            ("long_sequences", "a sequence that no\nrank holds whole", 95),
-            ("experts", "many networks,\nfew of them a token", 95),
-            ("mixed_parallelism", "a mesh of all three", 100),
+            ("layer_splitting", "stages: a pipeline", 75),
+            ("pipeline_schedules", "who does what when", 100),
+            ("feature_splitting", "parts of every layer", 110),
+            ("sequence_parallel", "parts of every\nactivation", 110),
+            ("long_sequences", "a sequence that no\nrank holds whole", 110),
+            ("experts", "many networks,\nfew of them a token", 105),
+            ("mixed_parallelism", "a mesh of all three", 120),
         ],
     ),
     (
         "Memory",
         [
-            ("zero", "optimizer states\nand gradients, shared", 80),
-            ("fully_sharded", "no rank has\nthe whole model", 85),
-            ("hiding_gathers", "a gather while\nothers compute", 75),
-            ("fsdp_in_practice", "what to wrap,\nwhere, in which bits", 90),
-            ("activation_checkpointing", "compute twice,\nkeep less", 75),
-            ("mixed_precision", "16 bits a number", 85),
-            ("offload", "what need not\nbe here", 75),
+            ("zero", "optimizer states\nand gradients, shared", 70),
+            ("fully_sharded", "no rank has\nthe whole model", 75),
+            ("hiding_gathers", "a gather while\nothers compute", 70),
+            ("fsdp_in_practice", "what to wrap,\nwhere, in which bits", 105),
+            ("activation_checkpointing", "compute twice,\nkeep less", 95),
+            ("mixed_precision", "16 bits a number", 105),
+            ("offload", "what need not\nbe here", 100),
         ],
     ),
     (
         "At work",
         [
-            ("real_tools", "torch, DeepSpeed,\nLightning, others", 100),
-            ("reading_a_step", "where the time\nof a step goes", 85),
-            ("wrong_in_silence", "faults that\nraise no error", 85),
-            ("scaling_out", "a thousand ranks", 80),
-            ("surviving_failures", "runs that go on", 75),
-            ("beyond_gradients", "averages\nnow and then", 90),
-            ("parameter_server", "servers and workers", 75),
+            ("real_tools", "torch, DeepSpeed,\nLightning, others", 70),
+            ("reading_a_step", "where the time\nof a step goes", 100),
+            ("wrong_in_silence", "faults that\nraise no error", 75),
+            ("scaling_out", "a thousand ranks", 65),
+            ("surviving_failures", "runs that go on", 70),
+            ("beyond_gradients", "averages\nnow and then", 70),
+            ("parameter_server", "servers and workers", 25),
         ],
     ),
+    ("Yours", [("your_trainer", "ten exercises,\none program", 75)]),
 ]
-SHADES = (RANKS[0], RANKS[2], RANKS[5], RANKS[3], RANKS[7])
+SHADES = (RANKS[0], RANKS[2], RANKS[5], RANKS[3], RANKS[7], RANKS[1])
 
 
 def lesson_map() -> None:

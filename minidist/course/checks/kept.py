@@ -32,7 +32,7 @@ PARTS = {  # each check, and its lesson
     "unit": "fully_sharded",
     "selective": "activation_checkpointing",
     "agreed": "mixed_precision",
-    "save": "scaling_out",
+    "save": "surviving_failures",
 }
 
 
