@@ -6,6 +6,7 @@ import linecache
 import math
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,8 +18,12 @@ from test_exercises import CHECKS, LESSONS, MODULES, sources
 from torch import nn
 
 import minidist as md
-from minidist.course.checks import Verdict, progress, solved
+from minidist.course.checks import Verdict, league, progress, solved
+from minidist.course.checks.distributed_data_parallel import step_ms
+from minidist.course.checks.pipeline_schedules import LEAGUE
 from minidist.course.checks.verdict import Check, NotYet, number
+from minidist.pipeline import simulate
+from minidist.pipeline.schedules import zero_bubble
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -31,6 +36,8 @@ def new_session(tmp_path, monkeypatch):
         each.forget()
 
 
+CHECK_OF = {each.__name__: each for _, each in CHECKS}
+(_, FARTHER) = LEAGUE
 NOTEBOOKS, SOLUTIONS = "notebooks", "notebooks/solutions"
 
 
@@ -62,7 +69,8 @@ def gives_away(hint: str, answer: object) -> bool:
     if is_number(answer):
         return any(math.isclose(each, answer, rel_tol=1e-3) for each in numbers)
     if isinstance(answer, str):
-        return answer.strip("`()").rpartition(".")[2] in hint
+        word = re.escape(answer.strip("`() ").rpartition(".")[2])
+        return bool(re.search(rf"(?<!\w){word}(?!\w)", hint))
     parts = [each for each in answer if not is_number(each)] if isinstance(answer, list) else []
     words = [each if isinstance(each, str) else str(each).strip("[]") for each in parts]
     return any(word in hint for word in words)
@@ -323,6 +331,50 @@ def test_the_originals_and_the_start_page_show_the_table_of_a_fresh_copy(copy, m
     cells = nbformat.read(ROOT / "notebooks/00_start.ipynb", 4).cells
     (cell,) = [c for c in cells if c.cell_type == "code" and "progress()" in c.source]
     assert [output.data["text/plain"] for output in cell.outputs] == [fresh]
+
+
+# ---- the league -----------------------------------------------------------------------------
+
+
+def test_a_score_is_said_and_the_least_is_kept(copy) -> None:
+    for score, best in (5.0, 5.0), (3.5, 3.5), (4.0, 3.5):
+        solved.remember("pipeline_schedules", "far_away", score)
+        assert solved.scores(copy) == {"far_away": best}
+    solved.remember("rank", "twins")
+    assert solved.scores(copy) == {"far_away": 3.5}
+    assert solved.read(copy) == {"pipeline_schedules": ["far_away"], "rank": ["twins"]}
+    (row,) = [line for line in repr(league()).splitlines() if line.startswith("far_away")]
+    assert row.split()[1:4] == ["3.5", "136.2", "97.8"]
+    mine = Check(lambda answer: float(answer), CHECK_OF["far_away"].says)
+    mine.__module__, mine.__name__ = "a.pipeline_schedules", "far_away"
+    said = " Score: 120 units of time of a step on 8 ranks, 20 micro-batches, where a message "
+    assert f"{said}takes 1.7. The library: 136.2. The bound: 97.8." in mine(120).says
+
+
+def test_the_library_and_the_bound_are_what_the_league_says() -> None:
+    goals = {name: each.says["league"] for name, each in CHECK_OF.items() if "league" in each.says}
+    found = {
+        "far_away": (simulate(zero_bubble(8, 20), link=FARTHER).time, 3 * 20 + 2 * 7 * (1 + 1.7)),
+        "overlaps": (step_ms([(n, 2 * 16640) for n in (2, 4, 6)]), min(map(step_ms, all_cuts()))),
+        "prepare": (26400 + 52800 - 4 * 12608 + 12608, 26400 + 4096),
+    }
+    for name, (library, bound) in found.items():
+        said = goals.pop(name)
+        assert [said["library"], said["bound"]] == pytest.approx([library, bound]), name
+    assert not goals
+
+
+def all_cuts() -> Iterator[list[tuple[int, int]]]:
+    """Messages of a step, for all ways to cut the gradients of weights and biases."""
+    for order in itertools.permutations((256, 16384)):
+        for cut in itertools.product((False, True), repeat=11):
+            messages, size = [], 0
+            for place, (nbytes, end) in enumerate(zip(order * 6, (*cut, True), strict=True)):
+                size += nbytes
+                if end:
+                    messages.append((place // 2 + 1, size))
+                    size = 0
+            yield messages
 
 
 def sources_of_cells(lesson: str) -> list[str]:

@@ -20,9 +20,9 @@ import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-COPIED, SOLVED = ".copied.json", ".solved.json"
+COPIED, SOLVED, SCORES = ".copied.json", ".solved.json", "league"
 SHARED = {"kept", "solved", "units_in_a_row", "verdict"}  # what is no lesson
 SHORT_WAY = (  # ten lessons, each complete without the others
     *("rank", "collectives", "communication", "distributed_data_parallel", "layer_splitting"),
@@ -30,16 +30,20 @@ SHORT_WAY = (  # ten lessons, each complete without the others
 )
 
 
-def remember(name: str, check: str) -> None:
-    """Write down, if this is a learner's copy, that a check of the lesson of this name is solved.
-    Where it cannot be written, nothing is kept: the check has answered all the same."""
+def remember(name: str, check: str, score: float | None = None) -> None:
+    """Write down, if this is a learner's copy, that a check of the lesson of this name is solved,
+    and with which score: the least counts. Where it cannot be written, nothing is kept: the check
+    has answered all the same."""
     if not (folder := copy()):
         return
     with contextlib.suppress(OSError), _alone_in(folder):
-        found = read(folder)
-        if check not in found.get(name, []):
-            found[name] = sorted([*found.get(name, []), check])
-            (folder / SOLVED).write_text(json.dumps(found, indent=1, sort_keys=True))
+        before, best = read(folder), scores(folder)
+        found = before | {name: sorted({*before.get(name, []), check})}
+        if score is not None:
+            best = best | {check: min(score, best.get(check, score))}
+        if (found, best) != (before, scores(folder)):
+            written = json.dumps({**found, SCORES: best} if best else found, indent=1)
+            (folder / SOLVED).write_text(written)
 
 
 @contextlib.contextmanager
@@ -55,12 +59,25 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 def read(folder: Path) -> dict[str, list[str]]:
     """What is solved, {lesson: [check, …]}. Of a broken or foreign file, what can be read of it."""
+    lists = {name: each for name, each in _read(folder).items() if isinstance(each, list)}
+    return {
+        name: [check for check in each if isinstance(check, str)] for name, each in lists.items()
+    }
+
+
+def scores(folder: Path) -> dict[str, float]:
+    """The best score of each check of the league that is solved."""
+    found = _read(folder).get(SCORES)
+    pairs = found.items() if isinstance(found, dict) else ()
+    return {check: float(score) for check, score in pairs if isinstance(score, int | float)}
+
+
+def _read(folder: Path) -> dict[str, Any]:
     try:
         found = json.loads((folder / SOLVED).read_text())
-        pairs = [(lesson, checks) for lesson, checks in found.items() if isinstance(checks, list)]
-    except Exception:  # there is none, or it holds whatever it holds
+    except (OSError, ValueError):  # there is none, or it is broken
         return {}
-    return {lesson: [each for each in checks if isinstance(each, str)] for lesson, checks in pairs}
+    return found if isinstance(found, dict) else {}
 
 
 class Step(NamedTuple):
@@ -122,6 +139,34 @@ def progress() -> Progress:
     return Progress(steps, folder is not None)
 
 
+class League(NamedTuple):
+    """Scores: (exercise, the learner's or None, the library's, the bound, of what), the less the
+    better. A learner's copy and the originals show the same text."""
+
+    rows: list[tuple[str, float | None, float, float, str]]
+
+    def __repr__(self) -> str:
+        lines = [f"{'exercise':12}{'yours':>8}{'library':>10}{'bound':>8}"]
+        for name, own, library, bound, what in self.rows:
+            yours = "" if own is None else f"{own:g}"
+            lines.append(f"{name:12}{yours:>8}{library:10g}{bound:8g}   {what}")
+        return "\n".join(lines)
+
+
+def league() -> League:
+    """The exercises that have a score, the same on any machine: yours, the library's, and a bound
+    that nothing can beat. Call it in the folder of the lessons."""
+    folder = copy()
+    best = scores(folder) if folder else {}
+    rows = []
+    for lesson in _lessons():
+        for name, check in _found(lesson).items():
+            if goals := check.says.get("league"):
+                numbers = best.get(name), goals["library"], goals["bound"]
+                rows.append((name, *numbers, goals["what"]))
+    return League(rows)
+
+
 def copy() -> Path | None:
     """The learner's copy in which this notebook runs, if it is one."""
     here = Path.cwd()
@@ -136,6 +181,10 @@ def _lessons() -> list[str]:
 
 def _checks(name: str) -> list[str]:
     """The names of a lesson's checks, in its order."""
+    return [*_found(name)]
+
+
+def _found(name: str) -> dict[str, Any]:
     verdict = importlib.import_module(f"{__package__}.verdict")
     module = importlib.import_module(f"{__package__}.{name}")
-    return [each for each, thing in vars(module).items() if isinstance(thing, verdict.Check)]
+    return {each: thing for each, thing in vars(module).items() if isinstance(thing, verdict.Check)}

@@ -16,6 +16,15 @@ Other puzzles and the exercises are functions with the decorator `check`, and ha
 `hints` in the text file. Such a function raises `NotYet`, with a sentence that says what is wrong
 with this answer; or it returns None, or what is to be said in place of `right`.
 
+An exercise of the league has a score besides, the same on any machine and better if it is less:
+
+    [far_away.league]
+    what = "units of time"     # of the score
+    library = 136.2            # what the library's own gets
+    bound = 97.8               # and what nothing can beat
+
+Its function returns the score.
+
 Each wrong answer of a session gets the next hint. What is no try gets none, and does not count: no
 answer, or a malformed one (`NoTry`), and the cell of an exercise as the lesson has it.
 """
@@ -41,7 +50,7 @@ from minidist.rank import launch
 WAIT = 3.0  # seconds that a rank waits for another
 DEADLINE = 6.0  # seconds that an answer may take, once
 
-Judge = Callable[..., str | None]
+Judge = Callable[..., str | float | None]
 
 
 class NotYet(Exception):  # noqa: N818 (it is what a check says, not a fault)
@@ -95,14 +104,20 @@ class Check:
         try:
             if answer is None:
                 raise NoTry("the answer is None. Put yours in its place.")
-            right = Verdict(True, f"Right: {self.judge(answer) or self.says['right']}")
+            found = self.judge(answer)
         except NotYet as reason:
             hint = "" if isinstance(reason, NoTry) else self._next_hint(answer)
             return Verdict(False, f"Not yet: {reason}", hint)
         self.wrong, self.is_solved = 0, True
-        solved.remember(_lesson(self.__module__), self.__name__)
+        score = found if isinstance(found, float) else None
+        solved.remember(_lesson(self.__module__), self.__name__, score)
         kept.keep(self.__name__, answer)
-        return right
+        says = found if isinstance(found, str) else self.says["right"]
+        if score is not None:
+            goals = self.says["league"]
+            says += f" Score: {score:g} {goals['what']}. The library: {goals['library']:g}."
+            says += f" The bound: {goals['bound']:g}."
+        return Verdict(True, f"Right: {says}")
 
     def _next_hint(self, answer: object) -> str:
         # Who has solved it needs no hint: other answers are tried to see what the check says.
