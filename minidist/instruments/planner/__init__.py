@@ -21,6 +21,7 @@ it is laid out), `peak` (what a step adds), `device` and `step_time` (how long i
 of a step), `failures` (how often to save).
 """
 
+from minidist.instruments.planner.advice import layouts
 from minidist.instruments.planner.device import GPUS, LATENCY_US, Device
 from minidist.instruments.planner.failures import expected_time, run_with_failures, young
 from minidist.instruments.planner.layout import CONTEXT_ATTENTION, CONTEXT_CUT, RECOMPUTE, Layout
@@ -59,6 +60,7 @@ __all__ = [
     "expected_time",
     "largest_model",
     "layer_activations",
+    "layouts",
     "memory",
     "messages",
     "mfu",
