@@ -17,8 +17,8 @@ number's source.
 
 To read: `model_states` (the formulas of ZeRO), `transformer` and `layout` (a model's shape, and how
 it is laid out), `peak` (what a step adds), `device` and `step_time` (how long it takes), `advice`
-(which layout to take), `page` and `plan_command` (both in words), `zero_table` (the paper's table),
-`planned_messages` (each message of a step), `failures` (how often to save).
+(which layout to take), `page` and `plan_command` (both in words), `planned_messages` (each message
+of a step), `failures` (how often to save).
 """
 
 from minidist.instruments.planner.advice import layouts
@@ -39,7 +39,6 @@ from minidist.instruments.planner.peak import layer_activations, peak
 from minidist.instruments.planner.planned_messages import Planned, messages
 from minidist.instruments.planner.step_time import StepTime, mfu, step_time, touched, traffic
 from minidist.instruments.planner.transformer import MODELS, Transformer
-from minidist.instruments.planner.zero_table import zero_table
 
 __all__ = [
     "CONTEXT_ATTENTION",
@@ -72,5 +71,4 @@ __all__ = [
     "touched",
     "traffic",
     "young",
-    "zero_table",
 ]
