@@ -3,9 +3,9 @@
     python notebooks/minutes.py        (all lessons, and their sum)
 
 The start page and the map of the lessons say these minutes, to five, and the README their sum
-(tests/test_links.py). Nobody has been timed: the rates below are a careful reader's. Readers guessed
-the minutes of twenty lessons of November 2026; these rates meet fifteen of them within a fifth, say
-too little of four long ones, and too much of one.
+(tests/test_links.py). Nobody has been timed. Careful readers guessed the minutes of twenty lessons
+of November 2026; the rates below meet fifteen of these guesses within a fifth. Of four long lessons
+they say too little, of one too much.
 """
 
 import json

@@ -215,7 +215,7 @@ def test_a_learners_copy_of_a_korean_lesson(in_folder) -> None:
     )
     assert none == "아직 아닙니다: 답이 None입니다. 그 자리에 여러분의 답을 적으십시오."
     assert wrong.startswith("아직 아닙니다: `0.21875`: 답이 아닙니다. 전체 시간이 아니라 ")
-    assert '\n힌트 1/3: 공식은 퍼즐 위 "버블" 절에 있습니다.' in wrong
+    assert '\n힌트 1/3: "버블" 절의 그림에서 마지막 랭크를 보십시오.' in wrong
     assert right.startswith("정답입니다: 7 / (32 + 7)입니다.")
     assert "예측 2, 측정 4: 예측이 측정값보다 2배 작습니다." in guess
     for said in none, wrong, right:

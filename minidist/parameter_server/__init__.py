@@ -19,7 +19,7 @@ with the Parameter Server" (OSDI 2014).
 
 To read: `server` (the idea: what it holds, and when a trainer may go on), `training` (both sides
 of it), `rpc_session` (ranks that call each other, by name), `remote_stage` (a model split over
-ranks: RRef and distributed autograd). Lesson: beyond_gradients.
+ranks: RRef and distributed autograd). Lesson: parameter_server.
 """
 
 from minidist.parameter_server.remote_stage import RemoteStage

@@ -1,4 +1,4 @@
-"""A model split over ranks: RRef and distributed autograd (lesson: beyond_gradients)."""
+"""A model split over ranks: RRef and distributed autograd (lesson: parameter_server)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,7 @@ class RemoteStage:
     `.grad`: two contexts may run backward at the same time.
 
     make: called on that rank, makes the module. Limits: torch's RRefs work only in the first
-    `rpc_session` of a process. PyTorch's notes on distributed autograd. Lesson: beyond_gradients.
+    `rpc_session` of a process. PyTorch's notes on distributed autograd. Lesson: parameter_server.
     """
 
     def __init__(self, rank: int, make: Callable[[], nn.Module]) -> None:

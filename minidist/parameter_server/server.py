@@ -1,4 +1,4 @@
-"""What the server holds, and when a trainer may go on (lesson: beyond_gradients)."""
+"""What the server holds, and when a trainer may go on (lesson: parameter_server)."""
 
 import threading
 from collections.abc import Iterable, Sequence

@@ -17,21 +17,24 @@ from minidist.instruments.measure import record
 SLOW = Link(gbps=10, latency_us=20_000)  # each message travels for 20 ms, and so can be seen to
 
 
-bytes_of_a_step = puzzle(__name__, "bytes_of_a_step")
 last_bucket = puzzle(__name__, "last_bucket")
-
-
-@check
-def averages(answer: object) -> None:
-    """A wrapper: replicas begin with rank 0's weights, `backward()` leaves the mean gradients."""
-    _require_right(answer)
+tied_weights = puzzle(__name__, "tied_weights")
 
 
 @check
 def overlaps(answer: object) -> None:
-    """The same, and gradients travel while backward computes."""
+    """A wrapper: replicas begin with rank 0's weights, `backward()` leaves the mean gradients, and
+    these travel while backward computes."""
     _require_right(answer)
-    share = min(on_ranks(_overlap, answer, world_size=2, backend="shm", link=SLOW))
+    shares, sent = zip(
+        *on_ranks(_overlap, answer, world_size=2, backend="shm", link=SLOW), strict=True
+    )
+    share = min(shares)
+    if max(sent) > 1.5:  # what travels early may then be something else
+        raise NotYet(
+            f"the gradients are right, but a step sends {max(sent):.1f} times their bytes. Send "
+            "each gradient once."
+        )
     if share == 0:
         raise NotYet(
             "the gradients are right, but nothing travels while backward computes. Start a message "
@@ -127,18 +130,16 @@ class _Marked(nn.Module):
         self.times.append(time.perf_counter())
 
 
-def _overlap(answer: Callable[..., Any]) -> float:
-    """Bytes that were on their way at a time when backward came by, for each byte of gradients."""
+def _overlap(answer: Callable[..., Any]) -> tuple[float, float]:
+    """For each byte of gradients: the bytes that were on their way at a time when backward came by,
+    and all that were sent."""
     model = _Marked()
     wrapped = answer(model)
     steps = 3
     with record.observed() as events:
         for _ in range(steps):
             wrapped(torch.ones(4, 64, requires_grad=True)).sum().backward()
-    met = sum(
-        event.nbytes
-        for event in events
-        if event.scope is None and not event.control and event.end is not None
-        if any(event.start < moment < event.end for moment in model.times)
-    )
-    return met / (steps * sum(parameter.nbytes for parameter in model.parameters()))
+    sent = [e for e in events if e.scope is None and not e.control and e.kind != "received"]
+    met = [e for e in sent if e.end and any(e.start < moment < e.end for moment in model.times)]
+    whole = steps * sum(parameter.nbytes for parameter in model.parameters())
+    return sum(e.nbytes for e in met) / whole, sum(e.nbytes for e in sent) / whole

@@ -16,8 +16,8 @@ from minidist.instruments.measure import MemoryTracker, TrafficCounter
 BLOCKS = 4
 
 
-leaves_a_node = puzzle(__name__, "leaves_a_node")
-accumulated = puzzle(__name__, "accumulated")
+norm_of_whole = puzzle(__name__, "norm_of_whole")
+pairs_of_nodes = puzzle(__name__, "pairs_of_nodes")
 
 
 @check

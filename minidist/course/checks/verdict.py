@@ -21,8 +21,9 @@ answer, or a malformed one (`NoTry`), and the cell of an exercise as the lesson 
 """
 
 import functools
-import linecache
+import html
 import math
+import re
 import signal
 import textwrap
 import tomllib
@@ -32,7 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from minidist.course.checks import solved
+from minidist.course.checks import kept, solved
 from minidist.course.language import spoken
 from minidist.machine.runtime import RankError
 from minidist.rank import launch
@@ -62,6 +63,17 @@ class Verdict(NamedTuple):
     def __repr__(self) -> str:
         return "\n".join(spoken(each) for each in (self.says, self.hint) if each)
 
+    def _repr_html_(self) -> str | None:
+        """In colour, for a learner; what a lesson stores is the text."""
+        if not solved.copy():
+            return None
+        lines = (html.escape(line) for line in repr(self).split("\n"))
+        lines = (re.sub(r"`([^`]+)`", r"<code>\1</code>", line) for line in lines)
+        head, *rest = (re.sub(r"^([^:]+:)", r"<b>\1</b>", line) for line in lines)
+        shade = "#00805A" if self.right else "#B34700"
+        said = [f'<div style="border-left: 4px solid {shade}; padding-left: 8px">{head}']
+        return "<br>".join([*said, *rest]) + "</div>"
+
 
 class Check:
     """Gives the verdict of `judge` on an answer, and counts the wrong ones of this process. `says`
@@ -89,6 +101,7 @@ class Check:
             return Verdict(False, f"Not yet: {reason}", hint)
         self.wrong, self.is_solved = 0, True
         solved.remember(_lesson(self.__module__), self.__name__)
+        kept.keep(self.__name__, answer)
         return right
 
     def _next_hint(self, answer: object) -> str:
@@ -102,7 +115,7 @@ class Check:
     def _is_unwritten(self, answer: object) -> bool:
         """Whether its cell is as the lesson has it: with `# Your lines here`. One may leave that
         comment and write below it; so only the first cell that has it counts, until it changes."""
-        cell = _cell_of(answer)
+        cell = kept.cell_of(answer)
         if "Your lines" not in cell:
             return False
         self.unwritten = self.unwritten or cell
@@ -140,15 +153,6 @@ def _value(text: str) -> float:
     above, _, below = text.partition("/")
     product, divisor = (math.prod(map(float, each.split("*"))) for each in (above, below or "1"))
     return product / divisor
-
-
-def _cell_of(answer: object) -> str:
-    """The source of the cell or file in which a function or a class is written, else ""."""
-    for thing in vars(answer).values() if isinstance(answer, type) else [answer]:
-        code = getattr(getattr(thing, "__func__", thing), "__code__", None)
-        if code is not None:
-            return "".join(linecache.getlines(code.co_filename))
-    return ""
 
 
 def number(

@@ -42,6 +42,7 @@ class MemoryTracker(Measurement):
       `torch.autograd.backward` (`loss.backward()`) or `grad`; "step", one of `optimizer.step`;
     - `live`: {category: bytes} at the end of the block, and `after(phase)` at a phase's end;
     - `peak`: the most bytes that lived at once; `peak_of`: {category: the most of it};
+      `most(*categories)`: the most of several together;
     - `rank`, ours.
 
     A storage has one category for all its life, the first of these that ever holds:
@@ -86,6 +87,10 @@ class MemoryTracker(Measurement):
         if phase not in ends:
             raise ValueError(f"no phase {phase!r}; there are: {', '.join(ends) or 'none'}")
         return {category: nbytes[ends[phase]] for category, nbytes in self.history.items()}
+
+    def most(self, *categories: str) -> int:
+        """The most bytes that these categories held at one time, together."""
+        return max(map(sum, zip(*(self.history[kind] for kind in categories), strict=True)))
 
     def __repr__(self) -> str:
         live = sum(self.live.values())

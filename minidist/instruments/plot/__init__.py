@@ -4,7 +4,6 @@
 |---|---|
 | `timeline` | when each rank, or thread, computed, communicated and waited |
 | `traffic` | who sent how many bytes to whom |
-| `bytes_per_rank` | bytes counted on each rank beside the bytes predicted |
 | `time_against_size` | how the time of a collective grows with its message |
 | `bars` | what was measured beside what one or more models say, by name |
 | `stacked` | the same, by the parts that it is made of |
@@ -28,7 +27,6 @@ a ValueError. matplotlib is imported by the first chart, not by `import minidist
 from minidist.instruments.plot.bar_charts import (
     bars,
     breakdown,
-    bytes_per_rank,
     memory_by_rank,
     stacked,
 )
@@ -44,7 +42,6 @@ __all__ = [
     "RANKS",
     "bars",
     "breakdown",
-    "bytes_per_rank",
     "color",
     "human_bytes",
     "human_time",

@@ -1,4 +1,4 @@
-"""The picture of the lesson scaling_out: a node dies, and the other one goes on."""
+"""The picture of the lesson surviving_failures: a node dies, and the other one goes on."""
 
 from style import INK, PALE, RANKS, Axes, bar, box, ink, paper, save, words
 
@@ -24,7 +24,7 @@ def saves(axes: Axes, low: float, *places: int) -> None:
         words(axes, x, 3.24, "save", 9.5, color=color("step"))
 
 
-def scaling_out() -> None:
+def surviving_failures() -> None:
     """Steps of four ranks on two nodes; one node dies; two ranks go on after the newest save."""
     figure, axes = paper(11.0, 3.45)
     for node, y in (0, 1.9), (1, 0.5):
@@ -44,8 +44,8 @@ def scaling_out() -> None:
     saves(axes, 1.82, DIES + RESTART + 3, DIES + RESTART + 6)
     says = "step 7 was not saved: two ranks do it again, with the examples that four had"
     words(axes, LEFT, 0.22, says, 10, ha="left", color=INK)
-    save(figure, "scaling_out")
+    save(figure, "surviving_failures")
 
 
 if __name__ == "__main__":
-    scaling_out()
+    surviving_failures()

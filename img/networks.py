@@ -1,4 +1,4 @@
-"""The picture of the lesson communication: hierarchical_all_reduce."""
+"""The picture of the lesson networks: hierarchical_all_reduce."""
 
 from style import PALE, Axes, arrow, box, paper, save, stripes, words
 
