@@ -11,6 +11,7 @@ it:
     right = "7 / (32 + 7)."    # said after "Right:"
     hints = ["where in the lesson to look", "the step", "the shape of the answer"]
     wrong."7/32" = "that is …" # what this number is instead
+    when."a sum" = 2           # begin with this hint if what is wrong has these words
 
 Other puzzles and the exercises are functions with the decorator `check`, and have `right` and
 `hints` in the text file. Such a function raises `NotYet`, with a sentence that says what is wrong
@@ -106,7 +107,7 @@ class Check:
                 raise NoTry("the answer is None. Put yours in its place.")
             found = self.judge(answer)
         except NotYet as reason:
-            hint = "" if isinstance(reason, NoTry) else self._next_hint(answer)
+            hint = "" if isinstance(reason, NoTry) else self._next_hint(answer, str(reason))
             return Verdict(False, f"Not yet: {reason}", hint)
         self.wrong, self.is_solved = 0, True
         score = found if isinstance(found, float) else None
@@ -120,11 +121,12 @@ class Check:
             says = f"{scored} The library: {library:g}. The bound: {bound:g}."
         return Verdict(True, f"Right: {says}")
 
-    def _next_hint(self, answer: object) -> str:
+    def _next_hint(self, answer: object, reason: str) -> str:
         # Who has solved it needs no hint: other answers are tried to see what the check says.
         if not self.hints or self.is_solved or self._is_unwritten(answer):
             return ""
-        self.wrong += 1
+        fits = [hint for words, hint in self.says.get("when", {}).items() if words in reason]
+        self.wrong = max([self.wrong + 1, *fits])
         number = min(self.wrong, len(self.hints))
         return f"Hint {number} of {len(self.hints)}: {self.hints[number - 1]}"
 
