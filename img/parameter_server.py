@@ -1,6 +1,6 @@
 """The picture of the lesson parameter_server: who pulls which weights, and who pushes when."""
 
-from style import INK, PALE, RANKS, Axes, arrow, bar, ink, paper, save, words
+from style import INK, RANKS, Axes, arrow, bar, ink, paper, save, words
 
 from minidist.instruments.plot import color
 
@@ -21,7 +21,7 @@ def place(time: float) -> float:
 
 def weights(axes: Axes, start: float, end: float, version: int) -> None:
     """A version of the weights on the server."""
-    bar(axes, place(start), SERVER, place(end) - place(start) - 0.03, HIGH, color("step"))
+    bar(axes, place(start), SERVER, place(end) - place(start) - 0.03, HIGH, RANKS[0])
     words(axes, place((start + end) / 2), SERVER + HIGH / 2, f"{version}", 10, color="white")
 
 
@@ -38,13 +38,17 @@ def parameter_server() -> None:
     for rank, start, end in WORK:
         y, shade = ROWS[rank], RANKS[rank]
         bar(axes, place(start), y, UNIT * (end - start), HIGH, shade)
-        said = "gradient" if end - start < 5 else "a slow gradient, computed with weights 0"
+        said = (
+            "gradient"
+            if end - start < 5
+            else "a slow gradient, computed with weights 0, pushed 5 updates later"
+        )
         words(axes, place((start + end) / 2), y + HIGH / 2, said, 9, color=ink(shade))
         arrow(axes, (place(end), y + HIGH), (place(end + 0.15), SERVER), color=SENDS)
         if end < 6:  # it pulls the new weights, and goes on
-            arrow(axes, (place(end + 0.15), SERVER), (place(end + 0.3), y + HIGH), color=PALE)
-    words(axes, LEFT, SERVER + 0.6, "versions of the weights", 10, ha="left", color=INK)
-    says = "Red: a gradient is pushed, and the server steps. Grey: the new weights are pulled."
+            arrow(axes, (place(end + 0.15), SERVER), (place(end + 0.3), y + HIGH), color=INK)
+    words(axes, LEFT, SERVER + 0.52, "versions of the weights", 10, ha="left", color=INK)
+    says = "Red: a gradient is pushed, and the server steps. Black: the new weights are pulled."
     words(axes, LEFT, 0.22, says, 10, ha="left")
     save(figure, "parameter_server")
 

@@ -1,5 +1,6 @@
 """Hints that lead on step by step, numbers that are rounded, and what a learner has solved."""
 
+import inspect
 import itertools
 import json
 import linecache
@@ -199,6 +200,26 @@ def test_a_number_is_exact_close_or_far() -> None:
         for value in right[0] * 1.37, -right[0], 0, float("nan"), float("inf"):
             said = each(value)
             assert not said.right and "close" not in said.says, (lesson, value)
+
+
+def test_a_hint_fits_what_is_wrong() -> None:
+    def judge(answer):
+        raise NotYet(answer)
+
+    hints = ["Where to look.", "The step.", "The shape."]
+    check = Check(judge, {"right": "it is.", "hints": hints, "when": {"a sum": 2}})
+    check.__module__ = "a.lesson"
+    given = [check(reason).hint for reason in ("it is a sum", "it is a sum", "it is empty")]
+    assert given == ["Hint 2 of 3: The step.", "Hint 3 of 3: The shape.", "Hint 3 of 3: The shape."]
+    check.forget()
+    assert check("it is empty").hint == "Hint 1 of 3: Where to look."
+
+
+def test_a_hint_that_fits_is_one_that_there_is() -> None:
+    for _, each in CHECKS:
+        reasons = "".join(Path(inspect.getsourcefile(each.judge)).read_text().split())
+        for words, hint in each.says.get("when", {}).items():
+            assert hint in (1, 2, 3) and "".join(words.split())[:6] in reasons, words
 
 
 def test_close_is_the_right_number_with_fewer_digits() -> None:

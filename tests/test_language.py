@@ -15,6 +15,7 @@ from test_prediction import SAYS, WRONG
 
 import minidist as md
 from minidist.course import language
+from minidist.course.checks.verdict import BOX
 from minidist.course.language import in_korean, spoken
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,7 +30,7 @@ SOURCES: dict[str, Set[str]] = {
     "machine/runtime/report.py": {"where", "_ending", "_blame"},
 }
 # Strings that look like sentences: two are looked for in what others say.
-NOT_SAID = {"Your lines", "Pair is not connected", "{0} is no message"}
+NOT_SAID = {"Your lines", "Pair is not connected", "{0} is no message", BOX}
 # What the code puts together, so that no string of it has the whole.
 ASSEMBLED = {
     *("on {0}, rank {1} {2}.", "on {0}, rank {1}: {2}.", "{0}, with {1} heads"),
@@ -80,6 +81,7 @@ def texts(file: Path) -> Iterator[str]:
         if name != "korean":
             yield from [says["right"], *says["hints"], *says.get("wrong", {}).values()]
             yield from [says["unit"]] if "unit" in says else []
+            yield from [says["league"]["what"]] if "league" in says else []
 
 
 def all_templates() -> set[str]:

@@ -135,6 +135,7 @@ def test_the_most_of_several_categories_together():
     # Activations are freed while gradients come: together they are less than both at their most.
     both = memory.most("gradients", "activations")
     assert P < both < P + memory.peak_of["activations"]
+    assert sum(memory.at_peak().values()) == memory.peak
 
 
 def test_a_storage_counts_once_while_it_lives():

@@ -1132,3 +1132,17 @@ def test_mistakes(monkeypatch, capsys):
             fault()
     for arguments, words in AT_THE_COMMAND_LINE.items():
         assert words in plan(monkeypatch, capsys, *arguments.split()).err, arguments
+
+
+def test_layouts_are_those_that_fit_and_their_times():
+    model, gpu = planner.MODELS["llama-3-8b"], planner.GPUS["h100"]
+    times = planner.layouts(model, 8, 16, gpu, contexts=[1, 2], precision="megatron")
+    assert {each.context for each in times} == {1, 2} and {each.chunks for each in times} == {
+        1,
+        4,
+        8,
+    }
+    for each, seconds in times.items():
+        assert each.sequences == 16 and fits(model, each, gpu, precision="megatron")
+        assert seconds == planner.step_time(model, each, gpu, precision="megatron").total
+    assert planner.layouts(planner.MODELS["llama-3-405b"], 8, 16, gpu, precision="megatron") == {}

@@ -63,7 +63,6 @@ CHARTS = {  # name: what it draws, and inputs that have nothing to draw
     ),
     "sweep": ({"gpipe": {1: 2.0}}, [{}, {"gpipe": {}}]),
     "breakdown": ({"DDP": {"other": 8}}, [{}, {"DDP": {}}, {"DDP": {"other": 0}}]),
-    "frontier": ({"time": {"plain": (8, 1.0)}}, [{}, {"time": {}}]),
     "roofline": ([SimpleNamespace(name="add", intensity=0.1, speed=1e9)], [[]]),
     "pairs": ([[0, 3], [1, 2]], [[], [[], []]]),
     "routing": ([[[0, 3]], [[2, 5]]], [[], [[], []], [[[0]], [[1]], [[2]]]]),
@@ -385,17 +384,6 @@ def test_breakdown_shows_parts_and_formula() -> None:
     assert legend(ax) == ["parameters", "other", "on the host", "formula"]
     one = plot.breakdown({"a": {"compute": 0.5}}, "Time", show=human_time)
     assert one.get_legend() is None and [text.get_text() for text in one.texts] == ["500 ms"]
-
-
-def test_frontier_shows_each_way_by_what_it_saves_and_costs() -> None:
-    measured = {"arithmetic": {"plain": (9, 1.0), "full": (2, 1.3)}, "time": {"full": (2, 1.5)}}
-    ax = plot.frontier(measured)
-    dots = [line.get_xydata().tolist() for line in ax.lines if line.get_marker() != "None"]
-    assert dots == [[[9, 1.0], [2, 1.3]], [[2, 1.5]]]
-    joined = [line.get_xydata().tolist() for line in ax.lines if line.get_marker() == "None"]
-    assert joined == [[[9, 1.0]], [[2, 1.3], [2, 1.5]]]
-    assert {text.get_text(): text.xy for text in ax.texts} == {"plain": (9, 1.0), "full": (2, 1.5)}
-    assert legend(ax) == ["arithmetic", "time"]
 
 
 def test_roofline_is_the_lower_of_peak_and_bandwidth() -> None:

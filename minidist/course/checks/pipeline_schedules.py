@@ -70,8 +70,9 @@ def far_away(answer: object) -> float:
             raise NotYet(f"on {on}: a step takes {late.time:.0f} units of time, not {wanted}.")
     if not all(on_ranks(_trial, schedule, world_size=4)):
         raise NotYet("the order is valid, but the gradients are not those of one process.")
-    sizes, farther = LEAGUE
-    return simulate(_schedule(dict(given)[sizes], *sizes, "the league"), link=farther).time
+    (world_size, m), farther = LEAGUE
+    on = f"{ranks(world_size)}, with {m} micro-batches"
+    return simulate(_schedule(dict(given)[world_size, m], world_size, m, on), link=farther).time
 
 
 def _orders(order: Callable[..., Any]) -> list[tuple[tuple[int, int], Any]]:

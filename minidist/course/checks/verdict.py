@@ -11,6 +11,7 @@ it:
     right = "7 / (32 + 7)."    # said after "Right:"
     hints = ["where in the lesson to look", "the step", "the shape of the answer"]
     wrong."7/32" = "that is …" # what this number is instead
+    when."a sum" = 2           # begin with this hint if what is wrong has these words
 
 Other puzzles and the exercises are functions with the decorator `check`, and have `right` and
 `hints` in the text file. Such a function raises `NotYet`, with a sentence that says what is wrong
@@ -50,6 +51,7 @@ from minidist.rank import launch
 WAIT = 3.0  # seconds that a rank waits for another
 DEADLINE = 6.0  # seconds that an answer may take, once
 
+BOX = '<div style="border-left: 4px solid {}; padding-left: 8px">{}</div>'
 Judge = Callable[..., str | float | None]
 
 
@@ -80,8 +82,7 @@ class Verdict(NamedTuple):
         lines = (re.sub(r"`([^`]+)`", r"<code>\1</code>", line) for line in lines)
         head, *rest = (re.sub(r"^([^:]+:)", r"<b>\1</b>", line) for line in lines)
         shade = "#00805A" if self.right else "#B34700"
-        said = [f'<div style="border-left: 4px solid {shade}; padding-left: 8px">{head}']
-        return "<br>".join([*said, *rest]) + "</div>"
+        return BOX.format(shade, "<br>".join([head, *rest]))
 
 
 class Check:
@@ -106,7 +107,7 @@ class Check:
                 raise NoTry("the answer is None. Put yours in its place.")
             found = self.judge(answer)
         except NotYet as reason:
-            hint = "" if isinstance(reason, NoTry) else self._next_hint(answer)
+            hint = "" if isinstance(reason, NoTry) else self._next_hint(answer, str(reason))
             return Verdict(False, f"Not yet: {reason}", hint)
         self.wrong, self.is_solved = 0, True
         score = found if isinstance(found, float) else None
@@ -115,15 +116,17 @@ class Check:
         says = found if isinstance(found, str) else self.says["right"]
         if score is not None:
             goals = self.says["league"]
-            says += f" Score: {score:g} {goals['what']}. The library: {goals['library']:g}."
-            says += f" The bound: {goals['bound']:g}."
+            library, bound = goals["library"], goals["bound"]
+            scored = f"{says} Score: {score:g} {goals['what']}."
+            says = f"{scored} The library: {library:g}. The bound: {bound:g}."
         return Verdict(True, f"Right: {says}")
 
-    def _next_hint(self, answer: object) -> str:
+    def _next_hint(self, answer: object, reason: str) -> str:
         # Who has solved it needs no hint: other answers are tried to see what the check says.
         if not self.hints or self.is_solved or self._is_unwritten(answer):
             return ""
-        self.wrong += 1
+        fits = [hint for words, hint in self.says.get("when", {}).items() if words in reason]
+        self.wrong = max([self.wrong + 1, *fits])
         number = min(self.wrong, len(self.hints))
         return f"Hint {number} of {len(self.hints)}: {self.hints[number - 1]}"
 

@@ -88,6 +88,12 @@ class MemoryTracker(Measurement):
             raise ValueError(f"no phase {phase!r}; there are: {', '.join(ends) or 'none'}")
         return {category: nbytes[ends[phase]] for category, nbytes in self.history.items()}
 
+    def at_peak(self) -> dict[str, int]:
+        """{category: live bytes} at the moment when most bytes lived. Lesson: offload."""
+        totals = list(map(sum, zip(*self.history.values(), strict=True)))
+        top = totals.index(max(totals))
+        return {category: live[top] for category, live in self.history.items() if live[top]}
+
     def most(self, *categories: str) -> int:
         """The most bytes that these categories held at one time, together."""
         return max(map(sum, zip(*(self.history[kind] for kind in categories), strict=True)))

@@ -13,7 +13,6 @@
 | `schedule` | what each rank of a pipeline does when, predicted or measured |
 | `sweep` | what was measured beside what was predicted, for each value of something |
 | `breakdown` | of what parts several things consist, as bars from left to right |
-| `frontier` | several ways to do one thing, by what each saves and what it costs |
 | `roofline` | how fast operations are, under what memory and arithmetic allow |
 | `pairs` | which rank computes which pairs of tokens, and in which step of a ring |
 | `routing` | which token goes to which expert, on which rank |
@@ -31,7 +30,7 @@ from minidist.instruments.plot.bar_charts import (
     memory_by_rank,
     stacked,
 )
-from minidist.instruments.plot.dot_charts import frontier, roofline
+from minidist.instruments.plot.dot_charts import roofline
 from minidist.instruments.plot.heat_maps import load, traffic, weights
 from minidist.instruments.plot.line_charts import loss, sweep, time_against_size
 from minidist.instruments.plot.memory_chart import memory
@@ -44,7 +43,6 @@ __all__ = [
     "bars",
     "breakdown",
     "color",
-    "frontier",
     "human_bytes",
     "human_time",
     "load",
