@@ -29,7 +29,7 @@ LEAGUE = (8, 20), Link(gbps=1e6, latency_us=1.7e6)  # farther than the order was
 
 recomputed_time = puzzle(__name__, "recomputed_time")
 
-STUCK = ["SendActivation(0, 1)", "SendGradient(1, 0)"]
+STUCK = str(do.SendActivation(0, 1)), str(do.SendGradient(1, 0))
 
 
 @check
