@@ -16,6 +16,7 @@ import minidist as md
 from minidist.fully_sharded import by_class
 from minidist.instruments import planner, scaling
 from minidist.instruments.planner.peak import peaks
+from minidist.instruments.scaling import pipelines
 from minidist.instruments.scaling.chain import PLAN, Chain
 from minidist.instruments.scaling.llama_shape import plan_of
 
@@ -336,6 +337,14 @@ def test_a_run_that_would_never_end_is_refused():
     assert planner.run_with_failures(100, 1e9, 1, 50) >= 101  # it ends before its first interval
     with pytest.raises(ValueError, match="save must be more than 0"):
         planner.young(0, 10)
+
+
+def test_a_race_of_pipelines_that_sleep(monkeypatch) -> None:
+    monkeypatch.setenv("MINIDIST_TIMING", "soft")  # one round
+    (step,) = pipelines.race([("gpipe", 4)], ms=0.5)
+    assert step.predicted.idle == pytest.approx(3 / 7) and len(step.traces) == 4
+    assert step.predicted.time == pytest.approx(16 * 0.5e-3 * 3 * (4 + 3) / 4)
+    assert step.measured > 0.98 * step.predicted.time
 
 
 def bytes_of_parameters(chain, sizes):

@@ -27,8 +27,25 @@ FAR = Link(gbps=1e6, latency_us=1e6)  # a message arrives one forward pass later
 LEAGUE = (8, 20), Link(gbps=1e6, latency_us=1.7e6)  # farther than the order was asked for
 
 
-activations_sent = puzzle(__name__, "activations_sent")
 recomputed_time = puzzle(__name__, "recomputed_time")
+
+STUCK = ["SendActivation(0, 1)", "SendGradient(1, 0)"]
+
+
+@check
+def stuck_at(answer: Any) -> None:
+    """Where two ranks wait for each other, if a send waits until the other side receives."""
+    try:
+        given = [str(each).removeprefix("do.") for each in answer]
+    except Exception:
+        raise NotYet(f"give a list of two instructions, not {shown(answer)}.") from None
+    if len(given) != 2:
+        raise NotYet(f"give two instructions, not {len(given)}.")
+    for rank, (said, wanted) in enumerate(zip(given, STUCK, strict=True)):
+        if "Forward" in said or "Backward" in said:
+            raise NotYet(f"rank {rank} waits only where it sends or receives.")
+        if said != wanted:
+            raise NotYet(f"rank {rank} does not stand at {shown(said)} for ever.")
 
 
 @check
