@@ -11,10 +11,12 @@ import matplotlib
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 import minidist as md
 from minidist import __main__
+from minidist.context_parallel import cost, ring_attention
 from minidist.instruments import compare
 from minidist.instruments.compare import SYSTEMS, Row, System, Task, replicas, table
 from minidist.instruments.compare.watched_steps import HOST, sent
@@ -189,6 +191,7 @@ def test_table_json_and_picture(rows):
 
 MODEL = """
 from torch import nn
+from torch.nn import functional as F
 def build():
     return nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
 """
@@ -275,3 +278,18 @@ def test_the_judge_passes_what_is_right(pools, capsys):
     assert capsys.readouterr().out.endswith("16.0 bytes; DistributedDataParallel, Adam\n")
     parts = {"parameters": 4, "gradients": 4, "optimizer states": 8}
     assert {k: round(v, 2) for k, v in judge.rows["DDP"].parts.items() if v > 0.01} == parts
+
+
+# ---- attention, for the lesson long_sequences --------------------------------------------------
+
+
+def alone(q, k, v, cut):
+    """Each rank looks at its own tokens only."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def test_an_attention_is_held_against_one_process(pools):
+    numbers = cost.sent("ring", 2, 48 * 3 * 8, 12, 3)
+    for difference, *nbytes in pools(2)(compare.attention, ring_attention, kv_heads=3):
+        assert difference < 1e-12 and nbytes == [8 * n for n in numbers]
+    assert min(found[0] for found in pools(2)(compare.attention, alone)) > 0.1

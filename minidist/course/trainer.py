@@ -94,12 +94,12 @@ def _must_define(mine: Part) -> None:
         raise ValueError(f"does not import: {type(error).__name__}: {error}") from None
 
 
-def solution(lesson: str, check: str) -> str:
+def solution(name: str, check: str) -> str:
     """The part as the solutions have it. Raises FileNotFoundError where they are not beside."""
     around = (at / "solutions" for at in (Path(), Path("..")))
-    found = [path for at in around for path in at.glob(f"??_{lesson}.ipynb")]
+    found = [path for at in around for path in at.glob(f"??_{name}.ipynb")]
     if not found:
-        raise FileNotFoundError(f"no solutions/??_{lesson}.ipynb beside this notebook")
+        raise FileNotFoundError(f"no solutions/??_{name}.ipynb beside this notebook")
     cells = [cell for cell in json.loads(found[0].read_text("utf-8"))["cells"]]
     sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     call = f"check.{check}("

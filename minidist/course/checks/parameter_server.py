@@ -38,13 +38,12 @@ def _run(given: Any, bound: int) -> str:
         [nn.Parameter(torch.ones(2, 3).double()), nn.Parameter(torch.ones(4).double())]
         for _ in range(2)
     )
-    right, found = (
-        make(each, torch.optim.SGD(each, lr=0.1, momentum=0.9), *rest)
-        for make, each, rest in (
-            (Server, ours, (TRAINERS, False, bound)),
-            (given, theirs, (TRAINERS, bound)),
-        )
-    )
+
+    def momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    right = Server(ours, momentum(ours), TRAINERS, False, bound)
+    found = given(theirs, momentum(theirs), TRAINERS, bound)
     there, pulled = list(TRAINERS), dict.fromkeys(TRAINERS, 0)
     for event in range(40):
         able = [who for who in there if right.may_go_on(who)]
@@ -58,7 +57,7 @@ def _run(given: Any, bound: int) -> str:
         else:
             gradients = [torch.randn(p.shape, generator=draw).double() for p in ours]
             late, pulled_at = right.version - pulled[who], pulled[who]
-            right.step(gradients)
+            right.step([*gradients])
             right.steps[who] += 1
             stale = found.push(who, pulled_at, [each.clone() for each in gradients])
             pulled[who] = right.version

@@ -19,7 +19,7 @@ from minidist.instruments.measure.storages import Ledger, Record
 class Phase:
     """A part of a training step. `start` and `end` are places in the lists of
     `MemoryTracker.history`: those of the bytes before its first change and after its last.
-    Lesson: distributed_data_parallel."""
+    Lesson: ddp_in_practice."""
 
     name: str
     start: int
@@ -66,7 +66,7 @@ class MemoryTracker(Measurement):
     is taken for what was there before.
 
     Raises RuntimeError when entered twice at the same time.
-    Lesson: distributed_data_parallel.
+    Lesson: ddp_in_practice.
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:

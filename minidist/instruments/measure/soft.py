@@ -25,7 +25,7 @@ def rounds(least: int = 1, most: float = math.inf, seconds: float = math.inf) ->
 
     On a busy machine it takes more rounds: `most`, or until the seconds have passed. With
     MINIDIST_TIMING=soft times may miss, and it takes the `least`.
-    Lesson: distributed_data_parallel.
+    Lesson: layer_splitting.
     """
     soft, end = os.environ.get("MINIDIST_TIMING") == "soft", time.monotonic() + seconds
     number = 0

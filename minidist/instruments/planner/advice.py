@@ -81,6 +81,7 @@ def layouts(
         data = ranks // (t * c * p)
         if not data or sequences % data:
             continue
+        ways: list[dict[str, Any]]
         ways = [{"stage": stage, "chunks": v} for stage in (0, 1) for v in chunks]
         if p == 1:
             hybrid = {"stage": 3, "replicate": max(1, ranks // device.per_node)}

@@ -106,7 +106,7 @@ def memory_by_rank(
 
     Both mappings go from a bar's name to {category: bytes}: {"rank 0": tracker.after("backward")}.
     The lines stand where the parts of the bar would end by the formula, and its sum beside them.
-    Lesson: distributed_data_parallel.
+    Lesson: ddp_in_practice.
     """
     predicted = predicted or {}
     kinds = kinds_of([*measured.values(), *predicted.values()])
