@@ -115,7 +115,7 @@ def zero2() -> None:
             words(axes, x + 0.7, y + 0.2, move)
             words(axes, x + 0.7, y - 0.22, "Ψ (N − 1) / N" if travels else "", 8.5, color=PALE)
             blocks(x + 1.52, y, shade, shared)
-    entries = [(0.2, GRADIENTS, "gradients of a rank's own rows", 0.4)]
+    entries = [(0.2, GRADIENTS, "gradients of a rank's own examples", 0.4)]
     entries += [(3.6, GRADIENTS, "mean gradients", 1.0), (6.0, PARAMETERS, "new parameters", 1.0)]
     keys(axes, 0.15, entries)
     save(figure, "zero2")
