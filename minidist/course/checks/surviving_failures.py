@@ -7,6 +7,7 @@ import sys
 import tempfile
 import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -45,19 +46,21 @@ def _trial(given: Save) -> str:
         path = os.path.join(watch.folder, "checkpoint.pt")
         for step, which in (1, "first"), (2, "second"):
             watch.done.clear()
+            _Pickled.times = 0
             with watch.syncs():
                 given(_state(step), path)
             if _step_in(path) != step:
                 return f"after the {which} save, {_found(path)}"
         if said := watch.unsynced(path):
             return said
-        half = os.path.getsize(path) // 2
+        half, pickled = os.path.getsize(path) // 2, _Pickled.times
         kills = [(f"after {n:,} bytes", partial(_die_after, n)) for n in (0, 1, half, 2 * half - 1)]
         for n, change in enumerate(each for each in watch.done if isinstance(each, str)):
             kills.append((f"before {change}", partial(watch.at, n, _die)))
             if change in ("open", "shutil.copyfile"):
                 halved = partial(_die_after, half)
                 kills.append((f"within {change}", partial(watch.at, n, halved)))
+        kills += [("while the state is written", partial(_die_pickled, n)) for n in range(pickled)]
         for when, arm in kills:
             if not _survives(given, path, arm):
                 return f"killed {when}, {_found(path)}"
@@ -142,8 +145,24 @@ def _die_after(nbytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, nbytes))
 
 
+class _Pickled:
+    """Counts how often it is pickled, and kills this process the time after `dies_after`."""
+
+    times, dies_after = 0, -1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if _Pickled.times == _Pickled.dies_after:
+            _die()
+        _Pickled.times += 1
+        return OrderedDict, ()  # torch.load takes this
+
+
+def _die_pickled(times: int) -> None:
+    _Pickled.times, _Pickled.dies_after = 0, times
+
+
 def _state(step: int) -> dict[str, Any]:
-    return {"step": step, "weights": torch.full((20_000,), float(step))}
+    return {"step": step, "weights": torch.full((20_000,), float(step)), "last": _Pickled()}
 
 
 def _step_in(path: str) -> int | None:
