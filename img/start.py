@@ -21,7 +21,7 @@ PARTS = [  # each lesson: its name, what it is about, and how many minutes it ta
         "Data",
         [
             ("data_parallel", "one process,\nmany devices", 45),
-            ("distributed_data_parallel", "replicas that\nstay equal", 70),
+            ("distributed_data_parallel", "replicas that\nstay equal", 75),
             ("ddp_in_practice", "memory, buffers,\nuneven batches", 70),
         ],
     ),
@@ -29,10 +29,10 @@ PARTS = [  # each lesson: its name, what it is about, and how many minutes it ta
         "Model",
         [
             ("layer_splitting", "stages: a pipeline", 75),
-            ("pipeline_schedules", "who does what when", 100),
+            ("pipeline_schedules", "who does what when", 70),
             ("feature_splitting", "parts of every layer", 75),
-            ("sequence_parallel", "parts of every\nactivation", 110),
-            ("long_sequences", "a sequence that no\nrank holds whole", 110),
+            ("sequence_parallel", "parts of every\nactivation", 70),
+            ("long_sequences", "a sequence that no\nrank holds whole", 75),
             ("experts", "many networks,\nfew of them a token", 75),
             ("mixed_parallelism", "a mesh of all three", 75),
         ],
@@ -46,7 +46,7 @@ PARTS = [  # each lesson: its name, what it is about, and how many minutes it ta
             ("fsdp_in_practice", "what to wrap,\nwhere, in which bits", 75),
             ("activation_checkpointing", "compute twice,\nkeep less", 75),
             ("mixed_precision", "16 bits a number", 70),
-            ("offload", "what need not\nbe here", 100),
+            ("offload", "what need not\nbe here", 75),
         ],
     ),
     (
