@@ -1,6 +1,6 @@
 """The puzzles and the exercise of the lesson pipeline_schedules."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
@@ -81,7 +81,11 @@ def _orders(order: Callable[..., Any]) -> list[tuple[tuple[int, int], Any]]:
 
 
 def _of_all(order: Callable[..., Any], world_size: int, m: int) -> Any:
-    orders = [list(islice(order(rank, world_size, m), 10 * m)) for rank in range(world_size)]
+    given = [order(rank, world_size, m) for rank in range(world_size)]
+    for rank, mine in enumerate(given):
+        if not isinstance(mine, Iterable):
+            return f"my_order returns {shown(mine)} for rank {rank}, not a list"
+    orders = [list(islice(mine, 10 * m)) for mine in given]
     for rank, mine in enumerate(orders):
         if odd := [step for step in mine if not isinstance(step, do.Compute)]:
             return (
