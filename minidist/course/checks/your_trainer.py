@@ -19,8 +19,8 @@ def unscaled_late(answer: object) -> None:
         "clipping make of them, before the scaler divides?",
         "nothing": "clipping makes the norm 0.5, whatever it was; the scaler divides afterwards",
     }
-    given = str(answer).strip().lower()
-    if given not in (*says, "too short"):
+    given = answer.strip().lower() if isinstance(answer, str) else answer
+    if not isinstance(given, str) or given not in (*says, "too short"):
         raise NoTry(f'give "too long", "too short" or "nothing", not {shown(answer)}.')
     if given != "too short":
         raise NotYet(f"it is not {given}: {says[given]}.")
