@@ -40,7 +40,7 @@ def _trial(given: Callable[[Events], Any]) -> str:
             return f"it returns {shown(found)}, not seconds"
         if not math.isclose(found, right, rel_tol=1e-9):
             said = f": {list(events)}" if len(events) < 6 else ""
-            return f"{name} takes {right:g} s, not {found:g}{said}"
+            return f"{name}: this takes {right:g} s, not {found:g}{said}"
     return ""
 
 
