@@ -64,8 +64,9 @@ AVERAGE, JOIN, UNSCALE, CLIP, STEP = (
 ANSWERS = {
     check.unscaled_late: (["too short", "Too short"], ["too long", "nothing"]),
     check.order: (
-        [[AVERAGE, UNSCALE, CLIP, JOIN, STEP], (UNSCALE, AVERAGE, CLIP, JOIN, STEP)],
+        [[UNSCALE, AVERAGE, CLIP, JOIN, STEP], (UNSCALE, AVERAGE, CLIP, JOIN, STEP)],
         [
+            [AVERAGE, UNSCALE, CLIP, JOIN, STEP],
             [AVERAGE, UNSCALE, JOIN, CLIP, STEP],
             [AVERAGE, CLIP, UNSCALE, JOIN, STEP],
             [UNSCALE, CLIP, AVERAGE, JOIN, STEP],

@@ -8,19 +8,20 @@ import torch.distributed as dist
 
 from minidist.course.checks.verdict import NoTry, NotYet, check, function, require_right, shown
 
-OPERATIONS = "average along data", "join along tensor", "unscale", "norm and clip", "step"
+# In the order of the lesson.
+OPERATIONS = "average along data", "unscale", "norm and clip", "join along tensor", "step"
 
 
 @check
 def unscaled_late(answer: object) -> None:
     """What a step of SGD does if the norm is taken of gradients that still have the loss scale."""
     says = {
-        "too long": "the gradients are 1,024 times too large, and so is their norm: what does "
-        "clipping make of them, before the scaler divides?",
+        "too long": "the gradients are 1,024 times too large, and so is their norm; clipping takes "
+        "that back, and the scaler still divides",
         "nothing": "clipping makes the norm 0.5, whatever it was; the scaler divides afterwards",
     }
-    given = answer.strip().lower() if isinstance(answer, str) else answer
-    if not isinstance(given, str) or given not in (*says, "too short"):
+    given = answer.strip().lower() if isinstance(answer, str) else ""
+    if given not in (*says, "too short"):
         raise NoTry(f'give "too long", "too short" or "nothing", not {shown(answer)}.')
     if given != "too short":
         raise NotYet(f"it is not {given}: {says[given]}.")
@@ -28,9 +29,9 @@ def unscaled_late(answer: object) -> None:
 
 @check
 def order(answer: object) -> None:
-    """The operations of a step, in one of the orders that train as one process does."""
+    """The operations of a step, in the other order that trains as one process does."""
     given = list(answer) if isinstance(answer, list | tuple) else []
-    if sorted(map(str, given)) != sorted(OPERATIONS):
+    if not all(isinstance(each, str) for each in given) or sorted(given) != sorted(OPERATIONS):
         raise NotYet(f"give a list of all five, each once, not {shown(answer)}.")
     at = {each: given.index(each) for each in OPERATIONS}
     for first, then, why in (
@@ -41,6 +42,8 @@ def order(answer: object) -> None:
     ):
         if at[first] > at[then]:
             raise NotYet(f"`{first}` comes before `{then}`: {why}.")
+    if given == list(OPERATIONS):
+        raise NotYet("that is the order of the lesson, and right: one more is.")
 
 
 @check
