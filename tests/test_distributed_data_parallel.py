@@ -1,6 +1,6 @@
-"""Lesson 5: ranks that average their gradients train as one process does, whatever the model and
-the loop look like; buckets leave while backward computes; and a pass that cannot be averaged is
-named."""
+"""Lesson: distributed_data_parallel. Ranks that average their gradients train as one process does,
+whatever the model and the loop look like; buckets leave while backward computes; and a pass that
+cannot be averaged is named."""
 
 import contextlib
 import copy
