@@ -58,7 +58,7 @@ PARTS = [  # each lesson: its name, what it is about, and how many minutes it ta
             ("scaling_out", "a thousand ranks", 65),
             ("surviving_failures", "runs that go on", 70),
             ("beyond_gradients", "averages\nnow and then", 70),
-            ("parameter_server", "servers and workers", 65),
+            ("parameter_server", "a server and\ntrainers", 65),
         ],
     ),
     ("Yours", [("your_trainer", "ten exercises,\none program", 75)]),

@@ -140,16 +140,16 @@ def progress() -> Progress:
 
 
 class League(NamedTuple):
-    """Scores: (exercise, the learner's or None, the library's, the bound, of what), the less the
-    better. A learner's copy and the originals show the same text."""
+    """Scores: (lesson and exercise, the learner's or None, the library's, the bound, of what), the
+    less the better."""
 
     rows: list[tuple[str, float | None, float, float, str]]
 
     def __repr__(self) -> str:
-        lines = [f"{'exercise':12}{'yours':>8}{'library':>10}{'bound':>8}"]
+        lines = [f"{'exercise':36}{'yours':>8}{'library':>10}{'bound':>8}   of what"]
         for name, own, library, bound, what in self.rows:
             yours = "" if own is None else f"{own:,g}"
-            lines.append(f"{name:12}{yours:>8}{library:10,g}{bound:8,g}   {what}")
+            lines.append(f"{name:36}{yours:>8}{library:10,g}{bound:8,g}   {what}")
         return "\n".join(lines)
 
 
@@ -163,7 +163,7 @@ def league() -> League:
         for name, check in _found(lesson).items():
             if goals := check.says.get("league"):
                 numbers = best.get(name), goals["library"], goals["bound"]
-                rows.append((name, *numbers, goals["what"]))
+                rows.append((f"{lesson}: {name}", *numbers, goals["what"]))
     return League(rows)
 
 

@@ -143,6 +143,16 @@ def _die_after(nbytes: int) -> None:
     """Let the system kill this process when it makes a file longer."""
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, nbytes))
+    write = os.write
+
+    def write_or_die(file: int, data: Any) -> int:
+        """Up to the limit the system writes a part, and kills only at the next call."""
+        written = write(file, data)
+        if written < memoryview(data).nbytes:
+            _die()
+        return written
+
+    os.write = write_or_die
 
 
 class _Pickled:

@@ -130,7 +130,7 @@ def breakdown(
     measured: {name: {what the part is: its size}}; no parts leave the line empty. predicted:
     {name: size} of the whole bar, a black line. show: writes a size, such as `human_time`. aside:
     parts that the size written at the bar leaves out. The legend names the parts if there are
-    several. Lesson: zero.
+    several. Lesson: real_tools.
     """
     predicted = predicted or {}
     kinds = kinds_of(measured.values())

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def traffic(
     counters: Iterable[TrafficCounter], ax: Axes | None = None, title: str = "Bytes sent"
 ) -> Axes:
-    """Lesson: collectives. A heat map of bytes sent, a row a sender and a column a receiver.
+    """Lesson: networks. A heat map of bytes sent, a row a sender and a column a receiver.
 
     `counters` are those of all ranks, in any order. Behind each row stands what that rank sent
     in all, under each column what that rank received.
