@@ -11,7 +11,7 @@ PARTS = [  # each lesson: its name, what it is about, and how many minutes it ta
     (
         "Ranks",
         [
-            ("rank", "processes that\nsend tensors", 60),
+            ("rank", "processes that\nsend tensors", 65),
             ("collectives", "nine operations\nof all ranks", 70),
             ("communication", "what messages\ncost", 60),
             ("networks", "nodes, and links\nthat differ", 60),
@@ -20,7 +20,7 @@ PARTS = [  # each lesson: its name, what it is about, and how many minutes it ta
     (
         "Data",
         [
-            ("data_parallel", "one process,\nmany devices", 45),
+            ("data_parallel", "one process,\nmany devices", 50),
             ("distributed_data_parallel", "replicas that\nstay equal", 75),
             ("ddp_in_practice", "memory, buffers,\nuneven batches", 70),
         ],
@@ -29,7 +29,7 @@ PARTS = [  # each lesson: its name, what it is about, and how many minutes it ta
         "Model",
         [
             ("layer_splitting", "stages: a pipeline", 75),
-            ("pipeline_schedules", "who does what when", 70),
+            ("pipeline_schedules", "who does what when", 75),
             ("feature_splitting", "parts of every layer", 75),
             ("sequence_parallel", "parts of every\nactivation", 70),
             ("long_sequences", "a sequence that no\nrank holds whole", 75),
