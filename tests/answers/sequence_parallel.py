@@ -137,8 +137,8 @@ def without_a_gather(x, columns):
 
 ANSWERS = {
     check.needs_the_sum: (
-        [{"a", "c"}, ("C", "a"), "ac", "a, c"],
-        [{"a"}, {"c"}, "abc", {"a", "c", "d"}, {"e"}, "", "f", 3],
+        [{"a", "c", "d"}, ("C", "a", "d"), "acd", "a, c, d"],
+        [{"a"}, {"a", "c"}, "abcd", {"a", "c", "d", "e"}, {"d"}, "", "f", 3],
     ),
     check.whole_outweighs: (
         [4, 4.0],

@@ -26,7 +26,7 @@ SUMMED = {  # which parameters need the sum of their gradients: "" if so; else w
     "a": "",
     "b": "b is cut as its layer is, and that layer sees all tokens",
     "c": "",
-    "d": "d is cut, and its layer sees all tokens",
+    "d": "",
     "e": "e is cut, and its layer sees all tokens",
 }
 
@@ -44,8 +44,8 @@ def needs_the_sum(answer: object) -> None:
     for letter in sorted(letters):
         if SUMMED[letter]:
             raise NotYet(f"{SUMMED[letter]}.")
-    if len(letters) < 2:
-        raise NotYet("one more is used on a rank's own tokens only.")
+    if len(letters) < 3:
+        raise NotYet("one more is whole, and each rank uses it on a part only.")
 
 
 @check
