@@ -87,7 +87,8 @@ def cases() -> list:
 
 
 def name(answer) -> str:
-    return getattr(answer, "__name__", re.sub(r"\W+", "_", repr(answer))[:20])
+    shown = sorted(map(str, answer)) if isinstance(answer, set | frozenset) else answer
+    return getattr(answer, "__name__", re.sub(r"\W+", "_", repr(shown))[:20])
 
 
 class Kept:
