@@ -135,14 +135,11 @@ class Sitting:
 
 
 AN_HOUR = Sitting(40, 1_300, 280, 20, 77.5)  # the minutes are told to five: 75
-LONGER = Sitting(55, 1_800, 500, 30, 115)  # lessons that have yet to become shorter
-TO_SHORTEN: set[str] = set()
 MINUTES = runpy.run_path(str(ROOT / "notebooks/minutes.py"))["minutes"]
 
 
 def one_sitting(path: Path) -> Iterator[str]:
     """A lesson is an honest hour, and a cell fits a screen."""
-    most = LONGER if path.stem[3:] in TO_SHORTEN else AN_HOUR
     notebook = nbformat.read(path, as_version=4)
     sources = [cell.source for cell in code_cells(notebook)]
     lines = [[line for line in source.splitlines() if line.strip()] for source in sources]
@@ -153,7 +150,7 @@ def one_sitting(path: Path) -> Iterator[str]:
         max(len(source.splitlines()) for source in sources),
         MINUTES(path),
     )
-    for what, limit in vars(most).items():
+    for what, limit in vars(AN_HOUR).items():
         if (value := getattr(found, what)) > limit:
             yield f"{value:.4g} {what}, at most {limit}"
 
