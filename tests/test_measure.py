@@ -120,9 +120,9 @@ def calls_as_rings(n):
     with TrafficCounter() as traffic:
         dist.all_reduce(torch.zeros(n))
         dist.reduce_scatter_single(torch.zeros(n // dist.get_world_size()), torch.zeros(n))
-    sent = md.measure.sent_as_rings(traffic.calls | {"all_gather": (1, 4 * n)})
+    sent = md.collectives.sent_as_rings(traffic.calls | {"all_gather": (1, 4 * n)})
     with pytest.raises(ValueError, match="broadcast is no ring"):
-        md.measure.sent_as_rings({"broadcast": (1, 4)})
+        md.collectives.sent_as_rings({"broadcast": (1, 4)})
     return sent
 
 

@@ -17,7 +17,7 @@ from minidist.instruments.measure.soft import rounds
 from minidist.instruments.measure.step_timelines import step_seconds, step_timelines
 from minidist.instruments.measure.timeline import Span, Timeline, waiting
 from minidist.instruments.measure.torch_calls import TorchCalls
-from minidist.instruments.measure.traffic import TrafficCounter, sent_as_rings
+from minidist.instruments.measure.traffic import TrafficCounter
 
 __all__ = [
     "CopyCounter",
@@ -36,7 +36,6 @@ __all__ = [
     "rounds",
     "step_seconds",
     "step_timelines",
-    "sent_as_rings",
     "tie_to_cores",
     "waiting",
     "together",

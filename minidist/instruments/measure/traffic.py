@@ -1,10 +1,7 @@
 """Who sent how much to whom, to the byte (lesson: collectives)."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-
-import torch
-import torch.distributed as dist
+from collections.abc import Sequence
 
 from minidist.instruments.measure.meter import Meter
 from minidist.instruments.measure.record import Event
@@ -74,26 +71,3 @@ def _by_operation(events: Sequence[Event]) -> dict[str, tuple[int, int]]:
         calls, nbytes = counts.get(event.operation, (0, 0))
         counts[event.operation] = (calls + 1, nbytes + event.nbytes)
     return counts
-
-
-def sent_as_rings(calls: Mapping[str, tuple[int, int]]) -> int:
-    """The bytes that this rank sends if these collectives of all ranks, such as the `calls` of a
-    `TrafficCounter`, are rings of `md.collectives`: it runs them so, on as many bytes. Every rank
-    calls this. ValueError for others than all_reduce, reduce_scatter, all_gather. Lesson: zero.
-    """
-    from minidist import collectives  # it imports this package
-
-    with TrafficCounter() as traffic:
-        for operation, (_, nbytes) in calls.items():
-            whole = torch.zeros(nbytes, dtype=torch.uint8)
-            shards = list(whole.tensor_split(dist.get_world_size()))
-            mine = shards[dist.get_rank()].clone()
-            if operation == "all_reduce":
-                collectives.all_reduce(whole, algorithm="ring")
-            elif operation == "reduce_scatter":
-                collectives.reduce_scatter(mine, shards)
-            elif operation == "all_gather":
-                collectives.all_gather(shards, mine)
-            else:
-                raise ValueError(f"{operation} is no ring of all_reduce's halves")
-    return traffic.sent_bytes
