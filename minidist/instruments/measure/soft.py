@@ -1,11 +1,11 @@
 """Measured times that may miss: MINIDIST_TIMING=soft, for a machine that others use.
 
 A lesson asserts what it measured, and on a machine that others use a time may miss. With the
-variable, `%load_ext minidist` softens such assertions: one that misses prints a sentence (not under
-nbval), and the cell goes on. And a loop over `rounds` takes as few as it may. An assertion is about a time if it
-stands in a cell that is tagged `alone`, in a notebook of this folder, and compares by more and
-less, or only asks a name or a function. One of them that is not ends in `# not timed`. Every other
-assertion fails as ever.
+variable, `%load_ext minidist` softens such assertions: one that misses prints a sentence (but not
+under nbval), and the cell goes on. And a loop over `rounds` takes as few as it may. An assertion is
+about a time if it stands in a cell that is tagged `alone`, in a notebook of this folder, and
+compares by more and less, or only asks a name or a function. One of them that is not ends in
+`# not timed`. Every other assertion fails as ever.
 """
 
 import ast
