@@ -3,7 +3,7 @@
 #             installs the systems of the lesson real_tools, one of which needs a C++ compiler (g++);
 #             to leave them out: make test WITHOUT_TOOLS=1
 # make timing    runs each notebook alone, where the times that it measures must hold, too; some of
-#             them: make timing NOTEBOOKS="notebooks/05*.ipynb"
+#             them: make timing NOTEBOOKS="notebooks/06*.ipynb"
 # make soak   runs the tests of the night: hundreds of launches, interrupts and kills; and the cases,
 #             such as those on the other backend, that make test leaves out
 # make browser   runs lesson 1 in Chromium, as a learner would

@@ -142,6 +142,9 @@ def ring_all_reduce() -> None:
             axes.text(
                 x + 0.38 * rank + 0.18, y - 0.18, str(rank), fontsize=9, ha="center", color=PALE
             )
+        for piece in range(P):
+            height = y + 0.38 * (P - 1 - piece) + 0.12
+            axes.text(x - 0.1, height, str(piece), fontsize=9, ha="right", color=PALE)
     text = """A column is a rank,
 a row is a piece of the
 vector. Stripes: whose

@@ -46,6 +46,7 @@ BELOW = {
             "prediction": "guess, then measure",
             "language": "their sentences in Korean",
             "zoo": "small models and data",
+            "trainer": "ten exercises as one program",
         },
     ),
 }
@@ -63,7 +64,7 @@ def house() -> None:
     figure, axes = paper(12.4, 9.35)
     words(axes, 0.15, 9.15, "minidist/", 12, ha="left", fontweight="bold")
     words(axes, 1.25, 9.15, "what the lessons teach", 9.5, ha="left", color=PALE)
-    for column, ((part, names), shade) in enumerate(zip(FIRST.items(), SHADES, strict=True)):
+    for column, ((part, names), shade) in enumerate(zip(FIRST.items(), SHADES[:5], strict=True)):
         x = 0.15 + 2.45 * column
         words(axes, x, 8.8, part, 10, ha="left", color=PALE)
         for row, name in enumerate(names):

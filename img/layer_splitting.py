@@ -19,8 +19,8 @@ def model_parallelism() -> None:
     """Two ways to cut one model."""
     figure, axes = paper(9.6, 4.3)
     for left, title, says, lesson in (
-        (0.25, "by layers", "a rank has some of the layers, whole", "layer_splitting"),
-        (5.05, "by features", "a rank has a part of every layer", "feature_splitting"),
+        (0.25, "by layers", "a rank has some of the layers, whole", "layer splitting"),
+        (5.05, "by features", "a rank has a part of every layer", "feature splitting"),
     ):
         box(axes, left, 0.15, 4.3, 4.0, facecolor="#F6F6F6", edgecolor="none")
         axes.text(left + 0.2, 3.8, f"{title}: {lesson}", fontsize=11.5, fontweight="bold")

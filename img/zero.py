@@ -4,7 +4,7 @@ from style import EMPTY, PALE, RANKS, Axes, arrow, bar, box, ink, paper, save, w
 
 from minidist.instruments.plot import color
 
-KINDS = {"parameters": 2, "gradients": 2, "optimizer states": 12}  # bytes: mixed precision, Adam
+KINDS = {"parameters": 4, "gradients": 4, "optimizer states": 8}  # bytes: float32, Adam
 PARAMETERS, GRADIENTS, _ = (color(kind) for kind in KINDS)
 TRAVEL, STEP = color("communication"), color("step")
 ON_ITS_WAY = {"hatch": "////", "edgecolor": color("parameters"), "linewidth": 0}
@@ -23,8 +23,8 @@ def zero() -> None:
     scale, width, pitch = 0.2, 0.42, 0.5  # inches: of a byte, of a rank, from rank to rank
     stages = {
         "DDP": "16 Ψ",
-        "stage 1": "4 Ψ + 12 Ψ / N",
-        "stage 2": "2 Ψ + 14 Ψ / N",
+        "stage 1": "8 Ψ + 8 Ψ / N",
+        "stage 2": "4 Ψ + 12 Ψ / N",
         "stage 3": "16 Ψ / N",
     }
     for stage, (title, formula) in enumerate(stages.items()):
@@ -45,7 +45,7 @@ def zero() -> None:
         words(axes, left + 2 * pitch - 0.04, 0.55, "rank")
     entries = zip((0.45, 2.2, 3.7), KINDS, strict=True)
     keys(axes, 0.2, [(x, color(kind), kind, 1.0) for x, kind in entries])
-    says = "2 + 2 + 12 bytes a parameter: Adam in mixed precision"
+    says = "4 + 4 + 8 bytes a parameter: Adam in float32"
     words(axes, 9.88, 0.2, says, color=PALE, ha="right")
     save(figure, "zero")
 
@@ -115,7 +115,7 @@ def zero2() -> None:
             words(axes, x + 0.7, y + 0.2, move)
             words(axes, x + 0.7, y - 0.22, "Ψ (N − 1) / N" if travels else "", 8.5, color=PALE)
             blocks(x + 1.52, y, shade, shared)
-    entries = [(0.2, GRADIENTS, "gradients of a rank's own rows", 0.4)]
+    entries = [(0.2, GRADIENTS, "gradients of a rank's own examples", 0.4)]
     entries += [(3.6, GRADIENTS, "mean gradients", 1.0), (6.0, PARAMETERS, "new parameters", 1.0)]
     keys(axes, 0.15, entries)
     save(figure, "zero2")

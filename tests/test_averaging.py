@@ -240,3 +240,27 @@ def test_a_parameter_that_is_unfrozen_later_is_refused(pools):
             optimizer.step()
 
     pools(2)(unfreeze)
+
+
+def test_a_trial_of_ddp_learns_what_one_process_does():
+    random = torch.Generator().manual_seed(0)
+    inputs = torch.randn(40, 6, dtype=torch.float64, generator=random)
+    task = md.averaging.Task(net, inputs, torch.arange(40) % 3, torch.arange(40) % 2)
+
+    def ddp(model):
+        return md.DistributedDataParallel(model), momentum(model)
+
+    def alone(model):
+        return model, momentum(model)
+
+    link = md.Link(gbps=10, latency_us=1)
+    with md.ranks(2, nodes=2, link=link) as pool:
+        found = pool(md.averaging.replicas, ddp, task, 8, watch=[4])[0]
+        apart = pool(md.averaging.replicas, alone, task, 8)[0]
+    make = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+    wanted = md.averaging.one_process(make, task, 8, range(2))
+    assert found.losses == pytest.approx({4: wanted[4], 8: wanted[8]}) and found.loss == found.own
+    assert found.kilobytes * 1e3 == pytest.approx(
+        8 * sum(p.numel() for p in net().parameters()), 0.1
+    )
+    assert apart.kilobytes == 0 and apart.drift[8] > 0.01 > found.drift[8] == 0

@@ -1,10 +1,13 @@
 """Hints that lead on step by step, numbers that are rounded, and what a learner has solved."""
 
+import inspect
 import itertools
 import json
 import linecache
 import math
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,8 +19,12 @@ from test_exercises import CHECKS, LESSONS, MODULES, sources
 from torch import nn
 
 import minidist as md
-from minidist.course.checks import progress, solved
+from minidist.course.checks import Verdict, league, progress, solved
+from minidist.course.checks.distributed_data_parallel import step_ms
+from minidist.course.checks.pipeline_schedules import LEAGUE
 from minidist.course.checks.verdict import Check, NotYet, number
+from minidist.pipeline import simulate
+from minidist.pipeline.schedules import zero_bubble
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -30,6 +37,8 @@ def new_session(tmp_path, monkeypatch):
         each.forget()
 
 
+CHECK_OF = {each.__name__: each for _, each in CHECKS}
+(_, FARTHER) = LEAGUE
 NOTEBOOKS, SOLUTIONS = "notebooks", "notebooks/solutions"
 
 
@@ -61,7 +70,8 @@ def gives_away(hint: str, answer: object) -> bool:
     if is_number(answer):
         return any(math.isclose(each, answer, rel_tol=1e-3) for each in numbers)
     if isinstance(answer, str):
-        return answer.strip("`()").rpartition(".")[2] in hint
+        word = re.escape(answer.strip("`() ").rpartition(".")[2])
+        return bool(re.search(rf"(?<!\w){word}(?!\w)", hint))
     parts = [each for each in answer if not is_number(each)] if isinstance(answer, list) else []
     words = [each if isinstance(each, str) else str(each).strip("[]") for each in parts]
     return any(word in hint for word in words)
@@ -192,6 +202,26 @@ def test_a_number_is_exact_close_or_far() -> None:
             assert not said.right and "close" not in said.says, (lesson, value)
 
 
+def test_a_hint_fits_what_is_wrong() -> None:
+    def judge(answer):
+        raise NotYet(answer)
+
+    hints = ["Where to look.", "The step.", "The shape."]
+    check = Check(judge, {"right": "it is.", "hints": hints, "when": {"a sum": 2}})
+    check.__module__ = "a.lesson"
+    given = [check(reason).hint for reason in ("it is a sum", "it is a sum", "it is empty")]
+    assert given == ["Hint 2 of 3: The step.", "Hint 3 of 3: The shape.", "Hint 3 of 3: The shape."]
+    check.forget()
+    assert check("it is empty").hint == "Hint 1 of 3: Where to look."
+
+
+def test_a_hint_that_fits_is_one_that_there_is() -> None:
+    for _, each in CHECKS:
+        reasons = "".join(Path(inspect.getsourcefile(each.judge)).read_text().split())
+        for words, hint in each.says.get("when", {}).items():
+            assert hint in (1, 2, 3) and "".join(words.split())[:6] in reasons, words
+
+
 def test_close_is_the_right_number_with_fewer_digits() -> None:
     for value, right, close in [
         *((0.67, 2 / 3, True), (0.66, 2 / 3, True), (0.66667, 2 / 3, True), (0.7, 2 / 3, False)),
@@ -216,25 +246,24 @@ def copy(tmp_path, monkeypatch):
     return tmp_path
 
 
-def line_of(lesson: str, capsys) -> list[str]:
-    progress()
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line[3:].startswith(lesson)]
+def line_of(lesson: str) -> list[str]:
+    (line,) = [line for line in repr(progress()).splitlines() if line[3:].startswith(lesson)]
     return line.split(maxsplit=4)
 
 
-def test_what_is_solved_is_kept_in_the_copy(copy, capsys) -> None:
+def test_what_is_solved_is_kept_in_the_copy(copy) -> None:
     rank = MODULES["rank"].check
-    assert line_of("rank", capsys)[1:] == ["0", "of", "3", "two_tokens, twins, shift"]
+    assert line_of("rank")[1:] == ["0", "of", "3", "two_tokens, twins, shift"]
     rank.two_tokens(80)
     assert not (copy / solved.SOLVED).exists()
     for _ in range(2):
         assert rank.twins([[0, 4], [1, 5], [2, 6], [3, 7]]).right
-    MODULES["zero"].check.stage_1_of_a_billion(7)
-    assert line_of("rank", capsys)[1:] == ["1", "of", "3", "two_tokens, shift"]
+    MODULES["zero"].check.largest_in_stage_1(10)
+    assert line_of("rank")[1:] == ["1", "of", "3", "two_tokens, shift"]
     rank.two_tokens(120)
     rank.two_tokens(80)  # solved is solved
-    assert line_of("rank", capsys)[1:] == ["2", "of", "3", "shift"]
-    known = {"rank": ["twins", "two_tokens"], "zero": ["stage_1_of_a_billion"]}
+    assert line_of("rank")[1:] == ["2", "of", "3", "shift"]
+    known = {"rank": ["twins", "two_tokens"], "zero": ["largest_in_stage_1"]}
     assert json.loads((copy / solved.SOLVED).read_text()) == known
     assert {path.name for path in copy.iterdir() if path.suffix != ".ipynb"} == {
         solved.COPIED,
@@ -242,15 +271,27 @@ def test_what_is_solved_is_kept_in_the_copy(copy, capsys) -> None:
     }
 
 
-def test_a_broken_or_foreign_file_is_none(copy, capsys) -> None:
+def test_notebooks_that_solve_something_at_once_lose_nothing(copy) -> None:
+    with md.ranks(3) as r:
+        r(solve_many, copy)
+    assert {*solved.read(copy)} == {f"{rank} {each}" for rank in range(3) for each in range(20)}
+
+
+def solve_many(copy: Path) -> None:
+    os.chdir(copy)
+    for each in range(20):
+        solved.remember(f"{dist.get_rank()} {each}", "a")
+
+
+def test_a_broken_or_foreign_file_is_none(copy) -> None:
     for content in "", "{", "[1, 2]", '{"rank": [1, null]}', "\x00\xff":
         (copy / solved.SOLVED).write_bytes(content.encode("latin1"))
-        assert line_of("rank", capsys)[1] == "0", content
+        assert line_of("rank")[1] == "0", content
         assert MODULES["rank"].check.two_tokens(120).right
         assert json.loads((copy / solved.SOLVED).read_text()) == {"rank": ["two_tokens"]}
 
 
-def test_a_folder_that_cannot_be_written_stops_no_check(copy, monkeypatch, capsys) -> None:
+def test_a_folder_that_cannot_be_written_stops_no_check(copy, monkeypatch) -> None:
     (copy / solved.SOLVED).write_text('{"rank": ["twins"]}')
 
     def full(path, *_):
@@ -258,30 +299,103 @@ def test_a_folder_that_cannot_be_written_stops_no_check(copy, monkeypatch, capsy
 
     monkeypatch.setattr(Path, "write_text", full)
     assert MODULES["rank"].check.two_tokens(120).right
-    assert line_of("rank", capsys)[1:] == ["1", "of", "3", "two_tokens, shift"]
+    assert line_of("rank")[1:] == ["1", "of", "3", "two_tokens, shift"]
 
 
-def test_the_table_has_all_lessons_in_their_order(copy, capsys) -> None:
-    progress()
-    title, *lines, total = capsys.readouterr().out.splitlines()
+def test_the_table_has_all_lessons_in_their_order(copy) -> None:
+    title, *lines, total = repr(progress()).splitlines()
     stems = sorted(path.stem for path in ROOT.glob("notebooks/??_*.ipynb"))
     assert [line.split()[0] for line in lines] == [s for s in stems if s != "00_start"]
-    assert total.split() == ["all", "0", "of", str(len(CHECKS))]
+    assert total.split() == [
+        *("all 0 of " + str(len(CHECKS)) + ", next: two_tokens in 01_rank").split()
+    ]
     assert all(len(line) <= 100 and line == line.rstrip() for line in [title, *lines, total])
 
 
-def test_the_originals_and_the_start_page_show_the_table_of_a_fresh_copy(
-    copy, capsys, monkeypatch
-) -> None:
-    progress()
-    fresh = capsys.readouterr().out
+def test_the_next_step_follows_the_last_lesson_in_which_something_is_solved(copy) -> None:
+    def then(**found: list[str]) -> str:
+        (copy / solved.SOLVED).write_text(json.dumps(found))
+        return repr(progress()).rpartition(", ")[2]
+
+    zero = [each.__name__ for lesson, each in CHECKS if lesson == "zero"]
+    assert then(rank=["two_tokens"]) == "next: twins in 01_rank"
+    assert then(rank=["two_tokens"], zero=zero[:1]).endswith("in 15_zero")
+    assert then(rank=["two_tokens"], zero=zero).endswith("in 16_fully_sharded")
+    everything = {
+        lesson: [c.__name__ for name, c in CHECKS if name == lesson] for lesson in LESSONS
+    }
+    assert then(**{**everything, "rank": []}) == "next: two_tokens in 01_rank"
+    assert then(**everything) == "all are solved"
+
+
+def test_a_copy_shows_colour_and_links_and_the_originals_the_text(copy, monkeypatch) -> None:
+    rank = MODULES["rank"].check
+    right, wrong = (
+        rank.two_tokens(120),
+        Verdict(False, "Not yet: `<b>` is not it.", "Hint 1 of 3: a"),
+    )
+    assert "<b>Right:</b>" in right._repr_html_() != wrong._repr_html_()
+    assert "<b>Not yet:</b> <code>&lt;b&gt;</code> is not it.<br><b>Hint" in wrong._repr_html_()
+    assert '<a href="01_rank.ipynb">01_rank</a>' in progress()._repr_html_()
+    (copy / "ko").mkdir()
+    monkeypatch.chdir(copy / "ko")
+    assert '<a href="../01_rank.ipynb">01_rank</a>' in progress()._repr_html_()
+    monkeypatch.chdir(ROOT / "notebooks")
+    assert right._repr_html_() is progress()._repr_html_() is None
+
+
+def test_the_originals_and_the_start_page_show_the_table_of_a_fresh_copy(copy, monkeypatch) -> None:
+    fresh = repr(progress())
     for folder in "notebooks", "notebooks/ko":
         monkeypatch.chdir(ROOT / folder)
-        progress()
-        assert capsys.readouterr().out == fresh, folder
+        assert repr(progress()) == fresh, folder
     cells = nbformat.read(ROOT / "notebooks/00_start.ipynb", 4).cells
     (cell,) = [c for c in cells if c.cell_type == "code" and "progress()" in c.source]
-    assert "".join(output.text for output in cell.outputs) == fresh
+    assert [output.data["text/plain"] for output in cell.outputs] == [fresh]
+
+
+# ---- the league -----------------------------------------------------------------------------
+
+
+def test_a_score_is_said_and_the_least_is_kept(copy) -> None:
+    for score, best in (5.0, 5.0), (3.5, 3.5), (4.0, 3.5):
+        solved.remember("pipeline_schedules", "far_away", score)
+        assert solved.scores(copy) == {"far_away": best}
+    solved.remember("rank", "twins")
+    assert solved.scores(copy) == {"far_away": 3.5}
+    assert solved.read(copy) == {"pipeline_schedules": ["far_away"], "rank": ["twins"]}
+    (row,) = [line for line in repr(league()).splitlines() if "far_away" in line]
+    assert row.split()[2:5] == ["3.5", "136.2", "97.8"]
+    mine = Check(lambda answer: float(answer), CHECK_OF["far_away"].says)
+    mine.__module__, mine.__name__ = "a.pipeline_schedules", "far_away"
+    said = " Score: 120 units of time of a step on 8 ranks, 20 micro-batches, where a message "
+    assert f"{said}takes 1.7. The library: 136.2. The bound: 97.8." in mine(120).says
+
+
+def test_the_library_and_the_bound_are_what_the_league_says() -> None:
+    goals = {name: each.says["league"] for name, each in CHECK_OF.items() if "league" in each.says}
+    found = {
+        "far_away": (simulate(zero_bubble(8, 20), link=FARTHER).time, 3 * 20 + 2 * 7 * (1 + 1.7)),
+        "overlaps": (step_ms([(n, 2 * 16640) for n in (2, 4, 6)]), min(map(step_ms, all_cuts()))),
+        "prepare": (26400 + 52800 - 4 * 12608 + 12608, 26400 + 4096),
+    }
+    for name, (library, bound) in found.items():
+        said = goals.pop(name)
+        assert [said["library"], said["bound"]] == pytest.approx([library, bound]), name
+    assert not goals
+
+
+def all_cuts() -> Iterator[list[tuple[int, int]]]:
+    """Messages of a step, for all ways to cut the gradients of weights and biases."""
+    for order in itertools.permutations((256, 16384)):
+        for cut in itertools.product((False, True), repeat=11):
+            messages, size = [], 0
+            for place, (nbytes, end) in enumerate(zip(order * 6, (*cut, True), strict=True)):
+                size += nbytes
+                if end:
+                    messages.append((place // 2 + 1, size))
+                    size = 0
+            yield messages
 
 
 def sources_of_cells(lesson: str) -> list[str]:

@@ -11,10 +11,12 @@ import matplotlib
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 import minidist as md
 from minidist import __main__
+from minidist.context_parallel import cost, ring_attention
 from minidist.instruments import compare
 from minidist.instruments.compare import SYSTEMS, Row, System, Task, replicas, table
 from minidist.instruments.compare.watched_steps import HOST, sent
@@ -189,6 +191,7 @@ def test_table_json_and_picture(rows):
 
 MODEL = """
 from torch import nn
+from torch.nn import functional as F
 def build():
     return nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
 """
@@ -232,3 +235,61 @@ def test_the_task_is_the_same_at_every_call():
     assert all(torch.equal(one[name], other[name]) for name in one)
     (inputs, targets), second = task.batches()
     assert inputs.shape == targets.shape == (8, 64) and not torch.equal(inputs, second[0])
+
+
+# ---- the judge of the lesson real_tools --------------------------------------------------------
+
+
+def no_sharding(model, make):
+    """Asked for ZeRO-1: it is DDP, so the weights are right."""
+    return md.DistributedDataParallel(model), make(model.parameters())
+
+
+def half_a_sharding(model, make):
+    """The right types, but each rank keeps four bytes a parameter more."""
+    model = md.DistributedDataParallel(model)
+    optimizer = md.ZeroRedundancyOptimizer(model.parameters(), make.func, **make.keywords)
+    optimizer.kept = [torch.zeros_like(p) for p in model.parameters()]
+    return model, optimizer
+
+
+def unwrapped(model, make):
+    return model, make(model.parameters())
+
+
+@pytest.mark.parametrize(
+    "strategy, trains, held, said",
+    [
+        (unwrapped, "Sequential", 16, "step 1, rank 0: 0.weight differs"),
+        (no_sharding, "ZeroRedundancyOptimizer", 16, "DistributedDataParallel, Adam trains and"),
+        (half_a_sharding, "ZeroRedundancyOptimizer", 12, "holds 16.0 bytes a parameter, not Zero"),
+    ],
+)
+def test_the_judge_refuses_what_trains_otherwise(pools, strategy, trains, held, said):
+    judge = compare.Judge(lambda: md.zoo.mlp(64, 64, 64), pools(2))
+    with pytest.raises(AssertionError, match=said):
+        judge("it", strategy, trains, held)
+    assert not judge.rows
+
+
+def test_the_judge_passes_what_is_right(pools, capsys):
+    judge = compare.Judge(lambda: md.zoo.mlp(64, 64, 64), pools(2))
+    judge("DDP", no_sharding, "DistributedDataParallel", 16)
+    assert capsys.readouterr().out.endswith("16.0 bytes; DistributedDataParallel, Adam\n")
+    parts = {"parameters": 4, "gradients": 4, "optimizer states": 8}
+    assert {k: round(v, 2) for k, v in judge.rows["DDP"].parts.items() if v > 0.01} == parts
+
+
+# ---- attention, for the lesson long_sequences --------------------------------------------------
+
+
+def alone(q, k, v, cut):
+    """Each rank looks at its own tokens only."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def test_an_attention_is_held_against_one_process(pools):
+    numbers = cost.sent("ring", 2, 48 * 3 * 8, 12, 3)
+    for difference, *nbytes in pools(2)(compare.attention, ring_attention, kv_heads=3):
+        assert difference < 1e-12 and nbytes == [8 * n for n in numbers]
+    assert min(found[0] for found in pools(2)(compare.attention, alone)) > 0.1

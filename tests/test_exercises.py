@@ -31,6 +31,8 @@ CHECKS = [(lesson, check) for lesson in LESSONS for check in MODULES[lesson].ANS
 KOREAN = [each for each in LESSONS if [*ROOT.glob(f"notebooks/ko/??_{each}.ipynb")]]
 CODE_WORDS = {*("autograd", "gloo", "send", "work", "data", "pipeline", "tensor", "ms"), "eager"}
 
+WHO_WAITS = {"rank", "fully_sharded", "hiding_gathers"}  # their checks say who waits for what
+
 CHANGED = changed.lessons()
 
 pytestmark = pytest.mark.timeout(60)
@@ -85,7 +87,8 @@ def cases() -> list:
 
 
 def name(answer) -> str:
-    return getattr(answer, "__name__", re.sub(r"\W+", "_", repr(answer))[:20])
+    shown = sorted(map(str, answer)) if isinstance(answer, set | frozenset) else answer
+    return getattr(answer, "__name__", re.sub(r"\W+", "_", repr(shown))[:20])
 
 
 class Kept:
@@ -131,13 +134,15 @@ def test_an_answer_gets_its_verdict(check, answer, right, kept, monkeypatch) -> 
     if right:  # a busy machine takes longer
         monkeypatch.setattr("minidist.course.checks.verdict.WAIT", 20)
         monkeypatch.setattr("minidist.course.checks.verdict.DEADLINE", 40)
-    elif not check.__module__.endswith((".rank", ".fully_sharded")):  # they say who waits for what
+    elif not check.__module__.endswith(
+        (".rank", ".fully_sharded", ".hiding_gathers")
+    ):  # they say who waits for what
         monkeypatch.setattr("minidist.course.checks.verdict.WAIT", 1.5)
     verdict = kept.verdict(check, answer)
     assert verdict.right == right, verdict
     # A number that is rounded, or a word or a class in the answer's place, is no try.
     no_try = ("rounded", " not '", "give the function itself")
-    hinted = verdict.hint.startswith("Hint 1") or any(words in verdict.says for words in no_try)
+    hinted = verdict.hint.startswith("Hint ") or any(words in verdict.says for words in no_try)
     assert right or hinted, verdict
 
 
@@ -212,7 +217,8 @@ def refuse(lesson, check, answers, monkeypatch) -> None:
     if lesson != "rank":  # one waits as long as a learner does
         monkeypatch.setattr("minidist.course.checks.verdict.DEADLINE", 1.5)
     for answer in answers:
-        assert not said_of(check, answer).right, (check.__name__, name(answer))
+        by_chance = check.__name__ == "stages" and answer == (1, 2)
+        assert said_of(check, answer).right == by_chance, (check.__name__, name(answer))
 
 
 @pytest.mark.parametrize("lesson", sorted(CHANGED & set(LESSONS)) or ["mixed_parallelism"])
@@ -290,8 +296,8 @@ def test_the_parts_of_every_lesson_are_known_and_exist() -> None:
 
 
 def test_a_room_that_has_changed_is_told_from_one_that_has_not() -> None:
-    wanted = ["minidist/zero", "notebooks/14_zero.ipynb"]
-    for file in "minidist/zero/shards.py", "notebooks/14_zero.ipynb":
+    wanted = ["minidist/zero", "notebooks/15_zero.ipynb"]
+    for file in "minidist/zero/shards.py", "notebooks/15_zero.ipynb":
         assert changed.among({"README.md", file}, wanted), file
-    for file in "minidist/zeros.py", "minidist/zero.py", "notebooks/14_zero.ipynb.bak":
+    for file in "minidist/zeros.py", "minidist/zero.py", "notebooks/15_zero.ipynb.bak":
         assert not changed.among({"README.md", file}, wanted), file

@@ -1,5 +1,5 @@
 """What finds a rank that skips a collective under torchrun: which of them names the rank, and which
-the line. Lesson: scaling_out
+the line. Lesson: surviving_failures
 
 Each test starts four programs, and waits: by day one of them, the others in `make soak`.
 """

@@ -15,6 +15,7 @@ from test_prediction import SAYS, WRONG
 
 import minidist as md
 from minidist.course import language
+from minidist.course.checks.verdict import BOX
 from minidist.course.language import in_korean, spoken
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,7 +30,7 @@ SOURCES: dict[str, Set[str]] = {
     "machine/runtime/report.py": {"where", "_ending", "_blame"},
 }
 # Strings that look like sentences: two are looked for in what others say.
-NOT_SAID = {"Your lines", "Pair is not connected", "{0} is no message"}
+NOT_SAID = {"Your lines", "Pair is not connected", "{0} is no message", BOX}
 # What the code puts together, so that no string of it has the whole.
 ASSEMBLED = {
     *("on {0}, rank {1} {2}.", "on {0}, rank {1}: {2}.", "{0}, with {1} heads"),
@@ -80,6 +81,7 @@ def texts(file: Path) -> Iterator[str]:
         if name != "korean":
             yield from [says["right"], *says["hints"], *says.get("wrong", {}).values()]
             yield from [says["unit"]] if "unit" in says else []
+            yield from [says["league"]["what"]] if "league" in says else []
 
 
 def all_templates() -> set[str]:
@@ -215,7 +217,7 @@ def test_a_learners_copy_of_a_korean_lesson(in_folder) -> None:
     )
     assert none == "아직 아닙니다: 답이 None입니다. 그 자리에 여러분의 답을 적으십시오."
     assert wrong.startswith("아직 아닙니다: `0.21875`: 답이 아닙니다. 전체 시간이 아니라 ")
-    assert '\n힌트 1/3: 공식은 퍼즐 위 "버블" 절에 있습니다.' in wrong
+    assert '\n힌트 1/3: "버블" 절의 그림에서 마지막 랭크를 보십시오.' in wrong
     assert right.startswith("정답입니다: 7 / (32 + 7)입니다.")
     assert "예측 2, 측정 4: 예측이 측정값보다 2배 작습니다." in guess
     for said in none, wrong, right:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import nbformat
 
+from minidist.course.checks.solved import SHORT_WAY
+
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
 SOLUTIONS = sorted(ROOT.glob("notebooks/solutions/*.ipynb"))
@@ -100,10 +102,15 @@ def test_the_map_and_the_start_page_say_the_same_of_each_lesson(monkeypatch) -> 
     monkeypatch.syspath_prepend(str(ROOT / "img"))
     parts = runpy.run_path(str(ROOT / "img/start.py"))["PARTS"]
     drawn = [(name, minutes) for _, lessons in parts for name, _, minutes in lessons]
-    row = r"^\|[IV ]*\| \[.*\(\d\d_(\w+)\.ipynb\) \| (\d+) \|"
+    row = r"^\|[IV ✦]*\| \[.*\(\d\d_(\w+)\.ipynb\) \| (\d+) \|"
     said = re.findall(row, text_of(NOTEBOOKS[0]), re.MULTILINE)
     assert drawn == [(name, int(minutes)) for name, minutes in said]
     assert [name for name, _ in drawn] == list(LESSONS)[1:]
+
+
+def test_the_start_page_marks_the_short_way() -> None:
+    starred = re.findall(r"^\|[IV ]*✦ \| \[.*\(\d\d_(\w+)\.ipynb\)", text_of(NOTEBOOKS[0]), re.M)
+    assert {*starred} == {*SHORT_WAY} and len(starred) == 10
 
 
 def test_the_start_page_tells_about_as_many_minutes_as_a_lesson_takes() -> None:
@@ -121,5 +128,5 @@ def test_the_readme_tells_as_many_hours_as_the_start_page() -> None:
     for lessons, hours in ways:
         taken = sum(minutes[int(number)] for number in lessons.split(","))
         assert abs(int(hours) - taken / 60) <= 0.6, lessons
-    for hours in re.findall(r"1 to 24 \| (\d+)|about (\d+) hours", readme):
+    for hours in re.findall(r"1 to \d+ \| (\d+)|about (\d+) hours", readme):
         assert abs(int("".join(hours)) - sum(minutes) / 60) < 1

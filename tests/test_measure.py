@@ -1,5 +1,6 @@
 """The meters: what is counted, when, and that nothing of them stays behind."""
 
+import math
 import os
 import pickle
 import time
@@ -113,6 +114,22 @@ def test_collectives_of_torch_are_counted_whole(pools):
             "all_to_all": (1, 24),
             "barrier": (1, 0),
         }
+
+
+def calls_as_rings(n):
+    with TrafficCounter() as traffic:
+        dist.all_reduce(torch.zeros(n))
+        dist.reduce_scatter_single(torch.zeros(n // dist.get_world_size()), torch.zeros(n))
+    sent = md.collectives.sent_as_rings(traffic.calls | {"all_gather": (1, 4 * n)})
+    with pytest.raises(ValueError, match="broadcast is no ring"):
+        md.collectives.sent_as_rings({"broadcast": (1, 4)})
+    return sent
+
+
+def test_collectives_are_run_as_rings(pools):
+    """All_reduce sends 2 (N - 1)/N of its vector, its halves one each."""
+    for N in 2, 3:
+        assert pools(N)(calls_as_rings, 60) == [4 * (N - 1) / N * 4 * 60] * N
 
 
 def test_what_torch_calls_by_itself_is_counted_once(pools):
@@ -378,6 +395,20 @@ def test_a_fit_finds_the_line_and_medians_and_the_fastest_are_by_size():
     assert md.measure.fastest(samples + 3 * late) == dict(line)
 
 
+def test_two_lines_cross_between_the_sizes_where_they_change_places():
+    first = {10: 1.0, 20: 2.0, 30: 6.0}
+    assert md.measure.crossing(first, {30: 4.0, 20: 4.0, 10: 4.0}) == 25
+    assert math.isnan(md.measure.crossing(first, {nbytes: 9.0 for nbytes in first}))
+
+
+def test_together_waits_for_the_last_rank(pools):
+    def late():
+        return md.measure.together(time.sleep, 0.05 * dist.get_rank(), rounds=2)
+
+    first, *others = pools(3)(late)
+    assert others == [first, first] and 0.1 <= first < 1
+
+
 def test_ranks_can_be_tied_to_cores(pools):
     def tied():
         before = os.sched_getaffinity(0)
@@ -391,12 +422,79 @@ def test_ranks_can_be_tied_to_cores(pools):
     assert pools(2)(tied) == [(True, 1)] * 2
 
 
-def test_an_excerpt_of_a_timeline_and_its_seconds():
+def test_the_seconds_of_a_timeline():
     timeline = Timeline()
-    timeline.spans = [
-        Span(name, category, float(start), float(start + 1))
-        for start, (name, category) in enumerate([("step", "compute"), ("send", "x")] * 3)
+    spans = enumerate([("step", "compute"), ("send", "x")] * 3)
+    timeline.spans = [Span(name, kind, float(at), float(at + 1)) for at, (name, kind) in spans]
+    assert timeline.seconds() == {"compute": 3.0, "x": 3.0}
+
+
+def test_who_comes_early_waits():
+    def late() -> Timeline:
+        r, x = dist.get_rank(), torch.ones(1)
+        with Timeline() as timeline:
+            time.sleep(0.1 * r)
+            dist.all_reduce(x)
+            if r == 1:
+                dist.recv(x, 0)
+                time.sleep(0.1)
+            else:
+                time.sleep(0.1)
+                dist.send(x, 1)  # a short one: it is gone before rank 1 asks for the next
+                dist.send(x, 1)
+            if r == 1:
+                dist.recv(x, 0)
+        return timeline
+
+    lines = md.measure.waiting(launched := md.launch(late, world_size=2, backend="shm"))
+    found = [[span.name for span in line.spans] for line in lines]
+    assert found == [
+        ["waiting", "all_reduce", "send", "send"],
+        ["all_reduce", "waiting", "recv", "recv"],
     ]
-    part = timeline.excerpt("step", 0, 1)
-    assert [(span.name, span.start) for span in part.spans] == [("send", 1.0), ("step", 2.0)]
-    assert len(timeline.spans) == 6 and timeline.seconds() == {"compute": 3.0, "x": 3.0}
+    for line, whole in zip(lines, launched, strict=True):
+        assert sum(line.seconds().values()) == pytest.approx(sum(whole.seconds().values()))
+        assert line.seconds()["waiting"] > 0.05
+
+
+def test_cores_at_work_are_those_of_threads_that_compute():
+    assert md.measure.cores_at_work(time.sleep, [0.05, 0.05], rounds=2) < 0.5
+    assert 0.3 < md.measure.cores_at_work(sum, [range(10**6)] * 2) < 1.5  # the GIL
+
+
+class _Ends(nn.Module):
+    """Averages once, after backward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x)
+
+    def finish(self) -> None:
+        for parameter in self.parameters():
+            dist.all_reduce(parameter.grad)
+
+
+def test_steps_of_several_ways_are_timelines_of_all_ranks(monkeypatch) -> None:
+    monkeypatch.setenv("MINIDIST_TIMING", "soft")  # one round
+    data = md.zoo.digits()
+    with md.ranks(2) as two:
+        of = md.measure.step_timelines(two, _network, {"ends": _Ends}, *(d[:8] for d in data))
+    assert list(of) == ["computing alone", "ends"]
+    for way, step in of.items():
+        assert [timeline.rank for timeline in step] == [0, 1]
+        for timeline in step:
+            names = [span.name for span in timeline.spans if span.category == "step"]
+            assert names == ["forward", "backward", "waiting"]
+            sent = [span for span in timeline.spans if span.category == "communication"]
+            assert len(sent) == (4 if way == "ends" else 0)
+            (waiting,) = [span for span in timeline.spans if span.name == "waiting"]
+            assert all(waiting.start < span.start < waiting.end for span in sent)
+        seconds = [timeline.seconds()["step"] for timeline in step]
+        assert md.measure.step_seconds(step) == max(seconds)
+
+
+def _network() -> nn.Module:
+    return md.zoo.mlp(64, 8, 10)

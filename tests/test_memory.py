@@ -126,6 +126,18 @@ def test_the_peak_is_that_of_torchs_own_tracker(monkeypatch):
     assert memory.peak == oracle.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
 
 
+def test_the_most_of_several_categories_together():
+    model, x, y = small()
+    with MemoryTracker(model) as memory:
+        step(model, torch.optim.SGD(model.parameters(), lr=0.1), x, y)
+    assert memory.most("gradients") == memory.peak_of["gradients"] == P
+    assert memory.most(*memory.history) == memory.peak
+    # Activations are freed while gradients come: together they are less than both at their most.
+    both = memory.most("gradients", "activations")
+    assert P < both < P + memory.peak_of["activations"]
+    assert sum(memory.at_peak().values()) == memory.peak
+
+
 def test_a_storage_counts_once_while_it_lives():
     before, model = torch.zeros(1000), nn.Linear(2, 1)
     with MemoryTracker(model) as memory:  # 12 bytes

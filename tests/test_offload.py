@@ -4,6 +4,7 @@ budget keeps it. Held against torch's optimizers and, in bytes, against the form
 import copy
 import gc
 import pickle
+import time
 import weakref
 
 import pytest
@@ -260,6 +261,15 @@ def test_a_budget_is_exactly_what_is_needed():
         step_within(needed - 1, offloaded)
     with Budget(100, nn.Linear(1, 1)), pytest.raises(OutOfMemory):
         torch.empty(4).untyped_storage().resize_(93)  # beside 8 of the layer
+
+
+def test_bytes_on_an_emulated_link_arrive_one_after_the_other():
+    link, start = md.offload.HostLink(1e6), time.perf_counter()
+    link.send(20_000)
+    link.send(20_000)
+    sent = time.perf_counter() - start
+    link.wait()
+    assert sent < 0.02 and time.perf_counter() - start >= 0.04
 
 
 def test_nothing_stays_behind():

@@ -10,11 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed import autograd as dist_autograd
 from torch.distributed import rpc
 
 import minidist as md
-from minidist.parameter_server import RemoteStage, Served, name_of, rpc_session
+from minidist.parameter_server import Served, name_of, rpc_session
 from minidist.parameter_server.server import Server
 
 STEPS, EACH = 4, 6  # examples of each trainer
@@ -231,42 +230,7 @@ def test_a_rank_that_fails_is_named_and_the_next_call_has_new_ranks(pools):
     assert pools(3)(md.parameter_server.train, net, sgd, all_steps)[0].updates == STEPS
 
 
-# ---- a model split over ranks ------------------------------------------------------------------
-
-
-def halves():
-    model = md.zoo.mlp(5, 7, 3).double()
-    return model[:1], model[1:]
-
-
-def split_model():
-    """Rank 0 trains, and holds nothing: the halves are on ranks 1 and 2."""
-    gradients = []
-    with rpc_session():
-        if dist.get_rank() == 0:
-            first = RemoteStage(1, lambda: halves()[0])
-            second = RemoteStage(2, lambda: halves()[1])
-            for step in range(2):
-                inputs, targets = batch(step, 0)
-                with dist_autograd.context() as context:
-                    loss = F.cross_entropy(second(first(inputs)), targets)
-                    dist_autograd.backward(context, [loss])
-                    gradients.append(first.gradients(context) | second.gradients(context))
-                    for stage in (first, second):
-                        stage.step(context, lr=0.1)
-    return gradients
-
-
-def test_gradients_of_a_split_model_are_those_of_one_process():
-    ours, *others = md.launch(split_model, world_size=3)
-    assert others == [[], []]
-    model = torch.nn.Sequential(*halves()[0], *halves()[1])
-    names = [name for half in halves() for name, _ in half.named_parameters()]
-    steps = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step, gradients in enumerate(ours):
-        gradient_step(model, steps, step, [0])
-        wanted = dict(zip(names, (p.grad for p in model.parameters()), strict=True))
-        assert apart(gradients, wanted) == []
+# ---- sessions -----------------------------------------------------------------------------------
 
 
 def test_a_session_follows_another(pools, capfd):

@@ -49,7 +49,6 @@ CHARTS = {  # name: what it draws, and inputs that have nothing to draw
         [[], [SimpleNamespace(rank=0, spans=[])]],
     ),
     "time_against_size": (PAIRS, [{}, {"ring": []}, PAIRS | {"tree": []}]),
-    "bytes_per_rank": ({"ring": [8, 9]}, [{}, {"ring": []}, {"ring": [8], "tree": []}]),
     "bars": (
         {"measured": {"a": 1.0}, "predicted": {"a": 2.0}},
         [{}, {"measured": {}}, {"measured": {"a": 1.0}, "predicted": {"b": 1.0}}],
@@ -64,7 +63,6 @@ CHARTS = {  # name: what it draws, and inputs that have nothing to draw
     ),
     "sweep": ({"gpipe": {1: 2.0}}, [{}, {"gpipe": {}}]),
     "breakdown": ({"DDP": {"other": 8}}, [{}, {"DDP": {}}, {"DDP": {"other": 0}}]),
-    "frontier": ({"time": {"plain": (8, 1.0)}}, [{}, {"time": {}}]),
     "roofline": ([SimpleNamespace(name="add", intensity=0.1, speed=1e9)], [[]]),
     "pairs": ([[0, 3], [1, 2]], [[], [[], []]]),
     "routing": ([[[0, 3]], [[2, 5]]], [[], [[], []], [[[0]], [[1]], [[2]]]]),
@@ -217,10 +215,29 @@ def test_messages_of_a_timeline_may_have_a_lane_of_their_own() -> None:
     assert backward.get_y() + backward.get_height() < first.get_y()  # the axis points down
 
 
+def test_rows_of_a_timeline_may_begin_at_zero_and_be_grey_where_they_wait() -> None:
+    early, late = Timeline(), Timeline()
+    early.spans = [Span("forward", "compute", 1.0, 2.0), Span("forward", "compute", 3.0, 4.0)]
+    late.spans = [Span("forward", "compute", 7.0, 8.0)]
+    ax = plot.timeline({"a": early, "b": late}, waits=True, aligned=True)
+    bars = [(shown(bar), bar.get_x(), bar.get_width()) for bar in ax.patches]
+    grey, blue = color("waiting"), color("forward")
+    assert bars == [
+        (grey, 0, 3e3),
+        (blue, 0, 1e3),
+        (blue, 2e3, 1e3),
+        (grey, 0, 1e3),
+        (blue, 0, 1e3),
+    ]
+    assert early.spans[0].start == 1 and early.length == 3
+
+
 def test_time_against_size_shows_median_range_and_prediction() -> None:
     times = [(10, 4e-3), (1000, 9e-3), (10, 1e-3), (10, 3e-3), (1000, 8e-3)]
     model = [(1000, 5e-3), (10, 2e-3)]
-    ax = plot.time_against_size({"ring": times, "mine": times}, {"ring": model, "tree": model})
+    lines = {"ring": times, "mine": times}, {"ring": model, "tree": model}
+    ax = plot.time_against_size(*lines, marks={"half": 100})
+    assert [text.get_text() for text in ax.texts] == ["half"]
     drawn = {line.get_label(): line for line in ax.lines}
     ring, predicted = drawn["ring"], drawn["ring, predicted"]
     assert ax.get_xscale() == ax.get_yscale() == "log"
@@ -247,25 +264,6 @@ def test_bars_stand_side_by_side_with_their_values() -> None:
             assert [bar.get_height() for bar in bars] == list(series[bars.get_label()].values())
             assert [round(bar.get_center()[0]) for bar in bars] == [0, 1]
     assert {text.get_text() for text in ax.texts} == {"12", "0.12", "11", "0.2"}
-
-
-def test_bytes_per_rank_shows_counts_and_marks() -> None:
-    counts, marks = {"ring": [3000, 6000], "tree": [1000, 0]}, {"tree": [500, 250]}
-    ax = plot.bytes_per_rank(counts, marks)
-    assert legend(ax) == ["ring", "tree", "predicted"]
-    for bars in ax.containers:
-        assert [bar.get_height() for bar in bars] == counts[bars.get_label()]
-        assert {shown(bar) for bar in bars} == {color(bars.get_label())}
-        assert [round(bar.get_center()[0]) for bar in bars] == [0, 1]  # above its rank
-    *over, _ = ax.lines  # the last is for the legend
-    for bar, mark, nbytes in zip(ax.containers[1], over, marks["tree"], strict=True):
-        (left, low), (right, high) = mark.get_xydata()
-        assert low == high == nbytes and shown(mark) == "#000000"
-        assert left < bar.get_x() and bar.get_x() + bar.get_width() < right
-    assert "2 kB" in ticks(ax.yaxis) and ax.get_ylim()[0] == 0
-    assert (ax.get_xlabel(), ax.get_ylabel()) == ("rank", "bytes")
-    with pytest.raises(ValueError, match="shorter"):
-        plot.bytes_per_rank(counts, {"tree": [500]})
 
 
 def test_loss_shows_equal_curves_both() -> None:
@@ -388,17 +386,6 @@ def test_breakdown_shows_parts_and_formula() -> None:
     assert one.get_legend() is None and [text.get_text() for text in one.texts] == ["500 ms"]
 
 
-def test_frontier_shows_each_way_by_what_it_saves_and_costs() -> None:
-    measured = {"arithmetic": {"plain": (9, 1.0), "full": (2, 1.3)}, "time": {"full": (2, 1.5)}}
-    ax = plot.frontier(measured)
-    dots = [line.get_xydata().tolist() for line in ax.lines if line.get_marker() != "None"]
-    assert dots == [[[9, 1.0], [2, 1.3]], [[2, 1.5]]]
-    joined = [line.get_xydata().tolist() for line in ax.lines if line.get_marker() == "None"]
-    assert joined == [[[9, 1.0]], [[2, 1.3], [2, 1.5]]]
-    assert {text.get_text(): text.xy for text in ax.texts} == {"plain": (9, 1.0), "full": (2, 1.5)}
-    assert legend(ax) == ["arithmetic", "time"]
-
-
 def test_roofline_is_the_lower_of_peak_and_bandwidth() -> None:
     points = [SimpleNamespace(name="linear", intensity=100, speed=8e10)]
     points += [SimpleNamespace(name=name, intensity=0.5, speed=2e9) for name in ("add", "norm")]
@@ -491,7 +478,7 @@ def test_a_name_has_one_colour_in_every_chart() -> None:
     for name in "ring", "tree", "gloo":
         line, pairs = SimpleNamespace(rank=0, spans=[Span("", name, 0, 1)]), PAIRS["ring"]
         assert color(name) == shown(plot.timeline([line]).patches[0])
-        assert color(name) == shown(plot.bytes_per_rank({"flat": [1], name: [1]}).patches[1])
+        assert color(name) == shown(plot.bars({"flat": {"a": 1}, name: {"a": 1}}).patches[1])
         assert color(name) == shown(plot.time_against_size({"flat": pairs, name: pairs}).lines[1])
         assert color(name) == shown(plot.loss({"flat": [1], name: [1]}).lines[1])
     with pytest.raises(KeyError, match="no colour for 'rings'; the palette has .*ring"):

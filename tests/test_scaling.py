@@ -16,6 +16,8 @@ import minidist as md
 from minidist.fully_sharded import by_class
 from minidist.instruments import planner, scaling
 from minidist.instruments.planner.peak import peaks
+from minidist.instruments.scaling import pipelines
+from minidist.instruments.scaling.chain import PLAN, Chain
 from minidist.instruments.scaling.llama_shape import plan_of
 
 LLAMA = planner.MODELS["llama-3-8b"]
@@ -335,3 +337,34 @@ def test_a_run_that_would_never_end_is_refused():
     assert planner.run_with_failures(100, 1e9, 1, 50) >= 101  # it ends before its first interval
     with pytest.raises(ValueError, match="save must be more than 0"):
         planner.young(0, 10)
+
+
+def test_a_race_of_pipelines_that_sleep(monkeypatch) -> None:
+    monkeypatch.setenv("MINIDIST_TIMING", "soft")  # one round
+    (step,) = pipelines.race([("gpipe", 4)], ms=0.5)
+    assert step.predicted.idle == pytest.approx(3 / 7) and len(step.traces) == 4
+    assert step.predicted.time == pytest.approx(16 * 0.5e-3 * 3 * (4 + 3) / 4)
+    assert step.measured > 0.98 * step.predicted.time
+
+
+def bytes_of_parameters(chain, sizes):
+    model = md.mixed.MixedParallel(chain.module(), md.mixed.mesh(*sizes), 2, plan=PLAN)
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def test_a_chain_holds_and_sends_on_each_mesh_what_its_formulas_say():
+    chain = Chain(layers=4, width=16, hidden=8, rows=8, length=8, ms=0.5)
+    link = md.Link(gbps=10, inter=md.Link(gbps=1, latency_us=100))
+    with md.ranks(4, nodes=2, link=link) as pool:
+        for sizes in (4, 1, 1), (2, 1, 2), (1, 1, 4), (1, 2, 2), (1, 4, 1):
+            assert pool(bytes_of_parameters, chain, sizes) == [chain.held(sizes)] * 4
+            parts, nbytes = chain.measure(pool, sizes, 4)
+            assert 0 <= nbytes - chain.leaving(sizes) < 600  # the loss, and what ranks agree on
+            predicted = chain.predict(link, sizes, 4)
+            assert parts.keys() == predicted.keys() == {"passes", "waiting", "data"}
+            asleep = 8 * 4 * 3 * 0.5e-3 / 4  # of all rows in all layers, a quarter on each rank
+            assert asleep < parts["passes"] and asleep <= predicted["passes"] * (1 + 1e-9)
+            assert (parts["data"] > 0) == (predicted["data"] > 0) == (sizes[0] > 1)
+            # Stages wait longer than (p - 1)/m, which is the bubble without messages.
+            bubble = (sizes[1] - 1) / chain.microbatches(sizes, 4) * predicted["passes"]
+            assert predicted["waiting"] >= 0.9 * bubble

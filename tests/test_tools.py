@@ -4,6 +4,7 @@ import os
 import re
 import runpy
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -160,6 +161,13 @@ def test_lessons_name_the_versions_that_are_pinned():
     assert sum(len(versions(text)) for text in texts.values()) > 20
     names = {name.lower() for text in texts.values() for name, _ in versions(text)}
     assert names > {"torch", "fairscale", "deepspeed", "transformers", "lightning", "megatron core"}
+
+
+@pytest.mark.soak
+@pytest.mark.tools
+def test_the_traps_that_a_lesson_tells_of_are_still_there():
+    found = run(sys.executable, ROOT / "notebooks/scripts/traps.py")
+    assert found.returncode == 0, found.stdout + found.stderr
 
 
 # ---- with it ------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 """The training script under torchrun: on two nodes, with nodes that die and nodes that come. Two
-agents on this machine play two nodes. Lesson: scaling_out
+agents on this machine play two nodes. Lesson: surviving_failures
 
 What torchrun does by itself, and with no line of ours, is in `make soak`.
 """

@@ -107,29 +107,11 @@ def test_breakdown_against_slices(seed):
         assert (found.overlapped, found.exposed) == (len(own & sent), len(sent - own))
         assert found.idle == len(window - own - sent)
         assert found.hidden == (len(own & sent) / len(sent) if sent else 1)
+        assert sum(found.parts.values()) == pytest.approx(found.step)
     strips, window = md.tracing.strips(trace), set(range(5, 50))
     for category, whole in {"compute": busy(trace), "communication": communicates(trace)}.items():
         assert slices((e.start, e.end) for e in strips.of(category)) == whole & window
     assert md.tracing.breakdown(trace) == md.tracing.breakdown(trace, 5, 50)
-
-
-def nested(draw, start, end, depth=0):
-    """Operations that call others."""
-    while start < end and depth < 4:
-        stop = draw.randrange(start, end) + 1
-        if draw.random() < 0.6:
-            yield computes(start, stop, draw.choice("abc"))
-            yield from nested(draw, start, stop, depth + 1)
-        start = stop
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_own_time_belongs_to_the_innermost(seed):
-    events = list(nested(random.Random(seed), 0, 40))
-    innermost = {second: e.name for e in events for second in range(e.start, e.end)}
-    found = md.tracing.by_name(Trace(0, events))
-    assert {name: spent for name, spent in found.items() if spent} == Counter(innermost.values())
-    assert list(found.values()) == sorted(found.values(), reverse=True)
 
 
 def test_a_trace():
@@ -183,6 +165,7 @@ def test_a_step_whose_critical_path_is_known(seed):
         expected[f"rank {own.index(last)}"] += last
     assert md.tracing.seconds_of(path).items() <= expected.items()
     start = slowest[0] + transfer - 1  # within the first message
+    assert md.tracing.drawn(path).window() == (0, end)
     part = md.tracing.seconds_of(md.tracing.critical_path(traces, start, end - 1))
     assert sum(part.values()) == end - 1 - start
     for rank, found in md.tracing.waits(traces).items():

@@ -173,3 +173,7 @@ def test_a_sleeping_layer_takes_its_time_forward_and_backward():
     assert torch.equal(x.grad, torch.ones_like(x)) and layer.weight.grad == 12
     y = layer(x.detach())  # the first layer: all of backward is for its weights
     assert timed(y.sum().backward) >= 0.04
+    with md.measure.Timeline() as line:
+        md.zoo.Sleep(1, parameters=5)(x).sum().backward()
+    assert line.seconds()["compute"] >= 0.012
+    assert {span.name for span in line.spans} == {"forward", "backward"}

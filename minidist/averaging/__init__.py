@@ -8,22 +8,26 @@ what these cannot say goes into the next one.
 
 To read: `flat_mean` (parameters travel in one message; how far replicas are apart), `optimizers`
 (local SGD; and DiLoCo, where the mean is a gradient for a second optimizer), `low_bit_hooks`
-(gradients of 8 bits, and of 1). The lesson has both ideas in cells of ten lines, and gossip and
-streaming DiLoCo. Gradients of low rank are torch's `powerSGD_hook`, which works with our
-DistributedDataParallel. Lesson: beyond_gradients.
+(gradients of 8 bits, and of 1), `trial` (replicas that train on a task, and what they learn and
+send). The lesson has both ideas in cells of ten lines, and gossip. Gradients of low rank are
+torch's `powerSGD_hook`, which works with our DistributedDataParallel. Lesson: beyond_gradients.
 """
 
 from minidist.averaging.flat_mean import average, drift
 from minidist.averaging.low_bit_hooks import LowBitState, int8_hook, one_bit_hook
 from minidist.averaging.optimizers import DiLoCo, LocalSGD, nesterov
+from minidist.averaging.trial import Task, one_process, replicas
 
 __all__ = [
     "DiLoCo",
     "LocalSGD",
     "LowBitState",
+    "Task",
     "average",
     "drift",
     "int8_hook",
     "nesterov",
     "one_bit_hook",
+    "one_process",
+    "replicas",
 ]

@@ -16,8 +16,9 @@ that has it. A list on another rank than the root is not looked at. gloo sends n
 memory, and ends the process.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from minidist.collectives.cost import Cost as Cost
 from minidist.collectives.cost import cost as cost
 from minidist.collectives.cost import sent as sent
 from minidist.collectives.cost import total as total
+from minidist.instruments.measure import TrafficCounter
 
 Group = dist.ProcessGroup | None
 Op = dist.ReduceOp | dist.ReduceOp.RedOpType
@@ -122,3 +124,24 @@ def all_to_all(
 def barrier(group: Group = None) -> None:
     """Return only when every rank of the group has called it. Lesson: collectives."""
     run("barrier", group)
+
+
+def sent_as_rings(calls: Mapping[str, tuple[int, int]]) -> int:
+    """The bytes that this rank sends if these collectives of all ranks, such as the `calls` of a
+    `TrafficCounter`, are rings: it runs them so, on as many bytes. Every rank
+    calls this. ValueError for others than all_reduce, reduce_scatter, all_gather. Lesson: zero.
+    """
+    with TrafficCounter() as traffic:
+        for operation, (_, nbytes) in calls.items():
+            whole = torch.zeros(nbytes, dtype=torch.uint8)
+            shards = list(whole.tensor_split(dist.get_world_size()))
+            mine = shards[dist.get_rank()].clone()
+            if operation == "all_reduce":
+                all_reduce(whole, algorithm="ring")
+            elif operation == "reduce_scatter":
+                reduce_scatter(mine, shards)
+            elif operation == "all_gather":
+                all_gather(shards, mine)
+            else:
+                raise ValueError(f"{operation} is no ring of all_reduce's halves")
+    return traffic.sent_bytes

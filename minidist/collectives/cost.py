@@ -1,4 +1,4 @@
-"""What the collectives cost, from formulas alone (lesson: collectives).
+"""What the collectives cost, from formulas alone (lesson: communication).
 
 The α-β model: a message of n bytes takes α + nβ seconds, whoever else is sending. α is the
 latency, β the inverse of the bandwidth. What a rank computes meanwhile (the additions of a
@@ -46,7 +46,7 @@ def cost(operation: str, algorithm: str, world_size: int, nbytes: float) -> Cost
     Sources: Thakur, Rabenseifner and Gropp (2005), "Optimization of Collective Communication
     Operations in MPICH"; halving-doubling: Rabenseifner (2004); the ring: Patarasuk and Yuan
     (2009); the barrier: Hensgen, Finkel and Manber (1988). Raises ValueError for unknown names.
-    Lesson: collectives.
+    Lesson: communication.
     """
     _require(operation, algorithm)
     p, n = world_size, nbytes
@@ -91,7 +91,7 @@ def sent(
     itemsize: int = 4,
     root: int = 0,
 ) -> Cost:
-    """Exactly what `rank` sends in a collective, by formula. Lesson: collectives.
+    """Exactly what `rank` sends in a collective, by formula. Lesson: long_sequences.
 
     `numel` counts the elements of the whole vector, as `cost` defines it, each of `itemsize`
     bytes; blocks are those of `torch.tensor_split`. `rank` and `root` are ranks of the group.

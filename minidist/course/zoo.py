@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.profiler import record_function
 
+from minidist.instruments.measure.timeline import noted
+
 
 def digits(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     """The 1,797 handwritten digits that come with scikit-learn, in a fixed shuffled order.
@@ -238,30 +240,31 @@ class Sleep(nn.Module):
     half for the inputs and one for the weights. (rows, …) comes out as it went in.
 
     Sleeping needs no core. So ranks on two cores take the time that they would on their own ones.
-    In a trace it counts as computing. Lesson: layer_splitting.
+    In a trace it counts as computing, and in a `Timeline`. It has so many `parameters`, all 0, to
+    be sent from rank to rank. Lesson: layer_splitting.
     """
 
-    def __init__(self, ms_per_row: float) -> None:
+    def __init__(self, ms_per_row: float, parameters: int = 1) -> None:
         super().__init__()
-        self.ms_per_row, self.weight = ms_per_row, nn.Parameter(torch.zeros(1))
+        self.ms_per_row, self.weight = ms_per_row, nn.Parameter(torch.zeros(parameters))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         seconds = self.ms_per_row * len(x) / 1e3
         for_weights = seconds if x.requires_grad else 2 * seconds  # nothing for the first inputs
         slept: torch.Tensor = _Sleep.apply(x, seconds, seconds)
-        return slept + _Sleep.apply(self.weight, 0.0, for_weights)
+        return slept + _Sleep.apply(self.weight, 0.0, for_weights)[:1]
 
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
         ctx.seconds = backward
-        with record_function("compute forward"):
+        with record_function("compute forward"), noted("forward"):
             time.sleep(forward)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        with record_function("compute backward"):
+        with record_function("compute backward"), noted("backward"):
             time.sleep(ctx.seconds)
         return gradient, None, None

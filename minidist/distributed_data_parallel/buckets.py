@@ -114,7 +114,7 @@ class Buckets:
         """Make the buckets of this plan, unless they are there."""
         if [[*map(id, b._parameters)] for b in self._buckets] == [[*map(id, b)] for b in plan]:
             return
-        self._plan, self._buckets, self._bucket_of = plan, [], {}  # frees the old ones
+        self.plan, self._buckets, self._bucket_of = plan, [], {}  # frees the old ones
         for index, parameters in enumerate(plan):
             last = index == len(plan) - 1
             self._buckets.append(Bucket(index, parameters, last, self._group))
@@ -128,7 +128,7 @@ class Buckets:
         """A new pass: every gradient is missing."""
         if self._travelling:  # this one has failed. What still travels will write into its buckets
             self._travelling, self._buckets = [], []
-            self.arrange(self._plan)
+            self.arrange(self.plan)
         self._sent = 0
         for bucket in self._buckets:
             bucket.missing = set(bucket._parameters)

@@ -138,6 +138,11 @@ class DistributedDataParallel(Synchronized):
         returns a Future of the average, of shape (n,), and divides by the world size itself."""
         self._reducer.buckets.comm_hook = hook, state
 
+    def bucket_names(self) -> list[list[str]]:
+        """Which parameters are in which bucket, in the order in which the buckets travel. Lesson:
+        distributed_data_parallel."""
+        return self._reducer.bucket_names()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A copy of the module, such as an average of weights: to train it, wrap it too."""
         return copy.deepcopy(self.module, memo)

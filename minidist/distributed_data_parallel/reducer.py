@@ -52,6 +52,10 @@ class Reducer:
         handles = [p.register_post_accumulate_grad_hook(hook) for p in self.parameters]
         weakref.finalize(self, remove, handles)
 
+    def bucket_names(self) -> list[list[str]]:
+        """The names of the parameters in each bucket."""
+        return [[self._names[p] for p in bucket] for bucket in self.buckets.plan]
+
     def expect(self, sync: bool) -> None:
         """A forward pass begins. `sync`: whether to average what backward finds after it."""
         self._awaited = sync

@@ -171,13 +171,13 @@ def _cast_buffers(own: Modules, dtype: torch.dtype | None) -> None:
 def by_class(*classes: type[nn.Module]) -> Policy:
     """A policy that wraps all modules of these classes, such as the blocks of a transformer. Do not
     name parts of torch's `nn.TransformerEncoderLayer` or `nn.MultiheadAttention`: these read the
-    parameters of their parts themselves. Lesson: fully_sharded"""
+    parameters of their parts themselves. Lesson: fsdp_in_practice"""
     return ModuleWrapPolicy(classes)
 
 
 def by_size(min_num_params: int) -> Policy:
     """A policy that wraps modules, the inner ones first, that have so many parameters which are in
-    no unit yet. Lesson: fully_sharded"""
+    no unit yet. Lesson: fsdp_in_practice"""
     return partial(size_based_auto_wrap_policy, min_num_params=min_num_params)
 
 

@@ -9,7 +9,7 @@
 
 At any time few units are gathered: the one that computes, those around it, such as the root, and
 the next one. The order is that of the forward pass before; every rank goes through the same units.
-Zhao et al., "PyTorch FSDP" (arXiv 2304.11277), sections 3.3 and 4. Lesson: fully_sharded
+Zhao et al., "PyTorch FSDP" (arXiv 2304.11277), sections 3.3 and 4. Lesson: hiding_gathers
 """
 
 from collections.abc import Callable

@@ -20,7 +20,22 @@ To read, in this order:
     budget   where there is only one memory: a device of so many bytes, and what is not on it
 """
 
-from minidist.offload.budget import Budget, Crossings, OutOfMemory, on_host, put_on_host
+from minidist.offload.budget import (
+    Budget,
+    Crossings,
+    HostLink,
+    OutOfMemory,
+    on_host,
+    put_on_host,
+)
 from minidist.offload.stream import OffloadedOptimizer
 
-__all__ = ["Budget", "Crossings", "OffloadedOptimizer", "OutOfMemory", "on_host", "put_on_host"]
+__all__ = [
+    "Budget",
+    "Crossings",
+    "HostLink",
+    "OffloadedOptimizer",
+    "OutOfMemory",
+    "on_host",
+    "put_on_host",
+]

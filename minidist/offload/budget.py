@@ -1,5 +1,6 @@
 """A device of so many bytes, where there is none, and what travels to it (lesson: offload)."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -118,6 +119,21 @@ class Crossings(TorchDispatchMode):
                 self.to_device += x.nbytes * (from_host and False in sides)
                 self.to_host += x.nbytes * (not from_host and True in sides)
         return result
+
+
+class HostLink:
+    """An emulated link to the host: bytes arrive one after the other, so many a second, beside what
+    the device computes. `send` books them, and `wait` sleeps until all have arrived. Lesson:
+    offload."""
+
+    def __init__(self, speed: float = float("inf")) -> None:
+        self.speed, self.free_at = speed, 0.0
+
+    def send(self, nbytes: float) -> None:
+        self.free_at = max(time.perf_counter(), self.free_at) + nbytes / self.speed
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self.free_at - time.perf_counter()))
 
 
 def _is_on_host(tensor: torch.Tensor) -> bool:

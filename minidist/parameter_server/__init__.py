@@ -18,12 +18,10 @@ systems share out the weights over several servers: Li et al., "Scaling Distribu
 with the Parameter Server" (OSDI 2014).
 
 To read: `server` (the idea: what it holds, and when a trainer may go on), `training` (both sides
-of it), `rpc_session` (ranks that call each other, by name), `remote_stage` (a model split over
-ranks: RRef and distributed autograd). Lesson: beyond_gradients.
+of it), `rpc_session` (ranks that call each other, by name). Lesson: parameter_server.
 """
 
-from minidist.parameter_server.remote_stage import RemoteStage
 from minidist.parameter_server.rpc_session import name_of, rpc_session
 from minidist.parameter_server.training import Served, ServedOptimizer, train
 
-__all__ = ["RemoteStage", "Served", "ServedOptimizer", "name_of", "rpc_session", "train"]
+__all__ = ["Served", "ServedOptimizer", "name_of", "rpc_session", "train"]

@@ -1,4 +1,4 @@
-"""Ranks that call functions on each other (lesson: beyond_gradients)."""
+"""Ranks that call functions on each other (lesson: parameter_server)."""
 
 import warnings
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def rpc_session(timeout: float = 30) -> Iterator[None]:
     Every rank enters, and all that it is called for must be there before. At the end a rank serves
     the others until all have come there; not after an exception. A call that has no answer after
     `timeout` seconds fails. Raises RuntimeError without a process group, or where RPC runs already.
-    Lesson: beyond_gradients.
+    Lesson: parameter_server.
     """
     require_group(None, "rpc_session")
     rank, world_size = dist.get_rank(), dist.get_world_size()

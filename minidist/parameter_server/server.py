@@ -1,4 +1,4 @@
-"""What the server holds, and when a trainer may go on (lesson: beyond_gradients)."""
+"""What the server holds, and when a trainer may go on (lesson: parameter_server)."""
 
 import threading
 from collections.abc import Iterable, Sequence
@@ -50,15 +50,15 @@ class Server:
             self.pushed_by.append(trainer)
             self.steps[trainer] += 1
             if not self.synchronous:
-                self._step(gradients)
+                self.step(gradients)
             else:
                 self._pushed[trainer] = gradients
                 if self._pushed.keys() == self.trainers:
                     by_rank = [self._pushed[rank] for rank in sorted(self.trainers)]
-                    self._step([_mean(each) for each in zip(*by_rank, strict=True)])
+                    self.step([_mean(each) for each in zip(*by_rank, strict=True)])
                     self._pushed = {}
             self.changed.notify_all()
-            self.changed.wait_for(lambda: self._may_go_on(trainer))
+            self.changed.wait_for(lambda: self.may_go_on(trainer))
             return self._weights()
 
     def leave(self, trainer: int) -> None:
@@ -67,7 +67,7 @@ class Server:
             del self.steps[trainer]
             self.changed.notify_all()
 
-    def _may_go_on(self, trainer: int) -> bool:
+    def may_go_on(self, trainer: int) -> bool:
         if not self.synchronous:
             ahead = self.steps[trainer] - min(self.steps.values())
             return self.bound is None or ahead <= self.bound
@@ -75,7 +75,7 @@ class Server:
             raise RuntimeError(f"ranks {left} have no more batches, and rank {trainer} has one")
         return trainer not in self._pushed
 
-    def _step(self, gradients: Gradients) -> None:
+    def step(self, gradients: Gradients) -> None:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
         self.optimizer.step()

@@ -1,4 +1,4 @@
-"""Training with a server: what each rank does (lesson: beyond_gradients)."""
+"""Training with a server: what each rank does (lesson: parameter_server)."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ def train(
     Raises ValueError for a bound that makes no sense; on every rank, if models differ; RuntimeError
     without a process group, or if synchronous trainers have different numbers of batches.
     Limits: a rank that dies ends the training. What started the ranks says so, and ends the others.
-    Lesson: beyond_gradients.
+    Lesson: parameter_server.
     """
     group = require_group(None, "parameter_server.train")
     if bound is not None and (synchronous or bound < 0):
@@ -80,7 +80,7 @@ def train(
 
 class ServedOptimizer:
     """In place of a trainer's optimizer: `step` pushes the gradients to the server, and copies the
-    weights that come back. The learning rate is the server's. Lesson: beyond_gradients."""
+    weights that come back. The learning rate is the server's. Lesson: parameter_server."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = list(parameters)

@@ -22,7 +22,7 @@ of `torch.distributed.checkpoint`. To read, in this order:
     checkpoints     `save`, `load`, `wait`
     batches         data in an order that no world size changes
 
-Lesson: scaling_out.
+Lesson: surviving_failures.
 """
 
 from minidist.saving.batches import Batches

@@ -1,4 +1,4 @@
-"""Data in an order that depends on no world size (lesson: scaling_out)."""
+"""Data in an order that depends on no world size (lesson: surviving_failures)."""
 
 from collections.abc import Iterator
 from typing import Any

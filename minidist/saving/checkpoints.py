@@ -1,4 +1,4 @@
-"""`save`, `load` and `wait` (lesson: scaling_out)."""
+"""`save`, `load` and `wait` (lesson: surviving_failures)."""
 
 import fcntl
 import shutil
@@ -31,7 +31,7 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or
 
 
 class Checkpoints:
-    """The checkpoints of one run, in a folder that all ranks see. Lesson: scaling_out.
+    """The checkpoints of one run, in a folder that all ranks see. Lesson: surviving_failures.
 
         with md.saving.Checkpoints("runs/a") as checkpoints:
             step = checkpoints.load(model=model, optimizer=optimizer, data=batches) or 0

@@ -1,4 +1,4 @@
-"""What makes a folder a checkpoint (lesson: scaling_out).
+"""What makes a folder a checkpoint (lesson: surviving_failures).
 
     step-00000100.5f0c.partial      being written: no run ever loads it
     step-00000100                   whole, with a manifest of the size and the hash of every file

@@ -1,4 +1,4 @@
-"""The idea (lesson: scaling_out): a file is whole, or it has another name.
+"""The idea (lesson: surviving_failures): a file is whole, or it has another name.
 
 `open(path, "wb")` empties the old checkpoint before the new one is there: a kill in between leaves
 neither. So we write beside it. `fsync` has the disk hold the bytes, a rename takes the old one's
@@ -15,12 +15,12 @@ import torch
 
 def save(state: Any, path: str | Path) -> None:
     """As torch.save. At any moment, `path` is the old checkpoint or the new one, whole.
-    Lesson: scaling_out."""
+    Lesson: surviving_failures."""
     write_whole(Path(path), lambda file: torch.save(state, file))
 
 
 def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Let `write` fill a file, which then gets its name. Lesson: scaling_out."""
+    """Let `write` fill a file, which then gets its name. Lesson: surviving_failures."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         with partial.open("wb") as file:

@@ -1,4 +1,4 @@
-"""Which part of which whole tensor a rank has, by every strategy (lesson: scaling_out).
+"""Which part of which whole tensor a rank has, by every strategy (lesson: surviving_failures).
 
     strategy                        what a rank has of a parameter
     bare, DDP, ZeRO 1 and 2         all of it

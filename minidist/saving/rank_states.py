@@ -1,4 +1,5 @@
-"""What each rank has for itself: its random numbers, its data, its scheduler (lesson: scaling_out).
+"""What each rank has for itself: its random numbers, its data, its scheduler (lesson:
+surviving_failures).
 
 With as many ranks as before, each takes its own again. With another number of ranks, all take what
 was the same on all. Random numbers are others on each rank: rank r takes those of rank r, or a new

@@ -1,4 +1,4 @@
-"""Model and optimizer as one process has them, in parts (lesson: scaling_out).
+"""Model and optimizer as one process has them, in parts (lesson: surviving_failures).
 
     model.<name>                    a parameter or buffer, by its name in the bare module
     optimizer.<state>.<name>        a state of that parameter, of its shape; or a number, its steps

@@ -1,4 +1,4 @@
-"""What torch's `async_save` writes, and what becomes of it (lesson: scaling_out).
+"""What torch's `async_save` writes, and what becomes of it (lesson: surviving_failures).
 
 This rank copies what it is to write. Then a thread of torch's plans with those of the other ranks,
 writes and finishes, while training goes on. What is ours: that of what several ranks have only one

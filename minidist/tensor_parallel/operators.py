@@ -65,7 +65,7 @@ def reduce_from_group(x: torch.Tensor, group: Group = None) -> torch.Tensor:
 
 def scatter_to_group(x: torch.Tensor, dim: int = -1, group: Group = None) -> torch.Tensor:
     """Forward: this rank's part of a Replicate x. Backward: the gradients of all parts are
-    gathered. Lesson: feature_splitting.
+    gathered.
 
     Raises ValueError, on every rank, if x cannot be cut along `dim` into equal parts.
     """
@@ -74,7 +74,7 @@ def scatter_to_group(x: torch.Tensor, dim: int = -1, group: Group = None) -> tor
 
 def gather_from_group(x: torch.Tensor, dim: int = -1, group: Group = None) -> torch.Tensor:
     """Forward: the parts of all ranks, joined along `dim`. Backward: this rank's part of the
-    gradient, which must be Replicate. Lesson: feature_splitting."""
+    gradient, which must be Replicate."""
     return _Conjugate.apply(x, all_gather, own_part, dim, group)
 
 

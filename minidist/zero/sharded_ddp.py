@@ -76,7 +76,7 @@ class ShardBuckets:
 
     def arrange(self, plan: Sequence[Sequence[nn.Parameter]]) -> None:
         """Make the buckets of this plan."""
-        self._buckets = [PassingBucket(bucket, self._cut) for bucket in plan]
+        self.plan, self._buckets = plan, [PassingBucket(bucket, self._cut) for bucket in plan]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self.reset()
 

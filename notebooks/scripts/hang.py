@@ -8,7 +8,7 @@
     python hang.py read --notes FOLDER                               compares the ranks
 
 A step has two collectives: of the gradients, and of the loss. At step 2 rank 1 leaves out the
-second. Lesson: scaling_out.
+second. Lesson: surviving_failures.
 
 Who names what, with torch 2.13, gloo and three ranks, in the case "stuck":
 
@@ -81,6 +81,16 @@ def write_notes(folder: Path, wait: float) -> None:
     timer = threading.Timer(wait / 2, dump)
     timer.daemon = True
     timer.start()
+
+
+def stuck(notes: Path, wait: float) -> str:
+    """What gloo says on this rank in the case "stuck"."""
+    try:
+        write_notes(notes, wait)
+        train("stuck", wait)
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 def read(folder: Path) -> None:

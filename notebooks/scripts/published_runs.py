@@ -269,6 +269,28 @@ def mfu(name):
     return planner.mfu(model, layout, device, took(model, layout))
 
 
+def draw():
+    """Planned / published time of each of STEPS; those further off than a quarter have names."""
+    from minidist.instruments.plot import color, palette
+    from minidist.instruments.plot.frame import chart
+
+    with chart(None, f"{len(STEPS)} published steps", 9, 3.6) as ax:
+        for label, shade in ("within a quarter", "ring"), ("further off", "communication"):
+            off = label == "further off"
+            names = [name for name in STEPS if (abs(ratio(name) - 1) > 0.25) == off]
+            dots = [STEPS[name][2].world_size for name in names], [ratio(name) for name in names]
+            ax.plot(*dots, "o", color=color(shade), alpha=0.7, label=label)
+            for name, gpus, found in zip(names, *dots, strict=True) if off else ():
+                ax.annotate(name, (1.12 * gpus, found), va="center", size=9)
+        for level in 0.75, 1, 1.25:
+            ax.axhline(level, color=palette.PALE, lw=0.8, ls="-" if level == 1 else ":")
+        ax.set(xlabel="GPUs", ylabel="planned / published time", xscale="log", ylim=(0, 1.5))
+        ax.set_xticks([4, 64, 1024, 16384], ["4", "64", "1,024", "16,384"])
+        ax.minorticks_off()
+        ax.legend(loc="lower left")
+    return ax
+
+
 if __name__ == "__main__":
     for name, (source, *_) in (STEPS | WITH_EXPERTS).items():
         print(f"{name:34} MFU {mfu(name):4.0%}, planned / published {ratio(name):.2f}  {source}")

@@ -9,8 +9,8 @@
 
 A run that ended, or was killed, goes on when it is started again with the same `--folder`. The
 number of ranks may be another one that divides 48: a step trains on the same examples whatever that
-number is.
-`train.slurm` and `train_over_ssh.sh` start this script on several machines. Lesson: scaling_out.
+number is. `train.slurm` and `train_over_ssh.sh` start it on several machines.
+Lesson: surviving_failures.
 """
 
 import argparse

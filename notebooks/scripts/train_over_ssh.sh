@@ -5,7 +5,7 @@
 #
 # One torchrun a node, all with the same words but --node-rank. The first node has the store, at
 # PORT. Each machine needs the project and the environment at the same path, and the folder of
-# checkpoints must be one that all machines see. Lesson: scaling_out.
+# checkpoints must be one that all machines see. Lesson: surviving_failures.
 #
 # What torchrun prints after a mistake (torch 2.13; tests/test_torchrun.py makes each of those that
 # have no star):

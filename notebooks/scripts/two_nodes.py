@@ -1,7 +1,7 @@
 """Two nodes under torchrun, on this machine; one is killed, and the other goes on. Run it by
 `python two_nodes.py FOLDER`.
 
-A node is a torchrun with two ranks, which train as train.py says. Lesson: scaling_out.
+A node is a torchrun with two ranks, which train as train.py says. Lesson: surviving_failures.
 """
 
 import csv

@@ -98,8 +98,11 @@ def returned(x):
 
 
 ANSWERS = {
-    check.twice_an_empty_one: ([250_000, 2.5e5], [500_000, 250, 0.25, 2.5e11, 4e-6]),
-    check.bus_bandwidth: ([350, 350.0], [200, 175, 400, 1600, 350e9, "350 GB/s"]),
+    check.packed: ([25_000, 2.5e4], [22_500, 225_000, 2_025_000, 25, 250_000, "25 kB"]),
+    check.what_helps: (
+        ["CBA", "C, B, A", "cba"],
+        ["ABC", "BCA", "CAB", "C", "ABCD", 3, ["C", "B"]],
+    ),
     check.halving_doubling: (
         [halves_then_back, recursive],
         [

@@ -1,4 +1,4 @@
-"""Answers to the puzzles and the exercises of the lesson data_parallel."""
+"""Answers to the puzzle and the exercise of the lesson data_parallel."""
 
 import torch
 
@@ -82,86 +82,9 @@ class NoBackward(torch.autograd.Function):
         return torch.cat(outputs)
 
 
-class Copying(torch.autograd.Function):
-    """What the answers share: forward."""
-
-    @staticmethod
-    def forward(ctx, x, n):
-        return tuple(x.clone() for _ in range(n))
-
-
-class Summed(Copying):
-    @staticmethod
-    def backward(ctx, *gradients):
-        return sum(gradients), None
-
-
-class OneByOne(torch.autograd.Function):
-    """The first copy is the parameter itself, and gradients may be missing."""
-
-    @staticmethod
-    def forward(ctx, x, n):
-        ctx.set_materialize_grads(False)
-        return x.detach(), *(x.detach().clone() for _ in range(n - 1))
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        total = None
-        for gradient in gradients:
-            if gradient is not None:
-                total = gradient if total is None else total + gradient
-        return total, None
-
-
-class Averaged(Copying):
-    @staticmethod
-    def backward(ctx, *gradients):
-        return sum(gradients) / len(gradients), None
-
-
-class FirstCopy(Copying):
-    @staticmethod
-    def backward(ctx, *gradients):
-        return gradients[0], None
-
-
-class ForOneArgument(Copying):
-    @staticmethod
-    def backward(ctx, *gradients):
-        return sum(gradients)
-
-
-class OneMemory(Summed):
-    @staticmethod
-    def forward(ctx, x, n):
-        copy = x.clone()
-        return tuple(copy.view_as(copy) for _ in range(n))
-
-
-class CopiesDetached(Summed):
-    @staticmethod
-    def forward(ctx, x, n):
-        copies = Copying.forward(ctx, x, n)
-        ctx.mark_non_differentiable(*copies)
-        return copies
-
-
-class OneTooFew(Summed):
-    @staticmethod
-    def forward(ctx, x, n):
-        return tuple(x.clone() for _ in range(n - 1))
-
-
-NAMED = {  # what an answer is told
-    check.gather: {Detached: "autograd cannot go back through what comes out."},
-    check.broadcast: {CopiesDetached: "autograd cannot go back through what comes out."},
-}
+NAMED = {check.gather: {Detached: "autograd cannot go back through what comes out."}}
 ANSWERS = {
-    check.device_0_sends: ([700, 700.0], [175, 100, 800, 1400, 700e6, 350, "700 MB"]),
-    check.weights_of_losses: (
-        [[0.3, 0.3, 0.3, 0.1], (3 / 10, 3 / 10, 3 / 10, 1 / 10), torch.tensor([3, 3, 3, 1]) / 10],
-        [[0.25] * 4, [3, 3, 3, 1], [0.1] * 4, [1] * 4, [0.3, 0.3, 0.3], [0.1, 0.3, 0.3, 0.3], 0.3],
-    ),
+    check.running_mean: (["share", " Share"], ["batch", "nothing", "zero", 0]),
     check.gather: (
         [Split, Narrowed],
         [
@@ -174,20 +97,6 @@ ANSWERS = {
             Detached,
             torch.cat,
             Split.apply,
-        ],
-    ),
-    check.broadcast: (
-        [Summed, OneByOne],
-        [
-            Averaged,
-            FirstCopy,
-            ForOneArgument,
-            OneMemory,
-            OneTooFew,
-            CopiesDetached,
-            Copying,
-            Split,
-            Summed.apply,
         ],
     ),
 }

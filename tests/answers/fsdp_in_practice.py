@@ -117,13 +117,10 @@ def by_ddp(model):
 
 
 ANSWERS = {
-    check.leaves_a_node: (
-        [24.5, 2 * 7 / 8 * 14],
-        [41.34375, 3.0625, 12.25, 28, 27.5625, 36.75, 24.5e9, 24, "24.5 GB"],
-    ),
-    check.accumulated: (
-        [20, 20.0, 4 * (2 + 2) + 4],
-        [32, 8, 12, 6, 36, 18, 48, 16, 24, "20 bytes"],
+    check.norm_of_whole: ([85, 85.0], [103, 25.75, 84, 7225, 50, "85 or so"]),
+    check.pairs_of_nodes: (
+        [57 / 16, 3 * 15 / 16 + 8 * 2 * 3 / 4 / 16],
+        [189 / 64, 45 / 16, 0.75, 1.5, 1.75, 69 / 16, 93 / 32, 3.6, 4, "3.5625 Ψ"],
     ),
     check.prepare: (
         [by_parts, of_torch, wrapper, partial(by_policy, prefetch=False)],

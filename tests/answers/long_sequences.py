@@ -155,10 +155,7 @@ NAMED = {  # what an answer is told
     }
 }
 ANSWERS = {
-    check.contiguous_efficiency: (
-        [8 / 15, 4 / 7.5, 8 / (2 * 8 - 1)],
-        [15 / 8, 0.539, 1 / 2, 9 / 16, 4 / 7, 15 / 64, 7 / 15, 0.53, 3.0, "8/15"],
-    ),
+    check.window: ([1, 1.0], [31, 0, 2, 16, 32, "one"]),
     check.ulysses_over_gather: (
         [2, 2.0, (16 + 16) / 16],
         [1 / 2, 9 / 8, 17 / 16, 1, 3 / 2, 32, 16, 3.0, "twice"],

@@ -113,7 +113,17 @@ def nothing_returned(optimizer, scale):
 
 ANSWERS = {
     check.stuck: ([256, 256.0, torch.tensor(256.0)], [1000, 128, 257, 512, 255, "256"]),
-    check.of_momentum: ([12, 12.0, 2 + 2 + 4 + 4], [16, 8, 10, 4, 6, 12e9, "12 bytes"]),
+    check.need_agreement: (
+        [{"sharded", "pipeline", "tensor"}, ["tensor", "sharded", "pipeline"]],
+        [
+            set(),
+            {"sharded"},
+            {"ddp", "sharded", "pipeline", "tensor"},
+            "sharded",
+            {"zero"},
+            [[]],
+        ],
+    ),
     check.agreed: (
         [by_max, by_gather],
         [

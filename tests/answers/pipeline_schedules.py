@@ -72,8 +72,21 @@ def pairs(rank, N, m):
     return [("F", i) for i in range(m)] + [("B", i) for i in range(m)]
 
 
+STUCK_LAST = "do.SendGradient(1, 0)"
 ANSWERS = {
-    check.activations_sent: ([496, 31 * 16, 496.0], [112, 512, 992, 448, 31, "496"]),
+    check.stuck_at: (
+        [[do.SendActivation(0, 1), do.SendGradient(1, 0)], ("SendActivation(0, 1)", STUCK_LAST)],
+        [
+            [do.SendActivation(0, 0), do.SendGradient(1, 0)],
+            [do.SendActivation(0, 1), do.ReceiveActivation(1, 1)],
+            [do.ReceiveGradient(0, 0), do.SendGradient(1, 0)],
+            [do.SendActivation(0, 1), do.Forward(1, 1)],
+            [do.SendGradient(1, 0), do.SendActivation(0, 1)],
+            [do.SendActivation(0, 1)],
+            "SendActivation(0, 1)",
+            496,
+        ],
+    ),
     check.recomputed_time: (
         [4 / 3, 1.3333333, torch.tensor(4 / 3, dtype=torch.float64)],
         [2, 1.5, 1 / 3, 1, 1.33, "4/3"],

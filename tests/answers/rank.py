@@ -132,6 +132,9 @@ def flat(x):
     return by_all_gather(x).flatten()
 
 
+NAMED = {  # what an answer is told
+    check.shift: {all_send_first: "its neighbour never receives. Perhaps all send first."}
+}
 ANSWERS = {
     check.two_tokens: ([120, 120.0, torch.tensor(120)], [80, 110, 220, 240, 0.12, 90, "120 ms"]),
     check.twins: (
@@ -140,11 +143,15 @@ ANSWERS = {
             ((4, 0), (7, 3), (1, 5), (2, 6)),
             [range(local, 8, 4) for local in range(4)],
             torch.tensor([[0, 4], [1, 5], [2, 6], [3, 7]]),
+            [[0, 7], [1, 6], [2, 5], [3, 4]],
         ],
         [
             [[0, 1, 2, 3], [4, 5, 6, 7]],
             [[0, 1], [2, 3], [4, 5], [6, 7]],
             [[0, 2, 4, 6], [1, 3, 5, 7]],
+            [[0, 1, 2, 4], [3, 5, 6, 7]],
+            [[3, 5, 6, 7], [0, 1, 2, 4]],
+            [list(range(8))],
             [[0, 4], [1, 5]],
             [[0.5, 4], [1, 5], [2, 6], [3, 7]],
             ["04", "15", "26", "37"],

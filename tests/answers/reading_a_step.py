@@ -159,18 +159,8 @@ NAMED = {  # what an answer is told
         too_few: "give (computing, overlapped, exposed, idle) in seconds, not (4, 2, 3).",
     }
 }
-MPT = 6 * 6_658_859_008 + 12 * 32 * 4096 * 2048
-WEIGHTS = 6 * 6_658_859_008
-SPEED = 100 * 10_643 / 989.5e12
-MFU = MPT * SPEED
 ANSWERS = {
-    check.mfu: (
-        [MFU, 100 * md.tracing.mfu(MPT * 85144, 1, 8 * 989.5e12)],
-        [
-            *(MFU / 100, WEIGHTS * SPEED, (WEIGHTS + MPT) / 2 * SPEED, 4 / 3 * MFU),
-            *(8 * 6_658_859_008 * SPEED, MFU / 3, MFU / 2, MFU * 989.5 / 312, 46.44, 43.0, "46 %"),
-        ],
-    ),
+    check.tokens_a_second: ([0.8, 40 / 50], [53 / 50, 40 / 53, 1.25, 0.75, 1, 0.2, "80 %"]),
     check.late: (
         [(5, 3.98), [5, 4.01 - 0.03], (5, 3.985)],
         [

@@ -67,8 +67,11 @@ def no_backward(model, inputs, targets):
 
 
 ANSWERS = {
-    check.held: ([10, 10.0, 4 + 4 + 8 / 4, torch.tensor(10)], [16, 4, 6, 7, 9, 12, 8, 11, "10"]),
-    check.global_batch: ([512, 4 * 8 * 16, 512.0], [64, 32, 128, 4, 256, "512"]),
+    check.stages: (
+        [[1, 2], (2, 1), {1, 2}],
+        [[1], 2, [1, 2, 3], [0, 1, 2], [], [4], "1 and 2", [True, 2], [[1]]],
+    ),
+    check.accumulation: ([2, 2.0, torch.tensor(2)], [8, 32, 512, 4, 1, 16, "2"]),
     check.by_tokens: (
         [summed, gathered, divided_by_the_mean_count, afterwards],
         [

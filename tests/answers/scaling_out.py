@@ -1,145 +1,80 @@
 """Answers to the puzzles and the exercise of the lesson scaling_out."""
 
-import io
-import os
-import shutil
-import tempfile
-import threading
-from os import fsync, replace
-from pathlib import Path
-
-import torch
-
 from minidist.course.checks import scaling_out as check
-from minidist.saving import naive
 
 
-def beside(state, path):
-    with open(f"{path}.new", "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(f"{path}.new", path)
+def two_clocks(events, *, alone=False, late=False, sure=True, last=True):
+    """The right one; or with a mistake."""
+    clock, line, arrived = 0, 0, []
+    for event in events:
+        if isinstance(event, int | float):
+            clock += event
+        elif event[0] == "begin":
+            start = clock if alone else line if late else max(line, clock)
+            line = start + event[1]
+            arrived.append(line)
+        else:
+            clock = max(clock, arrived[event[1] if sure else -1])
+    return max(clock, line) if last else clock
 
 
-def by_names_of_os(state, path):
-    """By a file of any name, and of functions that were imported by name."""
-    with tempfile.NamedTemporaryFile(dir=Path(path).parent, delete=False) as file:
-        torch.save(state, file)
-        file.flush()
-        fsync(file.fileno())
-    replace(file.name, path)
+def by_waiting(events):
+    """The time that is waited, upon the computing."""
+    computed = waited = line = 0.0
+    arrived = []
+    for event in events:
+        match event:
+            case ("begin", seconds):
+                line = max(line, computed + waited) + seconds
+                arrived.append(line)
+            case ("wait", number):
+                waited += max(0.0, arrived[number] - computed - waited)
+            case _:
+                computed += event
+    return computed + waited + max(0.0, line - computed - waited)
 
 
-def by_path(state, path):
-    """torch opens the file; it is synced by another descriptor."""
-    torch.save(state, f"{path}.new")
-    with open(f"{path}.new", "rb+") as file:
-        os.fsync(file)
-    os.rename(f"{path}.new", path)
+def lines_for_all(events):
+    return two_clocks(events, alone=True)
 
 
-def in_a_thread(state, path):
-    thread = threading.Thread(target=beside, args=(state, path))
-    thread.start()
-    thread.join()
+def from_the_start(events):
+    return two_clocks(events, late=True)
 
 
-def by_torch_alone(state, path):
-    torch.save(state, path)
+def waits_for_the_last(events):
+    return two_clocks(events, sure=False)
 
 
-def into_the_old_file(state, path):
-    with open(path, "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
+def forgets_the_end(events):
+    return two_clocks(events, last=False)
 
 
-def old_one_removed(state, path):
-    torch.save(state, f"{path}.new")
-    with open(f"{path}.new", "rb+") as file:
-        os.fsync(file)
-    if os.path.exists(path):
-        os.remove(path)
-    os.rename(f"{path}.new", path)
+def nothing_hidden(events):
+    return sum(
+        each if isinstance(each, float) else each[1] * (each[0] == "begin") for each in events
+    )
 
 
-def copied(state, path):
-    beside(state, f"{path}.whole")
-    shutil.copy(f"{path}.whole", path)
-
-
-def not_synced(state, path):
-    torch.save(state, f"{path}.new")
-    os.replace(f"{path}.new", path)
-
-
-def flushed_by_torch(state, path):
-    with open(f"{path}.new", "wb") as file:
-        torch.save(state, file)
-        os.fsync(file.fileno())
-    os.replace(f"{path}.new", path)
-
-
-def not_flushed(state, path):
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    with open(f"{path}.new", "wb") as file:
-        file.write(buffer.getvalue()[:-100])
-        file.write(buffer.getvalue()[-100:])
-        os.fsync(file.fileno())
-    os.replace(f"{path}.new", path)
-
-
-def synced_too_late(state, path):
-    torch.save(state, f"{path}.new")
-    os.replace(f"{path}.new", path)
-    with open(path, "rb+") as file:
-        os.fsync(file)
-
-
-def another_name(state, path):
-    beside(state, f"{path}.{state['step']}")
-
-
-def only_once(state, path):
-    if not os.path.exists(path):
-        beside(state, path)
-
-
-def not_over_an_old_one(state, path):
-    """A killed save leaves `.new`, and every later one fails."""
-    with open(f"{path}.new", "xb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(f"{path}.new", path)
+def all_hidden(events):
+    computed = sum(each for each in events if isinstance(each, float))
+    sent = sum(each[1] for each in events if isinstance(each, tuple) and each[0] == "begin")
+    return max(computed, sent)
 
 
 ANSWERS = {
-    check.most_speed_up: ([40, 8 / 0.2], [80, 8, 0.2, 39, "40", 1 / 40]),
-    check.save_every: ([720, (2 * 24 * 3 * 3600) ** 0.5], [12, 92160, 10800, 3, 518400, 509.1]),
-    check.save: (
+    check.fastest_ranks: ([19, 19.0], [20, 22, 31, 480, 8, "19 ranks"]),
+    check.what_helps: ([3], [1, 2, 4, "3"]),
+    check.play: (
+        [two_clocks, by_waiting],
         [
-            beside,
-            by_names_of_os,
-            by_path,
-            flushed_by_torch,
-            naive.save,
-            in_a_thread,
-        ],
-        [
-            by_torch_alone,
-            into_the_old_file,
-            old_one_removed,
-            copied,
-            not_synced,
-            not_flushed,
-            synced_too_late,
-            another_name,
-            only_once,
-            not_over_an_old_one,
+            lines_for_all,
+            from_the_start,
+            waits_for_the_last,
+            forgets_the_end,
+            nothing_hidden,
+            all_hidden,
+            lambda events: None,
         ],
     ),
 }

@@ -105,10 +105,7 @@ def a_sentence(before, after, own, counts, lr):
 
 ANSWERS = {
     check.owner_learns: ([32, 32.0], [512, 16, 1, 480, 31, "many"]),
-    check.first_weighs: (
-        [1 / 2048, 0.00048828125],
-        [1 / 32, 1 / 512, 1 / 256, 1 / 1024, 1 / 8192, 2048, 0.25, 0.00049],
-    ),
+    check.culprit: (["b", "B", " b "], ["a", "c", "d", "e", 2, ["b"]]),
     check.find: (
         [by_norms, by_largest],
         [nothing, mean_of_means, of_rank_0, by_allclose, too_coarse]

@@ -166,10 +166,13 @@ class Summed(Flat):
 
 
 ANSWERS = {
-    check.stage_1_of_a_billion: ([7, 7.0, 2 + 2 + 12 / 4], [16, 10, 5.5, 4, 28, 7e9, "7 GB"]),
-    check.accumulated_in_stage_2: (
-        [14.875, 17 * 7 / 8, (16 + 1) * (8 - 1) / 8],
-        [1.75, 2.625, 14, 17, 28, 28.875, 12.75, "14.875 Ψ"],
+    check.largest_in_stage_1: (
+        [10, 80 / 8, 10.0],
+        [5, 8, 20, 80 / 12, 1e10, 16, "10 billion"],
+    ),
+    check.own_rows_alone: (
+        [{"a", "b", "e"}, "abe", ("e", "B", "a"), "a, b, e", ("a", "b", "e", "e")],
+        [{"a", "b"}, "abcde", {"a", "b", "d", "e"}, {"c"}, "", "f", 3, {1, 2}],
     ),
     check.my_zero: (
         [Flat, EachTensor, ByRows],

@@ -9,7 +9,7 @@ Korean (see `course.language`). It looks at what an answer does, not at how: eve
 passes. `verdict` holds what the checks share, `solved` what is solved.
 """
 
-from minidist.course.checks.solved import progress
+from minidist.course.checks.solved import league, progress
 from minidist.course.checks.verdict import Verdict
 
-__all__ = ["Verdict", "progress"]
+__all__ = ["Verdict", "league", "progress"]

@@ -16,7 +16,7 @@ OUTER: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 }
 
 
-period = puzzle(__name__, "period")
+worth_it = puzzle(__name__, "worth_it")
 gathered_bits = puzzle(__name__, "gathered_bits")
 
 

@@ -84,7 +84,7 @@ def _scan_of(n: int, scan: Callable[..., Any]) -> str:
     if isinstance(result, torch.Tensor) and torch.equal(result, wanted):
         return "returns the right sum, but x does not hold it"
     if torch.equal(x, parts[rank]):
-        return "has x as it was"
+        return "has x as it was: change it in place, as `x += y` does and `x = x + y` does not"
     if torch.equal(x, torch.stack(parts).sum(0)):
         return f"has the sum over all ranks, not over 0 to {rank}"
     if torch.equal(x, parts[rank] * 0 if rank == 0 else torch.stack(parts[:rank]).sum(0)):

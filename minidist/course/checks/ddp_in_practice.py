@@ -15,8 +15,8 @@ from minidist.instruments.parity import relative_difference
 SHARES = [[4, 4], [7, 1], [5, 1, 2], [3, 0, 6]]  # images of each rank
 
 
-memory_of_a_replica = puzzle(__name__, "memory_of_a_replica")
 steps_of_an_epoch = puzzle(__name__, "steps_of_an_epoch")
+memory_on_eight = puzzle(__name__, "memory_on_eight")
 
 
 @check

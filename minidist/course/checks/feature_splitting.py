@@ -11,7 +11,6 @@ from minidist.course.checks.verdict import (
     NotYet,
     check,
     function,
-    puzzle,
     ranks,
     require_right,
     same,
@@ -22,13 +21,31 @@ from minidist.instruments.measure import TrafficCounter, count_flops
 
 ROWS, LENGTH, HEAD = 2, 12, 4  # a batch (ROWS, LENGTH, heads × HEAD)
 Gradients = dict[str, Any]
-OPERATORS = {  # those that the weight of a norm within a head does not need
-    "reduce_from_group": "forward, it would add up the weights of all ranks",
-    "scatter_to_group": "forward, each rank needs the whole weight",
-    "gather_from_group": "forward, each rank has the whole weight already",
-    "gather_from_sequence": "forward, each rank has the whole weight already",
-    "reduce_scatter_to_sequence": "forward, it would add up the weights of all ranks",
+IN_BETWEEN = {  # what each of the functions needs
+    "a": "a layer norm needs a mean over all H features, and a rank has a part of them",
+    "b": "",
+    "c": "a softmax needs a sum over all H features, and a rank has a part of them",
+    "d": "",
 }
+OPERATORS = {  # of the weight of a norm within a head
+    "Copy": "",
+    "Sum": "forward, it would add up the weights of all ranks",
+    "nothing": "then each rank has the gradient of its own heads only",
+}
+OPERATORS |= {"copy_to_group": "", "reduce_from_group": OPERATORS["Sum"]}  # as minidist has them
+
+
+@check
+def between(answer: object) -> None:
+    """What may stand between a layer cut by columns and one cut by rows."""
+    letters = set(answer.lower()) - set(" ,;") if isinstance(answer, str) else set()
+    if not letters or letters - IN_BETWEEN.keys():
+        raise NotYet(f"give the letters of those that can, such as ac: {shown(answer)}.")
+    for letter in sorted(letters):
+        if IN_BETWEEN[letter]:
+            raise NotYet(f"not {letter}: {IN_BETWEEN[letter]}.")
+    if letters != {"b", "d"}:
+        raise NotYet("that one can, and so can another one.")
 
 
 @check
@@ -38,14 +55,10 @@ def operator(answer: object) -> None:
     name = answer if isinstance(answer, str) else getattr(named, "__name__", None)
     if isinstance(name, str):  # also "Copy.apply", "tensor_parallel.copy_to_group()"
         name = name.strip(" `()").removesuffix(".apply").rpartition(".")[2]
-    if not isinstance(name, str) or name not in {*OPERATORS, "copy_to_group", "Copy", "Sum"}:
-        raise NotYet(f"give one of the six operators, such as scatter_to_group: {shown(answer)}.")
-    if name not in ("copy_to_group", "Copy"):
-        hint = OPERATORS["reduce_from_group" if name == "Sum" else name]
-        raise NotYet(f"it is not {name}: {hint}.")
-
-
-bytes_sent = puzzle(__name__, "bytes_sent")
+    if not isinstance(name, str) or name not in OPERATORS:
+        raise NotYet(f"give Copy, Sum or nothing: {shown(answer)}.")
+    if OPERATORS[name]:
+        raise NotYet(f"it is not {name}: {OPERATORS[name]}.")
 
 
 @check

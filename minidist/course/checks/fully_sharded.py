@@ -8,21 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minidist.course.checks.units_in_a_row import SLOW, UNITS, gathers_otherwise, parts
-from minidist.course.checks.verdict import (
-    NotYet,
-    check,
-    function,
-    puzzle,
-    require_right,
-    same,
-    shown,
-)
+from minidist.course.checks.units_in_a_row import trains_otherwise
+from minidist.course.checks.verdict import NotYet, check, puzzle, require_right, shown
 from minidist.course.zoo import Block, mlp
 from minidist.instruments.measure.storages import Ledger
 
 peak = puzzle(__name__, "peak")
-tokens = puzzle(__name__, "tokens")
+accumulated = puzzle(__name__, "accumulated")
 
 
 @check
@@ -51,7 +43,7 @@ def _trial(unit: Callable[..., Any]) -> str:
             module = unit(make())
             wrong = (
                 _holds_more(module, alone, ledger)
-                or _trains_otherwise(module, alone, data)
+                or trains_otherwise(module, alone, data)
                 or _keeps(module, alone, data[0], ledger)
             )
         if wrong:
@@ -90,31 +82,6 @@ def _holds_more(module: Any, alone: nn.Module, ledger: Ledger) -> str:
     return ""
 
 
-def _trains_otherwise(module: nn.Module, alone: nn.Module, data: torch.Tensor) -> str:
-    """Each rank trains on its rows, one process on all: data (steps, rows, T, C)."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    optimizers = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (module, alone)]
-    for step, rows in enumerate(data):
-        x, y = (each.clone().requires_grad_() for each in (rows[rank::size], rows))
-        found, wanted = module(x), alone(y)
-        if not same(found, wanted[rank::size]):
-            if step == 0:
-                return "its output is not that of the module"
-            return (
-                f"after {step} step{'s' if step > 1 else ''} its output is not that of one process "
-                "that trained on all rows: is .grad this rank's shard of the ranks' mean gradient"
-            )
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        found.square().mean().backward()
-        wanted.square().mean().backward()
-        if y.grad is None or not same(x.grad, y.grad[rank::size] * size):
-            return "the gradient of its input is not that of the module"
-        for optimizer in optimizers:
-            optimizer.step()
-    return ""
-
-
 def _keeps(module: nn.Module, alone: nn.Module, x: torch.Tensor, ledger: Ledger) -> str:
     """Whether it still has full parameters between steps, after forward, or after backward."""
     full, share, live = 8 * _numel(alone), 8 * _share(alone), []
@@ -138,23 +105,3 @@ def _keeps(module: nn.Module, alone: nn.Module, x: torch.Tensor, ledger: Ledger)
                 "shard: free them, also those that autograd has saved"
             )
     return ""
-
-
-@check
-def prefetch(answer: object) -> None:
-    """A function that makes of modules a list of units: one computes, the next is gathered."""
-    require_right(_in_a_row, function(answer), world_size=2, of_rank=": ", link=SLOW)
-
-
-def _in_a_row(make: Callable[..., Any]) -> str:
-    """What is wrong on this rank, if anything."""
-    made = make(parts())
-    try:
-        units = list(made)
-    except TypeError:
-        return f"it must return a list of units, not {shown(made)}"
-    if len(units) != UNITS or not all(isinstance(each, nn.Module) for each in units):
-        return f"it must return {UNITS} units, one of each module, not {shown(made)}"
-    data = torch.randn(3, 6, 2, 32, dtype=torch.float64)
-    row = nn.Sequential(*units)
-    return _trains_otherwise(row, nn.Sequential(*parts()), data) or gathers_otherwise(row, data[0])

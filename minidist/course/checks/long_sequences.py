@@ -26,7 +26,7 @@ B, H, D = 2, 3, 5
 NAMES = "dq", "dk", "dv"
 
 
-contiguous_efficiency = puzzle(__name__, "contiguous_efficiency")
+window = puzzle(__name__, "window")
 ulysses_over_gather = puzzle(__name__, "ulysses_over_gather")
 
 

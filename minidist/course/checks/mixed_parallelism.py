@@ -27,19 +27,19 @@ class Part(NamedTuple):
 
 
 @check
-def data_group(answer: object) -> None:
-    """The ranks along data of rank 13, on a mesh of 4 × 4 × 2."""
-    ranks = _whole_numbers(answer, "the ranks, such as [0, 1]")
-    hints = {
-        (5, 21, 29): "rank 13 is in its own group, too",
-        (9, 11, 13, 15): "those are its group along pipeline",
-        (12, 13): "that is its group along tensor",
-        (1, 5, 9, 13, 17, 21, 25, 29): "of these, half are in another stage",
-        (13, 14, 15, 16): "neighbours along data are 4 × 2 = 8 ranks apart",
-    }
-    if (found := tuple(sorted(ranks))) != (5, 13, 21, 29):
-        hint = hints.get(found, "rank 13 is at (1, 2, 1); only the first coordinate may change")
-        raise NotYet(f"{shown(list(found))} is not it: {hint}.")
+def replicas_left(answer: object) -> None:
+    """Whole replicas of four on a mesh of 4 × 2 × 4, nodes of 8, when one node fails: with data
+    outermost; and with pipeline, data, tensor."""
+    numbers = _whole_numbers(answer, "two numbers, such as (4, 4)")
+    if len(numbers) != 2:
+        raise NotYet("give two numbers, such as (4, 4).")
+    data_first, pipeline_first = numbers
+    if data_first != 3:
+        raise NotYet(f"with data outermost it is not {data_first}: look whose ranks 8 to 15 are.")
+    if pipeline_first == 0:
+        raise NotYet("with pipeline outermost a node has one stage, but not that of all replicas.")
+    if pipeline_first != 2:
+        raise NotYet(f"with pipeline outermost it is not {pipeline_first}: look who shares a node.")
 
 
 @check

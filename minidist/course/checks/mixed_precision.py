@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from minidist.course.checks.verdict import NotYet, check, function, on_ranks, puzzle, shown
+from minidist.course.checks.verdict import NoTry, NotYet, check, function, on_ranks, puzzle, shown
 from minidist.course.zoo import mlp
 from minidist.fully_sharded import NaiveFullySharded
 from minidist.mixed_precision import ShardedGradScaler
@@ -17,7 +17,21 @@ WORLD_SIZE = 3
 
 
 stuck = puzzle(__name__, "stuck")
-of_momentum = puzzle(__name__, "of_momentum")
+WAYS = {"ddp": False, "sharded": True, "pipeline": True, "tensor": True}  # whether they need it
+
+
+@check
+def need_agreement(answer: object) -> None:
+    """The ways in which ranks must agree to leave out a step: a set of names of WAYS."""
+    if isinstance(answer, str) or not isinstance(answer, set | list | tuple | frozenset):
+        raise NoTry(f'give a set of names, such as {{"ddp", "pipeline"}}, not {shown(answer)}.')
+    if strange := [each for each in answer if each not in [*WAYS]]:
+        raise NotYet(f"{shown(strange[0])} is none of {', '.join(WAYS)}.")
+    if "ddp" in answer:
+        raise NotYet("with DDP an infinity of one rank is in the mean of all: they see it anyway.")
+    missing = [name for name, needs in WAYS.items() if needs and name not in answer]
+    if missing:
+        raise NotYet(f"{len(missing)} more of them need it, too.")
 
 
 @check

@@ -11,8 +11,8 @@ from minidist.course.checks.verdict import check, function, puzzle, require_righ
 from minidist.course.zoo import Block
 from minidist.offload import Budget, Crossings
 
-largest = puzzle(__name__, "largest")
-tokens = puzzle(__name__, "tokens")
+hidden = puzzle(__name__, "hidden")
+longest_part = puzzle(__name__, "longest_part")
 
 
 @check

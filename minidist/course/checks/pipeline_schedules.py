@@ -1,6 +1,6 @@
 """The puzzles and the exercise of the lesson pipeline_schedules."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
@@ -24,15 +24,34 @@ from minidist.pipeline import instructions as do
 
 SIZES = (1, 3), (2, 2), (3, 7), (4, 2), (8, 20), (4, 16), (4, 8)  # ranks, micro-batches
 FAR = Link(gbps=1e6, latency_us=1e6)  # a message arrives one forward pass later
+LEAGUE = (8, 20), Link(gbps=1e6, latency_us=1.7e6)  # farther than the order was asked for
 
 
-activations_sent = puzzle(__name__, "activations_sent")
 recomputed_time = puzzle(__name__, "recomputed_time")
+
+STUCK = str(do.SendActivation(0, 1)), str(do.SendGradient(1, 0))
 
 
 @check
-def far_away(answer: object) -> None:
-    """An order as fast as GPipe where messages arrive late, with few activations in flight."""
+def stuck_at(answer: Any) -> None:
+    """Where two ranks wait for each other, if a send waits until the other side receives."""
+    try:
+        given = [str(each).removeprefix("do.") for each in answer]
+    except Exception:
+        raise NotYet(f"give a list of two instructions, not {shown(answer)}.") from None
+    if len(given) != 2:
+        raise NotYet(f"give two instructions, not {len(given)}.")
+    for rank, (said, wanted) in enumerate(zip(given, STUCK, strict=True)):
+        if "Forward" in said or "Backward" in said:
+            raise NotYet(f"rank {rank} waits only where it sends or receives.")
+        if said != wanted:
+            raise NotYet(f"rank {rank} does not stand at {shown(said)} for ever.")
+
+
+@check
+def far_away(answer: object) -> float:
+    """An order as fast as GPipe where messages arrive late, with few activations in flight. The
+    score: its time where they arrive still later."""
     (given,) = on_ranks(_orders, function(answer), world_size=1)
     for (world_size, m), orders in given:
         on = f"{ranks(world_size)}, with {m} micro-batches"
@@ -51,6 +70,9 @@ def far_away(answer: object) -> None:
             raise NotYet(f"on {on}: a step takes {late.time:.0f} units of time, not {wanted}.")
     if not all(on_ranks(_trial, schedule, world_size=4)):
         raise NotYet("the order is valid, but the gradients are not those of one process.")
+    (world_size, m), farther = LEAGUE
+    on = f"{ranks(world_size)}, with {m} micro-batches"
+    return simulate(_schedule(dict(given)[world_size, m], world_size, m, on), link=farther).time
 
 
 def _orders(order: Callable[..., Any]) -> list[tuple[tuple[int, int], Any]]:
@@ -59,7 +81,11 @@ def _orders(order: Callable[..., Any]) -> list[tuple[tuple[int, int], Any]]:
 
 
 def _of_all(order: Callable[..., Any], world_size: int, m: int) -> Any:
-    orders = [list(islice(order(rank, world_size, m), 10 * m)) for rank in range(world_size)]
+    given = [order(rank, world_size, m) for rank in range(world_size)]
+    for rank, mine in enumerate(given):
+        if not isinstance(mine, Iterable):
+            return f"my_order returns {shown(mine)} for rank {rank}, not a list"
+    orders = [list(islice(mine, 10 * m)) for mine in given]
     for rank, mine in enumerate(orders):
         if odd := [step for step in mine if not isinstance(step, do.Compute)]:
             return (

@@ -32,7 +32,7 @@ CALL = {
 }
 
 
-mfu = puzzle(__name__, "mfu")
+tokens_a_second = puzzle(__name__, "tokens_a_second")
 
 
 @check

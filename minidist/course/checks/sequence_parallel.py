@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from minidist.course.checks.verdict import (
+    NotYet,
     check,
     function,
     puzzle,
@@ -20,8 +21,31 @@ from minidist.instruments.measure import MemoryTracker
 B, OWN, C, F = 3, 4, 16, 2  # rows, tokens of a rank, features, hidden features of a rank
 
 
-gathered_logits = puzzle(__name__, "gathered_logits")
-of_sixteen = puzzle(__name__, "of_sixteen")
+whole_outweighs = puzzle(__name__, "whole_outweighs")
+SUMMED = {  # which parameters need the sum of their gradients: "" if so; else why not
+    "a": "",
+    "b": "b is cut as its layer is, and that layer sees all tokens",
+    "c": "",
+    "d": "",
+    "e": "e is cut, and its layer sees all tokens",
+}
+
+
+@check
+def needs_the_sum(answer: object) -> None:
+    """The letters of the parameters whose gradients are summed over the ranks."""
+    try:
+        letters = {str(letter).strip().lower() for letter in answer} - {"", ","}  # type: ignore[attr-defined]
+    except Exception:  # whatever an odd object raises
+        letters = set()
+    if not letters or letters - SUMMED.keys():
+        what = "letters from a to e, such as ['a', 'b']"
+        raise NotYet(f"give {what}, not {shown(answer)}.")
+    for letter in sorted(letters):
+        if SUMMED[letter]:
+            raise NotYet(f"{SUMMED[letter]}.")
+    if len(letters) < 3:
+        raise NotYet("one more is whole, and each rank uses it on a part only.")
 
 
 @check

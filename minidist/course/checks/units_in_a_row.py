@@ -1,5 +1,5 @@
-"""Units in a row, each of which gathers the next while it computes: whether it does. For the check
-`prefetch` of the lesson fully_sharded.
+"""Units in a row, each of which gathers the next while it computes: whether they do, and whether
+they train as they should. For the checks of the lessons fully_sharded and hiding_gathers.
 
 Each unit notes when it computes (`_Part`). Afterwards we know how many bytes of gathers had begun
 by then, and how many had arrived. Messages travel for a while, so who computes after the next
@@ -9,8 +9,10 @@ gather has arrived has waited for it.
 import time
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from minidist.course.checks.verdict import same
 from minidist.instruments.link import Link
 from minidist.instruments.measure.record import Event, observed
 
@@ -42,6 +44,31 @@ def parts() -> list[nn.Module]:
     """The modules of which an answer makes units."""
     torch.manual_seed(0)
     return [_Part(number) for number in range(UNITS)]
+
+
+def trains_otherwise(module: nn.Module, alone: nn.Module, data: torch.Tensor) -> str:
+    """Each rank trains on its rows, one process on all: data (steps, rows, T, C)."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (module, alone)]
+    for step, rows in enumerate(data):
+        x, y = (each.clone().requires_grad_() for each in (rows[rank::size], rows))
+        found, wanted = module(x), alone(y)
+        if not same(found, wanted[rank::size]):
+            if step == 0:
+                return "its output is not that of the module"
+            return (
+                f"after {step} step{'s' if step > 1 else ''} its output is not that of one process "
+                "that trained on all rows: is .grad this rank's shard of the ranks' mean gradient"
+            )
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        found.square().mean().backward()
+        wanted.square().mean().backward()
+        if y.grad is None or not same(x.grad, y.grad[rank::size] * size):
+            return "the gradient of its input is not that of the module"
+        for optimizer in optimizers:
+            optimizer.step()
+    return ""
 
 
 def gathers_otherwise(row: nn.Module, x: torch.Tensor) -> str:

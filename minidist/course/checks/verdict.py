@@ -11,18 +11,29 @@ it:
     right = "7 / (32 + 7)."    # said after "Right:"
     hints = ["where in the lesson to look", "the step", "the shape of the answer"]
     wrong."7/32" = "that is …" # what this number is instead
+    when."a sum" = 2           # begin with this hint if what is wrong has these words
 
 Other puzzles and the exercises are functions with the decorator `check`, and have `right` and
 `hints` in the text file. Such a function raises `NotYet`, with a sentence that says what is wrong
 with this answer; or it returns None, or what is to be said in place of `right`.
+
+An exercise of the league has a score besides, the same on any machine and better if it is less:
+
+    [far_away.league]
+    what = "units of time"     # of the score
+    library = 136.2            # what the library's own gets
+    bound = 97.8               # and what nothing can beat
+
+Its function returns the score.
 
 Each wrong answer of a session gets the next hint. What is no try gets none, and does not count: no
 answer, or a malformed one (`NoTry`), and the cell of an exercise as the lesson has it.
 """
 
 import functools
-import linecache
+import html
 import math
+import re
 import signal
 import textwrap
 import tomllib
@@ -32,7 +43,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from minidist.course.checks import solved
+from minidist.course.checks import kept, solved
 from minidist.course.language import spoken
 from minidist.machine.runtime import RankError
 from minidist.rank import launch
@@ -40,7 +51,8 @@ from minidist.rank import launch
 WAIT = 3.0  # seconds that a rank waits for another
 DEADLINE = 6.0  # seconds that an answer may take, once
 
-Judge = Callable[..., str | None]
+BOX = '<div style="border-left: 4px solid {}; padding-left: 8px">{}</div>'
+Judge = Callable[..., str | float | None]
 
 
 class NotYet(Exception):  # noqa: N818 (it is what a check says, not a fault)
@@ -61,6 +73,16 @@ class Verdict(NamedTuple):
 
     def __repr__(self) -> str:
         return "\n".join(spoken(each) for each in (self.says, self.hint) if each)
+
+    def _repr_html_(self) -> str | None:
+        """In colour, for a learner; what a lesson stores is the text."""
+        if not solved.copy():
+            return None
+        lines = (html.escape(line) for line in repr(self).split("\n"))
+        lines = (re.sub(r"`([^`]+)`", r"<code>\1</code>", line) for line in lines)
+        head, *rest = (re.sub(r"^([^:]+:)", r"<b>\1</b>", line) for line in lines)
+        shade = "#00805A" if self.right else "#B34700"
+        return BOX.format(shade, "<br>".join([head, *rest]))
 
 
 class Check:
@@ -83,26 +105,35 @@ class Check:
         try:
             if answer is None:
                 raise NoTry("the answer is None. Put yours in its place.")
-            right = Verdict(True, f"Right: {self.judge(answer) or self.says['right']}")
+            found = self.judge(answer)
         except NotYet as reason:
-            hint = "" if isinstance(reason, NoTry) else self._next_hint(answer)
+            hint = "" if isinstance(reason, NoTry) else self._next_hint(answer, str(reason))
             return Verdict(False, f"Not yet: {reason}", hint)
         self.wrong, self.is_solved = 0, True
-        solved.remember(_lesson(self.__module__), self.__name__)
-        return right
+        score = found if isinstance(found, float) else None
+        solved.remember(_lesson(self.__module__), self.__name__, score)
+        kept.keep(self.__name__, answer)
+        says = found if isinstance(found, str) else self.says["right"]
+        if score is not None:
+            goals = self.says["league"]
+            library, bound = goals["library"], goals["bound"]
+            scored = f"{says} Score: {score:,g} {goals['what']}."
+            says = f"{scored} The library: {library:,g}. The bound: {bound:,g}."
+        return Verdict(True, f"Right: {says}")
 
-    def _next_hint(self, answer: object) -> str:
+    def _next_hint(self, answer: object, reason: str) -> str:
         # Who has solved it needs no hint: other answers are tried to see what the check says.
         if not self.hints or self.is_solved or self._is_unwritten(answer):
             return ""
-        self.wrong += 1
+        fits = [hint for words, hint in self.says.get("when", {}).items() if words in reason]
+        self.wrong = max([self.wrong + 1, *fits])
         number = min(self.wrong, len(self.hints))
         return f"Hint {number} of {len(self.hints)}: {self.hints[number - 1]}"
 
     def _is_unwritten(self, answer: object) -> bool:
         """Whether its cell is as the lesson has it: with `# Your lines here`. One may leave that
         comment and write below it; so only the first cell that has it counts, until it changes."""
-        cell = _cell_of(answer)
+        cell = kept.cell_of(answer)
         if "Your lines" not in cell:
             return False
         self.unwritten = self.unwritten or cell
@@ -140,15 +171,6 @@ def _value(text: str) -> float:
     above, _, below = text.partition("/")
     product, divisor = (math.prod(map(float, each.split("*"))) for each in (above, below or "1"))
     return product / divisor
-
-
-def _cell_of(answer: object) -> str:
-    """The source of the cell or file in which a function or a class is written, else ""."""
-    for thing in vars(answer).values() if isinstance(answer, type) else [answer]:
-        code = getattr(getattr(thing, "__func__", thing), "__code__", None)
-        if code is not None:
-            return "".join(linecache.getlines(code.co_filename))
-    return ""
 
 
 def number(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from minidist.course.checks.verdict import check, function, puzzle, require_right
+from minidist.course.checks.verdict import NotYet, check, function, puzzle, require_right, shown
 from minidist.course.zoo import mlp
 
 Tensors = dict[str, torch.Tensor]
@@ -16,7 +16,21 @@ ALL, LR = FIRST | LAST, 0.1
 
 
 owner_learns = puzzle(__name__, "owner_learns")
-first_weighs = puzzle(__name__, "first_weighs")
+NOT_SO = {
+    "a": "the mean of what is equal on all ranks is the same again: that run is right",
+    "c": "then both micro-batches are averaged: that run is right",
+    "d": "then no rank would have rows of the other",
+}
+
+
+@check
+def culprit(answer: object) -> None:
+    """The letter of what the run does."""
+    letter = answer.strip().lower() if isinstance(answer, str) else ""
+    if letter in NOT_SO:
+        raise NotYet(f"{letter} is not it: {NOT_SO[letter]}.")
+    if letter != "b":
+        raise NotYet(f'give "a", "b", "c" or "d", not {shown(answer)}.')
 
 
 # ---- an oracle for one step ---------------------------------------------------------------------

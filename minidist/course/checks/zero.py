@@ -23,8 +23,34 @@ OPTIMIZERS: tuple[partial[Any], ...] = (
 COUNTS = 10  # numbers that Adam may keep besides: its steps, one for each tensor
 
 
-stage_1_of_a_billion = puzzle(__name__, "stage_1_of_a_billion")
-accumulated_in_stage_2 = puzzle(__name__, "accumulated_in_stage_2")
+FINE = {  # which changes of its own rows a rank may make: None; else why not
+    "a": None,
+    "b": None,
+    "c": "in c a rank knows the mean of its own rows only, not that of the matrix",
+    "d": "in d a rank would need the whole matrix: no rows alone have its singular values",
+    "e": None,
+}
+
+largest_in_stage_1 = puzzle(__name__, "largest_in_stage_1")
+
+
+@check
+def own_rows_alone(answer: object) -> None:
+    """The letters of the changes that train as one process does."""
+    try:
+        letters = {str(letter).strip().lower() for letter in answer}  # type: ignore[attr-defined]
+    except Exception:  # whatever an odd object raises
+        letters = set()
+    letters -= {"", ","}
+    if not letters or letters - FINE.keys():
+        raise NotYet(f'give letters from a to e, such as {{"a", "c"}}, not {shown(answer)}.')
+    for letter, why_not in FINE.items():
+        if why_not and letter in letters:
+            raise NotYet(f"{why_not}.")
+    if missing := [
+        letter for letter, why_not in FINE.items() if not why_not and letter not in letters
+    ]:
+        raise NotYet(f"{len(missing)} more would be right.")
 
 
 @check

@@ -1,6 +1,6 @@
 """Saving 100 MB: how long training stands still, and how long it takes until it is on the disk.
 
-Lesson: scaling_out
+Lesson: surviving_failures
 """
 
 import os

@@ -27,12 +27,31 @@ that says so.
 
 To read: `task` (what is trained), `our_systems`, `torch_systems`, `watched_steps` (what is
 measured), `comparison` (runs them all), `results` (rows, the table, the picture), `command` (the
-options). Lesson: real_tools.
+options). `judge` is for strategies that somebody else wrote, `attention`
+for context parallelism. Lesson: real_tools.
 """
 
+from minidist.instruments.compare.attention import attention
 from minidist.instruments.compare.comparison import SYSTEMS, run
+from minidist.instruments.compare.judge import Found, Judge, found_by, kinds_of
 from minidist.instruments.compare.results import Row, draw, table
 from minidist.instruments.compare.task import System, Task, bare, replicas
 from minidist.instruments.compare.watched_steps import Watch
 
-__all__ = ["SYSTEMS", "Row", "System", "Task", "Watch", "bare", "draw", "replicas", "run", "table"]
+__all__ = [
+    "SYSTEMS",
+    "Found",
+    "Judge",
+    "Row",
+    "System",
+    "Task",
+    "Watch",
+    "attention",
+    "bare",
+    "draw",
+    "found_by",
+    "kinds_of",
+    "replicas",
+    "run",
+    "table",
+]

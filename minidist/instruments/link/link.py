@@ -76,7 +76,7 @@ class Link:
     def sent_by_node(node: int) -> float:
         """The bytes that have left this node so far, of all its ranks and in whatever group: called
         on any rank that emulates a link, else 0. What a collective counts is the messages of
-        `steps`, when rank 0 of its group books them. Lesson: mixed_parallelism."""
+        `steps`, when rank 0 of its group books them. Lesson: experts."""
         return LINES.carried(_out_of(node))
 
 

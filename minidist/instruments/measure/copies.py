@@ -1,7 +1,8 @@
 """Copies of tensors within a process, and cores at work (lesson: data_parallel)."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -36,10 +37,15 @@ class CopyCounter(TorchDispatchMode):
         return result
 
 
-def cores_at_work(function: Callable[[], object]) -> tuple[float, float]:
-    """Call `function`: its seconds, and how many cores this process kept at work meanwhile (its
-    processor time for each second on the clock). Lesson: data_parallel."""
-    start, cpu_start = time.perf_counter(), time.process_time()
-    function()
-    seconds = time.perf_counter() - start
-    return seconds, (time.process_time() - cpu_start) / seconds
+def cores_at_work(work: Callable[[Any], object], inputs: Sequence[Any], rounds: int = 7) -> float:
+    """Call `work` on each input at once, in a thread of its own: how many cores this process kept
+    at work meanwhile (its processor time for each second on the clock), the most of several rounds.
+    Lesson: data_parallel."""
+    most = 0.0
+    with ThreadPoolExecutor(len(inputs)) as threads:
+        for _ in range(rounds):
+            start, cpu_start = time.perf_counter(), time.process_time()
+            list(threads.map(work, inputs))
+            seconds = time.perf_counter() - start
+            most = max(most, (time.process_time() - cpu_start) / seconds)
+    return most

@@ -19,7 +19,7 @@ from minidist.instruments.measure.storages import Ledger, Record
 class Phase:
     """A part of a training step. `start` and `end` are places in the lists of
     `MemoryTracker.history`: those of the bytes before its first change and after its last.
-    Lesson: distributed_data_parallel."""
+    Lesson: ddp_in_practice."""
 
     name: str
     start: int
@@ -42,6 +42,7 @@ class MemoryTracker(Measurement):
       `torch.autograd.backward` (`loss.backward()`) or `grad`; "step", one of `optimizer.step`;
     - `live`: {category: bytes} at the end of the block, and `after(phase)` at a phase's end;
     - `peak`: the most bytes that lived at once; `peak_of`: {category: the most of it};
+      `most(*categories)`: the most of several together;
     - `rank`, ours.
 
     A storage has one category for all its life, the first of these that ever holds:
@@ -65,7 +66,7 @@ class MemoryTracker(Measurement):
     is taken for what was there before.
 
     Raises RuntimeError when entered twice at the same time.
-    Lesson: distributed_data_parallel.
+    Lesson: ddp_in_practice.
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -86,6 +87,16 @@ class MemoryTracker(Measurement):
         if phase not in ends:
             raise ValueError(f"no phase {phase!r}; there are: {', '.join(ends) or 'none'}")
         return {category: nbytes[ends[phase]] for category, nbytes in self.history.items()}
+
+    def at_peak(self) -> dict[str, int]:
+        """{category: live bytes} at the moment when most bytes lived. Lesson: offload."""
+        totals = list(map(sum, zip(*self.history.values(), strict=True)))
+        top = totals.index(max(totals))
+        return {category: live[top] for category, live in self.history.items() if live[top]}
+
+    def most(self, *categories: str) -> int:
+        """The most bytes that these categories held at one time, together."""
+        return max(map(sum, zip(*(self.history[kind] for kind in categories), strict=True)))
 
     def __repr__(self) -> str:
         live = sum(self.live.values())

@@ -1,9 +1,13 @@
-"""What one message costs: there and back, by size, and the α and β of it. Lesson: communication."""
+"""What a message costs: there and back, by size, and the α and β of it; and what all ranks take for
+something that they do together. Lessons: communication, networks."""
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from math import nan
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,6 +75,32 @@ def fit(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
     columns = torch.stack([1 / seconds, sizes / seconds], dim=1)  # α/t + nβ/t = 1
     alpha, beta = torch.linalg.lstsq(columns, torch.ones(len(sizes), 1).double()).solution
     return alpha.item(), beta.item()
+
+
+def crossing(first: Mapping[int, float], second: Mapping[int, float]) -> float:
+    """Where two lines cross, {bytes: seconds} at the same sizes: from there on the other one is
+    faster. Not a number if they do not. Lesson: communication."""
+    ahead = [(nbytes, second[nbytes] - first[nbytes]) for nbytes in sorted(first)]
+    for (low, won), (high, lost) in pairwise(ahead):
+        if won * lost <= 0 and won != lost:
+            return low + (high - low) * won / (won - lost)
+    return nan
+
+
+def together(program: Callable[..., Any], *args: Any, rounds: int = 4) -> float:
+    """Seconds of `program(*args)` on all ranks, which all call this: from the start of the first to
+    the end of the last. Of some rounds the shortest. Lesson: networks."""
+    lengths = []
+    for _ in range(rounds):
+        dist.barrier()
+        start = time.perf_counter()
+        program(*args)
+        mine = (start, time.perf_counter())
+        spans: list[Any] = [mine] * dist.get_world_size()
+        dist.all_gather_object(spans, mine)
+        starts, ends = zip(*spans, strict=True)
+        lengths.append(max(ends) - min(starts))
+    return min(lengths)
 
 
 def tie_to_cores(count: int) -> bool:

@@ -17,10 +17,11 @@ number's source.
 
 To read: `model_states` (the formulas of ZeRO), `transformer` and `layout` (a model's shape, and how
 it is laid out), `peak` (what a step adds), `device` and `step_time` (how long it takes), `advice`
-(which layout to take), `page` and `plan_command` (both in words), `zero_table` (the paper's table),
-`planned_messages` (each message of a step), `failures` (how often to save).
+(which layout to take), `page` and `plan_command` (both in words), `planned_messages` (each message
+of a step), `failures` (how often to save).
 """
 
+from minidist.instruments.planner.advice import layouts
 from minidist.instruments.planner.device import GPUS, LATENCY_US, Device
 from minidist.instruments.planner.failures import expected_time, run_with_failures, young
 from minidist.instruments.planner.layout import CONTEXT_ATTENTION, CONTEXT_CUT, RECOMPUTE, Layout
@@ -38,7 +39,6 @@ from minidist.instruments.planner.peak import layer_activations, peak
 from minidist.instruments.planner.planned_messages import Planned, messages
 from minidist.instruments.planner.step_time import StepTime, mfu, step_time, touched, traffic
 from minidist.instruments.planner.transformer import MODELS, Transformer
-from minidist.instruments.planner.zero_table import zero_table
 
 __all__ = [
     "CONTEXT_ATTENTION",
@@ -60,6 +60,7 @@ __all__ = [
     "expected_time",
     "largest_model",
     "layer_activations",
+    "layouts",
     "memory",
     "messages",
     "mfu",
@@ -70,5 +71,4 @@ __all__ = [
     "touched",
     "traffic",
     "young",
-    "zero_table",
 ]

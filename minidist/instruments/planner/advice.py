@@ -1,6 +1,6 @@
 """Which layout to take: of all that fit, one that is as good as the fastest. Lesson: zero."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -61,6 +61,44 @@ def enough_ranks(
         if best:
             return best
     return None
+
+
+def layouts(
+    model: Transformer,
+    ranks: int,
+    sequences: int,
+    device: Device,
+    contexts: Sequence[int] = (1,),
+    chunks: Sequence[int] = (1, 4, 8),
+    recompute: Sequence[str] = RECOMPUTED,
+    **recipe: Any,
+) -> dict[Layout, float]:
+    """Seconds of a step of so many sequences by each layout that fits on these ranks: all meshes,
+    stages of ZeRO, hybrid sharding, micro-batches of one sequence; each with the first of
+    `recompute` that fits. Lesson: scaling_out."""
+    found: dict[Layout, float] = {}
+    for t, c, p in product((1, 2, 4, 8), contexts, (1, 2, 4, 8, 16)):
+        data = ranks // (t * c * p)
+        if not data or sequences % data:
+            continue
+        ways: list[dict[str, Any]]
+        ways = [{"stage": stage, "chunks": v} for stage in (0, 1) for v in chunks]
+        if p == 1:
+            hybrid = {"stage": 3, "replicate": max(1, ranks // device.per_node)}
+            ways = [*({"stage": stage} for stage in range(4)), hybrid]
+        axes: dict[str, Any] = {"micro_batches": sequences // data, "context": c}
+        for way in ways:
+            for again in recompute:
+                try:
+                    each = Layout(
+                        ranks, t, p, sequence_parallel=t > 1, recompute=again, **axes, **way
+                    )
+                    if fits(model, each, device, **recipe):
+                        found[each] = step_time(model, each, device, **recipe).total
+                        break
+                except ValueError:  # the model, or the ranks, cannot be cut so
+                    break
+    return found
 
 
 def _candidates(model: Transformer, layout: Layout, device: Device) -> Iterator[Layout]:

@@ -1,4 +1,4 @@
-"""What a GPU can do, and how long a collective takes on many of them. Lesson: communication."""
+"""What a GPU can do, and how long a collective takes on many of them. Lesson: hiding_gathers."""
 
 import math
 from dataclasses import dataclass, replace

@@ -1,5 +1,5 @@
 """How often to save, when machines fail: Young's interval, and a run that fails at random.
-Lesson: scaling_out
+Lesson: surviving_failures
 
 With an interval τ of training between saves that take δ, and a mean time M between failures, a
 fraction δ/τ of the time goes to saving, and after each failure τ/2 of training is lost on average:
@@ -14,7 +14,7 @@ LONGEST = 12  # mean times between failures: of intervals that long, 1 in 163,00
 
 def young(save: float, between_failures: float) -> float:
     """Seconds of training between two saves, √(2δM): Young, "A first order approximation to the
-    optimum checkpoint interval" (Communications of the ACM 17, 1974). Lesson: scaling_out.
+    optimum checkpoint interval" (Communications of the ACM 17, 1974). Lesson: surviving_failures.
 
     save: seconds that training stands still for a save, δ. between_failures: mean seconds between
     failures of the whole run, M; N ranks that each fail every F seconds have F/N. Raises ValueError
@@ -30,7 +30,7 @@ def expected_time(
     """Mean seconds that `work` seconds of training take, if failures come at random, in saving and
     restarting too: M e^(R/M) (e^((τ+δ)/M) - 1) work/τ. Daly, "A higher order estimate of the
     optimum checkpoint interval for restart dumps" (Future Generation Computer Systems 22, 2006).
-    Lesson: scaling_out."""
+    Lesson: surviving_failures."""
     _require_positive(work=work, interval=interval, between_failures=between_failures)
     _require_not_negative(save=save, restart=restart)
     M = between_failures
@@ -47,7 +47,7 @@ def run_with_failures(
 ) -> float:
     """Seconds that such a run takes, played out once. It saves after each `interval` of training; a
     failure throws it back to the last save that was whole, and it restarts. Raises ValueError also
-    for an interval so long that no save would ever be whole. Lesson: scaling_out."""
+    for an interval so long that no save would ever be whole. Lesson: surviving_failures."""
     _require_positive(work=work, interval=interval, between_failures=between_failures)
     _require_not_negative(save=save, restart=restart)
     if min(interval, work) + save > LONGEST * between_failures:

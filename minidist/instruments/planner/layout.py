@@ -1,5 +1,5 @@
 """How a training is laid out on ranks, and which layers each pipeline stage has. Lessons:
-mixed_parallelism, experts."""
+scaling_out, experts."""
 
 from dataclasses import dataclass, fields
 from functools import cache
@@ -171,7 +171,7 @@ class Stage(NamedTuple):
 
 def stages(model: Transformer, layout: Layout) -> list[Stage]:
     """Layers and head, shared out so that the slowest stage is as fast as can be: the last one
-    often gets fewer layers. Lesson: layer_splitting.
+    often gets fewer layers. Lesson: scaling_out.
 
     Raises ValueError if the model cannot be cut into so many pieces.
     """

@@ -1,5 +1,5 @@
 """How long a step takes, by what: computing, waiting in the pipeline, communication. Lessons:
-mixed_parallelism, experts."""
+scaling_out, experts."""
 
 from dataclasses import dataclass, replace
 from math import comb
@@ -84,7 +84,7 @@ def step_time(
     precision: str = "mixed",
     optimizer: str = "adam",
 ) -> StepTime:
-    """Predict a training step, of the slowest rank. Lesson: mixed_parallelism.
+    """Predict a training step, of the slowest rank. Lesson: scaling_out.
 
     - Backward computes twice what forward does (Kaplan et al., arXiv 2001.08361, section 2.1).
       Flash attention leaves out what the causal mask hides, and has five products in backward where

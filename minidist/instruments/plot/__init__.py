@@ -4,7 +4,6 @@
 |---|---|
 | `timeline` | when each rank, or thread, computed, communicated and waited |
 | `traffic` | who sent how many bytes to whom |
-| `bytes_per_rank` | bytes counted on each rank beside the bytes predicted |
 | `time_against_size` | how the time of a collective grows with its message |
 | `bars` | what was measured beside what one or more models say, by name |
 | `stacked` | the same, by the parts that it is made of |
@@ -14,7 +13,6 @@
 | `schedule` | what each rank of a pipeline does when, predicted or measured |
 | `sweep` | what was measured beside what was predicted, for each value of something |
 | `breakdown` | of what parts several things consist, as bars from left to right |
-| `frontier` | several ways to do one thing, by what each saves and what it costs |
 | `roofline` | how fast operations are, under what memory and arithmetic allow |
 | `pairs` | which rank computes which pairs of tokens, and in which step of a ring |
 | `routing` | which token goes to which expert, on which rank |
@@ -29,11 +27,10 @@ a ValueError. matplotlib is imported by the first chart, not by `import minidist
 from minidist.instruments.plot.bar_charts import (
     bars,
     breakdown,
-    bytes_per_rank,
     memory_by_rank,
     stacked,
 )
-from minidist.instruments.plot.dot_charts import frontier, roofline
+from minidist.instruments.plot.dot_charts import roofline
 from minidist.instruments.plot.heat_maps import load, traffic, weights
 from minidist.instruments.plot.line_charts import loss, sweep, time_against_size
 from minidist.instruments.plot.memory_chart import memory
@@ -45,9 +42,7 @@ __all__ = [
     "RANKS",
     "bars",
     "breakdown",
-    "bytes_per_rank",
     "color",
-    "frontier",
     "human_bytes",
     "human_time",
     "load",

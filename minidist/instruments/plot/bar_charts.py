@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -11,38 +11,6 @@ from minidist.instruments.plot.palette import MEMORY, PALE, colors, human_bytes,
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-
-def bytes_per_rank(
-    measured: Mapping[str, Sequence[float]],
-    predicted: Mapping[str, Sequence[float]] | None = None,
-    ax: Axes | None = None,
-) -> Axes:
-    """Bars of the bytes counted on each rank; a black line marks the prediction.
-
-    Both mappings go from an algorithm to the bytes of rank 0, 1, …
-    Lesson: collectives.
-    """
-    predicted = predicted or {}
-    if not measured or not all(map(len, measured.values())):
-        raise ValueError("bytes_per_rank: nothing measured to draw")
-    shades, wide = colors(measured), 0.8 / len(measured)
-    with chart(ax, "Bytes by rank", 8, 3.4) as ax:
-        handles: list[Any] = []
-        for i, (name, counts) in enumerate(measured.items()):
-            middle = [rank + (i + 0.5) * wide - 0.4 for rank in range(len(counts))]
-            handles.append(ax.bar(middle, counts, 0.86 * wide, color=shades[name], label=name))
-            for x, mark in zip(middle, predicted.get(name, ()), strict=name in predicted):
-                ax.plot([x - wide / 2, x + wide / 2], [mark, mark], color="black", lw=1.8)
-        if predicted:
-            handles += ax.plot([], [], color="black", lw=1.8, label="predicted")
-        ax.set_xticks(range(max(map(len, measured.values()))))
-        ax.set_xlabel("rank")
-        ax.set_ylabel("bytes")
-        ax.set_ylim(bottom=0)
-        ticks(ax.yaxis, human_bytes)
-        legend(ax, handles)
-        return ax
 
 
 def bars(
@@ -138,7 +106,7 @@ def memory_by_rank(
 
     Both mappings go from a bar's name to {category: bytes}: {"rank 0": tracker.after("backward")}.
     The lines stand where the parts of the bar would end by the formula, and its sum beside them.
-    Lesson: distributed_data_parallel.
+    Lesson: ddp_in_practice.
     """
     predicted = predicted or {}
     kinds = kinds_of([*measured.values(), *predicted.values()])
@@ -162,7 +130,7 @@ def breakdown(
     measured: {name: {what the part is: its size}}; no parts leave the line empty. predicted:
     {name: size} of the whole bar, a black line. show: writes a size, such as `human_time`. aside:
     parts that the size written at the bar leaves out. The legend names the parts if there are
-    several. Lesson: zero.
+    several. Lesson: real_tools.
     """
     predicted = predicted or {}
     kinds = kinds_of(measured.values())

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from minidist.instruments.measure import TrafficCounter
 
 
-def traffic(counters: Iterable[TrafficCounter], ax: Axes | None = None) -> Axes:
-    """Lesson: collectives. A heat map of bytes sent, a row a sender and a column a receiver.
+def traffic(
+    counters: Iterable[TrafficCounter], ax: Axes | None = None, title: str = "Bytes sent"
+) -> Axes:
+    """Lesson: networks. A heat map of bytes sent, a row a sender and a column a receiver.
 
     `counters` are those of all ranks, in any order. Behind each row stands what that rank sent
     in all, under each column what that rank received.
@@ -34,7 +36,7 @@ def traffic(counters: Iterable[TrafficCounter], ax: Axes | None = None) -> Axes:
     def words(nbytes: int) -> str:
         return human_bytes(nbytes).replace(" ", gap)
 
-    with chart(ax, "Bytes sent", max(side + 2.2, 4), max(side + 1.2, 2.6)) as ax:
+    with chart(ax, title, max(side + 2.2, 4), max(side + 1.2, 2.6)) as ax:
         from matplotlib.colors import LinearSegmentedColormap, to_hex
 
         shades = LinearSegmentedColormap.from_list("bytes", ["white", color("communication")])

@@ -49,11 +49,13 @@ def time_against_size(
     predicted: Mapping[str, Sequence[tuple[float, float]]] | None = None,
     ax: Axes | None = None,
     title: str = "Time against message size",
+    marks: Mapping[str, float] | None = None,
 ) -> Axes:
-    """Lesson: collectives. Time against message size, both logarithmic, a line an algorithm.
+    """Time against message size, both logarithmic, a line an algorithm.
 
     Both mappings go from an algorithm to (bytes, seconds) pairs. A size measured several times
-    shows its median in a band from the fastest to the slowest; a prediction is dashed.
+    shows its median in a band from the fastest to the slowest; a prediction is dashed. marks: sizes
+    to point out, as dotted lines with their names. Lesson: communication.
     """
     predicted = predicted or {}
     if not (measured or predicted) or not all(map(len, measured.values())):
@@ -77,6 +79,9 @@ def time_against_size(
             handles += [] if name in measured else line
         if predicted:
             handles += ax.plot([], [], color=PALE, lw=1.5, ls=(0, (4, 2)), label="predicted")
+        for name, nbytes in (marks or {}).items():
+            ax.axvline(nbytes, color="black", lw=1.2, ls=":", zorder=1)
+            ax.annotate(name, (nbytes, 0.93), xycoords=("data", "axes fraction"), **LEVEL)
         ax.set_xscale("log")
         ax.set_yscale("log")
         ax.set_xlabel("message size")

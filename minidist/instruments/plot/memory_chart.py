@@ -19,7 +19,7 @@ def memory(tracker: MemoryTracker, ax: Axes | None = None) -> Axes:
 
     Each allocation and each free is one place to the right, however long it took: the picture is
     the same at every run. The strip on top shows the phases, the dot the peak.
-    Lesson: distributed_data_parallel.
+    Lesson: fully_sharded.
     """
     history = tracker.history
     kinds = kinds_of([{name: max(live, default=0) for name, live in history.items()}])

@@ -64,7 +64,7 @@ COLORS = {
     **AXES,
     **{f"rank {rank}": shade for rank, shade in enumerate(RANKS)},
 }
-SPARE = ("#999999", "#332288", "#AA4499", "#999933", "#44AA99", "#882255")  # for other names
+SPARE = ("#332288", "#AA4499", "#999933", "#44AA99", "#882255", "#999999")  # for other names
 MARKERS = dict(zip(ALGORITHMS, "Xo^DsPv<>", strict=True))  # lines differ by more than colour
 
 INK = "#222222"  # writing, and what has to be seen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from minidist.instruments.plot.frame import chart, legend, ticks
@@ -21,6 +22,8 @@ def timeline(
     ax: Axes | None = None,
     title: str = "Timeline",
     lanes: bool = False,
+    waits: bool = False,
+    aligned: bool = False,
 ) -> Axes:
     """Lesson: rank. A Gantt chart, a rank a row, in ms since the first span of any row.
 
@@ -29,6 +32,8 @@ def timeline(
     activity of the palette (forward, backward, step), else of its category. A span that begins
     within another is drawn thinner, upon it. lanes: communication has a lane of its own below,
     where a message begins when the one before it has ended. Lesson: distributed_data_parallel.
+    waits: a row is grey where it does not compute, from its first span to its last. aligned: the
+    rows are of different times, and each begins at 0. Lesson: hiding_gathers.
     """
     if isinstance(timelines, Mapping):
         lines = [(name, line.spans) for name, line in timelines.items()]
@@ -38,11 +43,15 @@ def timeline(
     spans = [span for _, line in lines for span in line]
     if not spans:
         raise ValueError("timeline: no spans to draw")
+    if aligned:
+        lines = [(name, _from_zero(line)) for name, line in lines]
+        spans = [span for _, line in lines for span in line]
 
     def kind(span: Span) -> str:
         return span.name if span.name in ACTIVITIES else span.category
 
     first = min(span.start for span in spans)
+    grey = color("waiting")
     order = [*COLORS, *sorted({kind(span) for span in spans} - set(COLORS))]
     shades = colors(name for name in order if name in map(kind, spans))
     with chart(ax, title, 8, 1.2 + 0.45 * max(len(lines), 2)) as ax:
@@ -53,6 +62,9 @@ def timeline(
             free, middle, whole = first, float(row), 0.78  # when the lane of messages is free
             if lanes:
                 middle, whole = row - 0.2, 0.4
+            if waits and line:
+                begin, end = min(s.start for s in line), max(s.end for s in line)
+                ax.barh(middle, 1e3 * (end - begin), whole, 1e3 * (begin - first), color=grey, lw=0)
             for span in sorted(line, key=lambda span: (span.start, -span.end)):
                 shade, edge = shades[kind(span)], shades[kind(span)]
                 start, at, thick, depth = span.start, middle, whole, 0
@@ -74,8 +86,14 @@ def timeline(
         ax.tick_params(axis="y", length=0)
         ax.spines["left"].set_visible(False)
         ticks(ax.xaxis, lambda ms: f"{ms:g}")
-        legend(ax, [Patch(color=shade, label=name) for name, shade in shades.items()])
+        named = shades | ({"waiting": grey} if waits else {})
+        legend(ax, [Patch(color=shade, label=name) for name, shade in named.items()])
         return ax
+
+
+def _from_zero(line: Sequence[Span]) -> list[Span]:
+    first = min((span.start for span in line), default=0.0)
+    return [replace(span, start=span.start - first, end=span.end - first) for span in line]
 
 
 KINDS = {  # of instruction, and the palette's names for them; the others are messages

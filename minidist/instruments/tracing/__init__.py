@@ -17,11 +17,12 @@ To read: `events` (a trace), `account` (one rank's time), `across` (all ranks), 
 Lesson: reading_a_step
 """
 
-from minidist.instruments.tracing.account import both, breakdown, by_name, length, strips, union
+from minidist.instruments.tracing.account import both, breakdown, length, strips, union
 from minidist.instruments.tracing.across import (
     align,
     cause,
     critical_path,
+    drawn,
     late,
     offset,
     seconds_of,
@@ -40,9 +41,9 @@ __all__ = [
     "bandwidth",
     "both",
     "breakdown",
-    "by_name",
     "cause",
     "critical_path",
+    "drawn",
     "late",
     "length",
     "load",

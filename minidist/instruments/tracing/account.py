@@ -85,6 +85,11 @@ class Breakdown:
         return self.step - self.computing - self.exposed
 
     @property
+    def parts(self) -> dict[str, float]:
+        """What it consists of, to be drawn by `md.plot.breakdown`."""
+        return {"compute": self.computing, "communication": self.exposed, "idle": self.idle}
+
+    @property
     def hidden(self) -> float:
         """The part of communication behind computing: 1 if there is none. Holistic Trace Analysis
         calls it the overlap."""
@@ -105,21 +110,6 @@ def breakdown(trace: Trace, start: float | None = None, end: float | None = None
     sent = under_way(trace, start, end)
     overlapped = length(both(busy, sent))
     return Breakdown(end - start, length(busy), overlapped, length(sent) - overlapped)
-
-
-def by_name(trace: Trace, first: int = 8) -> dict[str, float]:
-    """Seconds of the operations of each name, longest first, without those that they call. Lesson:
-    reading_a_step."""
-    spent: dict[str, float] = {}
-    around: list[Event] = []
-    for e in in_order(trace.of("compute")):
-        while around and around[-1].end <= e.start:
-            around.pop()
-        if around:
-            spent[around[-1].name] -= e.end - e.start
-        spent[e.name] = spent.get(e.name, 0.0) + e.end - e.start
-        around.append(e)
-    return dict(sorted(spent.items(), key=lambda item: -item[1])[:first])
 
 
 def strips(trace: Trace) -> Trace:

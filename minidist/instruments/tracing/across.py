@@ -211,6 +211,15 @@ def seconds_of(path: Sequence[Leg]) -> dict[str, float]:
     return spent
 
 
+def drawn(path: Sequence[Leg]) -> Trace:
+    """A critical path as a row of `md.plot.timeline`. Lesson: reading_a_step."""
+    names = [f"rank {leg.rank}" if leg.what == "rank" else "communication" for leg in path]
+    spans = [
+        Event(leg.name, name, leg.start, leg.end) for leg, name in zip(path, names, strict=True)
+    ]
+    return Trace(-1, spans)
+
+
 class Cause(NamedTuple):
     """The rank for which the others wait, how many seconds of a step, and why."""
 
