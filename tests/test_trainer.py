@@ -2,6 +2,7 @@
 
 import linecache
 import shutil
+from functools import partial
 from pathlib import Path
 
 import nbformat
@@ -91,6 +92,14 @@ def test_a_file_that_is_of_no_use_is_named_and_the_solution_taken(copy, notebook
         assert callable(part.along())
     file.unlink()
     assert trainer.part("save").whose == "the solution's: not solved yet"
+
+
+def test_what_cannot_be_written_down_stops_no_check(copy, notebook) -> None:
+    (copy / kept.FOLDER).mkdir()
+    for answer in partial(max, 1), object(), notebook("def f(x):\n    return x")["f"].__get__(1):
+        kept.keep("save", answer)
+    kept.keep("save", eval("lambda state, path: None", {"__name__": "__main__"}))
+    assert trainer.part("save").whose.startswith("the solution's: ")
 
 
 def test_only_a_copy_keeps_and_only_parts_are_kept(copy, notebook) -> None:

@@ -37,10 +37,11 @@ PARTS = {  # each check, and its lesson
 
 
 def keep(check: str, answer: Any) -> None:
-    """Write the answer down, if the check is one of `PARTS` and this is a learner's copy."""
+    """Write the answer down, if the check is one of `PARTS` and this is a learner's copy. What
+    cannot be written down, such as a `partial`, is not kept: the check has answered anyway."""
     folder = solved.copy()
     if folder and check in PARTS:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):
             (folder / FOLDER).mkdir(exist_ok=True)
             body = f"{source_of(answer)}\n\n\n{ANSWER} = {answer.__name__}\n"
             written = f"# {digest(body)} {_of_check(check)}\n{body}"
