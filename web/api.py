@@ -126,9 +126,10 @@ class Library:
             text.append(f"## {part}")
             for room in self.rooms.values():
                 if room.part == part:
-                    names = " · ".join(role(name, name.split(".")[-1]) for name in room.names)
-                    text += [f"### [{room.title}]({room.name}.md)", self._first_sentence(room)]
-                    text += [self._taught(room), names]
+                    names = [role(name, name.split(".")[-1]) for name in room.names]
+                    text.append(f"### [{room.title}]({room.name}.md)")
+                    text.append(f"{self._first_sentence(room)} {self._taught(room)}")
+                    text.append(" · ".join(names))
         rooms = "\n".join(room.name for room in self.rooms.values())
         text.append(f"```{{toctree}}\n:hidden:\n\nREADME\n{rooms}\n```")
         return "\n\n".join(text) + "\n"
@@ -176,10 +177,16 @@ class Library:
 
     def _text(self, room: Room, doc: str, arguments: list[str] | None = None) -> str:
         # The head of the page has its lessons: not again what says no more.
-        doc = re.sub(rf"\s*Lessons?: {', '.join(room.lessons)}\.\s?", " ", doc).strip()
-        names = {name.split(".")[-1]: role(name, name.split(".")[-1]) for name in room.names}
-        for other in self.rooms.values():
-            names |= {name: role(name) for name in other.names}
+        doc = re.sub(rf"Lessons?: {', '.join(room.lessons)}\.\s?", "", doc)
+        names = {
+            f"`{file.stem}`": f"[`{file.stem}`]({room.name}/{file.stem}.md)"
+            for file in self.files(room)
+        }
+        for name in self.whole.values():
+            names[f"`{name}`"] = role(name)
+        for name in room.names:
+            last = name.split(".")[-1]
+            names[f"`{last}`"] = role(name, last)
         return markdown(doc, arguments or [], self.lessons, names)
 
     def _name(self, room: Room, name: str, found: Name) -> str:

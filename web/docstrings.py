@@ -1,14 +1,15 @@
 """Docstrings as Markdown.
 
-They are written to be read in a terminal. Three of their habits are not Markdown, and are made so:
-an argument begins a line by its name and a colon; indented lines are code, or a table in plain
-words; and a lesson is meant by its name.
+They are written to be read in an editor. Three of their habits are not Markdown, and are made so:
+an argument begins a line by its name and a colon; indented lines are code, or words in columns; and
+a lesson is meant by its name.
 """
 
 import ast
 import re
 from collections.abc import Collection, Mapping
 
+NAMED = r"`[\w.]+`"
 LESSONS = re.compile(r"\b[Ll]essons?: [a-z_,\s]+")
 
 
@@ -21,16 +22,18 @@ def markdown(
     """A docstring as Markdown.
 
     arguments: what it may say in lines that begin by a name. lessons: {name: what to put there}.
-    names: the same of code between backticks.
+    names: the same of code, with its backticks.
     """
     blocks = []
     for code, lines in _blocks(text):
         block = "\n".join(lines)
         if code:
-            blocks.append(_fenced(block))
+            rows = _rows(block)
+            blocks.append(_items(rows, names) if rows else _fenced(block))
             continue
+        block = re.sub(r"\*(?=[,)])", r"\\*", block)  # of a shape: (*, C)
         block = LESSONS.sub(lambda found: _replaced(r"\w+", found[0], lessons), block)
-        blocks.append(_replaced(r"`[\w.]+`", _listed(block, arguments), names))
+        blocks.append(_replaced(NAMED, _listed(block, arguments), names))
     return "\n\n".join(blocks)
 
 
@@ -51,6 +54,26 @@ def _blocks(text: str) -> list[tuple[bool, list[str]]]:
             blocks[-1][1].append(line)
             begins = False
     return blocks
+
+
+def _rows(code: str) -> list[tuple[str, str]]:
+    """The rows of words in two columns, each of one line or more. Other code has none."""
+    rows: list[tuple[str, str]] = []
+    for line in code.rstrip().splitlines():
+        if row := re.fullmatch(r"    (\S+(?: \S+)*) {2,}([^#\s]+(?: \S+)*)", line):
+            rows.append((row[1], row[2]))
+        elif rows and (more := re.fullmatch(r" {8,}(\S+(?: \S+)*)", line)):
+            rows[-1] = rows[-1][0], f"{rows[-1][1]} {more[1]}"
+        else:
+            return []
+    return rows
+
+
+def _items(rows: list[tuple[str, str]], names: Mapping[str, str]) -> str:
+    return "\n".join(
+        f"- {names.get(f'`{word}`', f'**{word}**')}: {_replaced(NAMED, text, names)}"
+        for word, text in rows
+    )
 
 
 def _fenced(code: str) -> str:
@@ -77,4 +100,4 @@ def _begins(block: str, found: re.Match[str]) -> bool:
 
 
 def _replaced(pattern: str, text: str, known: Mapping[str, str]) -> str:
-    return re.sub(pattern, lambda found: known.get(found[0].strip("`"), found[0]), text)
+    return re.sub(pattern, lambda found: known.get(found[0], found[0]), text)
