@@ -18,6 +18,8 @@ nb_render_error_lexer = "text"  # our errors are sentences, not tracebacks
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
 
+python_maximum_signature_line_length = 80  # a longer one has a line for each argument
+
 html_theme = "furo"
 html_favicon = str(HERE / "static/icon.svg")
 highlight_language = "text"  # a fence that names no language is what a cell has printed
