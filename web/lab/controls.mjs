@@ -52,13 +52,14 @@ const make = (control, change, press) => KINDS[control.kind](control, change, pr
 
 function slider({ id, label, values, say }, change) {
   const input = element("input", { id, type: "range", min: 0, max: values.length - 1, step: 1 });
-  const output = element("output", { for: id });
+  const words = element("span", { "aria-hidden": "true" }); // the input itself says it, too
+  const head = element("div", {}, element("label", { for: id }, label), words);
   input.addEventListener("input", () => change({ [id]: values[input.value] }));
   return {
-    node: element("div", { class: "control" }, element("label", { for: id }, label, output), input),
+    node: element("div", { class: "control" }, head, input),
     show(value) {
       input.value = values.indexOf(value);
-      output.textContent = say(value);
+      words.textContent = say(value);
       input.setAttribute("aria-valuetext", say(value));
     },
   };
@@ -87,8 +88,8 @@ function tick({ id, label }, change) {
   };
 }
 
-function button({ label, ask }, change, press) {
-  const node = element("button", { type: "button", class: "main" }, label);
+function button({ id, label, ask }, change, press) {
+  const node = element("button", { id, type: "button", class: "main" }, label);
   node.addEventListener("click", () => press(ask));
   return { node, show() {} };
 }

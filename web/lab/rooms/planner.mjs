@@ -35,6 +35,7 @@ function controls({ models, gpus, precisions, stages, recompute }) {
   const slider = (id, label, values, start, say = count) => ({
     ...{ id, label, kind: "slider", values, start, say },
   });
+  const tick = (id, label, start) => ({ ...{ id, label, kind: "tick", start } });
   const choice = (id, label, values, start, say = String) => ({
     ...{ id, label, kind: "choice", values, start, say },
   });
@@ -45,23 +46,29 @@ function controls({ models, gpus, precisions, stages, recompute }) {
     slider("world_size", "GPUs", powers(0, 14), 8),
     slider("batch", "sequences a step", powers(0, 14), 512),
     slider("tensor", "tensor parallel", powers(0, 7), 1),
-    slider("pipeline", "pipeline stages", powers(0, 4), 1),
+    slider("pipeline", "pipeline stages", powers(0, 6), 1),
     slider("context", "context parallel", powers(0, 7), 1),
     choice("stage", "data parallel", [0, 1, 2, 3], 3, (stage) => stages[stage]),
     slider("micro_batch", "sequences at once", powers(0, 3), 1),
     choice("recompute", "computed again in backward", recompute, "nothing"),
-    { id: "sequence_parallel", label: "sequence parallel", kind: "tick", start: false },
-    { id: "search", label: "Find the fastest that fits", kind: "button", ask: { search: true } },
-    { ...slider("loss_chunks", "pieces of the loss", [1, 8], 1), more: true },
-    { ...slider("chunks", "chunks of a rank", [1, 2, 4], 1), more: true },
-    { ...slider("replicate", "copies of the shards", powers(0, 11), 1), more: true },
+    { ...tick("sequence_parallel", "sequence parallel", false), when: ({ tensor }) => tensor > 1 },
     {
-      ...{ id: "reshard_after_forward", label: "free parameters after forward" },
-      ...{ kind: "tick", start: true, more: true },
+      ...slider("chunks", "chunks of a stage", [1, 2, 4], 1),
+      when: ({ pipeline }) => pipeline > 1,
     },
     {
       ...slider("experts", "GPUs that share experts", powers(0, 7), 1),
-      ...{ more: true, when: ({ model }) => models[model] > 0 },
+      when: ({ model }) => models[model] > 0,
+    },
+    { id: "search", label: "Find the fastest that fits", kind: "button", ask: { search: true } },
+    { ...slider("loss_chunks", "pieces of the loss", [1, 8], 1), more: true },
+    {
+      ...slider("replicate", "copies of the shards", powers(0, 11), 1),
+      ...{ more: true, when: ({ stage }) => stage === 3 },
+    },
+    {
+      ...tick("reshard_after_forward", "free parameters after forward", true),
+      ...{ more: true, when: ({ stage }) => stage === 3 },
     },
   ];
 }
@@ -70,6 +77,9 @@ const fits = (answer) => answer.total <= answer.usable;
 
 function sentence(answer) {
   const held = bytes(answer.total);
+  if (answer.set) {
+    return `Found: a step takes ${seconds(answer.seconds)}, and the fullest GPU holds ${held}.`;
+  }
   return fits(answer)
     ? `It fits: the fullest GPU holds ${held}, and a step takes ${seconds(answer.seconds)}.`
     : `It does not fit: the fullest GPU would hold ${held}, of ${bytes(answer.usable)} usable.`;
