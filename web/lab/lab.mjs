@@ -110,9 +110,9 @@ async function ask(extra = {}) {
 function take(answer) {
   if (answer.set) {
     Object.assign(states[room], answer.set);
-    showState(states[room]);
     writeSoon();
   }
+  if (!answer.error) showState(states[room], answer);
   last = answer;
   draw();
 }

@@ -75,12 +75,13 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
     ends, step = times(made, sizes, cluster), min(asked["step"], len(made))
     names = ALGORITHMS[operation]
     return {
-        "set": {"step": step},
+        **({"set": {"step": step}} if step < asked["step"] else {}),
         "operation": operation,
         "algorithm": algorithm,
         "node_of": cluster.node_of,
         "pieces": sizes,
         "steps": len(made),
+        "step": step,
         "messages": [
             {"sender": m.sender, "receiver": m.receiver, "pieces": [*m.pieces], "adds": m.adds}
             | {"nbytes": size_of(m, sizes), "crosses": cluster.crosses(m)}
