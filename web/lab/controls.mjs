@@ -6,7 +6,8 @@
 //   { id, label, kind: "button", ask: { search: true } }    asks once with this added
 //
 // Each may have `when: (state) => boolean`: if it is false, the control is not shown, and what is
-// asked has its start. And `more: true`: then it stands below, under "More".
+// asked has its start. And `more: true`: then it stands below, under "More". A slider may have
+// `last: (answer) => value`: it goes no further with what is chosen now.
 
 import { count, element } from "./draw.mjs";
 
@@ -40,7 +41,7 @@ export function shown(controls, state) {
 
 /**
  * Fills the form. `change({id: value})` is called when the user moves a control, `press(ask)` when
- * a button is pressed. Returns a function that shows a state.
+ * a button is pressed. Returns a function that shows a state, and the answer to it if there is one.
  */
 export function build(form, controls, change, press) {
   const made = controls.map((control) => make(control, change, press));
@@ -49,10 +50,10 @@ export function build(form, controls, change, press) {
     ...made.filter((_, i) => !controls[i].more).map(({ node }) => node),
     ...(more.length ? [element("details", {}, element("summary", {}, "More"), ...more)] : []),
   );
-  return (state) => {
+  return (state, answer) => {
     for (const [i, { node, show }] of made.entries()) {
       node.hidden = !controls[i].when(state);
-      show(state[controls[i].id]);
+      show(state[controls[i].id], answer);
     }
   };
 }
@@ -61,14 +62,15 @@ const KINDS = { slider: makeSlider, choice: makeChoice, tick: makeTick, button: 
 
 const make = (control, change, press) => KINDS[control.kind](control, change, press);
 
-function makeSlider({ id, label, values, say }, change) {
+function makeSlider({ id, label, values, say, last }, change) {
   const input = element("input", { id, type: "range", min: 0, max: values.length - 1, step: 1 });
   const words = element("span", { "aria-hidden": "true" }); // the input itself says it, too
   const head = element("div", {}, element("label", { for: id }, label), words);
   input.addEventListener("input", () => change({ [id]: values[input.value] }));
   return {
     node: element("div", { class: "control" }, head, input),
-    show(value) {
+    show(value, answer) {
+      if (last && answer) input.max = values.indexOf(last(answer));
       input.value = values.indexOf(value);
       words.textContent = say(value);
       input.setAttribute("aria-valuetext", say(value));
