@@ -19,6 +19,7 @@ myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
 
 python_maximum_signature_line_length = 80  # a longer one has a line for each argument
+python_use_unqualified_type_names = True  # Trace, and not md.tracing.Trace
 
 html_theme = "furo"
 html_favicon = str(HERE / "static/icon.svg")

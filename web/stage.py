@@ -182,7 +182,7 @@ def run_page(root: Path) -> str:
 
 
 def repository() -> str:
-    """Where the course is, which the hosting's workflow knows: the README says "this repository"."""
+    """Where the repository is: on the site nothing else says it, and the workflow knows."""
     if not (name := os.environ.get("GITHUB_REPOSITORY")):
         return ""
     return f"The repository: <{os.environ['GITHUB_SERVER_URL']}/{name}>\n\n"
