@@ -202,7 +202,7 @@ def trees(root: Path, parts: dict[str, list[Lesson]]) -> Iterator[str]:
 
 def solutions(root: Path) -> str:
     stems = [path.stem for path in sorted((root / "notebooks/solutions").glob("*.ipynb"))]
-    return "# Solutions\n\n```{toctree}\n" + "\n".join(stems) + "\n```\n"
+    return "# Solutions\n\n```{toctree}\n:titlesonly:\n\n" + "\n".join(stems) + "\n```\n"
 
 
 # ---- all of it ------------------------------------------------------------------------------
