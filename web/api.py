@@ -11,14 +11,24 @@ each name twice, and takes minutes.
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from docstrings import markdown
-from public import Function, Name, Sources, defined, is_dataclass, of_function, parameters, place
+from public import (
+    Function,
+    Name,
+    Node,
+    Sources,
+    defined,
+    is_dataclass,
+    of_function,
+    parameters,
+    place,
+)
 
-LONGEST = 60  # characters of a constant's value; of a longer dict the page has the keys
+LONGEST = 80  # characters of a constant's value; of a longer dict the page has the keys
 AROUND = "Around the lessons"  # the part of rooms that no lesson is about
 PROPERTIES = {"property", "cached_property"}
 
@@ -118,7 +128,7 @@ class Library:
         """All rooms, in the order of the lessons."""
         text = [
             "# The library",
-            markdown(ast.get_docstring(self.sources.tree("minidist"))),
+            markdown(self._doc("minidist")),
             "Here are its rooms, in the order of the lessons that teach them. Who wants to read it "
             "all finds [an order for that](README.md), too.",
         ]
@@ -149,7 +159,7 @@ class Library:
         files = " · ".join(
             f"[`{file.stem}.py`]({room.name}/{file.stem}.md)" for file in self.files(room)
         )
-        text = [f"# {room.title}", self._taught(room), self._text(room, self._doc(room))]
+        text = [f"# {room.title}", self._taught(room), self._text(room, self._doc(room.module))]
         text.append(f"Sources: {files}")
         text += [self._name(room, name, found) for name, found in room.names.items()]
         return "\n\n".join(text) + "\n"
@@ -164,20 +174,20 @@ class Library:
 
     # ---- parts of a page
 
-    def _doc(self, room: Room) -> str:
-        return ast.get_docstring(self.sources.tree(room.module)) or ""
+    def _doc(self, module: str) -> str:
+        return ast.get_docstring(self.sources.tree(module)) or ""
 
     def _taught(self, room: Room) -> str:
         lessons = " · ".join(self.lessons[name] for name in room.lessons)
         return f"{'Lessons' if len(room.lessons) > 1 else 'Lesson'}: {lessons}" if lessons else ""
 
     def _first_sentence(self, room: Room) -> str:
-        text = re.sub(r"^Lessons?: [\w, ]+\.\s", "", self._doc(room)).partition("\n\n")[0]
+        text = re.sub(r"^Lessons?: [\w, ]+\.\s", "", self._doc(room.module)).partition("\n\n")[0]
         return re.split(r"(?<=\.)\s", text)[0]
 
-    def _text(self, room: Room, doc: str, arguments: list[str] | None = None) -> str:
+    def _text(self, room: Room, doc: str, arguments: Iterable[str] = ()) -> str:
         # The head of the page has its lessons: not again what says no more.
-        doc = re.sub(rf"Lessons?: {', '.join(room.lessons)}\.\s?", "", doc)
+        doc = re.sub(rf"Lessons?: {', '.join(room.lessons)}\. ?", "", doc)
         names = {
             f"`{file.stem}`": f"[`{file.stem}`]({room.name}/{file.stem}.md)"
             for file in self.files(room)
@@ -187,7 +197,9 @@ class Library:
         for name in room.names:
             last = name.split(".")[-1]
             names[f"`{last}`"] = role(name, last)
-        return markdown(doc, arguments or [], self.lessons, names)
+        for name in arguments:  # which it means, and nothing else of the same name
+            names.pop(f"`{name}`", None)
+        return markdown(doc, list(arguments), self.lessons, names)
 
     def _name(self, room: Room, name: str, found: Name) -> str:
         """A name: how it is called, and what its docstring says; of a class, what it has."""
@@ -198,15 +210,17 @@ class Library:
         if not isinstance(node, ast.ClassDef):
             return self._value("data", name, found.module, node)
         call = self._call(found)
-        members = {}
+        members: dict[str, Node] = {}
+        said = re.findall(r"(\w+):", call)  # what its docstring may explain
         for member in node.body:
+            said += parameters(member) if isinstance(member, Function) else []
             if (inner := defined(member)) and not inner.startswith("_"):
                 members.setdefault(inner, member)  # a property comes before its setter
-        text = [self._text(room, found.doc, [*re.findall(r"(\w+):", call), *members])]
-        text += [self._member(room, found, inner, member) for inner, member in members.items()]
-        return directive("class", name + call, "\n\n".join(filter(None, text)), fence="`" * 5)
+        parts = [self._text(room, found.doc, [*said, *members])]
+        parts += [self._member(room, found, inner, member) for inner, member in members.items()]
+        return directive("class", name + call, "\n\n".join(filter(None, parts)), fence="`" * 5)
 
-    def _member(self, room: Room, owner: Name, name: str, node: ast.stmt) -> str:
+    def _member(self, room: Room, owner: Name, name: str, node: Node) -> str:
         """A method, or an attribute of which the signature does not say all."""
         if isinstance(node, Function):
             text = self._text(room, ast.get_docstring(node) or "", parameters(node))
@@ -220,7 +234,7 @@ class Library:
             return ""
         return self._value("attribute", name, owner.module, node)
 
-    def _value(self, kind: str, name: str, module: str, node: ast.stmt) -> str:
+    def _value(self, kind: str, name: str, module: str, node: Node) -> str:
         """A constant or an attribute: its type, its value if that is short, and its comment."""
         annotation = node.annotation if isinstance(node, ast.AnnAssign) else None
         value = short_value(node.value) if kind == "data" and node.value else ""
@@ -260,6 +274,6 @@ def short_value(node: ast.expr) -> str:
     whole = ast.unparse(node)
     if len(whole) <= LONGEST:
         return whole
-    if isinstance(node, ast.Dict) and all(node.keys):
-        return "{" + ", ".join(f"{ast.unparse(key)}: …" for key in node.keys) + "}"
+    if isinstance(node, ast.Dict):
+        return "{" + ", ".join(f"{ast.unparse(key)}: …" for key in node.keys if key) + "}"
     return "…"

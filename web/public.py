@@ -10,10 +10,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 FLOORS = "course", "instruments", "machine"  # folders of rooms, which users need not know
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-Node = ast.Module | ast.ClassDef | Function | ast.Assign | ast.AnnAssign
+Node = Any  # of ast; which kind it is says what it has
 
 
 def place(module: str) -> str:
@@ -46,16 +47,16 @@ class Sources:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def file(self, module: str) -> Path | None:
+    def file(self, module: str) -> Path:
         path = self.root / module.replace(".", "/")
-        found = (path / "__init__.py", path.with_suffix(".py"))
-        return next((file for file in found if file.exists()), None)
+        for file in path / "__init__.py", path.with_suffix(".py"):
+            if file.exists():
+                return file
+        raise LookupError(f"{module} is no module")
 
     @cache  # noqa: B019 (one for a whole run)
     def tree(self, module: str) -> ast.Module:
-        file = self.file(module)
-        assert file, f"there is no module {module}"
-        return ast.parse(file.read_text())
+        return ast.parse(self.file(module).read_text())
 
     def public(self, module: str) -> dict[str, Name]:
         """The public names of a module, and where they are defined."""
@@ -72,7 +73,7 @@ class Sources:
         for node in statements(self.tree(module).body):
             if defined(node) == name:
                 return Name(module, name, node)
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("minidist"):
+            if isinstance(node, ast.ImportFrom) and node.module and "minidist" in node.module:
                 for alias in node.names:
                     if name == (alias.asname or alias.name):
                         if node.module != module:
@@ -83,8 +84,6 @@ class Sources:
     def inner(self, module: str, name: str) -> Name:
         """A module in a package."""
         inner = f"{module}.{name}"
-        if not self.file(inner):
-            raise LookupError(f"{module} has no {name}")
         return Name(inner, "", self.tree(inner))
 
     def bases(self, name: Name) -> Iterator[Name]:
@@ -117,7 +116,7 @@ class Sources:
             if isinstance(node, ast.AnnAssign) and "init=False" not in ast.unparse(node):
                 yield f"{ast.unparse(node.target)}: {ast.unparse(node.annotation)}{default(node)}"
 
-    def comment(self, module: str, node: ast.stmt) -> str:
+    def comment(self, module: str, node: Node) -> str:
         """The comment at the end of a statement's first or last line."""
         lines = self.file(module).read_text().splitlines()
         last = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
@@ -128,7 +127,7 @@ class Sources:
         return ""
 
 
-def statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+def statements(body: Iterable[ast.stmt]) -> Iterator[Node]:
     """The statements of a module, also those under `if TYPE_CHECKING`."""
     for node in body:
         if isinstance(node, ast.If):
@@ -137,7 +136,7 @@ def statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
             yield node
 
 
-def defined(node: ast.stmt) -> str | None:
+def defined(node: Node) -> str | None:
     """The name that a statement defines."""
     if isinstance(node, ast.ClassDef | Function):
         return node.name
@@ -153,13 +152,12 @@ def is_dataclass(node: ast.ClassDef) -> bool:
 
 def default(field: ast.AnnAssign) -> str:
     """The default of a dataclass's field."""
-    value = field.value
-    if isinstance(value, ast.Call) and ast.unparse(value.func) in ("field", "dataclasses.field"):
-        given = {each.arg: ast.unparse(each.value) for each in value.keywords}
-        made = f"{given['default_factory']}()" if "default_factory" in given else None
+    value = ast.unparse(field.value) if field.value else ""
+    if isinstance(field.value, ast.Call) and value.startswith("field("):
+        given = {each.arg: ast.unparse(each.value) for each in field.value.keywords}
+        made = f"{given['default_factory']}()" if "default_factory" in given else ""
         value = given.get("default", made)
-        return f" = {value}" if value else ""
-    return f" = {ast.unparse(value)}" if value else ""
+    return f" = {value}" if value else ""
 
 
 def of_function(node: Function, method: bool = False) -> str:
