@@ -41,6 +41,8 @@ def test_each_public_name_stands_once_with_what_it_takes(api: ModuleType, tmp_pa
             given = [arg.arg for arg in [*takes.args, *takes.kwonlyargs]]
             given += [arg.arg for arg in (takes.vararg, takes.kwarg) if arg]
             assert sorted(given) == sorted(inspect.signature(value).parameters), name
+    twice = [id(found[name]) for name, (kind, _) in entries.items() if kind != "data"]
+    assert len(twice) == len(set(twice)), "a name stands in two rooms"
     for name in md.__all__:
         value = getattr(md, name)
         public = value.__dict__.get("__all__", ()) if isinstance(value, ModuleType) else ()
@@ -65,7 +67,7 @@ def test_each_public_name_stands_once_with_what_it_takes(api: ModuleType, tmp_pa
             "    a file   what `b` says,\n               and more",
             "- **a file**: what *B* says, and more",
         ),
-        ("Lesson: zero. It is one.", "Lesson: [15](15.ipynb). It is one."),
+        ("Lesson:\nzero. It is one.", "Lesson:\n[15](15.ipynb). It is one."),
     ],
 )
 def test_docstrings_become_markdown(api: ModuleType, text: str, page: str) -> None:

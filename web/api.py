@@ -187,7 +187,7 @@ class Library:
 
     def _text(self, room: Room, doc: str, arguments: Iterable[str] = ()) -> str:
         # The head of the page has its lessons: not again what says no more.
-        doc = re.sub(rf"Lessons?: {', '.join(room.lessons)}\. ?", "", doc)
+        doc = re.sub(rf"Lessons?:\s{', '.join(room.lessons)}\. ?", "", doc)
         names = {
             f"`{file.stem}`": f"[`{file.stem}`]({room.name}/{file.stem}.md)"
             for file in self.files(room)

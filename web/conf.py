@@ -18,6 +18,8 @@ nb_render_error_lexer = "text"  # our errors are sentences, not tracebacks
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
 
+smartquotes = False  # "ring" is an argument, also in a text
+
 python_maximum_signature_line_length = 80  # a longer one has a line for each argument
 python_use_unqualified_type_names = True  # Trace, and not md.tracing.Trace
 

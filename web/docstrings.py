@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Mapping
 
 NAMED = r"`[\w.]+`"
-LESSONS = re.compile(r"\b[Ll]essons?: [a-z_,\s]+")
+LESSONS = re.compile(r"\b[Ll]essons?:\s[a-z_,\s]+")
 
 
 def markdown(

@@ -165,7 +165,8 @@ def of_function(node: Function, method: bool = False) -> str:
     arguments = ast.unparse(node.args)
     if method and "staticmethod" not in map(ast.unparse, node.decorator_list):
         arguments = arguments.partition(",")[2].strip()
-    return f"({arguments})" + (f" -> {ast.unparse(node.returns)}" if node.returns else "")
+    gives = ast.unparse(node.returns).strip("'") if node.returns else ""
+    return f"({arguments})" + (f" -> {gives}" if gives else "")
 
 
 def parameters(node: Function) -> list[str]:
