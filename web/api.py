@@ -3,10 +3,10 @@
     api.write(root, out)         # out/api/: an overview, a page for each room, and the sources
     api.page("minidist/zero")    # "api/zero.md", the page that a link into the library leads to
 
-A name stands once, on the page of the room that defines it, under the name that lessons use:
-`md.Pipeline`. The sources are parsed and not imported (public.py), so torch is not needed, and all
-is written in a second. Sphinx's autodoc would import torch; autodoc2 writes a page for each file,
-each name twice, and takes minutes.
+A name stands once, on the page of its room, under the name that lessons use: `md.Pipeline`. The
+sources are parsed and not imported (public.py), so torch is not needed, and all is written in a
+second. Sphinx's autodoc would import torch; autodoc2 writes a page for each file, each name twice,
+and takes minutes.
 """
 
 import ast
@@ -95,19 +95,14 @@ class Library:
         room.lessons += [lesson for lesson in lessons if lesson not in room.lessons]
 
     def _fill(self, top: dict[str, Name]) -> None:
-        """Put each name on one page: of the room that defines it, if that names it, too."""
+        """Give each room its names, by the shortest that a lesson can write."""
         for found in top.values():
             self._enter(found.module, AROUND)
         short = {found.key: f"md.{name}" for name, found in top.items()}
-        entries = []
         for room in self.rooms.values():
             room.title = short.get((room.module, ""), room.module)
             for name, found in self._public(room.module, room.title):
-                at_home = place(found.module).split(".")[0] == room.name
-                entries.append((not at_home, room, short.get(found.key, name), found))
-        entries.sort(key=lambda entry: entry[0])
-        for _, room, name, found in entries:
-            if self.whole.setdefault(found.key, name) == name:
+                self.whole[found.key] = name = short.get(found.key, name)
                 room.names[name] = found
 
     def _public(self, module: str, prefix: str) -> Iterator[tuple[str, Name]]:
