@@ -67,7 +67,7 @@ def test_each_public_name_stands_once_with_what_it_takes(api: ModuleType, tmp_pa
             "    a file   what `b` says,\n               and more",
             "- **a file**: what *B* says, and more",
         ),
-        ("Lesson:\nzero. It is one.", "Lesson:\n[15](15.ipynb). It is one."),
+        ("Lesson:\nzero. It is *one*, too.", "Lesson:\n[15](15.ipynb). It is *one*, too."),
     ],
 )
 def test_docstrings_become_markdown(api: ModuleType, text: str, page: str) -> None:

@@ -31,7 +31,7 @@ def markdown(
             rows = _rows(block)
             blocks.append(_items(rows, names) if rows else _fenced(block))
             continue
-        block = re.sub(r"\*(?=[,)])", r"\\*", block)  # of a shape: (*, C)
+        block = re.sub(r"\(\*(?=[,)])", r"(\\*", block)  # of a shape: (*, C)
         block = LESSONS.sub(lambda found: _replaced(r"\w+", found[0], lessons), block)
         blocks.append(_replaced(NAMED, _listed(block, arguments), names))
     return "\n\n".join(blocks)
@@ -91,12 +91,13 @@ def _listed(block: str, arguments: Collection[str]) -> str:
     if not arguments:
         return block
     name = "|".join(map(re.escape, arguments))
-    said = re.compile(rf"(^|(?<=[.;] ))((?:{name})(?:, (?:{name}))*): ", re.M)
-    return said.sub(lambda found: f"{'- ' * _begins(block, found)}**{found[2]}**: ", block)
+    said = re.compile(rf"(^ *|(?<=[.;] ))((?:{name})(?:, (?:{name}))*):(?=\s)", re.M)
 
+    def shown(found: re.Match[str]) -> str:
+        first = not found[1] and (found.start() == 0 or block[found.start() - 1] == "\n")
+        return f"{found[1]}{'- ' * first}**{found[2]}**:"
 
-def _begins(block: str, found: re.Match[str]) -> bool:
-    return found.start() == 0 or block[found.start() - 1] == "\n"
+    return said.sub(shown, block)
 
 
 def _replaced(pattern: str, text: str, known: Mapping[str, str]) -> str:
