@@ -7,7 +7,15 @@ from itertools import product
 from typing import Any
 
 from minidist.collectives.cost import cost
-from minidist.instruments.planner import GPUS, MODELS, Layout, Planned, Transformer, messages
+from minidist.instruments.planner import (
+    GPUS,
+    MODELS,
+    STAGES,
+    Layout,
+    Planned,
+    Transformer,
+    messages,
+)
 
 AXES = "data", "pipeline", "context", "tensor"  # from the outermost to the innermost
 NODE = 8  # GPUs
@@ -20,9 +28,14 @@ Sent = dict[int, float]  # to which rank, how many bytes
 
 
 def choices() -> dict[str, Any]:
-    """Names of models, whose two ends share no weights, and of the axes."""
-    models = [name for name, m in MODELS.items() if not (m.experts or m.tied)]
-    return {"models": models, "axes": list(AXES)}
+    """Names of models, whose two ends share no weights; of stages of ZeRO, and of attention along
+    context; and each axis with the order in which it is the outermost one."""
+    return {
+        "models": [name for name, model in MODELS.items() if not (model.experts or model.tied)],
+        "stages": {str(stage): name for stage, name in STAGES.items()},
+        "attention": ["ring", "gathered", "gathered once"],
+        "orders": {axis: ordered(axis) for axis in AXES},
+    }
 
 
 def answer(asked: dict[str, Any]) -> dict[str, Any]:
@@ -46,7 +59,7 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
     )
     calls = planned(MODELS[asked["model"]], layout)
     gpu = min(asked["gpu"], layout.world_size - 1)
-    sizes = ordered(layout, asked["outermost"])
+    sizes = sizes_of(layout, asked["outermost"])
     every = places(sizes)
     sent = sent_along(sizes, calls)
     stage = every[gpu]["pipeline"]
@@ -64,19 +77,22 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
         for axis in AXES
     ]
     return {
-        "set": {"gpu": gpu},
+        "set": {} if gpu == asked["gpu"] else {"gpu": gpu},
+        "node": NODE,
         "data": layout.data,
         "places": every,
-        "order": list(sizes),
         "axes": axes,
-        "orders": [leaving(ordered(layout, axis), calls) for axis in AXES],
+        "orders": {axis: leaving(sizes_of(layout, axis), calls) for axis in AXES},
     }
 
 
-def ordered(layout: Layout, outermost: str) -> Sizes:
-    """The sizes of all axes, with this one first."""
-    names = [outermost, *(axis for axis in AXES if axis != outermost)]
-    return {axis: getattr(layout, axis) for axis in names}
+def ordered(outermost: str) -> list[str]:
+    """All axes, this one first."""
+    return [outermost, *(axis for axis in AXES if axis != outermost)]
+
+
+def sizes_of(layout: Layout, outermost: str) -> Sizes:
+    return {axis: getattr(layout, axis) for axis in ordered(outermost)}
 
 
 def places(sizes: Sizes) -> list[dict[str, int]]:
@@ -95,9 +111,9 @@ def groups(sizes: Sizes, along: Iterable[str]) -> list[list[int]]:
     return [members[key] for key in keys]
 
 
-def planned(model: Transformer, layout: Layout) -> list[list[Planned]]:
+def planned(model: Transformer, layout: Layout, precision: str = "mixed") -> list[list[Planned]]:
     """The messages of a step, of a rank of each pipeline stage."""
-    return [messages(model, layout, number=number) for number in range(layout.pipeline)]
+    return [messages(model, layout, precision, number) for number in range(layout.pipeline)]
 
 
 def together(calls: Iterable[Planned]) -> list[dict[str, Any]]:
@@ -149,7 +165,6 @@ def leaving(sizes: Sizes, calls: list[list[Planned]]) -> dict[str, Any]:
     total = sum(fullest.values())
     assert CABLE is not None
     return {
-        "order": list(sizes),
         "bytes": fullest,
         "total": total,
         "seconds": CABLE.seconds(total, messages=0),
