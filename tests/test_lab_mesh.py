@@ -33,8 +33,8 @@ LAYOUTS = {
         ),
         "context",
     ),
-    "data × pipeline × context": (
-        planner.Layout(8, 1, 2, context=2, context_attention="ring", micro_batches=2),
+    "pipeline × context": (
+        planner.Layout(8, 1, 4, context=2, context_attention="ring", micro_batches=2),
         "pipeline",
     ),
 }

@@ -13,8 +13,8 @@ const AXES = {
 export default {
   title: "A mesh",
   about:
-    "Ranks are numbered along the axes of a mesh, and a node takes eight of them. Choose a GPU to " +
-    "see whom it talks to in a training step, and whether its messages stay in the node.",
+    "GPUs are numbered along the axes of a mesh, the last axis first, and a node holds eight of " +
+    "them. Choose one to see whom it talks to in a training step, and what leaves its node.",
   lessons: [
     ["12_long_sequences", "12 · Long sequences"],
     ["14_mixed_parallelism", "14 · Mixed parallelism"],
@@ -65,9 +65,9 @@ function sentence({ axes, orders }, { gpu, gpus, outermost }) {
   const all = sum(messages.map((each) => each.bytes));
   const { total, seconds: time } = orders[outermost];
   return (
-    `GPU ${gpu} of ${gpus} sends ${bytes(all)} in a step, ${bytes(across)} of it to other nodes. ` +
+    `GPU ${gpu} of ${gpus} sends ${bytes(all)} in a step, ${bytes(across)} of it to another node. ` +
     (total
-      ? `From all GPUs of a node ${bytes(total)} leave it, which take its cable ${seconds(time)}.`
+      ? `All GPUs of a node together send ${bytes(total)} to others: ${seconds(time)} by its cable.`
       : "Nothing leaves a node.")
   );
 }
@@ -77,9 +77,16 @@ function show(answer, state, set) {
     "div",
     {},
     card(`GPU ${state.gpu}: ${place(answer.places[state.gpu])}`, squares(answer, state, set)),
-    card("What it sends in a step", talks(answer.axes, state)),
-    card("What leaves a node in a step, by the order of the axes", orders(answer, state, set)),
+    card(`What GPU ${state.gpu} sends in a step`, talks(answer, state)),
+    card("What leaves a node in a step, by the order of the axes", orders(answer, state)),
+    card("This mesh in a program", element("code", {}, program(answer))),
   );
+}
+
+function program({ axes, places }) {
+  const sizes = axes.map(({ axis, size }) => `${axis}=${size}`);
+  const order = Object.keys(places[0]).map((axis) => `"${axis}"`);
+  return `mesh = md.mixed.mesh(${inWords(sizes)}, order=[${inWords(order)}])`;
 }
 
 /** "data 0, pipeline 1, context 0, tensor 3" */
@@ -108,10 +115,13 @@ function squares(answer, { gpu }, set) {
     "div",
     {},
     element("div", { class: "nodes", role: "group", "aria-label": "GPUs in their nodes" }, ...nodes),
-    key([
-      ...shown.map(({ axis }) => [`${AXES[axis].letter}: ${axis}`, AXES[axis].color]),
-      ["framed: it gets bytes straight from the chosen GPU", "var(--ink)"],
-    ]),
+    key(shown.map(({ axis }) => [`${AXES[axis].letter}: ${axis}`, AXES[axis].color])),
+    element(
+      "p",
+      { class: "pale" },
+      `A frame is around those that GPU ${gpu} sends to: the next stage and the one before, and ` +
+        "of other groups the next GPU in the ring.",
+    ),
   );
 }
 
@@ -147,13 +157,13 @@ const talksTo = ({ axis, group, to }, rank) =>
 // ---- what the chosen one sends --------------------------------------------------------------
 
 const WHAT = {
-  data: ({ stage }) => ["gradients", "gradients, parameters", "gradients, parameters"][stage] ?? "parameters, gradients",
-  pipeline: () => "activations to the next stage, their gradients to the one before",
+  data: ({ stage }) => (stage > 0 ? "gradients and parameters" : "gradients"),
+  pipeline: () => "activations onward, their gradients back",
   context: () => "keys and values, and their gradients",
   tensor: () => "activations, and their gradients",
 };
 
-function talks(axes, state) {
+function talks({ axes, node }, state) {
   const sent = axes.map(({ to }) => sum(to.map((each) => each.bytes)));
   const most = Math.max(...sent);
   const rows = axes.map((each, i) =>
@@ -167,9 +177,9 @@ function talks(axes, state) {
             {},
             strip([[each.axis, sent[i]]], most),
             element("p", {}, `${where(each)}: ${WHAT[each.axis](state)}.`),
-            element("p", { class: "pale" }, inside(each)),
+            element("p", { class: "pale" }, inside(each, node)),
           )
-        : element("p", {}, each.group.length > 1 ? "nothing" : "is of one GPU: no messages"),
+        : element("p", {}, "one GPU: no messages"),
     ),
   );
   return element("div", {}, ...rows);
@@ -190,13 +200,15 @@ const where = ({ to }) =>
     )
     .join("; ");
 
-/** "Among GPUs 8 to 15: 640 × all_reduce, 85.9 GB in all" */
-function inside({ axis, group, calls }) {
+/** "Among GPUs 8 to 15, on 1 node: 640 × all_reduce, 85.9 GB together" */
+function inside({ axis, group, calls }, node) {
+  const nodes = new Set(group.map((rank) => Math.floor(rank / node))).size;
   const words = calls.map(
-    ({ operation, times, bytes: size }) => `${count(times)} × ${operation}, ${bytes(size)}`,
+    ({ operation, times, bytes: size }) =>
+      `${count(times)} × ${operation}, ${bytes(size)}${times > 1 ? " together" : ""}`,
   );
-  const kind = axis === "pipeline" ? "stages on" : "among";
-  return `${kind} ${listed(group)}: ${words.join("; ")} in all`;
+  const kind = axis === "pipeline" ? "Stages on" : "Among";
+  return `${kind} ${listed(group)}, on ${many(nodes, "node")}: ${words.join("; ")}.`;
 }
 
 /** A group in words, short if it is long. */
@@ -222,28 +234,23 @@ function strip(parts, most) {
 
 // ---- the same mesh in other orders ----------------------------------------------------------
 
-function orders(answer, state, set) {
-  const most = Math.max(...Object.values(answer.orders).map(({ total }) => total)) || 1;
-  const rows = Object.entries(answer.orders).map(([outermost, { bytes: parts, total, seconds: s }]) => {
-    const chosen = outermost === state.outermost;
-    const button = element(
-      "button",
-      { type: "button", id: `order-${outermost}`, "aria-pressed": String(chosen) },
-      `${outermost} outermost`,
-    );
-    button.addEventListener("click", () => set({ outermost }));
+function orders(answer, state) {
+  const every = Object.entries(answer.orders);
+  const most = Math.max(...every.map(([, { total }]) => total)) || 1;
+  const rows = every.map(([outermost, { bytes: parts, total, seconds: time }]) => {
     const sizes = Object.entries(parts).filter(([, size]) => size);
     const words = sizes.map(([axis, size]) => `${axis} ${bytes(size)}`);
+    const chosen = outermost === state.outermost;
     return element(
       "div",
-      { class: "talk" },
-      button,
+      { class: chosen ? "talk chosen" : "talk", "aria-current": chosen && "true" },
+      element("div", {}, `${chosen ? "▸ " : ""}${outermost} outermost`),
       element(
         "div",
         {},
         strip(sizes, most),
-        element("p", {}, total ? `${bytes(total)}; its cable needs ${seconds(s)}` : "nothing"),
-        ...(words.length > 1 ? [element("p", { class: "pale" }, words.join(", "))] : []),
+        element("p", {}, total ? `${bytes(total)}, ${seconds(time)} by the cable` : "nothing"),
+        ...(words.length > 1 ? [element("p", { class: "pale" }, inWords(words))] : []),
       ),
     );
   });
@@ -254,8 +261,8 @@ function orders(answer, state, set) {
     element(
       "p",
       { class: "pale" },
-      "Of the node from which the most leaves. Collectives go round in rings; the cable is that " +
-        "of eight H100 with a network card of 400 Gb/s each.",
+      "From the node that sends the most, by rings. The cable is that of eight H100 with a " +
+        "network card of 400 Gb/s each.",
     ),
   );
 }
