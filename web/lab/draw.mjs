@@ -42,6 +42,13 @@ export function ink(background) {
   return light > 0.179 ? "#000000" : "#FFFFFF";
 }
 
+/** The colour "#RRGGBB", nearer to white by one step or several. */
+export function paler(color, times) {
+  const part = (at) => 255 - 0.55 ** times * (255 - parseInt(color.slice(at, at + 2), 16));
+  const digits = [1, 3, 5].map((at) => Math.round(part(at)).toString(16).padStart(2, "0"));
+  return `#${digits.join("")}`;
+}
+
 // ---- elements -------------------------------------------------------------------------------
 
 /** An HTML element. Texts among its children are shown as they are, never read as HTML. */
@@ -70,7 +77,7 @@ export const svg = (width, height, label, ...children) =>
     ...children,
   );
 
-/** How many CSS pixels a picture within a card can be wide now. Rooms are shown anew if it changes. */
+/** How many CSS pixels a picture in a card can be wide. If it changes, the room is shown anew. */
 export const width = () => Math.floor(document.querySelector("#result").clientWidth - 30);
 
 /** A part of the result, with a title. */
@@ -102,15 +109,21 @@ export const key = (list) =>
     ),
   );
 
-/** A table. `rows` are lists of cells, texts or nodes; row number `chosen` is marked. */
+/**
+ * A table. `rows` are lists of cells, texts or nodes; of a short one, the last cell takes all that
+ * is left. Row number `chosen` is marked.
+ */
 export function table(head, rows, { caption, chosen } = {}) {
-  const cells = (row, tag) =>
-    row.map((cell, i) => element(i ? tag : "th", i ? {} : { scope: "row" }, cell));
+  const cell = (what, i, row) => {
+    if (i === 0) return element("th", { scope: "row" }, what);
+    const left = i === row.length - 1 ? head.length - i : 1;
+    return element("td", { colspan: left > 1 && left }, what);
+  };
   const body = rows.map((row, i) =>
     element(
       "tr",
       i === chosen ? { class: "chosen", "aria-current": "true" } : {},
-      ...cells(row, "td"),
+      ...row.map(cell),
     ),
   );
   return element(
@@ -131,8 +144,8 @@ export function table(head, rows, { caption, chosen } = {}) {
 }
 
 /**
- * One bar of several parts, with its key. `parts`: [[name, value, color], …]; `format` says a value
- * in words; `limits`: [[name, value], …] are dashed lines.
+ * One bar of several parts, with its key. `parts`: [[name, value, color], …]; `format` says a
+ * value in words; `limits`: [[name, value], …] are dashed lines.
  */
 export function bar(parts, format, label, limits = []) {
   const seen = parts.filter(([, value]) => value > 0);
@@ -140,11 +153,12 @@ export function bar(parts, format, label, limits = []) {
   const wide = width();
   const scale = (wide - 2) / Math.max(sum, ...limits.map(([, value]) => value));
   const drawn = [];
-  let x = 0;
+  const top = limits.length ? 18 : 2;
+  let x = 1;
   for (const [name, value, color] of seen) {
     const long = value * scale;
     const what = shape("title", {}, `${name}: ${format(value)}`);
-    const size = { x, y: 18, width: Math.max(long - 1, 0.5), height: 30, fill: color };
+    const size = { x, y: top, width: Math.max(long - 1, 0.5), height: 30, fill: color };
     drawn.push(shape("rect", size, what));
     x += long;
   }
@@ -158,7 +172,7 @@ export function bar(parts, format, label, limits = []) {
   const words = seen.map(([name, value]) => `${name} ${format(value)}`);
   const node = element("div");
   node.append(
-    svg(wide, limits.length ? 70 : 50, `${label}: ${words.join(", ")}`, ...drawn),
+    svg(wide, limits.length ? 70 : 34, `${label}: ${words.join(", ")}`, ...drawn),
     key(seen.map(([, , color], i) => [words[i], color])),
   );
   return node;

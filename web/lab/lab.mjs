@@ -26,29 +26,32 @@ const states = {}; // of each room: {id: value}
 let room; // the name of the one that is open
 let controls = [];
 let showState; // puts the controls where the state says
-let last; // {answer, state} that is drawn now
+let last; // {answer, values} that is drawn now
 let asking = false;
 let next; // what to ask as soon as Python has answered: only the newest
+let writing; // the timer of writeSoon
 
 // ---- the room that the address names --------------------------------------------------------
 
 async function open() {
   const asked = parse(location.hash);
-  const found = Object.hasOwn(ROOMS, asked.room);
-  room = found ? asked.room : FIRST;
-  const opened = room;
+  const known = Object.hasOwn(ROOMS, asked.room);
+  const opened = known ? asked.room : FIRST;
+  room = opened;
+  last = next = undefined;
+  clearTimeout(writing);
   describe(ROOMS[room]);
   const offered = await python.choices(room);
   if (room !== opened) return; // another one meanwhile
   controls = complete(ROOMS[room].controls(offered));
-  const { state, problems } = check(found ? asked.texts : {}, controls);
-  if (asked.room && !found) problems.unshift(`The lab has no room “${asked.room}”.`);
+  const { state, problems } = check(known ? asked.texts : {}, controls);
+  if (asked.room && !known) problems.unshift(`The lab has no room “${asked.room}”.`);
   states[room] = state;
   part("notice").textContent = problems.join(" ");
   part("room").hidden = false;
   showState = build(part("controls"), controls, change, ask);
+  part("controls").append(element("a", { id: "start", href: address(room, {}) }, "Start values"));
   showState(state);
-  last = undefined;
   await ask();
 }
 
@@ -64,13 +67,11 @@ function describe({ title, about, lessons }) {
     ...links.flatMap((link, i) => (i ? [", ", link] : [link])),
   );
   part("rooms").replaceChildren(
-    ...Object.entries(ROOMS).map(([name, each]) =>
-      element(
-        "a",
-        { href: address(name, states[name] ?? {}), "aria-current": name === room && "page" },
-        each.title,
-      ),
-    ),
+    ...Object.entries(ROOMS).map(([name, each]) => {
+      const href = address(name, states[name] ?? {});
+      const current = name === room && "page";
+      return element("a", { id: `to-${name}`, href, "aria-current": current }, each.title);
+    }),
   );
 }
 
@@ -86,49 +87,50 @@ function change(values) {
 
 /** Ask Python with the room's state, `extra` added. While it works, only the newest waits. */
 async function ask(extra = {}) {
-  next = { room, extra };
+  next = { room, extra, values: shown(controls, states[room]) };
   if (asking) return;
   asking = true;
-  const slow = setTimeout(() => part("result").setAttribute("aria-busy", "true"), 200);
   try {
     while (next) {
       const asked = next;
       next = undefined;
-      const values = { ...shown(controls, states[asked.room]), ...asked.extra };
-      const answer = await python.answer(asked.room, values);
-      if (asked.room === room) take(answer);
+      const slow = setTimeout(wait, 200);
+      const answer = await python.answer(asked.room, { ...asked.values, ...asked.extra });
+      clearTimeout(slow);
+      if (asked.room === room) take(answer, asked.values);
     }
   } catch (error) {
     fail(error);
   } finally {
-    clearTimeout(slow);
-    part("result").removeAttribute("aria-busy");
     asking = false;
   }
 }
 
-function take(answer) {
+function wait() {
+  part("result").setAttribute("aria-busy", "true");
+  part("sentence").textContent = "Python is computing …";
+}
+
+function take(answer, values) {
   if (answer.set) {
+    Object.assign(values, answer.set);
     Object.assign(states[room], answer.set);
     writeSoon();
   }
   if (!answer.error) showState(states[room], answer);
-  last = answer;
+  last = { answer, values };
   draw();
 }
 
 function draw() {
+  const { answer, values } = last;
   const sentence = part("sentence");
-  sentence.classList.toggle("error", Boolean(last.error));
-  if (last.error) {
-    sentence.textContent = last.error;
-    part("result").replaceChildren();
-    return;
-  }
-  const state = shown(controls, states[room]);
-  const focus = part("result").contains(document.activeElement) && document.activeElement.id;
-  sentence.textContent = ROOMS[room].sentence(last, state);
-  part("result").replaceChildren(ROOMS[room].show(last, state, change));
+  const result = part("result");
+  const focus = result.contains(document.activeElement) && document.activeElement.id;
+  sentence.classList.toggle("error", Boolean(answer.error));
+  sentence.textContent = answer.error ?? ROOMS[room].sentence(answer, values);
+  result.replaceChildren(...(answer.error ? [] : [ROOMS[room].show(answer, values, change)]));
+  result.removeAttribute("aria-busy");
   if (focus) document.getElementById(focus)?.focus();
 }
 
@@ -139,14 +141,14 @@ function fail(error) {
 
 // ---- the address ----------------------------------------------------------------------------
 
-let writing;
-
 /** Write the state into the address once the user rests: browsers allow few changes a second. */
 function writeSoon() {
   clearTimeout(writing);
   writing = setTimeout(() => {
-    history.replaceState(null, "", address(room, shown(controls, states[room])));
-    describe(ROOMS[room]);
+    const now = address(room, shown(controls, states[room]));
+    history.replaceState(null, "", now);
+    part(`to-${room}`).href = now;
+    part("notice").textContent = "";
   }, 200);
 }
 
@@ -156,5 +158,8 @@ new ResizeObserver(() => {
   wide = part("result").clientWidth;
 }).observe(part("result"));
 
-addEventListener("hashchange", () => open().catch(fail));
-if (typeof WebAssembly === "object") open().catch(fail);
+if (typeof WebAssembly === "object") {
+  const start = () => open().catch(fail);
+  addEventListener("hashchange", start);
+  start();
+}

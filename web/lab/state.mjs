@@ -27,7 +27,8 @@ export function check(texts, controls) {
     if (text === undefined) continue;
     const value = control.values.find((each) => String(each) === text);
     if (value === undefined) {
-      problems.push(`“${control.label}” cannot be “${text}”: it is ${control.say(control.start)}.`);
+      const shown = control.say(control.start);
+      problems.push(`“${control.label}” cannot be “${text}”: here it is ${shown}.`);
     } else {
       state[control.id] = value;
     }

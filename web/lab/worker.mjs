@@ -32,6 +32,7 @@ onmessage = async ({ data: { id, room, asked } }) => {
     const times = { started: ready - start, took: performance.now() - ready };
     postMessage({ id, answer: JSON.parse(text), times });
   } catch (error) {
-    postMessage({ id, failed: error.message });
+    console.error(error);
+    postMessage({ id, failed: String(error.message ?? error).trim().split("\n").at(-1) });
   }
 };

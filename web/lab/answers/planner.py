@@ -78,8 +78,8 @@ def _layout(asked: dict[str, Any]) -> Layout:
     micro_batches, left = divmod(asked["batch"], layout.sequences)
     if left or not micro_batches:
         raise ValueError(
-            f"{asked['batch']} sequences a step cannot be shared by {layout.data} replicas that "
-            f"each take {layout.micro_batch} at once"
+            f"{asked['batch']} sequences a step are no multiple of {layout.sequences}: there are "
+            f"{layout.data} replicas, and each takes {layout.micro_batch} at once"
         )
     return Layout(**{name: asked[name] for name in ASKED}, micro_batches=micro_batches)
 
