@@ -1,0 +1,11 @@
+"""The room "Collectives"."""
+
+from typing import Any
+
+
+def choices() -> dict[str, Any]:
+    return {}
+
+
+def answer(asked: dict[str, Any]) -> dict[str, Any]:
+    return {"ranks": asked["ranks"]}
