@@ -4,10 +4,12 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+SITE = Path(__file__).resolve().parents[1] / "build/site"  # which `make site` makes
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
 MARKS = [
     pytest.mark.browser,

@@ -115,6 +115,8 @@ def test_lesson_1_runs_in_a_browser_and_shows_its_plots(lab: Lab, page: Any) -> 
         page.locator(f".lm-Menu-item[data-command='{command}']").click()
 
     assert eventually(lambda: page.locator(".jp-CodeCell").count() == len(cells), SOON)
+    # Before the kernel is there, "Run all" does nothing, and says nothing.
+    page.locator(".jp-Notebook-ExecutionIndicator[data-status='idle']").wait_for()
     menu("Run", "runmenu:run-all")
 
     def ended() -> bool:
