@@ -6,9 +6,21 @@
 //   { id, label, kind: "button", ask: { search: true } }    asks once with this added
 //
 // Each may have `when: (state) => boolean`: if it is false, the control is not shown, and what is
-// asked has its start. And `more: true`: then it stands below, under "More".
+// asked has its start. And `more: true`: then it stands below, under "More". A slider may have
+// `last: (answer) => value`: it goes no further with what is chosen now.
 
-import { element } from "./draw.mjs";
+import { count, element } from "./draw.mjs";
+
+export const slider = (id, label, values, start, say = count) =>
+  ({ id, label, kind: "slider", values, start, say });
+export const choice = (id, label, values, start, say = String) =>
+  ({ id, label, kind: "choice", values, start, say });
+export const tick = (id, label, start) => ({ id, label, kind: "tick", start });
+
+/** Whole numbers, both ends among them. */
+export const range = (from, to) => Array.from({ length: to - from + 1 }, (_, i) => from + i);
+/** Powers of two: powers(0, 3) is [1, 2, 4, 8]. */
+export const powers = (from, to) => range(from, to).map((exponent) => 2 ** exponent);
 
 /** The same controls with all that may be left out. */
 export const complete = (controls) =>
@@ -29,7 +41,7 @@ export function shown(controls, state) {
 
 /**
  * Fills the form. `change({id: value})` is called when the user moves a control, `press(ask)` when
- * a button is pressed. Returns a function that shows a state.
+ * a button is pressed. Returns a function that shows a state, and the answer to it if there is one.
  */
 export function build(form, controls, change, press) {
   const made = controls.map((control) => make(control, change, press));
@@ -38,26 +50,27 @@ export function build(form, controls, change, press) {
     ...made.filter((_, i) => !controls[i].more).map(({ node }) => node),
     ...(more.length ? [element("details", {}, element("summary", {}, "More"), ...more)] : []),
   );
-  return (state) => {
+  return (state, answer) => {
     for (const [i, { node, show }] of made.entries()) {
       node.hidden = !controls[i].when(state);
-      show(state[controls[i].id]);
+      show(state[controls[i].id], answer);
     }
   };
 }
 
-const KINDS = { slider, choice, tick, button };
+const KINDS = { slider: makeSlider, choice: makeChoice, tick: makeTick, button: makeButton };
 
 const make = (control, change, press) => KINDS[control.kind](control, change, press);
 
-function slider({ id, label, values, say }, change) {
+function makeSlider({ id, label, values, say, last }, change) {
   const input = element("input", { id, type: "range", min: 0, max: values.length - 1, step: 1 });
   const words = element("span", { "aria-hidden": "true" }); // the input itself says it, too
   const head = element("div", {}, element("label", { for: id }, label), words);
   input.addEventListener("input", () => change({ [id]: values[input.value] }));
   return {
     node: element("div", { class: "control" }, head, input),
-    show(value) {
+    show(value, answer) {
+      if (last && answer) input.max = values.indexOf(last(answer));
       input.value = values.indexOf(value);
       words.textContent = say(value);
       input.setAttribute("aria-valuetext", say(value));
@@ -65,7 +78,7 @@ function slider({ id, label, values, say }, change) {
   };
 }
 
-function choice({ id, label, values, say }, change) {
+function makeChoice({ id, label, values, say }, change) {
   const options = values.map((value, i) => element("option", { value: i }, say(value)));
   const select = element("select", { id }, ...options);
   select.addEventListener("change", () => change({ [id]: values[select.value] }));
@@ -77,7 +90,7 @@ function choice({ id, label, values, say }, change) {
   };
 }
 
-function tick({ id, label }, change) {
+function makeTick({ id, label }, change) {
   const input = element("input", { id, type: "checkbox" });
   input.addEventListener("change", () => change({ [id]: input.checked }));
   return {
@@ -88,7 +101,7 @@ function tick({ id, label }, change) {
   };
 }
 
-function button({ id, label, ask }, change, press) {
+function makeButton({ id, label, ask }, change, press) {
   const node = element("button", { id, type: "button", class: "main" }, label);
   node.addEventListener("click", () => press(ask));
   return { node, show() {} };

@@ -153,11 +153,12 @@ export function bar(parts, format, label, limits = []) {
   const wide = width();
   const scale = (wide - 2) / Math.max(sum, ...limits.map(([, value]) => value));
   const drawn = [];
-  let x = 0;
+  const top = limits.length ? 18 : 2;
+  let x = 1;
   for (const [name, value, color] of seen) {
     const long = value * scale;
     const what = shape("title", {}, `${name}: ${format(value)}`);
-    const size = { x, y: 18, width: Math.max(long - 1, 0.5), height: 30, fill: color };
+    const size = { x, y: top, width: Math.max(long - 1, 0.5), height: 30, fill: color };
     drawn.push(shape("rect", size, what));
     x += long;
   }
@@ -171,7 +172,7 @@ export function bar(parts, format, label, limits = []) {
   const words = seen.map(([name, value]) => `${name} ${format(value)}`);
   const node = element("div");
   node.append(
-    svg(wide, limits.length ? 70 : 50, `${label}: ${words.join(", ")}`, ...drawn),
+    svg(wide, limits.length ? 70 : 34, `${label}: ${words.join(", ")}`, ...drawn),
     key(seen.map(([, , color], i) => [words[i], color])),
   );
   return node;

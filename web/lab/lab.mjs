@@ -115,9 +115,9 @@ function take(answer, values) {
   if (answer.set) {
     Object.assign(values, answer.set);
     Object.assign(states[room], answer.set);
-    showState(states[room]);
     writeSoon();
   }
+  if (!answer.error) showState(states[room], answer);
   last = { answer, values };
   draw();
 }

@@ -26,8 +26,8 @@ def choices() -> dict[str, Any]:
 
 
 def answer(asked: dict[str, Any]) -> dict[str, Any]:
-    """`table` has a row of each schedule, or why it cannot be; `spans` what each rank computes when,
-    by the one that is asked for, in seconds.
+    """`table` has a row of each schedule, or why it cannot be; `spans`, of the one that is asked
+    for, what each rank computes when, in seconds.
 
     asked: `schedule`; `ranks`, `microbatches`, `nodes`, and `chunks`, a rank's stages if they are
     interleaved; `forward`, `inputs` and `weights`, the milliseconds of a rank for one micro-batch;

@@ -1,20 +1,27 @@
 // The room "Does it fit, how long does it take?": a model, GPUs, and a layout upon them.
 
+import { choice, powers, slider, tick } from "../controls.mjs";
 import { COLORS, bar, bytes, card, count, element, facts, percent, seconds } from "../draw.mjs";
 
-const powers = (from, to) => Array.from({ length: to - from + 1 }, (_, i) => 2 ** (from + i));
 const days = (value) => `${Number(value.toPrecision(3)).toLocaleString("en")} days`;
 
-const MEMORY = { ...COLORS, logits: "#56B4E9", copies: COLORS["communication buffers"] };
+const MEMORY = {
+  parameters: ["parameters", COLORS.parameters],
+  gradients: ["gradients", COLORS.gradients],
+  "optimizer states": ["optimizer states", COLORS["optimizer states"]],
+  activations: ["activations", COLORS.activations],
+  logits: ["logits", COLORS.forward],
+  copies: ["parameters while they compute", COLORS.communication],
+};
 const TIMES = {
   compute: ["computing", COLORS.forward],
-  bubble: ["the pipeline's bubble", "#999999"],
+  bubble: ["the pipeline's bubble", COLORS.other],
   tensor: ["tensor parallel", COLORS.tensor],
-  context: ["context parallel", "#CC79A7"],
+  context: ["context parallel", COLORS.activations],
   pipeline: ["pipeline messages", COLORS.pipeline],
   data: ["data parallel", COLORS.data],
   optimizer: ["the optimizer", COLORS["optimizer states"]],
-  experts: ["tokens to experts", "#E69F00"],
+  experts: ["tokens to experts", COLORS.gradients],
 };
 
 export default {
@@ -32,13 +39,11 @@ export default {
 };
 
 function controls({ models, gpus, precisions, stages, recompute }) {
-  const slider = (id, label, values, start, say = count) => ({
-    ...{ id, label, kind: "slider", values, start, say },
-  });
-  const tick = (id, label, start) => ({ ...{ id, label, kind: "tick", start } });
-  const choice = (id, label, values, start, say = String) => ({
-    ...{ id, label, kind: "choice", values, start, say },
-  });
+  const cut = ({ tensor }) => tensor > 1;
+  const piped = ({ pipeline }) => pipeline > 1;
+  const sparse = ({ model }) => models[model] > 0;
+  const sharded = ({ stage }) => stage === 3;
+  const more = true;
   return [
     choice("model", "model", Object.keys(models), "llama-3-8b"),
     choice("gpu", "GPU", gpus, "h100"),
@@ -51,24 +56,16 @@ function controls({ models, gpus, precisions, stages, recompute }) {
     choice("stage", "data parallel", [0, 1, 2, 3], 3, (stage) => stages[stage]),
     slider("micro_batch", "sequences at once", powers(0, 3), 1),
     choice("recompute", "computed again in backward", recompute, "nothing"),
-    { ...tick("sequence_parallel", "sequence parallel", false), when: ({ tensor }) => tensor > 1 },
-    {
-      ...slider("chunks", "chunks of a stage", [1, 2, 4], 1),
-      when: ({ pipeline }) => pipeline > 1,
-    },
-    {
-      ...slider("experts", "GPUs that share experts", powers(0, 7), 1),
-      when: ({ model }) => models[model] > 0,
-    },
+    { ...tick("sequence_parallel", "sequence parallel", false), when: cut },
+    { ...slider("chunks", "chunks of a rank (interleaved)", [1, 2, 4], 1), when: piped },
+    { ...slider("experts", "GPUs that share experts", powers(0, 7), 1), when: sparse },
     { id: "search", label: "Find the fastest that fits", kind: "button", ask: { search: true } },
-    { ...slider("loss_chunks", "pieces of the loss", [1, 8], 1), more: true },
-    {
-      ...slider("replicate", "copies of the shards", powers(0, 11), 1),
-      ...{ more: true, when: ({ stage }) => stage === 3 },
-    },
+    { ...slider("loss_chunks", "pieces of the loss", [1, 8], 1), more },
+    { ...slider("replicate", "copies of the shards", powers(0, 11), 1), more, when: sharded },
     {
       ...tick("reshard_after_forward", "free parameters after forward", true),
-      ...{ more: true, when: ({ stage }) => stage === 3 },
+      more,
+      when: sharded,
     },
   ];
 }
@@ -87,8 +84,8 @@ function sentence(answer) {
 
 function show(answer, state) {
   const { pipeline, context, tensor } = state;
-  const parts = Object.entries(answer.memory).map(([name, size]) => [name, size, MEMORY[name]]);
-  const times = Object.entries(TIMES).map(([id, [name, color]]) => [name, answer.times[id], color]);
+  const named = (names, values) =>
+    Object.entries(names).map(([id, [name, color]]) => [name, values[id] ?? 0, color]);
   const limits = [
     ["usable", answer.usable],
     ["the GPU's memory", answer.device],
@@ -106,10 +103,10 @@ function show(answer, state) {
         ["a trillion tokens", days(answer.days)],
       ]),
     ),
-    card("Memory of the fullest GPU", bar(parts, bytes, "memory", limits)),
+    card("Memory of the fullest GPU", bar(named(MEMORY, answer.memory), bytes, "memory", limits)),
     card(
       "Where the time of a step goes",
-      bar(times, seconds, "time"),
+      bar(named(TIMES, answer.times), seconds, "time"),
       element("p", {}, `${seconds(answer.hidden)} more of messages are hidden behind computing.`),
     ),
     card(

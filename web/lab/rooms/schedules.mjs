@@ -1,5 +1,6 @@
 // The room "Pipeline schedules": what each rank computes when, and five schedules compared.
 
+import { choice, range, slider } from "../controls.mjs";
 import {
   COLORS,
   bytes,
@@ -23,14 +24,14 @@ const NAMES = {
   interleaved: "interleaved 1F1B",
   zero_bubble: "zero bubble",
 };
-const range = (from, to) => Array.from({ length: to - from + 1 }, (_, i) => from + i);
 const milliseconds = (value) => `${value} ms`;
+const microseconds = (value) => `${value} µs`;
 const megabytes = (value) => bytes(value * 1e6);
 const NETWORK = [0, 400, 200, 100, 50, 25, 10, 5, 2.5, 1, 0.5];
 
 const row = 30; // pixels of a rank
 const left = 28; // pixels for its name
-const right = 62; // and for what it keeps
+const right = 70; // and for what it keeps
 
 export default {
   title: "Pipeline schedules",
@@ -47,14 +48,13 @@ export default {
 };
 
 function controls({ schedules }) {
-  const slider = (id, label, values, start, say = String) => ({
-    ...{ id, label, kind: "slider", values, start, say },
-  });
+  const link = [
+    slider("latency_us", "its latency", [0, 1, 5, 10, 20, 50, 100, 1000], 10, microseconds),
+    slider("mb", "a message", [1, 2, 5, 10, 20, 50, 100, 200], 10, megabytes),
+    slider("nodes", "nodes", [1, 2, 3, 4], 1),
+  ];
   return [
-    {
-      ...{ id: "schedule", label: "schedule", kind: "choice", values: schedules },
-      ...{ start: "1f1b", say: (name) => NAMES[name] },
-    },
+    choice("schedule", "schedule", schedules, "1f1b", (name) => NAMES[name]),
     slider("ranks", "ranks", range(2, 8), 4),
     slider("microbatches", "micro-batches", range(1, 32), 8),
     slider("chunks", "stages a rank, if interleaved", [2, 3, 4], 2),
@@ -62,9 +62,7 @@ function controls({ schedules }) {
     slider("inputs", "backward for inputs", range(1, 40), 10, milliseconds),
     slider("weights", "backward for weights", range(1, 40), 10, milliseconds),
     slider("gbps", "link", NETWORK, 0, (value) => (value ? `${value} Gb/s` : "takes no time")),
-    slider("latency_us", "its latency", [0, 1, 5, 10, 20, 50, 100, 1000], 10, (v) => `${v} µs`),
-    slider("mb", "a message", [1, 2, 5, 10, 20, 50, 100, 200], 10, megabytes),
-    slider("nodes", "nodes", [1, 2, 3, 4], 1),
+    ...link.map((control) => ({ ...control, when: ({ gbps }) => gbps > 0 })),
   ];
 }
 
@@ -109,22 +107,24 @@ function notes({ schedule }) {
 /** A row for each rank, a box for each computation. */
 function timeline(answer, state) {
   const { spans } = answer;
-  const { kept } = chosen(answer, state);
+  const { kept, time } = chosen(answer, state);
   const wide = width();
-  const end = Math.max(...spans.flat().map((span) => span.end));
-  const x = (time) => left + (time / end) * (wide - left - right);
+  // One scale for all, so that a faster schedule looks shorter; naive would leave the others small.
+  const others = answer.table.filter(({ name, error }) => name !== "naive" && !error);
+  const longest = Math.max(time, ...others.map((each) => each.time));
+  const x = (moment) => left + (moment / longest) * (wide - left - right);
   const drawn = spans.flatMap((own, rank) => [
     shape("text", { x: 0, y: rank * row + 19 }, `r${rank}`),
     shape("rect", {
-      ...{ x: left, y: rank * row + 2, width: x(end) - left, height: row - 4 },
-      fill: "var(--empty)",
+      ...{ x: left, y: rank * row + 2, width: x(time) - left, height: row - 4 },
+      class: "empty",
     }),
     ...own.flatMap((span) => box(span, x, rank, spans.length)),
-    shape("text", { x: x(end) + 6, y: rank * row + 19 }, `keeps ${most([kept[rank]])}`),
+    shape("text", { x: x(time) + 6, y: rank * row + 19 }, `keeps ${most([kept[rank]])}`),
   ]);
   const label =
     `${NAMES[state.schedule]} on ${state.ranks} ranks with ${state.microbatches} micro-batches: ` +
-    `boxes of forward and backward passes along ${seconds(end)}; the rest of each row is idle. ` +
+    `boxes of forward and backward passes along ${seconds(time)}; the rest of each row is idle. ` +
     `Ranks keep ${kept.map((count) => most([count])).join(", ")}`;
   return svg(wide, spans.length * row + 2, label, ...drawn);
 }
