@@ -333,7 +333,7 @@ function letters({ messages, pieces, node_of: nodeOf }) {
   return table(
     [
       ...["from → to", ...(pieces.length > 1 ? ["pieces"] : [])],
-      ...["bytes", "there", ...(two ? ["over"] : [])],
+      ...["bytes", "there it is", ...(two ? ["over"] : [])],
     ],
     messages.map((message) => [
       `${message.sender} → ${message.receiver}`,
