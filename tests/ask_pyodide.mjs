@@ -3,7 +3,8 @@
 //   node tests/ask_pyodide.mjs build/site/lab 50 0
 //
 // asks each room 50 times (0 is the seed), and prints a JSON list of [room, asked, answer], the
-// last two being texts: exactly what went in and came out.
+// last two being texts: exactly what went in and came out. Ends with an error if an answer sets a
+// control to a value that it does not have.
 
 import { readFileSync } from "node:fs";
 import { resolve } from "node:path";
@@ -22,7 +23,7 @@ function random() {
 
 const one = (values) => values[Math.floor(random() * values.length)];
 
-/** What is asked in a state that is near the start, or far from it; one time in ten, by a button. */
+/** What is asked in a state that is near the start, or far from it; one time in five, by a button. */
 function draw(controls) {
   const moved = random();
   const state = {};
@@ -30,7 +31,7 @@ function draw(controls) {
     state[id] = random() < moved ? one(values) : start;
   }
   const buttons = controls.filter((each) => each.kind === "button");
-  const pressed = buttons.length && random() < 0.1 ? one(buttons).ask : {};
+  const pressed = buttons.length && random() < 0.2 ? one(buttons).ask : {};
   return { ...shown(controls, state), ...pressed };
 }
 
@@ -46,7 +47,12 @@ for (const room of answers.ROOMS) {
   const controls = complete(page.controls(JSON.parse(answers.choices(room))));
   for (let i = 0; i < many; i++) {
     const asked = JSON.stringify(draw(controls));
-    told.push([room, asked, answers.answer(room, asked)]);
+    const answer = answers.answer(room, asked);
+    for (const [id, value] of Object.entries(JSON.parse(answer).set ?? {})) {
+      const offered = controls.find((each) => each.id === id)?.values;
+      if (!offered?.includes(value)) throw new Error(`${room} has no ${id}=${value}: ${asked}`);
+    }
+    told.push([room, asked, answer]);
   }
 }
 console.log(JSON.stringify(told));
