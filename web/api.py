@@ -64,6 +64,7 @@ class Library:
         self.root, self.sources = root, Sources(root)
         self.rooms: dict[str, Room] = {}
         self.lessons: dict[str, str] = {}  # a link, by the name that docstrings have
+        self.whole: dict[tuple[str, str], str] = {}  # a name's whole name, by Name.key
         part = ""
         for line in (root / "README.md").read_text().splitlines():  # its table of lessons
             if heading := re.match(r"\| \*\*(\w+) (.*)\*\* \|", line):
@@ -95,11 +96,9 @@ class Library:
                 at_home = place(found.module).split(".")[0] == room.name
                 entries.append((not at_home, room, short.get(found.key, name), found))
         entries.sort(key=lambda entry: entry[0])
-        seen = set()
         for _, room, name, found in entries:
-            if found.key not in seen:
+            if self.whole.setdefault(found.key, name) == name:
                 room.names[name] = found
-                seen.add(found.key)
 
     def _public(self, module: str, prefix: str) -> Iterator[tuple[str, Name]]:
         """The public names of a room, also those in a file that is public as a whole."""
@@ -124,13 +123,12 @@ class Library:
             "all finds [an order for that](README.md), too.",
         ]
         for part in dict.fromkeys(room.part for room in self.rooms.values()):
-            rows = ["| room | what it is | names |", "|---|---|---|"]
+            text.append(f"## {part}")
             for room in self.rooms.values():
                 if room.part == part:
-                    names = ", ".join(role(name, name.split(".")[-1]) for name in room.names)
-                    link = f"[{room.title}]({room.name}.md)"
-                    rows.append(f"| {link} | {self._first_sentence(room)} | {names} |")
-            text += [f"## {part}", "\n".join(rows)]
+                    names = " · ".join(role(name, name.split(".")[-1]) for name in room.names)
+                    text += [f"### [{room.title}]({room.name}.md)", self._first_sentence(room)]
+                    text += [self._taught(room), names]
         rooms = "\n".join(room.name for room in self.rooms.values())
         text.append(f"```{{toctree}}\n:hidden:\n\nREADME\n{rooms}\n```")
         return "\n\n".join(text) + "\n"
@@ -147,14 +145,11 @@ class Library:
         return re.sub(r"\]\(([\w/]+\.py)\)", link, text)
 
     def room(self, room: Room) -> str:
-        lessons = " · ".join(self.lessons[name] for name in room.lessons)
         files = " · ".join(
-            f"[{file.stem}.py]({room.name}/{file.stem}.md)" for file in self.files(room)
+            f"[`{file.stem}.py`]({room.name}/{file.stem}.md)" for file in self.files(room)
         )
-        text = [f"# {room.title}"]
-        if lessons:
-            text.append(f"{'Lessons' if len(room.lessons) > 1 else 'Lesson'}: {lessons}")
-        text += [self._text(room, self._doc(room)), f"Sources: {files}"]
+        text = [f"# {room.title}", self._taught(room), self._text(room, self._doc(room))]
+        text.append(f"Sources: {files}")
         text += [self._name(room, name, found) for name, found in room.names.items()]
         return "\n\n".join(text) + "\n"
 
@@ -171,12 +166,17 @@ class Library:
     def _doc(self, room: Room) -> str:
         return ast.get_docstring(self.sources.tree(room.module)) or ""
 
+    def _taught(self, room: Room) -> str:
+        lessons = " · ".join(self.lessons[name] for name in room.lessons)
+        return f"{'Lessons' if len(room.lessons) > 1 else 'Lesson'}: {lessons}" if lessons else ""
+
     def _first_sentence(self, room: Room) -> str:
         text = re.sub(r"^Lessons?: [\w, ]+\.\s", "", self._doc(room)).partition("\n\n")[0]
-        text = re.sub(r" Lessons?: [\w, ]+\.$", "", text.replace("\n", " "))
-        return re.split(r"(?<=\.) |:$", text)[0]
+        return re.split(r"(?<=\.)\s", text)[0]
 
     def _text(self, room: Room, doc: str, arguments: list[str] | None = None) -> str:
+        # The head of the page has its lessons: not again what says no more.
+        doc = re.sub(rf"\s*Lessons?: {', '.join(room.lessons)}\.\s?", " ", doc).strip()
         names = {name.split(".")[-1]: role(name, name.split(".")[-1]) for name in room.names}
         for other in self.rooms.values():
             names |= {name: role(name) for name in other.names}
@@ -187,10 +187,10 @@ class Library:
         node = found.node
         if isinstance(node, Function):
             text = self._text(room, found.doc, parameters(node))
-            return directive("function", name + self.sources.signature(found), text)
+            return directive("function", name + self._call(found), text)
         if not isinstance(node, ast.ClassDef):
             return self._value("data", name, found.module, node)
-        call = self.sources.signature(found)
+        call = self._call(found)
         members = {}
         for member in node.body:
             if (inner := defined(member)) and not inner.startswith("_"):
@@ -204,30 +204,48 @@ class Library:
         if isinstance(node, Function):
             text = self._text(room, ast.get_docstring(node) or "", parameters(node))
             if PROPERTIES & set(map(ast.unparse, node.decorator_list)):
-                kind = f":type: {ast.unparse(node.returns)}\n\n" if node.returns else "\n"
-                return directive("property", name, kind + text)
-            return directive("method", name + of_function(node, method=True), text)
+                return directive(
+                    "property", name, text, type=self._type(owner.module, node.returns)
+                )
+            call = self._linked(owner.module, of_function(node, method=True))
+            return directive("method", name + call, text)
         if is_dataclass(owner.node) and not self.sources.comment(owner.module, node):
             return ""
         return self._value("attribute", name, owner.module, node)
 
     def _value(self, kind: str, name: str, module: str, node: ast.stmt) -> str:
         """A constant or an attribute: its type, its value if that is short, and its comment."""
-        options = []
-        if isinstance(node, ast.AnnAssign):
-            options.append(f":type: {ast.unparse(node.annotation)}")
-        if kind == "data" and node.value:
-            options.append(f":value: {short_value(node.value)}")
-        return directive(kind, name, "\n".join([*options, "", self.sources.comment(module, node)]))
+        annotation = node.annotation if isinstance(node, ast.AnnAssign) else None
+        value = short_value(node.value) if kind == "data" and node.value else ""
+        comment = self.sources.comment(module, node)
+        return directive(kind, name, comment, type=self._type(module, annotation), value=value)
+
+    def _call(self, found: Name) -> str:
+        return self._linked(found.module, self.sources.signature(found))
+
+    def _type(self, module: str, annotation: ast.expr | None) -> str:
+        return self._linked(module, ast.unparse(annotation)) if annotation else ""
+
+    def _linked(self, module: str, types: str) -> str:
+        """Types by their whole names, which Sphinx shortens again, and links."""
+
+        def whole(found: re.Match[str]) -> str:
+            try:
+                return self.whole.get(self.sources.find(module, found[0]).key, found[0])
+            except LookupError:  # of torch, or of Python
+                return found[0]
+
+        return re.sub(r"(?<![\w.'\"=])[A-Z]\w*", whole, types)
 
 
 def role(name: str, shown: str = "") -> str:
     """A link to a name of the library."""
-    return f"{{py:obj}}`{shown or name} <{name}>`"
+    return f"{{py:obj}}`{shown} <{name}>`" if shown else f"{{py:obj}}`{name}`"
 
 
-def directive(kind: str, signature: str, text: str, fence: str = "`" * 4) -> str:
-    return f"{fence}{{py:{kind}}} {signature}\n{text}\n{fence}"
+def directive(kind: str, signature: str, text: str, fence: str = "`" * 4, **options: str) -> str:
+    given = [f":{option}: {value}" for option, value in options.items() if value]
+    return "\n".join([f"{fence}{{py:{kind}}} {signature}", *given, "", text, fence])
 
 
 def short_value(node: ast.expr) -> str:

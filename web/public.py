@@ -115,8 +115,7 @@ class Sources:
             yield from self.fields(base)
         for node in name.node.body:
             if isinstance(node, ast.AnnAssign) and "init=False" not in ast.unparse(node):
-                default = f" = {ast.unparse(node.value)}" if node.value else ""
-                yield f"{ast.unparse(node.target)}: {ast.unparse(node.annotation)}{default}"
+                yield f"{ast.unparse(node.target)}: {ast.unparse(node.annotation)}{default(node)}"
 
     def comment(self, module: str, node: ast.stmt) -> str:
         """The comment at the end of a statement's first or last line."""
@@ -150,6 +149,17 @@ def defined(node: ast.stmt) -> str | None:
 def is_dataclass(node: ast.ClassDef) -> bool:
     made = [ast.unparse(each) for each in (*node.decorator_list, *node.bases)]
     return any(each.startswith(("dataclass", "NamedTuple")) for each in made)
+
+
+def default(field: ast.AnnAssign) -> str:
+    """The default of a dataclass's field."""
+    value = field.value
+    if isinstance(value, ast.Call) and ast.unparse(value.func) in ("field", "dataclasses.field"):
+        given = {each.arg: ast.unparse(each.value) for each in value.keywords}
+        made = f"{given['default_factory']}()" if "default_factory" in given else None
+        value = given.get("default", made)
+        return f" = {value}" if value else ""
+    return f" = {ast.unparse(value)}" if value else ""
 
 
 def of_function(node: Function, method: bool = False) -> str:
