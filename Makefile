@@ -110,6 +110,7 @@ site: $(SITE) $(NPM)/.ready
 	rm -rf build/site build/doctrees
 	$(BIN)/python web/stage.py . build/src
 	$(BIN)/sphinx-build -q -W --keep-going -c web -d build/doctrees build/src build/site
+	$(BIN)/python web/shrink.py build/site
 	cp -r web/lab build/site/lab && mkdir build/site/lab/pyodide
 	cp $(PYODIDE:%=$(NPM)/node_modules/pyodide/%) build/site/lab/pyodide
 	$(BIN)/python web/bundle.py build/site/lab/lab.zip

@@ -18,11 +18,14 @@ nb_render_error_lexer = "text"  # our errors are sentences, not tracebacks
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
 
+python_maximum_signature_line_length = 80  # a longer one has a line for each argument
+python_use_unqualified_type_names = True  # Trace, and not md.tracing.Trace
+
 html_theme = "furo"
 html_favicon = str(HERE / "static/icon.svg")
 highlight_language = "text"  # a fence that names no language is what a cell has printed
 pygments_style = "a11y-high-contrast-light"
-pygments_dark_style = "a11y-high-contrast-dark"
+pygments_dark_style = "github-dark"
 html_static_path = [str(HERE / "static"), str(MATHJAX)]
 html_css_files = ["minidist.css"]
 templates_path = [str(HERE / "templates")]

@@ -8,6 +8,7 @@ needs more than its notebook, such as the line that says how to run it, stands i
 import ast
 import html
 import json
+import os
 import re
 import shutil
 import sys
@@ -131,7 +132,7 @@ def run_line(path: Path, root: Path, lesson: Lesson | None) -> str:
 
 
 def front(root: Path, parts: dict[str, list[Lesson]]) -> str:
-    """The landing page. Its cell and its table of ways are the README's, its map is the course's."""
+    """The landing page. The README has its cell and its table of ways."""
     readme = (root / "README.md").read_text()
     cell = re.search(r"```python\n.*?```\n\n```\n.*?```", readme, re.S)
     ways = re.search(r"^\| you want \|.*?\n\n", readme, re.S | re.M)
@@ -176,7 +177,15 @@ def run_page(root: Path) -> str:
     """The README from "Start here" on: what is above stands on the landing page."""
     _, mark, text = (root / "README.md").read_text().partition("## Start here")
     assert mark, "the README has a heading: Start here"
-    return "# Run it yourself\n\n" + rewrite(mark + text, root / "README.md", root)
+    text = rewrite(mark + text, root / "README.md", root)
+    return f"# Run it yourself\n\n{repository()}{text}"
+
+
+def repository() -> str:
+    """Where the repository is: on the site nothing else says it, and the workflow knows."""
+    if not (name := os.environ.get("GITHUB_REPOSITORY")):
+        return ""
+    return f"The repository: <{os.environ['GITHUB_SERVER_URL']}/{name}>\n\n"
 
 
 def trees(root: Path, parts: dict[str, list[Lesson]]) -> Iterator[str]:
@@ -193,7 +202,7 @@ def trees(root: Path, parts: dict[str, list[Lesson]]) -> Iterator[str]:
 
 def solutions(root: Path) -> str:
     stems = [path.stem for path in sorted((root / "notebooks/solutions").glob("*.ipynb"))]
-    return "# Solutions\n\n```{toctree}\n" + "\n".join(stems) + "\n```\n"
+    return "# Solutions\n\n```{toctree}\n:titlesonly:\n\n" + "\n".join(stems) + "\n```\n"
 
 
 # ---- all of it ------------------------------------------------------------------------------
