@@ -24,16 +24,18 @@ def _value(p: int, piece: int, ranks: set[int]) -> int:
 
 
 class Recorded(Peers):
-    """A rank that writes down what it sends: to whom, how many elements, and their values."""
+    """A rank that writes down its messages: with whom, how many elements, which values it sends."""
 
     def __init__(self):
         super().__init__()
-        self.sent = []
+        self.sent, self.received = [], []
 
     def _message(self, call, tensor, **peer):
         if "group_dst" in peer:
             values = tensor.unique_consecutive().tolist()
             self.sent.append((peer["group_dst"], len(tensor), values))
+        else:
+            self.received.append((peer["group_src"], len(tensor)))
         return super()._message(call, tensor, **peer)
 
 
@@ -53,7 +55,7 @@ def _send(operation, algorithm, values, numel):
         "reduce_scatter": [to_fill, block, op],
     }[operation]
     getattr(algorithms, f"{operation}_{algorithm}")(peers, *given)
-    return peers.sent
+    return peers.sent, peers.received
 
 
 @pytest.mark.parametrize("p", RANKS)
@@ -63,13 +65,14 @@ def test_messages_are_those_that_the_algorithms_send(pools, p):
         operation, algorithm = name.split()
         sizes = room.piece_sizes(algorithm, p, room.ITEM * numel)
         made = room.messages(operation, algorithm, p)
-        expected = [[] for _ in range(p)]
+        expected = [([], []) for _ in range(p)]  # sent and received by each rank
         for at, step in enumerate(made):
             held = room.held(operation, made[:at], p, sizes)
             for message in step:
                 values = [_value(p, i, held[message.sender][i]) for i in message.pieces]
                 elements = room.size_of(message, sizes) // room.ITEM
-                expected[message.sender].append((message.receiver, elements, values))
+                expected[message.sender][0].append((message.receiver, elements, values))
+                expected[message.receiver][1].append((message.sender, elements))
         own = [[_value(p, i, {rank}) for i in range(len(sizes))] for rank in range(p)]
         assert pools(p)(_send, operation, algorithm, own, numel) == expected, name
 
