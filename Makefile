@@ -78,12 +78,12 @@ $(TOOLS): $(TEST) notebooks/scripts/build_deepspeed.py
 # Jupyter prints the address. It also opens a browser, unless there is no screen to show one.
 HAS_SCREEN := $(or $(DISPLAY),$(WAYLAND_DISPLAY),$(filter Darwin,$(shell uname -s)))
 
-# The course's settings of JupyterLab come before those that the machine has, and after the user's.
-SETTINGS := JUPYTER_CONFIG_PATH=notebooks/jupyter$${JUPYTER_CONFIG_PATH:+:$$JUPYTER_CONFIG_PATH}
-
+# notebooks/jupyter holds the course's settings of JupyterLab: lessons before folders, whole names, no
+# news. What a learner has set in JupyterLab counts more.
+lab: export JUPYTER_CONFIG_PATH := notebooks/jupyter$(addprefix :,$(JUPYTER_CONFIG_PATH))
 lab: $(READY)
 	$(if $(filter my,$(LAB_NOTEBOOKS)),@$(BIN)/python notebooks/my_copy.py)
-	$(SETTINGS) $(BIN)/jupyter lab --LabApp.default_url=/lab/tree/$(LAB_NOTEBOOKS)/00_start.ipynb \
+	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/$(LAB_NOTEBOOKS)/00_start.ipynb \
 	    $(if $(HAS_SCREEN),,--no-browser) $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_ARGS)
 
 notebooks: $(TOOLS)  # the lesson real_tools fails without them

@@ -23,6 +23,9 @@ from programs import Family, eventually
 ROOT = Path(__file__).resolve().parents[1]
 LESSON = "01_rank.ipynb"
 PLOT, MARKDOWN = ".jp-OutputArea-output img", ".jp-MarkdownOutput img"
+# Where each name in the file browser stands, and whether it is cut off.
+NAMES = """names => names.map(
+    name => [name.getBoundingClientRect().y, name.innerText, name.scrollWidth > name.clientWidth])"""
 SOON, LESSON_ENDS = 120, 600  # seconds, on a busy machine
 
 pytestmark = [
@@ -50,13 +53,15 @@ class Lab(Family):
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         own = {f"JUPYTER_{what}_DIR": str(self.tmp / what) for what in ("CONFIG", "RUNTIME")}
+        own["JUPYTER_CONFIG_PATH"] = "notebooks/jupyter"  # as in the Makefile
         options = [f"--ServerApp.root_dir={folder}", f"--ServerApp.port={self.port}"]
         options += ["--ServerApp.port_retries=0", "--IdentityProvider.token=", "--no-browser"]
-        options += ["--allow-root", f"--LabApp.workspaces_dir={self.tmp}", "--LabApp.news_url="]
+        options += ["--allow-root", f"--LabApp.workspaces_dir={self.tmp}"]
         self.log = (folder / "lab.log").open("w")
         self.server = subprocess.Popen(
             [sys.executable, "-m", "jupyterlab", *options],
             env={**self.environ(), **own, "MINIDIST_TIMING": "soft"},
+            cwd=ROOT,
             stdout=self.log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -92,7 +97,7 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
 @pytest.fixture
 def page(lab: Lab) -> Iterator[Any]:
     with chromium.chromium(lab.environ()) as browser:
-        page = browser.new_page(viewport={"width": 1400, "height": 1000})
+        page = browser.new_page(viewport={"width": 1280, "height": 1000})
         page.set_default_timeout(1000 * SOON)
         yield page
 
@@ -101,6 +106,13 @@ def width_in_sight(picture: Any) -> int:
     """How wide a picture is, in its own pixels, when a reader scrolls to it; 0 if it is broken."""
     picture.scroll_into_view_if_needed()
     return picture.evaluate("image => image.naturalWidth")
+
+
+def listed(folder: Path) -> list[str]:
+    """Lessons, other files, folders."""
+    there = [path for path in folder.iterdir() if not path.name.startswith(".")]
+    last = {path: (path.is_dir(), path.suffix != ".ipynb", path.name) for path in there}
+    return [path.name for path in sorted(there, key=lambda path: last[path])]
 
 
 def test_lesson_1_runs_in_a_browser_and_shows_its_plots(lab: Lab, page: Any) -> None:
@@ -117,6 +129,11 @@ def test_lesson_1_runs_in_a_browser_and_shows_its_plots(lab: Lab, page: Any) -> 
     assert eventually(lambda: page.locator(".jp-CodeCell").count() == len(cells), SOON)
     # Before the kernel is there, "Run all" does nothing, and says nothing.
     page.locator(".jp-Notebook-ExecutionIndicator[data-status='idle']").wait_for()
+    assert page.locator(".jp-mod-dirty").count() == 0  # nobody has touched it
+    assert page.locator(".Toastify__toast").count() == 0
+    shown = page.locator(".jp-DirListing-itemText").evaluate_all(NAMES)
+    assert [name for _, name, _ in sorted(shown)] == listed(lab.lesson.parent)
+    assert [name for _, name, is_cut in shown if is_cut] == []
     menu("Run", "runmenu:run-all")
 
     def ended() -> bool:
