@@ -25,7 +25,7 @@ LESSON = "01_rank.ipynb"
 PLOT, MARKDOWN = ".jp-OutputArea-output img", ".jp-MarkdownOutput img"
 # Where each name in the file browser stands, and whether it is cut off.
 NAMES = """names => names.map(
-    name => [name.getBoundingClientRect().y, name.innerText, name.scrollWidth > name.clientWidth])"""
+    n => [n.getBoundingClientRect().y, n.innerText, n.scrollWidth > n.clientWidth])"""
 SOON, LESSON_ENDS = 120, 600  # seconds, on a busy machine
 
 pytestmark = [

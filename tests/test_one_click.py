@@ -34,7 +34,7 @@ def test_the_first_cell_for_colab_makes_a_lesson_run(tmp_path: Path) -> None:
     """In a kernel that has the dependencies, as Colab does, and not minidist."""
     readme = (ROOT / "README.md").read_text()
     (cell,) = re.findall(r"```\n( *!git clone.*?)```", readme, re.DOTALL)
-    cell, address = textwrap.dedent(cell), "<the address of this page>"
+    cell, address = textwrap.dedent(cell), "<the address of this repository>"
     assert address in cell
     site, here = tmp_path / "site", tmp_path / "content"
     site.mkdir()
