@@ -1,12 +1,13 @@
 // The room "A mesh": GPUs as squares in their nodes, and who talks to whom along which axis.
 
+import { choice, range, slider, tick } from "../controls.mjs";
 import { COLORS, bytes, card, count, element, ink, key, many, seconds } from "../draw.mjs";
 
 // A letter stands beside each colour.
 const AXES = {
   data: { letter: "D", color: COLORS.data },
   pipeline: { letter: "P", color: COLORS.pipeline },
-  context: { letter: "C", color: "#CC79A7" },
+  context: { letter: "C", color: COLORS.activations },
   tensor: { letter: "T", color: COLORS.tensor },
 };
 
@@ -27,15 +28,11 @@ export default {
 const inWords = (order) => order.join(", ");
 
 function controls({ models, stages, attention, orders }) {
-  const slider = (id, label, values, start, say = count) => ({
-    ...{ id, label, kind: "slider", values, start, say },
-  });
-  const choice = (id, label, values, start, say = String) => ({
-    ...{ id, label, kind: "choice", values, start, say },
-  });
-  const numbers = Array.from({ length: 128 }, (_, i) => i);
   return [
-    slider("gpu", "look at GPU", numbers, 0),
+    {
+      ...slider("gpu", "look at GPU", range(0, 127), 0, String),
+      last: (answer) => answer.places.length - 1,
+    },
     slider("gpus", "GPUs", [8, 16, 32, 64, 128], 64),
     slider("pipeline", "pipeline stages", [1, 2, 4, 8], 2),
     slider("context", "context parallel", [1, 2, 4, 8, 16], 2),
@@ -51,7 +48,7 @@ function controls({ models, stages, attention, orders }) {
       when: ({ context }) => context > 1,
     },
     {
-      ...{ id: "sequence_parallel", label: "sequence parallel", kind: "tick", start: false },
+      ...tick("sequence_parallel", "sequence parallel", false),
       when: ({ tensor }) => tensor > 1,
     },
   ];
@@ -64,10 +61,11 @@ function sentence({ axes, orders }, { gpu, gpus, outermost }) {
   const across = sum(messages.filter((each) => each.across).map((each) => each.bytes));
   const all = sum(messages.map((each) => each.bytes));
   const { total, seconds: time } = orders[outermost];
+  const own = across ? `${bytes(across)} of it` : "nothing";
   return (
-    `GPU ${gpu} of ${gpus} sends ${bytes(all)} in a step, ${bytes(across)} of it to another node. ` +
+    `GPU ${gpu} of ${gpus} sends ${bytes(all)} in a step, ${own} to another node. ` +
     (total
-      ? `All GPUs of a node together send ${bytes(total)} to others: ${seconds(time)} by its cable.`
+      ? `All GPUs of a node send ${bytes(total)} to others: ${seconds(time)} by its cable.`
       : "Nothing leaves a node.")
   );
 }
@@ -114,11 +112,11 @@ function squares(answer, { gpu }, set) {
   return element(
     "div",
     {},
-    element("div", { class: "nodes", role: "group", "aria-label": "GPUs in their nodes" }, ...nodes),
+    element("div", { class: "nodes", role: "group", "aria-label": "GPUs in nodes" }, ...nodes),
     key(shown.map(({ axis }) => [`${AXES[axis].letter}: ${axis}`, AXES[axis].color])),
     element(
       "p",
-      { class: "pale" },
+      {},
       `A frame is around those that GPU ${gpu} sends to: the next stage and the one before, and ` +
         "of other groups the next GPU in the ring.",
     ),
@@ -260,7 +258,7 @@ function orders(answer, state) {
     ...rows,
     element(
       "p",
-      { class: "pale" },
+      {},
       "From the node that sends the most, by rings. The cable is that of eight H100 with a " +
         "network card of 400 Gb/s each.",
     ),
