@@ -41,9 +41,12 @@
     return faded(color(style.fill), style.fillOpacity * style.opacity);
   }
 
-  const bare = color("canvas"); // the page's own ground, in the theme that is asked for
+  // The ground of the whole page is that of its first two elements, wherever they end.
+  const root = [document.body, document.documentElement].map(paint);
+  const bare = root.reduceRight((below, top) => over(top, below), color("canvas"));
+
   function ground(element, { x, y }) {
-    const there = document.elementsFromPoint(x, y);
+    const there = document.elementsFromPoint(x, y); // the uppermost first
     const own = there.indexOf(element);
     const layers = own >= 0 ? there.slice(own) : ancestors(element);
     return layers.map(paint).reduceRight((below, top) => over(top, below), bare);
@@ -82,6 +85,10 @@
     const silent = parent.closest("script, style, noscript, title, option, :disabled");
     if (data.trim() && !silent) left.add(walk.currentNode);
   }
+  // What the pointer passes through would not be found at a point.
+  const solid = document.createElement("style");
+  solid.textContent = "* { pointer-events: auto !important }";
+  document.head.append(solid);
   const judged = [];
   const height = document.documentElement.scrollHeight;
   for (let top = 0; left.size && top <= height; top += innerHeight / 2) {
@@ -93,6 +100,7 @@
       if (box) judged.push(judge(node, box));
     }
   }
+  solid.remove();
   scrollTo({ top: 0, behavior: "instant" });
   return { judged: judged.length, hard: judged.filter(({ ratio }) => ratio < 4.5) };
 }
