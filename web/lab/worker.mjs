@@ -6,11 +6,9 @@ const python = load();
 python.catch(() => {}); // told by whoever waits for it
 
 async function load() {
-  const { loadPyodide } = await import("./pyodide/pyodide.mjs").catch(() => {
-    throw new Error("Pyodide is missing beside this page: make site puts it into lab/pyodide.");
-  });
+  const { loadPyodide } = await import("./pyodide/pyodide.mjs").catch(missing);
   const [pyodide, zip] = await Promise.all([
-    loadPyodide({ indexURL: new URL("./pyodide/", import.meta.url).href }),
+    loadPyodide({ indexURL: new URL("./pyodide/", import.meta.url).href }).catch(missing),
     fetchZip(),
   ]);
   pyodide.unpackArchive(zip, "zip", { extractDir: "/lab" });
@@ -18,6 +16,11 @@ async function load() {
   const answers = pyodide.pyimport("answers");
   started = performance.now() - start;
   return answers;
+}
+
+function missing(error) {
+  console.error(error);
+  throw new Error("Pyodide is not whole beside this page: make site puts it into lab/pyodide.");
 }
 
 async function fetchZip() {

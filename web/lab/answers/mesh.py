@@ -8,6 +8,7 @@ from typing import Any
 
 from minidist.collectives.cost import cost
 from minidist.instruments.planner import (
+    CONTEXT_ATTENTION,
     GPUS,
     MODELS,
     STAGES,
@@ -33,7 +34,7 @@ def choices() -> dict[str, Any]:
     return {
         "models": [name for name, model in MODELS.items() if not (model.experts or model.tied)],
         "stages": {str(stage): name for stage, name in STAGES.items()},
-        "attention": ["ring", "gathered", "gathered once"],
+        "attention": list(CONTEXT_ATTENTION[:3]),
         "orders": {axis: ordered(axis) for axis in AXES},
     }
 
@@ -79,7 +80,6 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
     return {
         "set": {} if gpu == asked["gpu"] else {"gpu": gpu},
         "node": NODE,
-        "data": layout.data,
         "places": every,
         "axes": axes,
         "orders": {axis: leaving(sizes_of(layout, axis), calls) for axis in AXES},
