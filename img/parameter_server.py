@@ -22,7 +22,7 @@ def place(time: float) -> float:
 def weights(axes: Axes, start: float, end: float, version: int) -> None:
     """A version of the weights on the server."""
     bar(axes, place(start), SERVER, place(end) - place(start) - 0.03, HIGH, RANKS[0])
-    words(axes, place((start + end) / 2), SERVER + HIGH / 2, f"{version}", 10, color="white")
+    words(axes, place((start + end) / 2), SERVER + HIGH / 2, f"{version}", 10, color=ink(RANKS[0]))
 
 
 def parameter_server() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minidist.instruments.plot.frame import chart, legend, ticks
-from minidist.instruments.plot.palette import INK, colors
+from minidist.instruments.plot.palette import INK, colors, darker
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +30,7 @@ def roofline(
     """
     if not points or not bandwidth:
         raise ValueError("roofline: no operation, or no roof, to draw")
-    shades = colors(bandwidth)
+    shades = {name: darker(shade) for name, shade in colors(bandwidth).items()}
     ridges = {name: peak / fast for name, fast in bandwidth.items()}
     places = {point.name: (point.intensity, point.speed) for point in points}
     reach = [*ridges.values(), *(x for x, _ in places.values())]
