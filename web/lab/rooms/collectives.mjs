@@ -96,8 +96,8 @@ function show(answer, state, set) {
       `Who holds what ${when}`,
       player(answer, set),
       picture(answer),
-      meaning(answer),
       clock(answer),
+      meaning(answer),
     ),
     card(step ? `The messages of step ${step}` : "Messages", letters(answer)),
     card("What each rank sends in all", sent(answer)),
@@ -455,7 +455,8 @@ function comparison({ operation, algorithm, rivals, node_of: nodeOf }, { nbytes 
     (two
       ? ", as if all of them went over a node's cable. On the network, messages within a node do " +
         "not, and those that leave a node at once share its cable."
-      : ". It lets a rank send or receive one message at a time. On the network, each two ranks " +
-        "have a line of their own, so rank 0 of a naive sum receives from all at once.");
+      : ". It lets a rank send or receive one message at a time. On the network, any two ranks " +
+        "have a line of their own: what several send to one rank arrives at once, and a sender " +
+        "does not wait for the latency of its last message.");
   return element("div", {}, made, element("p", {}, note));
 }
