@@ -6,7 +6,7 @@
 #             them: make timing NOTEBOOKS="notebooks/06*.ipynb"
 # make soak   runs the tests of the night: hundreds of launches, interrupts and kills; and the cases,
 #             such as those on the other backend, that make test leaves out
-# make browser   runs lesson 1 in Chromium, as a learner would
+# make browser   builds the site, and looks at it and at lesson 1 in Chromium, as a learner would
 # make site   builds the site and the lab, to read and try without installing: build/site (needs npm)
 # All make the environment first when it is missing or out of date.
 
@@ -78,6 +78,9 @@ $(TOOLS): $(TEST) notebooks/scripts/build_deepspeed.py
 # Jupyter prints the address. It also opens a browser, unless there is no screen to show one.
 HAS_SCREEN := $(or $(DISPLAY),$(WAYLAND_DISPLAY),$(filter Darwin,$(shell uname -s)))
 
+# notebooks/jupyter holds the course's settings of JupyterLab: lessons before folders, whole names, no
+# news. What a learner has set in JupyterLab counts more.
+lab: export JUPYTER_CONFIG_PATH := notebooks/jupyter$(addprefix :,$(JUPYTER_CONFIG_PATH))
 lab: $(READY)
 	$(if $(filter my,$(LAB_NOTEBOOKS)),@$(BIN)/python notebooks/my_copy.py)
 	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/$(LAB_NOTEBOOKS)/00_start.ipynb \
@@ -158,11 +161,10 @@ NOTEBOOKS ?= $(LESSONS)
 timing: $(TOOLS)
 	MINIDIST_TIMING= $(PYTEST) $(NBVAL) $(NOTEBOOKS)
 
-# Chromium and its driver come from the system: apt install chromium chromium-driver. Without them
-# the test is skipped.
-browser: $(TEST)
+# Chromium comes from the system: apt install chromium. Without it the tests are skipped.
+browser: $(TEST) site
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[browser]'
-	$(PYTEST) tests/test_browser.py -m browser $(TEST_ARGS)
+	$(PYTEST) tests/test_browser*.py -m browser -rP $(TEST_ARGS)
 
 # Another seed each time. To see a failure again: make soak SEED=...
 SEED := $(or $(SEED),$(shell date +%s))

@@ -8,7 +8,6 @@ export const COLORS = {
   "backward for inputs": "#003F66",
   "backward for weights": "#8F7CC4",
   communication: "#D55E00",
-  idle: "#D6D6D6",
   parameters: "#0072B2",
   gradients: "#E69F00",
   "optimizer states": "#009E73",

@@ -37,6 +37,7 @@ async function open() {
   const asked = parse(location.hash);
   const known = Object.hasOwn(ROOMS, asked.room);
   const opened = known ? asked.room : FIRST;
+  if (room !== opened) part("room").hidden = true; // its controls would change the new room
   room = opened;
   last = next = undefined;
   clearTimeout(writing);
@@ -49,8 +50,10 @@ async function open() {
   states[room] = state;
   part("notice").textContent = problems.join(" ");
   part("room").hidden = false;
-  showState = build(part("controls"), controls, change, ask);
-  part("controls").append(element("a", { id: "start", href: address(room, {}) }, "Start values"));
+  keepingFocus(() => {
+    showState = build(part("controls"), controls, change, ask);
+    part("controls").append(element("a", { id: "start", href: address(room, {}) }, "Start values"));
+  });
   showState(state);
   await ask();
 }
@@ -66,13 +69,19 @@ function describe({ title, about, lessons }) {
     lessons.length > 1 ? "Lessons: " : "Lesson: ",
     ...links.flatMap((link, i) => (i ? [", ", link] : [link])),
   );
-  part("rooms").replaceChildren(
-    ...Object.entries(ROOMS).map(([name, each]) => {
-      const href = address(name, states[name] ?? {});
-      const current = name === room && "page";
-      return element("a", { id: `to-${name}`, href, "aria-current": current }, each.title);
-    }),
-  );
+  const rooms = Object.entries(ROOMS).map(([name, each]) => {
+    const href = address(name, states[name] ?? {});
+    const current = name === room && "page";
+    return element("a", { id: `to-${name}`, href, "aria-current": current }, each.title);
+  });
+  keepingFocus(() => part("rooms").replaceChildren(...rooms));
+}
+
+/** What has the focus is drawn anew: then its successor, of the same id, has it. */
+function keepingFocus(draw) {
+  const { id } = document.activeElement;
+  draw();
+  if (id) document.getElementById(id)?.focus({ preventScroll: true });
 }
 
 // ---- ask and show ---------------------------------------------------------------------------
@@ -95,8 +104,8 @@ async function ask(extra = {}) {
       const asked = next;
       next = undefined;
       const slow = setTimeout(wait, 200);
-      const answer = await python.answer(asked.room, { ...asked.values, ...asked.extra });
-      clearTimeout(slow);
+      const reply = python.answer(asked.room, { ...asked.values, ...asked.extra });
+      const answer = await reply.finally(() => clearTimeout(slow));
       if (asked.room === room) take(answer, asked.values);
     }
   } catch (error) {
@@ -125,13 +134,11 @@ function take(answer, values) {
 function draw() {
   const { answer, values } = last;
   const sentence = part("sentence");
-  const result = part("result");
-  const focus = result.contains(document.activeElement) && document.activeElement.id;
   sentence.classList.toggle("error", Boolean(answer.error));
   sentence.textContent = answer.error ?? ROOMS[room].sentence(answer, values);
-  result.replaceChildren(...(answer.error ? [] : [ROOMS[room].show(answer, values, change)]));
-  result.removeAttribute("aria-busy");
-  if (focus) document.getElementById(focus)?.focus();
+  const drawn = answer.error ? [] : [ROOMS[room].show(answer, values, change)];
+  keepingFocus(() => part("result").replaceChildren(...drawn));
+  part("result").removeAttribute("aria-busy");
 }
 
 function fail(error) {

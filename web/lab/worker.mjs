@@ -1,20 +1,26 @@
 // Python, beside the page: nothing freezes while it starts or searches.
 
 const start = performance.now();
+let started; // after so many milliseconds
 const python = load();
 python.catch(() => {}); // told by whoever waits for it
 
 async function load() {
-  const { loadPyodide } = await import("./pyodide/pyodide.mjs").catch(() => {
-    throw new Error("Pyodide is missing beside this page: make site puts it into lab/pyodide.");
-  });
+  const { loadPyodide } = await import("./pyodide/pyodide.mjs").catch(missing);
   const [pyodide, zip] = await Promise.all([
-    loadPyodide({ indexURL: new URL("./pyodide/", import.meta.url).href }),
+    loadPyodide({ indexURL: new URL("./pyodide/", import.meta.url).href }).catch(missing),
     fetchZip(),
   ]);
   pyodide.unpackArchive(zip, "zip", { extractDir: "/lab" });
   pyodide.runPython("import sys; sys.path.insert(0, '/lab')");
-  return pyodide.pyimport("answers");
+  const answers = pyodide.pyimport("answers");
+  started = performance.now() - start;
+  return answers;
+}
+
+function missing(error) {
+  console.error(error);
+  throw new Error("Pyodide is not whole beside this page: make site puts it into lab/pyodide.");
 }
 
 async function fetchZip() {
@@ -27,10 +33,10 @@ async function fetchZip() {
 onmessage = async ({ data: { id, room, asked } }) => {
   try {
     const answers = await python;
-    const ready = performance.now();
+    const begin = performance.now();
     const text = asked ? answers.answer(room, JSON.stringify(asked)) : answers.choices(room);
-    const times = { started: ready - start, took: performance.now() - ready };
-    postMessage({ id, answer: JSON.parse(text), times });
+    const took = performance.now() - begin;
+    postMessage({ id, answer: JSON.parse(text), times: { started, took } });
   } catch (error) {
     console.error(error);
     postMessage({ id, failed: String(error.message ?? error).trim().split("\n").at(-1) });

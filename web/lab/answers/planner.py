@@ -11,6 +11,7 @@ from minidist.instruments.planner import (
     Device,
     Layout,
     Transformer,
+    mfu,
     peak,
     step_time,
 )
@@ -53,7 +54,6 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
     parts = asdict(took)
     parts["data"] -= parts.pop("hidden")
     tokens = layout.sequences * model.length
-    rate = tokens / took.total / layout.world_size
     return found | {
         "data": layout.data,
         "micro_batches": layout.micro_batches,
@@ -66,8 +66,8 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
         "hidden": took.hidden,
         "error_of_time": ERROR,
         "tokens": tokens,
-        "rate": rate,
-        "mfu": rate * model.flops / gpu.flops,
+        "rate": tokens / took.total / layout.world_size,
+        "mfu": mfu(model, layout, gpu, took.total),
         "days": 1e12 / tokens * took.total / 86400,  # of a trillion tokens
     }
 

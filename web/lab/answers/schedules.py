@@ -1,5 +1,6 @@
 """The room "Pipeline schedules": five schedules, simulated with the same numbers."""
 
+from functools import lru_cache
 from typing import Any
 
 from minidist.instruments.link import Link
@@ -9,6 +10,7 @@ from minidist.pipeline.instructions import (
     BackwardWeights,
     Forward,
     Instruction,
+    Schedule,
 )
 from minidist.pipeline.schedules import SCHEDULES, Prediction, find, simulate
 
@@ -53,11 +55,17 @@ def _simulated(name: str, asked: dict[str, Any]) -> tuple[int, Prediction]:
     several takes a part of the time, and keeps a part of the activations."""
     ranks, microbatches = asked["ranks"], asked["microbatches"]
     chunks = asked["chunks"] if name == "interleaved" else 1
-    made = find(name, ranks, microbatches, chunks * ranks)
+    made = _made(name, ranks, microbatches, chunks)
     parts = [asked[part] * 1e-3 / chunks for part in ("forward", "inputs", "weights")]
     link = Link(asked["gbps"], asked["latency_us"]) if asked["gbps"] else None
     nbytes = asked["mb"] * 1e6
     return chunks, simulate(made, *parts, link=link, nbytes=nbytes, nodes=asked["nodes"])
+
+
+@lru_cache(20)
+def _made(name: str, ranks: int, microbatches: int, chunks: int) -> Schedule:
+    """Kept, since most sliders leave it as it is."""
+    return find(name, ranks, microbatches, chunks * ranks)
 
 
 def _drawn(found: Prediction) -> list[list[dict[str, Any]]]:

@@ -1,6 +1,7 @@
 // The room "Collectives": who sends what to whom in each step, what all hold then, how long it
 // takes, and which algorithm is the fastest.
 
+import { choice, range, slider } from "../controls.mjs";
 import {
   COLORS,
   RANKS,
@@ -51,29 +52,20 @@ export default {
 };
 
 function controls({ collectives, sizes }) {
-  const slider = (id, label, values, start, say, when) => ({
-    ...{ id, label, kind: "slider", values, start, say, ...(when && { when }) },
-  });
   const speed = (value) => `${value} Gb/s`;
   const latency = (value) => `${value} µs`;
-  const two = (state) => state.nodes > 1;
+  const inFull = (name) => name.split(" ").map(inWords).join(" by ");
+  const two = { when: ({ nodes }) => nodes > 1 };
   return [
-    {
-      ...{ id: "collective", label: "collective", kind: "choice", values: collectives },
-      start: collectives[0],
-      say: (name) => name.split(" ").map(inWords).join(" by "),
-    },
-    slider("ranks", "ranks", [2, 3, 4, 5, 6, 7, 8], 4, String),
+    choice("collective", "collective", collectives, collectives[0], inFull),
+    slider("ranks", "ranks", range(2, 8), 4),
     slider("nbytes", "the vector", sizes, 1e6, bytes),
     slider("gbps", "bandwidth 1/β", GBPS, 100, speed),
     slider("latency_us", "latency α", LATENCY, 10, latency),
-    slider("nodes", "nodes", [1, 2], 1, String),
-    slider("cable_gbps", "1/β of a node's cable", GBPS, 10, speed, two),
-    slider("cable_latency_us", "α of a node's cable", LATENCY, 20, latency, two),
-    {
-      ...slider("step", "step", Array.from({ length: MOST_STEPS + 1 }, (_, i) => i), 1, String),
-      last: (answer) => answer.steps,
-    },
+    slider("nodes", "nodes", [1, 2], 1),
+    { ...slider("cable_gbps", "1/β of a node's cable", GBPS, 10, speed), ...two },
+    { ...slider("cable_latency_us", "α of a node's cable", LATENCY, 20, latency), ...two },
+    { ...slider("step", "step", range(0, MOST_STEPS), 1), last: ({ steps }) => steps },
   ];
 }
 
@@ -104,8 +96,8 @@ function show(answer, state, set) {
       `Who holds what ${when}`,
       player(answer, set),
       picture(answer),
-      meaning(answer),
       clock(answer),
+      meaning(answer),
     ),
     card(step ? `The messages of step ${step}` : "Messages", letters(answer)),
     card("What each rank sends in all", sent(answer)),
@@ -128,7 +120,7 @@ function keepPlaying({ step, steps }, set) {
 function play() {
   const start = now.step < now.steps ? now.step + 1 : 0;
   timer = setInterval(() => {
-    if (document.querySelector("#play")) now.set({ step: now.step + 1 });
+    if (location.hash.startsWith("#collectives")) now.set({ step: now.step + 1 });
     else pause(); // another room is open
   }, PAUSE);
   now.set({ step: start });
@@ -263,21 +255,20 @@ function cell(place, values, { complete, held }, name, framed) {
   const drawn = values.flatMap((rank) => {
     const at = place.x + (places > 1 ? rank * wide : 0);
     const size = { x: at, y: place.y, width: wide, height: place.height };
-    const edge = { stroke: "var(--ink)", "stroke-width": wide < 12 ? 0.6 : 1 };
-    const filled = shape("rect", { ...size, fill: RANKS[rank], ...edge });
+    const filled = shape("rect", { ...size, fill: RANKS[rank] });
     if (wide < 12) return [filled];
     const style = `fill: ${ink(RANKS[rank])}`;
     const middle = { x: at + wide / 2, y: place.y + place.height / 2 + 4, style };
     return [filled, shape("text", { ...middle, "text-anchor": "middle" }, String(rank))];
   });
-  const frame = { ...place, fill: "none", stroke: "var(--ink)", "stroke-width": framed ? 3 : 0 };
+  const frame = { ...place, style: "fill: none; stroke-width: 3px" };
   return shape(
     "g",
     {},
     shape("title", {}, `${name}: ${words}`),
-    shape("rect", { ...place, fill: "var(--empty)" }),
+    shape("rect", { ...place, class: "empty" }),
     ...drawn,
-    shape("rect", frame),
+    ...(framed ? [shape("rect", frame)] : []),
   );
 }
 
@@ -303,17 +294,13 @@ function clock({ ends, step, steps }) {
   const wide = Math.min(width(), 640);
   const x = (time) => 1 + (time / (ends[steps] || 1)) * (wide - 2);
   const boxes = ends.slice(1).map((end, i) => {
-    const [from, done] = [x(ends[i]), i < step];
+    const size = { x: x(ends[i]), width: Math.max(x(end) - x(ends[i]) - 1, 0.5) };
+    const look =
+      i < step
+        ? { fill: "var(--accent)", "fill-opacity": i + 1 < step ? 0.5 : 1 }
+        : { class: "empty" };
     const words = `step ${i + 1}: ${seconds(ends[i])} to ${seconds(end)}`;
-    return shape(
-      "rect",
-      {
-        ...{ x: from, y: 2, width: Math.max(x(end) - from - 1, 0.5), height: 16 },
-        ...{ fill: done ? "var(--accent)" : "var(--empty)", stroke: "var(--control)" },
-        "fill-opacity": done && i + 1 < step ? 0.5 : 1,
-      },
-      shape("title", {}, words),
-    );
+    return shape("rect", { ...size, y: 2, height: 16, ...look }, shape("title", {}, words));
   });
   const words = `${seconds(ends[step])} of ${seconds(ends[steps])}`;
   return element(
@@ -333,7 +320,7 @@ function letters({ messages, pieces, node_of: nodeOf }) {
   return table(
     [
       ...["from → to", ...(pieces.length > 1 ? ["pieces"] : [])],
-      ...["bytes", "there", ...(two ? ["over"] : [])],
+      ...["bytes", "there it is", ...(two ? ["over"] : [])],
     ],
     messages.map((message) => [
       `${message.sender} → ${message.receiver}`,
@@ -468,7 +455,8 @@ function comparison({ operation, algorithm, rivals, node_of: nodeOf }, { nbytes 
     (two
       ? ", as if all of them went over a node's cable. On the network, messages within a node do " +
         "not, and those that leave a node at once share its cable."
-      : ". It lets a rank send or receive one message at a time. On the network, each two ranks " +
-        "have a line of their own, so rank 0 of a naive sum receives from all at once.");
+      : ". It lets a rank send or receive one message at a time. On the network, any two ranks " +
+        "have a line of their own: what several send to one rank arrives at once, and a sender " +
+        "does not wait for the latency of its last message.");
   return element("div", {}, made, element("p", {}, note));
 }

@@ -56,7 +56,7 @@ function controls({ schedules }) {
   return [
     choice("schedule", "schedule", schedules, "1f1b", (name) => NAMES[name]),
     slider("ranks", "ranks", range(2, 8), 4),
-    slider("microbatches", "micro-batches", range(1, 32), 8),
+    slider("microbatches", "micro-batches", range(1, 24), 8),
     slider("chunks", "stages a rank, if interleaved", [2, 3, 4], 2),
     slider("forward", "forward", range(1, 40), 10, milliseconds),
     slider("inputs", "backward for inputs", range(1, 40), 10, milliseconds),
