@@ -176,6 +176,10 @@ def test_nonsense_in_a_link_is_told_and_the_rest_holds(visit: Callable[..., Any]
     notice = page.inner_text("#notice")
     assert "banana" in notice and "colour" in notice
     assert page.get_attribute("#microbatches", "aria-valuetext").startswith("16")
+    for room in ROOMS:  # also where the answer moves a control: it stays until the reader does so
+        page = lab(visit, f"#{room}?ranks=2&step=14&gpus=8&gpu=127&colour=red")
+        page.wait_for_timeout(500)
+        assert "colour" in page.inner_text("#notice")
     page = lab(visit, "#kitchen?<b>=<script>alert(1)</script>")
     assert "kitchen" in page.inner_text("#notice") and page.inner_text("#sentence")
 

@@ -80,6 +80,7 @@ function describe({ title, about, lessons }) {
 /** What the user changes, by a control or in the result. */
 function change(values) {
   Object.assign(states[room], values);
+  part("notice").textContent = "";
   showState(states[room]);
   writeSoon();
   return ask();
@@ -148,7 +149,6 @@ function writeSoon() {
     const now = address(room, shown(controls, states[room]));
     history.replaceState(null, "", now);
     part(`to-${room}`).href = now;
-    part("notice").textContent = "";
   }, 200);
 }
 
