@@ -83,8 +83,8 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
         "steps": len(made),
         "step": step,
         "messages": [
-            {"sender": m.sender, "receiver": m.receiver, "pieces": [*m.pieces], "adds": m.adds}
-            | {"nbytes": size_of(m, sizes), "crosses": cluster.crosses(m)}
+            m._asdict()
+            | {"pieces": [*m.pieces], "nbytes": size_of(m, sizes), "crosses": cluster.crosses(m)}
             for m in (made[step - 1] if step else [])
         ],
         "held": [
@@ -149,12 +149,13 @@ def size_of(message: Message, sizes: list[int]) -> int:
 
 def held(operation: str, done: list[Step], p: int, sizes: list[int]) -> Held:
     """Whose values are in each piece of each rank after these steps."""
-    now: Held = [[{r} for _ in sizes] for r in range(p)]
-    if operation in KEPT:  # a rank begins with one piece, or the root with all
-        now = [
-            [{r} if r == (i if len(sizes) > 1 else 0) else set() for i, _ in enumerate(sizes)]
-            for r in range(p)
-        ]
+
+    def begins_with(rank: int, piece: int) -> bool:
+        return {"all_gather": rank == piece, "broadcast": rank == 0}.get(operation, True)
+
+    now: Held = [
+        [{rank} if begins_with(rank, i) else set() for i in range(len(sizes))] for rank in range(p)
+    ]
     for step in done:
         before = [list(rank) for rank in now]
         for sender, receiver, pieces, adds in step:
@@ -165,12 +166,13 @@ def held(operation: str, done: list[Step], p: int, sizes: list[int]) -> Held:
 
 
 def _whole(found: list[steps.Step], adds: bool) -> list[Step]:
+    """The library's messages, each of the whole vector."""
     return [[Message(r, other, range(1), adds) for r, other, _ in step] for step in found]
 
 
 def _ring(p: int, adds: bool) -> list[Step]:
-    """One round, of partial sums, after which rank r has piece r; or of pieces that are complete,
-    of which rank r begins with piece r."""
+    """One round: of partial sums, after which rank r has all of piece r; or of pieces that are
+    complete, of which rank r sends piece r first."""
     found = []
     for s, step in enumerate(steps.ring(p, 0)):
         at = [(r - adds - s) % p for r in range(p)]
@@ -179,10 +181,14 @@ def _ring(p: int, adds: bool) -> list[Step]:
 
 
 def _doubling(core: int) -> list[Step]:
+    """Partners exchange whole vectors and add."""
     return [[Message(r, r ^ d, range(1), True) for r in range(core)] for d in _powers(core)]
 
 
 def _halving_doubling(core: int) -> list[Step]:
+    """Partners exchange halves of what they still add up, until each has a piece; then what is
+    complete, the same way back."""
+
     def half(rank: int, d: int) -> range:
         """The d pieces among which the rank's own one lies."""
         return range(rank & -d, (rank & -d) + d)
