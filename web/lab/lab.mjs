@@ -89,6 +89,7 @@ function keepingFocus(draw) {
 /** What the user changes, by a control or in the result. */
 function change(values) {
   Object.assign(states[room], values);
+  part("notice").textContent = "";
   showState(states[room]);
   writeSoon();
   return ask();
@@ -155,7 +156,6 @@ function writeSoon() {
     const now = address(room, shown(controls, states[room]));
     history.replaceState(null, "", now);
     part(`to-${room}`).href = now;
-    part("notice").textContent = "";
   }, 200);
 }
 

@@ -78,7 +78,7 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
         for axis in AXES
     ]
     return {
-        "set": {} if gpu == asked["gpu"] else {"gpu": gpu},
+        **({"set": {"gpu": gpu}} if gpu < asked["gpu"] else {}),
         "node": NODE,
         "places": every,
         "axes": axes,
