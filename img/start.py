@@ -127,7 +127,8 @@ def grid(axes, x: float, y: float, width: float, shades) -> None:
     side, high = width / 4, 1.7 / 4
     for row, line in enumerate(shades):
         for column, shade in enumerate(line):
-            bar(axes, x + side * column, y + 1.7 - high * (row + 1), side, high, shade)
+            place = x + side * column, y + 1.7 - high * (row + 1)
+            bar(axes, *place, side, high, shade, edgecolor=darker(shade, 9))
 
 
 if __name__ == "__main__":

@@ -164,11 +164,9 @@ def stripes(
 
     `new`, for what has just arrived, draws a heavy frame.
     """
-    for place, rank in enumerate(ranks):
-        width = size / len(ranks)
-        axes.add_patch(
-            Rectangle((x + place * width, y), width, size, facecolor=RANKS[rank], linewidth=0)
-        )
+    for count in range(len(ranks), 0, -1):  # each upon those before it, so that no gap is left
+        width, shade = size * count / len(ranks), RANKS[ranks[count - 1]]
+        axes.add_patch(Rectangle((x, y), width, size, facecolor=shade, linewidth=0))
     frame = {"edgecolor": INK, "linewidth": 2.2} if new else {"edgecolor": PALE, "linewidth": 0.6}
     axes.add_patch(Rectangle((x, y), size, size, facecolor="none", zorder=3 if new else 2, **frame))
     if text and len(ranks) == 1:

@@ -77,6 +77,7 @@ def stacked(
                 ax.bar(x, value, 0.62, foot, label=kind, **area(shade))
                 if value > 0.06 * highest and len(measured) < 7:
                     look: dict[str, Any] = {"ha": "center", "va": "center", "color": ink(shade)}
+                    look["bbox"] = {"fc": shade, "ec": "none", "pad": 0}  # upon a formula's line
                     ax.text(x, foot + value / 2, show(value), size=8.5, **look)
                 foot += value
             marks = list(accumulate(predicted.get(name, {}).get(kind, 0) for kind in kinds))
@@ -85,7 +86,8 @@ def stacked(
                 ax.hlines(sorted(set(marks)), x - 0.37, x + 0.37, color="black", lw=1.8)
                 said += f"\nformula: {show(marks[-1])}" if len(measured) < 7 else ""  # no room
             top = max(foot, *marks) + 0.02 * highest
-            ax.text(x, top, said, ha="center", va="bottom", size=9.5)
+            size = 9.5 if len(measured) < 5 else 8  # or neighbours would touch
+            ax.text(x, top, said, ha="center", va="bottom", size=size)
         named = swatches(kinds)[::-1]
         if predicted:
             named += ax.plot([], [], color="black", lw=1.8, label="formula")

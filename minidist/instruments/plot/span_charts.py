@@ -60,7 +60,7 @@ def timeline(
     def kind(span: Span) -> str:
         return span.name if span.name in ACTIVITIES else span.category
 
-    first = min(span.start for span in spans)
+    first, last = min(span.start for span in spans), max(span.end for span in spans)
     grey = color("waiting")
     order = [*COLORS, *sorted({kind(span) for span in spans} - set(COLORS))]
     shades = colors(name for name in order if name in map(kind, spans))
@@ -77,8 +77,10 @@ def timeline(
                 shade, rim = shades[kind(span)], darker(shades[kind(span)])
                 start, at, thick, depth = span.start, middle, whole, 0
                 if lanes and span.category == "communication":
-                    start, at, thick, rim = max(start, free), row + 0.2, 0.3, GROUND
+                    start, at, thick = max(start, free), row + 0.2, 0.3
                     free = max(free, span.end)
+                    if span.end - start > 0.01 * (last - first):  # a short one would vanish
+                        rim = GROUND
                 else:
                     around = [end for end in around if end > span.start]
                     depth = len(around)
