@@ -242,6 +242,19 @@ def test_messages_of_a_timeline_may_have_a_lane_of_their_own() -> None:
     assert backward.get_y() + backward.get_height() < first.get_y()  # the axis points down
 
 
+def test_thin_spans_of_a_timeline_have_one_edge_around_all() -> None:
+    line = Timeline()
+    line.spans = [Span("op", "compute", i / 1e3, i / 1e3 + 4e-4) for i in range(3)]
+    line.spans += [Span("send", "communication", 0.1, 0.1), Span("op", "compute", 0.5, 0.5)]
+    line.spans += [Span("op", "compute", 0.6, 1.0)]
+    *thin, send, alone, wide, around = plot.timeline([line], lanes=True).patches
+    rims = [to_hex(bar.get_edgecolor()).upper() for bar in (*thin, send, alone, wide, around)]
+    rim = palette.darker(color("compute"))
+    assert rims == [*3 * [color("compute")], color("communication"), *3 * [rim]]
+    assert (around.get_x(), around.get_width()) == pytest.approx((0, 2.4))
+    assert around.get_facecolor()[3] == 0  # what it surrounds is seen
+
+
 def test_rows_of_a_timeline_may_begin_at_zero_and_be_grey_where_they_wait() -> None:
     early, late = Timeline(), Timeline()
     early.spans = [Span("forward", "compute", 1.0, 2.0), Span("forward", "compute", 3.0, 4.0)]
@@ -383,6 +396,12 @@ def bars(ax: Axes, row: int) -> list[tuple[float, float, str]]:
     return [(round(a, 6), round(b, 6), shade) for a, b, shade in ends]
 
 
+def test_the_name_of_a_level_stands_where_no_curve_is() -> None:
+    flat, crossing = {1: 9, 8: 9}, {1: 9, 5: 5, 6.5: 5, 8: 1}
+    at = [plot.sweep({"a": c}, levels={"DDP": 5}, log="").texts[0].xy[0] for c in (flat, crossing)]
+    assert at == [0.68, 0.84]
+
+
 def test_sweep_shows_dots_where_measured_and_lines_where_predicted() -> None:
     measured = {"gpipe": {4: 0.5, 1: 0.75}, "1f1b": {4: 0.4}}
     ax = plot.sweep(measured, {"gpipe": {1: 0.7, 2: 0.6, 4: 0.5}}, xlabel="micro-batches")
@@ -432,6 +451,12 @@ def test_roofline_is_the_lower_of_peak_and_bandwidth() -> None:
     linear, add, norm = ax.texts
     assert [text.get_text() for text in ax.texts] == ["linear", "add", "norm"]
     assert not add.get_window_extent().overlaps(norm.get_window_extent())
+    on_the_roof = plot.roofline(
+        [SimpleNamespace(name="at", intensity=9, speed=1e11)], 1e11, {"": 1e11}
+    )
+    assert (
+        on_the_roof.texts[0].get_window_extent().y1 < on_the_roof.transData.transform((9, 1e11))[1]
+    )
     assert {"1", "10", "100"} <= set(ticks(ax.xaxis)) and "100" in ticks(ax.yaxis)
 
 

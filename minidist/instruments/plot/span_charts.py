@@ -61,6 +61,7 @@ def timeline(
         return span.name if span.name in ACTIVITIES else span.category
 
     first = min(span.start for span in spans)
+    hair = 1e3 * (max(span.end for span in spans) - first) / 480  # ms: a line's width, or two
     grey = color("waiting")
     order = [*COLORS, *sorted({kind(span) for span in spans} - set(COLORS))]
     shades = colors(name for name in order if name in map(kind, spans))
@@ -68,6 +69,7 @@ def timeline(
         for row, (_, line) in enumerate(lines):
             around: list[float] = []  # the ends of the spans that the next may begin within
             free, middle, whole = first, float(row), 0.78  # when the lane of messages is free
+            runs: list[tuple[dict[str, Any], float, float, list[Any]]] = []  # of thin spans
             if lanes:
                 middle, whole = row - 0.2, 0.4
             if waits and line:
@@ -85,8 +87,20 @@ def timeline(
                     thick *= 0.66**depth
                     around.append(span.end)
                 left, width = (start - first) * 1e3, max(0, span.end - start) * 1e3
-                # An edge in the same colour keeps spans shorter than a pixel in sight.
-                ax.barh(at, width, thick, left, color=shade, ec=rim, lw=0.5, zorder=2 + depth)
+                thin = width < hair  # an edge in the same colour keeps it in sight
+                look: dict[str, Any] = {"y": at, "height": thick, "lw": 0.5, "ec": rim}
+                drawn = look | {"ec": shade} if thin else look
+                bar = ax.barh(left=left, width=width, color=shade, zorder=2 + depth, **drawn)
+                if thin and rim not in (shade, GROUND):
+                    if not (runs and runs[-1][0] == look and left - runs[-1][2] < hair):
+                        runs.append((look, left, left, []))
+                    look, begin, _, bars = runs.pop()
+                    runs.append((look, begin, left + width, [*bars, *bar]))
+            for look, begin, end, bars in runs:  # many edges would hide the colour: one around all
+                if len(bars) == 1:
+                    bars[0].set_edgecolor(look["ec"])
+                else:
+                    ax.barh(left=begin, width=end - begin, fc="none", zorder=3, **look)
         ax.set_yticks(range(len(lines)), [name for name, _ in lines])
         ax.set_ylim(len(lines) - 0.45, -0.55)
         ax.set_xlim(left=0, auto=None)  # panels that share this axis may still need more of it
