@@ -87,7 +87,8 @@ def timeline(
                     thick *= 0.66**depth
                     around.append(span.end)
                 left, width = (start - first) * 1e3, max(0, span.end - start) * 1e3
-                thin = width < hair  # an edge in the same colour keeps it in sight
+                # An edge in the same colour keeps it in sight.
+                thin = width < (2 * hair if rim == GROUND else hair)
                 look: dict[str, Any] = {"y": at, "height": thick, "lw": 0.5, "ec": rim}
                 drawn = look | {"ec": shade} if thin else look
                 bar = ax.barh(left=left, width=width, color=shade, zorder=2 + depth, **drawn)
