@@ -112,7 +112,7 @@ def free(ax: Axes, level: float) -> float:
 
     ax.get_xlim(), ax.get_ylim()  # now the axes know their limits
     inside = ax.transData - ax.transAxes
-    curves = [inside.transform_path(line.get_path()) for line in ax.lines if line.get_lw() != 1]
+    curves = [inside.transform_path(line.get_path()) for line in ax.lines if line.get_linewidth() != 1]
     curves = [curve for curve in curves if len(curve) > 1]
     y = inside.transform((ax.get_xlim()[1], level))[1]
     for x in (0.68, 0.84, 0.5, 0.32, 0.16):
