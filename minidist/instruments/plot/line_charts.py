@@ -112,12 +112,12 @@ def free(ax: Axes, level: float) -> float:
 
     ax.get_xlim(), ax.get_ylim()  # now the axes know their limits
     inside = ax.transData - ax.transAxes
-    curves = [inside.transform_path(line.get_path()) for line in ax.lines if line.get_linewidth() != 1]
-    curves = [curve for curve in curves if len(curve) > 1]
+    curves = [line for line in ax.lines if line.get_transform() == ax.transData]  # not the levels
+    paths = [inside.transform_path(c.get_path()) for c in curves]
     y = inside.transform((ax.get_xlim()[1], level))[1]
     for x in (0.68, 0.84, 0.5, 0.32, 0.16):
         near = Bbox.from_extents(x - 0.05, y - 0.05, x + 0.05, y + 0.05)
-        if not any(curve.intersects_bbox(near, filled=False) for curve in curves):
+        if not any(path.intersects_bbox(near, filled=False) for path in paths):
             return x
     return 0.68
 
