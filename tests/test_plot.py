@@ -242,6 +242,16 @@ def test_messages_of_a_timeline_may_have_a_lane_of_their_own() -> None:
     assert backward.get_y() + backward.get_height() < first.get_y()  # the axis points down
 
 
+def test_alike_spans_too_thin_for_an_outline_are_drawn_as_one() -> None:
+    line = Timeline()
+    line.spans = [Span("op", "compute", i / 1e3, i / 1e3 + 4e-4) for i in range(3)]
+    line.spans += [Span("send", "communication", i / 10, i / 10) for i in (1, 1.01)]
+    line.spans += [Span("op", "compute", 0.5, 0.5), Span("op", "compute", 0.6, 1.0)]
+    bars = plot.timeline([line], lanes=True).patches
+    ends = [edge for bar in bars for edge in (bar.get_x(), bar.get_x() + bar.get_width())]
+    assert ends == pytest.approx([0, 2.4, 100, 100, 101, 101, 500, 500, 600, 1000])
+
+
 def test_rows_of_a_timeline_may_begin_at_zero_and_be_grey_where_they_wait() -> None:
     early, late = Timeline(), Timeline()
     early.spans = [Span("forward", "compute", 1.0, 2.0), Span("forward", "compute", 3.0, 4.0)]
@@ -383,6 +393,12 @@ def bars(ax: Axes, row: int) -> list[tuple[float, float, str]]:
     return [(round(a, 6), round(b, 6), shade) for a, b, shade in ends]
 
 
+def test_the_name_of_a_level_stands_where_no_curve_is() -> None:
+    flat, crossing = {1: 9, 8: 9}, {1: 9, 5: 5, 6.5: 5, 8: 1}
+    at = [plot.sweep({"a": c}, levels={"DDP": 5}, log="").texts[0].xy[0] for c in (flat, crossing)]
+    assert at == [0.68, 0.84]
+
+
 def test_sweep_shows_dots_where_measured_and_lines_where_predicted() -> None:
     measured = {"gpipe": {4: 0.5, 1: 0.75}, "1f1b": {4: 0.4}}
     ax = plot.sweep(measured, {"gpipe": {1: 0.7, 2: 0.6, 4: 0.5}}, xlabel="micro-batches")
@@ -433,6 +449,8 @@ def test_roofline_is_the_lower_of_peak_and_bandwidth() -> None:
     assert [text.get_text() for text in ax.texts] == ["linear", "add", "norm"]
     assert not add.get_window_extent().overlaps(norm.get_window_extent())
     assert {"1", "10", "100"} <= set(ticks(ax.xaxis)) and "100" in ticks(ax.yaxis)
+    ax = plot.roofline([SimpleNamespace(name="at", intensity=9, speed=1e11)], 1e11, {"": 1e11})
+    assert ax.texts[0].get_window_extent().y1 < ax.transData.transform((9, 1e11))[1]  # the roof
 
 
 def test_weights_are_white_where_they_are_right() -> None:

@@ -106,6 +106,22 @@ def time_against_size(
         return ax
 
 
+def free(ax: Axes, level: float) -> float:
+    """Where a name may stand on a level, as a part of the width: where no curve comes near it."""
+    from matplotlib.transforms import Bbox
+
+    ax.get_xlim(), ax.get_ylim()  # now the axes know their limits
+    inside = ax.transData - ax.transAxes
+    curves = [line for line in ax.lines if line.get_transform() == ax.transData]  # not the levels
+    paths = [inside.transform_path(c.get_path()) for c in curves]
+    y = inside.transform((ax.get_xlim()[1], level))[1]
+    for x in (0.68, 0.84, 0.5, 0.32, 0.16):
+        near = Bbox.from_extents(x - 0.05, y - 0.05, x + 0.05, y + 0.05)
+        if not any(path.intersects_bbox(near, filled=False) for path in paths):
+            return x
+    return 0.68
+
+
 def sweep(
     measured: Mapping[str, Curve],
     predicted: Mapping[str, Curve] | None = None,
@@ -146,13 +162,15 @@ def sweep(
             handles += ax.plot(*points, color=shades[name], label=name, **look)
         if predicted:
             handles += ax.plot([], [], color=PALE, lw=1.6, label="line: predicted")
-        for name, level in (levels or {}).items():
-            ax.axhline(level, color=PALE, lw=1, ls=":", zorder=1)
-            ax.annotate(name, (0.68, level), xycoords=("axes fraction", "data"), **LEVEL)
         for name in log:
             getattr(ax, f"set_{name}scale")("log", base=2 if name == "x" else 10)
+        for level in (levels or {}).values():
+            ax.axhline(level, color=PALE, lw=1, ls=":", zorder=1)
         if "y" not in log:
             ax.set_ylim(bottom=0)
+        for name, level in (levels or {}).items():
+            place = free(ax, level), level
+            ax.annotate(name, place, xycoords=("axes fraction", "data"), **LEVEL)
         ticks(ax.yaxis, show)
         labels = [f"{x:g}" for x in places]
         ax.set_xticks(places, labels)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +73,7 @@ def timeline(
             if waits and line:
                 begin, end = min(s.start for s in line), max(s.end for s in line)
                 ax.barh(middle, 1e3 * (end - begin), whole, 1e3 * (begin - first), **area(grey))
-            for span in sorted(line, key=lambda span: (span.start, -span.end)):
+            for span in _joined(line, kind, (last - first) / 480):
                 shade, rim = shades[kind(span)], darker(shades[kind(span)])
                 start, at, thick, depth = span.start, middle, whole, 0
                 if lanes and span.category == "communication":
@@ -99,6 +99,26 @@ def timeline(
         named = shades | ({"waiting": grey} if waits else {})
         legend(ax, swatches(named))
         return ax
+
+
+def _joined(line: Iterable[Span], kind: Callable[[Span], str], hair: float) -> list[Span]:
+    """The spans in the order of their starts. Those next to each other that are alike, and shorter
+    than an outline is wide, become one: else one would see outlines alone."""
+    done: list[Span] = []
+    short = False  # the last one is such a span, or made of them
+    for span in sorted(line, key=lambda span: (span.start, -span.end)):
+        thin = span.end - span.start < hair and span.category != "communication"
+        if (
+            thin
+            and short
+            and kind(span) == kind(done[-1])
+            and 0 <= span.start - done[-1].end < hair
+        ):
+            done[-1] = replace(done[-1], end=span.end)
+        else:
+            done.append(span)
+            short = thin
+    return done
 
 
 def _from_zero(line: Sequence[Span]) -> list[Span]:
