@@ -245,11 +245,11 @@ def test_messages_of_a_timeline_may_have_a_lane_of_their_own() -> None:
 def test_alike_spans_too_thin_for_an_outline_are_drawn_as_one() -> None:
     line = Timeline()
     line.spans = [Span("op", "compute", i / 1e3, i / 1e3 + 4e-4) for i in range(3)]
-    line.spans += [Span("send", "communication", i / 10, i / 10) for i in (1, 1.01)]
+    line.spans += [Span("send", "communication", i / 10, i / 10) for i in (1, 1.02)]
     line.spans += [Span("op", "compute", 0.5, 0.5), Span("op", "compute", 0.6, 1.0)]
     bars = plot.timeline([line], lanes=True).patches
     ends = [edge for bar in bars for edge in (bar.get_x(), bar.get_x() + bar.get_width())]
-    assert ends == pytest.approx([0, 2.4, 100, 100, 101, 101, 500, 500, 600, 1000])
+    assert ends == pytest.approx([0, 2.4, 100, 100, 102, 102, 500, 500, 600, 1000])
 
 
 def test_rows_of_a_timeline_may_begin_at_zero_and_be_grey_where_they_wait() -> None:

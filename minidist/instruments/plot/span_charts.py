@@ -73,7 +73,7 @@ def timeline(
             if waits and line:
                 begin, end = min(s.start for s in line), max(s.end for s in line)
                 ax.barh(middle, 1e3 * (end - begin), whole, 1e3 * (begin - first), **area(grey))
-            for span in _joined(line, kind, (last - first) / 480):
+            for span in _joined(line, kind, (last - first) / 240):
                 shade, rim = shades[kind(span)], darker(shades[kind(span)])
                 start, at, thick, depth = span.start, middle, whole, 0
                 if lanes and span.category == "communication":
