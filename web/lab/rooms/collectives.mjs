@@ -434,7 +434,7 @@ function comparison({ operation, algorithm, rivals, node_of: nodeOf }, { nbytes 
   const made = table(
     [
       ...["algorithm", "messages", "bytes", "formula", "this network"],
-      ...(two ? ["bytes that leave node 0"] : []),
+      ...(two ? ["leaving node 0"] : []),
     ],
     rivals.map((each) => [
       choose(each.name),
