@@ -59,7 +59,7 @@ function controls({ collectives, sizes }) {
   return [
     choice("collective", "collective", collectives, collectives[0], inFull),
     slider("ranks", "ranks", range(2, 8), 4),
-    slider("nbytes", "the vector", sizes, 1e6, bytes),
+    slider("nbytes", "size of the vector", sizes, 1e6, bytes),
     slider("gbps", "bandwidth 1/β", GBPS, 100, speed),
     slider("latency_us", "latency α", LATENCY, 10, latency),
     slider("nodes", "nodes", [1, 2], 1),
@@ -320,7 +320,7 @@ function letters({ messages, pieces, node_of: nodeOf }) {
   return table(
     [
       ...["from → to", ...(pieces.length > 1 ? ["pieces"] : [])],
-      ...["bytes", "there it is", ...(two ? ["over"] : [])],
+      ...["bytes", "at the receiver", ...(two ? ["over"] : [])],
     ],
     messages.map((message) => [
       `${message.sender} → ${message.receiver}`,
@@ -434,7 +434,7 @@ function comparison({ operation, algorithm, rivals, node_of: nodeOf }, { nbytes 
   const made = table(
     [
       ...["algorithm", "messages", "bytes", "formula", "this network"],
-      ...(two ? ["leave node 0"] : []),
+      ...(two ? ["leaving node 0"] : []),
     ],
     rivals.map((each) => [
       choose(each.name),

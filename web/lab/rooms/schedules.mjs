@@ -49,8 +49,8 @@ export default {
 
 function controls({ schedules }) {
   const link = [
-    slider("latency_us", "its latency", [0, 1, 5, 10, 20, 50, 100, 1000], 10, microseconds),
-    slider("mb", "a message", [1, 2, 5, 10, 20, 50, 100, 200], 10, megabytes),
+    slider("latency_us", "the link's latency", [0, 1, 5, 10, 20, 50, 100, 1000], 10, microseconds),
+    slider("mb", "size of a message", [1, 2, 5, 10, 20, 50, 100, 200], 10, megabytes),
     slider("nodes", "nodes", [1, 2, 3, 4], 1),
   ];
   return [
@@ -156,7 +156,7 @@ function colors(spans) {
 
 function comparison(rows, schedule) {
   return table(
-    ["schedule", "a step", "idle", "activations kept"],
+    ["schedule", "a step", "idle", "micro-batches kept"],
     rows.map(({ name, error, time, idle, kept }) =>
       error
         ? [NAMES[name], error]
