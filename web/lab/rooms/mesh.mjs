@@ -71,14 +71,12 @@ function sentence({ axes, orders }, { gpu, gpus, outermost }) {
 }
 
 function show(answer, state, set) {
-  return element(
-    "div",
-    {},
+  return [
     card(`GPU ${state.gpu}: ${place(answer.places[state.gpu])}`, squares(answer, state, set)),
     card(`What GPU ${state.gpu} sends in a step`, talks(answer, state)),
     card("What leaves a node in a step, by the order of the axes", orders(answer, state)),
     card("This mesh in a program", element("code", {}, program(answer))),
-  );
+  ];
 }
 
 function program({ axes, places }) {
@@ -104,15 +102,13 @@ function squares(answer, { gpu }, set) {
         "div",
         { class: "node" },
         element("span", {}, `node ${nodes.length}`),
-        ...ranks.map((rank) => square(rank, gpu, answer, set)),
+        ranks.map((rank) => square(rank, gpu, answer, set)),
       ),
     );
   }
   const shown = answer.axes.filter(({ to }) => to.length);
-  return element(
-    "div",
-    {},
-    element("div", { class: "nodes", role: "group", "aria-label": "GPUs in nodes" }, ...nodes),
+  return [
+    element("div", { class: "nodes", role: "group", "aria-label": "GPUs in nodes" }, nodes),
     key(shown.map(({ axis }) => [`${AXES[axis].letter}: ${axis}`, AXES[axis].color])),
     element(
       "p",
@@ -120,7 +116,7 @@ function squares(answer, { gpu }, set) {
       `A frame is around those that GPU ${gpu} sends to: the next stage and the one before, and ` +
         "of other groups the next GPU in the ring.",
     ),
-  );
+  ];
 }
 
 /** One GPU. A click chooses it; for the keyboard there is the slider, instead of 128 stops. */
@@ -164,23 +160,16 @@ const WHAT = {
 function talks({ axes, node }, state) {
   const sent = axes.map(({ to }) => sum(to.map((each) => each.bytes)));
   const most = Math.max(...sent);
-  const rows = axes.map((each, i) =>
-    element(
-      "div",
-      { class: "talk" },
-      name(each.axis),
-      each.to.length
-        ? element(
-            "div",
-            {},
-            strip([[each.axis, sent[i]]], most),
-            element("p", {}, `${where(each)}: ${WHAT[each.axis](state)}.`),
-            element("p", { class: "pale" }, inside(each, node)),
-          )
-        : element("p", {}, "one GPU: no messages"),
-    ),
-  );
-  return element("div", {}, ...rows);
+  return axes.map((each, i) => {
+    const what = each.to.length
+      ? [
+          strip([[each.axis, sent[i]]], most),
+          element("p", {}, `${where(each)}: ${WHAT[each.axis](state)}.`),
+          element("p", { class: "pale" }, inside(each, node)),
+        ]
+      : element("p", {}, "one GPU: no messages");
+    return element("div", { class: "talk" }, name(each.axis), element("div", {}, what));
+  });
 }
 
 const name = (axis) => {
@@ -224,7 +213,7 @@ function strip(parts, most) {
   return element(
     "div",
     { class: "strip", "aria-hidden": "true" },
-    ...seen.map(([axis, value]) =>
+    seen.map(([axis, value]) =>
       element("i", { style: `width: ${(100 * value) / most}%; background: ${AXES[axis].color}` }),
     ),
   );
@@ -248,19 +237,12 @@ function orders(answer, state) {
         {},
         strip(sizes, most),
         element("p", {}, total ? `${bytes(total)}, ${seconds(time)} by the cable` : "nothing"),
-        ...(words.length > 1 ? [element("p", { class: "pale" }, inWords(words))] : []),
+        words.length > 1 && element("p", { class: "pale" }, inWords(words)),
       ),
     );
   });
-  return element(
-    "div",
-    {},
-    ...rows,
-    element(
-      "p",
-      {},
-      "From the node that sends the most, by rings. The cable is that of eight H100 with a " +
-        "network card of 400 Gb/s each.",
-    ),
-  );
+  const note =
+    "From the node that sends the most, by rings. The cable is that of eight H100 with a " +
+    "network card of 400 Gb/s each.";
+  return [...rows, element("p", {}, note)];
 }

@@ -90,9 +90,7 @@ function show(answer, state) {
     ["usable", answer.usable],
     ["the GPU's memory", answer.device],
   ];
-  return element(
-    "div",
-    {},
+  return [
     card(
       "",
       facts([
@@ -115,5 +113,5 @@ function show(answer, state) {
         `${count(answer.micro_batches)} micro-batches a step; ` +
         `${Number((answer.tokens / 1e6).toPrecision(3))} million tokens a step`,
     ),
-  );
+  ];
 }
