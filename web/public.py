@@ -58,32 +58,37 @@ class Sources:
     def tree(self, module: str) -> ast.Module:
         return ast.parse(self.file(module).read_text())
 
+    @cache  # noqa: B019
+    def scope(self, module: str) -> dict[str, Node]:
+        """What defines each name of a module, or imports it from another one of the library."""
+        found: dict[str, Node] = {}
+        for node in statements(self.tree(module).body):
+            if name := defined(node):
+                found.setdefault(name, node)
+            elif isinstance(node, ast.ImportFrom) and "minidist" in (node.module or ""):
+                for alias in node.names:
+                    found.setdefault(alias.asname or alias.name, node)
+        return found
+
     def public(self, module: str) -> dict[str, Name]:
         """The public names of a module, and where they are defined."""
-        names, own = None, []
-        for node in statements(self.tree(module).body):
-            if defined(node) == "__all__":
-                names = ast.literal_eval(node.value)
-            elif (name := defined(node)) and not name.startswith("_"):
-                own.append(name)
-        return {name: self.find(module, name) for name in (own if names is None else names)}
+        own = self.scope(module)
+        if "__all__" in own:
+            names = ast.literal_eval(own["__all__"].value)
+        else:
+            names = [name for name in own if not name.startswith("_") and defined(own[name])]
+        return {name: self.find(module, name) for name in names}
 
     def find(self, module: str, name: str) -> Name:
         """Where `name`, as `module` knows it, is defined."""
-        for node in statements(self.tree(module).body):
-            if defined(node) == name:
-                return Name(module, name, node)
-            if isinstance(node, ast.ImportFrom) and node.module and "minidist" in node.module:
-                for alias in node.names:
-                    if name == (alias.asname or alias.name):
-                        if node.module != module:
-                            return self.find(node.module, alias.name)
-                        return self.inner(module, alias.name)  # a package's own file
-        return self.inner(module, name)
-
-    def inner(self, module: str, name: str) -> Name:
-        """A module in a package."""
-        inner = f"{module}.{name}"
+        node = self.scope(module).get(name)
+        if node and defined(node):
+            return Name(module, name, node)
+        if node:
+            (name,) = (each.name for each in node.names if name == (each.asname or each.name))
+            if node.module != module:
+                return self.find(node.module, name)
+        inner = f"{module}.{name}"  # a package's own file
         return Name(inner, "", self.tree(inner))
 
     def bases(self, name: Name) -> Iterator[Name]:
