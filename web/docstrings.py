@@ -40,7 +40,8 @@ def _blocks(text: str) -> Iterator[tuple[bool, str]]:
     """Paragraphs, and the code between them: indented lines that follow an empty one."""
     paragraphs = re.split(r"\n\n+", text.strip("\n"))
     for code, found in groupby(paragraphs, lambda paragraph: paragraph.startswith("    ")):
-        yield from [(True, "\n\n".join(found))] if code else ((False, each) for each in found)
+        for block in ["\n\n".join(found)] if code else found:
+            yield code, block
 
 
 def _rows(code: str) -> list[tuple[str, str]]:

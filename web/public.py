@@ -7,7 +7,7 @@ use are found like all others.
 
 import ast
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,12 @@ def place(module: str) -> str:
 
 @dataclass(frozen=True)
 class Name:
-    """Something that the library defines: in which module, by which name, and the definition."""
+    """Something that the library defines: in which module, by which name, and the definition. A
+    module has no name in itself."""
 
     module: str
     name: str
-    node: Node
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.module, self.name
+    node: Node = field(default=None, compare=False)
 
     @property
     def doc(self) -> str:
@@ -100,9 +97,7 @@ class Sources:
                 continue
 
     def signature(self, name: Name) -> str:
-        """What a call takes: "(x: int, y: float = 0) -> float". Of a class, what makes one."""
-        if isinstance(name.node, Function):
-            return of_function(name.node)
+        """What makes one of a class: "(x: int, y: float = 0)"."""
         fields = list(self.fields(name))
         if is_dataclass(name.node):
             return f"({', '.join(fields)})"

@@ -25,7 +25,7 @@ export default {
   show,
 };
 
-const inWords = (order) => order.join(", ");
+const commas = (list) => list.join(", ");
 
 function controls({ models, stages, attention, orders }) {
   return [
@@ -38,7 +38,7 @@ function controls({ models, stages, attention, orders }) {
     slider("context", "context parallel", [1, 2, 4, 8, 16], 2),
     slider("tensor", "tensor parallel", [1, 2, 4, 8, 16], 4),
     choice("outermost", "axes, the outermost first", Object.keys(orders), "data", (axis) =>
-      inWords(orders[axis]),
+      commas(orders[axis]),
     ),
     choice("model", "model", models, "llama-3-70b"),
     slider("micro_batches", "micro-batches of a replica", [1, 2, 4, 8, 16, 32], 8),
@@ -82,7 +82,7 @@ function show(answer, state, set) {
 function program({ axes, places }) {
   const sizes = axes.map(({ axis, size }) => `${axis}=${size}`);
   const order = Object.keys(places[0]).map((axis) => `"${axis}"`);
-  return `mesh = md.mixed.mesh(${inWords(sizes)}, order=[${inWords(order)}])`;
+  return `mesh = md.mixed.mesh(${commas(sizes)}, order=[${commas(order)}])`;
 }
 
 /** "data 0, pipeline 1, context 0, tensor 3" */
@@ -97,25 +97,18 @@ function squares(answer, { gpu }, set) {
   const nodes = [];
   for (let first = 0; first < answer.places.length; first += answer.node) {
     const ranks = answer.places.slice(first, first + answer.node).map((_, i) => first + i);
-    nodes.push(
-      element(
-        "div",
-        { class: "node" },
-        element("span", {}, `node ${nodes.length}`),
-        ranks.map((rank) => square(rank, gpu, answer, set)),
-      ),
-    );
+    const name = element("span", {}, `node ${nodes.length}`);
+    const gpus = ranks.map((rank) => square(rank, gpu, answer, set));
+    nodes.push(element("div", { class: "node" }, name, gpus));
   }
   const shown = answer.axes.filter(({ to }) => to.length);
+  const note =
+    `A frame is around those that GPU ${gpu} sends to: the next stage and the one before, and ` +
+    "of other groups the next GPU in the ring.";
   return [
     element("div", { class: "nodes", role: "group", "aria-label": "GPUs in nodes" }, nodes),
     key(shown.map(({ axis }) => [`${AXES[axis].letter}: ${axis}`, AXES[axis].color])),
-    element(
-      "p",
-      {},
-      `A frame is around those that GPU ${gpu} sends to: the next stage and the one before, and ` +
-        "of other groups the next GPU in the ring.",
-    ),
+    element("p", {}, note),
   ];
 }
 
@@ -179,13 +172,12 @@ const name = (axis) => {
 };
 
 /** "188 GB to GPU 14, in its node" */
-const where = ({ to }) =>
-  to
-    .map(
-      ({ gpu, bytes: size, across }) =>
-        `${bytes(size)} to GPU ${gpu}, ${across ? "in another node" : "in its node"}`,
-    )
-    .join("; ");
+function where({ to }) {
+  const words = to.map(({ gpu, bytes: size, across }) => {
+    return `${bytes(size)} to GPU ${gpu}, ${across ? "in another node" : "in its node"}`;
+  });
+  return words.join("; ");
+}
 
 /** "Among GPUs 8 to 15, on 1 node: 640 × all_reduce, 85.9 GB together" */
 function inside({ axis, group, calls }, node) {
@@ -237,7 +229,7 @@ function orders(answer, state) {
         {},
         strip(sizes, most),
         element("p", {}, total ? `${bytes(total)}, ${seconds(time)} by the cable` : "nothing"),
-        words.length > 1 && element("p", { class: "pale" }, inWords(words)),
+        words.length > 1 && element("p", { class: "pale" }, commas(words)),
       ),
     );
   });

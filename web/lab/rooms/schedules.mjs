@@ -109,12 +109,10 @@ function timeline(answer, state) {
   const others = answer.table.filter(({ name, error }) => name !== "naive" && !error);
   const longest = Math.max(time, ...others.map((each) => each.time));
   const x = (moment) => left + (moment / longest) * (wide - left - right);
+  const size = { x: left, width: x(time) - left, height: row - 4 };
   const drawn = spans.map((own, rank) => [
     shape("text", { x: 0, y: rank * row + 19 }, `r${rank}`),
-    shape("rect", {
-      ...{ x: left, y: rank * row + 2, width: x(time) - left, height: row - 4 },
-      class: "empty",
-    }),
+    shape("rect", { ...size, y: rank * row + 2, class: "empty" }),
     own.map((span) => box(span, x, rank, spans.length)),
     shape("text", { x: x(time) + 6, y: rank * row + 19 }, `keeps ${most([kept[rank]])}`),
   ]);
