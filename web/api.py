@@ -1,6 +1,6 @@
 """The library's pages, written as Markdown from its sources.
 
-    api.write(root, out)         # out/api/: an overview, a page for each room, and the sources
+    api.pages(root)              # {path: text}: an overview, a page for each room, and the sources
     api.page("minidist/zero")    # "api/zero.md", the page that a link into the library leads to
 
 A name stands once, on the page of its room, under the name that lessons use: `md.Pipeline`. The
@@ -39,17 +39,15 @@ def page(path: str) -> str:
     return f"api/{place(module).replace('.', '/') or 'index'}.md"
 
 
-def write(root: Path, out: Path) -> None:
-    """Write all pages of the repository at `root` below `out`."""
+def pages(root: Path) -> dict[str, str]:
+    """All pages of the repository at `root`, by their paths."""
     library = Library(root)
-    pages = {"api/README.md": library.reading(), "api/index.md": library.overview()}
+    texts = {"api/README.md": library.reading(), "api/index.md": library.overview()}
     for room in library.rooms.values():
-        pages[f"api/{room.name}.md"] = library.room(room)
+        texts[f"api/{room.name}.md"] = library.room(room)
         for file in library.files(room):
-            pages[f"api/{room.name}/{file.stem}.md"] = library.source(room, file)
-    for name, text in pages.items():
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        (out / name).write_text(text)
+            texts[f"api/{room.name}/{file.stem}.md"] = library.source(room, file)
+    return texts
 
 
 @dataclass

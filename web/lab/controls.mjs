@@ -9,7 +9,7 @@
 // asked has its start. And `more: true`: then it stands below, under "More". A slider may have
 // `last: (answer) => value`: it goes no further with what is chosen now.
 
-import { count, element } from "./draw.mjs";
+import { button, count, element } from "./draw.mjs";
 
 export const slider = (id, label, values, start, say = count) =>
   ({ id, label, kind: "slider", values, start, say });
@@ -98,7 +98,5 @@ function makeTick({ id, label }, change) {
 }
 
 function makeButton({ id, label, ask }, change, press) {
-  const node = element("button", { id, type: "button", class: "main" }, label);
-  node.addEventListener("click", () => press(ask));
-  return { node, show() {} };
+  return { node: button({ id, class: "main" }, () => press(ask), label), show() {} };
 }

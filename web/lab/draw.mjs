@@ -67,6 +67,13 @@ function fill(node, attributes, children) {
 
 const isThere = (what) => what !== undefined && what !== false;
 
+/** A button, and what it does. */
+export function button(attributes, press, ...children) {
+  const node = element("button", { type: "button", ...attributes }, children);
+  node.addEventListener("click", press);
+  return node;
+}
+
 /** A picture of so many CSS pixels. The label says in words what is seen. */
 export const svg = (width, height, label, ...children) =>
   shape(

@@ -2,7 +2,7 @@
 // takes, and which algorithm is the fastest. The two files beside it draw that.
 
 import { choice, range, slider } from "../controls.mjs";
-import { bytes, card, element, facts, inUnits, many, seconds, table } from "../draw.mjs";
+import { button, bytes, card, element, facts, inUnits, many, seconds, table } from "../draw.mjs";
 import { chart, comparison, inWords } from "./collectives_costs.mjs";
 import { clock, legend, who } from "./collectives_pieces.mjs";
 
@@ -98,12 +98,9 @@ function pause() {
 }
 
 function player({ step, steps }, set) {
-  const button = (id, name, disabled, press) => {
-    // Not `disabled`: it keeps the focus when the last step is reached.
-    const made = element("button", { type: "button", id, "aria-disabled": disabled }, name);
-    made.addEventListener("click", () => disabled || press());
-    return made;
-  };
+  // Not `disabled`: it keeps the focus when the last step is reached.
+  const key = (id, name, disabled, press) =>
+    button({ id, "aria-disabled": disabled }, () => disabled || press(), name);
   const move = (to) => {
     pause();
     set({ step: to });
@@ -111,13 +108,13 @@ function player({ step, steps }, set) {
   return element(
     "p",
     {},
-    button("back", "◀ step back", step === 0, () => move(step - 1)),
+    key("back", "◀ step back", step === 0, () => move(step - 1)),
     " ",
     timer
-      ? button("play", "❚❚ pause", false, () => move(step))
-      : button("play", "▶ play", false, play),
+      ? key("play", "❚❚ pause", false, () => move(step))
+      : key("play", "▶ play", false, play),
     " ",
-    button("on", "step on ▶", step === steps, () => move(step + 1)),
+    key("on", "step on ▶", step === steps, () => move(step + 1)),
   );
 }
 

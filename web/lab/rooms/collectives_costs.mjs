@@ -1,6 +1,6 @@
 // All algorithms of a collective compared: their times over the vector's size, and a table.
 
-import { COLORS, bytes, element, seconds, shape, svg, table, width } from "../draw.mjs";
+import { COLORS, button, bytes, element, seconds, shape, svg, table, width } from "../draw.mjs";
 
 
 // Lines differ by more than their colours.
@@ -89,9 +89,8 @@ export function comparison({ operation, algorithm, rivals, node_of: nodeOf }, { 
   const two = nodeOf.at(-1) > 0;
   const least = Math.min(...rivals.map(({ network }) => network));
   const choose = (name) => {
-    const button = element("button", { type: "button", id: `choose-${name}` }, inWords(name));
-    button.addEventListener("click", () => set({ collective: `${operation} ${name}` }));
-    return button;
+    const press = () => set({ collective: `${operation} ${name}` });
+    return button({ id: `choose-${name}` }, press, inWords(name));
   };
   const head = ["algorithm", "messages", "bytes", "formula", "this network"];
   const made = table(

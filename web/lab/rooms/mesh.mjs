@@ -1,7 +1,7 @@
 // The room "A mesh": GPUs as squares in their nodes, and who talks to whom along which axis.
 
 import { choice, range, slider, tick } from "../controls.mjs";
-import { COLORS, bytes, card, count, element, ink, key, many, seconds } from "../draw.mjs";
+import { COLORS, button, bytes, card, count, element, ink, key, many, seconds } from "../draw.mjs";
 
 // A letter stands beside each colour.
 const AXES = {
@@ -118,10 +118,8 @@ function square(rank, chosen, { axes, places }, set) {
   const color = met.length ? AXES[met.at(-1).axis].color : undefined;
   const direct = axes.some(({ to }) => to.some((each) => each.gpu === rank));
   const along = met.length ? `; the chosen one talks to it along ${met.map((e) => e.axis)}` : "";
-  const node = element(
-    "button",
+  return button(
     {
-      type: "button",
       id: `gpu-${rank}`,
       class: direct ? "gpu direct" : "gpu",
       tabindex: -1,
@@ -130,11 +128,10 @@ function square(rank, chosen, { axes, places }, set) {
       title: place(places[rank]),
       style: color && `background: ${color}; color: ${ink(color)}`,
     },
+    () => set({ gpu: rank }),
     String(rank),
     element("b", {}, met.map(({ axis }) => AXES[axis].letter).join("") || "\u00a0"),
   );
-  node.addEventListener("click", () => set({ gpu: rank }));
-  return node;
 }
 
 /** Along pipeline a rank talks to its neighbours alone, along other axes to the whole group. */
