@@ -4,7 +4,9 @@ library as Python imports it."""
 import ast
 import importlib
 import inspect
+import pydoc
 import re
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 
@@ -28,18 +30,11 @@ def test_each_public_name_stands_once_with_what_it_takes(api: ModuleType) -> Non
     assert len(entries) == len(re.findall(entry, pages, re.M)) > 250
     found = {}
     for name, (kind, call) in entries.items():
-        module, _, last = name.replace("md.", "minidist.", 1).rpartition(".")
-        owner = getattr(md, name.split(".")[1]) if name.count(".") > 1 else md
-        if name.startswith("minidist."):
-            owner = importlib.import_module(module)
-        elif name.count(".") == 3:
-            owner = getattr(owner, name.split(".")[2])
-        found[name] = value = getattr(owner, last)
+        first, _, rest = name.partition(".")
+        found[name] = value = attrgetter(rest)(md) if first == "md" else pydoc.locate(name)
         if kind != "data" and call:
-            takes = ast.parse(f"def f{call}: ...").body[0].args
-            given = [arg.arg for arg in [*takes.args, *takes.kwonlyargs]]
-            given += [arg.arg for arg in (takes.vararg, takes.kwarg) if arg]
-            assert sorted(given) == sorted(inspect.signature(value).parameters), name
+            takes = api.parameters(ast.parse(f"def f{call}: ...").body[0])
+            assert sorted(takes) == sorted(inspect.signature(value).parameters), name
     twice = [id(found[name]) for name, (kind, _) in entries.items() if kind != "data"]
     assert len(twice) == len(set(twice)), "a name stands in two rooms"
     for name in md.__all__:
