@@ -55,6 +55,8 @@ def test_every_page_is_listed_and_says_how_to_run_it(stage: dict[str, Any], tmp_
         assert way in lesson, way
     korean = (tmp_path / "notebooks/ko/09_pipeline_schedules.ipynb").read_text()
     assert "[English](../09_pipeline_schedules.ipynb)" in korean
+    run = (tmp_path / "run.md").read_text()
+    assert "## In your own code" in run and "## Other ways in" in run and "01_rank" not in run
 
 
 def test_a_broken_link_is_found(tmp_path: Path) -> None:

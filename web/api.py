@@ -10,6 +10,7 @@ and takes minutes.
 """
 
 import ast
+import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -77,10 +78,12 @@ class Library:
         for line in (root / "README.md").read_text().splitlines():  # its table of lessons
             if heading := re.match(r"\| \*\*(\w+) (.*)\*\* \|", line):
                 part = f"{heading[1]} · {heading[2]}"
-            if lesson := re.match(r"\| (\d+) \| \[\d+_(\w+)\]\((notebooks/\w+\.ipynb)\)", line):
-                number, name, notebook = lesson.groups()
-                label = f"{number} · {name.replace('_', ' ')}"
-                self.lessons[name] = f"[{label}](../{notebook})"
+            if lesson := re.match(r"\| \d+ \| \[\d+_(\w+)\]\((notebooks/\w+\.ipynb)\)", line):
+                name, notebook = lesson.groups()
+                title = json.loads((root / notebook).read_text())["cells"][0]["source"][0]
+                label = re.match("# ([^:\n]+)", title)
+                assert label, f"{notebook} begins with its title"
+                self.lessons[name] = f"[{label[1]}](../{notebook})"
                 for path in re.findall(r"\]\((minidist/[\w/.]+)\)", line):
                     self._enter(path.removesuffix(".py").replace("/", "."), part, name)
         self._fill(self.sources.public("minidist"))
@@ -122,8 +125,8 @@ class Library:
         text = [
             "# The library",
             markdown(self._doc("minidist")),
-            "Here are its rooms, in the order of the lessons that teach them. Who wants to read it "
-            "all finds [an order for that](README.md), too.",
+            "Here are its rooms, in the order of the lessons that teach them. You can read "
+            "its ideas [in an evening](README.md).",
         ]
         for part in dict.fromkeys(room.part for room in self.rooms.values()):
             text.append(f"## {part}")
@@ -150,7 +153,7 @@ class Library:
 
     def room(self, room: Room) -> str:
         links = (f"[`{file.stem}.py`]({room.name}/{file.stem}.md)" for file in self.files(room))
-        text = [f"# {room.title}", self._taught(room), self._text(room, self._doc(room.module))]
+        text = [f"# {room.title}", self._taught(room), self._text(room, self._head(room))]
         text.append(f"Sources: {' · '.join(links)}")
         text += [self._name(room, name, found) for name, found in room.names.items()]
         return "\n\n".join(text) + "\n"
@@ -167,6 +170,14 @@ class Library:
 
     def _doc(self, module: str) -> str:
         return ast.get_docstring(self.sources.tree(module)) or ""
+
+    def _head(self, room: Room) -> str:
+        """What a room says of itself, without its lessons, which stand above it."""
+        doc = self._doc(room.module)
+        if not room.lessons:
+            return doc
+        lesson = rf"(?:{'|'.join(room.lessons)})\b"
+        return re.sub(rf"Lessons?:\s{lesson}(?:,\s{lesson})*\.? ?", "", doc)
 
     def _taught(self, room: Room) -> str:
         lessons = " · ".join(self.lessons[name] for name in room.lessons)

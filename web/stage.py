@@ -163,7 +163,7 @@ def lesson_map(parts: dict[str, list[Lesson]]) -> str:
         hours = sum(lesson.minutes for lesson in lessons) / 60
         lines.append(f"<section><h3>{part} <small>{hours:.1f} h</small></h3><ul>")
         for lesson in lessons:
-            star = ' <span title="the short way">✦</span>' * lesson.short
+            star = '&nbsp;<span title="the short way">✦</span>' * lesson.short
             title = re.sub("(?<=[a-z])(?=[A-Z])", "<wbr>", lesson.title)  # DistributedDataParallel
             lines.append(
                 f'<li><a href="notebooks/{lesson.stem}.html"><b>{title}{star}</b> '
@@ -174,10 +174,11 @@ def lesson_map(parts: dict[str, list[Lesson]]) -> str:
 
 
 def run_page(root: Path) -> str:
-    """The README from "Start here" on: what is above stands on the landing page."""
+    """The README from "Start here" on, without its lessons: they stand on the landing page."""
     _, mark, text = (root / "README.md").read_text().partition("## Start here")
-    assert mark, "the README has a heading: Start here"
-    text = rewrite(mark + text, root / "README.md", root)
+    before, table, after = re.split("(?m)^(## Lessons$)", text)
+    assert mark and table, "the README has these headings: Start here, Lessons"
+    text = rewrite(mark + before + after[after.index("## ") :], root / "README.md", root)
     return f"# Run it yourself\n\n{repository()}{text}"
 
 
