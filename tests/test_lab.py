@@ -52,6 +52,7 @@ def test_a_found_layout_fits_and_its_controls_show_it(given: dict[str, Any]) -> 
     found = ask("planner", asked | {"search": True})
     shown = ask("planner", asked | found["set"])
     assert shown == {name: value for name, value in found.items() if name != "set"}
+    assert all(asked[name] != value for name, value in found["set"].items())
     assert shown["total"] <= shown["usable"]
     assert "error" in ask("planner", asked) or shown["seconds"] <= ask("planner", asked)["seconds"]
 

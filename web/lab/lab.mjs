@@ -136,11 +136,16 @@ function draw() {
   const { answer, values } = last;
   const sentence = part("sentence");
   sentence.classList.toggle("error", Boolean(answer.error));
-  sentence.textContent = answer.error ?? ROOMS[room].sentence(answer, values);
+  sentence.textContent = answer.error
+    ? asSentence(answer.error)
+    : ROOMS[room].sentence(answer, values);
   const drawn = answer.error ? [] : ROOMS[room].show(answer, values, change);
   keepingFocus(() => part("result").replaceChildren(...drawn));
   part("result").removeAttribute("aria-busy");
 }
+
+/** "8 ranks …" and "no layout …", as Python's errors are written, as sentences. */
+const asSentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}.`;
 
 function fail(error) {
   part("notice").textContent = error.message;

@@ -45,7 +45,8 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if asked.get("search"):
         layout = _fastest(model, gpu, asked)
-        found["set"] = {name: getattr(layout, name) for name in ASKED}
+        named = {name: getattr(layout, name) for name in ASKED}
+        found["set"] = {name: value for name, value in named.items() if value != asked[name]}
     else:
         layout = _layout(asked)
     held = peak(model, layout, precision=asked["precision"])

@@ -32,7 +32,7 @@ function controls({ collectives, sizes }) {
   return [
     choice("collective", "collective", collectives, collectives[0], inFull),
     slider("ranks", "ranks", range(2, 8), 4),
-    slider("nbytes", "the vector", sizes, 1e6, bytes),
+    slider("nbytes", "size of the vector", sizes, 1e6, bytes),
     slider("gbps", "bandwidth 1/β", GBPS, 100, speed),
     slider("latency_us", "latency α", LATENCY, 10, latency),
     slider("nodes", "nodes", [1, 2], 1),
@@ -127,7 +127,7 @@ function arrivals({ messages, pieces, node_of: nodeOf }) {
     ["from → to", ({ sender, receiver }) => `${sender} → ${receiver}`],
     ...(pieces.length > 1 ? [["pieces", (message) => name(message.pieces)]] : []),
     ["bytes", ({ nbytes }) => bytes(nbytes)],
-    ["there it is", fate],
+    ["at the receiver", fate],
     ...(nodeOf.at(-1) ? [["over", ({ crosses }) => (crosses ? "cables" : "a line")]] : []),
   ];
   return table(

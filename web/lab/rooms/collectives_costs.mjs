@@ -94,7 +94,7 @@ export function comparison({ operation, algorithm, rivals, node_of: nodeOf }, { 
   };
   const head = ["algorithm", "messages", "bytes", "formula", "this network"];
   const made = table(
-    two ? [...head, "leave node 0"] : head,
+    two ? [...head, "leaving node 0"] : head,
     rivals.map((each) => [
       choose(each.name),
       String(each.messages),

@@ -14,8 +14,8 @@ const AXES = {
 export default {
   title: "A mesh",
   about:
-    "GPUs are numbered along the axes of a mesh, the last axis first, and a node holds eight of " +
-    "them. Choose one to see whom it talks to in a training step, and what leaves its node.",
+    "GPUs are numbered along the axes of a mesh, fastest along the last one, and eight make a " +
+    "node. Click one to see whom it talks to in a training step, and what leaves its node.",
   lessons: [
     ["12_long_sequences", "12 · Long sequences"],
     ["14_mixed_parallelism", "14 · Mixed parallelism"],
@@ -65,7 +65,7 @@ function sentence({ axes, orders }, { gpu, gpus, outermost }) {
   return (
     `GPU ${gpu} of ${gpus} sends ${bytes(all)} in a step, ${own} to another node. ` +
     (total
-      ? `All GPUs of a node send ${bytes(total)} to others: ${seconds(time)} by its cable.`
+      ? `The node that sends most sends ${bytes(total)} to others: ${seconds(time)} by its cable.`
       : "Nothing leaves a node.")
   );
 }
@@ -117,14 +117,16 @@ function square(rank, chosen, { axes, places }, set) {
   const met = axes.filter((each) => rank !== chosen && talksTo(each, rank));
   const color = met.length ? AXES[met.at(-1).axis].color : undefined;
   const direct = axes.some(({ to }) => to.some((each) => each.gpu === rank));
-  const along = met.length ? `; the chosen one talks to it along ${met.map((e) => e.axis)}` : "";
+  const along = commas(met.map(({ axis }) => axis));
   return button(
     {
       id: `gpu-${rank}`,
       class: direct ? "gpu direct" : "gpu",
       tabindex: -1,
       "aria-pressed": String(rank === chosen),
-      "aria-label": `GPU ${rank}: ${place(places[rank])}${along}`,
+      "aria-label":
+        `GPU ${rank}: ${place(places[rank])}` +
+        (along && `; the chosen one talks to it along ${along}`),
       title: place(places[rank]),
       style: color && `background: ${color}; color: ${ink(color)}`,
     },
@@ -141,7 +143,10 @@ const talksTo = ({ axis, group, to }, rank) =>
 // ---- what the chosen one sends --------------------------------------------------------------
 
 const WHAT = {
-  data: ({ stage }) => (stage > 0 ? "gradients and parameters" : "gradients"),
+  data: ({ stage, context }) =>
+    (stage > 0 ? "gradients and parameters" : "gradients") +
+    (stage === 1 ? ", behind a DDP (Megatron sends two thirds of it)" : "") +
+    (context > 1 ? "; GPUs along context take part, since they hold the same weights" : ""),
   pipeline: () => "activations onward, their gradients back",
   context: () => "keys and values, and their gradients",
   tensor: () => "activations, and their gradients",
@@ -226,12 +231,12 @@ function orders(answer, state) {
         {},
         strip(sizes, most),
         element("p", {}, total ? `${bytes(total)}, ${seconds(time)} by the cable` : "nothing"),
-        words.length > 1 && element("p", { class: "pale" }, commas(words)),
+        words.length > 0 && element("p", { class: "pale" }, commas(words)),
       ),
     );
   });
   const note =
-    "From the node that sends the most, by rings. The cable is that of eight H100 with a " +
-    "network card of 400 Gb/s each.";
+    "From the node that sends most, by rings. The cable is that of eight H100 with a network " +
+    "card of 400 Gb/s each, at 80 %: 320 GB/s.";
   return [...rows, element("p", {}, note)];
 }

@@ -54,14 +54,18 @@ function controls({ models, gpus, precisions, stages, recompute }) {
     slider("pipeline", "pipeline stages", powers(0, 6), 1),
     slider("context", "context parallel", powers(0, 7), 1),
     choice("stage", "data parallel", [0, 1, 2, 3], 3, (stage) => stages[stage]),
-    slider("micro_batch", "sequences at once", powers(0, 3), 1),
-    choice("recompute", "computed again in backward", recompute, "nothing"),
+    slider("micro_batch", "sequences of a micro-batch", powers(0, 3), 1),
+    choice("recompute", "recomputed in backward", recompute, "nothing"),
     { ...tick("sequence_parallel", "sequence parallel", false), when: cut },
     { ...slider("chunks", "chunks of a rank (interleaved)", [1, 2, 4], 1), when: piped },
     { ...slider("experts", "GPUs that share experts", powers(0, 7), 1), when: sparse },
     { id: "search", label: "Find the fastest that fits", kind: "button", ask: { search: true } },
     { ...slider("loss_chunks", "pieces of the loss", [1, 8], 1), more },
-    { ...slider("replicate", "copies of the shards", powers(0, 11), 1), more, when: sharded },
+    {
+      ...slider("replicate", "copies of the shards (hybrid)", powers(0, 11), 1),
+      more,
+      when: sharded,
+    },
     {
       ...tick("reshard_after_forward", "free parameters after forward", true),
       more,
@@ -75,7 +79,9 @@ const fits = (answer) => answer.total <= answer.usable;
 function sentence(answer) {
   const held = bytes(answer.total);
   if (answer.set) {
-    return `Found: a step takes ${seconds(answer.seconds)}, and the fullest GPU holds ${held}.`;
+    const changed = Object.keys(answer.set).length > 0;
+    const what = changed ? "Found" : "No layout that fits is clearly faster than this one";
+    return `${what}: a step takes ${seconds(answer.seconds)}, and the fullest GPU holds ${held}.`;
   }
   return fits(answer)
     ? `It fits: the fullest GPU holds ${held}, and a step takes ${seconds(answer.seconds)}.`

@@ -27,6 +27,7 @@ const NAMES = {
 };
 const milliseconds = inUnits("ms");
 const megabytes = (value) => bytes(value * 1e6);
+const LATENCY = [0, 1, 5, 10, 20, 50, 100, 1000];
 const NETWORK = [0, 400, 200, 100, 50, 25, 10, 5, 2.5, 1, 0.5];
 
 const row = 30; // pixels of a rank
@@ -49,8 +50,8 @@ export default {
 
 function controls({ schedules }) {
   const link = [
-    slider("latency_us", "its latency", [0, 1, 5, 10, 20, 50, 100, 1000], 10, inUnits("µs")),
-    slider("mb", "a message", [1, 2, 5, 10, 20, 50, 100, 200], 10, megabytes),
+    slider("latency_us", "the link's latency", LATENCY, 10, inUnits("µs")),
+    slider("mb", "size of a message", [1, 2, 5, 10, 20, 50, 100, 200], 10, megabytes),
     slider("nodes", "nodes", [1, 2, 3, 4], 1),
   ];
   return [
@@ -147,7 +148,7 @@ function colors(spans) {
 
 function comparison(rows, schedule) {
   return table(
-    ["schedule", "a step", "idle", "activations kept"],
+    ["schedule", "a step", "idle", "micro-batches kept"],
     rows.map(({ name, error, time, idle, kept }) =>
       error
         ? [NAMES[name], error]
