@@ -23,20 +23,14 @@ ASKED = {
     **{"outermost": "data", "stage": 1, "micro_batches": 8, "attention": "ring"},
     **{"sequence_parallel": False},
 }
+RING = {"context": 2, "context_attention": "ring"}
 LAYOUTS = {
-    "data × context × tensor": (planner.Layout(8, 2, context=2, context_attention="ring"), "data"),
+    "data × context × tensor": (planner.Layout(8, 2, **RING), "data"),
     "pipeline × context × tensor": (
-        planner.Layout(
-            *(8, 2, 2),
-            **{"context": 2, "context_attention": "ring", "micro_batches": 2},
-            **{"sequence_parallel": True},
-        ),
+        planner.Layout(8, 2, 2, **RING, micro_batches=2, sequence_parallel=True),
         "context",
     ),
-    "pipeline × context": (
-        planner.Layout(8, 1, 4, context=2, context_attention="ring", micro_batches=2),
-        "pipeline",
-    ),
+    "pipeline × context": (planner.Layout(8, 1, 4, **RING, micro_batches=2), "pipeline"),
 }
 
 

@@ -1,6 +1,6 @@
 """The library's pages, written as Markdown from its sources.
 
-    api.write(root, out)         # out/api/: an overview, a page for each room, and the sources
+    api.pages(root)              # {path: text}: an overview, a page for each room, and the sources
     api.page("minidist/zero")    # "api/zero.md", the page that a link into the library leads to
 
 A name stands once, on the page of its room, under the name that lessons use: `md.Pipeline`. The
@@ -40,17 +40,15 @@ def page(path: str) -> str:
     return f"api/{place(module).replace('.', '/') or 'index'}.md"
 
 
-def write(root: Path, out: Path) -> None:
-    """Write all pages of the repository at `root` below `out`."""
+def pages(root: Path) -> dict[str, str]:
+    """All pages of the repository at `root`, by their paths."""
     library = Library(root)
-    pages = {"api/README.md": library.reading(), "api/index.md": library.overview()}
+    texts = {"api/README.md": library.reading(), "api/index.md": library.overview()}
     for room in library.rooms.values():
-        pages[f"api/{room.name}.md"] = library.room(room)
+        texts[f"api/{room.name}.md"] = library.room(room)
         for file in library.files(room):
-            pages[f"api/{room.name}/{file.stem}.md"] = library.source(room, file)
-    for name, text in pages.items():
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        (out / name).write_text(text)
+            texts[f"api/{room.name}/{file.stem}.md"] = library.source(room, file)
+    return texts
 
 
 @dataclass
@@ -75,7 +73,7 @@ class Library:
         self.root, self.sources = root, Sources(root)
         self.rooms: dict[str, Room] = {}
         self.lessons: dict[str, str] = {}  # a link, by the name that docstrings have
-        self.whole: dict[tuple[str, str], str] = {}  # a name's whole name, by Name.key
+        self.whole: dict[Name, str] = {}  # md.Pipeline and the like
         part = ""
         for line in (root / "README.md").read_text().splitlines():  # its table of lessons
             if heading := re.match(r"\| \*\*(\w+) (.*)\*\* \|", line):
@@ -101,11 +99,11 @@ class Library:
         """Give each room its names, by the shortest that a lesson can write."""
         for found in top.values():
             self._enter(found.module, AROUND)
-        short = {found.key: f"md.{name}" for name, found in top.items()}
+        short = {found: f"md.{name}" for name, found in top.items()}
         for room in self.rooms.values():
-            room.title = short.get((room.module, ""), room.module)
+            room.title = short.get(Name(room.module, ""), room.module)
             for name, found in self._public(room.module, room.title):
-                self.whole[found.key] = name = short.get(found.key, name)
+                self.whole[found] = name = short.get(found, name)
                 room.names[name] = found
 
     def _public(self, module: str, prefix: str) -> Iterator[tuple[str, Name]]:
@@ -154,11 +152,9 @@ class Library:
         return re.sub(r"\]\(([\w/]+\.py)\)", link, text)
 
     def room(self, room: Room) -> str:
-        files = " · ".join(
-            f"[`{file.stem}.py`]({room.name}/{file.stem}.md)" for file in self.files(room)
-        )
+        links = (f"[`{file.stem}.py`]({room.name}/{file.stem}.md)" for file in self.files(room))
         text = [f"# {room.title}", self._taught(room), self._text(room, self._head(room))]
-        text.append(f"Sources: {files}")
+        text.append(f"Sources: {' · '.join(links)}")
         text += [self._name(room, name, found) for name, found in room.names.items()]
         return "\n\n".join(text) + "\n"
 
@@ -194,12 +190,9 @@ class Library:
     def _text(self, room: Room, doc: str, arguments: Iterable[str] = ()) -> str:
         # The head of the page has its lessons: not again what says no more.
         doc = re.sub(rf"Lessons?:\s{', '.join(room.lessons)}\. ?", "", doc)
-        names = {
-            f"`{file.stem}`": f"[`{file.stem}`]({room.name}/{file.stem}.md)"
-            for file in self.files(room)
-        }
-        for name in self.whole.values():
-            names[f"`{name}`"] = role(name)
+        stems = [file.stem for file in self.files(room)]
+        names = {f"`{stem}`": f"[`{stem}`]({room.name}/{stem}.md)" for stem in stems}
+        names |= {f"`{name}`": role(name) for name in self.whole.values()}
         for name in room.names:
             last = name.split(".")[-1]
             names[f"`{last}`"] = role(name, last)
@@ -212,10 +205,11 @@ class Library:
         node = found.node
         if isinstance(node, Function):
             text = self._text(room, found.doc, parameters(node))
-            return directive("function", name + self._call(found), text)
+            call = self._linked(found.module, of_function(node))
+            return directive("function", name + call, text)
         if not isinstance(node, ast.ClassDef):
             return self._value("data", name, found.module, node)
-        call = self._call(found)
+        call = self._linked(found.module, self.sources.signature(found))
         members: dict[str, Node] = {}
         said = re.findall(r"(\w+):", call)  # what its docstring may explain
         for member in node.body:
@@ -231,9 +225,8 @@ class Library:
         if isinstance(node, Function):
             text = self._text(room, ast.get_docstring(node) or "", parameters(node))
             if PROPERTIES & set(map(ast.unparse, node.decorator_list)):
-                return directive(
-                    "property", name, text, type=self._type(owner.module, node.returns)
-                )
+                of = self._type(owner.module, node.returns)
+                return directive("property", name, text, type=of)
             call = self._linked(owner.module, of_function(node, method=True))
             return directive("method", name + call, text)
         if is_dataclass(owner.node) and not self.sources.comment(owner.module, node):
@@ -247,9 +240,6 @@ class Library:
         comment = self.sources.comment(module, node)
         return directive(kind, name, comment, type=self._type(module, annotation), value=value)
 
-    def _call(self, found: Name) -> str:
-        return self._linked(found.module, self.sources.signature(found))
-
     def _type(self, module: str, annotation: ast.expr | None) -> str:
         return self._linked(module, ast.unparse(annotation)) if annotation else ""
 
@@ -258,7 +248,7 @@ class Library:
 
         def whole(found: re.Match[str]) -> str:
             try:
-                return self.whole.get(self.sources.find(module, found[0]).key, found[0])
+                return self.whole.get(self.sources.find(module, found[0]), found[0])
             except LookupError:  # of torch, or of Python
                 return found[0]
 

@@ -7,7 +7,8 @@ a lesson is meant by its name.
 
 import ast
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from itertools import groupby
 
 NAMED = r"`[\w.]+`"
 LESSONS = re.compile(r"\b[Ll]essons?:\s[a-z_,\s]+")
@@ -25,11 +26,9 @@ def markdown(
     names: the same of code, with its backticks.
     """
     blocks = []
-    for code, lines in _blocks(text):
-        block = "\n".join(lines)
+    for code, block in _blocks(text):
         if code:
-            rows = _rows(block)
-            blocks.append(_items(rows, names) if rows else _fenced(block))
+            blocks.append(_items(_rows(block), names) or _fenced(block))
             continue
         block = re.sub(r"\(\*(?=[,)])", r"(\\*", block)  # of a shape: (*, C)
         block = LESSONS.sub(lambda found: _replaced(r"\w+", found[0], lessons), block)
@@ -37,23 +36,12 @@ def markdown(
     return "\n\n".join(blocks)
 
 
-def _blocks(text: str) -> list[tuple[bool, list[str]]]:
+def _blocks(text: str) -> Iterator[tuple[bool, str]]:
     """Paragraphs, and the code between them: indented lines that follow an empty one."""
-    blocks: list[tuple[bool, list[str]]] = []
-    begins = True
-    for line in text.splitlines():
-        code = line.startswith("    ")
-        if not line:
-            begins = True
-            if blocks and blocks[-1][0]:
-                blocks[-1][1].append("")
-        elif begins and not (code and blocks and blocks[-1][0]):
-            blocks.append((code, [line]))
-            begins = False
-        else:
-            blocks[-1][1].append(line)
-            begins = False
-    return blocks
+    paragraphs = re.split(r"\n\n+", text.strip("\n"))
+    for code, found in groupby(paragraphs, lambda paragraph: paragraph.startswith("    ")):
+        for block in ["\n\n".join(found)] if code else found:
+            yield code, block
 
 
 def _rows(code: str) -> list[tuple[str, str]]:
@@ -90,14 +78,10 @@ def _listed(block: str, arguments: Collection[str]) -> str:
     """A line that begins by an argument becomes an item; an argument within a line, bold."""
     if not arguments:
         return block
-    name = "|".join(map(re.escape, arguments))
+    name = "|".join(arguments)
     said = re.compile(rf"(^ *|(?<=[.;] ))((?:{name})(?:, (?:{name}))*):(?=\s)", re.M)
-
-    def shown(found: re.Match[str]) -> str:
-        first = not found[1] and (found.start() == 0 or block[found.start() - 1] == "\n")
-        return f"{found[1]}{'- ' * first}**{found[2]}**:"
-
-    return said.sub(shown, block)
+    block = said.sub(r"\1**\2**:", block)
+    return re.sub(rf"^(?=\*\*(?:{name})\b[^*]*\*\*:)", "- ", block, flags=re.M)
 
 
 def _replaced(pattern: str, text: str, known: Mapping[str, str]) -> str:

@@ -7,7 +7,7 @@ use are found like all others.
 
 import ast
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,12 @@ def place(module: str) -> str:
 
 @dataclass(frozen=True)
 class Name:
-    """Something that the library defines: in which module, by which name, and the definition."""
+    """Something that the library defines: in which module, by which name, and the definition. A
+    module has no name in itself."""
 
     module: str
     name: str
-    node: Node
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.module, self.name
+    node: Node = field(default=None, compare=False)
 
     @property
     def doc(self) -> str:
@@ -58,32 +55,37 @@ class Sources:
     def tree(self, module: str) -> ast.Module:
         return ast.parse(self.file(module).read_text())
 
+    @cache  # noqa: B019
+    def scope(self, module: str) -> dict[str, Node]:
+        """What defines each name of a module, or imports it from another one of the library."""
+        found: dict[str, Node] = {}
+        for node in statements(self.tree(module).body):
+            if name := defined(node):
+                found.setdefault(name, node)
+            elif isinstance(node, ast.ImportFrom) and "minidist" in (node.module or ""):
+                for alias in node.names:
+                    found.setdefault(alias.asname or alias.name, node)
+        return found
+
     def public(self, module: str) -> dict[str, Name]:
         """The public names of a module, and where they are defined."""
-        names, own = None, []
-        for node in statements(self.tree(module).body):
-            if defined(node) == "__all__":
-                names = ast.literal_eval(node.value)
-            elif (name := defined(node)) and not name.startswith("_"):
-                own.append(name)
-        return {name: self.find(module, name) for name in (own if names is None else names)}
+        own = self.scope(module)
+        if "__all__" in own:
+            names = ast.literal_eval(own["__all__"].value)
+        else:
+            names = [name for name in own if not name.startswith("_") and defined(own[name])]
+        return {name: self.find(module, name) for name in names}
 
     def find(self, module: str, name: str) -> Name:
         """Where `name`, as `module` knows it, is defined."""
-        for node in statements(self.tree(module).body):
-            if defined(node) == name:
-                return Name(module, name, node)
-            if isinstance(node, ast.ImportFrom) and node.module and "minidist" in node.module:
-                for alias in node.names:
-                    if name == (alias.asname or alias.name):
-                        if node.module != module:
-                            return self.find(node.module, alias.name)
-                        return self.inner(module, alias.name)  # a package's own file
-        return self.inner(module, name)
-
-    def inner(self, module: str, name: str) -> Name:
-        """A module in a package."""
-        inner = f"{module}.{name}"
+        node = self.scope(module).get(name)
+        if node and defined(node):
+            return Name(module, name, node)
+        if node:
+            (name,) = (each.name for each in node.names if name == (each.asname or each.name))
+            if node.module != module:
+                return self.find(node.module, name)
+        inner = f"{module}.{name}"  # a package's own file
         return Name(inner, "", self.tree(inner))
 
     def bases(self, name: Name) -> Iterator[Name]:
@@ -95,9 +97,7 @@ class Sources:
                 continue
 
     def signature(self, name: Name) -> str:
-        """What a call takes: "(x: int, y: float = 0) -> float". Of a class, what makes one."""
-        if isinstance(name.node, Function):
-            return of_function(name.node)
+        """What makes one of a class: "(x: int, y: float = 0)"."""
         fields = list(self.fields(name))
         if is_dataclass(name.node):
             return f"({', '.join(fields)})"

@@ -14,7 +14,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import api
 
@@ -213,10 +213,11 @@ def main(root: Path, out: Path) -> None:
     shutil.rmtree(out, ignore_errors=True)
     parts = read_parts(root)
     lessons = {lesson.stem: lesson for each in parts.values() for lesson in each}
-    pages: dict[str, Any] = {
+    pages = {
         "index.md": "\n\n".join([front(root, parts), *trees(root, parts)]),
         "run.md": run_page(root),
         "notebooks/solutions/index.md": solutions(root),
+        **api.pages(root),
     }
     for path in (root / "notebooks").rglob("*.ipynb"):
         if ".ipynb_checkpoints" not in path.parts:
@@ -229,7 +230,6 @@ def main(root: Path, out: Path) -> None:
     files = shutil.ignore_patterns("*.ipynb", "*.md", "__pycache__", ".ipynb_checkpoints")
     shutil.copytree(root / "notebooks", out / "notebooks", ignore=files, dirs_exist_ok=True)
     shutil.copytree(root / "img", out / "img", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    api.write(root, out)
 
 
 if __name__ == "__main__":

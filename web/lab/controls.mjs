@@ -9,7 +9,7 @@
 // asked has its start. And `more: true`: then it stands below, under "More". A slider may have
 // `last: (answer) => value`: it goes no further with what is chosen now.
 
-import { count, element } from "./draw.mjs";
+import { button, count, element } from "./draw.mjs";
 
 export const slider = (id, label, values, start, say = count) =>
   ({ id, label, kind: "slider", values, start, say });
@@ -44,12 +44,10 @@ export function shown(controls, state) {
  * a button is pressed. Returns a function that shows a state, and the answer to it if there is one.
  */
 export function build(form, controls, change, press) {
-  const made = controls.map((control) => make(control, change, press));
+  const made = controls.map((control) => KINDS[control.kind](control, change, press));
   const more = made.filter((_, i) => controls[i].more).map(({ node }) => node);
-  form.replaceChildren(
-    ...made.filter((_, i) => !controls[i].more).map(({ node }) => node),
-    ...(more.length ? [element("details", {}, element("summary", {}, "More"), ...more)] : []),
-  );
+  form.replaceChildren(...made.filter((_, i) => !controls[i].more).map(({ node }) => node));
+  if (more.length) form.append(element("details", {}, element("summary", {}, "More"), more));
   return (state, answer) => {
     for (const [i, { node, show }] of made.entries()) {
       node.hidden = !controls[i].when(state);
@@ -59,8 +57,6 @@ export function build(form, controls, change, press) {
 }
 
 const KINDS = { slider: makeSlider, choice: makeChoice, tick: makeTick, button: makeButton };
-
-const make = (control, change, press) => KINDS[control.kind](control, change, press);
 
 function makeSlider({ id, label, values, say, last }, change) {
   const input = element("input", { id, type: "range", min: 0, max: values.length - 1, step: 1 });
@@ -80,7 +76,7 @@ function makeSlider({ id, label, values, say, last }, change) {
 
 function makeChoice({ id, label, values, say }, change) {
   const options = values.map((value, i) => element("option", { value: i }, say(value)));
-  const select = element("select", { id }, ...options);
+  const select = element("select", { id }, options);
   select.addEventListener("change", () => change({ [id]: values[select.value] }));
   return {
     node: element("div", { class: "control" }, element("label", { for: id }, label), select),
@@ -94,7 +90,7 @@ function makeTick({ id, label }, change) {
   const input = element("input", { id, type: "checkbox" });
   input.addEventListener("change", () => change({ [id]: input.checked }));
   return {
-    node: element("div", { class: "control tick" }, element("label", {}, input, label)),
+    node: element("div", { class: "control" }, element("label", {}, input, label)),
     show: (value) => {
       input.checked = value;
     },
@@ -102,7 +98,5 @@ function makeTick({ id, label }, change) {
 }
 
 function makeButton({ id, label, ask }, change, press) {
-  const node = element("button", { id, type: "button", class: "main" }, label);
-  node.addEventListener("click", () => press(ask));
-  return { node, show() {} };
+  return { node: button({ id, class: "main" }, () => press(ask), label), show() {} };
 }

@@ -2,7 +2,6 @@
 
 // As in minidist/instruments/plot/palette.py; tests/test_lab.py compares.
 export const COLORS = {
-  compute: "#C9DCE8",
   forward: "#56B4E9",
   backward: "#0072B2",
   "backward for inputs": "#003F66",
@@ -12,7 +11,6 @@ export const COLORS = {
   gradients: "#E69F00",
   "optimizer states": "#009E73",
   activations: "#CC79A7",
-  "communication buffers": "#D55E00",
   other: "#999999",
   naive: "#D55E00",
   ring: "#0072B2",
@@ -23,10 +21,6 @@ export const COLORS = {
   data: "#882255",
   pipeline: "#44AA99",
   tensor: "#999933",
-  gpipe: "#E69F00",
-  "1f1b": "#0072B2",
-  interleaved: "#009E73",
-  zero_bubble: "#CC79A7",
 };
 export const RANKS = [
   ...["#0072B2", "#E69F00", "#009E73", "#CC79A7"],
@@ -50,7 +44,10 @@ export function paler(color, times) {
 
 // ---- elements -------------------------------------------------------------------------------
 
-/** An HTML element. Texts among its children are shown as they are, never read as HTML. */
+/**
+ * An HTML element. Its children are nodes, and texts, which are never read as HTML; a list of them
+ * counts as its parts. What is false or undefined is left out, as a child or as an attribute.
+ */
 export function element(tag, attributes = {}, ...children) {
   return fill(document.createElement(tag), attributes, children);
 }
@@ -62,9 +59,18 @@ export function shape(tag, attributes = {}, ...children) {
 
 function fill(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
-    if (value !== undefined && value !== false) node.setAttribute(name, value);
+    if (isThere(value)) node.setAttribute(name, value);
   }
-  node.append(...children);
+  node.append(...children.flat(Infinity).filter(isThere));
+  return node;
+}
+
+const isThere = (what) => what !== undefined && what !== false;
+
+/** A button, and what it does. */
+export function button(attributes, press, ...children) {
+  const node = element("button", { type: "button", ...attributes }, children);
+  node.addEventListener("click", press);
   return node;
 }
 
@@ -73,29 +79,25 @@ export const svg = (width, height, label, ...children) =>
   shape(
     "svg",
     { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label },
-    ...children,
+    children,
   );
 
 /** How many CSS pixels a picture in a card can be wide. If it changes, the room is shown anew. */
 export const width = () => Math.floor(document.querySelector("#result").clientWidth - 30);
 
-/** A part of the result, with a title. */
+/** A part of the result, with a title or without. */
 export const card = (title, ...children) =>
-  element("section", { class: "card" }, ...(title ? [element("h3", {}, title)] : []), ...children);
+  element("section", { class: "card" }, title !== "" && element("h3", {}, title), children);
 
 /** Large numbers: [["a step", "27 s", "± 25 %"], …]. */
 export const facts = (list) =>
   element(
     "dl",
     { class: "facts" },
-    ...list.map(([name, value, note]) =>
-      element(
-        "div",
-        {},
-        element("dt", {}, name),
-        element("dd", {}, value, ...(note ? [element("small", {}, note)] : [])),
-      ),
-    ),
+    list.map(([name, value, note]) => {
+      const small = note && element("small", {}, note);
+      return element("div", {}, element("dt", {}, name), element("dd", {}, value, small));
+    }),
   );
 
 /** What colours mean: [["forward", "#56B4E9"], …]. */
@@ -103,7 +105,7 @@ export const key = (list) =>
   element(
     "ul",
     { class: "key" },
-    ...list.map(([name, color]) =>
+    list.map(([name, color]) =>
       element("li", {}, element("i", { style: `background: ${color}` }), name),
     ),
   );
@@ -118,28 +120,19 @@ export function table(head, rows, { caption, chosen } = {}) {
     const left = i === row.length - 1 ? head.length - i : 1;
     return element("td", { colspan: left > 1 && left }, what);
   };
-  const body = rows.map((row, i) =>
-    element(
-      "tr",
-      i === chosen ? { class: "chosen", "aria-current": "true" } : {},
-      ...row.map(cell),
-    ),
+  const names = head.map((name) => element("th", { scope: "col" }, name));
+  const body = rows.map((row, i) => {
+    const mark = i === chosen ? { class: "chosen", "aria-current": "true" } : {};
+    return element("tr", mark, row.map(cell));
+  });
+  const made = element(
+    "table",
+    {},
+    caption && element("caption", {}, caption),
+    element("thead", {}, element("tr", {}, names)),
+    element("tbody", {}, body),
   );
-  return element(
-    "div",
-    { class: "wide" },
-    element(
-      "table",
-      {},
-      ...(caption ? [element("caption", {}, caption)] : []),
-      element(
-        "thead",
-        {},
-        element("tr", {}, ...head.map((name) => element("th", { scope: "col" }, name))),
-      ),
-      element("tbody", {}, ...body),
-    ),
-  );
+  return element("div", { class: "wide" }, made);
 }
 
 /**
@@ -169,12 +162,10 @@ export function bar(parts, format, label, limits = []) {
     drawn.push(shape("text", place, name));
   }
   const words = seen.map(([name, value]) => `${name} ${format(value)}`);
-  const node = element("div");
-  node.append(
-    svg(wide, limits.length ? 70 : 34, `${label}: ${words.join(", ")}`, ...drawn),
+  return [
+    svg(wide, limits.length ? 70 : 34, `${label}: ${words.join(", ")}`, drawn),
     key(seen.map(([, , color], i) => [words[i], color])),
-  );
-  return node;
+  ];
 }
 
 // ---- numbers in words -----------------------------------------------------------------------
@@ -194,6 +185,9 @@ export const bytes = (n) =>
 /** Three digits and a unit: seconds(0.00123) is "1.23 ms". */
 export const seconds = (s) =>
   s === 0 ? "0 s" : human(s, [[1e-9, "ns"], [1e-6, "µs"], [1e-3, "ms"], [1, "s"]]);
+
+/** A number as it is, and its unit: inUnits("µs")(20) is "20 µs". */
+export const inUnits = (unit) => (value) => `${value} ${unit}`;
 
 /** A whole number with commas. */
 export const count = (n) => Math.round(n).toLocaleString("en");

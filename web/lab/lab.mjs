@@ -4,7 +4,7 @@
 //   title, about, lessons   words, and the lessons that it belongs to
 //   controls(choices)       see controls.mjs; `choices` is what answers/NAME.py offers
 //   sentence(answer, state) the main result in one sentence, which screen readers read out
-//   show(answer, state, set) the result as a node; set({id: value}) moves controls
+//   show(answer, state, set) the result, a list of nodes; set({id: value}) moves controls
 // If an element of the result has the focus, the one of the same id has it when the result is
 // drawn anew.
 
@@ -139,7 +139,7 @@ function draw() {
   sentence.textContent = answer.error
     ? asSentence(answer.error)
     : ROOMS[room].sentence(answer, values);
-  const drawn = answer.error ? [] : [ROOMS[room].show(answer, values, change)];
+  const drawn = answer.error ? [] : ROOMS[room].show(answer, values, change);
   keepingFocus(() => part("result").replaceChildren(...drawn));
   part("result").removeAttribute("aria-busy");
 }

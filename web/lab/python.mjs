@@ -5,9 +5,6 @@ let worker;
 let broken; // why the worker cannot run at all
 let last = 0;
 
-/** Milliseconds from the worker's start, and of the last answer: for whoever measures. */
-export const times = {};
-
 /** What the controls of a room offer. */
 export const choices = (room) => send({ room });
 
@@ -31,7 +28,6 @@ function start() {
   started.onmessage = ({ data }) => {
     const { resolve, reject } = waiting.get(data.id);
     waiting.delete(data.id);
-    Object.assign(times, data.times);
     if (data.failed) reject(new Error(data.failed));
     else resolve(data.answer);
   };

@@ -46,7 +46,7 @@ class Cluster(NamedTuple):
         link = Link(asked["gbps"], asked["latency_us"], inter=cable)
         return cls([rank * nodes // p for rank in range(p)], link)
 
-    def crosses(self, message: "Message") -> bool:
+    def crosses(self, message: Message) -> bool:
         """Whether it goes over the cables."""
         return self.node_of[message.sender] != self.node_of[message.receiver]
 

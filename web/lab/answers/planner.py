@@ -18,10 +18,9 @@ from minidist.instruments.planner import (
 from minidist.instruments.planner.advice import ERROR, RECOMPUTED, USABLE, fastest
 
 ASKED = (  # of a Layout: what has a control of its own
-    *("world_size", "tensor", "pipeline", "context", "stage", "micro_batch", "recompute"),
-    *("sequence_parallel", "chunks", "replicate", "reshard_after_forward", "loss_chunks"),
-    "experts",
-)
+    "world_size tensor pipeline context stage micro_batch recompute sequence_parallel chunks "
+    "replicate reshard_after_forward loss_chunks experts"
+).split()
 
 
 def choices() -> dict[str, Any]:

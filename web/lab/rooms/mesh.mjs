@@ -1,7 +1,7 @@
 // The room "A mesh": GPUs as squares in their nodes, and who talks to whom along which axis.
 
 import { choice, range, slider, tick } from "../controls.mjs";
-import { COLORS, bytes, card, count, element, ink, key, many, seconds } from "../draw.mjs";
+import { COLORS, button, bytes, card, count, element, ink, key, many, seconds } from "../draw.mjs";
 
 // A letter stands beside each colour.
 const AXES = {
@@ -25,7 +25,7 @@ export default {
   show,
 };
 
-const inWords = (order) => order.join(", ");
+const commas = (list) => list.join(", ");
 
 function controls({ models, stages, attention, orders }) {
   return [
@@ -38,7 +38,7 @@ function controls({ models, stages, attention, orders }) {
     slider("context", "context parallel", [1, 2, 4, 8, 16], 2),
     slider("tensor", "tensor parallel", [1, 2, 4, 8, 16], 4),
     choice("outermost", "axes, the outermost first", Object.keys(orders), "data", (axis) =>
-      inWords(orders[axis]),
+      commas(orders[axis]),
     ),
     choice("model", "model", models, "llama-3-70b"),
     slider("micro_batches", "micro-batches of a replica", [1, 2, 4, 8, 16, 32], 8),
@@ -71,20 +71,18 @@ function sentence({ axes, orders }, { gpu, gpus, outermost }) {
 }
 
 function show(answer, state, set) {
-  return element(
-    "div",
-    {},
+  return [
     card(`GPU ${state.gpu}: ${place(answer.places[state.gpu])}`, squares(answer, state, set)),
     card(`What GPU ${state.gpu} sends in a step`, talks(answer, state)),
     card("What leaves a node in a step, by the order of the axes", orders(answer, state)),
     card("This mesh in a program", element("code", {}, program(answer))),
-  );
+  ];
 }
 
 function program({ axes, places }) {
   const sizes = axes.map(({ axis, size }) => `${axis}=${size}`);
   const order = Object.keys(places[0]).map((axis) => `"${axis}"`);
-  return `mesh = md.mixed.mesh(${inWords(sizes)}, order=[${inWords(order)}])`;
+  return `mesh = md.mixed.mesh(${commas(sizes)}, order=[${commas(order)}])`;
 }
 
 /** "data 0, pipeline 1, context 0, tensor 3" */
@@ -99,28 +97,19 @@ function squares(answer, { gpu }, set) {
   const nodes = [];
   for (let first = 0; first < answer.places.length; first += answer.node) {
     const ranks = answer.places.slice(first, first + answer.node).map((_, i) => first + i);
-    nodes.push(
-      element(
-        "div",
-        { class: "node" },
-        element("span", {}, `node ${nodes.length}`),
-        ...ranks.map((rank) => square(rank, gpu, answer, set)),
-      ),
-    );
+    const name = element("span", {}, `node ${nodes.length}`);
+    const gpus = ranks.map((rank) => square(rank, gpu, answer, set));
+    nodes.push(element("div", { class: "node" }, name, gpus));
   }
   const shown = answer.axes.filter(({ to }) => to.length);
-  return element(
-    "div",
-    {},
-    element("div", { class: "nodes", role: "group", "aria-label": "GPUs in nodes" }, ...nodes),
+  const note =
+    `A frame is around those that GPU ${gpu} sends to: the next stage and the one before, and ` +
+    "of other groups the next GPU in the ring.";
+  return [
+    element("div", { class: "nodes", role: "group", "aria-label": "GPUs in nodes" }, nodes),
     key(shown.map(({ axis }) => [`${AXES[axis].letter}: ${axis}`, AXES[axis].color])),
-    element(
-      "p",
-      {},
-      `A frame is around those that GPU ${gpu} sends to: the next stage and the one before, and ` +
-        "of other groups the next GPU in the ring.",
-    ),
-  );
+    element("p", {}, note),
+  ];
 }
 
 /** One GPU. A click chooses it; for the keyboard there is the slider, instead of 128 stops. */
@@ -128,11 +117,9 @@ function square(rank, chosen, { axes, places }, set) {
   const met = axes.filter((each) => rank !== chosen && talksTo(each, rank));
   const color = met.length ? AXES[met.at(-1).axis].color : undefined;
   const direct = axes.some(({ to }) => to.some((each) => each.gpu === rank));
-  const along = inWords(met.map(({ axis }) => axis));
-  const node = element(
-    "button",
+  const along = commas(met.map(({ axis }) => axis));
+  return button(
     {
-      type: "button",
       id: `gpu-${rank}`,
       class: direct ? "gpu direct" : "gpu",
       tabindex: -1,
@@ -143,11 +130,10 @@ function square(rank, chosen, { axes, places }, set) {
       title: place(places[rank]),
       style: color && `background: ${color}; color: ${ink(color)}`,
     },
+    () => set({ gpu: rank }),
     String(rank),
     element("b", {}, met.map(({ axis }) => AXES[axis].letter).join("") || "\u00a0"),
   );
-  node.addEventListener("click", () => set({ gpu: rank }));
-  return node;
 }
 
 /** Along pipeline a rank talks to its neighbours alone, along other axes to the whole group. */
@@ -169,23 +155,16 @@ const WHAT = {
 function talks({ axes, node }, state) {
   const sent = axes.map(({ to }) => sum(to.map((each) => each.bytes)));
   const most = Math.max(...sent);
-  const rows = axes.map((each, i) =>
-    element(
-      "div",
-      { class: "talk" },
-      name(each.axis),
-      each.to.length
-        ? element(
-            "div",
-            {},
-            strip([[each.axis, sent[i]]], most),
-            element("p", {}, `${where(each)}: ${WHAT[each.axis](state)}.`),
-            element("p", { class: "pale" }, inside(each, node)),
-          )
-        : element("p", {}, "one GPU: no messages"),
-    ),
-  );
-  return element("div", {}, ...rows);
+  return axes.map((each, i) => {
+    const what = each.to.length
+      ? [
+          strip([[each.axis, sent[i]]], most),
+          element("p", {}, `${where(each)}: ${WHAT[each.axis](state)}.`),
+          element("p", { class: "pale" }, inside(each, node)),
+        ]
+      : element("p", {}, "one GPU: no messages");
+    return element("div", { class: "talk" }, name(each.axis), element("div", {}, what));
+  });
 }
 
 const name = (axis) => {
@@ -195,13 +174,12 @@ const name = (axis) => {
 };
 
 /** "188 GB to GPU 14, in its node" */
-const where = ({ to }) =>
-  to
-    .map(
-      ({ gpu, bytes: size, across }) =>
-        `${bytes(size)} to GPU ${gpu}, ${across ? "in another node" : "in its node"}`,
-    )
-    .join("; ");
+function where({ to }) {
+  const words = to.map(({ gpu, bytes: size, across }) => {
+    return `${bytes(size)} to GPU ${gpu}, ${across ? "in another node" : "in its node"}`;
+  });
+  return words.join("; ");
+}
 
 /** "Among GPUs 8 to 15, on 1 node: 640 × all_reduce, 85.9 GB together" */
 function inside({ axis, group, calls }, node) {
@@ -229,7 +207,7 @@ function strip(parts, most) {
   return element(
     "div",
     { class: "strip", "aria-hidden": "true" },
-    ...seen.map(([axis, value]) =>
+    seen.map(([axis, value]) =>
       element("i", { style: `width: ${(100 * value) / most}%; background: ${AXES[axis].color}` }),
     ),
   );
@@ -253,19 +231,12 @@ function orders(answer, state) {
         {},
         strip(sizes, most),
         element("p", {}, total ? `${bytes(total)}, ${seconds(time)} by the cable` : "nothing"),
-        ...(words.length ? [element("p", { class: "pale" }, inWords(words))] : []),
+        words.length > 0 && element("p", { class: "pale" }, commas(words)),
       ),
     );
   });
-  return element(
-    "div",
-    {},
-    ...rows,
-    element(
-      "p",
-      {},
-      "From the node that sends most, by rings. The cable is that of eight H100 with a network " +
-        "card of 400 Gb/s each, at 80 %: 320 GB/s.",
-    ),
-  );
+  const note =
+    "From the node that sends most, by rings. The cable is that of eight H100 with a network " +
+    "card of 400 Gb/s each, at 80 %: 320 GB/s.";
+  return [...rows, element("p", {}, note)];
 }

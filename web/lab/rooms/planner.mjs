@@ -96,9 +96,7 @@ function show(answer, state) {
     ["usable", answer.usable],
     ["the GPU's memory", answer.device],
   ];
-  return element(
-    "div",
-    {},
+  return [
     card(
       "",
       facts([
@@ -121,5 +119,5 @@ function show(answer, state) {
         `${count(answer.micro_batches)} micro-batches a step; ` +
         `${Number((answer.tokens / 1e6).toPrecision(3))} million tokens a step`,
     ),
-  );
+  ];
 }

@@ -6,6 +6,7 @@ import {
   bytes,
   card,
   element,
+  inUnits,
   ink,
   key,
   paler,
@@ -24,9 +25,9 @@ const NAMES = {
   interleaved: "interleaved 1F1B",
   zero_bubble: "zero bubble",
 };
-const milliseconds = (value) => `${value} ms`;
-const microseconds = (value) => `${value} µs`;
+const milliseconds = inUnits("ms");
 const megabytes = (value) => bytes(value * 1e6);
+const LATENCY = [0, 1, 5, 10, 20, 50, 100, 1000];
 const NETWORK = [0, 400, 200, 100, 50, 25, 10, 5, 2.5, 1, 0.5];
 
 const row = 30; // pixels of a rank
@@ -49,7 +50,7 @@ export default {
 
 function controls({ schedules }) {
   const link = [
-    slider("latency_us", "the link's latency", [0, 1, 5, 10, 20, 50, 100, 1000], 10, microseconds),
+    slider("latency_us", "the link's latency", LATENCY, 10, inUnits("µs")),
     slider("mb", "size of a message", [1, 2, 5, 10, 20, 50, 100, 200], 10, megabytes),
     slider("nodes", "nodes", [1, 2, 3, 4], 1),
   ];
@@ -80,12 +81,8 @@ function sentence(answer, state) {
 }
 
 function show(answer, state) {
-  return element(
-    "div",
-    {},
-    ...(answer.spans.length ? [picture(answer, state)] : []),
-    card("All five, with the same numbers", comparison(answer.table, state.schedule)),
-  );
+  const all = card("All five, with the same numbers", comparison(answer.table, state.schedule));
+  return answer.spans.length ? [picture(answer, state), all] : [all];
 }
 
 const picture = (answer, state) =>
@@ -113,20 +110,18 @@ function timeline(answer, state) {
   const others = answer.table.filter(({ name, error }) => name !== "naive" && !error);
   const longest = Math.max(time, ...others.map((each) => each.time));
   const x = (moment) => left + (moment / longest) * (wide - left - right);
-  const drawn = spans.flatMap((own, rank) => [
+  const size = { x: left, width: x(time) - left, height: row - 4 };
+  const drawn = spans.map((own, rank) => [
     shape("text", { x: 0, y: rank * row + 19 }, `r${rank}`),
-    shape("rect", {
-      ...{ x: left, y: rank * row + 2, width: x(time) - left, height: row - 4 },
-      class: "empty",
-    }),
-    ...own.flatMap((span) => box(span, x, rank, spans.length)),
+    shape("rect", { ...size, y: rank * row + 2, class: "empty" }),
+    own.map((span) => box(span, x, rank, spans.length)),
     shape("text", { x: x(time) + 6, y: rank * row + 19 }, `keeps ${most([kept[rank]])}`),
   ]);
   const label =
     `${NAMES[state.schedule]} on ${state.ranks} ranks with ${state.microbatches} micro-batches: ` +
     `boxes of forward and backward passes along ${seconds(time)}; the rest of each row is idle. ` +
     `Ranks keep ${kept.map((count) => most([count])).join(", ")}`;
-  return svg(wide, spans.length * row + 2, label, ...drawn);
+  return svg(wide, spans.length * row + 2, label, drawn);
 }
 
 function box({ what, stage, microbatch, start, end }, x, rank, ranks) {
@@ -137,21 +132,18 @@ function box({ what, stage, microbatch, start, end }, x, rank, ranks) {
   const words =
     `${what} of micro-batch ${microbatch} through stage ${stage}, ` +
     `from ${seconds(start)} to ${seconds(end)}`;
-  const drawn = [shape("rect", { ...place, fill: color }, shape("title", {}, words))];
-  if (long > 7 * String(microbatch).length + 2) {
-    const middle = { x: x(start) + long / 2, y: rank * row + 19, "text-anchor": "middle" };
-    const style = `fill: ${ink(color)}; pointer-events: none`;
-    drawn.push(shape("text", { ...middle, style }, String(microbatch)));
-  }
-  return drawn;
+  const middle = { x: x(start) + long / 2, y: rank * row + 19, "text-anchor": "middle" };
+  const style = `fill: ${ink(color)}; pointer-events: none`;
+  return [
+    shape("rect", { ...place, fill: color }, shape("title", {}, words)),
+    long > 7 * String(microbatch).length + 2 &&
+      shape("text", { ...middle, style }, String(microbatch)),
+  ];
 }
 
 function colors(spans) {
   const present = new Set(spans.flat().map(({ what }) => what));
-  return key([
-    ...[...present].map((what) => [what, COLORS[what]]),
-    ["idle", "var(--empty)"],
-  ]);
+  return key([...[...present].map((what) => [what, COLORS[what]]), ["idle", "var(--empty)"]]);
 }
 
 function comparison(rows, schedule) {
