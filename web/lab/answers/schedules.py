@@ -36,7 +36,8 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
     `gbps` (0: messages take no time) and `latency_us` of the link; `mb`, the megabytes of a
     message.
     """
-    table, spans = [], []
+    table: list[dict[str, Any]] = []
+    spans: list[Any] = []
     for name in SCHEDULES:
         try:
             chunks, found = _simulated(name, asked)
@@ -56,10 +57,12 @@ def _simulated(name: str, asked: dict[str, Any]) -> tuple[int, Prediction]:
     ranks, microbatches = asked["ranks"], asked["microbatches"]
     chunks = asked["chunks"] if name == "interleaved" else 1
     made = _made(name, ranks, microbatches, chunks)
-    parts = [asked[part] * 1e-3 / chunks for part in ("forward", "inputs", "weights")]
+    forward, inputs, weights = (
+        asked[part] * 1e-3 / chunks for part in ("forward", "inputs", "weights")
+    )
     link = Link(asked["gbps"], asked["latency_us"]) if asked["gbps"] else None
     nbytes = asked["mb"] * 1e6
-    return chunks, simulate(made, *parts, link=link, nbytes=nbytes, nodes=asked["nodes"])
+    return chunks, simulate(made, forward, inputs, weights, link, nbytes, asked["nodes"])
 
 
 @lru_cache(20)
